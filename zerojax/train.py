@@ -51,6 +51,7 @@ from zerojax.tree import PyTree
 from zerojax.zero import state_bytes
 from zerojax.zero.offload import budget, storage
 from zerojax.zero.offload import settings as offload_settings
+from zerojax.zero.pipeline import step as pipeline_step
 
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
 
@@ -312,6 +313,8 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
         say("attention by XLA, which stores its scores: no fused kernel bounds them by a softcap")
     if program.way is not None:
         say(f"attention to parts of sequences on other devices: {program.way.text}")
+    if isinstance(program.train_step, pipeline_step.PipelineStep):
+        say(f"pipeline: {program.train_step.order.text}")
     say(display.as_text(program_lib.memory_table(program)))
     say(state_bytes.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
     if line := storage.line(program.partition):

@@ -73,9 +73,15 @@ BASE: Mapping[str, Any] = {
 MODELS = {"llama": "test", "t5": "t5_test", "bart": "bart_test"}
 
 
-def _axes(replica: int, data: int, model: int, context: int = 1) -> dict[str, Any]:
-    sizes = {"mesh.replica": replica, "mesh.data": data, "mesh.context": context, "mesh.model": model}
-    return {**sizes, "emulate_devices": replica * data * context * model}
+def _axes(replica: int, data: int, model: int, context: int = 1, pipe: int = 1) -> dict[str, Any]:
+    sizes = {
+        "mesh.pipe": pipe,
+        "mesh.replica": replica,
+        "mesh.data": data,
+        "mesh.context": context,
+        "mesh.model": model,
+    }
+    return {**sizes, "emulate_devices": pipe * replica * data * context * model}
 
 
 # A setting, or several that belong together: the names of its values -> what each sets. The first value is that of the baseline.
@@ -93,6 +99,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "2x2x2": _axes(2, 2, 2),
         "8x1x1": _axes(8, 1, 1),
         "context": _axes(1, 2, 1, context=4),
+        "pipe": _axes(1, 4, 1, pipe=2),
     },
     "min_size": {"1024": {}, "0": {"zero.min_size": 0}, "8192": {"zero.min_size": 8192}},
     "indivisible": {name: {"zero.indivisible": name} for name in ("whole", "pad")},
@@ -218,6 +225,12 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.model.offload", tile_tokens="24", activations="mlp"),
     covering.never("fp8.recipe", tile_tokens="24", precision="fp8", fp8="delayed"),
     covering.never("config.zero.overrides", overrides="features", mesh="1x6x1"),
+    covering.never("offload.optimizer", mesh="pipe", optimizer_offload=("host", "nvme")),
+    covering.never("offload.optimizer", mesh="pipe", params_offload=("host", "nvme"), lora="on"),
+    covering.never("config.precision", mesh="pipe", precision="fp8"),
+    covering.never("config.model.by_columns", mesh="pipe", by_columns=("head", "both")),
+    covering.never("config.model.offload", mesh="pipe", activations=("mlp", "layers")),
+    covering.never("config.accum_dtype", mesh="pipe", accum_dtype="bf16", grad_accum="2"),
     covering.never("fp8", fp8="delayed", precision="fp8", params_offload=("host", "nvme")),
     covering.never("fp8", fp8="delayed", precision="fp8", late_norm="yes"),
     covering.never("fp8", fp8="delayed", precision="fp8", by_block="on"),

@@ -1,6 +1,7 @@
 """Feeds a run with batches. This module shards every global batch over the devices; each process reads only its own rows."""
 
 import bisect
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -48,6 +49,7 @@ class Feed:
         eval_file: str = "",
         pairs: splits.Splits | None = None,
         order: parts.Order | None = None,
+        held_out: tuple[jax.sharding.Mesh, int] | None = None,
     ):
         """Opens the training text, and the held-out text unless `eval_split` is "".
 
@@ -64,22 +66,23 @@ class Feed:
           eval_batches: the number of batches that `held_out_mean` will be asked for.
           pairs: examples with answers, which are read instead of text; None for text.
           order: of the tokens on devices that each hold a part of every row; None: a device has all tokens of its rows.
+          held_out: the devices and the passes of held-out batches; None: those of training.
 
         Raises:
           UserError: see `batches.open_batches`; the held-out text is part of the training text, or is far shorter than `eval_batches`.
         """
         self.tokenizer = tokenizer
-        self._mesh, self._shape, self._order = mesh, (grad_accum, global_batch_size // grad_accum), order
-        self._local = _local_indices(mesh, self._shape[1])
-        rows = [a * self._shape[1] + i for a in range(grad_accum) for i in self._local]
+        self._passes = _Passes(mesh, grad_accum, global_batch_size // grad_accum, order)
+        others = (mesh, grad_accum) if held_out is None else held_out
+        self._held_passes = _Passes(others[0], others[1], global_batch_size // others[1], order)
 
         self._pairs, self._held_out, self.times = pairs, None, 0.0
         if pairs is not None:
             self._is_text = False
-            self._open_pairs(pairs, rows, global_batch_size, seed)
+            self._open_pairs(pairs, global_batch_size, seed)
             return
 
-        def opened(split: str, file: str, seed: int, *, shuffle: bool, key: str) -> batches.Batches:
+        def opened(split: str, file: str, seed: int, passes: _Passes, *, shuffle: bool, key: str) -> batches.Batches:
             return batches.open_batches(
                 name,
                 tokenizer,
@@ -87,7 +90,7 @@ class Feed:
                 split=split,
                 file=file,
                 data_dir=data_dir,
-                rows=rows,
+                rows=passes.own,
                 num_rows=global_batch_size,
                 seq_len=seq_len,
                 seed=seed,
@@ -96,31 +99,31 @@ class Feed:
                 key=f"{key}_{'file' if file else 'split'}",
             )
 
-        self._train = opened(train_split, train_file, seed, shuffle=True, key="train")
+        self._train = opened(train_split, train_file, seed, self._passes, shuffle=True, key="train")
         self._is_text = bool(train_file) or name != batches.RANDOM
         self._text_key = text_key
         self._source = functools.partial(batches.open_text, name, train_split, train_file, data_dir, text_key)
         if eval_file if train_file else eval_split:  # opened now, so that a wrong name is an error before training
             if self._is_text and not train_file:
                 source.check_held_out(name, train_split, eval_split, data_dir)
-            self._held_out = opened(eval_split, eval_file, seed + 1, shuffle=False, key="eval")
+            self._held_out = opened(eval_split, eval_file, seed + 1, self._held_passes, shuffle=False, key="eval")
             window = objective.form(tokenizer, seq_len).window
             self.times = _times_read(self._held_out, global_batch_size * window, eval_batches)
             self._held_out_start = self._held_out.get_state()
 
-    def _open_pairs(self, pairs: splits.Splits, rows: list[int], num_rows: int, seed: int) -> None:
-        self._train = pairs.open(True, rows, num_rows, seed)
+    def _open_pairs(self, pairs: splits.Splits, num_rows: int, seed: int) -> None:
+        self._train = pairs.open(True, self._passes.own, num_rows, seed)
         if pairs.held_out is not None:
-            self._held_out = pairs.open(False, rows, num_rows, seed)
+            self._held_out = pairs.open(False, self._held_passes.own, num_rows, seed)
             self._held_out_start = self._held_out.get_state()
 
     def next(self) -> Batch:
         """Returns the next training batch: {name: int32[(accum,) batch, length]}."""
-        accum, rows = self._shape
+        own = self._passes
         local = next(self._train)
-        if accum == 1:
-            return self._shard(local, (rows,))
-        return self._shard({name: self._by_pass(array) for name, array in local.items()}, (accum, rows))
+        if own.count == 1:
+            return own.shard(local, (own.rows,))
+        return own.shard(own.divided(local), (own.count, own.rows))
 
     def position(self) -> dict[str, Any]:
         """Returns the position after the last training batch, by row of this process."""
@@ -146,16 +149,16 @@ class Feed:
         """
         if self._held_out is None:
             return None
-        accum, rows = self._shape
+        own = self._held_passes
         self._held_out.set_state(self._held_out_start)
         total, weight = jnp.zeros(()), jnp.zeros(())
         if self._pairs is not None:
-            every = self._pairs.batches(accum * rows)
+            every = self._pairs.batches(own.count * own.rows)
             count = min(count or every, every)
         for _ in range(count):
-            local = {name: self._by_pass(array) for name, array in next(self._held_out).items()}
-            for number in range(accum):
-                batch = self._shard({name: array[number] for name, array in local.items()}, (rows,))
+            local = own.divided(next(self._held_out))
+            for number in range(own.count):
+                batch = own.shard({name: array[number] for name, array in local.items()}, (own.rows,))
                 labels = jnp.sum(parts.labeled(batch)) if self._pairs is not None else 1
                 # One at a time: on emulated devices, concurrent programs with collectives can starve each other of threads.
                 total = jax.block_until_ready(total + measure(batch) * labels)
@@ -168,13 +171,33 @@ class Feed:
         if self._held_out is not None:
             self._held_out.close()
 
-    def _by_pass(self, array: np.ndarray) -> np.ndarray:
-        return array.reshape(self._shape[0], len(self._local), -1)
 
-    def _shard(self, local: dict[str, np.ndarray], rows: tuple[int, ...]) -> Batch:
+@dataclasses.dataclass(frozen=True)
+class _Passes:
+    """A global batch as `count` passes of `rows` rows, each sharded over the devices of `mesh`; `order` is that of their tokens."""
+
+    mesh: jax.sharding.Mesh
+    count: int
+    rows: int
+    order: parts.Order | None
+
+    @functools.cached_property
+    def _local(self) -> list[int]:
+        return _local_indices(self.mesh, self.rows)
+
+    @property
+    def own(self) -> list[int]:
+        """Returns the rows of a global batch that this process reads."""
+        return [number * self.rows + row for number in range(self.count) for row in self._local]
+
+    def divided(self, local: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns this process's rows by pass."""
+        return {name: array.reshape(self.count, len(self._local), -1) for name, array in local.items()}
+
+    def shard(self, local: dict[str, np.ndarray], rows: tuple[int, ...]) -> Batch:
         """Returns global arrays with leading dims `rows`, made of this process's rows."""
-        sharding = mesh_lib.batch_sharding(self._mesh, len(rows) - 1, has_tokens=True)
-        arrays = local if self._order is None else parts.of_rows(local, self._order)
+        sharding = mesh_lib.batch_sharding(self.mesh, len(rows) - 1, has_tokens=True)
+        arrays = local if self.order is None else parts.of_rows(local, self.order)
 
         def of_device(array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
             first, stop, _ = index[len(rows) - 1].indices(rows[-1])

@@ -30,6 +30,7 @@ class LinkedProgram:
       writes: the numbers of the values that it returns.
       scope: a name to put before its operations' names.
       names: words of its operations' names -> what they are here. Programs that share a module have the names of the first.
+      named: the numbers of parameters by the path of their argument (`parameters.path_of`), where `reads` does not count them.
     """
 
     module: syntax.Module
@@ -37,6 +38,7 @@ class LinkedProgram:
     writes: Sequence[int]
     scope: str = ""
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    named: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def op_name(self, found: re.Match) -> str:
         """Returns the attribute `op_name` for a match of it."""
@@ -50,6 +52,7 @@ def link(
     passes: int,
     *,
     kept: Collection[str] = (),
+    after: Sequence[LinkedProgram] = (),
 ) -> syntax.Module:
     """Returns the programs as one module.
 
@@ -59,6 +62,7 @@ def link(
         first one's type. A program that returns such a value replaces it for those that follow.
       passes: how often the programs run.
       kept: the paths whose memory is not reused.
+      after: programs that run once, after all passes.
     """
     types: dict[str, syntax.Array] = {}
     for path, array in arguments.values():
@@ -79,8 +83,13 @@ def link(
     for place, program in enumerate(programs):
         body += _instructions(program, f"p{place}", values)
     body.append(syntax.Instruction("again", "tuple", every, (), ""))
+    last = {number: f"last.{place}" for place, number in enumerate(arguments)}
+    if after:
+        entry += [_element(last[number], array, "passes", index[path]) for number, (path, array) in arguments.items()]
+    for place, program in enumerate(after, len(programs)):
+        entry += _instructions(program, f"p{place}", last)
     made = {"main": entry, _PASS: body, _UNTIL: []}
-    owners = {f"p{place}": program for place, program in enumerate(programs)}
+    owners = {f"p{place}": program for place, program in enumerate((*programs, *after))}
     names_of_all = [*made, *(f"{label}.{name}" for label, program in owners.items() for name in program.module.spans)]
     reused = {number: number for path, number in index.items() if path not in kept}
     found = _Linked("", "", dict.fromkeys(names_of_all, (0, 0)), "main", owners=owners, reused=reused)
@@ -134,8 +143,10 @@ def _instructions(program: LinkedProgram, label: str, values: dict[int, str]) ->
     """Returns the instructions of a program in a row, and adds what it returns to `values`, by number."""
     entry, names, found = program.module.entry, {}, []
     for number, parameter in entry.parameters.items():
-        argument = re.search(r"/(\d+)$", parameters.path_of(parameter.op_name))  # values[3]: unread ones are dropped
-        names[parameter.name] = values[program.reads[int(argument[1]) if argument else number]]
+        path = parameters.path_of(parameter.op_name)
+        argument = re.search(r"/(\d+)$", path)  # values[3]: unread ones are dropped
+        own = program.named.get(path)
+        names[parameter.name] = values[program.reads[int(argument[1]) if argument else number] if own is None else own]
     for instruction in entry.instructions:
         if instruction.opcode != "parameter":
             names[instruction.name] = f"{label}.{instruction.name}"

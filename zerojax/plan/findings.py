@@ -24,6 +24,7 @@ from zerojax.plan import ledger as ledger_lib
 
 SHARE = 0.01  # of the parameters, or of the state's bytes; less is not reported
 EXPOSED = 0.4  # of the bytes of a ring's hops: that of two devices has a third with nothing beside them
+WAITS = 0.25  # of a step: 1F1B on two groups with three micro-batches or more waits less
 LARGE = 0.2  # of the peak; less than that tiles need not save
 _ACTIVATIONS = (roles.ACTIVATIONS, roles.ACTIVATION_GRADIENTS)
 _NAMED = 3  # leaves that a finding names; it counts the rest
@@ -55,6 +56,7 @@ class Case:
     copies: bound_lib.Copies | None
     at_peak: Sequence[buffers.Temporary] = ()
     peak: int = 0
+    waits: float = 0.0
 
     @property
     def rows(self) -> tuple[ledger_lib.Row, ...]:
@@ -74,6 +76,7 @@ def findings(
     copies: bound_lib.Copies | None = None,
     at_peak: Sequence[buffers.Temporary] = (),
     peak: int = 0,
+    waits: float = 0.0,
 ) -> tuple[Finding, ...]:
     """Returns the defects of a step, the costliest first.
 
@@ -85,11 +88,12 @@ def findings(
       passes: forward and backward passes in a step.
       copies: of activations to host memory.
       at_peak, peak: the temporaries that are alive at the peak, and its bytes.
+      waits: the share of a step in which the groups of a pipeline wait by their schedule alone.
     """
     is_16_bit = (
         _computes_in_16_bits(ledger.flow.module) if compute_dtype is None else jnp.dtype(compute_dtype).itemsize == 2
     )
-    case = Case(ledger, dict(tree.flatten(planned)), is_16_bit, passes, copies, at_peak, peak)
+    case = Case(ledger, dict(tree.flatten(planned)), is_16_bit, passes, copies, at_peak, peak, waits)
     defects = [finding for rule in RULES for finding in rule(case)]
     return tuple(sorted(defects, key=lambda finding: -finding.nbytes))
 
@@ -413,6 +417,17 @@ def activations_leave_the_host(case: Case) -> Iterable[Finding]:
         )
 
 
+def groups_wait(case: Case) -> Iterable[Finding]:
+    """Finds a pipeline whose groups wait for each other in a large share of the step, by its schedule alone."""
+    if case.waits > WAITS:
+        yield Finding(
+            "groups of a pipeline wait for each other",
+            "step",
+            f"{case.waits:.0%} of the time, if all stages take equally long",
+            f"take more micro-batches (grad_accum, now {case.passes}), smaller ones if the batch is to stay, or the schedule interleaved",
+        )
+
+
 RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     gradients_all_reduced,
     weights_gathered_in_float32,
@@ -431,6 +446,7 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     all_tokens_at_once,
     hops_exposed,
     activations_leave_the_host,
+    groups_wait,
 )
 
 

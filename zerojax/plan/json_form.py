@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from zerojax.hlo import buffers
-from zerojax.plan import matmuls, step_plan, targets
+from zerojax.plan import matmuls, pipelines, step_plan, targets
 
 SCHEMA = 2
 
@@ -61,8 +61,26 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
             "beside": dict(plan.foretold.busy),
             "errors": plan.rates.errors if plan.rates else None,
         },
+        "pipeline": None if plan.pipeline is None else _pipeline(plan.pipeline),
         "stream": None if plan.stream is None else _stream(plan),
         "compile_seconds": plan.compile_seconds,
+    }
+
+
+def _pipeline(found: pipelines.Pipelined) -> dict[str, Any]:
+    order = found.order
+    return {
+        "schedule": order.name,
+        "stages": order.stages,
+        "micro_batches": order.micros,
+        "groups": [
+            {"blocks": calls, "at_once": order.alive(group), **dataclasses.asdict(held)}
+            for group, (calls, held) in enumerate(zip(found.calls, found.memory))
+        ],
+        "largest_group": found.largest,
+        "bubble_theory": found.theory,
+        "bubble": found.line.bubble,
+        "is_foretold": found.is_foretold,
     }
 
 

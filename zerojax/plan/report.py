@@ -6,12 +6,19 @@ from rich.table import Table
 
 from zerojax import display
 from zerojax.hlo import buffers
-from zerojax.plan import matmuls, step_plan, targets
+from zerojax.plan import matmuls, pipelines, step_plan, targets
 
 
 def text(plan: step_plan.Plan) -> str:
     """Returns the complete plan as plain text."""
-    tables = [memory_table(plan), leaves_table(plan), temporaries_table(plan), ledger_table(plan), times_table(plan)]
+    tables = [
+        memory_table(plan),
+        *([groups_table(plan)] if plan.pipeline else []),
+        leaves_table(plan),
+        temporaries_table(plan),
+        ledger_table(plan),
+        times_table(plan),
+    ]
     tables += [clock_table(plan)] if plan.foretold else []
     shown = [display.as_text(table) for table in tables if table.row_count]
     return "\n\n".join([*shown, "\n".join(_lines(plan))])
@@ -43,7 +50,31 @@ def memory_table(plan: step_plan.Plan) -> Table:
     if plan.buffers.source == buffers.ANALYSIS:
         table.caption = "this backend reports totals only: temporaries have no roles"
     if plan.buffers.source == buffers.PROGRAMS:
-        table.caption = "the step is a program for each block: temporaries have no roles"
+        what = "stage of a pipeline" if plan.pipeline else "block"
+        table.caption = f"the step is a program for each {what}: temporaries have no roles"
+    return table
+
+
+def groups_table(plan: step_plan.Plan) -> Table:
+    """Returns a table of the groups of a pipeline: their layers, and the memory and the bytes sent of each of their devices."""
+    found = plan.pipeline
+    assert found is not None
+    order = found.order
+    table = Table(title=f"Groups of the pipeline: {order.name}, {order.stages} stages, {order.micros} micro-batches")
+    for column in ("group", "blocks", "state", "gradients", "between passes", "at once", "sends", "peak"):
+        table.add_column(column, justify="left" if column == "group" else "right")
+    for group, (calls, held) in enumerate(zip(found.calls, found.memory)):
+        sizes = (held.state, held.sums, held.values)
+        shown = (
+            *map(display.human, sizes),
+            str(order.alive(group)),
+            display.human(held.sent),
+            display.human(held.peak),
+        )
+        table.add_row(str(group), str(calls), *shown)
+    table.caption = (
+        f"the other tables are of group {found.largest}; 'at once': micro-batches that wait for their backward pass"
+    )
     return table
 
 
@@ -94,6 +125,8 @@ def ledger_table(plan: step_plan.Plan) -> Table:
 
 def _lines(plan: step_plan.Plan) -> list[str]:
     lines = [verdict(plan)]
+    if plan.pipeline is not None:
+        lines.append(_bubble(plan.pipeline))
     if plan.foretold is not None:
         lines.append(_foretold(plan))
     if plan.bound is not None:
@@ -119,6 +152,12 @@ def _lines(plan: step_plan.Plan) -> list[str]:
         lines.append("no findings")
     lines.append(f"compiled in {plan.compile_seconds:.0f} s")
     return lines
+
+
+def _bubble(found: pipelines.Pipelined) -> str:
+    """Returns the share of a step in which devices of a pipeline wait."""
+    by = "the foretold times of its stages" if found.is_foretold else "the operations of its stages"
+    return f"bubble of {found.order.name}: {found.theory:.1%} if all stages take equally long, {found.line.bubble:.1%} by {by}"
 
 
 def _stream_lines(plan: step_plan.Plan) -> list[str]:
@@ -173,6 +212,8 @@ def _foretold(plan: step_plan.Plan) -> str:
         line += f", {plan.tokens / seconds / plan.devices:,.0f} tokens/s/device"
     if plan.mfu is not None:
         line += f", {plan.mfu:.1%} MFU"
+    if plan.pipeline is not None:
+        return f"{line}; no pipeline was measured yet"
     if errors is None:
         return f"{line}; no step was measured on {plan.target.name}: its rates are an H200's, scaled by data sheets"
     held = f"{errors['settings']:.0f} measured settings that no rate is fitted to"

@@ -21,12 +21,13 @@ from zerojax.hlo import buffer_roles, traffic
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import bound as bound_lib
-from zerojax.plan import departures, findings, ledger, targets
+from zerojax.plan import departures, findings, ledger, pipelines, targets
 from zerojax.plan.offload import streams, times
 from zerojax.train_state import State
 from zerojax.zero import placement as placement_lib
 from zerojax.zero import stages, state_bytes
 from zerojax.zero.offload import storage
+from zerojax.zero.pipeline import step as pipeline_step
 
 LARGEST = 10  # leaves and temporaries that are listed
 
@@ -66,6 +67,8 @@ class Plan:
       expected: the estimated time of a step with offloaded state; None if there is none, or the target's rates are unknown.
       foretold: the time of a step that is one program; None if the state is offloaded, or `clock` has no rates of the target.
       rates: those of `foretold`.
+      pipeline: of a step over a pipeline, whose peak is its own; `buffers` and what is read from the program are then those of the group
+        of devices that needs the most. None without one.
       model_seconds: of the model's operations alone, without those computed again, at the matrix rate; None if unknown.
     """
 
@@ -88,10 +91,13 @@ class Plan:
     foretold: walk.StepTime | None = None
     rates: rates_lib.GpuRates | None = None
     model_seconds: float | None = None
+    pipeline: pipelines.Pipelined | None = None
 
     @property
     def peak(self) -> int:
         """Returns the peak of bytes in use on a device."""
+        if self.pipeline is not None:
+            return self.pipeline.peak
         if self.stream is None:
             return self.buffers.peak
         return (
@@ -181,7 +187,14 @@ def plan_step(
     """
     known = _target(target, mesh, host_rate, disk_rate)
     began = time.perf_counter()
-    read = streams.read(train_step, state, args, from_cache=from_cache, compiler_options=compiler_options)
+    pipeline, whole = None, mesh
+    if isinstance(train_step, pipeline_step.PipelineStep):
+        read, pipeline = pipelines.read(train_step, state, args[0], mesh, known, compiler_options)
+        assert placement is not None
+        mesh = mesh_lib.groups(mesh)[pipeline.largest]
+        placement = pipelines.own(placement, pipeline.largest)
+    else:
+        read = streams.read(train_step, state, args, from_cache=from_cache, compiler_options=compiler_options)
     held = read.buffers
     stream = streams.of(train_step, held, state, args)
     seconds = time.perf_counter() - began
@@ -196,11 +209,11 @@ def plan_step(
     rates = rates_lib.of(known.name)
     return Plan(
         target=known,
-        devices=mesh.size,
-        mesh_shape=dict(mesh.shape),
+        devices=whole.size,
+        mesh_shape=dict(whole.shape),
         stage=placement.stage if placement else None,
         tokens=tokens,
-        memory=_memory(held, placement, passes, by_hand, stream),
+        memory=_memory(held, placement, passes, by_hand, stream, pipeline),
         buffers=held,
         ledger=sent,
         findings=findings.findings(
@@ -211,6 +224,7 @@ def plan_step(
             copies=bound_lib.copies(known, bound, activations[0]),
             at_peak=held.at_peak,
             peak=held.peak,
+            waits=pipeline.theory if pipeline else 0.0,
         ),
         departures=departures.departures(sent, passes=passes),
         theory=sent.theory(passes),
@@ -219,9 +233,10 @@ def plan_step(
         compiled=read.executable,
         stream=stream,
         expected=expected,
-        foretold=_foretold(rates, mesh, sent.flow) if stream is None else None,
+        foretold=pipeline.time if pipeline else _foretold(rates, mesh, sent.flow) if stream is None else None,
+        pipeline=pipeline,
         rates=rates,
-        model_seconds=_model_seconds(known, flops_per_token * tokens / mesh.size, compute_dtype),
+        model_seconds=_model_seconds(known, flops_per_token * tokens / whole.size, compute_dtype),
     )
 
 
@@ -283,6 +298,7 @@ def _memory(
     passes: int,
     by_hand: bool,
     stream: streams.Stream | None,
+    pipeline: pipelines.Pipelined | None,
 ) -> tuple[MemoryRow, ...]:
     """Returns the memory by role, computed in three ways."""
     assigned = {**held.arguments_by_role, roles.HOST: held.host}
@@ -292,6 +308,10 @@ def _memory(
     temporaries = held.temporaries_by_role if held.at_peak else {}
     for role in (roles.GRADIENTS, roles.GATHERED, roles.COLLECTIVE_BUFFERS):
         assigned[role] = temporaries.get(role, 0)
+    if pipeline is not None:  # known by role but for what programs take
+        assigned[roles.GRADIENTS] = pipeline.memory[pipeline.largest].sums
+        resident = sum(held.arguments_by_role.values()) + assigned[roles.GRADIENTS]
+        return _rows(assigned | {roles.TEMPORARIES: pipeline.peak - resident}, placement, passes, by_hand)
     if stream is not None and stream.by_block is not None:
         return _memory_by_block(assigned, stream, placement, passes, by_hand)
     rest = held.temporaries - sum(temporaries.get(role, 0) for role in assigned)

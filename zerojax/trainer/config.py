@@ -41,6 +41,11 @@ class BatchSizes:
     micro_batch_size: int
     grad_accum: int
 
+    @property
+    def rows(self) -> int:
+        """Returns the sequences of a pass, over all devices."""
+        return self.global_batch_size // self.grad_accum
+
 
 def from_dict(raw: Mapping[str, Any]) -> settings.Config:
     """Reads a nested mapping, such as a ConfigDict, into a checked `Config`.
@@ -204,15 +209,15 @@ def batch_sizes(config: settings.Config, ways: int) -> BatchSizes:
 
 
 def per_example(mesh: settings.MeshSettings) -> int:
-    """Returns the number of devices that share examples: along axes over which these do not differ."""
-    return math.prod(getattr(mesh, axis.name) for axis in mesh_lib.AXES if not axis.examples)
+    """Returns the number of devices that share examples: along axes over which these do not differ, and in other groups of a pipeline."""
+    return mesh.pipe * math.prod(getattr(mesh, axis.name) for axis in mesh_lib.AXES if not axis.examples)
 
 
 def refit(config: settings.Config, devices: int, full_devices: int) -> settings.Config:
     """Returns the config for `devices` of the `full_devices` for which it was written: a restart may lack hosts.
 
-    The global batch stays, and the sequences per device and pass do not grow: there are more passes. The mesh keeps `context` and `model`,
-    and `data` as long as it divides what is left; `replica` shrinks.
+    The global batch stays, and the sequences per device and pass do not grow: there are more passes. The mesh keeps `pipe`, `context` and
+    `model`, and `data` as long as it divides what is left; `replica` shrinks.
 
     Raises:
       UserError: the global batch or the mesh cannot be kept.
@@ -227,8 +232,8 @@ def refit(config: settings.Config, devices: int, full_devices: int) -> settings.
     if devices % one or sizes.global_batch_size % ways:
         raise UserError(
             f"config.global_batch_size: {sizes.global_batch_size} cannot be kept on {devices} of {full_devices} devices with "
-            f"mesh.context={old.context} and mesh.model={old.model}; choose one that {ways} divides, or raise --min_nodes so that the run "
-            "waits for all hosts"
+            f"mesh.pipe={old.pipe}, mesh.context={old.context} and mesh.model={old.model}; choose one that {ways} divides, or raise "
+            "--min_nodes so that the run waits for all hosts"
         )
     rows = sizes.global_batch_size // ways
     micro = max(size for size in range(1, min(sizes.micro_batch_size, rows) + 1) if rows % size == 0)

@@ -115,7 +115,7 @@ def search_config(
         target,
         search.candidates_of(
             {**_own_axes(config), **(grid or others)},
-            ways=len(devices),
+            ways=len(devices) // config.mesh.pipe,
             global_batch_size=config_lib.batch_sizes(
                 config, len(devices) // config_lib.per_example(config.mesh)
             ).global_batch_size,

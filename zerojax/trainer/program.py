@@ -31,6 +31,7 @@ from zerojax.ops import context_attention, token_order
 from zerojax.optim import master_weights, registry, schedules
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import forward as forward_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import steps
@@ -56,7 +57,7 @@ class Program:
       lengths: of the arrays of a batch's rows, by name.
       abstract_batch: a training batch with shardings: {name: int32[(accum,) batch, length]}.
       train_step: (state, batch) -> (state, metrics).
-      eval_loss: (params, a batch of one pass) -> float32[].
+      forward: how it evaluates and generates.
       way: how devices attend that each hold a part of every row; None: a device has all tokens of its rows.
       weights: where the weights come from.
       tx: the optimizer that the state applies, with master weights where they are kept.
@@ -77,7 +78,7 @@ class Program:
     lengths: Mapping[str, int]
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     train_step: Callable[..., Any]
-    eval_loss: Callable[..., Any]
+    forward: forward_lib.ForwardPlacement
     way: context_attention.Way | None
     weights: weights_lib.Weights
     copy_dtype: Any
@@ -173,20 +174,26 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
     how: dict[str, Any] = {"policy": policy, "loss_scale": loss_scale, "seed": config.seed, "trainable": trainable}
     how |= {"histories": histories, "has_late_norm": offload.late_norm}
     create = functools.partial(_state, tx=tx, inner=inner, copy_dtype=copy_dtype, **how)
-    partition = stages.partition_state(
+    lengths = model_lib.lengths(config, family, model)
+    # A row in parts has arrays of its own, of the parts on all devices together.
+    abstract_batch = functools.partial(_abstract_batch, mesh, sizes, lengths if way is None else parts.lengths(lengths))
+    loss_fn = steps.loss(config, family, in_parts, schedule)
+    partitioned = functools.partial(
+        stages.partition_state,
         jax.eval_shape(create, params),
-        mesh=mesh,
-        stage=config.zero.stage,
         overrides=(*config.zero.overrides, *_parallel(config, family, params, mesh)),
         min_size=config.zero.min_size,
         indivisible=config.zero.indivisible,
         trainable=trainable,
+    )
+    partition = partitioned(
+        mesh=mesh,
+        stage=config.zero.stage,
         offload=offload,
+        pipeline=steps.pipeline(config, loss_fn, family, in_parts, mesh, abstract_batch(passes=1)),
     )
     _check_model_axis(partition)
-    lengths = model_lib.lengths(config, family, model)
-    # A row in parts has arrays of its own, of the parts on all devices together.
-    abstract_batch = _abstract_batch(mesh, sizes, lengths if way is None else parts.lengths(lengths))
+    everywhere = partitioned(mesh=forward_lib.mesh_of(mesh)) if partition.pipeline else partition
     return Program(
         config=config,
         mesh=mesh,
@@ -196,11 +203,16 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         tx=tx,
         create=create,
         partition=partition,
-        baseline=_baseline(params, create, policy if weights.adapted is None else None, mesh, trainable),
+        baseline=_baseline(params, create, policy if weights.adapted is None else None, everywhere.mesh, trainable),
         lengths=lengths,
-        abstract_batch=abstract_batch,
-        train_step=steps.train_step(config, sizes.grad_accum, family, in_parts, partition, schedule, loss_scale),
-        eval_loss=steps.eval_loss(config, family, in_parts, partition),
+        abstract_batch=abstract_batch(),
+        train_step=steps.train_step(config, sizes.grad_accum, loss_fn, family, in_parts, partition, loss_scale),
+        forward=forward_lib.ForwardPlacement(
+            everywhere,
+            partition,
+            sizes.grad_accum if everywhere is partition else forward_lib.passes_of(everywhere.mesh, sizes),
+            steps.eval_loss(config, family, in_parts, everywhere),
+        ),
         way=way,
         weights=weights,
         copy_dtype=copy_dtype,
@@ -242,6 +254,7 @@ def open_feed(
         data_dir=data_dir,
         global_batch_size=program.sizes.global_batch_size,
         grad_accum=program.sizes.grad_accum,
+        held_out=(program.forward.partition.mesh, program.forward.passes),
         seq_len=config.seq_len,
         seed=config.seed,
         eval_batches=config.evaluate.batches,
@@ -260,10 +273,12 @@ def held_out_loss(
     Calls `check` before each batch; it may raise to give up.
     """
 
+    held = program.forward.params(params)
+
     def measure(batch: PyTree) -> Any:
         watch.at(watch.EVALUATE)
         check()
-        return program.eval_loss(params, batch)
+        return program.forward.loss(held, batch)
 
     return batches.held_out_mean(measure, program.config.evaluate.batches)
 
@@ -292,10 +307,11 @@ def _state(
 
 
 def _abstract_batch(
-    mesh: Mesh, sizes: config_lib.BatchSizes, lengths: Mapping[str, int]
+    mesh: Mesh, sizes: config_lib.BatchSizes, lengths: Mapping[str, int], *, passes: int = 0
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    accum, rows = sizes.grad_accum, sizes.global_batch_size // sizes.grad_accum
-    leading = (rows,) if accum == 1 else (accum, rows)
+    """Returns a batch, or a part of it with another number of passes."""
+    accum = passes or sizes.grad_accum
+    leading = (sizes.rows,) if accum == 1 else (accum, sizes.rows)
     sharding = mesh_lib.batch_sharding(mesh, len(leading) - 1, has_tokens=True)
     return {
         name: jax.ShapeDtypeStruct((*leading, length), jnp.int32, sharding=sharding) for name, length in lengths.items()

@@ -31,13 +31,13 @@ def sample(
     sampler = generate.make_generator(
         program.family,
         program.model,
-        program.partition,
+        program.forward.partition,
         new_tokens=length,
         special=family_lib.SpecialTokens(start=int(start[0])),
         sampling=sampling.Sampling(temperature),
         compute_dtype=precision.PRECISIONS[program.config.precision].compute_dtype,
     )
-    tokens = sampler(params, inputs.get("inputs", start)[None], seed=seed)
+    tokens = sampler(program.forward.params(params), inputs.get("inputs", start)[None], seed=seed)
     return program.objective.answer(tokenizer, prompt, tokens[0])
 
 

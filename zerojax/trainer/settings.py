@@ -25,6 +25,7 @@ from zerojax.optim import fused, registry, schedules
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
 from zerojax.zero.offload import settings as offload_lib
+from zerojax.zero.pipeline import order
 
 OWN = -1.0  # of a setting that the optimizer or the model then chooses
 MOST_ROWS = 2**20
@@ -131,8 +132,10 @@ def setting(default: Any, values: Range | tuple, line: str) -> Any:
 # fmt: off
 @dataclasses.dataclass(frozen=True)
 class MeshSettings:
-    """The devices are replica x data x context x model."""
+    """The devices are pipe x replica x data x context x model."""
 
+    pipe: int = setting(1, POSITIVE.up_to(2**10, "each is a stage with layers of its own"),
+        "groups of devices that hold other layers and work on other micro-batches (pipeline parallelism); config.grad_accum counts these")
     replica: int = setting(1, POSITIVE.up_to(2**20, "no machine has as many devices"), "replicas of the sharded state (hybrid sharding)")
     data: int = setting(-1, POSITIVE.or_minus_one("all devices left").up_to(2**20, "no machine has as many devices"),
         "ZeRO shards over it; -1: all remaining devices")
@@ -140,6 +143,17 @@ class MeshSettings:
         "parts of each sequence, one a device (context parallelism); ZeRO shards over it too")
     model: int = setting(1, POSITIVE.up_to(2**20, "no machine has as many devices"),
         "tensor parallelism over it: heads, MLP width, vocabulary and, between matmuls, tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineSettings:
+    """The order in which the groups of a pipeline work; read with mesh.pipe above 1."""
+
+    schedule: str = setting("1f1b", tuple(order.KINDS),
+        '"1f1b": a group keeps few micro-batches; "interleaved": the same with several chunks of layers a group, and idles less; "gpipe": '
+        "all forward passes first")
+    chunks: int = setting(1, POSITIVE.up_to(512, "each has layers of its own"),
+        'of consecutive layers in a group; 2 or more for "interleaved"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,6 +415,7 @@ class Config:
     emulate_devices: int = setting(8, POSITIVE.up_to(devices.MOST_EMULATED, "each has threads of its own"),
         "CPU devices to emulate if there is no accelerator")
     mesh: MeshSettings = dataclasses.field(default_factory=MeshSettings)
+    pipeline: PipelineSettings = dataclasses.field(default_factory=PipelineSettings)
     zero: ZeroSettings = dataclasses.field(default_factory=ZeroSettings)
     offload: OffloadSettings = dataclasses.field(default_factory=OffloadSettings)
     model: ModelSettings = dataclasses.field(default_factory=ModelSettings)

@@ -18,6 +18,7 @@ from zerojax.tree import Leaf, PyTree
 from zerojax.zero import padding, placement
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import late_norm, memory_kind, storage
+from zerojax.zero.pipeline import state as pipeline_state
 
 
 def first(program: program_lib.Program) -> State:
@@ -41,6 +42,10 @@ def first(program: program_lib.Program) -> State:
         leaves = offload_create.from_parts(
             create, abstract_params, numbered, wanted, keep, donate=program.copy_dtype is None
         )
+        state = jax.tree.unflatten(jax.tree.structure(wanted), leaves)
+    elif placed := partition.pipeline:
+        params = program.weights.make(abstract_params)
+        leaves = pipeline_state.created(create, (), wanted, placed, params)
         state = jax.tree.unflatten(jax.tree.structure(wanted), leaves)
     else:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
@@ -72,9 +77,12 @@ def restored(program: program_lib.Program, logical: State, keep: storage.Keep, *
 
     logical = logical.replace(loss_scale=()) if is_lacking else logical
     wanted = program.partition.shardings
-    if not program.partition.offload and not placement.has_frozen(logical.params):
+    is_one = (
+        not program.partition.offload and not program.partition.pipeline
+    )  # memory and devices, so that a program may read all
+    if is_one and not placement.has_frozen(logical.params):
         return jax.jit(restore, out_shardings=wanted, donate_argnums=0)(logical)
-    state = restore(logical)  # leaves in host memory pass through no program
+    state = restore(logical)
     small = ("loss_scale", "fp8", late_norm.FIELD)
     state = state.replace(**{name: jax.device_put(getattr(state, name), getattr(wanted, name)) for name in small})
     return _with_frozen(program, state, keep)

@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
 from zerojax.data import parts
+from zerojax.errors import UserError
 from zerojax.models import family as family_lib
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import schedules
@@ -21,32 +23,59 @@ from zerojax.zero import forward_only, placement, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import fetched_params, selection
+from zerojax.zero.pipeline import state as pipeline_state
 from zerojax.zero.sharded_batch import outputs
 
 DROPOUT = 1  # folded into the random key of a step
 
 
-def train_step(
-    config: settings.Config,
-    grad_accum: int,
-    family: family_lib.Family,
-    model: Any,
-    partition: placement.Partition,
-    schedule: schedules.Schedule,
-    loss_scale: loss_scale_lib.LossScale | None,
+def loss(
+    config: settings.Config, family: family_lib.Family, model: Any, schedule: schedules.Schedule
 ) -> Callable[..., Any]:
-    """Returns (state, batch) -> (state, metrics)."""
-
+    """Returns the loss of a training step, as of `make_train_step`."""
     is_dropped = config.model.dropout or (config.lora.is_on and config.lora.dropout)
 
     def loss_fn(params: PyTree, batch: PyTree, state: State) -> Any:
         keys = (_dropout_key(state),) if is_dropped else ()
-        loss = _weighted(family.loss(model, params, batch, *keys), batch)
+        mean = _weighted(family.loss(model, params, batch, *keys), batch)
         metrics = {"learning_rate": schedule(state.step)}
-        if isinstance(loss, outputs.Mean):
-            metrics["labels"] = outputs.Sum(loss.weight)
-        return loss, {"metrics": metrics}
+        if isinstance(mean, outputs.Mean):
+            metrics["labels"] = outputs.Sum(mean.weight)
+        return mean, {"metrics": metrics}
 
+    return loss_fn
+
+
+def pipeline(
+    config: settings.Config,
+    loss_fn: Callable[..., Any],
+    family: family_lib.Family,
+    model: Any,
+    mesh: Mesh,
+    batch: PyTree,
+) -> pipeline_state.Pipeline | None:
+    """Returns how the layers of a run are divided into stages, or None if its mesh has none; `batch` is one micro-batch, abstract."""
+    if mesh_lib.PIPE not in mesh.shape:
+        return None
+    if precision.PRECISIONS[config.precision].has_fp8:
+        raise UserError(
+            f"config.precision: is {config.precision!r}, and the stages of a pipeline have no fp8 matmuls; set it to bf16, or "
+            "config.mesh.pipe=1"
+        )
+    how = {"batch_specs": _batch_specs(mesh), **_how(config, family, model), **vars(config.pipeline)}
+    return pipeline_state.Pipeline(loss_fn, batch, **how)
+
+
+def train_step(
+    config: settings.Config,
+    grad_accum: int,
+    loss_fn: Callable[..., Any],
+    family: family_lib.Family,
+    model: Any,
+    partition: placement.Partition,
+    loss_scale: loss_scale_lib.LossScale | None,
+) -> Callable[..., Any]:
+    """Returns (state, batch) -> (state, metrics)."""
     return step.make_train_step(
         loss_fn,
         partition,
@@ -58,7 +87,7 @@ def train_step(
         reduce_dtype=precision.DTYPES[config.reduce_dtype],
         accum_dtype=precision.DTYPES[config.accum_dtype],
         activations=family.parallel.activations,
-        batch_specs=_batch_specs(partition),
+        batch_specs=_batch_specs(partition.mesh),
         check_context=False,
         **_how(config, family, model),
     )
@@ -78,15 +107,15 @@ def eval_loss(
         modules = fp8_modules.chosen(fp8, partition.placements, family.blocks)
         recipe = fp8_ops.TENSORWISE if fp8.recipe == fp8_ops.DELAYED else fp8.recipe  # no state, so no history
         loss_fn = fp8_modules.wrapped(loss_fn, modules, recipe)
-    how["batch_specs"] = _batch_specs(partition)
+    how["batch_specs"] = _batch_specs(partition.mesh)
     if selection.are_params_on_host(partition):
         return fetched_params.mean_of(loss_fn, partition, compiler_options=options, **how)
     return xla_options.jit(forward_only.mean(loss_fn, partition, **how), options)
 
 
-def _batch_specs(partition: placement.Partition) -> list[tuple[str, P]]:
+def _batch_specs(mesh: Mesh) -> list[tuple[str, P]]:
     """Returns the specs of a batch's leaves, which are all [examples, tokens]."""
-    return [("", mesh_lib.batch_sharding(partition.mesh, has_tokens=True).spec)]
+    return [("", mesh_lib.batch_sharding(mesh, has_tokens=True).spec)]
 
 
 def _how(config: settings.Config, family: family_lib.Family, model: Any) -> dict[str, Any]:

@@ -98,9 +98,11 @@ class Weights:
             likes = {path: like for path, like in own.items() if path.rpartition("/")[2] not in (targets.A, targets.B)}
             if likes:
                 quantizes = frozenset(path.removeprefix(f"{name}/") for path in coded if path.startswith(f"{name}/"))
-                leaves = tuple((path, like.shape, like.dtype, like.sharding) for path, like in likes.items())
-                made = _part_maker(module, inputs, leaves, quantizes, kind)(key, number)
-                found |= {f"{name}/{path}": leaf for path, leaf in made.items()}
+                leaves = [(path, like.shape, like.dtype, like.sharding) for path, like in likes.items()]
+                for mesh in dict.fromkeys(like.sharding.mesh for like in likes.values()):
+                    here = tuple(leaf for leaf in leaves if leaf[3].mesh == mesh)
+                    made = _part_maker(module, inputs, here, quantizes, kind)(key, number)
+                    found |= {f"{name}/{path}": leaf for path, leaf in made.items()}
         return found
 
 

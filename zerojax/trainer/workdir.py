@@ -70,6 +70,7 @@ FREE = (
     "accum_dtype",
     "loss_scale",
     "mesh",
+    "pipeline",
     "zero",
     "offload",
     "model.remat",

@@ -53,7 +53,9 @@ def shard_train_state(
         abstract_state = jax.eval_shape(init, *traced)
         partition = stages.partition_state(abstract_state, mesh=mesh, stage=stage, trainable=trainable, **options)
         if partition.pipeline:
-            leaves = pipeline_state.created(lambda *args: padding.pad(init(*args), partition), traced, partition)
+            leaves = pipeline_state.created(
+                lambda *args: padding.pad(init(*args), partition), traced, partition.abstract_state, partition.pipeline
+            )
             return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), partition
         if partition.offload:
             whole = partition.abstract_state

@@ -182,12 +182,12 @@ def _read_blocks(
         for program in cut.programs
     ]
     # A program reads a weight in device memory, and brings it from where it is stored: ~number.
-    arguments = {~number: (leaf.path, _array(cut.values[number], leaf.space)) for number, leaf in leaves.items()}
-    arguments |= {number: (leaf.path, _array(cut.values[number])) for number, leaf in leaves.items()}
-    arguments |= {number: (f"constants/{number}", _array(cut.values[number])) for number in cut.constants}
+    arguments = {~number: (leaf.path, array(cut.values[number], leaf.space)) for number, leaf in leaves.items()}
+    arguments |= {number: (leaf.path, array(cut.values[number])) for number, leaf in leaves.items()}
+    arguments |= {number: (f"constants/{number}", array(cut.values[number])) for number in cut.constants}
     module = linked.link(row, arguments, count, kept=() if step.donate else _kept(one_pass, leaves.values()))
     operations = {dtype: number * count for dtype, number in flops.count(cut.trace).items()}
-    return Read(_buffers({leaf.path: leaf for leaf in leaves.values()}), module, operations, step)
+    return Read(buffers_of({leaf.path: leaf for leaf in leaves.values()}), module, operations, step)
 
 
 def _names(paths: Mapping[int, str], first: programs.StepProgram, own: programs.StepProgram) -> dict[str, str]:
@@ -217,7 +217,7 @@ def _kept(one_pass: passes.PassPrograms, leaves: Iterable[buffers_lib.Argument])
     return {path for path in state if path in trained or not path.startswith("state/params/")}
 
 
-def _array(value: jax.ShapeDtypeStruct, space: str = buffers_lib.DEVICE) -> syntax.Array:
+def array(value: jax.ShapeDtypeStruct, space: str = buffers_lib.DEVICE) -> syntax.Array:
     """Returns the type of a device's shard in HLO."""
     name = str(value.dtype)
     for jax_name, own in _DTYPES.items():
@@ -228,7 +228,7 @@ def _array(value: jax.ShapeDtypeStruct, space: str = buffers_lib.DEVICE) -> synt
     return syntax.Array(re.sub(r"\W", "", name), tuple(dims), space == buffers_lib.HOST)
 
 
-def _buffers(arguments: Mapping[str, buffers_lib.Argument]) -> buffers_lib.Buffers:
+def buffers_of(arguments: Mapping[str, buffers_lib.Argument]) -> buffers_lib.Buffers:
     """Returns the step's arguments. Its peak is that of the programs in their order (`Schedule.peak`)."""
     return buffers_lib.Buffers(
         source=buffers_lib.PROGRAMS,

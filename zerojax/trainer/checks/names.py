@@ -16,6 +16,7 @@ from zerojax.errors import UserError
 # argument -> the key or flag that sets it
 KEYS = {
     "mesh": "config.mesh",
+    "pipe": "config.mesh.pipe",
     "stage": "config.zero.stage",
     "overrides": "config.zero.overrides",
     "indivisible": "config.zero.indivisible",
@@ -26,6 +27,7 @@ KEYS = {
     "reduce_dtype": "config.reduce_dtype",
     "accum_dtype": "config.accum_dtype",
     "grad_accum": "config.grad_accum",
+    "chunks": "config.pipeline.chunks",
     "clip_norm": "config.optimizer.clip_norm",
     "optimizer": "config.optimizer.name",
     **{name: f"config.optimizer.{name}" for name in ("schedule", "warmup", "weight_decay", "moments")},
@@ -95,7 +97,7 @@ def in_config(line: str, keys: Mapping[str, str] = KEYS) -> str:
     if (argument := re.match(r"\w+(?=[:=])|target(?= )", line)) is not None and argument[0] in keys:
         return keys[argument[0]] + line[argument.end() :]
     # A field of `Offload`; the argument of a train step is a regex.
-    return f"config.{line}" if line.startswith(("offload.", "fp8", "lora.")) else line
+    return f"config.{line}" if line.startswith(("offload.", "fp8", "lora.", "pipeline.")) else line
 
 
 @functools.cache  # a search builds many programs

@@ -101,20 +101,20 @@ def make(
     generator = generate.make_generator(
         program.family,
         program.model,
-        program.partition,
+        program.forward.partition,
         new_tokens=program.config.data.answer_len,
         special=special,
         compute_dtype=precision.PRECISIONS[program.config.precision].compute_dtype,
     )
-    batches = list(_batches(chosen, pairs.form, program.sizes.global_batch_size // program.sizes.grad_accum))
+    batches = list(_batches(chosen, pairs.form, program.sizes.global_batch_size // program.forward.passes))
     text = functools.partial(text_of, tokenizer, special.stops)
 
     def answer(params: PyTree) -> Score:
-        found: list[str] = []
+        found, held = [], program.forward.params(params)
         for ids, mask in batches:
             watch.at(watch.EVALUATE)
             check()
-            tokens = generator(params, ids, mask)
+            tokens = generator(held, ids, mask)
             found += [text(row) for row in tokens[:, 1 if pairs.form.is_encoder_decoder else ids.shape[1] :]]
         prompts = (tokenizer.decode(ids) for ids in tasks.prompts(chosen, pairs.form))
         answers = [Answer(prompt, own, example.answer.strip()) for prompt, own, example in zip(prompts, found, chosen)]
@@ -133,15 +133,16 @@ def _make_classes(
 ) -> Callable[[Any], Score]:
     """Returns `make` of a classifier, whose answers are its likeliest classes."""
     compute_dtype = precision.PRECISIONS[program.config.precision].compute_dtype
-    scores = classify.make_classifier(program.family, program.model, program.partition, compute_dtype=compute_dtype)
-    batches = list(_batches(chosen, pairs.form, program.sizes.global_batch_size // program.sizes.grad_accum))
+    held_by = program.forward.partition
+    scores = classify.make_classifier(program.family, program.model, held_by, compute_dtype=compute_dtype)
+    batches = list(_batches(chosen, pairs.form, program.sizes.global_batch_size // program.forward.passes))
 
     def answer(params: PyTree) -> Score:
-        found: list[str] = []
+        found, held = [], program.forward.params(params)
         for ids, mask in batches:
             watch.at(watch.EVALUATE)
             check()
-            found += [pairs.form.classes[number] for number in scores(params, ids, mask).argmax(axis=1)]
+            found += [pairs.form.classes[number] for number in scores(held, ids, mask).argmax(axis=1)]
         prompts = (tokenizer.decode(ids) for ids in tasks.prompts(chosen, pairs.form))
         answers = [Answer(prompt, own, example.answer.strip()) for prompt, own, example in zip(prompts, found, chosen)]
         return Score(answers, "accuracy", pairs.form.classes)

@@ -21,6 +21,8 @@ class GroupUpdate:
 
     Attributes:
       trained: the paths of its weights that have a gradient, in the order of the params.
+      reads: the paths of the leaves of the state that it reads.
+      abstract: these leaves.
 
     Args:
       placed: the pipeline of the state.
@@ -45,7 +47,7 @@ class GroupUpdate:
         self._names["rest"] = [path for path, _ in tree.flatten(blank)]
         self._structures |= {"opt_state": jax.tree.structure(opt_state), "rest": jax.tree.structure(blank)}
         abstract = self._state(known)
-        self._reads = [path for path, _ in tree.flatten(abstract)]
+        self.reads = [path for path, _ in tree.flatten(abstract)]
         partition = dataclasses.replace(
             whole,
             abstract_state=abstract,
@@ -60,26 +62,34 @@ class GroupUpdate:
 
         def squares(leaves: list[Any], sums: dict[str, jax.Array], count: Any) -> Any:
             grads = accumulate.averaged(sums, count)
-            scale = scaling.scale(self._state(dict(zip(self._reads, leaves))))
+            scale = scaling.scale(self._state(dict(zip(self.reads, leaves))))
             return grads, update_lib.squares(grads, 1.0 / scale)
 
         def apply(leaves: list[Any], grads: dict[str, jax.Array], squares: list[dict[str, jax.Array]]) -> Any:
             known = {path: own for part in squares for path, own in part.items()}
             of_all = [known[path] for path in trained]  # as one device would add them
-            before = self._state(dict(zip(self._reads, leaves)))
+            before = self._state(dict(zip(self.reads, leaves)))
             new_state, metrics, _, _ = finish(before, {"metrics": {}}, self._only(grads), of_all)
             return jax.tree.leaves(new_state), metrics
 
         self._squares = jax.jit(squares, donate_argnums=1)
-        shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract)]
+        self.abstract = jax.tree.leaves(abstract)
+        shardings = [leaf.sharding for leaf in self.abstract]
         self._apply = jax.jit(apply, donate_argnums=(0,) if donate else (), out_shardings=(shardings, None))
 
     def read(self, leaves: Mapping[str, jax.Array]) -> list[jax.Array]:
         """Returns the leaves of a state, given by path, that the update reads."""
         return [
             state.view(leaves[path], self._mesh) if self._homes[path] == state.EVERYWHERE else leaves[path]
-            for path in self._reads
+            for path in self.reads
         ]
+
+    def lowered(
+        self, sums: Mapping[str, Any], count: Any, squares: list[dict[str, Any]]
+    ) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+        """Returns the programs of `squares` and `apply` for abstract arguments."""
+        own = {path: sums[path] for path in self.trained}
+        return self._squares.lower(self.abstract, own, count), self._apply.lower(self.abstract, own, squares)
 
     def squares(self, read: list[jax.Array], sums: Mapping[str, jax.Array], count: Any) -> Any:
         """Returns the mean gradients and their sums of squares, by path, from sums over passes; `count` as of `accumulate.averaged`."""
@@ -88,7 +98,7 @@ class GroupUpdate:
     def apply(self, read: list[jax.Array], grads: Any, squares: Any) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         """Returns the new leaves, by path, and the metrics; `squares` are those of all groups, on this one."""
         new, metrics = self._apply(read, grads, squares)
-        return dict(zip(self._reads, new)), metrics
+        return dict(zip(self.reads, new)), metrics
 
     def _only(self, values: Mapping[str, Any]) -> Any:
         """Returns a tree like the params with the group's trained ones of `values`, and `optax.MaskedNode()` for the others."""
@@ -116,7 +126,7 @@ def check(partition: placement.Partition) -> None:
     if lacking:
         raise UserError(
             f"pipe: the state is a {type(held).__name__} without {' and '.join(lacking)}, and each group of devices updates its own "
-            "weights; use flax's TrainState, or a mesh without `pipe`"
+            "weights; use flax's TrainState, or set `pipe=1`"
         )
     if isinstance(held.tx, one_pass.OnePass):
         return

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zerojax import errors
 from zerojax.errors import UserError
 
-FORWARD, BACKWARD = "forward", "backward"
+PASSES = FORWARD, BACKWARD = "forward", "backward"
 
 
 class Op(NamedTuple):
@@ -69,6 +69,12 @@ class PassOrder:
         """Returns the number of stages."""
         return self.devices * self.chunks
 
+    @property
+    def text(self) -> str:
+        """Returns a line about the schedule."""
+        bubble = f"{run(self).bubble:.1%} of the time if all stages take equally long"
+        return f"{self.name}, {self.stages} stages on {self.devices} groups of devices, {self.micros} micro-batches: devices wait {bubble}"
+
     def alive(self, device: int) -> int:
         """Returns the most passes of which a device holds what the backward pass needs."""
         most = now = 0
@@ -112,15 +118,17 @@ def make(name: str, devices: int, micros: int, *, chunks: int = 1) -> PassOrder:
       UserError: no such schedule, or it cannot be of these sizes.
     """
     if name not in _MAKERS:
-        raise UserError(f"schedule: {errors.shown(name)} is no schedule of a pipeline; {errors.choose(name, _MAKERS)}")
+        raise UserError(
+            f"pipeline.schedule: {errors.shown(name)} is no schedule of a pipeline; {errors.choose(name, _MAKERS)}"
+        )
     if chunks > 1 and name != "interleaved":
         raise UserError(
-            f'chunks: {name} has one stage a device, and chunks is {chunks}; set it to 1, or schedule="interleaved"'
+            f"pipeline.chunks: {name} has one stage a device, and chunks is {chunks}; set it to 1, or take the schedule interleaved"
         )
     if name == "interleaved" and (chunks < 2 or micros % devices):
         raise UserError(
-            f"schedule: interleaved needs 2 or more chunks of layers a device, and micro-batches that {devices} divides; chunks is "
-            f"{chunks} and there are {micros} micro-batches"
+            f"pipeline.schedule: interleaved needs 2 or more chunks of layers a device, and micro-batches that {devices} divides; "
+            f"`chunks` is {chunks} and there are {micros} micro-batches (`grad_accum`)"
             + (f"; take {micros + -micros % devices}" if micros % devices else "")
         )
     return PassOrder(name, devices, chunks, micros, _MAKERS[name](devices, micros, chunks))
@@ -199,3 +207,4 @@ def _alternating(forward: list[Op], backward: list[Op], ahead: int) -> list[Op]:
 
 
 _MAKERS = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "interleaved": _interleaved}
+KINDS = tuple(_MAKERS)

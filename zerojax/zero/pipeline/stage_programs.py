@@ -1,5 +1,6 @@
 """Compiles the passes of stages as programs. This module decides what a program takes and returns, and on which groups a value is read."""
 
+import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -8,11 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import accumulate
 from zerojax.zero.pipeline import passes, segments, state
 from zerojax.zero.pipeline.order import BACKWARD, FORWARD
-from zerojax.zero.step_programs import programs
+from zerojax.zero.step_programs import cut, programs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,6 +28,7 @@ class StageProgram:
       sums: the paths of the weights whose gradients it adds up.
       weight: the number of the weight of the micro-batch, if it takes it.
       run: f(values, sums, the weight or None) -> (values, sums), compiled; it reuses the memory of the sums.
+      part: its operations in the trace.
     """
 
     group: int
@@ -34,6 +37,7 @@ class StageProgram:
     sums: Sequence[str]
     weight: int | None
     run: jax.stages.Compiled
+    part: cut.StepPart
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,6 +52,7 @@ class StagePrograms:
       metrics: the tree of the metrics, with `passes.Result`s.
       weight: the number of the weight of a micro-batch among those of a step; None if they count alike.
       kept: the numbers of what a micro-batch leaves: its weight and its metrics.
+      values: all values, abstract, as some group holds them, by number.
     """
 
     programs: Mapping[tuple[str, int], StageProgram]
@@ -57,6 +62,24 @@ class StagePrograms:
     metrics: Any
     weight: int | None
     kept: Collection[int]
+    values: Mapping[int, jax.ShapeDtypeStruct]
+
+    def nbytes(self, number: int) -> int:
+        """Returns the bytes of a value on each device of a group."""
+        return tree.shard_bytes(self.values[number])
+
+    def readings(self) -> collections.Counter[tuple[int, int]]:
+        """Returns how many programs read a value, by number and group."""
+        return collections.Counter((number, own.group) for own in self.programs.values() for number in own.reads)
+
+    def dropped(self, left: collections.Counter[tuple[int, int]], program: StageProgram) -> list[int]:
+        """Counts the readings of a program, and returns the numbers of the values that its group no longer needs."""
+        found = []
+        for number in program.reads:
+            left[number, program.group] -= 1
+            if not left[number, program.group] and number not in self.kept:
+                found.append(number)
+        return found
 
 
 def compiled(
@@ -79,7 +102,7 @@ def compiled(
     if aux["state"]:
         raise UserError(
             f"pipe: the loss returns the state's field {min(aux['state'])!r}, which each micro-batch would need from the one before; "
-            "return metrics alone, or use a mesh without `pipe`"
+            "return metrics alone, or set `pipe=1`"
         )
     grads, weight = traces[0].grads(cuts[0]), aux["weight"].number if "weight" in aux else None
     values, found = dict(traces[0].values), {}
@@ -88,23 +111,23 @@ def compiled(
         *((FORWARD, stage) for stage in range(placed.stages)),
         *((BACKWARD, n) for n in reversed(range(placed.stages))),
     ]
-    results = [weight, *(own.number for own in jax.tree.leaves(aux["metrics"], is_leaf=passes.is_result))]
+    results = [weight, *(result.number for result in jax.tree.leaves(aux["metrics"], is_leaf=passes.is_result))]
     kept = {number for number in results if number is not None}
     for key in order:
         group = key[1] % count
-        cut = cuts[group]
-        read_elsewhere = {n for other, numbers in cut.reads.items() if other != key for n in numbers} | kept
-        found[key] = _program(traces[group], cut, key, placed, group, grads, weight, read_elsewhere, values, options)
+        own = cuts[group]
+        read_elsewhere = {n for other, numbers in own.reads.items() if other != key for n in numbers} | kept
+        found[key] = _program(traces[group], own, key, placed, group, grads, weight, read_elsewhere, values, options)
     readers = {
         number: sorted({stage % count for stage in cuts[0].readers(number)} | ({0} if number in kept else set()))
         for number in values
     }
-    return StagePrograms(found, traces[0].paths, traces[0].constants, readers, aux["metrics"], weight, kept)
+    return StagePrograms(found, traces[0].paths, traces[0].constants, readers, aux["metrics"], weight, kept, values)
 
 
 def _program(
     trace: passes.Trace,
-    cut: segments.Segments,
+    found: segments.Segments,
     key: tuple[str, int],
     placed: state.Placed,
     group: int,
@@ -115,8 +138,8 @@ def _program(
     options: Mapping[str, Any],
 ) -> StageProgram:
     """Compiles one program, and adds the abstract values that it returns to `values`."""
-    partition, part, reads = placed.groups[group], cut.segments[key].part, cut.reads[key]
-    mesh, writes = partition.mesh, [cut.number_of[var] for var in part.writes]
+    partition, part, reads = placed.groups[group], found.segments[key].part, found.reads[key]
+    mesh, writes = partition.mesh, [found.number_of[var] for var in part.writes]
     own = {path: number for path, number in grads.items() if number in writes}
     kept = [number for number in writes if number in read_elsewhere or number not in own.values()]
     run = programs.Mapped(trace.call).program(part, (), lambda *arrays: ())
@@ -126,8 +149,8 @@ def _program(
         made = dict(zip(writes, run(*read)))
         if weight is not None and weight in made:
             factor = made[weight]
-        found = {path: made[number] for path, number in own.items()}
-        return [made[number] for number in kept], accumulate.added(sums, found, factor)
+        grads = {path: made[number] for path, number in own.items()}
+        return [made[number] for number in kept], accumulate.added(sums, grads, factor)
 
     taken = [on_mesh(values[number], mesh) for number in reads]
     sums = {path: summed(partition.placements[path]) for path in own}
@@ -139,7 +162,7 @@ def _program(
     done = lowered.compile(compiler_options=dict(options))
     for number, like, sharding in zip(kept, done.out_info[0], done.output_shardings[0]):
         values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
-    return StageProgram(group, reads, kept, tuple(own), taken_weight, done)
+    return StageProgram(group, reads, kept, tuple(own), taken_weight, done, part)
 
 
 def on_mesh(like: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import roles, tree
+from zerojax import precision, roles, tree
 from zerojax.errors import UserError
 from zerojax.zero import block_settings, placement
 from zerojax.zero.pipeline import passes, segments
@@ -37,7 +37,7 @@ class Pipeline:
       schedule: one of `order.make`.
       chunks: stages of a group of devices; above 1 for "interleaved".
       costs: of each call of a block, in any unit; None: FLOPs.
-      batch_specs: as of `make_train_step`.
+      batch_specs, compute_dtype: as of `make_train_step`.
     """
 
     loss_fn: Callable[..., Any]
@@ -48,6 +48,7 @@ class Pipeline:
     chunks: int = 1
     costs: Sequence[float] | None = None
     batch_specs: Any = ()
+    compute_dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,6 +72,10 @@ class Placed:
         """Returns the number of stages."""
         return len(self.groups) * self.pipeline.chunks
 
+    def calls(self, group: int) -> int:
+        """Returns the number of calls of blocks in the stages of a group."""
+        return sum(stage % len(self.groups) == group for stage in self.stage_of_call)
+
     def held(self, group: int, leaves: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         """Returns those of the leaves of a state, with their paths, that a group holds."""
         return [(path, leaf) for path, leaf in leaves if self.homes[path] in (group, EVERYWHERE)]
@@ -93,7 +98,7 @@ def partitioned(
     groups = [partition(own) for own in mesh_lib.groups(mesh)]
     if groups[0].on_host:
         raise UserError(
-            "offload: a pipeline keeps its state on the devices; omit offload, or use a mesh without `pipe`"
+            "offload.optimizer: a pipeline keeps its state on the devices; set it, and offload.params, to none, or set `pipe=1`"
         )
     trace = passes.Pass(
         outputs.with_aux(pipeline.loss_fn, lambda state: 1.0),
@@ -101,6 +106,7 @@ def partitioned(
         block_settings.How(pipeline.blocks, pipeline.heads, remat="full"),
         inputs.Layout(groups[0].mesh, 1, pipeline.batch_specs, by_device=True),
         jnp.float32,
+        precision.floating("compute_dtype", pipeline.compute_dtype),
     ).traced(pipeline.batch)
     cut = segments.of_trace(trace.inner, len(groups) * pipeline.chunks, costs=pipeline.costs)
     stage_of = {path: stages[0] for path, number in trace.params.items() if (stages := cut.readers(number))}
@@ -134,20 +140,39 @@ def partitioned(
     )
 
 
-def created(init: Callable[..., Any], args: Sequence[Any], partition: placement.Partition) -> list[jax.Array]:
-    """Returns the leaves of `init(*args)`, each where it lives: a program for each group makes its own."""
-    placed, names = partition.pipeline, [path for path, _ in tree.flatten(partition.abstract_state)]
-    shardings, found = jax.tree.leaves(partition.shardings), [None] * len(names)
+def created(
+    init: Callable[..., Any], args: Sequence[Any], wanted: Any, placed: Placed, params: Any = None
+) -> list[jax.Array]:
+    """Returns the leaves of a state, each where it lives: a program for each group makes its own.
+
+    Args:
+      init: f(*args) -> the state, or f(params, *args).
+      args: arrays that all groups read.
+      wanted: the abstract state, or a part of it, with shardings.
+      placed: its pipeline.
+      params: the weights where they live, whose memory is reused; None if `init` draws them. What is made of one lives where it does.
+    """
+    names, likes = zip(*tree.flatten(wanted))
+    found: list[Any] = [None] * len(names)
+    leaves, structure = jax.tree.flatten(params)
+    homes_of_params = [placed.homes[f"params/{path}"] for path, _ in tree.flatten(params)] if leaves else []
     for home in (EVERYWHERE, *range(len(placed.groups))):
         own = [number for number, path in enumerate(names) if placed.homes[path] == home]
+        held = [number for number, other in enumerate(homes_of_params) if other == home]
+
+        def make(held_leaves: list[jax.Array], *args: Any, own: list[int] = own, held: list[int] = held) -> list:
+            if not leaves:
+                return [jax.tree.leaves(init(*args))[number] for number in own]
+            known = dict(zip(held, held_leaves))
+            given = [known.get(n, jnp.zeros(leaf.shape, leaf.dtype)) for n, leaf in enumerate(leaves)]
+            state = init(jax.tree.unflatten(structure, given), *args)
+            return [jax.tree.leaves(state)[number] for number in own]
+
         if own:
-            make = jax.jit(
-                lambda *args, own=own: [jax.tree.leaves(init(*args))[number] for number in own],
-                out_shardings=[shardings[number] for number in own],
-            )
-            for number, leaf in zip(own, make(*args)):
+            program = jax.jit(make, out_shardings=[likes[number].sharding for number in own], donate_argnums=0)
+            for number, leaf in zip(own, program([leaves[number] for number in held], *args)):
                 found[number] = leaf
-    return found  # type: ignore[return-value]  # all are filled
+    return found
 
 
 def spec(x: jax.Array) -> P:

@@ -56,15 +56,16 @@ def of(
       UserError: a setting does not go together with a pipeline.
     """
     group_update.check(partition)
+    count = jax.process_count()
     wrong = {
         "reduce_dtype: is None, and a pipeline sums gradients by collectives of its own; pass reduce_dtype=jnp.float32": reduce_dtype
         is None,
         "accum_dtype: is bfloat16, and the stages of a pipeline add up in float32; omit it": in_16_bits,
-        f"by_columns: {by_columns!r} needs all devices of the mesh in one program; omit it, or use a mesh without `pipe`": by_columns,
-        "fp8: the stages of a pipeline have no fp8 matmuls; omit it, or use a mesh without `pipe`": fp8 is not None,
+        f"by_columns: {by_columns!r} needs all devices of the mesh in one program; omit it, or set `pipe=1`": by_columns,
+        "fp8: the stages of a pipeline have no fp8 matmuls; omit it, or set `pipe=1`": fp8 is not None,
         f"offload: {how.offload!r} keeps activations in host memory within one program; omit it": how.offload,
-        f"pipe: there are {jax.process_count()} processes, and a stage sends to the next within one; start one process, or use a mesh "
-        "without `pipe`": jax.process_count() > 1,
+        f"pipe: a stage sends to the next within a process, and there are {count}; start one, or set `pipe=1`": count
+        > 1,
     }
     for line, is_wrong in wrong.items():
         if is_wrong:
@@ -89,13 +90,17 @@ class PipelineStep:
 
     Attributes:
       order: of the passes.
+      sent: all of them, in the order in which they are sent.
+      placed: the pipeline of the state.
+      updates: of each group.
+      donate: whether the old state's memory is reused.
 
     Args:
       of_groups: one pass on each group.
       partition: with a pipeline.
       layout: of the batch.
       scaling, clip: of the update.
-      donate: whether the old state's memory is reused.
+      donate: as the attribute.
       options: XLA's, for each program.
     """
 
@@ -111,16 +116,16 @@ class PipelineStep:
         options: Mapping[str, Any],
     ):
         self._of_groups, self._options, self._mesh = of_groups, options, partition.mesh
-        self._placed: state.Placed = partition.pipeline
-        settings, groups = self._placed.pipeline, self._placed.groups
+        self.placed: state.Placed = partition.pipeline
+        self.donate = donate
+        settings, groups = self.placed.pipeline, self.placed.groups
         self.order = order_lib.make(settings.schedule, len(groups), layout.passes, chunks=settings.chunks)
         start = order_lib.run(self.order).start
-        self._sent = sorted(start, key=lambda op: (start[op], op.stage))
+        self.sent = sorted(start, key=lambda op: (start[op], op.stage))
         self._meshes = [group.mesh for group in groups]
         self._prepare = jax.jit(functools.partial(_micro_batches, layout, of_groups[0].compute_dtype))
-        self._updates = [
-            group_update.GroupUpdate(self._placed, number, scaling, clip, donate=donate)
-            for number in range(len(groups))
+        self.updates = [
+            group_update.GroupUpdate(self.placed, number, scaling, clip, donate=donate) for number in range(len(groups))
         ]
         self._zeros = [self._maker_of_zeros(number) for number in range(len(groups))]
         self._programs: dict[Any, stage_programs.StagePrograms] = {}
@@ -136,14 +141,14 @@ class PipelineStep:
                 f"state: has other leaves than the partition ({odd}); pass the state that shard_train_state returned with it"
             )
         sums, metrics, count = self._run(leaves, self._prepare(batch))
-        read = [update.read(leaves) for update in self._updates]  # before one reuses the memory of what several read
+        read = [update.read(leaves) for update in self.updates]  # before one reuses the memory of what several read
         done = [
             update.squares(own, sums, count if isinstance(count, int) else self._moved(count, group))
-            for group, (update, own) in enumerate(zip(self._updates, read))
+            for group, (update, own) in enumerate(zip(self.updates, read))
         ]
         squares = [[jax.tree.map(lambda x, n=n: self._moved(x, n), own) for _, own in done] for n in range(len(done))]
         shared: dict[str, list[jax.Array]] = collections.defaultdict(list)
-        for group, update in enumerate(self._updates):
+        for group, update in enumerate(self.updates):
             new, of_update = update.apply(read[group], done[group][0], squares[group])
             for path, leaf in new.items():
                 (shared[path].append(leaf) if self._home(path) == state.EVERYWHERE else leaves.update({path: leaf}))
@@ -151,26 +156,47 @@ class PipelineStep:
         new_state = tree.map_with_path(lambda path, _: leaves[path], train_state)
         return new_state, {**metrics, **of_update}
 
-    def programs(self, micro: Any) -> stage_programs.StagePrograms:
-        """Returns the programs for a micro-batch of all devices, abstract or not. They are compiled once for each shape."""
+    def micro(self, batch: Any) -> Any:
+        """Returns one micro-batch of an abstract batch."""
+        return jax.eval_shape(self._prepare, batch)[0]
+
+    def programs(self, micro: Any, options: Mapping[str, Any] | None = None) -> stage_programs.StagePrograms:
+        """Returns the programs for a micro-batch of all devices, abstract or not. They are compiled once for each shape.
+
+        Args:
+          micro: the micro-batch.
+          options: XLA's, in addition to the step's own; programs that are compiled before do not have them.
+        """
         leaves, structure = jax.tree.flatten(micro)
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._programs:
-            self._programs[key] = stage_programs.compiled(self._of_groups, self._placed, micro, self._options)
+            every = {**self._options, **(options or {})}
+            self._programs[key] = stage_programs.compiled(self._of_groups, self.placed, micro, every)
         return self._programs[key]
+
+    def update_programs(self, found: stage_programs.StagePrograms) -> list[tuple[jax.stages.Compiled, ...]]:
+        """Returns the two programs of each group's update, compiled apart from those that run."""
+        programs = []
+        for update, mesh in zip(self.updates, self._meshes):
+            one = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
+            sums = {path: stage_programs.summed(self.placed.groups[0].placements[path]) for path in update.trained}
+            sums = {path: stage_programs.on_mesh(own, mesh) for path, own in sums.items()}
+            squares = [dict.fromkeys(other.trained, one) for other in self.updates]
+            lowered = update.lowered(sums, self.order.micros if found.weight is None else one, squares)
+            programs.append(tuple(own.compile() for own in lowered))
+        return programs
 
     def _run(self, leaves: Mapping[str, jax.Array], micros: Sequence[Any]) -> tuple[dict[str, jax.Array], Any, Any]:
         """Sends all passes. Returns the sums of gradients, the metrics, and how much the passes count together."""
         found = self.programs(micros[0])
         copies: Values = {}
         held = [self._arguments(found, leaves, micro, number, copies) for number, micro in enumerate(micros)]
-        left = collections.Counter((n, own.group) for own in found.programs.values() for n in own.reads)
-        to_read = [collections.Counter(left) for _ in micros]
+        left = [found.readings() for _ in micros]
         sums = {path: zero for make in self._zeros for path, zero in make().items()}
         running: list[collections.deque[Any]] = [collections.deque() for _ in self._meshes]
         totals: Any = None
         weights: list[jax.Array] = []
-        for op in self._sent:
+        for op in self.sent:
             program, values = found.programs[op.kind, op.stage], held[op.micro]
             group = program.group
             given = None if program.weight is None else self._at(values, program.weight, group)
@@ -182,10 +208,8 @@ class PipelineStep:
                 values.update(
                     {(number, other): self._moved(value, other) for other in found.readers[number] if other != group}
                 )
-            for number in program.reads:
-                to_read[op.micro][number, group] -= 1
-                if not to_read[op.micro][number, group] and number not in found.kept:
-                    del values[number, group]
+            for number in found.dropped(left[op.micro], program):
+                del values[number, group]
             self._wait(running[group], written, own)
             if op.kind == order_lib.BACKWARD and op.stage == 0:
                 metrics = jax.tree.map(functools.partial(_value, values), found.metrics, is_leaf=passes.is_result)
@@ -233,8 +257,8 @@ class PipelineStep:
 
     def _maker_of_zeros(self, group: int) -> Callable[[], dict[str, jax.Array]]:
         likes = {
-            path: stage_programs.summed(self._placed.groups[group].placements[path])
-            for path in self._updates[group].trained
+            path: stage_programs.summed(self.placed.groups[group].placements[path])
+            for path in self.updates[group].trained
         }
         return jax.jit(
             lambda: {path: jnp.zeros(like.shape, like.dtype) for path, like in likes.items()},
@@ -242,7 +266,7 @@ class PipelineStep:
         )
 
     def _home(self, path: str) -> int:
-        return self._placed.homes[path]
+        return self.placed.homes[path]
 
     def _number(self, number: int, group: int) -> jax.Array:
         key = (number, group)

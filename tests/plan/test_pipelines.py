@@ -1,0 +1,68 @@
+"""Checks the plan of a step over a pipeline. This module tests zerojax.plan.pipelines."""
+
+import jax
+import pytest
+from pipelines import PASSES, abstract, batch_of, prepared
+
+from zerojax import roles, tree
+from zerojax.plan import json_form, pipelines, report, step_plan
+
+
+@pytest.fixture(scope="module")
+def planned():
+    (_, partition), step = prepared({"pipe": 2, "data": 2}, 3, shard=abstract, schedule="1f1b")
+    batch = jax.eval_shape(lambda: batch_of(0))
+    plan = step_plan.plan_step(
+        step,
+        partition.abstract_state,
+        batch,
+        mesh=partition.mesh,
+        target="cpu",
+        placement=partition,
+        passes=PASSES,
+        by_hand=True,
+    )
+    return plan, partition
+
+
+def test_the_bubble_is_that_of_the_paper_and_layers_are_divided(planned):
+    plan, _ = planned
+    assert plan.pipeline.theory == pytest.approx(1 / (PASSES + 1))
+    assert sum(plan.pipeline.calls) == 4, "three blocks and the head"
+    assert not plan.pipeline.is_foretold and plan.foretold is None, "no rates of a CPU are known"
+
+
+def test_memory_is_that_of_the_largest_group(planned):
+    plan, partition = planned
+    largest = max(plan.pipeline.memory, key=lambda held: held.peak)
+    assert plan.peak == largest.peak
+    rows = {row.role: row for row in plan.memory}
+    own = pipelines.own(partition, plan.pipeline.largest)
+    weights = sum(tree.shard_bytes(leaf) for _, leaf in tree.flatten(own.abstract_state.params))
+    assert rows[roles.PARAMS].assigned == rows[roles.PARAMS].arithmetic == weights
+    assert rows[roles.GRADIENTS].assigned == largest.sums
+    assert sum(row.assigned for row in plan.memory) == plan.peak
+
+
+def test_each_weight_of_a_group_is_gathered_in_each_pass(planned):
+    plan, partition = planned
+    found = {}
+    for row in plan.ledger.rows:
+        for path in row.weights:
+            if row.role == roles.WEIGHTS_FORWARD:
+                found[path] = found.get(path, 0) + row.times
+    blocks = [path for path in pipelines.own(partition, plan.pipeline.largest).placements if "block" in path]
+    sharded = [path for path in blocks if partition.leaves[path].sharded and "kernel" in path]
+    assert sharded and all(found[path] >= PASSES for path in sharded)
+    assert plan.ledger.mesh.size == 2, "collectives run within a group"
+
+
+def test_a_pipeline_of_few_micro_batches_is_a_finding_and_the_plan_is_shown(planned):
+    plan, _ = planned
+    assert not [found for found in plan.findings if found.rule.startswith("groups")], "they wait 20% of the time"
+    text = report.text(plan)
+    assert "Groups of the pipeline: 1f1b, 2 stages, 4 micro-batches" in text
+    assert "bubble of 1f1b: 20.0% if all stages take equally long" in text
+    shown = json_form.as_json(plan)["pipeline"]
+    assert [group["at_once"] for group in shown["groups"]] == [2, 1]
+    assert shown["bubble_theory"] == pytest.approx(0.2)

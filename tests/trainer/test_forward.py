@@ -1,0 +1,71 @@
+"""Checks how a run evaluates whose weights are on the groups of a pipeline. This module tests zerojax.trainer.forward."""
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from zerojax import mesh as mesh_lib
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import forward, program
+from zerojax.trainer import state as state_lib
+
+pytestmark = pytest.mark.usefixtures("cache_dir")
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"pipe": 2}, {"pipe": 2, "replica": 2}, {"pipe": 4, "model": 2}, {"pipe": 2, "context": 2}]
+)
+def test_the_mesh_has_all_devices_once_and_data_takes_the_place_of_pipe(sizes):
+    mesh = mesh_lib.make_mesh(**sizes)
+    found = forward.mesh_of(mesh)
+    assert sorted(device.id for device in found.devices.flat) == list(range(8))
+    assert found.shape == {
+        **{k: v for k, v in mesh.shape.items() if k != "pipe"},
+        "data": mesh.shape["data"] * sizes["pipe"],
+    }
+    # Devices along the other axes are those of the pipeline's groups.
+    groups = [
+        {device.id for device in row} for row in np.moveaxis(mesh.devices, -1, -1).reshape(-1, mesh.shape["model"])
+    ]
+    assert all({device.id for device in row} in groups for row in found.devices.reshape(-1, mesh.shape["model"]))
+    assert forward.mesh_of(found) is found
+
+
+def test_a_batch_is_evaluated_in_passes_that_the_devices_divide():
+    mesh = mesh_lib.make_mesh()
+    assert forward.passes_of(mesh, config_lib.BatchSizes(32, 4, 2)) == 2
+    assert forward.passes_of(mesh, config_lib.BatchSizes(32, 1, 8)) == 4
+    with pytest.raises(
+        UserError, match=r"config.global_batch_size: 12 sequences do not divide over the 8 devices.*=16"
+    ):
+        forward.passes_of(mesh, config_lib.BatchSizes(12, 1, 3))
+
+
+def test_params_are_those_of_the_pipeline_and_a_run_without_one_copies_nothing():
+    changes = {"mesh__pipe": 2, "grad_accum": 2, "zero__min_size": 0, "zero__indivisible": "pad"}
+    built = program.build(runs.config(**changes), tokenizer_vocab=320)
+    params = state_lib.first(built).params
+    held = built.forward.params(params)
+    expected = program.build(runs.config(), tokenizer_vocab=320)
+    plain = state_lib.first(expected).params
+    assert expected.forward.params(plain) is plain
+    for (path, own), (_, other) in zip(tree.flatten(held), tree.flatten(plain)):
+        np.testing.assert_array_equal(np.asarray(own)[tuple(map(slice, other.shape))], other, err_msg=path)
+        assert own.sharding == built.forward.partition.placements[f"params/{path}"].stored
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(params)} == {4}
+
+
+def test_a_run_goes_on_with_other_groups_of_devices(tmp_path):
+    """The checkpoint of two stages restores without a pipeline, and the losses are those of a run that never had one."""
+    changes = {"steps": 4, "optimizer__schedule": "constant", **runs.EVALUATED}
+    runs.run(tmp_path / "one", devices=4, **changes)
+    in_two = {**changes, "mesh__pipe": 2, "grad_accum": 4, "checkpoint__at_end": True}
+    runs.run(tmp_path / "two", devices=4, **{**in_two, "steps": 2})
+    runs.run(tmp_path / "two", devices=4, **changes)
+    ours, expected = (runs.numbers(tmp_path / name) for name in ("two", "one"))
+    np.testing.assert_allclose([row[1:] for row in ours], [row[1:] for row in expected], rtol=1e-5)
+    losses = [[loss for _, loss in runs.evaluations(tmp_path / name)][-1] for name in ("two", "one")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

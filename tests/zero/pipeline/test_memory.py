@@ -1,0 +1,78 @@
+"""Checks the memory of a step against the arrays that are alive while one runs. This module tests zerojax.zero.pipeline.memory."""
+
+import collections
+import dataclasses
+import gc
+
+import jax
+import pytest
+import runs
+from pipelines import batch_of, prepared
+
+import zerojax
+from zerojax import tree
+from zerojax.zero.pipeline import memory, order, stage_programs
+
+SCALARS = 512  # bytes: numbers of passes, and parts of metrics, which are not counted
+
+
+def alive_on(device):
+    """Returns the bytes of the buffers that arrays hold on a device. Several arrays may hold one buffer."""
+    shards = [shard.data for array in jax.live_arrays() for shard in array.addressable_shards if shard.device == device]
+    return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
+
+
+@pytest.mark.parametrize(
+    "mesh, schedule, chunks",
+    [
+        ({"pipe": 2, "data": 2}, "1f1b", 1),
+        pytest.param({"pipe": 4}, "gpipe", 1, marks=runs.LONG),
+        pytest.param({"pipe": 2}, "interleaved", 2, marks=runs.LONG),
+    ],
+)
+def test_values_alive_between_programs_are_those_that_are_counted(mesh, schedule, chunks, monkeypatch):
+    (state, partition), step = prepared(
+        mesh, 3, shard=zerojax.shard_train_state, schedule=schedule, chunks=chunks, donate=False
+    )
+    batch = batch_of(0)
+    found = step.programs(step.micro(batch))
+    leaves = tree.flatten(partition.abstract_state)
+    counted = memory.of_groups(step.placed, step.sent, found, leaves, [0] * len(step.placed.groups))
+    devices = [group.mesh.devices.flat[0] for group in step.placed.groups]
+    most = collections.Counter()
+
+    def watched(own):
+        def run(*args):
+            made = own.run(*args)
+            for group, device in enumerate(devices):
+                most[group] = max(most[group], alive_on(device))
+            return made
+
+        return run
+
+    programs = {key: dataclasses.replace(own, run=watched(own)) for key, own in found.programs.items()}
+    watched_programs = dataclasses.replace(found, programs=programs)
+    state, _ = step(state, batch)  # what is made once, such as numbers of passes, is there
+    gc.collect()
+    before = [alive_on(device) for device in devices]
+    monkeypatch.setattr(type(step), "programs", lambda *_: watched_programs)
+    step(state, batch)
+    held = [sum(tree.shard_bytes(leaf) for _, leaf in step.placed.held(group, leaves)) for group in range(len(devices))]
+    for group, own in enumerate(counted):
+        alive = most[group] - before[group] + held[group]  # before: what other tests hold
+        expected = own.state + own.sums + own.batch // 2 + own.values
+        # A program's results are alive before what it read is dropped, which is counted as a part of `peak`.
+        assert expected - SCALARS <= alive <= own.peak + SCALARS, (group, own, alive)
+
+
+def test_1f1b_keeps_fewer_values_than_gpipe_and_sends_the_same():
+    found = {}
+    for schedule in ("1f1b", "gpipe"):
+        (_, partition), step = prepared({"pipe": 2}, 3, shard=zerojax.shard_train_state, schedule=schedule)
+        programs = step.programs(step.micro(batch_of(0)))
+        leaves = tree.flatten(partition.abstract_state)
+        found[schedule] = memory.of_groups(step.placed, step.sent, programs, leaves, [0, 0])
+        assert isinstance(programs, stage_programs.StagePrograms)
+    assert [own.sent for own in found["1f1b"]] == [own.sent for own in found["gpipe"]]
+    assert all(a.values < b.values for a, b in zip(found["1f1b"], found["gpipe"]))
+    assert order.make("1f1b", 2, 4).alive(1) == 1

@@ -1,0 +1,276 @@
+"""Plans a step over the groups of devices of a pipeline. This module reads the programs of each group as one, and lays them on a timeline.
+
+Collectives, theory and findings are those of the group whose devices need the most memory. All groups have the same mesh, so those of the
+others differ by their layers alone.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from zerojax import tree
+from zerojax.clock import rates as rates_lib
+from zerojax.clock import walk
+from zerojax.hlo import buffer_roles, linked, syntax
+from zerojax.hlo import buffers as buffers_lib
+from zerojax.hlo import flow as hlo_flow
+from zerojax.plan import bound as bound_lib
+from zerojax.plan import flops, targets
+from zerojax.plan.offload import streams
+from zerojax.tree import PyTree
+from zerojax.zero import placement
+from zerojax.zero.pipeline import memory, state
+from zerojax.zero.pipeline import order as order_lib
+from zerojax.zero.pipeline import step as pipeline_step
+
+PASSES, BUBBLE, UPDATE = "passes of stages", "bubble", "update"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipelined:
+    """What a plan says of a pipeline.
+
+    Attributes:
+      order: the schedule.
+      calls: of blocks, by group.
+      memory: of each group.
+      largest: the group whose devices need the most.
+      theory: the bubble of the schedule, if all stages take equally long and backward passes twice as long as forward passes.
+      line: when passes run: by the foretold times of their programs, or where there are none by their operations.
+      is_foretold: whether these are seconds.
+      update: seconds of the slowest group's update; 0 if unknown.
+    """
+
+    order: order_lib.PassOrder
+    calls: Sequence[int]
+    memory: Sequence[memory.GroupMemory]
+    largest: int
+    theory: float
+    line: order_lib.Timeline
+    is_foretold: bool
+    update: float
+
+    @property
+    def peak(self) -> int:
+        """Returns the bytes that a device needs."""
+        return self.memory[self.largest].peak
+
+    @property
+    def time(self) -> walk.StepTime | None:
+        """Returns the time of a step; None if it is not foretold."""
+        if not self.is_foretold:
+            return None
+        passes = sum(self.line.busy) / len(self.line.busy)
+        parts = {PASSES: passes, BUBBLE: self.line.total - passes, UPDATE: self.update}
+        return walk.StepTime(self.line.total + self.update, parts, {})
+
+
+def read(
+    step: pipeline_step.PipelineStep,
+    abstract_state: Any,
+    batch: PyTree,
+    mesh: Mesh,
+    target: targets.Target,
+    options: Mapping[str, Any] | None,
+) -> tuple[streams.Read, Pipelined]:
+    """Compiles the programs of a step, and reads those of its largest group.
+
+    Args:
+      step: the train step.
+      abstract_state, batch: its arguments, abstract.
+      mesh: of all groups.
+      target: the kind of device.
+      options: XLA's, in addition to the step's own.
+    """
+    found = step.programs(step.micro(batch), options)
+    updates = step.update_programs(found)
+    held = memory.of_groups(
+        step.placed,
+        step.sent,
+        found,
+        tree.flatten(abstract_state),
+        [max(map(memory.beside, programs)) for programs in updates],
+    )
+    largest = max(range(len(held)), key=lambda group: held[group].peak)
+    modules = {key: syntax.parse(buffers_lib.text_of(own.run)) for key, own in found.programs.items()}
+    operations = {
+        key: sum(sum(flops.count(call.closed).values()) for call in own.part.calls)
+        for key, own in found.programs.items()
+    }
+    rates = rates_lib.of(target.name)
+    of_updates = [[syntax.parse(buffers_lib.text_of(own)) for own in programs] for programs in updates]
+    times, update = _times(step, found, modules, of_updates, operations, rates, mesh, target)
+    pipelined = Pipelined(
+        step.order,
+        [step.placed.calls(group) for group in range(len(held))],
+        held,
+        largest,
+        order_lib.run(step.order).bubble,
+        order_lib.run(step.order, times),
+        rates is not None,
+        update,
+    )
+    module = _linked(step, found, modules, of_updates[largest], largest)
+    arguments = {
+        path: buffers_lib.Argument(
+            f"state/{path}",
+            buffer_roles.argument_role(f"state/{path}"),
+            tree.shard_bytes(leaf),
+            buffers_lib.DEVICE,
+            step.donate,
+        )
+        for path, leaf in step.placed.held(largest, tree.flatten(abstract_state))
+    }
+    by_dtype: dict[str, float] = {}
+    for own in found.programs.values():
+        for call in own.part.calls:
+            for dtype, count in flops.count(call.closed).items():
+                if own.group == largest:
+                    by_dtype[dtype] = by_dtype.get(dtype, 0.0) + count * step.order.micros
+    return streams.Read(streams.buffers_of(arguments), module, by_dtype, step), pipelined
+
+
+def own(partition: placement.Partition, group: int) -> placement.Partition:
+    """Returns how a group holds its own leaves of a state over a pipeline."""
+    whole, homes = partition.pipeline.groups[group], partition.pipeline.homes
+
+    def kept(path: str, leaf: Any) -> Any:
+        return leaf if homes[path] in (group, state.EVERYWHERE) else optax.MaskedNode()
+
+    return dataclasses.replace(
+        whole,
+        abstract_state=tree.map_with_path(kept, whole.abstract_state),
+        placements={path: found for path, found in whole.placements.items() if homes[path] == group},
+    )
+
+
+def _times(
+    step: pipeline_step.PipelineStep,
+    found: Any,
+    modules: Mapping[tuple[str, int], syntax.Module],
+    updates: Sequence[Sequence[syntax.Module]],
+    operations: Mapping[tuple[str, int], float],
+    rates: rates_lib.GpuRates | None,
+    mesh: Mesh,
+    target: targets.Target,
+) -> tuple[order_lib.PassTimes, float]:
+    """Returns the times of passes, and that of the slowest update."""
+    group = step.placed.groups[0].mesh
+    per_host = max(bound_lib.hosts(group, group.axis_names).values())
+
+    def seconds(module: syntax.Module) -> float:
+        assert rates is not None
+        return walk.walk(hlo_flow.flow(module), rates, group.size, per_host).seconds
+
+    known = {key: seconds(module) if rates else operations[key] or 1.0 for key, module in modules.items()}
+    forward, backward = ([known[kind, stage] for stage in range(step.order.stages)] for kind in order_lib.PASSES)
+    times = order_lib.PassTimes(forward, backward)
+    if rates is None:
+        return times, 0.0
+    largest = max(
+        (found.nbytes(n) for own in found.programs.values() for n in own.writes if len(found.readers[n]) > 1), default=0
+    )
+    near = max(bound_lib.hosts(mesh, mesh.axis_names).values()) == mesh.size
+    link = target.link if near or target.network is None else target.network
+    hop = largest / link.value if link is not None else 0.0
+    return dataclasses.replace(times, hop=hop), max(sum(map(seconds, modules)) for modules in updates)
+
+
+def _linked(
+    step: pipeline_step.PipelineStep,
+    found: Any,
+    modules: Mapping[tuple[str, int], syntax.Module],
+    updates: Sequence[syntax.Module],
+    group: int,
+) -> syntax.Module:
+    """Returns the programs of a group as one module: those of a micro-batch in a loop, and the update after it."""
+    update, fresh = step.updates[group], itertools.count(max(found.values) + 1)
+    sums = {path: next(fresh) for path in update.trained}
+    keys = [key for key, own in found.programs.items() if own.group == group]
+    numbers = {number for key in keys for number in found.programs[key].reads} | {found.weight} - {None}
+    written = {number for key in keys for number in found.programs[key].writes}
+    arguments = {
+        number: (_path(found.paths.get(number), number), streams.array(found.values[number]))
+        for number in sorted(numbers - written)
+    }
+    likes = {
+        path: jax.ShapeDtypeStruct(like.shape, "float32", sharding=like.update)
+        for path, like in step.placed.groups[group].placements.items()
+    }
+    arguments |= {number: (f"sums/{path}", streams.array(likes[path])) for path, number in sums.items()}
+    row = []
+    for key in keys:
+        own = found.programs[key]
+        named = {f"sums/{path}": sums[path] for path in own.sums} | (
+            {} if own.weight is None else {"factor": own.weight}
+        )
+        writes = (*own.writes, *(sums[path] for path in sorted(own.sums)))
+        row.append(linked.LinkedProgram(modules[key], tuple(own.reads), writes, named=named))
+    known = {path: number for number, (path, _) in arguments.items()}
+    leaves = []
+    for path, leaf in zip(update.reads, update.abstract):
+        number = known.get(f"state/{path}")
+        if number is None:
+            number = next(fresh)
+            arguments[number] = (f"state/{path}", streams.array(leaf))
+        leaves.append(number)
+    return linked.link(
+        row,
+        arguments,
+        step.order.micros,
+        after=_after(step, updates, group, leaves, sums, arguments, fresh, found.weight),
+    )
+
+
+def _after(
+    step: pipeline_step.PipelineStep,
+    modules: Sequence[syntax.Module],
+    group: int,
+    leaves: Sequence[int],
+    sums: Mapping[str, int],
+    arguments: dict[int, tuple[str, syntax.Array]],
+    fresh: Any,
+    weight: int | None,
+) -> list[linked.LinkedProgram]:
+    """Returns the programs of a group's update, and adds what they read of other groups to `arguments`."""
+    scalar = syntax.Array("f32", (), False)
+    grads = {path: next(fresh) for path in sorted(sums)}
+    squares = {}
+    for other, update in enumerate(step.updates):
+        for path in update.trained:
+            squares[other, path] = next(fresh)
+            if other != group:
+                arguments[squares[other, path]] = (f"received/{other}/{path}", scalar)
+    count = next(fresh)
+    arguments[count] = ("count", scalar)
+    first = linked.LinkedProgram(
+        modules[0],
+        tuple(leaves),
+        (*grads.values(), *(squares[group, path] for path in sorted(sums))),
+        named={f"sums/{path}": number for path, number in sums.items()} | {"count": count},
+    )
+    second = linked.LinkedProgram(
+        modules[1],
+        tuple(leaves),
+        tuple(next(fresh) for _ in range(_outputs(modules[1]))),
+        named={f"grads/{path}": number for path, number in grads.items()}
+        | {f"squares/{other}/{path}": number for (other, path), number in squares.items()},
+    )
+    return [first, second]
+
+
+def _outputs(module: syntax.Module) -> int:
+    return len(module.entry.root.arrays)
+
+
+def _path(path: str | None, number: int) -> str:
+    """Returns the argument of a step that a value is: a leaf of the state or the batch, or what another group sends."""
+    if path is None:
+        return f"received/{number}"
+    root, _, rest = path.partition("/")
+    return {"0": f"state/params/{rest}", "1": f"batch/{rest}", "2": f"state/{rest}"}.get(root, "pass")

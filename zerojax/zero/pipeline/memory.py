@@ -1,0 +1,109 @@
+"""Counts what a step over a pipeline takes of each device's memory. This module follows the order in which the step sends its programs."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from zerojax import tree
+from zerojax.zero.pipeline import order as order_lib
+from zerojax.zero.pipeline import stage_programs, state
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupMemory:
+    """What a step takes of each device of a group, in bytes.
+
+    Attributes:
+      peak: at most at once.
+      state: leaves of the state, and copies of weights of other groups (a tied embedding).
+      sums: of gradients.
+      batch: all micro-batches, and the batch that they are made of.
+      values: what passes have left for others when they take the most: what a backward pass reads, and what other groups sent.
+      sent: to other groups in a step.
+    """
+
+    peak: int
+    state: int
+    sums: int
+    batch: int
+    values: int
+    sent: int
+
+
+def of_groups(
+    placed: state.Placed,
+    sent: Sequence[order_lib.Op],
+    found: stage_programs.StagePrograms,
+    leaves: Sequence[tuple[str, Any]],
+    updates: Sequence[int],
+) -> list[GroupMemory]:
+    """Returns the memory of each group.
+
+    Args:
+      placed: the pipeline of the state.
+      sent: the passes of a step, in the order in which they are sent.
+      found: their programs.
+      leaves: of the abstract state, with their paths.
+      updates: what the update of each group takes beside state and gradients.
+    """
+    groups, micros = range(len(placed.groups)), 1 + max(op.micro for op in sent)
+    held_state = [sum(tree.shard_bytes(leaf) for _, leaf in placed.held(group, leaves)) for group in groups]
+    for number, path in found.paths.items():
+        home = placed.homes.get(f"params/{path[2:]}" if path.startswith("0/") else path[2:], state.EVERYWHERE)
+        for group in found.readers[number]:
+            held_state[group] += found.nbytes(number) * (
+                path[:2] in ("0/", "2/") and home not in (group, state.EVERYWHERE)
+            )
+    sums = [
+        sum(
+            tree.shard_bytes(stage_programs.summed(placed.groups[program.group].placements[path]))
+            for program in found.programs.values()
+            for path in program.sums
+            if program.group == group
+        )
+        for group in groups
+    ]
+    batch = 2 * micros * sum(found.nbytes(number) for number, path in found.paths.items() if path.startswith("1/"))
+    held, most, peak, moved = ([0] * len(groups) for _ in range(4))
+    written = {number for program in found.programs.values() for number in program.writes}
+    alive: list[set[tuple[int, int]]] = [set() for _ in range(micros)]
+    left = [found.readings() for _ in range(micros)]
+
+    def take(micro: int, number: int, group: int, sign: int) -> None:
+        held[group] += sign * found.nbytes(number)
+        most[group] = max(most[group], held[group])
+        (alive[micro].add if sign > 0 else alive[micro].discard)((number, group))
+
+    for op in sent:
+        program = found.programs[op.kind, op.stage]
+        group = program.group
+        peak[group] = max(peak[group], held[group] + beside(program.run))
+        for number in program.writes:
+            take(op.micro, number, group, 1)
+            for other in found.readers[number]:
+                if other != group:
+                    take(op.micro, number, other, 1)
+                    moved[group] += found.nbytes(number)
+        for number in found.dropped(left[op.micro], program):
+            if number in written and (number, group) in alive[op.micro]:
+                take(op.micro, number, group, -1)
+        if op.kind == order_lib.BACKWARD and op.stage == 0:
+            for number, other in list(alive[op.micro]):
+                take(op.micro, number, other, -1)
+    return [
+        GroupMemory(
+            held_state[group] + sums[group] + max(batch + max(peak[group], most[group]), updates[group]),
+            held_state[group],
+            sums[group],
+            batch,
+            most[group],
+            moved[group],
+        )
+        for group in groups
+    ]
+
+
+def beside(program: Any) -> int:
+    """Returns the bytes that a compiled program takes beside its arguments."""
+    found = program.memory_analysis()
+    return 0 if found is None else found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
