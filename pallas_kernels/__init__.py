@@ -6,6 +6,7 @@
     rounding               random bits from a counter, and stochastic rounding to bfloat16
     rules                  the arithmetic of an update, shared by kernel and twin
     narrow.multiply        a matmul of few rows with a weight in 16, 8 or 4 bits, which is read once, as it is stored
+    wire.pack, unpack_sum  blocks of 8 or 4 bits for collectives, each value read once
     grouped.grouped_matmul     the matmuls of experts: groups of rows by a matrix each, and both gradients
     cached_attention.attend    attention of one token a row to a cache, of which only slots with text are read
 

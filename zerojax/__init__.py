@@ -38,6 +38,7 @@ from zerojax.zero.stages import partition_state
 from zerojax.zero.state_bytes import memory_table
 from zerojax.zero.step import make_train_step
 from zerojax.zero.where_used import where_used
+from zerojax.zero.wires.packed import PackedWires
 
 __all__ = [
     "Checkpointer",
@@ -48,6 +49,7 @@ __all__ = [
     "LossScaleState",
     "Mean",
     "Offload",
+    "PackedWires",
     "Partition",
     "Pipeline",
     "Placement",

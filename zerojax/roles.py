@@ -40,6 +40,9 @@ SCALARS = "scalars"  # losses, norms and statistics
 BY_COLUMNS = "by_columns"  # the scope of operations that send activations in place of a weight (`ops.columns`)
 TENSOR_PARALLEL = "tensor_parallel"  # the scope of operations that send activations where weights are sharded as used
 CONTEXT_PARALLEL = "context_parallel"  # the scope of attention over tokens that are sharded (`ops.context_attention`)
+PACKED_WEIGHT = "packed_weight"  # the scope of collectives of weights as blocks of 8 bits (`zero.wires.packed`)
+PACKED_GRADIENT = "packed_gradient"  # of their gradients
+SECOND_COPY = "second_copy"  # of gathers whose result is kept for the backward pass
 SENT_OF_WEIGHTS = (WEIGHTS_FORWARD, WEIGHTS_BACKWARD, GRADIENTS, UPDATED_WEIGHTS)
 SENT = (*SENT_OF_WEIGHTS, ACTIVATIONS, SCALARS, OTHER)
 

@@ -370,8 +370,10 @@ DEEPSPEED = {
             f"{ZERO}.stage": {"zero.stage": 3},
             "optimizer.type": {"optimizer.name": "adamw"},
             f"{OPT}.lr": {"optimizer.learning_rate": 1e-4},
+            f"{ZERO}.zero_quantized_weights": {"wire.weights": "int8"},
+            f"{ZERO}.zero_quantized_gradients": {"wire.gradients": "int4"},
+            f"{ZERO}.zero_hpz_partition_size": {"wire.second_copy": True, "wire.host_devices": 8},
         },
-        unsupported=f"{ZERO}.zero_quantized_weights {ZERO}.zero_quantized_gradients {ZERO}.zero_hpz_partition_size",
         absent={**CLIP, **NO_SCHEDULE},
     ),
     "ZeRO++ switched off by its defaults": File(

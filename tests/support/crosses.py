@@ -101,6 +101,16 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "context": _axes(1, 2, 1, context=4),
         "pipe": _axes(1, 4, 1, pipe=2),
     },
+    "wire": {
+        "plain": {},
+        "int8": {"wire.weights": "int8", "wire.gradients": "int8"},
+        "hosts": {
+            "wire.weights": "int8",
+            "wire.gradients": "int4",
+            "wire.second_copy": True,
+            "wire.host_devices": 2,
+        },
+    },
     "min_size": {"1024": {}, "0": {"zero.min_size": 0}, "8192": {"zero.min_size": 8192}},
     "indivisible": {name: {"zero.indivisible": name} for name in ("whole", "pad")},
     "overrides": {
@@ -168,7 +178,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
 
 # The settings that must not change the losses: those of where and how a run computes, and what it writes.
 PLAIN = (
-    "grad_accum stage mesh min_size indivisible overrides optimizer_offload params_offload fraction params_fraction params_on_device "
+    "grad_accum stage mesh wire min_size indivisible overrides optimizer_offload params_offload fraction params_fraction params_on_device "
     "chunk_bytes in_flight by_block nvme_buffers remat recompute by_columns activations tile_tokens "
     "pack evaluate checkpoint export sample".split()
 )
@@ -180,6 +190,12 @@ def _but(name: str, *values: str) -> tuple[str, ...]:
 
 
 EXCLUSIVE: list[covering.Rule] = [
+    covering.never("config.wire", wire=("int8", "hosts"), stage=("0", "1", "2")),
+    covering.never("config.wire", wire=("int8", "hosts"), precision="fp8", fp8=_but("fp8", "rowwise")),
+    covering.never("config.wire", wire="hosts", mesh="2x2x2"),
+    covering.never("wire", wire=("int8", "hosts"), params_offload=("host", "nvme")),
+    covering.never("wire", wire=("int8", "hosts"), late_norm="yes"),
+    covering.never("wire", wire=("int8", "hosts"), by_block="on"),
     covering.never("offload.optimizer", optimizer_offload=("host", "nvme"), stage="0"),
     covering.never("offload.params", params_offload=("host", "nvme"), stage=("0", "1", "2")),
     covering.never("offload.fraction", fraction="0.5", optimizer_offload="none"),
@@ -231,6 +247,7 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.model.by_columns", mesh="pipe", by_columns=("head", "both")),
     covering.never("config.model.offload", mesh="pipe", activations=("mlp", "layers")),
     covering.never("config.accum_dtype", mesh="pipe", accum_dtype="bf16", grad_accum="2"),
+    covering.never("config.wire", mesh="pipe", wire=("int8", "hosts")),
     covering.never("fp8", fp8="delayed", precision="fp8", params_offload=("host", "nvme")),
     covering.never("fp8", fp8="delayed", precision="fp8", late_norm="yes"),
     covering.never("fp8", fp8="delayed", precision="fp8", by_block="on"),
@@ -276,6 +293,8 @@ HOLLOW: list[covering.Rule] = [
     covering.never("", modules_to_save="yes", lora="off"),
     covering.never("", accum_dtype="bf16", grad_accum="1"),
     covering.never("", by_columns=("head", "both"), mesh=("1x1x1", "8x1x1")),
+    covering.never("", wire=("int8", "hosts"), mesh=("1x1x1", "8x1x1")),
+    covering.never("", wire=("int8", "hosts"), min_size="8192"),
 ]
 SPACE = covering.Space(
     {name: tuple(values) for name, values in SETTINGS.items()},

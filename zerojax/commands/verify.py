@@ -145,7 +145,9 @@ def tolerance_of(config: settings_lib.Config, platform: str) -> tuple[float, str
     """Returns the largest relative difference of losses that rounding explains on a platform, and why."""
     on_cpus = (config.precision, platform) == ("fp32", "cpu")
     rounds = {
-        "few bits": config.optimizer.moments == "int8" or config.precision == "bf16_sr",
+        "few bits": config.optimizer.moments == "int8"
+        or config.precision == "bf16_sr"
+        or config_lib.make_wires(config).is_on,
         "bf16": config.reduce_dtype == "bf16" or (config.accum_dtype == "bf16" and config.grad_accum != 1),
         "fp32 on CPUs" if on_cpus else config.precision: config.precision in TOLERANCES,
     }

@@ -62,6 +62,7 @@ PARALLEL = (
 )
 CONTEXT = "each device has a part of every sequence, and attention exchanges heads or keys, whichever the run says"
 TENSOR = "heads, the MLP's width, the vocabulary and, between matmuls, tokens are sharded, at any stage"
+_NO_FEEDBACK = "a gradient is packed as it is; the error of the step before is not added"
 _ONE_BIT = "gradients are summed uncompressed; the optimizer without compression is taken"
 
 KEYS: Mapping[str, Key] = {
@@ -113,22 +114,27 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.stage3_module_granularity_threshold": _no_effect(_GATHERED),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _no_effect("weights are all-gathered"),
     "zero_optimization.stage3_allgather_sequential": _no_effect(_BUCKETS),
-    "zero_optimization.zero_hpz_partition_size": _unsupported(
-        "weights have one sharding; mesh.replica shards weights and state within a host", *ONE
+    "zero_optimization.zero_hpz_partition_size": Key(
+        TAKEN,
+        "each host of so many devices keeps a copy of the weights from the forward to the backward pass",
+        ("wire.second_copy", "wire.host_devices"),
+        ONE,
     ),
-    "zero_optimization.zero_quantized_weights": _unsupported("weights are gathered in the compute dtype", *OFF),
+    "zero_optimization.zero_quantized_weights": Key(
+        TAKEN, "weights travel in int8, 256 to a scale; frozen ones too", ("wire.weights",), OFF
+    ),
     "zero_optimization.zero_quantized_nontrainable_weights": _unsupported(
-        "weights are gathered in the compute dtype", *OFF
+        "frozen weights are gathered as others are (config.wire.weights), and stored in few bits by config.lora.quantize",
+        *OFF,
     ),
-    "zero_optimization.zero_quantized_gradients": _unsupported(
-        "gradients are summed in config.reduce_dtype, fp32 or bf16", *OFF
+    "zero_optimization.zero_quantized_gradients": Key(
+        TAKEN,
+        "int8 inside a host, and int4 between hosts where zero_hpz_partition_size tells a host's devices; otherwise int8",
+        ("wire.gradients",),
+        OFF,
     ),
-    "zero_optimization.zeropp_loco_param": _unsupported(
-        "gradients are not quantized, so there is no error to feed back", *OFF
-    ),
-    "zero_optimization.zeropp_loco_param.*": _unsupported(
-        "gradients are not quantized, so there is no error to feed back"
-    ),
+    "zero_optimization.zeropp_loco_param": _unsupported(_NO_FEEDBACK, *OFF),
+    "zero_optimization.zeropp_loco_param.*": _unsupported(_NO_FEEDBACK),
     "zero_optimization.mics_shard_size": Key(
         TAKEN,
         "state is sharded within as many devices, and replicated beyond",
@@ -324,7 +330,7 @@ KEYS: Mapping[str, Key] = {
     "vocabulary_size": _no_effect("the preset or the tokenizer decides it; set config.model.vocab_size"),
     "timers.*": _no_effect(_PROFILE),
     "weight_quantization.*": _unsupported("weights are not quantized"),
-    "zero_quantized_weights": _unsupported("weights are gathered in the compute dtype", *OFF),
+    "zero_quantized_weights": _unsupported("it is read below zero_optimization alone; set config.wire.weights", *OFF),
 }
 
 # Groups that DeepSpeed reads only if a key of theirs is true, which it is not by default -> that key.

@@ -14,6 +14,7 @@ from zerojax.migration import keys as keys_lib
 from zerojax.migration.draft import Draft, Translation
 from zerojax.zero import stages
 from zerojax.zero.offload import settings as offload_lib
+from zerojax.zero.wires import packed
 
 NEWEST = (0, 19)
 CLIPS_SINCE = (0, 19, 3)  # gradient_clipping is 1.0 where it is absent; before, 0
@@ -112,6 +113,7 @@ def translate(
     for place, (size, key) in axes.items():
         if size > 1:
             draft.put(place, size, key)
+    _wires(draft, devices)
     _offload(draft)
     _precision(draft)
     _sums(draft)
@@ -217,6 +219,35 @@ def _zero(draft: Draft, devices: int | None, shared: int) -> None:
         draft.put("mesh.replica", max(1, (devices or ways) // (ways * shared)), f"{_ZERO}.mics_shard_size")
     if devices and devices <= MOST_EMULATED:
         draft.put("emulate_devices", devices)
+
+
+def _wires(draft: Draft, devices: int | None) -> None:
+    """Puts how weights and gradients travel (ZeRO++)."""
+    names = {
+        part: f"{_ZERO}.zero_{part}" for part in ("quantized_weights", "quantized_gradients", "hpz_partition_size")
+    }
+    size = draft.whole(names["hpz_partition_size"], 1) or 1
+    asked = {
+        names["quantized_weights"]: draft.flag(names["quantized_weights"]),
+        names["quantized_gradients"]: draft.flag(names["quantized_gradients"]),
+        names["hpz_partition_size"]: size > 1,
+    }
+    if not stages.STAGES[draft.settings["zero.stage"]].params:
+        for name in (name for name, is_on in asked.items() if is_on):
+            draft.say(name, keys_lib.NO_EFFECT, "DeepSpeed reads it at stage 3 alone")
+        return
+    spans = size > 1 and not (devices and devices <= size)
+    if asked[names["quantized_weights"]]:
+        draft.put("wire.weights", packed.INT8, names["quantized_weights"])
+    if asked[names["quantized_gradients"]]:
+        draft.put("wire.gradients", packed.INT4 if spans else packed.INT8, names["quantized_gradients"])
+    if spans:
+        draft.put("wire.second_copy", True, names["hpz_partition_size"])
+        draft.put("wire.host_devices", size, names["hpz_partition_size"])
+    elif size > 1:
+        draft.say(
+            names["hpz_partition_size"], keys_lib.NO_EFFECT, "all devices are one host, whose weights are one copy"
+        )
 
 
 def _offload(draft: Draft) -> None:

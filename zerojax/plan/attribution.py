@@ -31,6 +31,7 @@ class WeightDims:
       moments: of its moments.
       trainable: whether it has a gradient and moments.
       axes: the mesh axes over which the weight is sharded as used, such as those of tensor parallelism.
+      received: the elements that its wire brings to a device in a pass, by role, where that is not what its dims say.
     """
 
     path: str
@@ -41,6 +42,7 @@ class WeightDims:
     moments: tuple[int, ...]
     trainable: bool = True
     axes: frozenset[str] = frozenset()
+    received: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -67,6 +69,10 @@ class Attribution:
 
     def role(self, found: collectives.Collective, part: collectives.Part) -> tuple[str, tuple[str, ...]]:
         """Returns one of `roles.SENT`, and the paths of the weights that it may belong to: several if they cannot be distinguished."""
+        if scope := re.search(rf"\b({roles.PACKED_WEIGHT}|{roles.PACKED_GRADIENT})\b", part.op_name):
+            path = self._scope(part.op_name[: scope.start()])
+            role = roles.GRADIENTS if scope[1] == roles.PACKED_GRADIENT else self._phase(found, part.op_name)
+            return role, (path,) if path else ()
         if not part.taken.dtype.startswith(("f", "bf")):
             return roles.OTHER, ()
         if re.search(rf"\b({roles.BY_COLUMNS}|{roles.TENSOR_PARALLEL}|{roles.CONTEXT_PARALLEL})\b", part.op_name):
@@ -127,11 +133,14 @@ class Attribution:
     def _scattered(self, part: collectives.Part) -> list[WeightDims]:
         """Returns the weight that an explicit reduce-scatter is named by. In several stages its dims are those of no shard."""
         scope, _, primitive = part.op_name.rpartition("/")
-        scope = re.sub("[()]+", "/", scope).strip("/")  # as in transpose(jvp(embed/embedding))
+        path = self._scope(scope) if primitive in ("reduce_scatter", "psum_scatter") else None
+        return [self._weights[path]] if path is not None else []
+
+    def _scope(self, text: str) -> str | None:
+        """Returns the weight whose path a scope ends with."""
+        scope = re.sub("[()]+", "/", text).strip("/")  # as in transpose(jvp(embed/embedding))
         path = tree.longest_suffix(self._paths, scope)
-        is_named = path is not None and f"/{scope}".endswith(f"/{tree.below_params(path)}")
-        is_scatter = primitive in ("reduce_scatter", "psum_scatter")
-        return [self._weights[path]] if path is not None and is_named and is_scatter else []
+        return path if path is not None and f"/{scope}".endswith(f"/{tree.below_params(path)}") else None
 
     def _matching(self, found: collectives.Collective, part: collectives.Part) -> list[WeightDims]:
         """Returns the weights with these dims, global or of a shard: in any order, with dims merged or split, or one layer's dims.

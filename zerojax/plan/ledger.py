@@ -10,6 +10,7 @@ In a ring over N devices, each device receives and sends, each time that a colle
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -153,6 +154,7 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
                 moments=weight.update.shard_shape(shape),
                 trainable=weight.trainable,
                 axes=frozenset(specs_lib.axes(weight.used.spec)),
+                received=weight.wire.received(weight),
             )
             continue
         shape, sharding = tuple(weight.shape), getattr(weight, "sharding", None)
@@ -177,8 +179,9 @@ def theory(
         after the update               s - g                                 all-gather
 
     If all leaves are sharded N ways, the sums are the paper's: 2 (N - 1) / N parameters, and 3 (N - 1) / N if weights are sharded too
-    (ZeRO, arXiv:1910.02054, section 7). A weight that is not trainable is gathered, in the backward pass too, but has no gradient and
-    no update.
+    (ZeRO, arXiv:1910.02054, section 7). A wire that packs weights or gradients says itself what it brings, in elements of its own arrays
+    (`placement.Wire.received`): codes and scales. A weight that is not trainable is gathered, in the backward pass too, but has no
+    gradient and no update.
 
     Args:
       weights: see `weights_of`.
@@ -189,14 +192,15 @@ def theory(
     total = max(1, sum(weight.size for weight in weights.values()))
     found = dict.fromkeys(roles.SENT_OF_WEIGHTS, 0.0)
     for weight in weights.values():
-        used, stored = weight.size, math.prod(weight.stored)
-        found[roles.WEIGHTS_FORWARD] += passes * (used - stored) / total
-        found[roles.WEIGHTS_BACKWARD] += 0 if weight.path in read_once else passes * (used - stored) / total
+        used, stored, own = weight.size, math.prod(weight.stored), weight.received
+        forward, backward = (own.get(role, used - stored) for role in (roles.WEIGHTS_FORWARD, roles.WEIGHTS_BACKWARD))
+        found[roles.WEIGHTS_FORWARD] += passes * forward / total
+        found[roles.WEIGHTS_BACKWARD] += 0 if weight.path in read_once else passes * backward / total
         if not weight.trainable:
             continue
         shard = min(math.prod(weight.grad), math.prod(weight.moments))
         copies = max(1.0, ways * shard / used)
-        reduced = used - shard + 2 * shard * (copies - 1) / copies
+        reduced = own.get(roles.GRADIENTS, used - shard + 2 * shard * (copies - 1) / copies)
         found[roles.GRADIENTS] += (passes if math.prod(weight.grad) < used else 1) * reduced / total
         found[roles.UPDATED_WEIGHTS] += max(0, stored - math.prod(weight.moments)) / total
     return found
@@ -207,7 +211,9 @@ def _row(
 ) -> Row:
     larger = part.taken if found.kind in collectives.REDUCTIONS else part.given
     role, weights = owner.role(found, part)
-    is_followed = role in (roles.WEIGHTS_FORWARD, roles.ACTIVATIONS)
+    is_followed = role in (roles.WEIGHTS_FORWARD, roles.ACTIVATIONS) and not re.search(
+        rf"\b{roles.SECOND_COPY}\b", part.op_name
+    )
     readers = owner.readers(found, part) if is_followed else ()
     if role == roles.WEIGHTS_FORWARD and readers and all(attribution.is_backward(reader.op_name) for reader in readers):
         role = roles.WEIGHTS_BACKWARD  # it has a name of the forward pass, but only the backward pass reads it

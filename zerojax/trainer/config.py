@@ -27,6 +27,7 @@ from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import stages
 from zerojax.zero.fp8 import modules as fp8_lib
 from zerojax.zero.offload import settings as offload_lib
+from zerojax.zero.wires import packed
 
 AUTO, BYTES = "auto", "bytes"  # of config.data.tokenizer
 TOKENIZER = "tokenizer.json"
@@ -61,6 +62,7 @@ def from_dict(raw: Mapping[str, Any]) -> settings.Config:
     _check_push(config.export)
     make_offload(config.offload, config.zero.stage)
     make_fp8(config)
+    make_wires(config)
     _check_lora(config)
     chosen = config.optimizer
     decay = registry.own_weight_decay(chosen.name) if chosen.weight_decay == settings.OWN else chosen.weight_decay
@@ -143,6 +145,18 @@ def make_fp8(config: settings.Config) -> fp8_lib.Fp8 | None:
         return None
     try:
         return fp8_lib.Fp8(**vars(config.fp8))
+    except UserError as error:
+        raise UserError(f"config.{error}") from error
+
+
+def make_wires(config: settings.Config) -> packed.PackedWires:
+    """Returns how weights and gradients travel.
+
+    Raises:
+      UserError: a setting is out of range.
+    """
+    try:
+        return packed.PackedWires(**vars(config.wire))
     except UserError as error:
         raise UserError(f"config.{error}") from error
 

@@ -26,6 +26,7 @@ from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
 from zerojax.zero.offload import settings as offload_lib
 from zerojax.zero.pipeline import order
+from zerojax.zero.wires import packed
 
 OWN = -1.0  # of a setting that the optimizer or the model then chooses
 MOST_ROWS = 2**20
@@ -185,6 +186,19 @@ class OffloadSettings:
     late_norm: bool = setting(False, ANY, "clip by the norm of the step before, so that no update waits for its own")
     nvme_path: str = setting("", ANY, 'the folder of the files, on a local disk; "": WORKDIR/offload')
     nvme_buffers: int = setting(0, NOT_NEGATIVE, "chunks of each file, for each device, that are read into host memory ahead; 0: derived")
+
+
+@dataclasses.dataclass(frozen=True)
+class WireSettings:
+    """How weights and gradients travel between devices, for links slower than NVLink (docs/multi_host.md)."""
+
+    weights: str = setting(packed.PLAIN, packed.WEIGHTS,
+        '"plain": in the precision\'s dtype; "int8": in blocks of 256 with a scale each, half the bytes (stage 3)')
+    gradients: str = setting(packed.PLAIN, packed.GRADIENTS,
+        '"plain": in config.reduce_dtype; "int8": in such blocks; "int4": so inside a host, and in 4 bits, rotated, between hosts')
+    second_copy: bool = setting(False, ANY,
+        "each host keeps a copy of the weights from the forward to the backward pass, divided among its devices")
+    host_devices: int = setting(0, NOT_NEGATIVE, "neighbouring devices of the mesh that are a host; 0: those of a process")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,6 +432,7 @@ class Config:
     pipeline: PipelineSettings = dataclasses.field(default_factory=PipelineSettings)
     zero: ZeroSettings = dataclasses.field(default_factory=ZeroSettings)
     offload: OffloadSettings = dataclasses.field(default_factory=OffloadSettings)
+    wire: WireSettings = dataclasses.field(default_factory=WireSettings)
     model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     fp8: Fp8Settings = dataclasses.field(default_factory=Fp8Settings)
     lora: LoraSettings = dataclasses.field(default_factory=LoraSettings)

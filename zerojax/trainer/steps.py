@@ -80,6 +80,7 @@ def train_step(
         loss_fn,
         partition,
         fp8=config_lib.make_fp8(config),
+        wires=config_lib.make_wires(config),
         clip_norm=config.optimizer.clip_norm,
         grad_accum=grad_accum,
         **{name: getattr(config.model, name) for name in ("remat", "recompute", "offload", "by_columns")},

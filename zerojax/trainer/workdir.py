@@ -73,6 +73,7 @@ FREE = (
     "pipeline",
     "zero",
     "offload",
+    "wire",
     "model.remat",
     "model.recompute",
     "model.by_columns",

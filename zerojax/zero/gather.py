@@ -59,7 +59,7 @@ def _gather_forward(stored: jax.Array, placement: Placement, dtype: DTypeLike | 
 def _gather_backward(
     placement: Placement, dtype: DTypeLike | None, like: jax.Array, grad: jax.Array
 ) -> tuple[jax.Array]:
-    grad = _with_padding(grad, placement)
+    grad = with_padding(grad, placement)
     return (jax.lax.with_sharding_constraint(grad, placement.grad).astype(like.dtype),)
 
 
@@ -133,11 +133,11 @@ def all_gather(stored: jax.Array, placement: Placement, dtype: DTypeLike | None)
     weight, dim = cast(stored, placement, dtype), data_dim(placement.stored)
     if is_gathered(placement):
         collective = functools.partial(jax.lax.all_gather, axis_name=STATE, axis=dim, tiled=True)
-        weight = _of_shards(collective, placement)(weight)
+        weight = of_shards(collective, placement)(weight)
     return without_padding(weight, placement)
 
 
-def _of_shards(collective: Callable[[jax.Array], jax.Array], placement: Placement) -> Callable[..., jax.Array]:
+def of_shards(collective: Callable[[jax.Array], jax.Array], placement: Placement) -> Callable[..., jax.Array]:
     """Returns a collective of a weight, or its gradient, that does not gather it over the axes that the compiler shards."""
     entries = [specs.names(entry) for entry in placement.stored.spec]
     if any(names[:1] and names[0] in mesh_lib.STATE and set(names) & set(mesh_lib.COMPILER) for names in entries):
@@ -161,7 +161,7 @@ def _sum(grad: jax.Array, placement: Placement, dtype: DTypeLike | None) -> jax.
     """Returns the sum over devices in `dtype`, sharded as `placement.update`; of what overwrites its weight, the largest, in float32."""
     if placement.overwritten:
         return jax.lax.pmax(grad.astype(jnp.float32), mesh_lib.SUMMED)
-    return _of_shards(functools.partial(_sum_shards, placement=placement), placement)(grad.astype(dtype))
+    return of_shards(functools.partial(_sum_shards, placement=placement), placement)(grad.astype(dtype))
 
 
 def _sum_shards(grad: jax.Array, placement: Placement) -> jax.Array:
@@ -228,14 +228,15 @@ def _shard_forward(
     return all_gather(weight.stored, placement, dtype), None
 
 
-def _shard_backward(
+def shard_backward(
     placement: Placement, dtype: DTypeLike | None, reduction: Reduction, _: None, grad: jax.Array
 ) -> tuple[Any]:
+    """Returns the gradient of a `ShardAndSink` from that of the weight that was made of it."""
     total = placement.wire.home(grad, placement, reduction) if placement.trainable else optax.MaskedNode()
     return (ShardAndSink(None, total),)  # type: ignore[arg-type]  # None: no gradient
 
 
-gather_shard.defvjp(_shard_forward, _shard_backward)
+gather_shard.defvjp(_shard_forward, shard_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +251,10 @@ class Plain:
     def around(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def send(self, shard: jax.Array, known: Any, placement: Placement, dtype: DTypeLike | None) -> PyTree:
+    def near(self, shard: jax.Array, placement: Placement, dtype: DTypeLike | None) -> PyTree:
+        return None
+
+    def send(self, shard: Any, known: Any, placement: Placement, dtype: DTypeLike | None) -> PyTree:
         return all_gather(shard, placement, dtype)
 
     def differentiated(self, sent: PyTree, dtype: DTypeLike | None) -> jax.Array:
@@ -260,7 +264,7 @@ class Plain:
         return contextlib.nullcontext(differentiated)
 
     def home(self, grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
-        grad = _with_padding(grad, placement)
+        grad = with_padding(grad, placement)
         grad = grad if reduction.waits(placement) else _sum(grad, placement, reduction.dtype)
         return grad.astype(self.grad_dtype)
 
@@ -268,6 +272,9 @@ class Plain:
         self, path: str, weight: ShardAndSink, placement: Placement, dtype: DTypeLike | None, reduction: Reduction
     ) -> jax.Array:
         return gather_shard(weight, placement, dtype, reduction)
+
+    def received(self, placement: Placement) -> Mapping[str, float]:
+        return {}
 
 
 PLAIN = Plain()
@@ -291,5 +298,6 @@ def without_padding(weight: jax.Array, placement: Placement) -> jax.Array:
     return jax.lax.slice(weight, (0,) * weight.ndim, [n - p for n, p in zip(weight.shape, placement.padding)])
 
 
-def _with_padding(grad: jax.Array, placement: Placement) -> jax.Array:
+def with_padding(grad: jax.Array, placement: Placement) -> jax.Array:
+    """Returns a gradient of what the model sees with the zeros of `Placement.padding`."""
     return jnp.pad(grad, [(0, extra) for extra in placement.padding]) if placement.padding else grad

@@ -60,8 +60,19 @@ class BlockCall:
     reduction: gather.Reduction
     policy: Any
 
-    def gather(self, stored: Mapping[str, jax.Array], known: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
-        """Returns what arrives of the weights; `known` is that of their wires."""
+    def near(self, stored: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Returns what is kept for the backward pass in place of shards, of the weights whose wires keep it."""
+        found = {}
+        for path, shard in stored.items():
+            own = self.placements[path]
+            with jax.named_scope(path):
+                kept = own.wire.near(shard, own, self.dtype)
+            if kept is not None:
+                found[path] = kept
+        return found
+
+    def gather(self, stored: Mapping[str, Any], known: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+        """Returns what arrives of the weights, from their shards or what is `near`; `known` is that of their wires."""
         sent = {}
         for path, shard in stored.items():
             own = self.placements[path]
@@ -171,22 +182,30 @@ def _block(
 ) -> tuple[Any, Tokens]:
     """`known`: what wires know of weights beside their shards, by path."""
     stored = {path: weight.stored for path, weight in weights.items()}
-    sent, tokens, arrays, _ = _begin(plan, stored, known, tokens, arrays)
+    sent, tokens, arrays, *_ = _begin(plan, stored, known, tokens, arrays, sends_far=True)
     return plan.run(plan.differentiated(stored, sent), sent, *arrays), tokens
 
 
 def _begin(
-    plan: BlockCall, stored: dict[str, jax.Array], known: dict, tokens: Tokens, arrived: Any, on_host: Any = None
-) -> tuple[dict, Tokens, Any, Any]:
+    plan: BlockCall,
+    stored: dict[str, Any],
+    known: dict,
+    tokens: Tokens,
+    arrived: Any,
+    on_host: Any = None,
+    sends_far: bool = False,
+) -> tuple[dict, Tokens, Any, Any, dict]:
     """Gathers a block's weights once the block before it has begun; the next block's gather waits for them.
 
     The gathers of two blocks are thus never merged, and XLA merges those of one block into one collective (`xla_options`).
 
-    Returns what arrives of the weights, the tokens, `arrived` and `on_host`. Arrays on the host may be fetched as early as the weights.
+    Returns what arrives of the weights, the tokens, `arrived`, `on_host`, and what is near of the weights: {} unless `sends_far`. Arrays on
+    the host may be fetched as early as the weights.
     """
     (stored, on_host), start = jax.lax.optimization_barrier(((stored, on_host), tokens.start))
-    start, arrived, sent = jax.lax.optimization_barrier((start, arrived, plan.gather(stored, known)))
-    return sent, tokens._replace(start=start), arrived, on_host
+    near = plan.near(stored) if sends_far else {}
+    start, arrived, sent = jax.lax.optimization_barrier((start, arrived, plan.gather({**stored, **near}, known)))
+    return sent, tokens._replace(start=start), arrived, on_host, near
 
 
 @jax.tree_util.register_dataclass
@@ -194,7 +213,7 @@ def _begin(
 class _Residuals:
     """A block's residuals: what its weights are sent from, and the other leaves of the vjp function, on the device and on the host."""
 
-    stored: dict[str, jax.Array]
+    stored: dict[str, Any]
     known: dict[str, Any]
     on_device: list[jax.Array | None]
     on_host: list[jax.Array | None]
@@ -209,7 +228,7 @@ def _block_forward(
     plan: BlockCall, weights: dict[str, gather.ShardAndSink], known: dict[str, Any], tokens: Tokens, arrays: tuple
 ) -> tuple[Any, _Residuals]:
     stored = {path: weight.stored for path, weight in weights.items()}
-    sent, tokens, arrays, _ = _begin(plan, stored, known, tokens, arrays)
+    sent, tokens, arrays, _, near = _begin(plan, stored, known, tokens, arrays, sends_far=True)
     # The barrier in `_begin` prevents CSE of the two passes; that of jax.checkpoint would also delay copies from the host.
     body = plan.run if plan.policy is None else jax.checkpoint(plan.run, policy=plan.policy, prevent_cse=False)
     trained, frozen = plan.divided(plan.differentiated(stored, sent))
@@ -224,7 +243,7 @@ def _block_forward(
     on_host, sending = jax.lax.optimization_barrier((on_host, tokens.sending))
     tokens = tokens._replace(sent=tokens.sending, sending=sending)
     begun = tokens.start if plan.policy is None else None
-    return (outputs, tokens), _Residuals(stored, known, on_device, on_host, begun, arrivals, structure)
+    return (outputs, tokens), _Residuals({**stored, **near}, known, on_device, on_host, begun, arrivals, structure)
 
 
 def _is_on_host(leaf: jax.Array) -> bool:
@@ -233,7 +252,7 @@ def _is_on_host(leaf: jax.Array) -> bool:
 
 def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[Any, Tokens]) -> tuple[Any, ...]:
     outputs, tokens = cotangents
-    sent, tokens, (arrived, on_device), on_host = _begin(
+    sent, tokens, (arrived, on_device), on_host, _ = _begin(
         plan, residuals.stored, residuals.known, tokens, (outputs, residuals.on_device), residuals.on_host
     )
     if residuals.begun is not None:

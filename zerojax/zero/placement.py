@@ -30,7 +30,8 @@ class Wire(Protocol):
     `wires`, and a value of `Placement.wire`. `gather.Plain` is the one that others differ from.
 
     In a block, what `send` returns arrives. The block is differentiated with respect to `differentiated`, and its body is given `used`.
-    `home` makes of that gradient the one of the weight's sink. What arrives is not kept for the backward pass, but sent again.
+    `home` makes of that gradient the one of the weight's sink. What arrives is not kept for the backward pass, but sent again: from the
+    shard, or from `near`, which is kept.
     """
 
     @property
@@ -43,8 +44,12 @@ class Wire(Protocol):
     def around(self) -> AbstractContextManager[None]:
         """Returns a context of the trace of the loss on a device."""
 
-    def send(self, shard: jax.Array, known: Any, placement: "Placement", dtype: DTypeLike | None) -> PyTree:
-        """Returns what arrives of a weight, a pytree; `dtype` is that of the forward pass, or None for the shard's own."""
+    def near(self, shard: jax.Array, placement: "Placement", dtype: DTypeLike | None) -> PyTree:
+        """Returns what a device keeps of a weight from the forward to the backward pass, nearer to all that is sent; None: its shard."""
+
+    def send(self, shard: Any, known: Any, placement: "Placement", dtype: DTypeLike | None) -> PyTree:
+        """Returns what arrives of a weight, a pytree, from its shard or from `near`; `dtype` is that of the forward pass, or None for the
+        shard's own."""
 
     def differentiated(self, sent: PyTree, dtype: DTypeLike | None) -> jax.Array:
         """Returns the array that gets a block's gradient: what arrived, or zeros."""
@@ -59,6 +64,10 @@ class Wire(Protocol):
         self, path: str, weight: Any, placement: "Placement", dtype: DTypeLike | None, reduction: Any
     ) -> jax.Array:
         """Returns the array that a model is given outside of blocks, from a `gather.ShardAndSink`, whose sink gets its gradient."""
+
+    def received(self, placement: "Placement") -> Mapping[str, float]:
+        """Returns the elements that a device receives in one pass, by role of `roles.SENT_OF_WEIGHTS`, where they are not those of a
+        weight that is sent element by element."""
 
 
 @dataclasses.dataclass(frozen=True)

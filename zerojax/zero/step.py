@@ -33,7 +33,7 @@ from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import late_norm, step_by_block, streamed_step
 from zerojax.zero.pipeline import step as pipeline_step
 from zerojax.zero.sharded_batch import inputs, outputs, parts
-from zerojax.zero.wires import columns
+from zerojax.zero.wires import columns, packed
 
 
 def make_train_step(
@@ -57,6 +57,7 @@ def make_train_step(
     donate: bool = True,
     fp8: fp8_modules.Fp8 | None = None,
     by_columns: str = "",
+    wires: packed.PackedWires | None = None,
     activations: tensor_parallel.Table = (),
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss function written for one device and unsharded weights.
@@ -88,6 +89,8 @@ def make_train_step(
         examples, and activations are sent instead. For an output projection of `ops.losses.one_pass_cross_entropy`, in a loss that is a
         mean, and a table of `zerojax.embedding_lookup`. No device holds their unsharded gradients either. Needs stage 3 and
         reduce_dtype. Empty: none.
+      wires: weights and gradients as blocks of 8 or 4 bits, for links that are slower than NVLink, and a second copy of the weights on
+        each host; None sends them as they are. Needs stage 3 and reduce_dtype.
       activations: for tensor parallelism by `overrides`: ordered (regex over full paths of Linen modules, PartitionSpec) of what these
         return, over the axis `model`: P(None, "model") shards the tokens of [batch, tokens, ...]. With a second spec, that inside of
         the module, its floating positional arguments are gathered once, and its result is scattered: P(None, "model"), P(). A dim that the
@@ -123,6 +126,8 @@ def make_train_step(
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     plain = outputs.with_aux(loss_fn, scaling.scale)
     loss_fn, sent, kept = fp8_modules.in_step(fp8, plain, sent, blocks)
+    if not partition.pipeline:
+        sent = packed.marked(sent, wires, blocks, reduce_dtype)
     loss_fn = parts.checked(loss_fn, plain, layout) if check_context else loss_fn
     in_form = by_compiler.value_and_grad
     if reduce_dtype is not None:
@@ -132,7 +137,13 @@ def make_train_step(
     clip = late_norm.clip(partition, clip_norm, may_skip=loss_scale is not None)
     options = _compiler_options(partition, blocks, reduce_dtype, compute_dtype, fp8)
     if partition.pipeline:
-        given: dict[str, Any] = {"by_columns": by_columns, "fp8": fp8, "donate": donate, "options": options}
+        given: dict[str, Any] = {
+            "by_columns": by_columns,
+            "fp8": fp8,
+            "wires": wires,
+            "donate": donate,
+            "options": options,
+        }
         return pipeline_step.of(loss_fn, partition, how, layout, scaling, clip, reduce_dtype, **dtypes, **given)
     updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
     own = update_lib.Own(updates.rest.partition, updates.rest.numbers) if updates else None
@@ -157,7 +168,7 @@ def make_train_step(
         in_shardings=(resident.shardings, None),
         out_shardings=(resident.shardings, None, *([updates.handed_shardings] if updates else [])),
     )
-    if updates is None or not step_by_block.is_chosen(partition, how, reduce_dtype, fp8, clip, by_columns):
+    if updates is None or not step_by_block.is_chosen(partition, how, reduce_dtype, fp8, clip, by_columns, wires):
         return step if updates is None else streamed_step.StreamedStep(step, updates, donate=donate)
     options = xla_options.for_blocks(partition.mesh, but=xla_flags.names())
     passes = step_by_block.passes_of(

@@ -10,6 +10,7 @@ from zerojax.optim import registry, schedules
 from zerojax.trainer import settings
 from zerojax.trainer.clients import outlets
 from zerojax.zero import stages
+from zerojax.zero.wires import packed
 
 LORA_ON = ("lora.r", "lora.init_from")
 OFF = {"sample.length": 0}  # values that ask for nothing
@@ -63,6 +64,9 @@ def _ignored(config: settings.Config) -> Iterator[tuple[str, str]]:
         f"config.zero.stage={config.zero.stage} shards nothing": ()
         if sharded.opt_state
         else ("zero.min_size", "zero.indivisible"),
+        f"config.wire.gradients={config.wire.gradients!r} and config.wire.second_copy=False tell no host from another": ()
+        if config.wire.second_copy or config.wire.gradients != packed.PLAIN
+        else ("wire.host_devices",),
         f"config.precision={config.precision!r} computes nothing in fp8": ()
         if precision.PRECISIONS[config.precision].has_fp8
         else ("fp8.recipe", "fp8.filter", "fp8.first", "fp8.last"),

@@ -24,6 +24,8 @@ KEYS = {
     "recompute": "config.model.recompute",
     "offload": "config.model.offload",
     "by_columns": "config.model.by_columns",
+    "wire": "config.wire",
+    "host_devices": "config.wire.host_devices",
     "reduce_dtype": "config.reduce_dtype",
     "accum_dtype": "config.accum_dtype",
     "grad_accum": "config.grad_accum",
@@ -97,7 +99,7 @@ def in_config(line: str, keys: Mapping[str, str] = KEYS) -> str:
     if (argument := re.match(r"\w+(?=[:=])|target(?= )", line)) is not None and argument[0] in keys:
         return keys[argument[0]] + line[argument.end() :]
     # A field of `Offload`; the argument of a train step is a regex.
-    return f"config.{line}" if line.startswith(("offload.", "fp8", "lora.", "pipeline.")) else line
+    return f"config.{line}" if line.startswith(("offload.", "fp8", "lora.", "pipeline.", "wire.")) else line
 
 
 @functools.cache  # a search builds many programs

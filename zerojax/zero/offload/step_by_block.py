@@ -71,6 +71,7 @@ def is_chosen(
     fp8: Any,
     clip: update_lib.Clip,
     by_columns: str = "",
+    wires: Any = None,
 ) -> bool:
     """Returns whether a step with offload runs block by block. Nothing else decides it.
 
@@ -84,6 +85,7 @@ def is_chosen(
       fp8: the matmuls in fp8; None for none.
       clip: limits the norm.
       by_columns: the modules whose matrices are used by columns; "" for none.
+      wires: how weights and gradients are packed; None for not at all.
 
     Raises:
       UserError: it must, and another setting does not allow it.
@@ -100,6 +102,7 @@ def is_chosen(
         "reduce_dtype is not given; pass make_train_step(reduce_dtype=jnp.float32)": reduce_dtype is None,
         f"offload={how.offload!r} keeps activations in host memory within one program; set it to '', and remat to 'full'": how.offload,
         f"by_columns={by_columns!r} needs one program; omit it": by_columns,
+        "`wire` packs within one program; omit it": wires is not None and wires.is_on,
         "fp8.recipe='delayed' needs one program; take 'tensorwise'": is_delayed,
     }
     why_not = next((why for why, is_lacking in lacking.items() if is_lacking), "")

@@ -47,6 +47,7 @@ def of(
     in_16_bits: bool,
     by_columns: str,
     fp8: Any,
+    wires: Any,
     donate: bool,
     options: Mapping[str, Any],
 ) -> "PipelineStep":
@@ -63,6 +64,8 @@ def of(
         "accum_dtype: is bfloat16, and the stages of a pipeline add up in float32; omit it": in_16_bits,
         f"by_columns: {by_columns!r} needs all devices of the mesh in one program; omit it, or set `pipe=1`": by_columns,
         "fp8: the stages of a pipeline have no fp8 matmuls; omit it, or set `pipe=1`": fp8 is not None,
+        "wire: the stages of a pipeline send weights as they are; omit wires, or set `pipe=1`": wires is not None
+        and wires.is_on,
         f"offload: {how.offload!r} keeps activations in host memory within one program; omit it": how.offload,
         f"pipe: a stage sends to the next within a process, and there are {count}; start one, or set `pipe=1`": count
         > 1,

@@ -1,0 +1,183 @@
+"""Reads the collectives of packed wires, and what they refuse. This module tests zerojax.zero.wires.packed."""
+
+import collections
+import functools
+import warnings
+
+import compile_only
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax import roles
+from zerojax.plan import departures, findings, ledger
+from zerojax.zero.wires import packed as packed_wires
+
+WIDTH, HOSTS, PLACES = 256, 2, 8
+MATRICES = 2 * WIDTH * WIDTH + 2 * 2 * 2 * WIDTH * WIDTH  # embed, head, and two matrices of two blocks
+OF_BLOCKS = MATRICES - 2 * WIDTH * WIDTH
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(2 * WIDTH, use_bias=False, name="into", dtype=jnp.bfloat16)(x)
+        return x + nn.Dense(WIDTH, use_bias=False, name="out", dtype=jnp.bfloat16)(nn.gelu(y))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH, use_bias=False, name="embed", dtype=jnp.bfloat16)(x)
+        for number in range(2):
+            x = Block(name=f"block_{number}")(x)
+        y = nn.Dense(WIDTH, use_bias=False, name="head", dtype=jnp.bfloat16)(x)
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+
+@functools.cache
+def abstract():
+    params = jax.eval_shape(lambda: Net().init(jax.random.key(0), jnp.zeros((1, WIDTH)))["params"])
+    return jax.eval_shape(lambda params: TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3)), params)
+
+
+def partition(mesh, stage=3, **how):
+    return zerojax.partition_state(abstract(), mesh=mesh, stage=stage, **how)
+
+
+@functools.cache
+def compiled(**wires):
+    """Returns the ledger of a step on two hosts of eight GPUs, and its text."""
+    own = partition(zerojax.make_mesh(devices=compile_only.devices(HOSTS * PLACES)))
+    chosen = zerojax.PackedWires(**wires)
+    how = {"blocks": r"block_\d", "heads": "head", "reduce_dtype": jnp.float32, "compute_dtype": jnp.bfloat16}
+    loss = lambda params, batch, state: Net().apply({"params": params}, batch)  # noqa: E731
+    step = zerojax.make_train_step(loss, own, wires=chosen, **how)
+    batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32, sharding=own.batch_sharding)
+    text = compile_only.compile_gpu(step.lower(own.abstract_state, batch))
+    marked = packed_wires.marked(own, chosen, how["blocks"], jnp.float32)
+    return ledger.ledger(text, own.mesh, marked.placements), text
+
+
+def received(found):
+    """Returns the bytes that a device receives of weights and gradients, by role, kind and dtype."""
+    total = collections.Counter()
+    for row in found.rows:
+        if row.role in roles.SENT_OF_WEIGHTS:
+            total[row.role, row.kind, row.dtype] += row.nbytes
+    return total
+
+
+def test_a_ledger_shows_the_bytes_of_blocks_exactly_and_theory_knows_them():
+    found, _ = compiled(weights="int8", gradients="int4", second_copy=True)
+    of_host, of_place = PLACES - 1, HOSTS - 1  # devices that send to each
+    shard = MATRICES // (HOSTS * PLACES)
+    kept = OF_BLOCKS // (HOSTS * PLACES)
+    scales = 4 / packed_wires.packed.BLOCK
+    near, far = of_host * HOSTS, of_place
+    assert received(found) == {
+        (roles.WEIGHTS_FORWARD, "all-gather", "s8"): (near + far) * shard,
+        (roles.WEIGHTS_FORWARD, "all-gather", "f32"): (near + far) * shard * scales,
+        (roles.WEIGHTS_BACKWARD, "all-gather", "s8"): near * kept,
+        (roles.WEIGHTS_BACKWARD, "all-gather", "f32"): near * kept * scales,
+        (roles.GRADIENTS, "all-to-all", "s8"): near * shard,
+        (roles.GRADIENTS, "all-to-all", "u8"): far * shard // 2,
+        (roles.GRADIENTS, "all-to-all", "f32"): (near + far) * shard * scales,
+    }
+    assert departures.departures(found, tolerance=1e-9) == ()
+    assert findings.findings(found, planned=abstract(), compute_dtype=jnp.bfloat16) == ()
+
+
+def test_no_weight_or_gradient_travels_in_16_or_32_bits():
+    plain, _ = compiled(gradients="plain", weights="plain")
+    assert {dtype for _, _, dtype in received(plain)} == {"bf16", "f32"}
+    found, text = compiled(weights="int8", gradients="int8", host_devices=HOSTS * PLACES)
+    assert {row.kind for row in found.rows if row.role == roles.GRADIENTS} == {"all-to-all"}
+    assert {row.dtype for row in found.rows if row.role in roles.SENT_OF_WEIGHTS and row.elements > 512} == {"s8"}
+    assert departures.departures(found, tolerance=1e-9) == ()
+    assert text.count("__gpu$xla.gpu.triton") >= 6  # a kernel packs each weight, and each gradient
+
+
+def marked(mesh_of=8, stage=3, blocks=r"block_\d", reduce_dtype=jnp.float32, **wires):
+    own = partition(zerojax.make_mesh(devices=jax.devices()[:mesh_of]), stage)
+    return packed_wires.marked(own, zerojax.PackedWires(**wires), blocks, reduce_dtype)
+
+
+REFUSED = {
+    "wire.weights: 'int4' is not known": {"weights": "int4"},
+    "wire.gradients: 'fp8' is not known": {"gradients": "fp8"},
+    "wire.second_copy: must be True or False": {"second_copy": 1},
+    "wire.host_devices: must be a number of devices": {"weights": "int8", "host_devices": -1},
+    "wire: needs explicit collectives": {"weights": "int8", "reduce_dtype": None},
+    "wire: every device holds all weights": {"weights": "int8", "stage": 2},
+    "wire.second_copy: needs `blocks`": {"second_copy": True, "blocks": "", "host_devices": 4},
+    "wire.gradients: 'int4' is for the links between hosts": {"gradients": "int4"},
+    "wire.second_copy: is divided among the devices of one of several hosts, and all devices": {"second_copy": True},
+    "wire.second_copy: is divided among the devices of one of several hosts, and each host": {
+        "second_copy": True,
+        "host_devices": 1,
+    },
+    "wire.host_devices: 3 do not divide": {"gradients": "int4", "host_devices": 3},
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_changes_nothing_or_cannot_be_is_refused_in_one_line(line):
+    with pytest.raises(zerojax.UserError) as refused:
+        marked(**REFUSED[line])
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_one_device_sends_nothing_and_a_warning_says_so():
+    with pytest.warns(UserWarning, match="wire: has no effect"):
+        marked(1, weights="int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert marked(1).placements == partition(zerojax.make_mesh(devices=jax.devices()[:1])).placements
+
+
+def test_matmuls_in_fp8_refuse_packed_wires():
+    own = partition(zerojax.make_mesh(devices=jax.devices()[:8]))
+    loss = lambda params, batch, state: Net().apply({"params": params}, batch)  # noqa: E731
+    how = {"blocks": r"block_\d", "reduce_dtype": jnp.float32, "compute_dtype": jnp.bfloat16}
+    with pytest.raises(zerojax.UserError, match="wire: matmuls in fp8 gather their weights in 8 bits already"):
+        zerojax.make_train_step(loss, own, fp8=zerojax.Fp8(), wires=zerojax.PackedWires(weights="int8"), **how)
+
+
+@pytest.mark.parametrize(
+    ("shape", "host_devices", "hosts"),
+    [
+        ({}, 4, (2, 4)),
+        ({"replica": 2, "data": 4}, 4, (1, 4)),
+        ({"replica": 2, "data": 4}, 2, (2, 2)),
+        ({"model": 2}, 4, (2, 2)),
+    ],
+)
+def test_hosts_are_neighbours_of_the_mesh(shape, host_devices, hosts):
+    found = packed_wires._hosts(zerojax.make_mesh(**shape, devices=jax.devices()[:8]), host_devices)
+    assert (found.count, found.size) == hosts
+
+
+def test_small_weights_vectors_and_codes_travel_as_they_are():
+    params = {
+        "matrix": jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        "narrow": jax.ShapeDtypeStruct((8, 64), jnp.float32),
+        "vector": jax.ShapeDtypeStruct((8192,), jnp.float32),
+        "frozen": {
+            "nf4": jax.ShapeDtypeStruct((64, 512), jnp.uint8),
+            "scales": jax.ShapeDtypeStruct((64, 512), jnp.bfloat16),
+        },
+    }
+    state = {"params": params}
+    mesh = zerojax.make_mesh(devices=jax.devices()[:8])
+    own = zerojax.partition_state(state, mesh=mesh, stage=3, min_size=0, trainable="matrix|narrow|vector")
+    found = packed_wires.marked(own, zerojax.PackedWires(weights="int8"), "", jnp.float32)
+    sent = {path for path, weight in found.placements.items() if isinstance(weight.wire, packed_wires.InBlocks)}
+    assert sent == {"params/matrix"}
+    assert np.all([weight.stored.spec == P("data") for weight in own.placements.values()])
