@@ -15,6 +15,7 @@ COMMANDS = {
     "doctor": ("zerojax.commands.doctor", "Checks hosts, devices, links and the disk before a long run."),
     "plan": ("zerojax.plan", "Reports the memory and communication of a run, without running it."),
     "generate": ("zerojax.commands.generate", "Continues prompts with a model that transformers saved."),
+    "serve": ("zerojax.commands.serve", "Answers requests over HTTP in the form of OpenAI's API."),
     "merge": ("zerojax.commands.merge", "Merges an adapter of PEFT into its model."),
     "migrate": ("zerojax.commands.migrate", "Translates a config of DeepSpeed or Accelerate."),
     "import-deepspeed": ("zerojax.commands.import_deepspeed", "Takes over a checkpoint of DeepSpeed."),

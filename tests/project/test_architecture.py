@@ -45,6 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "lora": {"ops", "models", "zero"},
     "inference": {"ops", "models", "zero", KERNELS},
     "interop": {"ops", "models", "lora", "checkpoint", "zero", "inference"},
+    "serve": {"launch", "data", "inference", "interop"},
     "plan": {"ops", "hlo", "clock", "zero", "launch"},
     "profile": {"hlo", "clock", "zero", "launch", "plan"},
     "trainer": {

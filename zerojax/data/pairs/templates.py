@@ -227,6 +227,11 @@ class _JinjaChat:
 
     def __init__(self, source: str, settings: Mapping[str, Any], place: str):
         self._place = place
+        variables = {name: _content(settings[name]) for name in _SPECIAL if name in settings}
+        self._first = [source, {"tools": None, "documents": None, **variables}]
+        self._start()
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", chat_child.__file__],
             stdin=subprocess.PIPE,
@@ -235,11 +240,13 @@ class _JinjaChat:
             start_new_session=True,  # the terminal's Ctrl-C is not for it
         )
         self._end = weakref.finalize(self, _end, self._process)
-        variables = {name: _content(settings[name]) for name in _SPECIAL if name in settings}
-        self._ask([source, {"tools": None, "documents": None, **variables}], "is damaged")
+        self._ask(self._first, "is damaged")
 
     def __call__(self, messages: Messages, is_answered: bool) -> str:
         listed = [{"role": role, "content": content} for role, content in messages]
+        if self._process.poll() is not None:  # an earlier conversation took more time or memory than there is
+            self._end()
+            self._start()
         return self._ask([listed, is_answered], "fails")
 
     def _ask(self, question: Any, verb: str) -> str:

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import draws as draws_lib
-from zerojax.inference.engine import programs, requests, weights
+from zerojax.inference.engine import growing, programs, requests, weights
 from zerojax.models import family as family_lib
 from zerojax.ops import attention
 from zerojax.tree import PyTree
@@ -63,7 +63,7 @@ class Engine:
       prefill_tokens: the tokens of prompts that a step reads; None: `chunk`.
       reuses: whether a prompt whose beginning a slot holds is read from there.
       is_gathered: weights stay sharded as they are and are gathered where they are used, for each token. It saves memory, not time.
-      text_of: f(token ids) -> their text, for stop strings.
+      text_of: f(token ids) -> their text, for stop strings and the requests' `text`.
 
     Raises:
       UserError: an argument is out of range, or weights are in host memory.
@@ -149,6 +149,11 @@ class Engine:
         return self._shape.length
 
     @property
+    def slots(self) -> int:
+        """Returns the requests that are answered at once."""
+        return self._shape.slots
+
+    @property
     def is_idle(self) -> bool:
         """Returns whether nothing is asked, and nothing is left in a slot."""
         return not self._waiting and not self._pending and all(slot.request is None for slot in self._slots)
@@ -172,6 +177,20 @@ class Engine:
         while self.step():
             pass
 
+    def warm_up(self) -> None:
+        """Compiles the programs for prompts of all lengths that are read one at a time, and for both kinds of decoding.
+
+        To be called before the first request.
+        """
+        reuses, self._reuses = self._reuses, False
+        most = self._inputs or self.max_len - 2
+        sizes = [SHORTEST << n for n in range(self._chunk.bit_length()) if SHORTEST << n < self._chunk] + [self._chunk]
+        lengths = [*sizes, *([] if self._inputs else (self._chunk + size for size in sizes))]
+        for length in dict.fromkeys(min(length, most) for length in lengths):
+            self.generate([[0] * length], max_tokens=2, ignores_end=True)
+        self.generate([[0]], max_tokens=2, ignores_end=True, temperature=1.0)
+        self._reuses = reuses
+
     def submit(
         self, prompt: Sequence[int], *, on_change: Callable[[requests.Request], Any] | None = None, **settings: Any
     ) -> requests.Request:
@@ -180,6 +199,18 @@ class Engine:
         Raises:
           UserError: a setting is out of range, the ids are not the model's, or the text does not fit.
         """
+        request = self.request(prompt, on_change=on_change, **settings)
+        self.add(request)
+        return request
+
+    def add(self, request: requests.Request) -> None:
+        """Asks what `request` has made."""
+        self._waiting.append(request)
+
+    def request(
+        self, prompt: Sequence[int], *, on_change: Callable[[requests.Request], Any] | None = None, **settings: Any
+    ) -> requests.Request:
+        """Returns a request that `add` asks. It changes nothing, so any thread may call it. Raises as `submit` does."""
         chosen = requests.RequestSettings(**settings)
         ids = np.asarray(prompt)
         if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
@@ -198,9 +229,8 @@ class Engine:
             raise UserError(
                 f"max_tokens: is {chosen.max_tokens}, and after a text of {before} tokens {room} fit; lower it, or raise max_len"
             )
-        request = requests.Request(ids.astype(np.int32), chosen, chosen.max_tokens or room, on_change)
-        self._waiting.append(request)
-        return request
+        text = None if self._text_of is None else growing.Growing(self._text_of)
+        return requests.Request(ids.astype(np.int32), chosen, chosen.max_tokens or room, on_change, so_far=text)
 
     def cancel(self, request: requests.Request) -> None:
         """Ends a request where it is. Its slot is free for others."""
@@ -383,7 +413,7 @@ class Engine:
                 count = request.settings.logprobs
                 pairs = zip(likeliest[row, :count].tolist(), logs[row, :count].tolist())
                 logprob = requests.LogProb(float(own[row]), dict(pairs))
-            request.add(int(tokens[row]), logprob, self._special.stops, self._text_of)
+            request.add(int(tokens[row]), logprob, self._special.stops)
             if request.finish:
                 self._free(request)
             _tell(request)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from zerojax.errors import UserError
+from zerojax.inference.engine import growing
 
 MOST_LOGPROBS = 20  # likeliest tokens whose logarithms are told
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
@@ -90,9 +91,10 @@ class Request:
       on_change: called after tokens were added and at the end, by whoever runs the engine.
       tokens: the new ones, with the one that ended the text.
       logprobs: of each new token, if they were asked for.
-      text: the new text without stop strings, where these were given.
+      text: the new text without what ended it, where the engine has `text_of`; None elsewhere. Letters that are not complete come later.
       finish: why it ended: "stop", "length" or "cancelled"; "" before.
       reused: the tokens of the prompt whose keys and values were found in a cache.
+      so_far: the text that `text` is taken from.
     """
 
     prompt: np.ndarray
@@ -104,19 +106,35 @@ class Request:
     text: str | None = None
     finish: str = ""
     reused: int = 0
+    so_far: growing.Growing | None = None
 
-    def add(self, token: int, logprob: LogProb | None, stops: tuple[int, ...], text_of: Any) -> None:
+    @property
+    def settled(self) -> str:
+        """Returns the part of the text that later tokens do not take back: not what may be the beginning of a stop string."""
+        is_over, text = bool(self.finish), self.text or ""
+        if is_over:
+            return text
+        stops = self.settings.stop_strings
+        kept = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        return text[: len(text) - kept]
+
+    def add(self, token: int, logprob: LogProb | None, stops: tuple[int, ...]) -> None:
         """Adds a token, and ends the request where it ends."""
         self.tokens.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
         own = self.settings.stop_ids if self.settings.ignores_end else (*stops, *self.settings.stop_ids)
-        if token in own:
-            self.finish = STOP
-        elif self.settings.stop_strings:
-            text = text_of(self.tokens)
-            found = [at for at in map(text.find, self.settings.stop_strings) if at >= 0]
-            self.text = text[: min(found)] if found else text
-            self.finish = STOP if found else ""
-        if not self.finish and len(self.tokens) >= self.most:
-            self.finish = LENGTH
+        is_stop = token in own
+        finish = STOP if is_stop else LENGTH if len(self.tokens) >= self.most else ""
+        if self.so_far is not None:
+            new = self.so_far.add(self.tokens[:-1] if is_stop else self.tokens, is_end=bool(finish))
+            text = self.so_far.text
+            found = [
+                at
+                for stop in self.settings.stop_strings
+                if (at := text.find(stop, max(0, len(text) - len(new) - len(stop) + 1))) >= 0
+            ]
+            if found and not is_stop:
+                text, finish = text[: min(found)], STOP
+            self.text = text
+        self.finish = finish  # last, so that another thread that sees it sees the rest

@@ -1,0 +1,103 @@
+"""Checks what is read of a request's body. This module tests zerojax.serve.asked."""
+
+import json
+
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.inference.engine import requests
+from zerojax.serve import asked
+
+
+def read(is_chat=False, **fields):
+    least = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}
+    return asked.read(json.dumps({"model": "m", **least, **fields}).encode(), is_chat=is_chat)
+
+
+def test_fields_become_settings_of_the_engine_and_what_is_null_is_not_given():
+    found = read(
+        temperature=0, top_p=0.5, stop="a", stop_token_ids=[3], ignore_eos=True, seed=4, n=2, min_p=None, user="me"
+    )
+    assert found.settings == {
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "stop_strings": ("a",),
+        "stop_ids": (3,),
+        "ignores_end": True,
+        "max_tokens": 16,
+    }
+    assert (found.seed, found.n, found.prompts) == (4, 2, ["x"])
+    requests.RequestSettings(**found.settings)
+    chat = read(True, max_completion_tokens=5, logprobs=True, top_logprobs=2)
+    assert chat.settings == {"max_tokens": 5, "logprobs": 2, "temperature": 1.0}
+    assert read(True).settings == {"temperature": 1.0}
+
+
+def test_prompts_and_messages_have_all_forms_of_openai():
+    for prompt, found in (("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2]], [[1], [2]])):
+        assert read(prompt=prompt).prompts == found
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    listed = [{"role": "developer", "content": "s", "name": None}, {"role": "user", "content": parts}]
+    assert read(True, messages=listed).messages == [("system", "s"), ("user", "ab")]
+
+
+@pytest.mark.parametrize("name", asked.NEUTRAL)
+def test_a_field_that_is_not_applied_passes_only_with_the_value_that_changes_nothing(name):
+    neutral = asked.NEUTRAL[name]
+    read(**{name: neutral})
+    if neutral is not None:
+        with pytest.raises(asked.NotAnswered, match=f"{name}: is .* which is not applied") as error:
+            read(**{name: 2.5})
+        assert (error.value.status, error.value.param) == (400, name)
+
+
+WRONG = {
+    "'temprature': is not a field that is known; did you mean 'temperature'": {"temprature": 1},
+    "model: must be a text": {"model": 3},
+    "prompt: is missing": {"prompt": None},
+    "prompt: must be a text, token ids, or a list of either": {"prompt": []},
+    "prompt: holds -1, which is no token id": {"prompt": [-1]},
+    "prompt: holds True": {"prompt": [3, True]},
+    "max_tokens: must be a whole number": {"max_tokens": 2.0},
+    "temperature: must be a number, and is True": {"temperature": True},
+    "n: must be from 1 to 128, and is 0": {"n": 0},
+    "stop: must be a text or up to 16 texts": {"stop": ["a"] * 17},
+    "stream_options: needs stream=true": {"stream_options": {"include_usage": True}},
+    "stream_options: knows include_usage": {"stream": True, "stream_options": {"other": 1}},
+    "prompt: holds half of a surrogate pair": {"prompt": "\ud800"},
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_field_is_named(line):
+    with pytest.raises(asked.NotAnswered) as error:
+        read(**WRONG[line])
+    assert line in error.value.message and error.value.status == 400
+
+
+def test_a_wrong_conversation_is_named():
+    for line, messages in (
+        ("messages: must be", []),
+        ("messages[0]: role must be one of", [{"role": "tool", "content": "x"}]),
+        ("messages[0]: content must be", [{"role": "user", "content": 3}]),
+        ("messages[0]: content must be", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
+        ("messages[0]: has 'tool_calls'", [{"role": "user", "content": "x", "tool_calls": [1]}]),
+        ("messages: the last one is the assistant's", [{"role": "assistant", "content": "x"}]),
+    ):
+        with pytest.raises(asked.NotAnswered) as error:
+            read(True, messages=messages)
+        assert line in error.value.message
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"\xff\xfe", b'{"model": NaN}', b"[" * 10**5, b'{"model": 1e999}', b"3"])
+def test_a_body_that_is_no_object_is_refused(body):
+    with pytest.raises(asked.NotAnswered, match="the body"):
+        asked.read(body, is_chat=False)
+
+
+def test_an_error_of_the_engine_names_the_field():
+    for setting, field in (("stop_strings", "stop"), ("max_tokens", "max_tokens"), ("stop_ids", "stop_token_ids")):
+        found = asked.NotAnswered.by(UserError(f"{setting}: is wrong"))
+        assert (found.status, found.param, found.message) == (400, field, f"{field}: is wrong")
+    assert asked.NotAnswered.by(UserError("other: is wrong")).param is None
+    assert asked.NotAnswered.by(UserError("prompt: has 9 tokens, and at most 8 fit")).code == "context_length_exceeded"

@@ -1,0 +1,65 @@
+"""Checks sockets. What a served process does is in tests/commands/test_serve.py. This module tests zerojax.serve.server."""
+
+import asyncio
+import socket
+import types
+
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.serve import server
+
+
+def test_an_address_is_bound_or_refused_in_one_line():
+    with server.bind("127.0.0.1", 0) as bound:
+        port = bound.getsockname()[1]
+        assert server.is_loopback(bound) and server.url(bound) == f"http://127.0.0.1:{port}"
+        with pytest.raises(ConnectionRefusedError):  # until it is served
+            socket.create_connection(("127.0.0.1", port))
+        bound.listen()
+        with pytest.raises(UserError, match=f"--port {port}: is taken on 127.0.0.1"):
+            server.bind("127.0.0.1", port)
+    with server.bind("0.0.0.0", 0) as everywhere:
+        assert not server.is_loopback(everywhere)
+    for host in ("x" * 300, "192.0.2.1"):
+        with pytest.raises(UserError, match="--host"):
+            server.bind(host, 0)
+
+
+def test_a_connection_without_a_request_ends_and_others_are_answered(monkeypatch):
+    """A client sends half of a request's headers, one nothing, and one half of a second request's."""
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.2)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def talk(port, *texts):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        found = b""
+        for text in texts:
+            writer.write(text)
+            if text.endswith(b"\r\n\r\n"):
+                found += await asyncio.wait_for(reader.readuntil(b"ok"), 5)
+        found += await asyncio.wait_for(reader.read(), 3)  # until the server closes
+        writer.close()
+        await writer.wait_closed()
+        return found.count(b"200 OK")
+
+    async def run():
+        with server.bind("127.0.0.1", 0) as bound:
+            service = types.SimpleNamespace(app=lambda: app, is_draining=False, active=0, failure="")
+            whole, half = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", b"GET / HTTP/1.1\r\nhost:"
+            loop, port = asyncio.get_running_loop(), bound.getsockname()[1]
+            started = loop.create_future()
+            running = asyncio.ensure_future(
+                server._serve(service, server.made(service), bound, lambda: started.set_result(None))
+            )
+            await started
+            try:
+                assert await asyncio.gather(talk(port, half), talk(port), talk(port, whole, half)) == [0, 0, 1]
+            finally:
+                service.is_draining = True
+                await asyncio.wait_for(running, 10)
+
+    asyncio.run(run())

@@ -1,0 +1,81 @@
+"""Checks prompts and conversations against the tokenizer and the trainer's task. This module tests zerojax.serve.words."""
+
+import json
+import shutil
+
+import golden_models
+import pytest
+import tokenizers
+
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.errors import UserError
+from zerojax.interop import folder as folder_lib
+from zerojax.serve import words
+
+WORDS = ["<s>", "</s>", "<pad>", "one", "two", "three", "user", "assistant", "#"]
+TALK = [("system", "one"), ("user", "two </s>"), ("assistant", "three"), ("user", "one")]
+
+
+@pytest.fixture
+def spoken(tmp_path):
+    """Returns the folder of a model with a tokenizer of nine words."""
+    folder = tmp_path / "model"
+    shutil.copytree(golden_models.FOLDER / "qwen2", folder)
+    vocab = {word: number for number, word in enumerate(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<pad>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Whitespace(), tokenizers.pre_tokenizers.Punctuation()]
+    )
+    made.add_special_tokens(WORDS[:3])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def of(folder, chat_template="auto"):
+    return words.of_folder(folder_lib.open_folder(folder), chat_template)
+
+
+def test_a_folder_without_a_tokenizer_reads_and_writes_ids():
+    made = of(golden_models.FOLDER / "llama")
+    assert made.ids_of(" 3 15\n7") == [3, 15, 7] and made.text_of([3, 15]) == "3 15" and made.name_of(3) == "3"
+    for text in ("", "a", "3,4", "٣", "1" * 10):
+        with pytest.raises(UserError, match=r"prompt: the model's folder has no tokenizer.json"):
+            made.ids_of(text)
+    with pytest.raises(UserError, match=r"messages: .* ask /v1/completions"):
+        made.conversation(TALK)
+
+
+def test_texts_are_read_and_written_as_generate_does(spoken):
+    made, model = of(spoken), tokenizer_lib.read_model(spoken / "tokenizer.json", "it")
+    assert made.ids_of("one </s> two") == model.encode("one </s> two").ids == [3, 1, 4]
+    assert made.text_of([3, 1, 4]) == "one two" and made.name_of(1) == "</s>"
+    with pytest.raises(UserError, match="prompt: a text without any token"):
+        made.ids_of(" ")
+
+
+def test_a_conversation_has_the_folders_template_in_which_special_tokens_are_written_out(spoken):
+    template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}{% endfor %}{% if add_generation_prompt %}<s>assistant{% endif %}"
+    (spoken / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert of(spoken).conversation(TALK[1:2]) == [0, 6, 4, 1, 0, 7]
+    (spoken / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ raise_exception('no') }}"}))
+    with pytest.raises(UserError, match="its chat template refuses a conversation: no"):
+        of(spoken).conversation(TALK)
+
+
+def test_a_template_whose_process_has_ended_is_started_again(spoken):
+    (spoken / "tokenizer_config.json").write_text(json.dumps({"chat_template": "two"}))
+    made = of(spoken)
+    made._chat._process.kill()
+    made._chat._process.wait()
+    assert made.conversation([("user", "two")]) == [4]
+
+
+def test_without_a_template_a_conversation_is_that_of_the_task_chat(spoken):
+    """Letters of special tokens in a message are letters, and the end token follows each answer."""
+    hashes = [WORDS.index("#")] * 3
+    found = of(spoken).conversation(TALK)
+    end = folder_lib.open_folder(spoken).setting("eos_token_id")
+    assert found == [*hashes, 2, 3, *hashes, 6, 4, *found[10:14], *hashes, 7, 5, end, *hashes, 6, 3, *hashes, 7]
+    assert 1 not in found[10:14]  # "</s>" as letters
+    with pytest.raises(UserError, match="own"):
+        of(spoken, "own")

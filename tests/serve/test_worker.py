@@ -1,0 +1,43 @@
+"""Checks the thread of an engine. This module tests zerojax.serve.worker."""
+
+import threading
+
+import small_engine
+
+from zerojax.serve import worker
+
+
+def test_requests_are_answered_and_cancelled_between_steps_and_an_idle_engine_waits():
+    engine, done = small_engine.engine(), threading.Semaphore(0)
+    made = worker.Worker(engine)
+    made.start()
+
+    def told(request):
+        if request.finish:
+            done.release()
+
+    first = engine.request([9, 11], max_tokens=4, ignores_end=True, on_change=told)
+    second = engine.request([9, 12], max_tokens=60, ignores_end=True, on_change=told)
+    made.add(first)
+    made.add(second)
+    made.cancel(second)
+    assert done.acquire(timeout=60) and done.acquire(timeout=60)
+    made.stop(60)
+    engine.run()  # what was on its way when the thread ended
+    assert (len(first.tokens), first.finish, second.finish, made.failure) == (4, "length", "cancelled", "")
+    assert engine.is_idle and not made._thread.is_alive()
+
+
+def test_an_engine_that_fails_is_told_once_in_one_line():
+    class Broken:
+        is_idle = False
+
+        def step(self):
+            raise RuntimeError("no\nmemory")
+
+    told = threading.Event()
+    made = worker.Worker(Broken(), told.set)
+    made.start()
+    assert told.wait(60)
+    made.stop(60)
+    assert made.failure == "RuntimeError: no memory"

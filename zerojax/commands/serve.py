@@ -1,0 +1,171 @@
+"""Answers requests over HTTP in the form of OpenAI's API. This module is the command line `zerojax serve`.
+
+zerojax serve FOLDER                                http://127.0.0.1:8000/v1, and a page to try it at http://127.0.0.1:8000
+ZEROJAX_API_KEY=... zerojax serve FOLDER --host 0.0.0.0 --port 80    for other machines, which must send the key
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import pathlib
+import sys
+
+import jax
+
+from zerojax import bounded
+from zerojax import mesh as mesh_lib
+from zerojax.commands import arguments
+from zerojax.errors import UserError
+from zerojax.inference.engine import engine as engine_lib
+from zerojax.inference.engine import weights
+from zerojax.interop import folder as folder_lib
+from zerojax.interop import huggingface, pretrained
+from zerojax.launch import devices, ending, processes
+from zerojax.serve import words as words_lib
+
+KEY = "ZEROJAX_API_KEY"
+NEEDED = ("starlette", "uvicorn", "h11")
+_LAST = 5.0  # seconds in which the engine's thread ends
+
+
+def main() -> None:
+    """Serves until a signal. A UserError prints one line and ends with status 2."""
+    arguments.run(_serve)
+
+
+def _serve() -> int:
+    given = _parse(sys.argv[1:])
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise UserError(f"serve: {', '.join(missing)} is not installed; pip install 'zerojax[serve]'")
+    from zerojax.serve import app, server  # which import them
+
+    key = _key(given.key_file)
+    if (launched := processes.launched()) is not None and launched.cluster.num_processes > 1:
+        raise UserError(
+            f"serve: is one process, and {launched.cluster.num_processes} are started; start one, with --tensor_parallel for its devices"
+        )
+    bound = server.bind(given.host, given.port)  # before the model is read, which takes a while
+    with contextlib.closing(bound):
+        if not server.is_loopback(bound) and not key:
+            print(
+                f"zerojax: warning: {given.host} is reached by other machines, and there is no API key; set {KEY}, or name a --key_file",
+                file=sys.stderr,
+                flush=True,
+            )
+        engine, words, name = _model(given)
+        limits = app.Limits(
+            given.queue, given.max_seconds, given.max_body, min(given.max_seconds, app.Limits.body_seconds)
+        )
+        service = app.Service(engine, words, name=name, limits=limits, key=key)
+        service.start()
+        server.serve(service, bound, lambda: print(f"zerojax: {name} is served at {server.url(bound)}", flush=True))
+    service.stop(_LAST)
+    if service.failure:
+        ending.leave(1, f"zerojax: the engine failed: {service.failure}")
+    return 0
+
+
+def _model(given: argparse.Namespace) -> tuple[engine_lib.Engine, words_lib.Words, str]:
+    """Returns the engine of a folder, its texts and its name."""
+    devices.emulate_cpu_devices(given.emulate_devices)
+    folder = folder_lib.open_folder(given.folder)
+    if folder.family.is_classifier:
+        raise UserError(
+            f"{folder.path}: is a classifier, which writes no text; zerojax generate prints the classes of texts"
+        )
+    words = words_lib.of_folder(folder, given.chat_template)
+    name = given.name or pathlib.Path(given.folder).resolve().name
+    ways = given.tensor_parallel
+    if ways > len(jax.devices()):
+        raise UserError(f"--tensor_parallel: is {ways}, and there are {len(jax.devices())} devices; lower it")
+    for setting in pretrained.unread_settings(folder):
+        print(f"zerojax: note: {setting} of the folder is not applied", file=sys.stderr, flush=True)
+    mesh = mesh_lib.make_mesh(model=ways, devices=jax.devices()[:ways])
+    dtype = huggingface.DTYPES.get(given.dtype)
+    loaded = pretrained.load_huggingface(folder.path, mesh=mesh, stage=0, dtype=dtype)
+    sizes = {"slots": given.slots, "max_len": given.max_len, "max_inputs": given.max_inputs, "chunk": given.chunk}
+    engine = engine_lib.Engine(loaded, format=given.format, text_of=words.text_of, **sizes)
+    if given.warm_up:
+        engine.warm_up()
+    return engine, words, name
+
+
+def _key(path: str | None) -> str:
+    """Returns the API key of the environment or of a file; "" for none."""
+    if path is None:
+        place, found = KEY, os.environ.get(KEY, "")
+        if not found:
+            return ""
+    else:
+        place = f"--key_file {path}"
+        try:
+            found = bounded.read_text(path, 2**16).strip()
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "it is not a text"
+            raise UserError(f"{place}: cannot be read ({why}); name a file with the key") from error
+    if not found or not found.isascii() or not found.isprintable() or " " in found:
+        raise UserError(f"{place}: must hold one word of ASCII letters; correct it")
+    return found
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = arguments.OneLineParser(
+        prog="zerojax serve",
+        description=arguments.described(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("folder", help="a folder with config.json and safetensors, or a name on the Hugging Face hub")
+    add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine alone)")
+    add("--port", type=int, default=8000, help="the port; 0 takes a free one (8000)")
+    add("--name", default="", help="the model's name in requests (that of the folder)")
+    add(
+        "--key_file",
+        help=f"a file with the API key that requests must send; by default the key is that of {KEY}, if it is set",
+    )
+    add("--format", default="none", choices=weights.FORMATS, help="of the kernels of linear modules (none)")
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", *huggingface.DTYPES),
+        help="of the weights; auto: as they are stored",
+    )
+    add("--slots", type=int, default=8, help="answers at once (8)")
+    add(
+        "--max_len",
+        type=int,
+        default=2048,
+        help="the most tokens of a prompt and its answer; the cache has them for each slot (2048)",
+    )
+    add("--max_inputs", type=int, default=512, help="the most tokens of an encoder-decoder's prompt (512)")
+    add("--chunk", type=int, default=1024, help="the most tokens of a prompt that one program reads (1024)")
+    add("--tensor_parallel", type=int, default=1, help="devices over which the weights are sharded (1)")
+    add("--queue", type=int, default=64, help="answers that may wait for a slot; more are refused with 429 (64)")
+    add("--max_seconds", type=float, default=600.0, help="for an answer, with its wait (600)")
+    add("--max_body", type=int, default=4 * 2**20, help="bytes of a request (4 MiB)")
+    add(
+        "--chat_template",
+        default="auto",
+        choices=("auto", "own", "plain"),
+        help="auto: the tokenizer's own, where it has one (auto)",
+    )
+    add("--warm_up", action="store_true", help="compile all programs before the first request, which takes minutes")
+    add("--emulate_devices", type=int, default=1, help="CPU devices to emulate if there is no accelerator (1)")
+    given = parser.parse_args(words)
+    if not 0 <= given.port < 2**16:
+        raise UserError(f"--port: must be from 0 (a free one) to 65535, and is {given.port}")
+    for name in ("slots", "max_len", "max_inputs", "chunk", "tensor_parallel", "max_body", "emulate_devices"):
+        if getattr(given, name) < 1:
+            raise UserError(f"--{name}: must be 1 or more, and is {getattr(given, name)}")
+    if given.queue < 0:
+        raise UserError(f"--queue: must be 0 or more, and is {given.queue}")
+    if not 0 < given.max_seconds < 1e7:
+        raise UserError(f"--max_seconds: must be above 0, and is {given.max_seconds:g}")
+    if not given.host:
+        raise UserError("--host: is empty; give an address, such as 127.0.0.1")
+    return given
+
+
+if __name__ == "__main__":
+    main()

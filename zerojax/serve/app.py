@@ -1,0 +1,425 @@
+"""Answers HTTP requests. This module holds the routes of a server, its limits, and what happens when a client is gone.
+
+    GET  /                       a page to try it
+    GET  /health                 200, or 503 when the server is to end
+    GET  /metrics                counts for Prometheus
+    GET  /v1/models              the model
+    POST /v1/completions         prompts, as texts or token ids
+    POST /v1/chat/completions    a conversation
+
+One thread runs the event loop, and the engine has another. The engine's thread only wakes the loop, which reads how far a request is.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import secrets
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette import requests as http
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from zerojax import errors
+from zerojax.errors import UserError
+from zerojax.inference.engine import engine as engine_lib
+from zerojax.inference.engine import requests
+from zerojax.serve import asked as asked_lib
+from zerojax.serve import counts as counts_lib
+from zerojax.serve import page, told
+from zerojax.serve import words as words_lib
+from zerojax.serve import worker as worker_lib
+from zerojax.serve.asked import NotAnswered
+
+JSON = "application/json"
+_SLOW_READER = 30.0  # seconds beyond the time limit in which a client may read what is left
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+      queue: answers that may wait for a slot.
+      seconds: for an answer, with its wait.
+      body_bytes: of a request.
+      body_seconds: in which a body must have come.
+    """
+
+    queue: int = 64
+    seconds: float = 600.0
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 20.0
+
+
+class Service:
+    """A model that is served. One event loop calls it.
+
+    Args:
+      engine: answers; nobody else calls it.
+      words: the model's texts, of which the engine has `text_of`.
+      name: the model's.
+      limits: what is taken.
+      key: the API key; "" for none.
+
+    Attributes:
+      is_draining: whether new requests are refused.
+      active: answers that were asked and have not ended.
+    """
+
+    def __init__(
+        self,
+        engine: engine_lib.Engine,
+        words: words_lib.Words,
+        *,
+        name: str,
+        limits: Limits,
+        key: str = "",
+    ):
+        self._worker, self._words, self._name = worker_lib.Worker(engine, self._wake_all), words, name
+        self._limits, self._key, self._most = limits, key.encode(), engine.slots + limits.queue
+        self._counts, self._created = counts_lib.Counts(), int(time.time())
+        self._calls: set[_Answering] = set()
+        self.is_draining, self.active = False, 0
+
+    @property
+    def failure(self) -> str:
+        """Returns why the engine failed, in one line; "" while it runs."""
+        return self._worker.failure
+
+    def start(self) -> None:
+        """Starts the engine's thread."""
+        self._worker.start()
+
+    def stop(self, seconds: float) -> None:
+        """Ends the engine's thread after its step, and waits for that, no longer than `seconds`."""
+        self._worker.stop(seconds)
+
+    def app(self) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+        """Returns the application."""
+        routes = [
+            Route("/", self._guarded(self._page, needs_key=False)),
+            Route("/health", self._guarded(self._health, needs_key=False)),
+            Route("/metrics", self._guarded(self._metrics)),
+            Route("/v1/models", self._guarded(self._models)),
+            Route("/v1/models/{name:path}", self._guarded(self._model)),
+            Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers={HTTPException: self._unrouted})
+        app.router.redirect_slashes = False  # to an address that the client names
+        return app
+
+    def _guarded(
+        self, answer: Callable[[http.Request], Awaitable[Response]], *, needs_key: bool = True
+    ) -> Callable[[http.Request], Awaitable[Response]]:
+        """Returns a route that checks the key, and turns what is refused and what fails into errors of OpenAI's form."""
+
+        async def route(request: http.Request) -> Response:
+            path = request.scope["route"].path
+            try:
+                if needs_key:
+                    self._check_key(request)
+                response = await answer(request)
+            except NotAnswered as error:
+                response = _refusal(error)
+            except http.ClientDisconnect:
+                response = Response(status_code=499)  # nobody reads it
+            except Exception as error:  # a fault of ours; the server goes on
+                response = _refusal(NotAnswered(500, _told_fault(path, error)))
+            self._counts.add("requests_total", route=path, status=str(response.status_code))
+            return response
+
+        return route
+
+    async def _unrouted(self, request: http.Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        self._counts.add("requests_total", route="none", status=str(error.status_code))
+        path = errors.shown(request.url.path, 80)
+        line = f"{request.method[:20]} {path}: " + ("is not there" if error.status_code == 404 else error.detail)
+        return _refusal(NotAnswered(error.status_code, line, code="not_found"), error.headers)
+
+    def _check_key(self, request: http.Request) -> None:
+        if not self._key:
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._key):
+            raise NotAnswered(
+                401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
+            )
+
+    async def _page(self, request: http.Request) -> Response:
+        return HTMLResponse(page.HTML, headers={"Content-Security-Policy": page.POLICY, "X-Frame-Options": "DENY"})
+
+    async def _health(self, request: http.Request) -> Response:
+        if self._worker.failure:
+            return JSONResponse({"status": "failed"}, 503)
+        return JSONResponse({"status": "draining"}, 503) if self.is_draining else JSONResponse({"status": "ok"})
+
+    async def _metrics(self, request: http.Request) -> Response:
+        gauges = {**self._worker.engine.counts, "slots": self._worker.engine.slots, "draining": self.is_draining}
+        return PlainTextResponse(self._counts.text(gauges), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, request: http.Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described(self._name)]})
+
+    async def _model(self, request: http.Request) -> Response:
+        self._check_model(name := request.path_params["name"])
+        return JSONResponse(self._described(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        most = self._worker.engine.max_len
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "zerojax", "max_model_len": most}
+
+    def _check_model(self, name: str) -> None:
+        if name != self._name:
+            line = f"model: {errors.shown(name, 80)} is not served; known: {self._name}"
+            raise NotAnswered(404, line, "model", "model_not_found")
+
+    async def _completions(self, request: http.Request) -> Response:
+        return await self._answer(request, is_chat=False)
+
+    async def _chat(self, request: http.Request) -> Response:
+        return await self._answer(request, is_chat=True)
+
+    async def _answer(self, request: http.Request, *, is_chat: bool) -> Response:
+        began = time.monotonic()
+        self._check_takes()
+        asked = asked_lib.read(await self._body(request), is_chat=is_chat)
+        self._check_model(asked.model)
+        if (count := max(1, len(asked.prompts)) * asked.n) > self._most:
+            raise NotAnswered(
+                400, f"n: asks for {count} answers, and at most {self._most} fit; lower it, or raise --queue", "n"
+            )
+        prompts = await self._ids(asked, is_chat=is_chat)
+        self._check_takes()  # the server may have begun to end while the body came
+        call = _Answering(self._worker, began, self._limits.seconds)
+        try:
+            listed = [call.request(prompt, settings) for prompt, settings in _each(prompts, asked)]
+        except UserError as error:
+            raise NotAnswered.by(error) from error
+        if self.active + len(listed) > self._most:
+            line = f"{self.active} answers run or wait, and at most {self._most} do; ask again later"
+            raise NotAnswered(429, line, code="queue_full")
+        writer = told.Writer(self._words, asked.model, is_chat=is_chat, prompts=len(prompts), choices=listed)
+        self._begin(call)
+        if asked.is_streamed:
+            events = self._events(call, writer, asked.tells_usage)
+            return _Stream(events, self._limits.seconds + _SLOW_READER, lambda: self._over(call))
+        gone = asyncio.ensure_future(_until_gone(request, call))
+        try:
+            async for _ in call.changes():
+                self._note_first(call)
+            return JSONResponse(writer.whole())
+        finally:
+            gone.cancel()
+            self._over(call)
+
+    async def _events(self, call: "_Answering", writer: told.Writer, tells_usage: bool) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a stream."""
+        try:
+            for chunk in writer.begin(has_usage=tells_usage):
+                yield told.event(chunk)
+            async for _ in call.changes():
+                self._note_first(call)
+                for chunk in writer.changes(has_usage=tells_usage):
+                    yield told.event(chunk)
+            if tells_usage:
+                yield told.event(writer.end())
+            yield b"data: [DONE]\n\n"
+        except NotAnswered as error:
+            yield told.event(told.error(error.status, error.message, error.param, error.code))
+        except Exception as error:  # a fault of ours
+            yield told.event(told.error(500, _told_fault("a stream", error), None, None))
+
+    def _check_takes(self) -> None:
+        """Refuses a request while the server ends."""
+        if self._worker.failure:
+            raise NotAnswered(503, f"the engine failed ({self._worker.failure})", code="engine_failed")
+        if self.is_draining:
+            raise NotAnswered(503, "the server is to end and takes no new requests", code="draining")
+
+    async def _body(self, request: http.Request) -> bytes:
+        """Returns a request's body."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != JSON:  # which a page of another site cannot send unasked
+            raise NotAnswered(415, f"send Content-Type: {JSON}, and not {errors.shown(kind, 60)}", code="content_type")
+        most = self._limits.body_bytes
+        too_large = NotAnswered(413, f"the body has more than {most} bytes; shorten it", code="body_too_large")
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and len(length) < 20 and int(length) > most:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError as error:
+            line = f"the body did not come within {self._limits.body_seconds:g} s"
+            raise NotAnswered(408, line, code="body_too_slow") from error
+        return bytes(body)
+
+    async def _ids(self, asked: asked_lib.Wanted, *, is_chat: bool) -> list[Sequence[int]]:
+        """Returns the token ids of all prompts. Long texts take a while, so another thread reads them."""
+
+        def encode() -> list[Sequence[int]]:
+            if is_chat:
+                return [self._words.conversation(asked.messages)]
+            return [self._words.ids_of(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+
+        try:
+            return await asyncio.to_thread(encode)
+        except UserError as error:
+            raise NotAnswered.by(error) from error
+
+    def _begin(self, call: "_Answering") -> None:
+        """Asks the requests of a call, which hold their share of the queue until `_over`."""
+        self._calls.add(call)
+        self.active += len(call.requests)
+        call.start()
+
+    def _note_first(self, call: "_Answering") -> None:
+        if not call.has_begun and any(request.tokens for request in call.requests):
+            call.has_begun = True
+            self._counts.time("first_token_seconds", time.monotonic() - call.began)
+
+    def _over(self, call: "_Answering") -> None:
+        """Frees what a call holds, and counts it."""
+        self._calls.discard(call)
+        self.active -= len(call.requests)
+        self._counts.add("cancelled_total", call.end())
+        for request in call.requests:
+            self._counts.add("prompt_tokens_total", len(request.prompt))
+            self._counts.add("reused_tokens_total", request.reused)
+            self._counts.add("generated_tokens_total", len(request.tokens))
+        self._counts.time("request_seconds", time.monotonic() - call.began)
+
+    def _wake_all(self) -> None:
+        """Lets all calls see that the engine has failed. Called in its thread."""
+        for call in list(self._calls):
+            call.wake(None)
+
+
+class _Answering:
+    """The requests of one call.
+
+    Attributes:
+      began: when, by the monotonic clock.
+      requests: of the engine.
+      is_gone: whether the client is.
+      has_begun: whether a token has come.
+    """
+
+    def __init__(self, worker: worker_lib.Worker, began: float, seconds: float):
+        self._worker, self._until, self._loop = worker, began + seconds, asyncio.get_running_loop()
+        self._changed, self.began, self.is_gone, self.has_begun = asyncio.Event(), began, False, False
+        self.requests: list[requests.Request] = []
+
+    def request(self, prompt: Sequence[int], settings: dict[str, Any]) -> requests.Request:
+        """Returns one more request, which `start` asks. Raises UserError as the engine does."""
+        made = self._worker.engine.request(prompt, on_change=self.wake, **settings)
+        self.requests.append(made)
+        return made
+
+    def start(self) -> None:
+        """Asks the requests."""
+        for request in self.requests:
+            self._worker.add(request)
+
+    def wake(self, _: requests.Request | None) -> None:
+        """Tells that something has changed. Any thread may call it."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def changes(self) -> AsyncGenerator[None, None]:
+        """Yields after each change, until all requests have ended.
+
+        Raises:
+          NotAnswered: the time is over, or the engine failed.
+          ClientDisconnect: the client is gone.
+        """
+        while True:
+            is_over = all(request.finish for request in self.requests)
+            yield
+            if is_over:
+                return
+            if self.is_gone:
+                raise http.ClientDisconnect
+            if self._worker.failure:
+                raise NotAnswered(500, f"the engine failed ({self._worker.failure})", code="engine_failed")
+            try:
+                async with asyncio.timeout(self._until - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError as error:
+                raise NotAnswered(503, "the answer took longer than the time limit", code="timeout") from error
+            self._changed.clear()
+
+    def end(self) -> int:
+        """Cancels the requests that have not ended, and returns how many."""
+        left = [request for request in self.requests if not request.finish]
+        for request in left:
+            self._worker.cancel(request)
+        return len(left)
+
+
+class _Stream(StreamingResponse):
+    """A stream of events to a client that may be gone, or not read. Calls `on_end` whatever happens."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], seconds: float, on_end: Callable[[], None]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._events, self._seconds, self._on_end = events, seconds, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._seconds):
+                    await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+            await self._events.aclose()
+
+
+async def _until_gone(request: http.Request, call: _Answering) -> None:
+    """Waits until the client is gone, and says so."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    call.is_gone = True
+    call.wake(None)
+
+
+def _told_fault(place: str, error: Exception) -> str:
+    """Prints a fault of the server in one line, and returns the line for the client."""
+    line = f"{type(error).__name__}: {errors.one_line(error)}"
+    print(f"zerojax: {place}: {line}", file=sys.stderr, flush=True)
+    return f"the server failed ({line})"
+
+
+def _each(prompts: Sequence[Sequence[int]], asked: asked_lib.Wanted) -> list[tuple[Sequence[int], dict[str, Any]]]:
+    """Returns (prompt, settings) of each answer. Answers draw from streams of their own."""
+    seed = secrets.randbits(32) if asked.seed is None else asked.seed
+    return [
+        (prompt, {**asked.settings, "seed": seed, "stream": number * asked.n + index})
+        for number, prompt in enumerate(prompts)
+        for index in range(asked.n)
+    ]
+
+
+def _refusal(error: NotAnswered, headers: Any = None) -> Response:
+    """Returns the response to a request that is not answered."""
+    found = dict(headers or {})
+    if error.status in (408, 413, 503):
+        found["Connection"] = "close"  # of the body nothing more is read
+    if error.status in (429, 503):
+        found["Retry-After"] = "1"
+    if error.status == 401:
+        found["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(told.error(error.status, error.message, error.param, error.code), error.status, found)

@@ -1,0 +1,313 @@
+"""Reads what a request asks. This module turns the body of a request to OpenAI's API into values, and refuses the rest by name.
+
+A field that is unknown, or that would change an answer in a way that is not there, is refused: an answer is never silently another than
+asked for. Ranges of settings of generation are those of `inference.engine.requests`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zerojax import bounded, errors
+from zerojax.errors import UserError
+
+MOST_STOPS, LONGEST_STOP = 16, 1000  # stop strings, and letters of one
+MOST_CHOICES = 128  # answers to a prompt
+DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat's answer may fill the rest of the text
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class NotAnswered(Exception):
+    """A request that is not answered.
+
+    Attributes:
+      status: of HTTP.
+      message: one line.
+      param: the field; None for none.
+      code: a word for programs.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.code = status, code
+        self.message = str(UserError(message))  # printable
+        self.param = None if param is None else str(UserError(param[:60]))
+
+    @classmethod
+    def by(cls, error: UserError) -> "NotAnswered":
+        """Returns the refusal of a request whose settings raise a UserError, which begins with a name."""
+        line = str(error)
+        name, is_named, rest = line.partition(":")
+        name = _NAMES.get(name, name)
+        is_field = bool(is_named) and name in {*COMMON, *CHAT, *COMPLETION}
+        code = "context_length_exceeded" if is_field and " fit" in line else None
+        return cls(400, f"{name}:{rest}" if is_field else line, name if is_field else None, code)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a request asks.
+
+    Attributes:
+      model: the name.
+      prompts: of a completion, each a text or token ids.
+      messages: (role, content), of a chat.
+      settings: of generation, by the names of `requests.RequestSettings`.
+      seed: of the draws; None: any.
+      n: answers to each prompt.
+      is_streamed: whether tokens are sent as they come.
+      tells_usage: whether a stream ends with the numbers of tokens.
+    """
+
+    model: str
+    prompts: list[str | list[int]]
+    messages: list[tuple[str, str]]
+    settings: dict[str, Any]
+    seed: int | None
+    n: int
+    is_streamed: bool
+    tells_usage: bool
+
+
+def read(body: bytes, *, is_chat: bool) -> Wanted:
+    """Returns what the body of a request asks.
+
+    Raises:
+      NotAnswered: it is no JSON, or a field is unknown, missing or of another type.
+    """
+    try:
+        found = bounded.parse_json(body, is_finite=True)
+    except ValueError as error:  # bytes that are no text too
+        raise NotAnswered(400, f"the body is not JSON ({errors.one_line(error, 160)})", code="invalid_json") from error
+    if not isinstance(found, Mapping):
+        raise NotAnswered(400, f"the body must be a JSON object, and is {errors.shown(found, 60)}", code="invalid_json")
+    known = {**COMMON, **(CHAT if is_chat else COMPLETION)}
+    given: dict[str, Any] = {}
+    for name, value in found.items():
+        if name in known:
+            if value is not None:
+                given[name] = known[name](name, value)
+        elif name in NEUTRAL:
+            _neutral(name, value)
+        else:
+            line = f"{errors.shown(name, 60)}: is not a field that is known; {errors.choose(name, known)}"
+            raise NotAnswered(400, line, name, "unknown_parameter")
+    for name in ("model", "messages" if is_chat else "prompt"):
+        if name not in given:
+            raise NotAnswered(400, f"{name}: is missing", name, "missing_required_parameter")
+    return _asked(given, is_chat=is_chat)
+
+
+def _asked(given: dict[str, Any], *, is_chat: bool) -> Wanted:
+    settings = {own: given[name] for name, own in _SETTINGS.items() if name in given}
+    if is_chat:
+        if "max_tokens" in given and "max_completion_tokens" in given:
+            raise NotAnswered(400, "max_tokens: max_completion_tokens is given too; omit one", "max_tokens")
+        if "top_logprobs" in given and not given.get("logprobs"):
+            raise NotAnswered(400, "top_logprobs: needs logprobs=true", "top_logprobs")
+        settings.pop("logprobs", None)
+        if given.get("logprobs"):
+            settings["logprobs"] = given.get("top_logprobs", 0)
+    else:
+        settings.setdefault("max_tokens", DEFAULT_TOKENS)
+    settings.setdefault("temperature", 1.0)
+    options = given.get("stream_options", {})
+    if options and not given.get("stream"):
+        raise NotAnswered(400, "stream_options: needs stream=true", "stream_options")
+    n = given.get("n", 1)
+    if not 1 <= n <= MOST_CHOICES:
+        raise NotAnswered(400, f"n: must be from 1 to {MOST_CHOICES}, and is {errors.shown(n, 40)}", "n")
+    return Wanted(
+        model=given["model"],
+        prompts=given.get("prompt", []),
+        messages=given.get("messages", []),
+        settings=settings,
+        seed=given.get("seed"),
+        n=n,
+        is_streamed=given.get("stream", False),
+        tells_usage=bool(options.get("include_usage")),
+    )
+
+
+def _wrong(name: str, form: str, value: Any) -> NotAnswered:
+    return NotAnswered(400, f"{name}: must be {form}, and is {errors.shown(value, 60)}", name, "invalid_type")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, "true or false", value)
+    return value
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
+        raise _wrong(name, "a whole number", value)
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e30:
+        raise _wrong(name, "a number", value)
+    return float(value)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, "a text", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise NotAnswered(
+            400, f"{name}: holds half of a surrogate pair, which is no letter; correct it", name
+        ) from error
+    return value
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise _wrong(name, "a list of token ids", value)
+    for token in value:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
+            raise NotAnswered(
+                400, f"{name}: holds {errors.shown(token, 60)}, which is no token id", name, "invalid_type"
+            )
+    return tuple(value)
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or len(texts) > MOST_STOPS:
+        raise _wrong(name, f"a text or up to {MOST_STOPS} texts", value)
+    if any(len(_text(name, text)) > LONGEST_STOP for text in texts):
+        raise NotAnswered(400, f"{name}: a text has more than {LONGEST_STOP} letters; shorten it", name)
+    return tuple(texts)
+
+
+def _prompts(name: str, value: Any) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [_text(name, value)]
+    if not isinstance(value, list) or not value:
+        raise _wrong(name, "a text, token ids, or a list of either", value)
+    if isinstance(value[0], int):
+        return [list(_ids(name, value))]
+    return [_text(name, part) if isinstance(part, str) else list(_ids(name, part)) for part in value]
+
+
+def _messages(name: str, value: Any) -> list[tuple[str, str]]:
+    form = '[{"role": ..., "content": ...}, ...]'
+    if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
+        raise _wrong(name, form, value)
+    found = []
+    for number, message in enumerate(value):
+        place = f"{name}[{number}]"
+        given = {key: part for key, part in message.items() if part is not None}
+        if unknown := [key for key in given if key not in ("role", "content") and given[key] not in ([], "")]:
+            raise NotAnswered(400, f"{place}: has {errors.shown(unknown[0], 60)}, which is not applied; omit it", name)
+        role = given.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise NotAnswered(
+                400, f"{place}: role must be one of {', '.join(ROLES)}, and is {errors.shown(role, 60)}", name
+            )
+        found.append((ROLES[role], _content(place, given.get("content", ""), name)))
+    if found[-1][0] == "assistant":
+        raise NotAnswered(400, f"{name}: the last one is the assistant's, and an answer follows another's", name)
+    return found
+
+
+def _content(place: str, value: Any, name: str) -> str:
+    """Returns the text of a message: a text, or parts with texts."""
+    parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
+    texts = []
+    for part in parts:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text" and set(part) <= {"type", "text"}
+        if not is_text or not isinstance(part.get("text"), str):
+            line = f"{place}: content must be a text, or parts of type text, and is {errors.shown(value, 60)}"
+            raise NotAnswered(400, line, name, "invalid_type")
+        texts.append(_text(name, part["text"]))
+    return "".join(texts)
+
+
+def _stream_options(name: str, value: Any) -> Mapping[str, bool]:
+    if not isinstance(value, Mapping):
+        raise _wrong(name, "an object", value)
+    for key, part in value.items():
+        if key != "include_usage" or not isinstance(part, bool | None):
+            line = f"{name}: knows include_usage, true or false, and holds {errors.shown({key: part}, 60)}"
+            raise NotAnswered(400, line, name, "unknown_parameter")
+    return value
+
+
+def _neutral(name: str, value: Any) -> None:
+    """Refuses a field that is not applied, unless its value changes nothing."""
+    neutral = NEUTRAL[name]
+    is_same = value is None or neutral is None
+    if isinstance(neutral, bool) or isinstance(value, bool):
+        is_same = is_same or value is neutral
+    elif isinstance(neutral, int):
+        is_same = is_same or (isinstance(value, int | float) and value == neutral)
+    else:
+        is_same = is_same or value == neutral
+    if not is_same:
+        way_out = "omit it" if neutral is None else f"omit it, or give {errors.shown(neutral)}"
+        raise NotAnswered(
+            400, f"{name}: is {errors.shown(value, 60)}, which is not applied; {way_out}", name, "unsupported_parameter"
+        )
+
+
+Reader = Callable[[str, Any], Any]
+COMMON: dict[str, Reader] = {
+    "model": _text,
+    "max_tokens": _whole,
+    "temperature": _number,
+    "top_p": _number,
+    "top_k": _whole,
+    "min_p": _number,
+    "repetition_penalty": _number,
+    "seed": _whole,
+    "stop": _stops,
+    "stop_token_ids": _ids,
+    "ignore_eos": _flag,
+    "n": _whole,
+    "stream": _flag,
+    "stream_options": _stream_options,
+}
+CHAT: dict[str, Reader] = {
+    "messages": _messages,
+    "max_completion_tokens": _whole,
+    "logprobs": _flag,
+    "top_logprobs": _whole,
+}
+COMPLETION: dict[str, Reader] = {"prompt": _prompts, "logprobs": _whole}
+# Fields of OpenAI's API that are not applied, and the value that changes nothing; None: every value changes nothing.
+NEUTRAL: dict[str, Any] = {
+    "user": None,
+    "metadata": None,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "store": False,
+    "service_tier": "auto",
+}
+# field -> setting of a request
+_SETTINGS = {
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "stop": "stop_strings",
+    "stop_token_ids": "stop_ids",
+    "ignore_eos": "ignores_end",
+    "logprobs": "logprobs",
+}
+_NAMES = {"stop_strings": "stop", "stop_ids": "stop_token_ids", "ignores_end": "ignore_eos"}

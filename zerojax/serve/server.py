@@ -1,0 +1,158 @@
+"""Serves an application on a socket. This module is the process of a server: its socket, its signals, and its end.
+
+The first SIGTERM or SIGINT drains: new requests are refused with 503, those that run are answered, and the process ends with status 0. A
+second one ends it at once.
+"""
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http import h11_impl
+
+from zerojax import errors
+from zerojax.errors import UserError
+from zerojax.launch import early, ending
+from zerojax.serve import app as app_lib
+
+HEADER_SECONDS = 10.0  # in which a request's headers must have come
+CONNECTIONS = 1024  # at once
+_TICK = 0.05  # seconds between looks whether all answers have ended
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket of an address, on which nobody can connect before `serve` listens.
+
+    Raises:
+      UserError: the address is not this machine's, or is taken.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            f"--host {host}: is not an address ({errors.first_line(error)}); give one of this machine"
+        ) from error
+    family, kind, protocol, _, address = found[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"--port {port}: is taken on {host}; give another, or 0 for one that is free") from error
+        way_out = "give one above 1023" if error.errno == errno.EACCES else "give an address of this machine"
+        raise UserError(
+            f"--host {host}, --port {port}: cannot be served ({os.strerror(error.errno or 0)}); {way_out}"
+        ) from error
+    return bound
+
+
+def url(bound: socket.socket) -> str:
+    """Returns the URL of a socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_loopback(bound: socket.socket) -> bool:
+    """Returns whether only this machine reaches a socket."""
+    return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def serve(service: app_lib.Service, bound: socket.socket, on_start: Callable[[], None]) -> None:
+    """Serves until a signal, or until the engine fails. Calls `on_start` when requests are answered."""
+    asyncio.run(_serve(service, made(service), bound, on_start))
+
+
+def made(service: app_lib.Service) -> "_Server":
+    """Returns uvicorn's server of a service."""
+    config = uvicorn.Config(
+        service.app(),
+        loop="asyncio",
+        http=_Timed,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",  # what fails is told in one line by the application
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+    )
+    return _Server(config)
+
+
+async def _serve(
+    service: app_lib.Service, server: "_Server", bound: socket.socket, on_start: Callable[[], None]
+) -> None:
+    loop, former = asyncio.get_running_loop(), {}
+
+    def stop(number: int) -> None:
+        if service.is_draining:
+            ending.leave(early.status(number), f"zerojax: {early.INTERRUPTED[signal.Signals(number)]} while it drained")
+        service.is_draining = True
+
+    for number in filter(early.listens_for, early.STOPS):
+        former[number] = signal.getsignal(number)
+        loop.add_signal_handler(number, stop, number)
+    running = asyncio.ensure_future(server.serve([bound]))
+    try:
+        while not server.started and not running.done():
+            await asyncio.sleep(0.01)
+        on_start()
+        while not running.done() and not service.failure and not (service.is_draining and not service.active):
+            await asyncio.sleep(_TICK)
+        service.is_draining = True
+        await asyncio.sleep(_TICK)  # those that wait are told
+        server.should_exit = True
+        await running
+    finally:
+        for number in former:
+            loop.remove_signal_handler(number)
+            signal.signal(number, former[number])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its own signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Timed(h11_impl.H11Protocol):
+    """uvicorn's connection, which ends when a request's headers do not come."""
+
+    _timer: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_between() and self._timer is None:
+            self._wait()
+
+    def _wait(self) -> None:
+        cycle = self.cycle
+
+        def end() -> None:
+            self._timer = None
+            if self._is_between() and self.cycle is cycle:
+                self.transport.close()
+            elif self._is_between():  # a request was answered since
+                self._wait()
+
+        self._timer = self.loop.call_later(HEADER_SECONDS, end)
+
+    def _is_between(self) -> bool:
+        """Returns whether no request is being read or answered."""
+        return self.cycle is None or self.cycle.response_complete

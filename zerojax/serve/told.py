@@ -1,0 +1,157 @@
+"""Writes answers in the form of OpenAI's API. This module turns requests of the engine into JSON values, whole or as chunks of a stream."""
+
+import dataclasses
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from zerojax.inference.engine import requests
+from zerojax.serve import words as words_lib
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclasses.dataclass
+class Sent:
+    """An answer and what was sent of it.
+
+    Attributes:
+      request: the engine's.
+      index: its number.
+      letters, tokens: how many of its text and of its tokens were sent.
+      offset: the letters of the tokens that were sent.
+      is_told: whether its end was sent.
+    """
+
+    request: requests.Request
+    index: int
+    letters: int = 0
+    tokens: int = 0
+    offset: int = 0
+    is_told: bool = False
+
+
+class Writer:
+    """Writes the answer to one call.
+
+    Args:
+      words: for the texts of tokens.
+      model: the name.
+      is_chat: whether it is a chat's.
+      prompts: how many prompts were asked.
+      choices: the answers to all prompts.
+    """
+
+    def __init__(
+        self, words: words_lib.Words, model: str, *, is_chat: bool, prompts: int, choices: Sequence[requests.Request]
+    ):
+        self._words, self._is_chat, self._prompts = words, is_chat, prompts
+        self.choices = [Sent(request, index) for index, request in enumerate(choices)]
+        name = "chatcmpl" if is_chat else "cmpl"
+        self._head = {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self) -> dict[str, Any]:
+        """Returns the answer, of which all choices have ended."""
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        listed = []
+        for choice in self.choices:
+            text, logprobs = self._next(choice)
+            form: dict[str, Any] = {"text": text}
+            if self._is_chat:
+                form = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            reason = choice.request.finish
+            listed.append({"index": choice.index, **form, "logprobs": logprobs, "finish_reason": reason})
+        return {**self._head, "object": kind, "choices": listed, "usage": self.usage()}
+
+    def begin(self, *, has_usage: bool) -> list[dict[str, Any]]:
+        """Returns the chunks with which a stream begins: of a chat, the role of each answer."""
+        if not self._is_chat:
+            return []
+        delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._chunk([{"index": choice.index, **delta}], has_usage) for choice in self.choices]
+
+    def changes(self, *, has_usage: bool) -> list[dict[str, Any]]:
+        """Returns chunks with what has come since the last call."""
+        found = []
+        for choice in self.choices:
+            if choice.is_told:
+                continue
+            finish = choice.request.finish  # before the text, of which then nothing is missing
+            text, logprobs = self._next(choice)
+            if not text and not finish and not logprobs:
+                continue
+            choice.is_told = bool(finish)
+            form: dict[str, Any] = {"text": text}
+            if self._is_chat:
+                form = {"delta": {"content": text} if text else {}}
+            values = {"index": choice.index, **form, "logprobs": logprobs, "finish_reason": finish or None}
+            found.append(self._chunk([values], has_usage))
+        return found
+
+    def end(self) -> dict[str, Any]:
+        """Returns the last chunk of a stream that tells its usage."""
+        return {**self._chunk([], True), "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Returns the numbers of tokens."""
+        each = len(self.choices) // self._prompts
+        asked = [choice.request for choice in self.choices[::each]]
+        before, new = sum(len(r.prompt) for r in asked), sum(len(c.request.tokens) for c in self.choices)
+        reused = {"cached_tokens": sum(request.reused for request in asked)}
+        counts = {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
+        return {**counts, "prompt_tokens_details": reused}
+
+    def _chunk(self, choices: list[dict[str, Any]], has_usage: bool) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices} | ({"usage": None} if has_usage else {})
+
+    def _next(self, choice: Sent) -> tuple[str, dict[str, Any] | None]:
+        """Returns the text that was not sent yet, and the logarithms of the tokens that were not; None if none were asked for."""
+        request, before = choice.request, choice.letters
+        text = request.settled[before:]
+        choice.letters += len(text)
+        if request.settings.logprobs is None:
+            return text, None
+        known = list(zip(request.tokens, request.logprobs))[choice.tokens :]
+        choice.tokens += len(known)
+        if not known and not text:
+            return text, None
+        return text, self._chat_logprobs(known) if self._is_chat else self._logprobs(choice, known)
+
+    def _chat_logprobs(self, known: Sequence[tuple[int, requests.LogProb]]) -> dict[str, Any]:
+        def told(token: int, logarithm: float) -> dict[str, Any]:
+            name = self._words.name_of(token)
+            return {"token": name, "logprob": max(logarithm, LEAST_LOGPROB), "bytes": list(name.encode())}
+
+        content = [
+            {**told(token, found.own), "top_logprobs": [told(*pair) for pair in found.likeliest.items()]}
+            for token, found in known
+        ]
+        return {"content": content, "refusal": None}
+
+    def _logprobs(self, choice: Sent, known: Sequence[tuple[int, requests.LogProb]]) -> dict[str, Any]:
+        names, offsets, likeliest = [], [], []
+        for token, found in known:
+            names.append(self._words.name_of(token))
+            offsets.append(choice.offset)
+            choice.offset += len(names[-1])
+            named: dict[str, float] = {}
+            for other, logarithm in found.likeliest.items():  # of two tokens with one text the likelier stays
+                named.setdefault(self._words.name_of(other), max(logarithm, LEAST_LOGPROB))
+            likeliest.append(named)
+        own = [max(found.own, LEAST_LOGPROB) for _, found in known]
+        return {"tokens": names, "token_logprobs": own, "top_logprobs": likeliest, "text_offset": offsets}
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """Returns a chunk as a server-sent event."""
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """Returns an error in OpenAI's form."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,134 @@
+"""Turns texts and conversations into token ids, and ids into text. This module reads the tokenizer of a model's folder, if it has one."""
+
+import functools
+import pathlib
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import tasks, templates
+from zerojax.errors import UserError
+from zerojax.interop import folder as folder_lib
+from zerojax.interop import pretrained
+
+TOKENIZER = "tokenizer.json"
+_IDS = re.compile(r"\s*[0-9]{1,9}(\s+[0-9]{1,9})*\s*", re.ASCII)
+_LONGEST = 1 << 24  # tokens of a conversation; the engine refuses those that do not fit
+
+
+class Words:
+    """The texts of a model without a tokenizer: token ids, separated by spaces."""
+
+    def ids_of(self, text: str) -> list[int]:
+        """Returns the ids of a prompt. Raises UserError if it has none."""
+        if not _IDS.fullmatch(text):
+            raise UserError(
+                "prompt: the model's folder has no tokenizer.json, so a prompt is token ids: a list, or a text of them separated by spaces"
+            )
+        return [int(word) for word in text.split()]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Returns the text of an answer's ids."""
+        return " ".join(map(str, ids))
+
+    def name_of(self, token: int) -> str:
+        """Returns the text of one token, also of a special one."""
+        return str(token)
+
+    def conversation(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Returns the ids of a conversation (role, content), after which an answer begins. Raises UserError if it has none."""
+        raise UserError("messages: the model's folder has no tokenizer.json; ask /v1/completions with token ids")
+
+
+class TokenizerWords(Words):
+    """The texts of a tokenizer, as `zerojax generate` reads and writes them. Threads may share it.
+
+    Args:
+      folder: the model's.
+      chat_template: "auto", "own" or "plain"; see `data.pairs.templates.chat_of`.
+
+    Raises:
+      UserError: the tokenizer or the chat template is damaged.
+    """
+
+    def __init__(self, folder: folder_lib.Folder, chat_template: str):
+        path = folder.path / TOKENIZER
+        self._folder, self._model = folder, tokenizer_lib.read_model(path, f"{path}:")
+        self._chat, self.note = templates.chat_of(folder.path, chat_template)
+        self._lock = threading.Lock()
+
+    def ids_of(self, text: str) -> list[int]:
+        """Returns the ids of a prompt with those that the tokenizer adds. Raises UserError if there are none."""
+        return _some(self._encode(text, adds_special=True), "prompt")
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Returns the text of an answer's ids, without special tokens."""
+        return self._model.decode(list(ids))
+
+    def name_of(self, token: int) -> str:
+        """Returns the text of one token, also of a special one."""
+        return self._model.decode([token], skip_special_tokens=False)
+
+    def conversation(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Returns the ids of a conversation (role, content), after which an answer begins.
+
+        Raises:
+          UserError: the template refuses it, or it has no token.
+        """
+        if self._chat is templates.plain_chat:
+            return _some(self._plain(messages), "messages")
+        with self._lock:  # the template's process answers one question after the other
+            text = self._chat(messages, True)
+        return _some(self._encode(text, adds_special=False), "messages")
+
+    def _plain(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Returns the ids as the task `chat` of the trainer makes them, with an end after each answer."""
+        tokenizer = self._plain_tokenizer
+        special = pretrained.special_tokens(self._folder)
+        stops = special.stops or (tokenizer.bos_id,)
+        form = tasks.RowForm(
+            is_encoder_decoder=self._folder.family.is_encoder_decoder,
+            seq_len=_LONGEST,
+            answer_len=_LONGEST,
+            start=special.start,
+            end=stops[0],
+            bos=None,
+            stops=stops,
+        )
+        settings = tasks.TaskSettings(tasks.CHAT, "", "", (), "messages", "plain")
+        example: dict[str, Any] = {"messages": [{"role": role, "content": content} for role, content in messages]}
+        asked = tasks.ask([example], tokenizer, settings, form, name="messages")
+        return asked.prompts[0].tolist()
+
+    @functools.cached_property
+    def _plain_tokenizer(self) -> tokenizer_lib.Tokenizer:
+        return tokenizer_lib.load_tokenizer(str(self._folder.path / TOKENIZER))
+
+    def _encode(self, text: str, *, adds_special: bool) -> list[int]:
+        try:
+            return self._model.encode(text, add_special_tokens=adds_special).ids
+        except Exception as error:  # whatever the library raises for a text that its steps cannot read
+            raise UserError(f"prompt: the tokenizer cannot encode it ({' '.join(str(error).split())[:200]})") from error
+
+
+def of_folder(folder: folder_lib.Folder, chat_template: str) -> Words:
+    """Returns the words of a model's folder.
+
+    Raises:
+      UserError: a file is damaged, or a chat template is asked for that is not there.
+    """
+    if pathlib.Path(folder.path / TOKENIZER).is_file():
+        return TokenizerWords(folder, chat_template)
+    if chat_template != "auto":
+        raise UserError(
+            f"chat_template: is {chat_template!r}, and {folder.path} has no {TOKENIZER} to read a chat with; omit it"
+        )
+    return Words()
+
+
+def _some(ids: list[int], name: str) -> list[int]:
+    if not ids:
+        raise UserError(f"{name}: a text without any token cannot be read; give at least one word")
+    return ids

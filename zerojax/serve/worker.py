@@ -1,0 +1,70 @@
+"""Runs an engine in a thread of its own. This module hands it requests and cancellations, between its steps."""
+
+import collections
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+
+from zerojax import errors
+from zerojax.inference.engine import engine as engine_lib
+from zerojax.inference.engine import requests
+
+_Action = Callable[[], None]
+
+
+class Worker:
+    """The thread that calls an engine. Other threads ask and cancel by this.
+
+    Args:
+      engine: which nobody else calls.
+      on_failure: is called in the thread, once, if the engine raises; `failure` then says why.
+
+    Attributes:
+      engine: of which others may call `request` and read `counts`.
+      failure: one line; "" while the engine runs.
+    """
+
+    def __init__(self, engine: engine_lib.Engine, on_failure: Callable[[], None] = lambda: None):
+        self.engine, self.failure, self._on_failure = engine, "", on_failure
+        self._inbox: queue.SimpleQueue[_Action | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def add(self, request: requests.Request) -> None:
+        """Asks a request that `engine.request` has made."""
+        self._inbox.put(lambda: self.engine.add(request))
+
+    def cancel(self, request: requests.Request) -> None:
+        """Ends a request where it is."""
+        self._inbox.put(lambda: self.engine.cancel(request))
+
+    def stop(self, seconds: float) -> None:
+        """Ends the thread after its step, and waits for that, no longer than `seconds`."""
+        self._inbox.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            while self._act():
+                self.engine.step()
+        except Exception as error:  # whatever: the caches are lost, and those who wait must be told
+            self.failure = f"{type(error).__name__}: {errors.one_line(error)}"
+            self._on_failure()
+
+    def _act(self) -> bool:
+        """Does what was asked since the last step; waits for something to do if there is nothing. Returns whether to go on."""
+        found: collections.deque[_Action | None] = collections.deque()
+        if self.engine.is_idle:
+            found.append(self._inbox.get())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._inbox.get_nowait())
+        for action in found:
+            if action is None:
+                return False
+            action()
+        return True
