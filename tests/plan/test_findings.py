@@ -144,7 +144,7 @@ def test_tensor_parallelism_is_kept_and_where_it_is_undone_is_found(monkeypatch)
     undone = "weights are gathered over model, over which they are used sharded"
     assert undone not in rules(kept, partition.abstract_state)
 
-    monkeypatch.setattr(gather, "_of_shards", lambda collective, placement: collective)
+    monkeypatch.setattr(gather, "of_shards", lambda collective, placement: collective)
     assert undone in rules(found(), partition.abstract_state)
 
 

@@ -295,6 +295,9 @@ HOLLOW: list[covering.Rule] = [
     covering.never("", by_columns=("head", "both"), mesh=("1x1x1", "8x1x1")),
     covering.never("", wire=("int8", "hosts"), mesh=("1x1x1", "8x1x1")),
     covering.never("", wire=("int8", "hosts"), min_size="8192"),
+    covering.never(
+        "", wire=("int8", "hosts"), mesh="1x6x1", indivisible="whole"
+    ),  # six divide few of the small models' dims
 ]
 SPACE = covering.Space(
     {name: tuple(values) for name, values in SETTINGS.items()},

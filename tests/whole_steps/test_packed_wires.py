@@ -140,3 +140,39 @@ def test_a_step_with_packed_wires_is_that_of_numpy(case):
     for own, other in zip(found, wanted):
         assert np.mean(~np.isclose(own, other, **NEAR)) < BETWEEN
         np.testing.assert_allclose(own, other, atol=1e-3)
+
+
+def test_over_the_compilers_axis_a_device_packs_its_own_part():
+    spec = [
+        ("into/kernel", P("data", "model")),
+        ("out/kernel", P("model", "data")),
+        ("(embed|head)/kernel", P("model", "data")),
+    ]
+    wires = zerojax.PackedWires(weights="int8", gradients="int4", second_copy=True, host_devices=4)
+    mesh = zerojax.make_mesh(1, 4, 2, devices=jax.devices()[:DEVICES])
+    packed, state, params, _ = step_of(wires, spec=spec, mesh=mesh)
+    plain, other_state, *_ = step_of(None, spec=spec, mesh=mesh)
+    (after, metrics_of_packed), (wanted, metrics_of_plain) = packed(state, X), plain(other_state, X)
+    np.testing.assert_allclose(metrics_of_packed["loss"], metrics_of_plain["loss"], rtol=1e-2)
+    for before, own, other in zip(*map(jax.tree.leaves, (params, after.params, wanted.params))):
+        moved = np.linalg.norm(other - np.asarray(before))
+        assert np.linalg.norm(np.asarray(own) - other) < 0.15 * moved
+
+
+FAR = 0.02  # of a loss, after steps that make it much smaller
+
+
+def test_training_with_packed_wires_stays_near_training_without():
+    how = {"tx": optax.adam(1e-2)}
+    ends = []
+    for wires in (None, zerojax.PackedWires(**CASES["int4"], second_copy=True)):
+        step, state, *_ = step_of(wires, **how)
+        losses = []
+        for _ in range(30):
+            state, metrics = step(state, X)
+            losses.append(float(metrics["loss"]))
+        ends.append(losses)
+    plain, packed = ends
+    assert plain[-1] < 0.1 * plain[0]
+    assert packed != plain
+    np.testing.assert_allclose(packed, plain, atol=FAR * plain[0])

@@ -53,7 +53,7 @@ class Collective:
       kind: one of KINDS.
       start: the instruction, or the -start of an asynchronous one.
       call: the call of the computation that holds it.
-      axes, ways: the mesh axes that it runs over, and the number of devices.
+      axes, ways, group: the mesh axes that it runs over, the number of devices, and the indices of those of its first group.
       where, result: the computation and the name in which its output is read: those of the -done of an asynchronous one.
       is_async, overlaps: whether it is asynchronous, and the number of instructions by kind that run beside it.
       parts: its arrays.
@@ -69,6 +69,7 @@ class Collective:
     is_async: bool
     overlaps: Mapping[str, int]
     parts: tuple[Part, ...]
+    group: tuple[int, ...] = ()
 
     @property
     def computation(self) -> syntax.Computation:
@@ -117,6 +118,7 @@ def _read(flow: hlo_flow.Flow, mesh: Mesh, call: hlo_flow.Call, start: syntax.In
     if start.opcode == "fusion":
         attributes = _fused_sum(flow.module, start).attributes
     groups = replica_groups.groups(attributes, mesh.size)
+    first = max(groups, key=len, default=())
     where, begin, done = _span(call, start)
     is_async = done is not None and '"is_sync":true' not in start.attributes
     return Collective(
@@ -124,7 +126,8 @@ def _read(flow: hlo_flow.Flow, mesh: Mesh, call: hlo_flow.Call, start: syntax.In
         start=start,
         call=call,
         axes=replica_groups.axes(groups, mesh),
-        ways=max((len(group) for group in groups), default=1),
+        ways=max(1, len(first)),
+        group=first,
         where=where,
         result=(done or begin).name,
         is_async=is_async,

@@ -54,7 +54,7 @@ def least_step(
     *,
     flops: Mapping[str, float],
     traffic: float,
-    received: Mapping[tuple[str, ...], float],
+    received: Mapping[tuple[str, ...] | tuple[int, ...], float],
     host: float = 0,
 ) -> Bound | None:
     """Returns the least time of a step, or None if the target's rates are unknown.
@@ -64,7 +64,7 @@ def least_step(
       mesh: the devices; those of one process share a host.
       flops: operations of all devices together, by dtype (`flops.count`).
       traffic: bytes that one device reads and writes (`hlo.traffic`).
-      received: bytes that one device receives from others, by the mesh axes that they travel over.
+      received: bytes that one device receives from others, by the mesh axes that they travel over, or the devices of a group.
       host: bytes between one device and host memory, in the busier direction (`host_traffic`).
     """
     rates = {dtype: rate.value for dtype, rate in target.matrix_rates.items()}
@@ -82,7 +82,7 @@ def least_step(
     return Bound(seconds)
 
 
-def _travel(target: targets.Target, mesh: Mesh, axes: Iterable[str], nbytes: float) -> float:
+def _travel(target: targets.Target, mesh: Mesh, axes: Iterable[str] | Iterable[int], nbytes: float) -> float:
     """Returns the seconds that bytes take over some axes of the mesh.
 
     A group with d devices on a host uses d network adapters at once. NCCL runs one ring (channel) through every host per adapter,
@@ -97,10 +97,13 @@ def _travel(target: targets.Target, mesh: Mesh, axes: Iterable[str], nbytes: flo
     return far if min(by_host.values()) == 1 else max(near, far)
 
 
-def hosts(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
-    """Returns the number of devices by host, in the first group along some axes."""
-    names = set(axes)
-    first = mesh.devices[tuple(slice(None) if name in names else 0 for name in mesh.axis_names)]
+def hosts(mesh: Mesh, axes: Iterable[str] | Iterable[int]) -> dict[int, int]:
+    """Returns the number of devices by host, in the first group along some axes, or of some devices by their indices."""
+    names: set[str | int] = set(axes)
+    if indices := [index for index in names if isinstance(index, int)]:
+        first = mesh.devices.flat[indices]
+    else:
+        first = mesh.devices[tuple(slice(None) if name in names else 0 for name in mesh.axis_names)]
     found: dict[int, int] = {}
     for device in np.ravel(first):
         found[device.process_index] = found.get(device.process_index, 0) + 1

@@ -16,6 +16,8 @@ from jax.typing import DTypeLike
 
 from zerojax import display, roles, tree
 from zerojax import mesh as mesh_lib
+from zerojax.clock import rates as rates_lib
+from zerojax.clock import walk
 from zerojax.hlo import buffers, collectives, parameters, syntax
 from zerojax.ops import tiles
 from zerojax.plan import attribution, matmuls
@@ -25,6 +27,7 @@ from zerojax.plan import ledger as ledger_lib
 SHARE = 0.01  # of the parameters, or of the state's bytes; less is not reported
 EXPOSED = 0.4  # of the bytes of a ring's hops: that of two devices has a third with nothing beside them
 WAITS = 0.25  # of a step: 1F1B on two groups with three micro-batches or more waits less
+PAYS = 0.02  # of a step's time, which another form of sending must save
 LARGE = 0.2  # of the peak; less than that tiles need not save
 _ACTIVATIONS = (roles.ACTIVATIONS, roles.ACTIVATION_GRADIENTS)
 _NAMED = 3  # leaves that a finding names; it counts the rest
@@ -57,6 +60,8 @@ class Case:
     at_peak: Sequence[buffers.Temporary] = ()
     peak: int = 0
     waits: float = 0.0
+    foretold: walk.StepTime | None = None
+    rates: rates_lib.GpuRates | None = None
 
     @property
     def rows(self) -> tuple[ledger_lib.Row, ...]:
@@ -77,6 +82,8 @@ def findings(
     at_peak: Sequence[buffers.Temporary] = (),
     peak: int = 0,
     waits: float = 0.0,
+    foretold: walk.StepTime | None = None,
+    rates: rates_lib.GpuRates | None = None,
 ) -> tuple[Finding, ...]:
     """Returns the defects of a step, the costliest first.
 
@@ -88,12 +95,13 @@ def findings(
       passes: forward and backward passes in a step.
       copies: of activations to host memory.
       at_peak, peak: the temporaries that are alive at the peak, and its bytes.
+      foretold, rates: the step's time by the clock, and the rates that it read; None if unknown.
       waits: the share of a step in which the groups of a pipeline wait by their schedule alone.
     """
     is_16_bit = (
         _computes_in_16_bits(ledger.flow.module) if compute_dtype is None else jnp.dtype(compute_dtype).itemsize == 2
     )
-    case = Case(ledger, dict(tree.flatten(planned)), is_16_bit, passes, copies, at_peak, peak, waits)
+    case = Case(ledger, dict(tree.flatten(planned)), is_16_bit, passes, copies, at_peak, peak, waits, foretold, rates)
     defects = [finding for rule in RULES for finding in rule(case)]
     return tuple(sorted(defects, key=lambda finding: -finding.nbytes))
 
@@ -428,6 +436,52 @@ def groups_wait(case: Case) -> Iterable[Finding]:
         )
 
 
+_PACKED = re.compile(rf"\b({roles.PACKED_WEIGHT}|{roles.PACKED_GRADIENT})\b")
+# Of what travels between hosts, the bytes of a value that packed wires leave, with scales: int8, int4, and none for the second gather.
+_LEFT = {roles.WEIGHTS_FORWARD: 1 + 4 / 256, roles.WEIGHTS_BACKWARD: 0.0, roles.GRADIENTS: 0.5 + 4 / 256}
+# Bytes of device memory for a value, read and written: a weight is unpacked, a gradient is packed and added up.
+_HANDLED = {roles.WEIGHTS_FORWARD: 3, roles.WEIGHTS_BACKWARD: 3, roles.GRADIENTS: 4 + 1 + 1}
+
+
+def links_between_hosts_are_slow(case: Case) -> Iterable[Finding]:
+    """Finds a step that waits for weights and gradients between hosts, where packed wires would pay by the clock."""
+    if case.foretold is None or case.rates is None:
+        return
+    saved, cost, rows = 0.0, 0.0, []
+    for row in case.rows:
+        by_host = bound_lib.hosts(case.ledger.mesh, row.over)
+        is_plain = (
+            not _PACKED.search(row.op_name) and row.kind in ("all-gather", "reduce-scatter") and len(row.dims) > 1
+        )
+        if len(by_host) > 1 and row.role in _LEFT and row.weights and is_plain:
+            far = row.nbytes / min(by_host.values()) / case.rates.figures["network"]
+            saved += far * (1 - _LEFT[row.role] * 8 / syntax.bits(row.dtype))
+            cost += row.elements * _HANDLED[row.role] / case.rates.figures["bandwidth"]
+            rows.append(row)
+    gain = min(saved, case.foretold.parts[walk.EXPOSED]) - cost
+    if gain > PAYS * case.foretold.seconds:
+        yield Finding(
+            "the step waits for weights and gradients between hosts",
+            _where(rows),
+            f"{case.foretold.parts[walk.EXPOSED] * 1e3:.0f} ms of {case.foretold.seconds * 1e3:.0f} ms, of which packed wires would save "
+            f"some {gain * 1e3:.0f}",
+            "send fewer bits: wire.weights=int8, wire.gradients=int4 and wire.second_copy=True (zerojax.PackedWires); or take more "
+            "examples a pass",
+            sum(row.nbytes for row in rows),
+        )
+
+
+def packed_inside_a_host(case: Case) -> Iterable[Finding]:
+    """Finds packed weights and gradients that no link between hosts carries."""
+    rows = [row for row in case.rows if _PACKED.search(row.op_name)]
+    if rows and not case.is_cpu and all(len(bound_lib.hosts(case.ledger.mesh, row.over)) == 1 for row in rows):
+        yield _sent(
+            "weights or gradients are packed, and all devices are on one host",
+            rows,
+            "send them as they are (omit wire): inside a host collectives run beside arithmetic, and packing takes time and digits",
+        )
+
+
 RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     gradients_all_reduced,
     weights_gathered_in_float32,
@@ -447,6 +501,8 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     hops_exposed,
     activations_leave_the_host,
     groups_wait,
+    links_between_hosts_are_slow,
+    packed_inside_a_host,
 )
 
 

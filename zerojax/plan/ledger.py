@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import roles
 from zerojax import specs as specs_lib
-from zerojax.hlo import collectives, syntax
+from zerojax.hlo import collectives, replica_groups, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import attribution, matmuls
 from zerojax.plan.attribution import WeightDims
@@ -34,7 +34,8 @@ class Row:
     Attributes:
       name, kind, computation: the instruction, its kind of collective, and its computation.
       dtype, dims: of the larger array: a gather's output, a reduction's input.
-      axes, ways: the mesh axes that it runs over ("?" if they are no axes of the mesh), and the number of devices.
+      axes, ways, group: the mesh axes that it runs over ("?" if they are no axes of the mesh), the number of devices, and the indices of
+        those of its first group.
       elements, nbytes: the amount that a device receives in a step, over all runs.
       times: how often it runs in a step.
       role: one of `roles.SENT`.
@@ -63,6 +64,12 @@ class Row:
     read_by: tuple[str, ...]
     op_name: str
     source: str
+    group: tuple[int, ...] = ()
+
+    @property
+    def over(self) -> tuple[str, ...] | tuple[int, ...]:
+        """Returns what tells its hosts: its axes, or its devices where they are no axes."""
+        return self.group if replica_groups.UNKNOWN in self.axes else self.axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +244,7 @@ def _row(
         read_by=tuple(dict.fromkeys(reader.op_name for reader in readers if reader.op_name)),
         op_name=part.op_name,
         source=flow.module.source(found.start),
+        group=found.group,
     )
 
 

@@ -207,6 +207,7 @@ def plan_step(
         phases = times.phases(train_step, stream, sent.flow, bound.seconds, state, args[0], activations)
         bound, expected = times.bounded(bound, phases, known), times.of(phases, known, times.AS_REACHED)
     rates = rates_lib.of(known.name)
+    foretold = _foretold(rates, mesh, sent.flow) if stream is None and pipeline is None else None
     return Plan(
         target=known,
         devices=whole.size,
@@ -225,6 +226,8 @@ def plan_step(
             at_peak=held.at_peak,
             peak=held.peak,
             waits=pipeline.theory if pipeline else 0.0,
+            foretold=foretold,
+            rates=rates,
         ),
         departures=departures.departures(sent, passes=passes),
         theory=sent.theory(passes),
@@ -233,7 +236,7 @@ def plan_step(
         compiled=read.executable,
         stream=stream,
         expected=expected,
-        foretold=pipeline.time if pipeline else _foretold(rates, mesh, sent.flow) if stream is None else None,
+        foretold=pipeline.time if pipeline else foretold,
         pipeline=pipeline,
         rates=rates,
         model_seconds=_model_seconds(known, flops_per_token * tokens / whole.size, compute_dtype),
@@ -284,11 +287,11 @@ def _foretold(rates: rates_lib.GpuRates | None, mesh: Mesh, flow: hlo_flow.Flow)
     return walk.walk(flow, rates, mesh.size, max(bound_lib.hosts(mesh, mesh.axis_names).values()))
 
 
-def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:
-    """Returns the bytes that a device receives, by the mesh axes that they travel over."""
-    found: dict[tuple[str, ...], float] = {}
+def _received(sent: ledger.Ledger) -> dict[tuple[str, ...] | tuple[int, ...], float]:
+    """Returns the bytes that a device receives, by the mesh axes that they travel over, or the devices of a group."""
+    found: dict[tuple[str, ...] | tuple[int, ...], float] = {}
     for row in sent.rows:
-        found[row.axes] = found.get(row.axes, 0.0) + row.nbytes
+        found[row.over] = found.get(row.over, 0.0) + row.nbytes
     return found
 
 

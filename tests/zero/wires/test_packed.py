@@ -1,6 +1,7 @@
 """Reads the collectives of packed wires, and what they refuse. This module tests zerojax.zero.wires.packed."""
 
 import collections
+import dataclasses
 import functools
 import warnings
 
@@ -16,7 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import roles
-from zerojax.plan import departures, findings, ledger
+from zerojax.clock import rates as rates_lib
+from zerojax.clock import walk
+from zerojax.plan import bound, departures, findings, ledger
 from zerojax.zero.wires import packed as packed_wires
 
 WIDTH, HOSTS, PLACES = 256, 2, 8
@@ -102,6 +105,37 @@ def test_no_weight_or_gradient_travels_in_16_or_32_bits():
     assert {row.dtype for row in found.rows if row.role in roles.SENT_OF_WEIGHTS and row.elements > 512} == {"s8"}
     assert departures.departures(found, tolerance=1e-9) == ()
     assert text.count("__gpu$xla.gpu.triton") >= 6  # a kernel packs each weight, and each gradient
+
+
+def found_with(network, **wires):
+    """Returns the rules that find something in a step whose hosts are joined by links of so many bytes a second."""
+    own, rates = compiled(**wires)[0], rates_lib.of("h200")
+    rates = dataclasses.replace(rates, figures={**rates.figures, "network": network})
+    foretold = walk.walk(own.flow, rates, HOSTS * PLACES, PLACES)
+    found = findings.findings(own, compute_dtype=jnp.bfloat16, foretold=foretold, rates=rates)
+    return {finding.rule: finding for finding in found}
+
+
+def test_packed_wires_are_recommended_where_the_clock_says_that_they_pay(monkeypatch):
+    slow, fast = (found_with(network, weights="plain", gradients="plain") for network in (1e8, 1e14))
+    (rule,) = (rule for rule in slow if "between hosts" in rule)
+    assert "wire.gradients=int4" in slow[rule].remedy and rule not in fast
+    all_packed = {"weights": "int8", "gradients": "int4", "second_copy": True}
+    assert rule not in found_with(1e8, **all_packed)
+    monkeypatch.setattr(findings.bound_lib, "hosts", lambda mesh, over: {0: len(tuple(over))})
+    assert any("all devices are on one host" in rule for rule in found_with(1e14, **all_packed))
+    assert not any("packed" in rule for rule in found_with(1e14, weights="plain", gradients="plain"))
+
+
+def test_bytes_between_hosts_count_at_their_links_rate():
+    own, _ = compiled(weights="int8", gradients="int4", second_copy=True)
+    by_hosts = collections.Counter()
+    for row in own.rows:
+        by_hosts[len(bound.hosts(own.mesh, row.over))] += row.nbytes * (row.role in roles.SENT_OF_WEIGHTS)
+    shard = MATRICES // (HOSTS * PLACES)
+    assert by_hosts[HOSTS] == shard * (
+        1 + 1 / 2 + 2 * 4 / 256
+    )  # once as int8 and once as int4, from the one other host
 
 
 def marked(mesh_of=8, stage=3, blocks=r"block_\d", reduce_dtype=jnp.float32, **wires):

@@ -221,11 +221,11 @@ def widened(arrived: Arrived, sink: jax.Array) -> jax.Array:
     """Returns a weight in the dtype of its sink, which gets its gradient, from all its shards."""
     placement = arrived.placement
     whole_shape = placement.shape or ()
-    inside = placement.stored.shard_shape(whole_shape)
+    on_rest = bool(mesh_lib.rest())
+    shape = placement.stored.shard_shape(whole_shape) if on_rest else gather.local_shape(whole_shape, placement.stored)
     outer = arrived.codes.ndim - (1 if arrived.scales is None else 2)
 
     def unpacked(codes: jax.Array, scales: jax.Array | None) -> jax.Array:
-        shape = inside if mesh_lib.rest() else gather.local_shape(whole_shape, placement.stored)
         n = math.prod(shape)
         rows = codes if scales is None else packed.unpack(packed.Packed(codes, scales), 8, n)
         rows = rows.astype(sink.dtype)
