@@ -82,6 +82,27 @@ def test_answers_of_a_file_in_batches_are_those_of_its_prompts_and_stand_beside_
     assert written[2] == lines[2] | {"prediction": answers[2]}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name, flags",
+    [("qwen2", ["--temperature", 0.8, "--top_k", 30, "--seed", 3]), ("t5", []), ("qwen2", ["--stage", 3])],
+)
+def test_the_engine_answers_a_file_as_batches_of_one_shape_do(spoken, tmp_path, monkeypatch, command, name, flags):
+    """Two batches, whose rows draw alike, and prompts of unequal lengths."""
+    folder = tmp_path / "model"
+    shutil.copytree(golden_models.FOLDER / name, folder)
+    shutil.copy(spoken / "tokenizer.json", folder)
+    texts = ["one two three", "four", "two two", "three " * 20, "one one"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ["--file", tmp_path / "in.jsonl", "--template", "{text}", "--max_new_tokens", 6, "--batch_size", 2, *flags]
+    assert command(folder, *words, "--out", tmp_path / "engine.jsonl")[::2] == (0, "")
+    with monkeypatch.context() as patched:
+        patched.setattr(generate, "_is_alone", lambda: False)
+        assert command(folder, *words, "--out", tmp_path / "batches.jsonl")[0] == 0
+    found, wanted = ((tmp_path / f"{kind}.jsonl").read_text() for kind in ("engine", "batches"))
+    assert found == wanted and len(set(found.splitlines())) == 5
+
+
 def test_an_example_that_lacks_a_field_is_named_and_an_earlier_result_stays(spoken, tmp_path, command):
     (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"txt": "two"}\n')
     (tmp_path / "out.jsonl").write_text("mine")

@@ -11,6 +11,7 @@ import io
 import pathlib
 import sys
 import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import records
 from zerojax.errors import UserError
 from zerojax.inference import generate
+from zerojax.inference import sampling as sampling_lib
+from zerojax.inference.engine import engine as engine_lib
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import hub, huggingface, pretrained
 from zerojax.launch import devices, processes
@@ -167,33 +170,78 @@ def _answer_file(given: argparse.Namespace) -> None:
         for note in asked.notes:
             _note(names.in_config(note))
         loaded = _load(given)
-        is_classifier = loaded.family.is_classifier
-        generator: Any = loaded.classifier() if is_classifier else _generator(loaded, given, new_tokens)
-        special = examples.special_tokens(loaded.family, loaded.folder, tokenizer)
-        is_pair = loaded.family.is_encoder_decoder
-
-        def new(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-            if is_classifier:
-                return generator(loaded.params, ids, mask).argmax(axis=1)
-            return generator(loaded.params, ids, mask, seed=given.seed)[:, 1 if is_pair else ids.shape[1] :]
-
-        def text(row: np.ndarray) -> str:
-            if is_classifier:
-                return loaded.config.classes[row].strip()
-            return answers.text_of(tokenizer, special.stops, row)
-
-        positions = folder.positions or 1 << 30
         told = predictions.write(
             source,
             asked,
-            new,
-            text,
-            most=positions if is_pair or is_classifier else positions - new_tokens,
-            batch_size=given.batch_size,
+            _answered(loaded, asked.prompts, new_tokens, given),
+            _text_of(loaded, tokenizer),
             file=file,
         )
     if is_primary:
         print(f"{given.out}: {told}")
+
+
+def _text_of(loaded: pretrained.Pretrained, tokenizer: tokenizer_lib.Tokenizer) -> Callable[[np.ndarray], str]:
+    """Returns the function from an example's new tokens, or its class, to its answer."""
+    if loaded.family.is_classifier:
+        return lambda row: loaded.config.classes[row].strip()
+    special = examples.special_tokens(loaded.family, loaded.folder, tokenizer)
+    return lambda row: answers.text_of(tokenizer, special.stops, row)
+
+
+def _answered(
+    loaded: pretrained.Pretrained, prompts: Sequence[np.ndarray], new_tokens: int, given: argparse.Namespace
+) -> Iterator[np.ndarray]:
+    """Yields the new tokens of each prompt, or its class.
+
+    The engine answers, `batch_size` at once. For classifiers and on several processes, where it was not tried, each batch is a program.
+    """
+    batch_size, is_pair = given.batch_size, loaded.family.is_encoder_decoder
+    positions = loaded.folder.positions or 1 << 30
+    if loaded.family.is_classifier:
+        classifier = loaded.classifier()
+        return predictions.in_batches(
+            prompts,
+            lambda ids, mask: classifier(loaded.params, ids, mask).argmax(axis=1),
+            most=positions,
+            batch_size=batch_size,
+        )
+    if prompts and _is_alone():
+        return _by_engine(loaded, prompts, new_tokens, given)
+    generator = _generator(loaded, given, new_tokens)
+    return predictions.in_batches(
+        prompts,
+        lambda ids, mask: generator(loaded.params, ids, mask, seed=given.seed)[:, 1 if is_pair else ids.shape[1] :],
+        most=positions if is_pair else positions - new_tokens,
+        batch_size=batch_size,
+    )
+
+
+def _is_alone() -> bool:
+    return jax.process_count() == 1
+
+
+def _by_engine(
+    loaded: pretrained.Pretrained, prompts: Sequence[np.ndarray], new_tokens: int, given: argparse.Namespace
+) -> Iterator[np.ndarray]:
+    """Yields the new tokens of each prompt. A row of a batch draws as it does in `inference.generate`."""
+    sampling_lib.Sampling(given.temperature, given.top_k, given.top_p)  # refuses what cannot take effect
+    longest = max(map(len, prompts))
+    text = (1 if loaded.family.is_encoder_decoder else longest) + new_tokens
+    generate.check_length(loaded.family, loaded.config, max(text, longest))
+    ways = mesh_lib.size(loaded.partition.mesh, mesh_lib.SUMMED)  # over which rows are sharded
+    slots = min(given.batch_size, len(prompts))
+    how: dict[str, Any] = {"is_gathered": True, "together": ways} if ways > 1 else {}
+    engine = engine_lib.Engine(loaded, slots=slots, max_len=text, max_inputs=longest, **how)
+    settings = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    asked = [
+        engine.submit(prompt.tolist(), max_tokens=new_tokens, stream=number % given.batch_size, **settings)
+        for number, prompt in enumerate(prompts)
+    ]
+    for request in asked:
+        while not request.finish:
+            engine.step()
+        yield np.asarray(request.tokens)
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
@@ -222,7 +270,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
         help="the workdir whose config.json has the templates of --file's prompts; by default that of the adapter or of the model",
     )
     add("--template", help="the template of --file's prompts, with fields in braces; by default the run's")
-    add("--batch_size", type=int, default=16, help="examples of --file that are answered together (16)")
+    add("--batch_size", type=int, default=16, help="examples of --file that are answered at once (16)")
     add("--out", help="the file to write: JSON lines for --file; for --ids an .npz of generated, logits and loss")
     add(
         "--max_new_tokens",

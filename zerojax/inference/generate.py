@@ -81,18 +81,7 @@ def make_generator(
             texts, lengths = _text_first(prompts, mask)
         _check_memory(mesh, config.num_heads, prompts.shape)
         longest = max(int(lengths.max()) + new_tokens, prompts.shape[1] if inputs else 0)
-        positions = family.positions(config)
-        if positions is not None and longest > positions:
-            raise UserError(
-                f"max_new_tokens: the longest text would have {longest} tokens, and the model has {positions} positions; "
-                "shorten the prompt or lower max_new_tokens"
-            )
-        if positions is None and config.max_seq_len and longest > config.max_seq_len:
-            warnings.warn(
-                f"max_new_tokens: the longest text may have {longest} tokens, and the model was trained on {config.max_seq_len} at most "
-                "(max_position_embeddings), so later ones may make no sense; shorten the prompt or lower max_new_tokens",
-                stacklevel=2,
-            )
+        check_length(family, config, longest)
         arrays = sharded_rows((inputs, texts, lengths), mesh)
         with _out_of_memory(prompts.shape):
             new = np.asarray(run(params, *arrays, np.uint32(seed)))[:count]
@@ -100,6 +89,22 @@ def make_generator(
         return np.concatenate([before, new[:, : _longest(new, special)]], axis=1)
 
     return generate
+
+
+def check_length(family: family_lib.Family, config: Any, longest: int) -> None:
+    """Raises a UserError if the model has no positions for a text of `longest` tokens; warns if it was not trained on so long a text."""
+    positions = family.positions(config)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"max_new_tokens: the longest text would have {longest} tokens, and the model has {positions} positions; "
+            "shorten the prompt or lower max_new_tokens"
+        )
+    if positions is None and config.max_seq_len and longest > config.max_seq_len:
+        warnings.warn(
+            f"max_new_tokens: the longest text may have {longest} tokens, and the model was trained on {config.max_seq_len} at most "
+            "(max_position_embeddings), so later ones may make no sense; shorten the prompt or lower max_new_tokens",
+            stacklevel=3,
+        )
 
 
 def _check_memory(mesh: Mesh, num_heads: int, shape: tuple[int, ...]) -> None:

@@ -61,8 +61,8 @@ def test_batches_have_few_shapes_and_every_example_gets_its_own_answer(tmp_path)
 
     labels = ["0 3", " 1 17", None, "wrong", None]
     asked = tasks.Asked(prompts, labels, [])
-    how = {"most": 48, "batch_size": 2, "file": out}
-    told = predictions.write(source, asked, generate, lambda row: " ".join(map(str, row)), **how)
+    answered = predictions.in_batches(prompts, generate, most=48, batch_size=2)
+    told = predictions.write(source, asked, answered, lambda row: " ".join(map(str, row)), file=out)
     assert told == "5 predictions; 66.7% right (2 of 3 with a label)"
     assert shapes == [(2, 32), (2, 32), (2, 48)]
     found = [json.loads(line) for line in out.getvalue().splitlines()]

@@ -58,7 +58,7 @@ class Engine:
       slots: requests that are answered at once.
       max_len: the most tokens of a text, prompt and answer; for an encoder-decoder of the answer.
       max_inputs: the most tokens of an encoder-decoder's prompt.
-      chunk: the most tokens of a prompt that one program reads.
+      chunk: the most tokens of a prompt that one program reads; an encoder reads all of its own.
       together: prompts of one length that one program may read.
       prefill_tokens: the tokens of prompts that a step reads; None: `chunk`.
       reuses: whether a prompt whose beginning a slot holds is read from there.
@@ -131,7 +131,7 @@ class Engine:
         shape = programs.Shape(slots, max_len, self._inputs)
         self._family, self._config, self._special, self._mesh = family, config, model.special, mesh
         self._shape, self._reuses, self._text_of, self._together = shape, reuses, text_of, together
-        self._chunk = min(chunk, self._inputs or max_len)
+        self._chunk = self._inputs or min(chunk, max_len)  # an encoder reads its prompt at once
         self._budget = prefill_tokens or self._chunk
         kernels = None if has_adapters or is_gathered else weights.kernels_of(mesh)
         self._programs = programs.Programs(family, config, mesh, shape, model.special, around, kernels, axes)

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -118,45 +118,57 @@ def encode(
 def write(
     source: records.Files,
     asked: tasks.Asked,
-    generate: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    answered: Iterable[np.ndarray],
     text: Callable[[np.ndarray], str],
     *,
-    most: int,
-    batch_size: int,
     file: TextIO | None,
 ) -> str:
     """Writes a line of JSON for each example: its own fields, the prediction, and the label if it has one.
 
     Args:
       source, asked: the examples and their prompts.
-      generate: (ids int[rows, length], mask) -> the new tokens, int[rows, new].
+      answered: the new tokens of each example, in order. What one has is written before the next is asked for.
       text: (new tokens) -> the answer.
-      most: the most tokens of a batch's prompts.
-      batch_size: examples that are answered together.
       file: to write to; None on processes that do not write.
 
     Returns:
       A line with the number of predictions, and the share that is right where there are labels.
     """
     right = labeled = 0
-    for at in range(0, len(asked.prompts), batch_size):
-        chosen = asked.prompts[at : at + batch_size]
-        longest = max(map(len, chosen))
-        length = max(longest, min(most, max(SHORTEST, 1 << (longest - 1).bit_length())))
-        tokens = generate(*answers.padded(chosen, batch_size, length))
-        for index, row in enumerate(tokens[: len(chosen)], at):
-            label, found = asked.labels[index], text(row)
-            added: dict[str, Any] = {"prediction": found}
-            if label is not None:
-                labeled, right = labeled + 1, right + (found == label.strip())
-                added |= {"expected": label.strip(), "is_right": found == label.strip()}
-            if file is not None:
-                example = {key: value for key, value in source[index].items() if key not in FIELDS}
-                file.write(json.dumps(example | added, ensure_ascii=False, default=_plain) + "\n")
+    for index, tokens in enumerate(answered):
+        label, found = asked.labels[index], text(tokens)
+        added: dict[str, Any] = {"prediction": found}
+        if label is not None:
+            labeled, right = labeled + 1, right + (found == label.strip())
+            added |= {"expected": label.strip(), "is_right": found == label.strip()}
         if file is not None:
+            example = {key: value for key, value in source[index].items() if key not in FIELDS}
+            file.write(json.dumps(example | added, ensure_ascii=False, default=_plain) + "\n")
             file.flush()
     told = f"{len(asked.prompts)} predictions"
     return told + (f"; {right / labeled:.1%} right ({right} of {labeled} with a label)" if labeled else "")
+
+
+def in_batches(
+    prompts: Sequence[np.ndarray],
+    generate: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    *,
+    most: int,
+    batch_size: int,
+) -> Iterator[np.ndarray]:
+    """Yields what a function of batches gives for each prompt.
+
+    Args:
+      prompts: of all examples.
+      generate: (ids int[rows, length], mask) -> the new tokens, int[rows, new], or a class of each row.
+      most: the most tokens of a batch's prompts.
+      batch_size: examples that are answered together.
+    """
+    for at in range(0, len(prompts), batch_size):
+        chosen = prompts[at : at + batch_size]
+        longest = max(map(len, chosen))
+        length = max(longest, min(most, max(SHORTEST, 1 << (longest - 1).bit_length())))
+        yield from generate(*answers.padded(chosen, batch_size, length))[: len(chosen)]
 
 
 def check_out(path: str, read: str) -> None:
