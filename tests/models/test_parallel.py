@@ -8,12 +8,15 @@ import pytest
 from zerojax import tree
 from zerojax.models import families, family
 
-PRESETS = [name for name in families.PRESETS if name.endswith("test")]
+GPT_OSS = {"has_sinks": True, "clamp": (7.0, 1.702)}
+# name -> a preset of another name, and what is changed beside the fields of `paths_and_shapes`
+KINDS = {name: ("", {}) for name in families.PRESETS if name.endswith("test")} | {"gpt_oss": ("moe_test", GPT_OSS)}
 
 
 def paths_and_shapes(name):
     """Returns a family, and the paths and shapes of a model of it that has all weights."""
-    own = families.PRESETS[name]
+    preset, changed = KINDS[name]
+    own = families.PRESETS[preset or name]
     every = {
         "vocab_size": 320,
         "tie_embeddings": False,
@@ -22,25 +25,27 @@ def paths_and_shapes(name):
         "mlp_bias": True,
         "qk_norm": True,
     }
-    config = own.presets[name]
-    config = dataclasses.replace(config, **{field: every[field] for field in every if hasattr(config, field)})
+    config = own.presets[preset or name]
+    config = dataclasses.replace(
+        config, **{field: every[field] for field in every if hasattr(config, field)}, **changed
+    )
     leaves = tree.flatten({"params": family.abstract_params(own.parts, config)})
     return own, {tree.below_params(path): leaf.shape for path, leaf in leaves}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", KINDS)
 def test_every_matrix_has_one_row_and_every_vector_of_a_norm_and_every_router_none(name):
     own, shapes = paths_and_shapes(name)
     for path, shape in shapes.items():
         found = [entries for pattern, entries in own.parallel.weights if re.search(pattern, path)]
         is_small = "norm" in path or path.endswith(
-            ("o/bias", "down/bias", "out/bias", "experts/router", "shared_gate/kernel")
+            ("o/bias", "down/bias", "out/bias", "experts/router", "router_bias", "down_bias", "shared_gate/kernel")
         )
         assert len(found) == (0 if is_small else 1), path
         assert all(len(entries) <= len(shape) for entries in found), path
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", KINDS)
 def test_every_module_of_a_block_has_a_row_of_activations(name):
     """So the compiler is never left to choose between a weight's gather and that of tokens."""
     own, paths = paths_and_shapes(name)

@@ -72,18 +72,20 @@ def check_config(own, theirs):
     assert own.keys() <= theirs.keys()
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_cudnn_is_called_as_jax_calls_it(is_causal):
+@pytest.mark.parametrize("is_causal, window", [(False, 0), (True, 0), (True, 24)])
+def test_cudnn_is_called_as_jax_calls_it(is_causal, window):
     def theirs(q, k, v, dy):
         def attend(q, k, v):
-            return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, implementation="cudnn", scale=0.3)
+            near = (window - 1, 0) if window else None
+            how = {"is_causal": is_causal, "local_window_size": near, "implementation": "cudnn", "scale": 0.3}
+            return jax.nn.dot_product_attention(q, k, v, **how)
 
         out, gradients = jax.vjp(attend, q, k, v)
         return out, gradients(dy)
 
     def own(q, k, v, dy):
-        y, l = blocks.forward(q, k, v, None, "cudnn", 0.3, is_causal=is_causal)
-        return y, blocks.backward(q, k, v, None, "cudnn", 0.3, y, l, dy, is_causal=is_causal)
+        y, l = blocks.forward(q, k, v, None, "cudnn", 0.3, is_causal=is_causal, window=window)
+        return y, blocks.backward(q, k, v, None, "cudnn", 0.3, y, l, dy, is_causal=is_causal, window=window)
 
     shapes = [(2, 64, 4, 32), (2, 64, 2, 32), (2, 64, 2, 32), (2, 64, 4, 32)]
     ours, expected = calls(own, *shapes), calls(theirs, *shapes)

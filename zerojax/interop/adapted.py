@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from zerojax import tree
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import layout, peft, tensor_files
+from zerojax.interop import layout, peft
 from zerojax.lora import adapters, targets
 from zerojax.models import family as family_lib
 from zerojax.ops import quantized
@@ -31,7 +31,7 @@ def dtypes(folder: folder_lib.Folder) -> dict[str, Any]:
     found = {}
     for tensor in layout.tensors(folder.family, folder.model):
         entry = folder.entries.get(tensor.members[0].name)
-        dtype = folder.dtype if entry is None else tensor_files.DTYPES[entry.dtype]
+        dtype = folder.dtype if entry is None else folder_lib.stored_dtype(entry)
         found[tensor.path] = np.dtype(np.float32) if dtype == np.float64 else dtype
     return found
 

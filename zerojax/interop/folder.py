@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from zerojax import bounded, errors, tree
 from zerojax.errors import UserError
-from zerojax.interop import hub, layout, tensor_files
+from zerojax.interop import hub, layout, mxfp4, tensor_files
 from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.tree import PyTree
@@ -33,6 +33,14 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 READERS = 8  # threads, each of which reads a shard
 SAMPLES, SAMPLE_BYTES = 8, 512  # of a tensor, for the fingerprint of a folder
 MOST_BYTES = 2**30  # of the shards that are read at a time, unless one shard is larger
+
+
+Entry = tensor_files.Entry | mxfp4.Packed
+
+
+def stored_dtype(entry: Entry) -> np.dtype:
+    """Returns the dtype of a tensor of weights; of one in MXFP4 bfloat16, which holds all its numbers."""
+    return tensor_files.DTYPES["BF16" if isinstance(entry, mxfp4.Packed) else entry.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Folder:
     generation: Mapping[str, Any]
     family: family_lib.Family
     model: Any
-    entries: Mapping[str, tensor_files.Entry]
+    entries: Mapping[str, Entry]
     first_odd: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
     first_read: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
 
@@ -63,7 +71,7 @@ class Folder:
     def dtype(self) -> np.dtype:
         """Returns the dtype of most weights: that of the largest tensor."""
         largest = max(self.entries.values(), key=lambda entry: int(np.prod(entry.shape)))
-        return tensor_files.DTYPES[largest.dtype]
+        return stored_dtype(largest)
 
     @property
     def drawn(self) -> tuple[str, ...]:
@@ -114,7 +122,7 @@ def fingerprint(folder: Folder) -> str:
     found = hashlib.sha256()
     for name, entry in sorted(folder.entries.items()):
         found.update(f"{name} {entry.dtype} {entry.shape}".encode())
-        nbytes = tensor_files.DTYPES[entry.dtype].itemsize * math.prod(entry.shape)
+        nbytes = entry.nbytes
         with open(entry.file, "rb") as file:
             for part in range(SAMPLES):
                 file.seek(entry.start + nbytes * part // SAMPLES)
@@ -141,7 +149,7 @@ class TensorFiles(Protocol):
     """Files of tensors: a folder of a model, or of an adapter. `entries` are the tensors by name; the locks are as in `Folder`."""
 
     @property
-    def entries(self) -> Mapping[str, tensor_files.Entry]: ...
+    def entries(self) -> Mapping[str, Any]: ...
 
     @property
     def first_odd(self) -> threading.Lock: ...
@@ -180,7 +188,8 @@ def check_files(source: TensorFiles) -> None:
       UserError: a file is another than it was when it was written.
     """
     if source.first_read.acquire(blocking=False):
-        files = {entry.file for entry in source.entries.values()}
+        entries = list(source.entries.values())
+        files = {entry.file for entry in entries + [one.scales for one in entries if isinstance(one, mxfp4.Packed)]}
         tensor_files.check(files, slice(jax.process_index(), None, jax.process_count()))
 
 
@@ -204,15 +213,17 @@ def read_shard(
     entry = folder.entries.get(tensor.name)
     if entry is None and not tensor.entry.drawn:
         return np.zeros(lengths, dtype)
-    found = (
-        _draw(tensor)[tuple(inside)].astype(dtype)
-        if entry is None
-        else tensor_files.read(entry, tensor.view, tensor.source_index(inside), tensor.order, dtype)
-    )
+    found = _draw(tensor)[tuple(inside)].astype(dtype) if entry is None else _read_slice(entry, tensor, inside, dtype)
     if entry is not None and not tensor_files.is_finite(found) and folder.first_odd.acquire(blocking=False):
         _warn_of_odd(entry, tensor, inside, found.dtype)
     extra = [(0, length - size) for length, size in zip(lengths, found.shape)]
     return np.pad(found, extra) if any(after for _, after in extra) else found
+
+
+def _read_slice(entry: Entry, tensor: layout.ModelTensor, index: list[slice], dtype: DTypeLike) -> np.ndarray:
+    if isinstance(entry, mxfp4.Packed):
+        return mxfp4.read(entry, tensor.leaf_shape, index, dtype)
+    return tensor_files.read(entry, tensor.view, tensor.source_index(index), tensor.order, dtype)
 
 
 def _draw(tensor: layout.ModelTensor) -> np.ndarray:
@@ -221,10 +232,9 @@ def _draw(tensor: layout.ModelTensor) -> np.ndarray:
     return random.standard_normal(tensor.leaf_shape) * tensor.entry.drawn
 
 
-def _warn_of_odd(entry: tensor_files.Entry, tensor: layout.ModelTensor, index: list[slice], dtype: np.dtype) -> None:
+def _warn_of_odd(entry: Entry, tensor: layout.ModelTensor, index: list[slice], dtype: np.dtype) -> None:
     """Warns of NaN or infinity in a slice of a leaf, in the file or as `dtype`."""
-    stored = tensor_files.DTYPES[entry.dtype]
-    found = tensor_files.read(entry, tensor.view, tensor.source_index(index), tensor.order, stored)
+    found = _read_slice(entry, tensor, index, stored_dtype(entry))
     line = (
         f"holds numbers beyond the range of {dtype}, which become infinity; choose bf16 or fp32"
         if tensor_files.is_finite(found)
@@ -294,9 +304,12 @@ def _family(path: pathlib.Path, raw: Mapping[str, Any]) -> family_lib.Family:
             raise UserError(
                 f"{path / CONFIG}: architecture {name!r} is not one that zerojax computes; known for {kind}: {', '.join(computed)}"
             )
-    if raw.get("quantization_config"):
+    quantized = raw.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+    if quantized and (kind, method) not in family.huggingface.quantized:
         raise UserError(
-            f"{path / CONFIG}: has quantization_config, and quantized weights are not read; name a folder of float weights"
+            f"{path / CONFIG}: has quantization_config, and weights of {kind} that are quantized by {method!r} are not read; name a "
+            "folder of float weights"
         )
     return family
 
@@ -316,9 +329,11 @@ def _equal_form(path: pathlib.Path, raw: Mapping[str, Any]) -> str | None:
 
 def _canonical(
     family: family_lib.Family, raw: Mapping[str, Any], entries: Mapping[str, tensor_files.Entry]
-) -> dict[str, tensor_files.Entry]:
+) -> dict[str, Any]:
     """Returns the tensors without those that hold no weights, and without copies of tied weights, by the names of the full model."""
     table, found = family.huggingface, dict(entries)
+    if any(method == mxfp4.METHOD and kind == raw["model_type"] for kind, method in table.quantized):
+        found = mxfp4.joined(found)
     for old, new in table.renamed:
         found = {re.sub(old, new, name): entry for name, entry in found.items()}
     if table.prefix and not any(name.startswith(table.prefix) for name in found):
@@ -330,7 +345,7 @@ def _canonical(
     return {name: entry for name, entry in found.items() if not (table.ignored and re.fullmatch(table.ignored, name))}
 
 
-def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mapping[str, tensor_files.Entry]) -> None:
+def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mapping[str, Entry]) -> None:
     """Checks names, shapes and dtypes."""
     expected = {member.name: member for tensor in tensors for member in tensor.members}
     missing = [name for name, tensor in expected.items() if name not in entries and not tensor.entry.is_optional]
@@ -350,7 +365,7 @@ def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mappi
             raise UserError(
                 f"{path}: tensor {name} has shape {entry.shape}, and config.json describes {expected[name].shape}; mend config.json"
             )
-        if entry.dtype not in tensor_files.DTYPES:
+        if entry.dtype not in tensor_files.DTYPES and entry.dtype != mxfp4.DTYPE:
             raise UserError(
                 f"{path}: tensor {name} is stored as {entry.dtype}, and only {', '.join(tensor_files.DTYPES)} are read; "
                 "name a folder of float weights"

@@ -212,6 +212,7 @@ def _texts(
     if source is not None:
         config = bounded.parse_json(bounded.read_bytes(pathlib.Path(source) / CONFIG))
         config["architectures"] = written["architectures"]  # a model without its head now has one
+        config.pop("quantization_config", None)  # what is written is not quantized
         if config.get("tie_word_embeddings") and written.get("tie_word_embeddings") is False:
             ties = ("tie_word_embeddings", "scale_decoder_outputs")
             config |= {name: written[name] for name in ties if name in written}

@@ -43,7 +43,13 @@ class ModelTensor(NamedTuple):
         if inputs:
             matrix = math.prod(ours[:inputs]), math.prod(ours[inputs:])
             return matrix if self.entry.inputs_first else matrix[::-1]
-        return {"same": ours, "flat": (math.prod(ours),), "row": (1, *ours)}[self.entry.form]
+        forms = {
+            "same": ours,
+            "flat": (math.prod(ours),),
+            "row": (1, *ours),
+            "pairs": (*ours[:-2], math.prod(ours[-2:])),
+        }
+        return forms[self.entry.form]
 
     @property
     def _moved(self) -> int:

@@ -63,6 +63,11 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def nbytes(self) -> int:
+        """Returns its bytes."""
+        return DTYPES[self.dtype].itemsize * math.prod(self.shape)
+
 
 def read_folder(folder: pathlib.Path) -> dict[str, Entry]:
     """Returns all tensors of a folder, in one file or in those that its index names. Like transformers it reads those that the index omits.
@@ -179,6 +184,13 @@ def read(
                 target[at : at + count] = window[(slice(None), *index[1:])]
                 del window  # a map in use cannot be closed
     return found
+
+
+@contextlib.contextmanager
+def mapped(path: pathlib.Path, offset: int, length: int) -> Iterator[memoryview]:
+    """Maps a part of a file whose header has been read. Raises UserError if it has been deleted, or is shorter by now."""
+    with _opened(path) as file, _mapped(file, offset, length, reads_ahead=True) as content:
+        yield content
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ In `row_step` each row is where its own text ends, and a token's slot is its pos
 Shapes: B batch, T tokens of this call, S slots, H query heads, K key and value heads, N head dim.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from zerojax.ops import attention, context_attention, tokens
+from zerojax.ops import attention, context_attention, sinks, tokens
 
 
 class Step(NamedTuple):
@@ -128,6 +129,7 @@ def attend(
     way: context_attention.Way | None = None,
     cap: float = 0.0,
     turned: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None,
+    sinks_H: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Returns causal self-attention float[B, T, H, N] and, given a past, the keys and values with those of these tokens.
 
@@ -143,6 +145,7 @@ def attend(
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
       turned: (keys float[B, S, K, N], their positions or None for those of the tokens) -> the keys that queries see, where later tokens
         change how all keys are rotated: the cache then has keys as they were before. None: the keys are as queries see them.
+      sinks_H: of the heads (`ops.sinks`), without a bias and a cap; None for none.
     """
     if past is None or (q_BTHN.shape[1] > 1 and not past.step.slot.ndim):
         y_BTHN = tokens.attend(
@@ -158,21 +161,29 @@ def attend(
             scale=scale,
             window=window,
             cap=cap,
+            sinks_H=sinks_H,
         )
         return y_BTHN, None if past is None else past.add(k_BTKN, v_BTKN)
     keys, step = past.add(k_BTKN, v_BTKN), past.step
+    attend_masked = functools.partial(attention.attend, is_causal=False, bias=bias, scale=scale, cap=cap)
+    if sinks_H is not None:
+        attend_masked = functools.partial(sinks.attend, sinks_H=sinks_H, is_causal=False, scale=scale)
     seen_keys = keys if turned is None else (turned(keys[0], step.slot_positions_BS), keys[1])
     if q_BTHN.shape[1] > 1:
         distance_BTS = step.positions_BT[:, :, None] - step.slot_positions_BS[:, None]
         seen = (distance_BTS >= 0) & (distance_BTS < (window or distance_BTS.shape[2]))
-        y_BTHN = attention.attend(
-            q_BTHN, *seen_keys, "xla", is_causal=False, bias=bias, mask=seen, scale=scale, cap=cap
-        )
+        y_BTHN = attend_masked(q_BTHN, *seen_keys, "xla", mask=seen)
         return y_BTHN, keys
-    if step.ends_B is not None and bias is None and not cap and attention.token_kernel_can_run(q_BTHN, keys[0]):
+    if (
+        step.ends_B is not None
+        and bias is None
+        and not cap
+        and sinks_H is None
+        and attention.token_kernel_can_run(q_BTHN, keys[0])
+    ):
         return attention.attend_token(q_BTHN, *seen_keys, step.ends_B, scale=scale, window=window), keys
     seen_BS = step.is_text_BS
     if window:
         seen_BS &= step.positions_BT - step.slot_positions_BS < window
-    y_BTHN = attention.attend(q_BTHN, *seen_keys, "xla", is_causal=False, bias=bias, mask=seen_BS, scale=scale, cap=cap)
+    y_BTHN = attend_masked(q_BTHN, *seen_keys, "xla", mask=seen_BS)
     return y_BTHN, keys

@@ -3,6 +3,7 @@
 Shapes: B batch, T length, D embed, E experts, F an expert's width.
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -30,6 +31,10 @@ class Experts(nn.Module):
       capacity_factor: the most tokens of an expert, over those of a balanced load; later ones skip it. 0: none does.
       has_bias: whether experts are chosen by scores with a bias. It is the variable "bias" of the collection "router", which is not
         trained; see `ops.experts.balanced_bias`.
+      has_fixed_bias: that bias is the weight "choice_bias" instead, as files hold it. It has no gradient.
+      has_router_bias: the router's output has a bias.
+      clamp: (limit, slope) of the activation of gpt-oss, `clamped_gate`; gate and up are then one array "gate_up" [E, D, F, 2], and both
+        matmuls have biases. None: `activation`, without biases.
       stddevs: of the initial router, gate and up, and down.
     """
 
@@ -40,25 +45,49 @@ class Experts(nn.Module):
     router: tuple[tuple[str, Any], ...] = ()
     capacity_factor: float = 0.0
     has_bias: bool = False
+    has_fixed_bias: bool = False
+    has_router_bias: bool = False
+    clamp: tuple[float, float] | None = None
     stddevs: tuple[float, float, float] = (0.02, 0.02, 0.02)
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         (*kept, dim), (router, inner, out) = x_BTD.shape, map(nn.initializers.normal, self.stddevs)
         router_DE = self.param("router", router, (dim, self.num_experts))
-        gate_EDF, up_EDF = (self.param(name, inner, (self.num_experts, dim, self.width)) for name in ("gate", "up"))
-        down_EFD = self.param("down", out, (self.num_experts, self.width, dim))
+        count, zeros = self.num_experts, nn.initializers.zeros
+        activation: Any = layers.ACTIVATIONS[self.activation]
+        biases = None
+        if self.clamp is None:
+            gate_EDF, up_EDF = (self.param(name, inner, (count, dim, self.width)) for name in ("gate", "up"))
+        else:
+            gate_EDF, up_EDF = self.param("gate_up", inner, (count, dim, self.width, 2)), None
+            biases = (
+                self.param("gate_up_bias", zeros, (count, self.width, 2)),
+                self.param("down_bias", zeros, (count, dim)),
+            )
+            activation = functools.partial(clamped_gate, *self.clamp)
+        down_EFD = self.param("down", out, (count, self.width, dim))
         x_TD = x_BTD.reshape(-1, dim)
         settings = dict(self.router)
         if self.has_bias:
-            settings["bias_E"] = self.variable("router", "bias", jnp.zeros, (self.num_experts,)).value
+            settings["bias_E"] = self.variable("router", "bias", jnp.zeros, (count,)).value
+        if self.has_fixed_bias:
+            settings["bias_E"] = self.param("choice_bias", zeros, (count,))
         with jax.named_scope("router"):
             logits_TE = jnp.dot(x_TD, router_DE, preferred_element_type=jnp.float32)
+            if self.has_router_bias:
+                logits_TE += self.param("router_bias", zeros, (count,)).astype(jnp.float32)
             routing = experts.route(logits_TE, self.top_k, **settings)
         self.sow("intermediates", ROUTING, routing)
         room = None
         if self.capacity_factor:
-            room = experts.capacity(len(x_TD), self.top_k, self.num_experts, self.capacity_factor)
-        activation = layers.ACTIVATIONS[self.activation]
-        y_TD = experts.apply(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation, capacity=room)
+            room = experts.capacity(len(x_TD), self.top_k, count, self.capacity_factor)
+        y_TD = experts.apply(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation, capacity=room, biases=biases)
         return y_TD.reshape(*kept, dim)
+
+
+def clamped_gate(limit: float, slope: float, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns (up + 1) gate sigmoid(slope gate), with the gate at most `limit` and up between -limit and limit (gpt-oss,
+    arXiv:2508.10925, section 2.2)."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * nn.sigmoid(slope * gate)

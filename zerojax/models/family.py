@@ -48,14 +48,15 @@ class Tensor(NamedTuple):
       inputs: the number of leading dims of our leaf that are inputs. A leaf [inputs..., outputs...] is stored as the matrix
         [outputs, inputs]. A leaf with 0 inputs is stored in its own order.
       inputs_first: the matrix is stored as [inputs, outputs], as in GPT-2's files.
-      form: of a leaf with 0 inputs: "same" shape, "flat" (one dim), or "row" (one dim more, of size 1, before the others).
+      form: of a leaf with 0 inputs: "same" shape, "flat" (one dim), "row" (one dim more, of size 1, before the others), or "pairs" (the
+        last two dims are one).
       is_optional: files may lack it; it is then 0, or drawn.
       drawn: the standard deviation of the numbers that it then has.
     """
 
     name: str
     inputs: int = 0
-    form: Literal["same", "flat", "row"] = "same"
+    form: Literal["same", "flat", "row", "pairs"] = "same"
     is_optional: bool = False
     drawn: float = 0.0
     inputs_first: bool = False
@@ -81,6 +82,7 @@ class HuggingFace:
         the first one anew where it is missing.
       prefix: begins all names but those in `outside`. Files of a model without its head lack it. "" if it has no such form.
       outside: the names of the head's tensors.
+      quantized: pairs (model_type, quant_method of its config.json) of quantized weights that are read.
     """
 
     architectures: Mapping[str, tuple[str, ...]]
@@ -95,6 +97,7 @@ class HuggingFace:
     saved: tuple[str, ...] = ()
     prefix: str = ""
     outside: tuple[str, ...] = ()
+    quantized: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,7 @@ def forward(
     scale: float,
     *,
     is_causal: bool = False,
+    window: int = 0,
     cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns attention float[B, T, H, N], by XLA in float32, and the log-sum-exp of its scores float32[B, H, T].
@@ -52,11 +53,12 @@ def forward(
       kernel: "cudnn", or another for XLA's.
       scale: multiplies the scores.
       is_causal: query t sees keys 0 to t.
+      window: of a causal call: query t sees no keys before t - window + 1; 0 for no limit.
       cap: bounds the scores (`softcap`); 0 for no bound. XLA's alone.
     """
     if kernel == "cudnn":
-        return _cudnn("Softmax", is_causal, scale, seen, (q_BTHN, k_BSKN, v_BSKN))
-    scores_BKGTS, seen = _scores(q_BTHN, k_BSKN, seen, scale, is_causal, cap)
+        return _cudnn("Softmax", is_causal, window, scale, seen, (q_BTHN, k_BSKN, v_BSKN))
+    scores_BKGTS, seen = _scores(q_BTHN, k_BSKN, seen, scale, is_causal, window, cap)
     scores_BKGTS = _masked(scores_BKGTS, seen)
     total_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
     weights = jnp.exp(scores_BKGTS - total_BKGT[..., None]).astype(v_BSKN.dtype)
@@ -76,21 +78,22 @@ def backward(
     dy_BTHN: jax.Array,
     *,
     is_causal: bool = False,
+    window: int = 0,
     cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what a block adds to the gradients of q, k and v, in float32 or, by cuDNN, in their dtype.
 
     Args:
-      q_BTHN, k_BSKN, v_BSKN, seen, kernel, scale, is_causal, cap: as of `forward`.
+      q_BTHN, k_BSKN, v_BSKN, seen, kernel, scale, is_causal, window, cap: as of `forward`.
       y_BTHN, l_BHT: attention over the keys of all blocks, and its log-sum-exp, from `finished`.
       dy_BTHN: the gradient of y.
     """
     if kernel == "cudnn":
         arrays = (q_BTHN, k_BSKN, v_BSKN, l_BHT, dy_BTHN.astype(q_BTHN.dtype), y_BTHN.astype(q_BTHN.dtype))
-        return _cudnn("SoftmaxBackward", is_causal, scale, seen, arrays)
+        return _cudnn("SoftmaxBackward", is_causal, window, scale, seen, arrays)
     shape, grouped = q_BTHN.shape, (*q_BTHN.shape[:2], k_BSKN.shape[2], -1, q_BTHN.shape[3])
     dtype = q_BTHN.dtype
-    scores_BKGTS, seen = _scores(q_BTHN, k_BSKN, seen, scale, is_causal, cap)
+    scores_BKGTS, seen = _scores(q_BTHN, k_BSKN, seen, scale, is_causal, window, cap)
     p_BKGTS = jnp.exp(_masked(scores_BKGTS, seen) - l_BHT.reshape(*scores_BKGTS.shape[:-1], 1))
     dy_BTKGN = dy_BTHN.astype(dtype).reshape(grouped)
     sums_BTH = jnp.sum(dy_BTHN.astype(jnp.float32) * y_BTHN.astype(jnp.float32), axis=-1)
@@ -122,7 +125,13 @@ def finished(sum_: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
 
 
 def _scores(
-    q_BTHN: jax.Array, k_BSKN: jax.Array, seen: jax.Array | None, scale: float, is_causal: bool, cap: float
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    seen: jax.Array | None,
+    scale: float,
+    is_causal: bool,
+    window: int,
+    cap: float,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scores, bounded and not masked, and which keys a query sees."""
     batch, queries, _, width = q_BTHN.shape
@@ -130,6 +139,8 @@ def _scores(
     scores_BKGTS = softcap.softcap(_einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN) * scale, cap)
     if is_causal:
         earlier = jnp.tri(queries, k_BSKN.shape[1], dtype=bool)[None]
+        if window:
+            earlier &= ~jnp.tri(queries, k_BSKN.shape[1], -window, dtype=bool)
         seen = earlier if seen is None else seen & earlier
     return scores_BKGTS, seen
 
@@ -144,7 +155,9 @@ def _einsum(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
 
 
-def _cudnn(name: str, is_causal: bool, scale: float, seen: jax.Array | None, arrays: tuple[jax.Array, ...]) -> Any:
+def _cudnn(
+    name: str, is_causal: bool, window: int, scale: float, seen: jax.Array | None, arrays: tuple[jax.Array, ...]
+) -> Any:
     """Returns the outputs of cuDNN's kernel, BTHN arrays and log-sum-exps in float32, as JAX lowers `jax.nn.dot_product_attention`."""
     q, k = arrays[:2]
     is_backward = name.endswith("Backward")
@@ -180,7 +193,7 @@ def _cudnn(name: str, is_causal: bool, scale: float, seen: jax.Array | None, arr
         },
         "dropout_rate": 0.0,
         "seed": 42,
-        "sliding_window_length": 0,
+        "sliding_window_length": window,
         "max_seg_per_batch": 1,
         "is_paged_attention": False,
     }

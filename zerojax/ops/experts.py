@@ -10,6 +10,7 @@ Rows are sorted by expert, so an expert's tokens are a run of rows, and the thre
 Shapes: T tokens, D embed, E experts, K experts of a token, F an expert's width, R = T K rows.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -95,20 +96,23 @@ def apply(
     x_TD: jax.Array,
     routing: Routing,
     gate_EDF: jax.Array,
-    up_EDF: jax.Array,
+    up_EDF: jax.Array | None,
     down_EFD: jax.Array,
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    activation: Callable[..., jax.Array] = jax.nn.silu,
     *,
     capacity: int | None = None,
+    biases: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Returns the weighted sum of each token's experts, down(activation(gate(x)) * up(x)): float[T, D].
 
     Args:
       x_TD: the tokens.
       routing: from `route`.
-      gate_EDF, up_EDF, down_EFD: the experts' matrices.
-      activation: of the gate.
+      gate_EDF, up_EDF, down_EFD: the experts' matrices. Without `up_EDF` the first is both, float[E, D, F, 2], which is one matmul; its
+        entries alternate.
+      activation: of the gate; without `up_EDF` a function of gate and up.
       capacity: the most tokens of an expert; later ones skip it (`kept`). None: no token skips one.
+      biases: float[E, F, 2] and [E, D], of both matmuls, without `up_EDF`; None for none.
     """
     (tokens, top_k), experts = routing.experts_TK.shape, gate_EDF.shape[0]
     expert_R = routing.experts_TK.reshape(-1)
@@ -121,8 +125,14 @@ def apply(
         order_R = jnp.argsort(expert_R, stable=True)
         place_TK = jnp.argsort(order_R).reshape(tokens, top_k)
         x_RD = _spread(x_TD, order_R, place_TK)
-        hidden_RF = activation(_grouped(x_RD, gate_EDF, sizes_E)) * _grouped(x_RD, up_EDF, sizes_E)
-        y_RD = _grouped(hidden_RF, down_EFD, sizes_E)
+        added = _no_bias if biases is None else functools.partial(_with_bias, expert_R[order_R])
+        if up_EDF is None:
+            flat_EDG = gate_EDF.reshape(*gate_EDF.shape[:2], -1)
+            both_RF2 = added(_grouped(x_RD, flat_EDG, sizes_E).reshape(-1, *gate_EDF.shape[2:]), biases and biases[0])
+            hidden_RF = activation(both_RF2[..., 0], both_RF2[..., 1])
+        else:
+            hidden_RF = activation(_grouped(x_RD, gate_EDF, sizes_E)) * _grouped(x_RD, up_EDF, sizes_E)
+        y_RD = added(_grouped(hidden_RF, down_EFD, sizes_E), biases and biases[1])
         y_TKD = _sorted_back(y_RD, order_R, place_TK).astype(jnp.float32)
     return jnp.einsum("tkd,tk->td", y_TKD, weights_TK).astype(x_TD.dtype)
 
@@ -187,6 +197,16 @@ def _devices() -> tuple[str, ...]:
     """Returns the axes of a surrounding `jax.shard_map` along which tokens differ."""
     around = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in mesh_lib.SUMMED if axis in around.manual_axes)
+
+
+def _no_bias(y_RN: jax.Array, bias_EN: jax.Array | None) -> jax.Array:
+    return y_RN
+
+
+def _with_bias(expert_R: jax.Array, y_RN: jax.Array, bias_EN: jax.Array | None) -> jax.Array:
+    """Adds the bias of each row's expert. Its gradient is added up in float32."""
+    assert bias_EN is not None
+    return (y_RN + bias_EN.astype(jnp.float32)[expert_R]).astype(y_RN.dtype)
 
 
 def _grouped(x_RK: jax.Array, matrices_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import specs, traces
 from zerojax.errors import UserError
 from zerojax.ops import attention as attention_lib
-from zerojax.ops import context_attention
+from zerojax.ops import context_attention, sinks
 
 _WHOLE_ROWS: contextvars.ContextVar[bool] = contextvars.ContextVar("whole_rows", default=False)
 AXIS = specs.entry(mesh_lib.TOKENS)  # over which tokens are sharded, as collectives name it
@@ -35,6 +35,7 @@ def attend(
     scale: float | None = None,
     window: int = 0,
     cap: float = 0.0,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Returns attention of this device's queries over all keys of their rows: float[B, T, H, N].
 
@@ -44,7 +45,12 @@ def attend(
       bias: float[H, T, L] or float[B, H, T, L], added to the scores; L keys of all devices.
       mask: bool[B, S], False for this device's keys that no query sees.
       segments_BT: int32[B, T], the number of the text that a token belongs to: it sees no other. Without a mask.
+      sinks_H: of the heads (`sinks`), without a way, a bias and a cap; None for none.
     """
+    if way is not None and sinks_H is not None:
+        raise UserError(
+            "way: attention with sinks needs all tokens of a row on one device; use a mesh without `context`"
+        )
     if way is not None:
         return context_attention.attend(
             q_BTHN,
@@ -68,6 +74,9 @@ def attend(
             "it with python -m zerojax.train, which sets `way`, or use a mesh without `context`"
         )
     seen = mask if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
+    if sinks_H is not None:
+        given = {"sinks_H": sinks_H, "is_causal": is_causal, "mask": seen, "scale": scale, "window": window}
+        return sinks.attend(q_BTHN, k_BSKN, v_BSKN, kernel, **given)
     return attention_lib.attend(
         q_BTHN, k_BSKN, v_BSKN, kernel, is_causal=is_causal, bias=bias, mask=seen, scale=scale, window=window, cap=cap
     )

@@ -121,6 +121,8 @@ def choose(
     lengths(config, family, model)  # refuses those that are too short
     platform = mesh_lib.platform(mesh)
     known = ("xla",) if is_capped(model) else family.attention
+    if has_sinks(model):
+        known = tuple(kernel for kernel in known if kernel != "splash")  # which returns no log-sum-exps
     chosen = attention.choose_kernel(config.model.attention, known, platform, compute_dtype, config.seq_len)
     if config.model.dropout and not hasattr(model, "dropout"):
         raise UserError(
@@ -138,6 +140,11 @@ def choose(
 def is_capped(model: Any) -> bool:
     """Returns whether scores of attention are bounded, which no fused kernel does."""
     return bool(getattr(model, "score_cap", 0.0))
+
+
+def has_sinks(model: Any) -> bool:
+    """Returns whether heads have sinks."""
+    return bool(getattr(model, "has_sinks", False))
 
 
 def lengths(config: settings_lib.Config, family: family_lib.Family, model: Any) -> Mapping[str, int]:
@@ -162,6 +169,10 @@ def way(
         raise UserError(
             f"config.mesh.context: is {ways}, and the head of a classifier reads a text's first token, so a device has all tokens of its "
             "texts; set --config.mesh.context=1"
+        )
+    if has_sinks(model):
+        raise UserError(
+            f"config.mesh.context: is {ways}, and attention with sinks needs all tokens of a row on one device; set --config.mesh.context=1"
         )
     found = parts.lengths(lengths(config, family, model))
     for name, length in found.items():

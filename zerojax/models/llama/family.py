@@ -70,6 +70,16 @@ PRESETS: dict[str, LlamaConfig] = {
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
+_GPT_OSS_ROPE = {  # where a config.json tells none
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
 def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
     """Returns Hugging Face's names.
 
@@ -91,6 +101,7 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
             f"layer_{{}}/attention/{name}/scale": Tensor(f"{attention}.{name}.weight", form=form)
             for name in ("q_norm", "k_norm")
         }
+    found |= {"layer_{}/attention/sinks": Tensor(f"{attention}.sinks")} if c.has_sinks else {}
     found |= _expert_tensors(c) if c.num_experts else {}
     for name in ("gate_up", "down") if c.is_fused else ("gate", "up", "down"):
         found |= _linear(f"layer_{{}}/mlp/{name}", f"{mlp}.{name}_proj", 1, c.mlp_bias)
@@ -98,7 +109,17 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def _expert_tensors(config: LlamaConfig) -> dict[str, Tensor]:
-    """Returns the names of a mixture's tensors; the files have one of each expert."""
+    """Returns the names of a mixture's tensors; the files have one of each expert, but those of gpt-oss one of all."""
+    if config.clamp is not None:
+        mlp = "model.layers.{}.mlp"
+        ours = ("gate_up", "gate_up_bias", "down", "down_bias")
+        theirs = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        found = {f"layer_{{}}/mlp/experts/{o}": Tensor(f"{mlp}.experts.{t}") for o, t in zip(ours, theirs)}
+        for name in ours[:2]:
+            place = f"layer_{{}}/mlp/experts/{name}"
+            found[place] = found[place]._replace(form="pairs")
+        router = {"router": Tensor(f"{mlp}.router.weight", 1), "router_bias": Tensor(f"{mlp}.router.bias")}
+        return found | {f"layer_{{}}/mlp/experts/{ours}": tensor for ours, tensor in router.items()}
     is_mixtral = config.model_type == "mixtral"
     mlp = f"model.layers.{{}}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
     names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -198,6 +219,7 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
         },
         "shared_expert_intermediate_size": lambda: {"shared_expert_intermediate_size": c.shared_dim},
         "qkv_bias": lambda: {"qkv_bias": c.qkv_bias},
+        "swiglu_limit": lambda: dict(zip(("swiglu_limit", "swiglu_alpha"), c.clamp or ())),
     }
     for name in row.reads:
         found |= own.get(name, dict)()
@@ -209,9 +231,9 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
         found["rope_parameters"] = {
             kind: {"rope_theta": own.theta} | _write_scaling(own.scaling) for kind, own in ropes.items()
         }
-    elif c.rope_scaling is not None:
+    elif c.rope_scaling is not None or c.model_type == "gpt_oss":  # whose class scales where nothing is told
         found["rope_scaling"] = _write_scaling(c.rope_scaling)
-        if c.model_type == "phi3":
+        if c.model_type == "phi3" and c.rope_scaling is not None:
             found["original_max_position_embeddings"] = c.rope_scaling.original_length
     if any(windows):
         found |= {"sliding_window": max(windows), "use_sliding_window": True, "max_window_layers": windows.count(0)}
@@ -327,7 +349,7 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> dict[str, An
         "num_experts": f.count(count),
         "experts_per_token": f.count("num_experts_per_tok"),
         "expert_dim": f.count("moe_intermediate_size" if "moe_intermediate_size" in reads else "intermediate_size"),
-        "is_normalised": f.flag("norm_topk_prob", False) or f.raw["model_type"] == "mixtral",
+        "is_normalised": f.flag("norm_topk_prob", False) or f.raw["model_type"] in ("mixtral", "gpt_oss"),
         "dense_layers": tuple(i for i in range(layers) if (i + 1) % step or i in only),
     }
     if found["experts_per_token"] > found["num_experts"]:
@@ -336,6 +358,8 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> dict[str, An
         found["shared_dim"] = f.count("shared_expert_intermediate_size")
     if "qkv_bias" in reads:
         found["qkv_bias"] = f.flag("qkv_bias", True)
+    if "swiglu_limit" in reads:
+        found["clamp"] = f.number("swiglu_limit", 7.0), f.number("swiglu_alpha", 1.702)
     return found
 
 
@@ -355,6 +379,8 @@ def _read_ropes(f: config_json.Fields, head_dim: int, *, nested: bool) -> dict[s
     told = [name for name in ("rope_scaling", "rope_parameters") if f.raw.get(name)]
     if len(told) == 2 and f.raw[told[0]] != f.raw[told[1]]:
         raise f.refuse("rope_scaling", "absent where there are rope_parameters")
+    if not told and f.raw["model_type"] == "gpt_oss":
+        f = config_json.Fields({**f.raw, "rope_parameters": _GPT_OSS_ROPE})
     group = f.group(told[0] if told else "rope_parameters")
     theta = f.number("rope_theta", 10000.0)
     if nested:  # a rotation for layers with a window, and one for the others
@@ -434,7 +460,7 @@ def _read_windows(f: config_json.Fields, kind: str) -> tuple[int, ...]:
     layers, types = f.depth("num_hidden_layers"), f.raw.get("layer_types")
     if kind in ("llama", "olmo2", "granite", "olmoe"):
         return ()
-    if kind in ("gemma2", "gemma3_text", "smollm3"):
+    if kind in ("gemma2", "gemma3_text", "smollm3", "gpt_oss"):
         return _windows_by_type(f, kind, layers)
     is_all = kind in ("mistral", "phi3", "mixtral", "qwen3_moe")  # the class has the window in every layer
     is_window_read = kind in ("mistral", "phi3", "mixtral") or f.flag("use_sliding_window", False)
@@ -456,7 +482,7 @@ def _windows_by_type(f: config_json.Fields, kind: str, layers: int) -> tuple[int
     """Reads the windows of classes that have one in the layers that `layer_types` names, or else in every so many."""
     types, known = f.raw.get("layer_types"), {"full_attention": False, "sliding_attention": True}
     if types is None:
-        every = 2 if kind == "gemma2" else f.count("sliding_window_pattern", 6)
+        every = 2 if kind in ("gemma2", "gpt_oss") else f.count("sliding_window_pattern", 6)
         has_window = [(layer + 1) % every != 0 for layer in range(layers)]
         if kind == "smollm3":
             is_read = f.flag("use_sliding_window", False) and f.raw["sliding_window"] is not None
@@ -500,9 +526,15 @@ FAMILY = family.Family(
         ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
         prefix="model.",
         outside=(HEAD,),
+        quantized=(("gpt_oss", "mxfp4"),),
     ),
     parallel=parallel.Parallel(
-        weights=(*parallel.WEIGHTS, (r"positions/embedding", ("model",))),
+        weights=(
+            *parallel.WEIGHTS,
+            (r"positions/embedding|attention/sinks", ("model",)),
+            (r"/experts/gate_up$", (None, None, "model")),  # [experts, inputs, width, 2]
+            (r"/experts/gate_up_bias", (None, "model")),
+        ),
         activations=(
             *parallel.HEADS,
             *parallel.WIDTH,

@@ -57,6 +57,9 @@ class LlamaConfig:
       shared_dim: the width of an expert that all tokens take, by a weight of its own; 0 for none.
       is_normalised: whether the weights of a token's experts have a sum of 1.
       dense_layers: the numbers of layers whose MLP is no mixture all the same.
+      has_sinks: whether each head has a sink (`ops.sinks`).
+      clamp: (limit, slope) of the activation of gpt-oss's experts (`experts.clamped_gate`), which have biases, as their router has; None:
+        they are down(activation(gate) * up) without biases.
       model_type: the name of the row in Hugging Face's config.json.
     """
 
@@ -104,6 +107,8 @@ class LlamaConfig:
     shared_dim: int = 0
     is_normalised: bool = True
     dense_layers: tuple[int, ...] = ()
+    has_sinks: bool = False
+    clamp: tuple[float, float] | None = None
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer's MLP is a mixture of experts."""
@@ -172,6 +177,7 @@ class Attention(nn.Module):
                 k_BTKN = turn(k_BTKN, positions_BT)
         if not c.qk_norm:  # the norms' gradients read the matmuls' results
             q_BTHN, k_BTKN, v_BTKN = map(residuals.in_place, (q_BTHN, k_BTKN, v_BTKN))
+        sinks_H = self.param("sinks", nn.initializers.normal(0.02), (c.num_heads,)) if c.has_sinks else None
         with jax.named_scope("attention"):
             y_BTHN, keys = decoding.attend(
                 q_BTHN,
@@ -186,6 +192,7 @@ class Attention(nn.Module):
                 way=c.way,
                 cap=c.score_cap,
                 turned=turned,
+                sinks_H=sinks_H,
             )
         out = layers.Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), use_bias=c.o_bias, name="o")
         return out(y_BTHN), keys
@@ -236,7 +243,15 @@ class Mixture(nn.Module):
         router = (("normalised", c.is_normalised),)
         stddevs = (0.02, 0.02, _residual_stddev(c))
         y_BTD = experts.Experts(
-            c.num_experts, c.experts_per_token, c.expert_dim, c.activation, router, stddevs=stddevs, name="experts"
+            c.num_experts,
+            c.experts_per_token,
+            c.expert_dim,
+            c.activation,
+            router,
+            has_router_bias=c.clamp is not None,
+            clamp=c.clamp,
+            stddevs=stddevs,
+            name="experts",
         )(x_BTD)
         if not c.shared_dim:
             return y_BTD
@@ -442,7 +457,8 @@ def flops_per_token(config: LlamaConfig, seq_len: int, per_weight: float = 6.0) 
     used = count_params(c) - (0 if c.tie_embeddings else c.vocab_size * c.embed_dim)
     used -= c.max_seq_len * c.embed_dim if c.has_positions else 0
     skipped = sum(map(c.has_experts, range(c.num_layers))) * (c.num_experts - c.experts_per_token)
-    used -= skipped * 3 * c.embed_dim * c.expert_dim  # a token multiplies the weights of its experts alone
+    biases = 0 if c.clamp is None else 2 * c.expert_dim + c.embed_dim
+    used -= skipped * (3 * c.embed_dim * c.expert_dim + biases)  # a token multiplies the weights of its experts alone
     spans = [min(c.window_of(layer) or seq_len, seq_len) for layer in range(c.num_layers)]
     seen = sum(2 * span - span**2 / seq_len for span in spans)  # twice the mean over a row's tokens
     return per_weight * used + 6.0 * c.num_heads * c.head_dim * seen

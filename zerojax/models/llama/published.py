@@ -1,6 +1,7 @@
 """Shapes of published relatives of Llama. This module is a table: preset -> config, as in the config.json that its authors publish."""
 
 import functools
+import math
 
 from zerojax.models.llama.model import LlamaConfig
 from zerojax.models.llama.rope import Rope, Scaling
@@ -80,7 +81,31 @@ _qwen3_moe = functools.partial(
     model_type="qwen3_moe",
 )
 
+# gpt-oss, arXiv:2508.10925, table 1.
+_gpt_oss = functools.partial(
+    LlamaConfig,
+    201088,
+    embed_dim=2880,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    mlp_dim=2880,
+    max_seq_len=131072,
+    rope_theta=150000.0,
+    rope_scaling=Scaling("yarn", 32.0, 1.0, 32.0, 4096, 0.1 * math.log(32) + 1, is_whole=False),
+    windows=(128, _ALL),
+    qkv_bias=True,
+    o_bias=True,
+    has_sinks=True,
+    experts_per_token=4,
+    expert_dim=2880,
+    clamp=(7.0, 1.702),
+    model_type="gpt_oss",
+)
+
 PRESETS: dict[str, LlamaConfig] = {
+    "gpt_oss_20b": _gpt_oss(24, num_experts=32),
+    "gpt_oss_120b": _gpt_oss(36, num_experts=128),
     "mixtral_8x7b": _mixtral(
         32000, 32, embed_dim=4096, num_heads=32, mlp_dim=14336, expert_dim=14336, max_seq_len=32768
     ),

@@ -132,6 +132,23 @@ ROWS: dict[str, ModelType] = {
             "num_experts_per_tok": 8,
         },
     ),
+    "gpt_oss": ModelType(
+        "GptOssForCausalLM",
+        {"has_sinks": True},
+        reads=("attention_bias", "layer_types", "num_local_experts", "swiglu_limit"),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        },
+    ),
     "granite": ModelType(
         "GraniteForCausalLM",
         reads=(*_BIASES, "attention_multiplier"),

@@ -1,0 +1,72 @@
+"""Compares attention with sinks with a softmax over one score more. This module tests zerojax.ops.sinks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.ops import sinks, tokens
+
+ROUNDING = 2e-6  # float32 sums in another order
+QUERIES, HEADS, KV_HEADS = 9, 4, 2
+
+
+def drawn(keys=QUERIES):
+    random = np.random.default_rng(0)
+    shapes = (2, QUERIES, HEADS, 8), (2, keys, KV_HEADS, 8), (2, keys, KV_HEADS, 8), (HEADS,)
+    return [random.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def plain(q, k, v, sinks_H, seen, scale):
+    """A softmax over all keys and the sink, by numpy's rules."""
+    k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v))
+    scores = jnp.einsum("bthn,bshn->bhts", q, k, precision="highest") * scale
+    scores = jnp.where(seen, scores, -jnp.inf)
+    sink = jnp.broadcast_to(sinks_H[None, :, None, None], (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
+    return jnp.einsum("bhts,bshn->bthn", weights, v, precision="highest")
+
+
+DISTANCE = np.arange(QUERIES)[:, None] - np.arange(QUERIES)
+PADDING = np.arange(QUERIES) < np.array([[9], [4]])
+TEXTS = np.broadcast_to(np.arange(QUERIES) // 5 == (np.arange(QUERIES) // 5)[:, None], (2, QUERIES, QUERIES))
+CASES = {
+    "causal": ({"is_causal": True}, DISTANCE >= 0),
+    "window": ({"is_causal": True, "window": 3, "scale": 0.2}, (DISTANCE >= 0) & (DISTANCE < 3)),
+    "a window of all": ({"is_causal": True, "window": 9}, DISTANCE >= 0),
+    "padding": ({"is_causal": True, "mask": PADDING}, (DISTANCE >= 0) & PADDING[:, None, None]),
+    "texts": ({"is_causal": True, "mask": TEXTS}, (DISTANCE >= 0) & TEXTS[:, None]),
+    "no key": ({"is_causal": False, "mask": np.zeros((2, QUERIES), bool)}, np.zeros((QUERIES, QUERIES), bool)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sink_is_one_score_more_without_a_value_and_so_are_its_gradients(name):
+    given, seen = CASES[name]
+    q, k, v, sinks_H = drawn()
+    dy = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+
+    def own(q, k, v, sinks_H):
+        return sinks.attend(q, k, v, "splash", sinks_H=sinks_H, **given)
+
+    y, pull = jax.vjp(own, q, k, v, sinks_H)
+    expected, theirs = jax.vjp(lambda *args: plain(*args, seen, given.get("scale", 8**-0.5)), q, k, v, sinks_H)
+    np.testing.assert_allclose(y, expected, atol=ROUNDING)
+    for found, wanted in zip(pull(dy), theirs(dy)):
+        np.testing.assert_allclose(found, wanted, atol=5 * ROUNDING)
+
+
+def test_each_device_has_the_sinks_of_its_heads():
+    q, k, v, sinks_H = drawn()
+    mesh = zerojax.make_mesh(data=1, model=2, devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda *args: sinks.attend(*args[:3], "xla", sinks_H=args[3], is_causal=True))(q, k, v, sinks_H)
+    np.testing.assert_allclose(y, plain(q, k, v, sinks_H, DISTANCE >= 0, 8**-0.5), atol=ROUNDING)
+
+
+def test_tokens_that_are_sharded_are_refused():
+    q, k, v, sinks_H = drawn()
+    way = zerojax.ops.context_attention.choose(heads=4, kv_heads=2, ways=1, length=9, is_causal=True)
+    with pytest.raises(zerojax.UserError, match="sinks needs all tokens of a row on one device"):
+        tokens.attend(q, k, v, "xla", way=way, is_causal=True, sinks_H=sinks_H)
