@@ -331,7 +331,7 @@ def _canonical(
     family: family_lib.Family, raw: Mapping[str, Any], entries: Mapping[str, tensor_files.Entry]
 ) -> dict[str, Any]:
     """Returns the tensors without those that hold no weights, and without copies of tied weights, by the names of the full model."""
-    table, found = family.huggingface, dict(entries)
+    table, found = family.huggingface, dict[str, Any](entries)
     if any(method == mxfp4.METHOD and kind == raw["model_type"] for kind, method in table.quantized):
         found = mxfp4.joined(found)
     for old, new in table.renamed:

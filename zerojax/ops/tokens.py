@@ -75,8 +75,9 @@ def attend(
         )
     seen = mask if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
     if sinks_H is not None:
-        given = {"sinks_H": sinks_H, "is_causal": is_causal, "mask": seen, "scale": scale, "window": window}
-        return sinks.attend(q_BTHN, k_BSKN, v_BSKN, kernel, **given)
+        return sinks.attend(
+            q_BTHN, k_BSKN, v_BSKN, kernel, sinks_H=sinks_H, is_causal=is_causal, mask=seen, scale=scale, window=window
+        )
     return attention_lib.attend(
         q_BTHN, k_BSKN, v_BSKN, kernel, is_causal=is_causal, bias=bias, mask=seen, scale=scale, window=window, cap=cap
     )

@@ -119,7 +119,7 @@ def _expert_tensors(config: LlamaConfig) -> dict[str, Tensor]:
             place = f"layer_{{}}/mlp/experts/{name}"
             found[place] = found[place]._replace(form="pairs")
         router = {"router": Tensor(f"{mlp}.router.weight", 1), "router_bias": Tensor(f"{mlp}.router.bias")}
-        return found | {f"layer_{{}}/mlp/experts/{ours}": tensor for ours, tensor in router.items()}
+        return found | {f"layer_{{}}/mlp/experts/{name}": tensor for name, tensor in router.items()}
     is_mixtral = config.model_type == "mixtral"
     mlp = f"model.layers.{{}}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
     names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
