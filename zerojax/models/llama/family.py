@@ -112,10 +112,10 @@ def _expert_tensors(config: LlamaConfig) -> dict[str, Tensor]:
     """Returns the names of a mixture's tensors; the files have one of each expert, but those of gpt-oss one of all."""
     if config.clamp is not None:
         mlp = "model.layers.{}.mlp"
-        ours = ("gate_up", "gate_up_bias", "down", "down_bias")
+        own = ("gate_up", "gate_up_bias", "down", "down_bias")
         theirs = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-        found = {f"layer_{{}}/mlp/experts/{o}": Tensor(f"{mlp}.experts.{t}") for o, t in zip(ours, theirs)}
-        for name in ours[:2]:
+        found = {f"layer_{{}}/mlp/experts/{o}": Tensor(f"{mlp}.experts.{t}") for o, t in zip(own, theirs)}
+        for name in own[:2]:
             place = f"layer_{{}}/mlp/experts/{name}"
             found[place] = found[place]._replace(form="pairs")
         router = {"router": Tensor(f"{mlp}.router.weight", 1), "router_bias": Tensor(f"{mlp}.router.bias")}
