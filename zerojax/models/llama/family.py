@@ -113,8 +113,8 @@ def _expert_tensors(config: LlamaConfig) -> dict[str, Tensor]:
     if config.clamp is not None:
         mlp = "model.layers.{}.mlp"
         own = ("gate_up", "gate_up_bias", "down", "down_bias")
-        theirs = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-        found = {f"layer_{{}}/mlp/experts/{o}": Tensor(f"{mlp}.experts.{t}") for o, t in zip(own, theirs)}
+        stored = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        found = {f"layer_{{}}/mlp/experts/{o}": Tensor(f"{mlp}.experts.{t}") for o, t in zip(own, stored)}
         for name in own[:2]:
             place = f"layer_{{}}/mlp/experts/{name}"
             found[place] = found[place]._replace(form="pairs")
