@@ -35,12 +35,12 @@ SAMPLES, SAMPLE_BYTES = 8, 512  # of a tensor, for the fingerprint of a folder
 MOST_BYTES = 2**30  # of the shards that are read at a time, unless one shard is larger
 
 
-Entry = tensor_files.Entry | mxfp4.Packed
+Entry = tensor_files.Entry | mxfp4.PackedEntry
 
 
 def stored_dtype(entry: Entry) -> np.dtype:
     """Returns the dtype of a tensor of weights; of one in MXFP4 bfloat16, which holds all its numbers."""
-    return tensor_files.DTYPES["BF16" if isinstance(entry, mxfp4.Packed) else entry.dtype]
+    return tensor_files.DTYPES["BF16" if isinstance(entry, mxfp4.PackedEntry) else entry.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,9 @@ def check_files(source: TensorFiles) -> None:
     """
     if source.first_read.acquire(blocking=False):
         entries = list(source.entries.values())
-        files = {entry.file for entry in entries + [one.scales for one in entries if isinstance(one, mxfp4.Packed)]}
+        files = {
+            entry.file for entry in entries + [one.scales for one in entries if isinstance(one, mxfp4.PackedEntry)]
+        }
         tensor_files.check(files, slice(jax.process_index(), None, jax.process_count()))
 
 
@@ -221,7 +223,7 @@ def read_shard(
 
 
 def _read_slice(entry: Entry, tensor: layout.ModelTensor, index: list[slice], dtype: DTypeLike) -> np.ndarray:
-    if isinstance(entry, mxfp4.Packed):
+    if isinstance(entry, mxfp4.PackedEntry):
         return mxfp4.read(entry, tensor.leaf_shape, index, dtype)
     return tensor_files.read(entry, tensor.view, tensor.source_index(index), tensor.order, dtype)
 

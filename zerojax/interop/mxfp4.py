@@ -24,7 +24,7 @@ _VALUES = np.concatenate([_HALF, -_HALF])
 _PAIRS = np.stack([_VALUES[np.arange(256) & 15], _VALUES[np.arange(256) >> 4]], axis=1)  # of each byte: float32[256, 2]
 
 
-class Packed(NamedTuple):
+class PackedEntry(NamedTuple):
     """One matrix in files, in place of an `Entry`: its shape is that of the floats, and `start` the first byte of its blocks."""
 
     file: pathlib.Path
@@ -39,13 +39,13 @@ class Packed(NamedTuple):
         return math.prod(self.shape) // 2
 
 
-def joined(entries: Mapping[str, tensor_files.Entry]) -> dict[str, tensor_files.Entry | Packed]:
-    """Returns tensors in which one `Packed` takes the place of each pair of blocks and scales.
+def joined(entries: Mapping[str, tensor_files.Entry]) -> dict[str, tensor_files.Entry | PackedEntry]:
+    """Returns tensors in which one `PackedEntry` takes the place of each pair of blocks and scales.
 
     Raises:
       UserError: a tensor of blocks has no scales, or they do not fit together.
     """
-    found: dict[str, tensor_files.Entry | Packed] = dict(entries)
+    found: dict[str, tensor_files.Entry | PackedEntry] = dict(entries)
     for name in [name for name in entries if name.endswith("_blocks")]:
         matrix = re.sub("_blocks$", "", name)
         blocks, scales = entries[name], entries.get(f"{matrix}_scales")
@@ -61,11 +61,11 @@ def joined(entries: Mapping[str, tensor_files.Entry]) -> dict[str, tensor_files.
                 "folder again"
             )
         del found[name], found[f"{matrix}_scales"]
-        found[matrix] = Packed(blocks.file, DTYPE, (count, groups * GROUP, outputs), blocks.start, scales)
+        found[matrix] = PackedEntry(blocks.file, DTYPE, (count, groups * GROUP, outputs), blocks.start, scales)
     return found
 
 
-def read(packed: Packed, shape: Sequence[int], index: Sequence[slice], dtype: DTypeLike) -> np.ndarray:
+def read(packed: PackedEntry, shape: Sequence[int], index: Sequence[slice], dtype: DTypeLike) -> np.ndarray:
     """Reads a slice of a matrix, an expert at a time.
 
     Args:
