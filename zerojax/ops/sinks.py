@@ -1,7 +1,7 @@
-"""Attention whose heads each have a sink: a learned score that takes a share of a query's attention, and gives nothing (gpt-oss,
-arXiv:2508.10925, section 2.3).
+"""Attention whose heads each have a sink (gpt-oss, arXiv:2508.10925, section 2.3). This module adds it to any kernel.
 
-With l the log-sum-exp of a query's scores and s its head's sink, a sink is one more block of keys, whose values are 0:
+A sink is a learned score that takes a share of a query's attention, and gives nothing. With l the log-sum-exp of the
+query's scores and s its head's sink, it is one more block of keys, whose values are 0:
 
     l' = log(exp(l) + exp(s))    y' = exp(l - l') y    ds = -sum exp(s - l') (dy' y')
 
