@@ -48,7 +48,7 @@ def started(commands, *flags, **environ):
 
 @pytest.fixture(scope="module")
 def served(commands):
-    with started(commands, ZEROJAX_API_KEY=KEY) as found:
+    with started(commands, "--adapter", f"tuned={LLAMA / 'lora'}", ZEROJAX_API_KEY=KEY) as found:
         yield found
 
 
@@ -73,11 +73,16 @@ def test_openais_client_gets_the_tokens_of_transformers_whole_and_as_a_stream(se
     wanted = [row[len(prompts[0]) :].tolist() for row in expected["generated"]]
     ask = {"model": "llama", "prompt": prompts, "max_tokens": len(wanted[0]), "temperature": 0}
     with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["llama"]
+        assert [model.id for model in client.models.list()] == ["llama", "tuned"]
         texts = [choice.text for choice in client.completions.create(**ask).choices]
         for text, row in zip(texts, wanted):
             found = list(map(int, text.split()))
             assert found and found == row[: len(found)]
+        adapted = golden_models.expected("llama/lora")
+        asked = {**ask, "model": "tuned", "prompt": adapted["input_ids"].tolist()}
+        for choice, row in zip(client.completions.create(**asked).choices, adapted["generated"][:, len(prompts[0]) :]):
+            found = list(map(int, choice.text.split()))
+            assert found and found == row[: len(found)].tolist()
         streamed = [""] * len(prompts)
         for chunk in client.completions.create(**ask, stream=True):
             for choice in chunk.choices:
@@ -163,6 +168,9 @@ WRONG = {
     "--port: must be from 0": (LLAMA, "--port", 65536),
     "--host: is empty": (LLAMA, "--host", ""),
     "--host 192.0.2.1, --port 0: cannot be served": (LLAMA, "--host", "192.0.2.1"),
+    "--adapter x: must be NAME=FOLDER": (LLAMA, "--adapter", "x"),
+    "--adapter llama=x: must be NAME=FOLDER, with a name that nothing else has": (LLAMA, "--adapter", "llama=x"),
+    "qwen2: holds no adapter_config.json": (LLAMA, "--adapter", f"x={golden_models.FOLDER / 'qwen2'}"),
     "--slots: must be 1 or more, and is 0": (LLAMA, "--slots", 0),
     "--max_seconds: must be above 0, and is nan": (LLAMA, "--max_seconds", "nan"),
     "--key_file nowhere: cannot be read": (LLAMA, "--key_file", "nowhere"),

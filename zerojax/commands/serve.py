@@ -53,11 +53,11 @@ def _serve() -> int:
                 file=sys.stderr,
                 flush=True,
             )
-        engine, words, name = _model(given)
+        engine, words, name, adapters = _model(given)
         limits = app.Limits(
             given.queue, given.max_seconds, given.max_body, min(given.max_seconds, app.Limits.body_seconds)
         )
-        service = app.Service(engine, words, name=name, limits=limits, key=key)
+        service = app.Service(engine, words, name=name, adapters=adapters, limits=limits, key=key)
         service.start()
         server.serve(service, bound, lambda: print(f"zerojax: {name} is served at {server.url(bound)}", flush=True))
     service.stop(_LAST)
@@ -66,8 +66,8 @@ def _serve() -> int:
     return 0
 
 
-def _model(given: argparse.Namespace) -> tuple[engine_lib.Engine, words_lib.Words, str]:
-    """Returns the engine of a folder, its texts and its name."""
+def _model(given: argparse.Namespace) -> tuple[engine_lib.Engine, words_lib.Words, str, list[str]]:
+    """Returns the engine of a folder, its texts, its name and those of its adapters."""
     devices.emulate_cpu_devices(given.emulate_devices)
     folder = folder_lib.open_folder(given.folder)
     if folder.family.is_classifier:
@@ -76,7 +76,7 @@ def _model(given: argparse.Namespace) -> tuple[engine_lib.Engine, words_lib.Word
         )
     words = words_lib.of_folder(folder, given.chat_template)
     name = given.name or pathlib.Path(given.folder).resolve().name
-    ways = given.tensor_parallel
+    named, ways = _adapters(name, given.adapter), given.tensor_parallel
     if ways > len(jax.devices()):
         raise UserError(f"--tensor_parallel: is {ways}, and there are {len(jax.devices())} devices; lower it")
     for setting in pretrained.unread_settings(folder):
@@ -85,10 +85,24 @@ def _model(given: argparse.Namespace) -> tuple[engine_lib.Engine, words_lib.Word
     dtype = huggingface.DTYPES.get(given.dtype)
     loaded = pretrained.load_huggingface(folder.path, mesh=mesh, stage=0, dtype=dtype)
     sizes = {"slots": given.slots, "max_len": given.max_len, "max_inputs": given.max_inputs, "chunk": given.chunk}
-    engine = engine_lib.Engine(loaded, format=given.format, text_of=words.text_of, **sizes)
+    adapters = {own: loaded.read_adapter(path) for own, path in named.items()}
+    engine = engine_lib.Engine(loaded, format=given.format, adapters=adapters, text_of=words.text_of, **sizes)
     if given.warm_up:
         engine.warm_up()
-    return engine, words, name
+    return engine, words, name, list(adapters)
+
+
+def _adapters(name: str, words: list[str]) -> dict[str, str]:
+    """Returns the folders of adapters by their names, which are apart from the model's."""
+    found: dict[str, str] = {}
+    for word in words:
+        own, _, path = word.partition("=")
+        if not own or not path or own in found or own == name:
+            raise UserError(
+                f"--adapter {word}: must be NAME=FOLDER, with a name that nothing else has; the model is {name!r}"
+            )
+        found[own] = path
+    return found
 
 
 def _key(path: str | None) -> str:
@@ -120,6 +134,13 @@ def _parse(words: list[str]) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine alone)")
     add("--port", type=int, default=8000, help="the port; 0 takes a free one (8000)")
     add("--name", default="", help="the model's name in requests (that of the folder)")
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a folder of PEFT that requests name as their model; may be given several times",
+    )
     add(
         "--key_file",
         help=f"a file with the API key that requests must send; by default the key is that of {KEY}, if it is set",

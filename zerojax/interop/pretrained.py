@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
@@ -18,6 +19,7 @@ from zerojax.errors import UserError
 from zerojax.inference import classify, generate, sampling
 from zerojax.interop import adapted, huggingface, merged, peft
 from zerojax.interop import folder as folder_lib
+from zerojax.lora import adapters as adapters_lib
 from zerojax.lora import families, settings, targets
 from zerojax.models import family as family_lib
 from zerojax.ops import losses
@@ -161,6 +163,27 @@ class Pretrained:
         if not self.family.is_classifier:
             raise UserError(f"classifier: the model of {self.folder.path} has no classes; use `generator`")
         return classify.make_classifier(self.family, self.config, self.partition, compute_dtype=compute_dtype)
+
+    def read_adapter(self, path: str | os.PathLike) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Reads a folder of PEFT for `zerojax.Engine(adapters=...)`: {module's path: (A float32[inputs, r], scale * B float32[r, outputs])}.
+
+        Raises:
+          UserError: the folder is not one of an adapter of this model, or trains modules in full.
+        """
+        opened = peft.open_adapter(path, self.folder.family, self.config)
+        chosen = opened.chosen
+        if chosen.saved:
+            raise UserError(
+                f"{opened.path}: trains {chosen.saved[0]} in full, and an adapter beside others has only low ranks; merge it (zerojax merge)"
+            )
+        same = NamedSharding(self.partition.mesh, P())
+        shapes = adapters_lib.shapes(chosen)
+        wanted = {leaf: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=same) for leaf, shape in shapes.items()}
+        found = jax.tree.map(np.asarray, peft.read_leaves(opened, wanted))
+        return {
+            module: (found[f"{module}/{targets.A}"], found[f"{module}/{targets.B}"] * np.float32(chosen.scale(module)))
+            for module in chosen.adapted
+        }
 
     def _inputs(self, batch: Mapping[str, Any]) -> tuple[dict[str, jax.Array], jax.Array]:
         """Returns a family's inputs and tokens."""

@@ -66,6 +66,7 @@ class Service:
       engine: answers; nobody else calls it.
       words: the model's texts, of which the engine has `text_of`.
       name: the model's.
+      adapters: the names of the engine's adapters, which requests name in place of the model.
       limits: what is taken.
       key: the API key; "" for none.
 
@@ -80,12 +81,14 @@ class Service:
         words: words_lib.Words,
         *,
         name: str,
+        adapters: Sequence[str] = (),
         limits: Limits,
         key: str = "",
     ):
         self._worker, self._words, self._name = worker_lib.Worker(engine, self._wake_all), words, name
         self._limits, self._key, self._most = limits, key.encode(), engine.slots + limits.queue
         self._counts, self._created = counts_lib.Counts(), int(time.time())
+        self._adapters = {name: ""} | {adapter: adapter for adapter in adapters}  # by the names of requests
         self._calls: set[_Answering] = set()
         self.is_draining, self.active = False, 0
 
@@ -168,7 +171,7 @@ class Service:
         return PlainTextResponse(self._counts.text(gauges), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: http.Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(self._name)]})
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._adapters]})
 
     async def _model(self, request: http.Request) -> Response:
         self._check_model(name := request.path_params["name"])
@@ -176,11 +179,12 @@ class Service:
 
     def _described(self, name: str) -> dict[str, Any]:
         most = self._worker.engine.max_len
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "zerojax", "max_model_len": most}
+        found = {"id": name, "object": "model", "created": self._created, "owned_by": "zerojax", "max_model_len": most}
+        return found | ({"parent": self._name} if self._adapters[name] else {})
 
     def _check_model(self, name: str) -> None:
-        if name != self._name:
-            line = f"model: {errors.shown(name, 80)} is not served; known: {self._name}"
+        if name not in self._adapters:
+            line = f"model: {errors.shown(name, 80)} is not served; {errors.choose(name, self._adapters)}"
             raise NotAnswered(404, line, "model", "model_not_found")
 
     async def _completions(self, request: http.Request) -> Response:
@@ -202,7 +206,8 @@ class Service:
         self._check_takes()  # the server may have begun to end while the body came
         call = _Answering(self._worker, began, self._limits.seconds)
         try:
-            listed = [call.request(prompt, settings) for prompt, settings in _each(prompts, asked)]
+            adapter = {"adapter": self._adapters[asked.model]}
+            listed = [call.request(prompt, settings | adapter) for prompt, settings in _each(prompts, asked)]
         except UserError as error:
             raise NotAnswered.by(error) from error
         if self.active + len(listed) > self._most:

@@ -3,7 +3,7 @@
 Shapes: B rows, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ import numpy as np
 
 
 class Draws(NamedTuple):
-    """The settings of each row, [B]; see `requests.RequestSettings`. `most` is the most new tokens, `is_live` whether a row gets tokens."""
+    """The settings of each row, [B]; see `requests.RequestSettings`. `most` is the most new tokens, `is_live` whether a row gets tokens,
+    `adapter` the number of the row's adapter (`adapters`)."""
 
     is_live: jax.Array
     most: jax.Array
@@ -22,13 +23,15 @@ class Draws(NamedTuple):
     penalty: jax.Array
     seed: jax.Array
     stream: jax.Array
+    adapter: jax.Array
 
     @classmethod
     def of_rows(cls, rows: int) -> "Draws":
         """Returns the settings of rows without requests, as NumPy arrays."""
         whole, real = (lambda value: np.full(rows, value, np.int32)), (lambda value: np.full(rows, value, np.float32))
         seeds = np.zeros(rows, np.uint32)
-        return cls(np.zeros(rows, bool), whole(1), real(0), whole(0), real(1), real(0), real(1), seeds, seeds.copy())  # type: ignore[arg-type]
+        settings: Any = (whole(1), real(0), whole(0), real(1), real(0), real(1), seeds, seeds.copy(), whole(0))
+        return cls(np.zeros(rows, bool), *settings)  # type: ignore[arg-type]
 
 
 def draw(scores_BV: jax.Array, draws: Draws, counts_B: jax.Array, seen_BV: jax.Array) -> jax.Array:

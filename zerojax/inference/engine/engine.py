@@ -10,7 +10,7 @@ while the devices run the next one, so a row may run one step beyond its end; th
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from zerojax import errors
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
+from zerojax.inference.engine import adapters as adapters_lib
 from zerojax.inference.engine import draws as draws_lib
 from zerojax.inference.engine import growing, programs, requests, weights
 from zerojax.models import family as family_lib
@@ -44,6 +46,7 @@ class _Slot:
     source: int = 0
     is_live: bool = False
     used: int = 0
+    adapter: int = adapters_lib.NONE
 
 
 class Engine:
@@ -63,6 +66,7 @@ class Engine:
       prefill_tokens: the tokens of prompts that a step reads; None: `chunk`.
       reuses: whether a prompt whose beginning a slot holds is read from there.
       is_gathered: weights stay sharded as they are and are gathered where they are used, for each token. It saves memory, not time.
+      adapters: the low-rank adapters that requests name, by their names; see `Pretrained.read_adapter`.
       text_of: f(token ids) -> their text, for stop strings and the requests' `text`.
 
     Raises:
@@ -84,6 +88,7 @@ class Engine:
         prefill_tokens: int | None = None,
         reuses: bool = True,
         is_gathered: bool = False,
+        adapters: Mapping[str, adapters_lib.LowRank] | None = None,
         text_of: Callable[[list[int]], str] | None = None,
     ):
         sizes = {"slots": slots, "max_len": max_len, "max_inputs": max_inputs, "chunk": chunk, "together": together}
@@ -104,6 +109,11 @@ class Engine:
                 f"format: {format} quantizes plain weights that stay where they are; "
                 + ("merge the adapters first (zerojax merge)" if has_adapters else "omit is_gathered")
             )
+        if adapters and (has_adapters or is_gathered):
+            raise UserError(
+                "adapters: are for plain weights that stay where they are; "
+                + ("the model was loaded with one, load it without" if has_adapters else "omit is_gathered")
+            )
         limit = family.positions(model.config)
         self._inputs = min(max_inputs, limit or max_inputs) if family.is_encoder_decoder else 0
         max_len = min(max_len, limit or max_len)
@@ -121,6 +131,9 @@ class Engine:
             self._params = params
         else:
             self._params = weights.placed(family, config, params, mesh, dtype, format)
+        if adapters:
+            known = weights.linear_modules(family, config, params)
+            self._params = adapters_lib.added(self._params, adapters, known, mesh)
 
         def around(function: Callable[..., Any]) -> Callable[..., Any]:
             if not is_gathered:
@@ -134,7 +147,10 @@ class Engine:
         self._chunk = self._inputs or min(chunk, max_len)  # an encoder reads its prompt at once
         self._budget = prefill_tokens or self._chunk
         kernels = None if has_adapters or is_gathered else weights.kernels_of(mesh)
-        self._programs = programs.Programs(family, config, mesh, shape, model.special, around, kernels, axes)
+        self._programs = programs.Programs(
+            family, config, mesh, shape, model.special, around, kernels, axes, bool(adapters)
+        )
+        self._adapters = {"": adapters_lib.NONE} | {name: n for n, name in enumerate(adapters or (), 1)}
         self._caches, self._rows = self._programs.empty(self._params)
         self._slots = [_Slot() for _ in range(slots)]
         self._draws = draws_lib.Draws.of_rows(slots)
@@ -219,6 +235,10 @@ class Engine:
         for name, values in (("prompt", ids), ("stop_ids", np.asarray(chosen.stop_ids, np.int64))):
             if wrong := values[(values < 0) | (values >= vocab)].tolist():
                 raise UserError(f"{name}: holds {wrong[0]}, and the model knows ids from 0 to {vocab - 1}")
+        if chosen.adapter not in self._adapters:
+            raise UserError(
+                f"adapter: {errors.shown(chosen.adapter, 80)} is not there; {errors.choose(chosen.adapter, filter(None, self._adapters))}"
+            )
         if chosen.stop_strings and self._text_of is None:
             raise UserError("stop_strings: need a tokenizer, and the engine has none; give stop_ids, or pass text_of")
         before, most = (1, self._inputs) if self._inputs else (ids.size, self.max_len - 1)
@@ -263,11 +283,10 @@ class Engine:
             request = self._waiting.popleft()
             source, shared = self._held(request)
             own = source if shared and source in free else min(free, key=lambda number: self._slots[number].used)
-            slot = self._slots[own]
-            self._slots[own] = _Slot(request, slot.text if own == source else [], shared, source, False, self._clock)
-            self._slots[own].text = self._slots[source].text[:shared] if shared else []
+            chosen, text = request.settings, self._slots[source].text[:shared] if shared else []
+            adapter = self._adapters[chosen.adapter]
+            self._slots[own] = _Slot(request, text, shared, source, False, self._clock, adapter)
             request.reused = shared
-            chosen = request.settings
             values = (
                 False,
                 request.most,
@@ -278,6 +297,7 @@ class Engine:
                 chosen.repetition_penalty,
                 chosen.seed,
                 chosen.stream,
+                adapter,
             )
             for array, value in zip(self._draws, values):
                 array[own] = value
@@ -291,11 +311,11 @@ class Engine:
         """Returns the slot that holds most of a prompt's beginning, and how many tokens; its last token is always read."""
         if not self._reuses or self._inputs:
             return 0, 0
-        prompt = request.prompt[:-1]
+        prompt, adapter = request.prompt[:-1], self._adapters[request.settings.adapter]
         best, shared = 0, 0
         for number, slot in enumerate(self._slots):
             length = min(len(slot.text), len(prompt))
-            if length <= shared:
+            if length <= shared or slot.adapter != adapter:
                 continue
             differs = np.flatnonzero(np.asarray(slot.text[:length]) != prompt[:length])
             length = int(differs[0]) if differs.size else length

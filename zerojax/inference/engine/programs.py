@@ -9,6 +9,7 @@ Tokens, positions and counts of the rows stay on the devices, so the host sends 
 Shapes: B slots, R rows of a call, T tokens of a call, V vocabulary.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -21,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import specs
+from zerojax.inference.engine import adapters, requests, weights
 from zerojax.inference.engine import draws as draws_lib
-from zerojax.inference.engine import requests, weights
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.tree import Leaf, PyTree
@@ -73,6 +74,7 @@ class Programs:
       around: wraps a function of the weights, such as `family.extend`, so that it takes them as they are stored.
       kernels: the implementation of kernels; None for none.
       rows_axes: mesh axes over which slots are sharded.
+      has_adapters: whether the weights have adapters beside them (`adapters.added`).
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class Programs:
         around: Callable[[Callable[..., Any]], Callable[..., Any]],
         kernels: str | None,
         rows_axes: tuple[str, ...],
+        has_adapters: bool = False,
     ):
+        self._has_adapters = has_adapters
         self._config, self._mesh, self._shape, self._special = config, mesh, shape, special
         self._kernels, self._axes = kernels, rows_axes
         self._start, self._extend = (
@@ -111,14 +115,20 @@ class Programs:
             inputs["mask"] = jnp.zeros((shape.slots, shape.inputs), bool)
         tokens, lengths = jnp.zeros((shape.slots, 1), jnp.int32), jnp.ones(shape.slots, jnp.int32)
         abstract = jax.eval_shape(
-            lambda *given: self._traced(self._start, *given, shape.length)[1], params, inputs, tokens, lengths
+            lambda *given: self._traced(tokens[:, 0], self._start, *given, shape.length)[1],
+            params,
+            inputs,
+            tokens,
+            lengths,
         )
         caches = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
         zeros = jnp.zeros(shape.slots, jnp.int32)
         return caches, SlotRows(zeros, zeros, zeros, jnp.zeros((shape.slots, self._config.vocab_size), bool))
 
-    def _traced(self, function: Callable[..., Any], *given: Any) -> Any:
-        with weights.matmuls(self._kernels):
+    def _traced(self, adapter_R: jax.Array, function: Callable[..., Any], *given: Any) -> Any:
+        """Returns what a function of the weights returns, for rows with these adapters."""
+        applied = adapters.applied(adapter_R) if self._has_adapters else contextlib.nullcontext()
+        with applied, weights.matmuls(self._kernels):
             return function(*given)
 
     def _first(
@@ -133,7 +143,8 @@ class Programs:
         slots_R: jax.Array,
     ) -> tuple[Any, SlotRows, Told]:
         """Reads the first `lengths_R` tokens of prompts into slots; a slot of `B` drops its row."""
-        scores_RV, new = self._traced(self._start, params, inputs, tokens_RT, lengths_R, tokens_RT.shape[1])
+        adapter_R = draws.adapter[jnp.minimum(slots_R, self._shape.slots - 1)]
+        scores_RV, new = self._traced(adapter_R, self._start, params, inputs, tokens_RT, lengths_R, tokens_RT.shape[1])
 
         def put(old: jax.Array, own: jax.Array) -> jax.Array:
             if old.dtype == bool:  # what a shorter mask leaves out holds nothing
@@ -158,7 +169,7 @@ class Programs:
         """Reads `count` tokens of one prompt, which begin at position `begin`, after those of slot `source`, into a slot. All int32[1]."""
         own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, source[0], 1), caches)
         step = decoding.row_step(begin, count, tokens_1T.shape[1], self._shape.length, is_read_by_kernel=False)
-        scores_1V, own = self._traced(self._extend, params, own, step, tokens_1T)
+        scores_1V, own = self._traced(draws.adapter[slot], self._extend, params, own, step, tokens_1T)
         caches = self._placed(
             jax.tree.map(
                 lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), slot[0], 0),
@@ -192,7 +203,7 @@ class Programs:
             self._shape.length,
             is_read_by_kernel=self._kernels is not None,
         )
-        scores_BV, caches = self._traced(self._extend, params, caches, step, rows.token)
+        scores_BV, caches = self._traced(draws.adapter, self._extend, params, caches, step, rows.token)
         told = self._told(scores_BV, draws, rows.number, rows.seen, jnp.zeros_like(draws.is_live), is_plain=is_plain)
         next_B, seen_BV = draws.is_live.astype(jnp.int32), rows.seen
         if not is_plain:

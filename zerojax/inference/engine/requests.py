@@ -29,6 +29,7 @@ class RequestSettings:
       stop_ids: tokens that end the text, beside the model's own.
       stop_strings: texts that end the text; they are not part of it.
       ignores_end: whether the model's own tokens of an end do not end the text.
+      adapter: the name of the adapter; "" for none.
       logprobs: how many of the likeliest tokens are told with their logarithms, beside the token's own; None: nothing is told.
     """
 
@@ -44,6 +45,7 @@ class RequestSettings:
     stop_strings: tuple[str, ...] = ()
     ignores_end: bool = False
     logprobs: int | None = None
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         """Raises UserError for a value that is out of range."""
