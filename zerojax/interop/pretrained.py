@@ -165,7 +165,7 @@ class Pretrained:
         return classify.make_classifier(self.family, self.config, self.partition, compute_dtype=compute_dtype)
 
     def read_adapter(self, path: str | os.PathLike) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Reads a folder of PEFT for `zerojax.Engine(adapters=...)`: {module's path: (A float32[inputs, r], scale * B float32[r, outputs])}.
+        """Reads a folder of PEFT for `zerojax.Engine(adapters=...)`: {module's path: (A float32[inputs, r], scale * B [r, outputs])}.
 
         Raises:
           UserError: the folder is not one of an adapter of this model, or trains modules in full.
@@ -174,7 +174,7 @@ class Pretrained:
         chosen = opened.chosen
         if chosen.saved:
             raise UserError(
-                f"{opened.path}: trains {chosen.saved[0]} in full, and an adapter beside others has only low ranks; merge it (zerojax merge)"
+                f"{opened.path}: trains {chosen.saved[0]} in full, and one beside others has only low ranks; merge it (zerojax merge)"
             )
         same = NamedSharding(self.partition.mesh, P())
         shapes = adapters_lib.shapes(chosen)

@@ -37,6 +37,7 @@ def drawn(random, path, inputs, outputs, rank):
     return {path: (random.normal(0, 0.2, (inputs, rank)), random.normal(0, 0.2, (rank, outputs)))}
 
 
+@pytest.mark.long
 def test_an_adapter_gives_the_tokens_of_merged_weights_beside_quantized_kernels_too():
     """Ranks differ, the output projection has one, and a module has one of two adapters."""
     random, plain = np.random.default_rng(3), small_engine.model()
