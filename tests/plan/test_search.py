@@ -14,7 +14,7 @@ def build(candidate: search.Candidate):
     """A fake step: its bytes grow with the micro-batch, and shrink with the stage."""
     held = 100 // (candidate.stage + 1)
     peak = held + 10 * candidate.micro_batch_size
-    return held, lambda: types.SimpleNamespace(peak=peak, bound=None, tokens=0)
+    return held, lambda: types.SimpleNamespace(peak=peak, bound=None, seconds=None, tokens=0)
 
 
 def test_a_candidate_is_not_compiled_if_another_shows_that_it_cannot_fit():
@@ -32,7 +32,7 @@ def test_only_candidates_that_do_not_fit_are_left_out(constant, slope):
     def build_any(candidate):
         temporaries = (constant + slope * candidate.micro_batch_size) * (2 if candidate.stage == 3 else 1)
         held = 60 // (candidate.stage + 1)
-        return held, lambda: types.SimpleNamespace(peak=held + temporaries, bound=None, tokens=0)
+        return held, lambda: types.SimpleNamespace(peak=held + temporaries, bound=None, seconds=None, tokens=0)
 
     for memory in (70, 100, 200, 700):
         outcomes = search.search("h200", CANDIDATES, build_any, memory=memory)
@@ -89,7 +89,7 @@ def test_offload_is_tried_only_where_nothing_fits_without_and_the_stage_allows_i
 
     def build_either(candidate):
         held = 100 if candidate.offload == "none" else 20
-        return held, lambda: types.SimpleNamespace(peak=held, bound=None, tokens=0)
+        return held, lambda: types.SimpleNamespace(peak=held, bound=None, seconds=None, tokens=0)
 
     for memory, expected in ((40, [(2, "host")]), (120, [(0, "none"), (2, "none")])):
         outcomes = search.search("h200", candidates, build_either, memory=memory)
@@ -121,7 +121,7 @@ def test_params_are_offloaded_last_and_only_where_they_are_sharded():
 
     def build_by_kind(candidate):
         held = 100 - 40 * candidate.offloaded
-        return held, lambda: types.SimpleNamespace(peak=held, bound=None, tokens=0)
+        return held, lambda: types.SimpleNamespace(peak=held, bound=None, seconds=None, tokens=0)
 
     best = search.search("h200", candidates, build_by_kind, memory=30)[0]
     assert (best.candidate.params, best.reason) == ("host", "")
@@ -156,7 +156,7 @@ def test_devices_share_examples_where_nothing_fits_without_and_over_context_firs
 
     def build_long(candidate):
         held = 10 // candidate.context
-        return held, lambda: types.SimpleNamespace(peak=held, bound=None, tokens=0)
+        return held, lambda: types.SimpleNamespace(peak=held, bound=None, seconds=None, tokens=0)
 
     for memory, expected in ((20, [(1, 1)]), (6, [(1, 1), (2, 1)])):
         outcomes = search.search("h200", candidates, build_long, memory=memory)
@@ -165,3 +165,68 @@ def test_devices_share_examples_where_nothing_fits_without_and_over_context_firs
         assert {o.candidate.per_example for o in outcomes if o.candidate.offload == "none"} == {1, best.per_example}
     few = search.candidates_of(grid, ways=8, global_batch_size=2)
     assert {c.per_example for c in few} == {4, 8}
+
+
+def a_deep_world(candidate):
+    """A fake step of 32 layers: time and peak grow with them in a line. More residuals are faster and larger."""
+    speed = {"none": 1.0, "dots": 1.1, "full": 1.33}[candidate.remat]
+    kept = {"none": 4, "dots": 2, "full": 1}[candidate.remat]
+
+    def plan(layers):
+        peak = 10 + layers * kept * candidate.micro_batch_size
+        seconds = (1 + layers * speed) * (1 + 0.1 * candidate.grad_accum)
+        return types.SimpleNamespace(peak=peak, bound=None, seconds=seconds, tokens=100)
+
+    return plan
+
+
+@pytest.mark.parametrize("memory", [1000, 200, 140, 75, 45])
+def test_of_deep_models_the_fastest_that_fits_is_found_and_few_are_compiled_in_full(memory):
+    candidates = [
+        search.Candidate(3, remat, micro, 4 // micro, 1) for remat in ("none", "dots", "full") for micro in (1, 2, 4)
+    ]
+    full = []
+
+    def build_deep(candidate):
+        plan = a_deep_world(candidate)
+        few = {layers: plan(layers) for layers in search.FEW}
+
+        def compile_in_full():
+            full.append(candidate)
+            return plan(32)
+
+        return search.Built(1, compile_in_full, lambda: search.continued(few, 32), 20.0)
+
+    outcomes = search.search("h200", candidates, build_deep, memory=memory)
+    plans = {candidate: a_deep_world(candidate)(32) for candidate in candidates}
+    fastest = min((c for c in candidates if plans[c].peak <= memory), key=lambda c: plans[c].seconds)
+    assert (outcomes[0].candidate, outcomes[0].reason) == (fastest, "")
+    assert outcomes[0].is_compiled and full == [fastest]
+    assert outcomes[0].seconds == plans[fastest].seconds
+
+
+def test_where_a_line_is_wrong_the_next_fastest_is_compiled():
+    slower, faster = search.Candidate(3, "full", 1, 1, 1), search.Candidate(3, "dots", 1, 1, 1)
+
+    def build_bent(candidate):
+        plan = types.SimpleNamespace(
+            peak=200 if candidate == faster else 50, bound=None, seconds=2.0 if candidate == slower else 1.0, tokens=1
+        )
+        return search.Built(1, lambda: plan, lambda: search.Continued(60.0, plan.seconds, 1))
+
+    outcomes = search.search("h200", [slower, faster], build_bent, memory=100)
+    assert [(o.candidate, o.is_compiled) for o in outcomes] == [(slower, True), (faster, True)]
+    assert outcomes[1].reason == "does not fit: 100 B too much"
+
+
+def test_a_step_whose_matmuls_alone_take_longer_than_another_step_is_not_compiled():
+    slow, fast = search.Candidate(3, "full", 1, 1, 1), search.Candidate(3, "dots", 1, 1, 1)
+
+    def build_bound(candidate):
+        assert candidate in (slow, fast)
+        plan = types.SimpleNamespace(peak=1, bound=None, seconds=1.0, tokens=1)
+        return search.Built(1, lambda: plan, None, 1.2 if candidate == slow else 0.9)
+
+    outcomes = search.search("h200", [slow, fast], build_bound, memory=100)
+    assert [o.is_compiled for o in outcomes] == [True, False]
+    assert outcomes[1].reason == "not compiled: its matmuls alone take 1200 ms, and another step 1000"

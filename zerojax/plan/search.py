@@ -1,14 +1,15 @@
 """Searches for the fastest plan that fits, by compilation alone. This module walks a grid of settings and reports why each one lost.
 
-It tries the settings that should be fastest first. It does not compile a setting whose state and gradients exceed the device's memory, or
-exceed it with the activations that it must have after what another setting took. To compile a step that is far too large takes minutes,
-in which XLA looks for what it could compute again.
+It bounds settings by arithmetic first and compiles last. A setting is not compiled whose state and gradients exceed the device's memory,
+or exceed it with the activations that it must have after what another setting took, or whose matmuls alone take longer than another's
+whole step. Of a deep model it compiles two models of few layers and continues their time and peak in a straight line: layers are alike.
+Those that should fit are then compiled in full, the fastest first, until none that is left should be faster.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.table import Table
@@ -73,9 +74,11 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a candidate: its peak and its rate if it was compiled, and why it lost ("" for the best).
+    """The result of a candidate: its peak, its time and its rate, and why it lost ("" for the best).
 
-    `held` are the bytes of its state and gradients, if they were counted.
+    `seconds` are those that the clock foretells, and `tokens_per_second` their rate; without the clock's rates, that of the bound. Of a
+    candidate that is not compiled in full they are continued from models of few layers. `held` are the bytes of its state and gradients,
+    if they were counted.
     """
 
     candidate: Candidate
@@ -84,10 +87,38 @@ class Outcome:
     reason: str
     is_compiled: bool = False
     held: int | None = None
+    seconds: float | None = None
 
 
-# Maps a candidate to the bytes of its state and gradients on each device, and to a function that compiles and plans its step.
-Build = Callable[[Candidate], tuple[int, Callable[[], step_plan.Plan]]]
+@dataclasses.dataclass(frozen=True)
+class Continued:
+    """The peak in bytes, the seconds and the tokens of a step of many layers, continued from two of few layers; None if unknown."""
+
+    peak: float
+    seconds: float | None
+    tokens: float
+
+
+class Built(NamedTuple):
+    """A candidate's step before it is compiled.
+
+    Attributes:
+      held: the bytes of its state and gradients on each device.
+      plan: compiles and plans it.
+      line: compiles two models of few layers; None where they do not tell.
+      least: seconds below which no step of it is; 0 if unknown.
+    """
+
+    held: int
+    plan: Callable[[], step_plan.Plan]
+    line: Callable[[], Continued] | None = None
+    least: float = 0.0
+
+
+Build = Callable[[Candidate], tuple]  # the fields of `Built`, of which the first two are enough
+FEW = (2, 4)  # layers of the models that stand for a deep one
+DEEP = 10  # layers from which on that takes less time than compiling the model itself
+MARGIN = 0.01  # of the memory: a line that exceeds it by less is compiled in full
 
 
 def search(
@@ -101,8 +132,8 @@ def search(
 ) -> list[Outcome]:
     """Returns every candidate's outcome, the fastest that fits first.
 
-    The rate is the upper bound of `plan.bound`, recomputation included. It ranks plans of one model on one target. It does not predict a
-    measured rate. If the target's rates are unknown, plans stay in the order of their expected cost.
+    They are ordered by the time that the clock foretells. Without rates of the target's kernels it is the bound (`plan.bound`), and if
+    that is unknown too, plans stay in the order of their expected cost.
 
     Args:
       target: see `targets.get`.
@@ -124,21 +155,61 @@ def search(
     if not candidates:
         raise UserError("search: no micro-batch and replica of the grid keeps the global batch; extend the grid")
     outcomes: list[Outcome] = []
-    least = min(candidate.per_example for candidate in candidates)
-    for candidate in sorted(candidates, key=_expected_cost):
-        compiled = sum(outcome.is_compiled for outcome in outcomes)
-        reason = _why_skipped(candidate, outcomes)
-        if not reason and compiled >= most_compiles:
-            reason = f"not compiled: the limit of {most_compiles} compiles was reached"
-        is_needed = not reason and not any(_fits_on_fewer(outcome, candidate) for outcome in outcomes)
-        if candidate.per_example > least and not is_needed:
-            continue  # the table has no rows of larger axes that nobody needs
-        if reason:
-            outcomes.append(Outcome(candidate, None, None, reason))
-            continue
-        outcomes.append(_try(candidate, build, memory, outcomes))
-        say(f"{words(candidate)}: {outcomes[-1].reason or 'fits'}")
+    waiting: dict[Candidate, Built] = {}
+    fewest = min(candidate.per_example for candidate in candidates)
+    for _, group in itertools.groupby(sorted(candidates, key=_expected_cost), key=_tier):
+        for candidate in group:
+            compiled = sum(outcome.is_compiled for outcome in outcomes)
+            reason = _why_skipped(candidate, outcomes)
+            if not reason and compiled >= most_compiles:
+                reason = f"not compiled: the limit of {most_compiles} compiles was reached"
+            is_needed = not reason and not any(_fits_on_fewer(outcome, candidate) for outcome in outcomes)
+            if candidate.per_example > fewest and not is_needed:
+                continue  # the table has no rows of larger axes that nobody needs
+            if reason:
+                outcomes.append(Outcome(candidate, None, None, reason))
+                continue
+            outcome, built = _try(candidate, build, memory, outcomes)
+            outcomes.append(outcome)
+            if built is not None:
+                waiting[candidate] = built
+            say(f"{words(candidate)}: {outcome.reason or 'fits'}")
+        _compile_fastest(outcomes, waiting, memory, most_compiles, say)
+        waiting.clear()
     return _ranked(outcomes)
+
+
+def _tier(candidate: Candidate) -> tuple[int, int, int]:
+    """Returns what decides whether a candidate is tried at all: those of a later tier only if none before fits."""
+    return candidate.offloaded, candidate.per_example, candidate.model
+
+
+_BY_LINE = "should fit, by models of few layers"
+
+
+def _compile_fastest(
+    outcomes: list[Outcome], waiting: Mapping[Candidate, Built], memory: float, most: int, say: Callable[[str], None]
+) -> None:
+    """Compiles in full the candidates that should fit, the fastest first, until none that is left should be faster than one that fits."""
+    order = sorted(
+        (outcome for outcome in outcomes if outcome.candidate in waiting), key=lambda one: one.seconds or 0.0
+    )
+    best = min((o.seconds for o in outcomes if o.seconds and o.is_compiled and not o.reason), default=float("inf"))
+    for outcome in order:
+        compiled = sum(one.is_compiled for one in outcomes)
+        if (outcome.seconds or 0.0) >= best or compiled >= most:
+            reason = (
+                f"{_BY_LINE}, and is no faster"
+                if compiled < most
+                else f"not compiled: the limit of {most} compiles was reached"
+            )
+            done = dataclasses.replace(outcome, reason=reason)
+        else:
+            done = _compiled(outcome.candidate, waiting[outcome.candidate], memory)
+            say(f"{words(outcome.candidate)}: {done.reason or 'fits'}, compiled in full")
+            if not done.reason and done.seconds:
+                best = min(best, done.seconds)
+        outcomes[outcomes.index(outcome)] = done
 
 
 def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_size: int) -> list[Candidate]:
@@ -184,35 +255,81 @@ def default_grid(devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
     return {**DEFAULT_GRID, "replica": sorted({1, hosts})}
 
 
-def _try(candidate: Candidate, build: Build, memory: float, outcomes: Sequence[Outcome]) -> Outcome:
-    """Compiles a candidate, unless its state and gradients exceed the memory, alone or with its least activations."""
+def _try(
+    candidate: Candidate, build: Build, memory: float, outcomes: Sequence[Outcome]
+) -> tuple[Outcome, Built | None]:
+    """Returns what is known of a candidate, and its step if that is to be compiled in full later.
+
+    It is compiled, in full or with few layers, unless its state and gradients exceed the memory, alone or with its least activations, or
+    its matmuls alone take longer than another's step.
+    """
     try:
-        held, make_plan = build(candidate)
+        built = Built(*build(candidate))
     except UserError as error:
         if not candidate.offloaded and candidate.per_example == 1:
             raise
-        return Outcome(
-            candidate, None, None, str(error)
-        )  # an optimizer that cannot be offloaded, tokens that do not divide
+        # An optimizer that cannot be offloaded, tokens that do not divide.
+        return Outcome(candidate, None, None, str(error)), None
+    held = built.held
     if held > memory:
-        return Outcome(candidate, held, None, f"state and gradients alone take {display.human(held)}", held=held)
+        reason = f"state and gradients alone take {display.human(held)}"
+        return Outcome(candidate, held, None, reason, held=held), None
     for outcome in outcomes:
         if held + _least_temporaries(candidate, outcome) > memory:
             tried, over = outcome.candidate, (outcome.peak or 0) - memory
             why = f"does not fit, after stage {tried.stage}, micro-batch {tried.micro_batch_size}"
             why += f" ({display.human(over)} too much)" if over > 0 else ""
-            return Outcome(candidate, None, None, why, held=held)
+            return Outcome(candidate, None, None, why, held=held), None
+    best = min((o.seconds for o in outcomes if o.seconds and not o.reason), default=float("inf"))
+    if built.least >= best:
+        why = f"not compiled: its matmuls alone take {built.least * 1e3:.0f} ms, and another step {best * 1e3:.0f}"
+        return Outcome(candidate, None, None, why, held=held), None
+    if built.line is None:
+        return _compiled(candidate, built, memory), None
+    line = built.line()
+    rate = line.tokens / line.seconds if line.seconds else None
+    over = line.peak - memory
+    if over > MARGIN * memory:
+        reason = f"does not fit: {display.human(over)} too much, by models of few layers"
+        return Outcome(candidate, round(line.peak), rate, reason, held=held, seconds=line.seconds), None
+    return Outcome(candidate, round(line.peak), rate, "", held=held, seconds=line.seconds), built
+
+
+def _compiled(candidate: Candidate, built: Built, memory: float) -> Outcome:
+    """Returns the outcome of a candidate that is compiled in full."""
     try:
-        plan = make_plan()
+        plan = built.plan()
     except jax.errors.JaxRuntimeError as error:
         lack = step_plan.shortage(error)
         if lack is None:
             raise
-        return Outcome(candidate, None, None, f"does not fit: {lack}", is_compiled=True, held=held)
-    rate = plan.bound.most_tokens_per_second(plan.tokens) if plan.bound else None
+        return Outcome(candidate, None, None, f"does not fit: {lack}", is_compiled=True, held=built.held)
+    seconds = seconds_of(plan)
+    rate = plan.tokens / seconds if seconds else None
     over = plan.peak - memory
     reason = f"does not fit: {display.human(over)} too much" if over > 0 else ""
-    return Outcome(candidate, plan.peak, rate, reason, is_compiled=True, held=held)
+    return Outcome(candidate, plan.peak, rate, reason, is_compiled=True, held=built.held, seconds=seconds)
+
+
+def seconds_of(plan: step_plan.Plan) -> float | None:
+    """Returns the time of a step: foretold, or its bound where the target's kernels have no rates; None if both are unknown."""
+    return plan.seconds or (plan.bound.step_seconds if plan.bound else None)
+
+
+def continued(few: Mapping[int, step_plan.Plan], layers: int) -> Continued:
+    """Returns the peak and the time of a step of many layers, from the plans of two numbers of layers.
+
+    >>> continued({2: plan_of_2, 4: plan_of_4}, 32)
+    """
+    (low, first), (high, second) = sorted(few.items())
+    steps = (layers - high) / (high - low)
+
+    def on_line(before: float, after: float) -> float:
+        return after + steps * (after - before)
+
+    times = [seconds_of(first), seconds_of(second)]
+    seconds = None if times[0] is None or times[1] is None else on_line(times[0], times[1])
+    return Continued(on_line(first.peak, second.peak), seconds, second.tokens)
 
 
 _OF_ACTIVATIONS = ("remat", "offload", "params", "tile_tokens", "inputs", "context", "model")
@@ -224,7 +341,7 @@ def _least_temporaries(candidate: Candidate, outcome: Outcome) -> float:
     A part of them is the same for all micro-batches, the rest grows with these.
     """
     tried = outcome.candidate
-    if not outcome.is_compiled or outcome.peak is None or outcome.held is None:
+    if outcome.peak is None or outcome.held is None:
         return 0
     if not all(getattr(tried, name) == getattr(candidate, name) for name in _OF_ACTIVATIONS):
         return 0
@@ -257,7 +374,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         "context",
         "model",
         "peak",
-        "most tokens/s",
+        "step",
+        "tokens/s",
         "why not",
     ):
         shown.add_column(
@@ -280,6 +398,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             c.context,
             c.model,
             peak,
+            "" if outcome.seconds is None else f"{outcome.seconds * 1e3:,.0f} ms",
             rate,
             outcome.reason,
         )
@@ -324,7 +443,8 @@ def _ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
         ranked.append(
             dataclasses.replace(outcome, reason=f"fits, {slower:.1%} slower" if slower > 0 else "fits, as fast")
         )
-    return ranked + [o for o in outcomes if o.reason]
+    rest = [outcome for outcome in outcomes if outcome.reason]
+    return ranked + sorted(rest, key=lambda one: by_rate(one) if one.reason.startswith(_BY_LINE) else (1.0, 0))
 
 
 def words(candidate: Candidate) -> str:

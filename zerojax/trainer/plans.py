@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zerojax import precision
+from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
 from zerojax.ops import tiles
 from zerojax.plan import search, step_plan, targets
@@ -15,6 +17,8 @@ from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
 from zerojax.zero import placement, stages, state_bytes
+
+FORWARD_AGAIN = 1.25  # of a step's operations, at least, where nothing but the inputs of layers is kept: 4/3 without embedding and head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +109,16 @@ def search_config(
     """
     devices = targets.devices(target, topology)
 
-    def build(candidate: search.Candidate) -> tuple[int, Callable[[], step_plan.Plan]]:
-        program = program_lib.build(_applied(config, candidate), devices=devices)
+    rates = rates_lib.of(target)
+
+    def build(candidate: search.Candidate) -> search.Built:
+        applied = _applied(config, candidate)
+        program = program_lib.build(applied, devices=devices)
         held = sum(state_bytes.bytes_per_device(program.partition).values())
-        return held, functools.partial(plan_program, program, target)
+        line = functools.partial(_line, applied, target, devices, program.model.num_layers)
+        least = _least_seconds(program, rates, candidate) if rates else 0.0
+        plan = functools.partial(plan_program, program, target)
+        return search.Built(held, plan, line if _is_deep(applied, program) else None, least)
 
     others = {**search.default_grid(devices), **_offloads(config), **_of_long(config), **_axes(config, devices)}
     return search.search(
@@ -125,6 +135,36 @@ def search_config(
         memory=memory,
         say=say,
     )
+
+
+def _is_deep(config: settings_lib.Config, program: program_lib.Program) -> bool:
+    """Returns whether models of few layers tell what a step of a model takes: its layers are many and alike, and it is one program."""
+    model, alone = config.model, (config.offload.optimizer, config.offload.params) == ("none", "none")
+    names_layers = (
+        model.recompute or config.fp8.first or config.fp8.last or re.search(r"\d", model.offload.replace(r"\d", ""))
+    )
+    is_whole = alone and config.mesh.pipe == 1 and not config.init_from and not config.zero.overrides
+    return is_whole and not names_layers and program.model.num_layers >= search.DEEP
+
+
+def _line(config: settings_lib.Config, target: str, devices: Sequence[Any], layers: int) -> search.Continued:
+    """Returns the peak and the time of a deep model's step, from those of models of few layers."""
+    few = {}
+    for count in search.FEW:
+        own = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=count))
+        few[count] = plan_program(program_lib.build(own, devices=devices), target)
+    return search.continued(few, layers)
+
+
+def _least_seconds(program: program_lib.Program, rates: rates_lib.GpuRates, candidate: search.Candidate) -> float:
+    """Returns the seconds that a device's matmuls take at the highest rate of any; "full" runs the forward pass, a third of it, again."""
+    config, sizes = program.config, program.sizes
+    forms = ("fp8", "bf16") if precision.PRECISIONS[config.precision].has_fp8 else ("bf16",)
+    highest = max(
+        value for name, value in rates.figures.items() if name.startswith(tuple(f"matmul.{form}." for form in forms))
+    )
+    flops = program.flops_per_token * sizes.global_batch_size * config.seq_len / program.mesh.size
+    return flops * (FORWARD_AGAIN if candidate.remat == "full" else 1.0) / highest
 
 
 def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> list[Change]:
