@@ -30,6 +30,8 @@ BAD = {
     "topology": ["--target=cpu", "--topology=4by4"],
     "--most_compiles: only --search uses it": ["--target=cpu", "--topology=1x4", "--most_compiles=3"],
     "memory is unknown": ["--target=cpu", "--topology=1x8", "--search"],
+    "--topology: --serve does not use it": ["--target=h200", "--topology=1x8", "--serve"],
+    "--format: only --serve uses it": ["--target=cpu", "--topology=1x4", "--format=int8"],
     "config.zero.stage": ["--target=cpu", "--topology=1x8", "--config.zero.stage=4"],
 }
 
@@ -47,6 +49,7 @@ def ended(tmp_path_factory):
         ["no_room", *first[1:]],
         ["broken", *first[1:]],
         *(["zerojax.plan", *SMALL, *arguments] for arguments in BAD.values()),
+        ["zerojax.plan", *SMALL, "--target=h200", "--serve", "--format=int8", "--config.mesh.model=2", "--json"],
     ]
     path = os.pathsep.join([str(runs.ROOT), str(folder)])
     return picture, programs.modules(
@@ -59,6 +62,13 @@ def test_the_command_prints_json_and_draws(ended):
     assert done.status == 0, done.err
     assert json.loads(done.out)["mesh"] == {"replica": 1, "data": 4, "context": 1, "model": 1}
     assert picture.exists()
+
+
+def test_serving_is_planned_without_a_compiler(ended):
+    done = ended[1][-1]
+    assert done.status == 0 and done.err == "", done.err
+    found = json.loads(done.out)
+    assert found["served"]["devices"] == 2 and found["largest_batch"] == found["batches"][-1]["batch"] > 1000
 
 
 def test_a_step_that_the_compiler_refuses_for_its_memory_is_an_answer(ended):

@@ -2,8 +2,10 @@
 
 python -m zerojax.plan --config configs/llama3_8b.py --target h200 --topology 1x8
 python -m zerojax.plan --config configs/llama3_8b.py --target v5p --topology 4x4x8 --json
+python -m zerojax.plan --config configs/llama3_8b.py --target h200 --serve --format int8 --config.seq_len=2048
 """
 
+import dataclasses
 import json
 import sys
 
@@ -12,10 +14,12 @@ from absl import flags
 
 from zerojax import display, errors
 from zerojax.errors import UserError
+from zerojax.inference.engine import weights
 from zerojax.launch import devices, ending, processes
-from zerojax.plan import json_form, picture, search, step_plan
+from zerojax.plan import json_form, picture, search, step_plan, targets
 from zerojax.plan import report as plan_report
-from zerojax.trainer import command, plans
+from zerojax.plan import serving as serving_plan
+from zerojax.trainer import command, plans, serving
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
@@ -30,6 +34,8 @@ _PICTURE = flags.DEFINE_string("picture", "", "Write a PNG of memory, by role an
 _SEARCH = flags.DEFINE_boolean("search", False, "Search for the fastest plan that fits.")
 _MOST = flags.DEFINE_integer("most_compiles", 12, "Maximum number of plans that --search compiles.")
 
+_SERVE = flags.DEFINE_boolean("serve", False, "Plan serving: texts of seq_len that fit, and their tokens/s at most.")
+_FORMAT = flags.DEFINE_enum("format", "none", weights.FORMATS, "Of the kernels; for --serve.")
 _HOST_GBPS = flags.DEFINE_float(
     "host_gbps", None, "GB/s to host memory, and as many from it at once; default: the target's.", 0.001
 )
@@ -46,7 +52,9 @@ def main() -> None:
         config = config_lib.from_dict(command.parse(sys.argv))
         _prepare(config)
         with names.of_config():
-            if _SEARCH.value:
+            if _SERVE.value:
+                _serve(config)
+            elif _SEARCH.value:
                 _search(config)
             else:
                 _plan(config)
@@ -65,10 +73,24 @@ def _prepare(config: settings_lib.Config) -> None:
     """Hides real accelerators from JAX when it plans for absent devices."""
     if flags.FLAGS["most_compiles"].present and not _SEARCH.value:
         raise UserError("--most_compiles: only --search uses it; add --search, or omit --most_compiles")
+    if _SERVE.value:  # over emulated devices, on which nothing runs
+        config = dataclasses.replace(config, emulate_devices=max(config.emulate_devices, config.mesh.model))
+    elif flags.FLAGS["format"].present:
+        raise UserError("--format: only --serve uses it; add --serve, or omit --format")
     if _TARGET.value == "here":
         devices.emulate_cpu_devices(config.emulate_devices)
     else:
         jax.config.update("jax_platforms", "cpu")
+        if _SERVE.value:
+            devices.emulate_cpu_devices(config.emulate_devices)
+
+
+def _serve(config: settings_lib.Config) -> None:
+    for name in ("topology", "picture", "search", "host_gbps", "disk_gbps"):
+        if flags.FLAGS[name].present:
+            raise UserError(f"--{name}: --serve does not use it; omit one of them")
+    found = serving_plan.plan(serving.served(config, _FORMAT.value), targets.get(_TARGET.value))
+    print(json.dumps(serving_plan.as_json(found), indent=2) if _JSON.value else serving_plan.text(found), flush=True)
 
 
 def _plan(config: settings_lib.Config) -> None:

@@ -21,7 +21,7 @@ from zerojax.errors import UserError
 from zerojax.models import family as family_lib
 from zerojax.models import layers
 from zerojax.ops import quantized
-from zerojax.tree import PyTree
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import tensor_parallel
 
 FORMATS = (quantized.NONE, quantized.INT8, quantized.FP8, quantized.NF4)
@@ -48,33 +48,66 @@ def placed(
       dtype: of floating weights; None: as they are.
       kind: "none", or how the kernels of linear modules are quantized.
     """
-    shapes = {path: leaf.shape for path, leaf in tree.flatten(params)}
-    rows, _ = tensor_parallel.overrides(family.parallel.weights, shapes, mesh)
-    coded = set() if kind == quantized.NONE else linear_modules(family, config, params)
+    rule = _rule(family, config, params, mesh, dtype, kind)
 
     def place(path: str, leaf: jax.Array) -> Any:
-        wanted = leaf.dtype if dtype is None or not jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.dtype(dtype)
-        spec = next((P(*entries) for pattern, entries in rows if re.search(pattern, path)), P())
-        module, _, name = path.rpartition("/")
-        if module in coded and name == KERNEL and quantized.takes(leaf.shape):
-            return _coded(jax.device_put(leaf, NamedSharding(mesh, spec)), kind, mesh, spec)
+        wanted, spec, is_coded = rule(path, leaf)
+        if is_coded:
+            shardings = _code_shardings(leaf.shape, kind, mesh, spec)
+            return _quantize(kind, tuple(shardings.items()))(jax.device_put(leaf, NamedSharding(mesh, spec)))
         return jax.device_put(leaf if leaf.dtype == wanted else leaf.astype(wanted), NamedSharding(mesh, spec))
 
     return tree.map_with_path(place, params)
 
 
-def _coded(kernel: jax.Array, kind: str, mesh: Mesh, spec: P) -> dict[str, jax.Array]:
-    """Returns a kernel in a format, sharded as the kernel where its codes and scales divide."""
-    found = quantized.abstract(kernel.shape, kind)
+def abstract(
+    family: family_lib.Family, config: Any, params: PyTree, mesh: Mesh, dtype: DTypeLike | None, kind: str
+) -> Any:
+    """Returns what `placed` returns, as ShapeDtypeStructs with shardings. Takes abstract weights, and allocates nothing."""
+    rule = _rule(family, config, params, mesh, dtype, kind)
+
+    def describe(path: str, leaf: Leaf) -> Any:
+        wanted, spec, is_coded = rule(path, leaf)
+        if is_coded:
+            shardings = _code_shardings(leaf.shape, kind, mesh, spec)
+            coded = quantized.abstract(leaf.shape, kind)
+            return {
+                name: jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=shardings[name])
+                for name, found in coded.items()
+            }
+        return jax.ShapeDtypeStruct(leaf.shape, wanted, sharding=NamedSharding(mesh, spec))
+
+    return tree.map_with_path(describe, params)
+
+
+def _rule(
+    family: family_lib.Family, config: Any, params: PyTree, mesh: Mesh, dtype: DTypeLike | None, kind: str
+) -> Callable[[str, Leaf], tuple[Any, P, bool]]:
+    """Returns f(path, leaf) -> the weight's dtype, its spec, and whether it is quantized."""
+    shapes = {path: leaf.shape for path, leaf in tree.flatten(params)}
+    rows, _ = tensor_parallel.overrides(family.parallel.weights, shapes, mesh)
+    coded = set() if kind == quantized.NONE else linear_modules(family, config, params)
+
+    def rule(path: str, leaf: Leaf) -> tuple[Any, P, bool]:
+        wanted = leaf.dtype if dtype is None or not jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.dtype(dtype)
+        spec = next((P(*entries) for pattern, entries in rows if re.search(pattern, path)), P())
+        module, _, name = path.rpartition("/")
+        return wanted, spec, module in coded and name == KERNEL and quantized.takes(tuple(leaf.shape))
+
+    return rule
+
+
+def _code_shardings(shape: tuple[int, ...], kind: str, mesh: Mesh, spec: P) -> dict[str, NamedSharding]:
+    """Returns the shardings of a kernel in a format: as the kernel, where codes and scales divide."""
     shardings = {}
-    for name, leaf in found.items():
-        entries = list(spec) + [None] * (kernel.ndim - len(spec))
+    for name, leaf in quantized.abstract(shape, kind).items():
+        entries = list(spec) + [None] * (len(shape) - len(spec))
         if name == quantized.SCALES:  # of a row: over all dims but the first
             entries = [entries[0], next((entry for entry in entries[1:] if entry is not None), None)]
         ways = [math.prod(mesh.shape[axis] for axis in _names(entry)) for entry in entries]
         entries = [None if size % way else entry for entry, size, way in zip(entries, leaf.shape, ways)]
         shardings[name] = NamedSharding(mesh, P(*entries))
-    return _quantize(kind, tuple(shardings.items()))(kernel)
+    return shardings
 
 
 @functools.lru_cache(maxsize=64)

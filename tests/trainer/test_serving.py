@@ -1,0 +1,68 @@
+"""Compares what is planned with what an engine holds. This module tests zerojax.trainer.serving."""
+
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+import runs
+
+import zerojax
+from zerojax.errors import UserError
+from zerojax.inference.engine import engine as engine_lib
+from zerojax.models import family as family_lib
+from zerojax.trainer import model as model_lib
+from zerojax.trainer import serving
+from zerojax.zero import stages
+
+SETTINGS = {"model__vocab_size": 320, "seq_len": 64}
+
+
+def held(arrays):
+    """Returns the bytes of arrays on the first device."""
+    device = jax.devices()[0]
+    shards = [shard for leaf in jax.tree.leaves(arrays) for shard in leaf.addressable_shards if shard.device == device]
+    return sum(shard.data.nbytes for shard in shards)
+
+
+@pytest.mark.parametrize(
+    "preset, precision, kind, ways",
+    [
+        ("test", "bf16", "int8", 2),
+        *[
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("test", "fp32", "none", 1), ("test", "bf16", "nf4", 1), ("moe_test", "bf16", "none", 2))
+        ],
+    ],
+)
+def test_an_engine_holds_what_is_planned(preset, precision, kind, ways):
+    config = runs.config(**SETTINGS, model__preset=preset, precision=precision, mesh__model=ways)
+    planned = serving.served(config, kind)
+    family, model = model_lib.shape(config, None)
+    mesh = zerojax.make_mesh(model=ways, devices=jax.devices()[:ways])
+    dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
+    shapes = family_lib.abstract_params(family.parts, model)
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, dtype), shapes)
+    partition = stages.partition_state({"params": shapes}, mesh=mesh, stage=0)
+    given = types.SimpleNamespace(
+        family=family, config=model, special=family_lib.SpecialTokens(), partition=partition, params=params
+    )
+    made = engine_lib.Engine(given, format=kind, slots=3, max_len=64, chunk=16)
+    assert planned.weights == held(made._params) and 3 * planned.cache == held(made._caches)
+    table = model.vocab_size * model.embed_dim * jnp.dtype(dtype).itemsize
+    unread = planned.weights - planned.dense - planned.experts
+    assert unread in (0, table, table // ways) and bool(planned.experts) == (preset == "moe_test")
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    assert preset == "moe_test" or planned.flops < 2.5 * count / ways
+
+
+def test_what_is_not_served_is_refused_in_one_line():
+    for line, changes in (
+        ("--serve: plans decoders", {"model__preset": "t5_test"}),
+        ("mesh.context: is 2", {"mesh__context": 2}),
+        ("mesh.model: is 16, and --serve sees 8 devices", {"mesh__model": 16}),
+        ("seq_len: is 4096, and the model has 1024 positions", {"model__preset": "gpt2", "seq_len": 4096}),
+    ):
+        with pytest.raises(UserError, match=line):
+            serving.served(runs.config(**{**SETTINGS, **changes}), "none")

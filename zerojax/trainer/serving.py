@@ -1,0 +1,95 @@
+"""Counts what an engine holds of a config's model. This module connects a config to `zerojax.plan.serving`. It compiles nothing."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import mesh as mesh_lib
+from zerojax import precision, tree
+from zerojax.errors import UserError
+from zerojax.inference.engine import programs, weights
+from zerojax.models import family as family_lib
+from zerojax.plan import serving
+from zerojax.trainer import model as model_lib
+from zerojax.trainer import settings as settings_lib
+from zerojax.tree import Leaf
+
+EXPERT = "expert"  # in the paths of a mixture's weights, whose first dim counts experts
+
+
+def served(config: settings_lib.Config, format: str) -> serving.Served:
+    """Returns what an engine of a config's model holds on each of `config.mesh.model` devices, for texts of `config.seq_len` tokens.
+
+    Args:
+      config: of a run; what it says of training is not read.
+      format: of the kernels; see `zerojax.Engine`.
+
+    Raises:
+      UserError: the model is not a decoder, has no room for such texts, or the mesh has axes that serving has not.
+    """
+    weights.check_format(format)
+    for axis in ("replica", "context", "pipe"):
+        if getattr(config.mesh, axis) != 1:
+            raise UserError(
+                f"mesh.{axis}: is {getattr(config.mesh, axis)}, and serving is planned over mesh.model; set 1"
+            )
+    if config.offload.params != "none":
+        raise UserError(
+            f"offload.params: is {config.offload.params!r}, and an engine's weights are on devices; set 'none'"
+        )
+    family, model = model_lib.shape(config, model_lib.source(config))
+    if family.is_classifier or family.is_encoder_decoder:
+        raise UserError("--serve: plans decoders; choose a model of that kind with model.preset or init_from")
+    limit = family.positions(model)
+    if limit is not None and config.seq_len > limit:
+        raise UserError(f"seq_len: is {config.seq_len}, and the model has {limit} positions; lower it")
+    ways = config.mesh.model
+    if ways > len(jax.devices()):
+        raise UserError(
+            f"mesh.model: is {ways}, and --serve sees {len(jax.devices())} devices; set emulate_devices={ways}"
+        )
+    mesh = mesh_lib.make_mesh(model=ways, devices=jax.devices()[:ways])
+    dtype = jnp.dtype(precision.PRECISIONS[config.precision].compute_dtype or jnp.float32)
+    model = dataclasses.replace(model, attention="xla")
+    shapes = family_lib.abstract_params(family.parts, model)
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+    placed = weights.abstract(family, model, abstract, mesh, dtype, format)
+    is_tied, count = not family_lib.heads(family, model), getattr(model, "num_experts", 0)
+    sizes = {"dense": 0, "experts": 0, "rows": 0}
+    active, share = 0.0, model.experts_per_token / count if count else 0.0
+    for path, leaf in tree.flatten(placed):
+        is_mixed = bool(count) and EXPERT in path and leaf.shape[0] == count
+        is_read = not path.endswith("/embedding") or (is_tied and path == "embed/embedding")
+        sizes["experts" if is_mixed else "dense" if is_read else "rows"] += _nbytes(leaf)
+    for path, leaf in tree.flatten(abstract):
+        is_mixed = bool(count) and EXPERT in path and leaf.shape[0] == count
+        if not path.endswith("/embedding") or (is_tied and path == "embed/embedding"):
+            active += math.prod(leaf.shape) * (share if is_mixed else 1.0)
+    shape = programs.Shape(1, config.seq_len, 0)
+    special = family_lib.SpecialTokens()
+    made = programs.Programs(family, model, mesh, shape, special, lambda function: function, None, ())
+    caches, _ = jax.eval_shape(made._empty, abstract)
+    cache = sum(_nbytes(leaf, made._sharding(leaf)) for leaf in jax.tree.leaves(caches))
+    attended = 2 * model.num_heads * model.head_dim * config.seq_len * model.num_layers
+    return serving.Served(
+        devices=ways,
+        length=config.seq_len,
+        dtype="bf16" if dtype == jnp.bfloat16 else "fp32",
+        format=format,
+        weights=sum(sizes.values()),
+        dense=sizes["dense"],
+        experts=sizes["experts"],
+        share=share,
+        cache=cache,
+        row=model.vocab_size * (jnp.dtype(jnp.float32).itemsize + 1),
+        flops=2 * (active + attended) / ways,
+    )
+
+
+def _nbytes(leaf: Leaf, sharding: Any = None) -> int:
+    """Returns the bytes of an array on one device."""
+    shape = (sharding or leaf.sharding).shard_shape(tuple(leaf.shape))
+    return math.prod(shape) * jnp.dtype(leaf.dtype).itemsize
