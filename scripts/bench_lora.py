@@ -1,4 +1,4 @@
-"""Measures steps of LoRA on one device: BART-large as PEFT's example, Llama 3's 8B shapes beside full training, and QLoRA.
+"""Measures steps of LoRA on one device: BART-large as PEFT's example, Llama 3's 8B shapes beside full training, QLoRA, and Qwen3-30B's.
 
     python scripts/bench_lora.py                                   all cases; the table comes last
     python scripts/bench_lora.py --cases bart bart_offload --limit_s 200
@@ -42,6 +42,14 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         "lora_llama3_8b",
         LLAMA | {"lora.quantize": "nf4", "micro_batch_size": 1, "model.remat": "full"},
         5,
+    ),
+    "qwen3_30b": ("lora_qwen3_30b", LLAMA, 10),
+    "qwen3_8_layers": ("lora_qwen3_30b", LLAMA | {"model.num_layers": 8}, 10),
+    "qwen3_8_layers_full": (
+        "lora_qwen3_30b",
+        LLAMA
+        | {"model.num_layers": 8, "lora.r": 0, "lora.alpha": 0.0, "lora.target_modules": "", "export.format": "none"},
+        10,
     ),
 }
 BARS = {
