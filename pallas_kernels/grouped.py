@@ -127,6 +127,7 @@ def rows_by_triton(
         grid=(tiles.group_T.shape[0] * across,),
         compiler_params=pltriton.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
+        cost_estimate=_cost(lhs_MK, rhs_GKN, rows, contracted, columns),
         name="grouped_rows_t" if transposed else "grouped_rows",
     )
     return call(*tiles[:4], lhs_MK, rhs_GKN)  # no tile skips rows
@@ -168,6 +169,11 @@ def _rows_kernel(tile: TritonTile, transposed: bool, contracted: int, columns: i
         pltriton.store(out_ref.at[spots, columns_[None, :]], acc.astype(out_ref.dtype), mask=mask)
 
 
+def _cost(first: jax.Array, second: jax.Array, rows: int, contracted: int, columns: int) -> pl.CostEstimate:
+    """Returns the work of a product whose groups have all rows."""
+    return pl.CostEstimate(2 * rows * contracted * columns, 0, first.nbytes + second.nbytes)
+
+
 def matrices_by_triton(
     lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array, *, tile: TritonTile = MATRICES, interpret: bool = False
 ) -> jax.Array:
@@ -181,6 +187,7 @@ def matrices_by_triton(
         grid=(down * across, sizes_G.shape[0]),
         compiler_params=pltriton.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
+        cost_estimate=_cost(lhs_MK, dout_MN, lhs_MK.shape[0], *shape),
         name="grouped_matrices",
     )
     return call(ends_G - sizes_G, ends_G, lhs_MK, dout_MN)

@@ -57,6 +57,12 @@ backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting
 backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"dimensions": ["2", "4", "128", "256"]}, \
 "mask_type": "CAUSAL", \
 "sliding_window_length": 0}}, unknown={}
+  %rows = bf16[64,16]{1,0} custom-call(%t, %x, %experts), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(step)/cond/branch_0_fun/grouped_rows/pallas_call"}
+  %matrices = bf16[4,32,16]{2,1,0} custom-call(%t, %x, %z), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(step)/cond/branch_0_fun/grouped_matrices/pallas_call"}
+  %t = s32[4]{0} parameter(10)
+  %experts = bf16[4,32,16]{2,1,0} parameter(11)
   %q = bf16[2,128,4,64]{3,2,1,0} parameter(8)
   %k = bf16[2,256,4,64]{3,2,1,0} parameter(9)
   ROOT %end = bf16[64,16]{1,0} bitcast(%gated.1)
@@ -78,6 +84,13 @@ def test_a_matmul_counts_two_operations_for_each_of_its_dims(found):
         batch, m, n, k = matmul.dims
         assert matmul.kind == kernels.MATMUL and matmul.dims == dims and matmul.flops == 2 * batch * m * n * k
     assert found["lt"][0].form == "fp8" and found["batched"][0].form == "bf16"
+
+
+def test_a_product_of_groups_of_rows_counts_each_row_once(found):
+    for name in ("rows", "matrices"):
+        (own,) = found[name]
+        assert (own.kind, own.form) == (kernels.MATMUL, f"grouped_{name}")
+        assert own.dims == (4, 64, 16, 32) and own.flops == 2 * 64 * 16 * 32
 
 
 def test_elementwise_work_inside_of_a_matmuls_fusion_is_a_kernel_apart_and_moves_are_none(found):

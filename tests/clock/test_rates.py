@@ -14,8 +14,8 @@ TABLES = sorted((pathlib.Path(rates.__file__).parent / "tables").glob("*.json"))
 ROUNDING = 1e-12  # of a few float64 operations
 
 
-def matmul(m, n, k, form="bf16"):
-    return kernels.KernelWork(kernels.MATMUL, form, 2.0 * m * n * k, 2 * (m * k + k * n + m * n), (1, m, n, k))
+def matmul(m, n, k, form="bf16", batch=1):
+    return kernels.KernelWork(kernels.MATMUL, form, 2.0 * m * n * k, 2 * (m * k + k * n + m * n), (batch, m, n, k))
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
@@ -35,6 +35,14 @@ def test_no_matmul_is_faster_than_the_data_sheet_and_more_work_takes_longer(path
     assert all(2 * size**3 / seconds < peak for size, seconds in zip(sizes, cubes))
     rows = [own.seconds(matmul(size, 4096, 4096, form)) for size in sizes]
     assert all(low < high for low, high in itertools.pairwise(rows))
+
+
+def test_more_groups_of_as_many_rows_take_longer_and_never_faster_than_dense():
+    own = rates.of("h200")
+    for form in ("grouped_rows", "grouped_matrices"):
+        times = [own.seconds(matmul(32768, 768, 2048, form, batch=groups)) for groups in (1, 8, 64, 128)]
+        assert times == sorted(set(times))
+        assert times[0] > own.seconds(matmul(32768, 768, 2048, "bf16"))
 
 
 def test_a_rate_is_exact_at_a_known_size_and_between_its_neighbours_elsewhere():

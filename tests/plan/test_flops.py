@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from configs import base
+from pallas_kernels import grouped
 from zerojax import mesh
 from zerojax.models.llama import model as llama
 from zerojax.ops import context_attention
@@ -59,6 +60,19 @@ def test_loops_count_times_their_length_and_branches_by_the_longest():
     assert total(jax.grad(twice), (4, 4), dtype=jnp.float32) == 3 * one
     found = total(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c @ c, x), (4, 4))
     assert found == one
+
+
+def test_a_product_of_groups_counts_each_row_once_forward_and_twice_backward():
+    """Its twin for other devices, the other branch, multiplies all rows by every matrix."""
+    rows, groups, k, n = 64, 4, 16, 32
+    sizes = jnp.full(groups, rows // groups, jnp.int32)
+
+    def product(lhs, rhs):
+        return jnp.sum(grouped.grouped_matmul(lhs, rhs, sizes, grouped.BY_PLATFORM))
+
+    one = 2 * rows * k * n
+    assert count(product, (rows, k), (groups, k, n)) == {"bf16": one}
+    assert total(jax.grad(product, argnums=(0, 1)), (rows, k), (groups, k, n)) == pytest.approx(2 * one)
 
 
 def test_work_inside_shard_map_counts_on_every_device():

@@ -22,6 +22,7 @@ COPIES = (TO_HOST, FROM_HOST)
 # Matmuls of cuDNN's attention. Forward: scores and output. Backward: scores again, and four gradients.
 _ATTENTION_MATMULS = {FORWARD: 2, BACKWARD: 5}
 _MOVES = frozenset("bitcast reshape transpose copy get-tuple-element parameter broadcast constant".split())
+_GROUPED = re.compile(r"grouped_(rows|matrices)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _DIMS = re.compile(r'(lhs|rhs)_(contracting|batch)_dim(?:s=\{([\d,]*)\}|ensions":\[([^\]]*)\])')
 
@@ -32,11 +33,11 @@ class KernelWork:
 
     Attributes:
       kind: MATMUL, ATTENTION, ELEMENTWISE (all that memory bounds), COLLECTIVE, TO_HOST or FROM_HOST.
-      form: of a matmul its dtype ("bf16", "fp8", "fp32"), of attention its direction, of a collective its kind in HLO; FUSED of
-        elementwise work inside a fusion with a matmul; else "".
+      form: of a matmul its dtype ("bf16", "fp8", "fp32"), or "grouped_rows" or "grouped_matrices" of groups of rows; of attention its
+        direction; of a collective its kind in HLO; FUSED of elementwise work inside a fusion with a matmul; else "".
       flops: floating-point operations; causal attention at half.
       nbytes: bytes of device memory, read and written; of a collective those that each device receives; of a copy those copied.
-      dims: of a matmul (batch, m, n, k), of attention (batch, heads, queries, keys, head dim).
+      dims: of a matmul (batch or groups, m, n, k), of attention (batch, heads, queries, keys, head dim).
       group: of a collective the indices of the devices of its first group.
       op_name: what JAX traced it from.
     """
@@ -72,6 +73,8 @@ def of(
         target = _TARGET.search(instruction.attributes)
         if target and "fmha" in target[1]:
             return (_attention(where, instruction, target[1], moved),)
+        if grouped := _GROUPED.search(instruction.op_name):
+            return (_grouped(where, instruction, grouped[0], moved),)
     if opcode in ("convolution", "async-start"):
         return ()
     found = traffic.matmuls(module, where, instruction)
@@ -118,6 +121,17 @@ def _attention(where: syntax.Computation, call: syntax.Instruction, target: str,
     seen = min(seen, config.get("sliding_window_length") or keys)
     flops = _ATTENTION_MATMULS[direction] * 2.0 * batch * heads * queries * seen * head_dim
     return KernelWork(ATTENTION, direction, flops, moved, (batch, heads, queries, keys, head_dim), op_name=call.op_name)
+
+
+def _grouped(where: syntax.Computation, call: syntax.Instruction, form: str, moved: int) -> KernelWork:
+    """Returns the work of a product of groups of rows (`pallas_kernels.grouped`), if the groups have all rows."""
+    rows, contracted = where.by_name[call.operands[-2]].arrays[0].dims
+    columns = call.arrays[0].dims[-1]
+    groups = next(
+        own.dims[0] for own in (call.arrays[0], where.by_name[call.operands[-1]].arrays[0]) if len(own.dims) == 3
+    )
+    flops = 2.0 * rows * columns * contracted
+    return KernelWork(MATMUL, form, flops, moved, (groups, rows, columns, contracted), op_name=call.op_name)
 
 
 def _matmul(where: syntax.Computation, dot: syntax.Instruction, op_name: str) -> KernelWork:

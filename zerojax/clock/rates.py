@@ -1,6 +1,7 @@
 """Holds how fast kinds of GPUs run kernels, collectives and copies. This module reads the tables in `tables/`, each figure with its source.
 
 matmul       flops / (rate of its dtype and smallest dim x share of the multiprocessors that its tiles fill)
+             of groups of rows: a rate of their own x the share of full tiles
 attention    flops / rate of its direction, head dim and number of keys
 elementwise  bytes / bandwidth
 collective   alpha x log2(devices) + bytes / beta
@@ -20,6 +21,7 @@ from typing import Any
 
 from zerojax.clock import kernels as kernels_lib
 
+HALF_TILE = {"grouped_rows": 64, "grouped_matrices": 32}  # rows, of the tiles of `pallas_kernels.grouped`
 SHORT = 512  # elements that a matmul sums over; of so few it is slower ("matmul.short")
 
 
@@ -81,6 +83,9 @@ class GpuRates:
 
     def _matmul(self, kernel: kernels_lib.KernelWork, *_: Any) -> float:
         batch, m, n, k = kernel.dims
+        if (own := self.figures.get(f"matmul.{kernel.form}")) is not None:  # groups, whose last tiles are half full
+            own *= m / (m + batch * HALF_TILE[kernel.form])
+            return max(kernel.flops / own, kernel.nbytes / self.figures["bandwidth"])
         form = kernel.form if f"matmul.{kernel.form}" in self._sizes else "bf16"
         rate = self._by_size(f"matmul.{form}", min(m, n, k))
         if k <= SHORT:

@@ -41,7 +41,10 @@ def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
 def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
     for eqn in traces.opened(jaxpr)[0].eqns:
         name = eqn.primitive.name
-        if name in _COUNTS:
+        if _is_stated(eqn):
+            kind = _kind(*[v.aval.dtype for v in eqn.invars[-2:]])
+            found[kind] = found.get(kind, 0.0) + times * eqn.params["cost_estimate"].flops
+        elif name in _COUNTS:
             if operations := _COUNTS[name](eqn):
                 kind = _kind(*[v.aval.dtype for v in eqn.invars[:2]])
                 found[kind] = found.get(kind, 0.0) + times * operations
@@ -52,9 +55,16 @@ def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
                 _walk(inner, times * _repeats(eqn), found)
 
 
+def _is_stated(eqn: Any) -> bool:
+    """Returns whether an equation is a kernel that says how many operations it has."""
+    return eqn.primitive.name == "pallas_call" and eqn.params.get("cost_estimate") is not None
+
+
 def _walk_longest(branches: Any, times: float, found: dict[str, float]) -> None:
+    """Counts the branch with the most operations, or with a kernel that states them: another is its twin for other devices."""
+    stated = [branch for branch in branches if any(map(_is_stated, traces.equations(branch)))]
     counted = []
-    for branch in branches:
+    for branch in stated or branches:
         inside: dict[str, float] = {}
         _walk(branch, times, inside)
         counted.append(inside)
