@@ -52,6 +52,7 @@ from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import peft, tensor_files
 from zerojax.migration import documents, torch_files, zero_checkpoint
+from zerojax.plan import scale
 from zerojax.trainer import workdir
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -987,6 +988,7 @@ KINDS: dict[str, tuple[str, Callable[[pathlib.Path], None], Makers, Callable[[pa
     "arrays": ("case.npz", read_arrays, ARRAYS | NO_FILES, None),
     "adapter": ("adapter_config.json", read_adapter, json_makers("a long text") | NO_FILES, None),
     "workdir": ("config.json", read_workdir, json_makers("a long text") | NO_FILES, None),
+    "cluster": ("cluster.json", scale.read, json_makers() | NO_FILES, None),
     "hostfile": (
         "hostfile",
         read_hostfile,

@@ -16,7 +16,7 @@ from zerojax import display, errors
 from zerojax.errors import UserError
 from zerojax.inference.engine import weights
 from zerojax.launch import devices, ending, processes
-from zerojax.plan import json_form, picture, search, step_plan, targets
+from zerojax.plan import json_form, picture, scale, search, step_plan, targets
 from zerojax.plan import report as plan_report
 from zerojax.plan import serving as serving_plan
 from zerojax.trainer import command, plans, serving
@@ -31,6 +31,9 @@ _TARGET = flags.DEFINE_string("target", "here", "Device kind: h200, h100, a100, 
 _TOPOLOGY = flags.DEFINE_string("topology", "", "GPUs, CPUs: hosts x devices (1x8). TPUs: chips (4x4x8).")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables (docs/plan.md).")
 _PICTURE = flags.DEFINE_string("picture", "", "Write a PNG of memory, by role and over the program, to this path.")
+_CLUSTER = flags.DEFINE_string(
+    "cluster", "", "A JSON file of a cluster: also foretell the step on 64 to 4,096 GPUs (docs/plan.md)."
+)
 _SEARCH = flags.DEFINE_boolean("search", False, "Search for the fastest plan that fits.")
 _MOST = flags.DEFINE_integer("most_compiles", 12, "Maximum number of plans that --search compiles.")
 
@@ -86,7 +89,7 @@ def _prepare(config: settings_lib.Config) -> None:
 
 
 def _serve(config: settings_lib.Config) -> None:
-    for name in ("topology", "picture", "search", "host_gbps", "disk_gbps"):
+    for name in ("topology", "picture", "search", "cluster", "host_gbps", "disk_gbps"):
         if flags.FLAGS[name].present:
             raise UserError(f"--{name}: --serve does not use it; omit one of them")
     found = serving_plan.plan(serving.served(config, _FORMAT.value), targets.get(_TARGET.value))
@@ -100,6 +103,7 @@ def _plan(config: settings_lib.Config) -> None:
         )
     if _HOST_GBPS.value is not None and (config.offload.optimizer, config.offload.params) == ("none", "none"):
         raise UserError("--host_gbps: nothing is offloaded; set offload.optimizer to 'host', or omit --host_gbps")
+    cluster = scale.read(_CLUSTER.value) if _CLUSTER.value else None
     host_rate, disk_rate = (None if flag.value is None else flag.value * 1e9 for flag in (_HOST_GBPS, _DISK_GBPS))
     try:
         plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value, host_rate=host_rate, disk_rate=disk_rate)
@@ -113,7 +117,13 @@ def _plan(config: settings_lib.Config) -> None:
             picture.draw(plan, _PICTURE.value)
         except (OSError, ValueError) as error:
             raise UserError(f"--picture {_PICTURE.value}: cannot be written ({error}); name a PNG file") from error
-    print(json.dumps(json_form.as_json(plan), indent=2) if _JSON.value else plan_report.text(plan), flush=True)
+    points = scale.curve(plan, cluster, scale.counts_of(plan)) if cluster else []
+    if _JSON.value:
+        answer = json_form.as_json(plan) | (
+            {"cluster": [dataclasses.asdict(point) for point in points]} if points else {}
+        )
+        return print(json.dumps(answer, indent=2), flush=True)
+    print(plan_report.text(plan) + (f"\n\n{display.as_text(scale.table(plan, points))}" if points else ""), flush=True)
 
 
 def _print_unfit(config: settings_lib.Config, lack: str) -> None:
@@ -136,6 +146,8 @@ def _search(config: settings_lib.Config) -> None:
     for name in ("host_gbps", "disk_gbps"):
         if flags.FLAGS[name].value is not None:
             raise UserError(f"--{name}: --search does not use it; omit one of them")
+    if _CLUSTER.value:
+        raise UserError("--cluster: foretells one plan on many hosts, and --search makes many; omit one of them")
     if _PICTURE.value:
         raise UserError("--picture: draws one plan, and --search makes many; omit one of them")
     outcomes = plans.search_config(config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say)
