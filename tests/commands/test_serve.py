@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import types
 
 import golden_models
 import httpx
@@ -46,12 +47,6 @@ def started(commands, *flags, **environ):
         process.wait()
 
 
-@pytest.fixture(scope="module")
-def served(commands):
-    with started(commands, "--adapter", f"tuned={LLAMA / 'lora'}", ZEROJAX_API_KEY=KEY) as found:
-        yield found
-
-
 def gauge(url, name):
     text = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
     return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(f"zerojax_{name} ")))
@@ -65,9 +60,17 @@ def until_free(url):
         time.sleep(0.02)
 
 
-def test_openais_client_gets_the_tokens_of_transformers_whole_and_as_a_stream(served):
+def test_a_server_answers_openais_client_and_clients_that_leave_and_drains(commands):
+    """One process, since each takes seconds to start."""
+    with started(commands, "--adapter", f"tuned={LLAMA / 'lora'}", ZEROJAX_API_KEY=KEY) as (process, url):
+        openais_client_gets_the_tokens_of_transformers_whole_and_as_a_stream(url)
+        for is_streamed in (True, False):
+            a_client_that_is_gone_frees_its_slot(url, is_streamed)
+        the_first_sigterm_refuses_new_requests_and_answers_those_that_run(process, url)
+
+
+def openais_client_gets_the_tokens_of_transformers_whole_and_as_a_stream(url):
     """They are also those of `zerojax generate`; see tests/commands/test_generate.py."""
-    _, url = served
     expected = golden_models.expected("llama")
     prompts = [row.tolist() for row in expected["input_ids"]]
     wanted = [row[len(prompts[0]) :].tolist() for row in expected["generated"]]
@@ -99,9 +102,7 @@ def test_openais_client_gets_the_tokens_of_transformers_whole_and_as_a_stream(se
         client.completions.create(**ask)
 
 
-@pytest.mark.parametrize("is_streamed", [True, False])
-def test_a_client_that_is_gone_frees_its_slot(served, is_streamed):
-    _, url = served
+def a_client_that_is_gone_frees_its_slot(url, is_streamed):
     before = gauge(url, "cancelled_total")
     body = {"model": "llama", "prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True, "stream": is_streamed}
     headers = {"authorization": f"Bearer {KEY}"}
@@ -112,23 +113,24 @@ def test_a_client_that_is_gone_frees_its_slot(served, is_streamed):
     assert gauge(url, "cancelled_total") == before + 1
 
 
-def test_the_first_sigterm_refuses_new_requests_and_answers_those_that_run(commands):
-    with started(commands) as (process, url):
-        body = {"model": "llama", "prompt": [5, 6], "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            process.kill(signal.SIGTERM)
-            while (found := httpx.get(f"{url}/health")).status_code == 200:
-                pass
-            assert (found.status_code, found.json()) == (503, {"status": "draining"})
-            assert httpx.post(f"{url}/v1/completions", json=body).json()["error"]["code"] == "draining"
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
-        process.wait()
-        assert (process.status, process.err) == (0, "")
+def the_first_sigterm_refuses_new_requests_and_answers_those_that_run(process, url):
+    body = {"model": "llama", "prompt": [5, 6], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    ask = {"json": body, "headers": {"authorization": f"Bearer {KEY}"}, "timeout": LIMIT}
+    with httpx.stream("POST", f"{url}/v1/completions", **ask) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.kill(signal.SIGTERM)
+        while (found := httpx.get(f"{url}/health")).status_code == 200:
+            pass
+        assert (found.status_code, found.json()) == (503, {"status": "draining"})
+        assert httpx.post(f"{url}/v1/completions", **ask).json()["error"]["code"] == "draining"
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    process.wait()
+    assert (process.status, process.err) == (0, "")
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_the_process_at_once(commands):
     with started(commands) as (process, url):
         body = {"model": "llama", "prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True, "n": 8}
@@ -191,12 +193,17 @@ def test_what_is_missing_or_taken_is_one_line(monkeypatch, command):
         bound.listen()
         line = f"zerojax: --port {bound.getsockname()[1]}: is taken on 127.0.0.1; give another, or 0 for one that is free\n"
         assert command(LLAMA, "--port", bound.getsockname()[1]) == (2, "", line)
+    cluster = types.SimpleNamespace(cluster=types.SimpleNamespace(num_processes=2))
+    with monkeypatch.context() as patched:
+        patched.setattr(serve.processes, "launched", lambda: cluster)
+        assert "serve: is one process, and 2 are started" in command(LLAMA)[2]
     monkeypatch.setattr(serve, "NEEDED", ("starlette", "not_there"))
     line = "zerojax: serve: not_there is not installed; pip install 'zerojax[serve]'\n"
     assert command(LLAMA) == (2, "", line)
 
 
 def test_without_a_key_other_machines_are_warned_of_and_a_key_comes_from_a_file(monkeypatch, tmp_path, command):
+    monkeypatch.delenv(serve.KEY, raising=False)
     status, _, err = command(golden_models.FOLDER / "bert", "--host", "0.0.0.0", "--port", 0)
     warning, error = err.splitlines()
     assert status == 2 and "is a classifier" in error

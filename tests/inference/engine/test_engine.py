@@ -83,6 +83,22 @@ def test_requests_get_what_they_get_alone_and_leave_nothing_behind():
     assert own.is_idle and own.counts == {"waiting": 0, "running": 0} and not own._draws.is_live.any()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_after_a_warm_up_no_request_compiles(name):
+    loaded = golden_models.load(name, 0)
+    own = engine_lib.Engine(loaded, slots=2, max_len=40, max_inputs=24, chunk=20)
+    own.warm_up()
+    assert own.is_idle
+    made = [own._programs.first, own._programs.further, own._programs.decode]
+    before = [program._cache_size() for program in made]
+    for length in (1, 15, 16, 17, 20, 21, 24) + (() if name == "t5" else (30, 37, 38)):
+        for settings in ({}, {"temperature": 1.0, "logprobs": 2, "repetition_penalty": 1.1}):
+            own.submit([9] * length, max_tokens=2, **settings)
+    own.run()
+    assert [program._cache_size() for program in made] == before
+
+
 def test_what_does_not_fit_is_refused_in_one_line():
     own = engine()
     for line, prompt, settings in (
