@@ -26,7 +26,8 @@ def test_a_mesh_takes_every_device_once_or_is_refused_with_a_reason(replica, dat
             mesh_lib.make_mesh(replica, data, model, context=context)
         return
     mesh = mesh_lib.make_mesh(replica, data, model, context=context)
-    assert dict(mesh.shape) == {"replica": replica, "data": left, "context": context, "model": model}
+    sizes = {"replica": replica, "data": left, "context": context, "model": model}
+    assert dict(mesh.shape) == {axis.name: sizes.get(axis.name, 1) for axis in mesh_lib.AXES}
     assert sorted(d.id for d in mesh.devices.flat) == sorted(d.id for d in jax.devices())
     assert mesh_lib.ways(mesh) == replica * left
 
@@ -35,7 +36,39 @@ def test_a_mesh_takes_every_device_once_or_is_refused_with_a_reason(replica, dat
 def test_neighbours_are_along_model_then_context_then_data_and_replicas_are_farthest(sizes):
     mesh = mesh_lib.make_mesh(**sizes)
     assert [device.id for device in mesh.devices.flat] == [device.id for device in jax.devices()]
-    assert tuple(mesh.shape) == ("replica", "data", "context", "model")
+    assert tuple(mesh.shape) == tuple(axis.name for axis in mesh_lib.AXES)
+
+
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.given(SIZES, SIZES, SIZES, st.sampled_from([1, 2, 3, 4, 6, 8]))
+def test_experts_live_on_neighbours_along_data_and_context(data, context, model, expert):
+    if data * context * model > DEVICES:
+        return
+    devices = jax.devices()[: data * context * model]
+    if data * context % expert:
+        with pytest.raises(
+            UserError, match=rf"^mesh: expert {expert} does not divide data {data} x context {context} = "
+        ):
+            mesh_lib.make_mesh(data=data, context=context, model=model, expert=expert, devices=devices)
+        return
+    mesh = mesh_lib.make_mesh(data=data, context=context, model=model, expert=expert, devices=devices)
+    plain = mesh_lib.make_mesh(data=data, context=context, model=model, devices=devices)
+    assert list(mesh.devices.flat) == devices and mesh_lib.size(mesh, mesh_lib.EXPERT) == expert
+    for axes in (
+        mesh_lib.EXAMPLES,
+        mesh_lib.TOKENS,
+        mesh_lib.STATE,
+    ):  # an array over them is where it is without experts
+        assert NamedSharding(mesh, P(axes)).is_equivalent_to(NamedSharding(plain, P(axes)), 1)
+        assert mesh_lib.text(mesh, axes) == mesh_lib.text(plain, axes) or mesh_lib.size(plain, axes) == 1
+    assert mesh_lib.text(mesh, mesh_lib.EXPERT) == f"expert={expert}"
+    own = mesh_lib.with_parts(mesh, P(("replica", "data"), "context"))
+    assert NamedSharding(mesh, own).is_equivalent_to(NamedSharding(plain, P(("replica", "data"), "context")), 2)
+
+
+def test_a_pipeline_has_no_experts_of_its_own():
+    with pytest.raises(UserError, match="mesh: expert 2 and pipe 2 do not go together"):
+        mesh_lib.make_mesh(pipe=2, expert=2)
 
 
 def test_a_mesh_may_take_some_devices():
@@ -72,11 +105,11 @@ def test_a_platform_has_one_name_for_all_kinds_of_devices():
 @pytest.mark.parametrize(
     "shape, axes, expected",
     [
-        ((8,), ("data",), {"replica": 1, "data": 8, "context": 1, "model": 1}),
-        ((2, 4), ("replica", "data"), {"replica": 2, "data": 4, "context": 1, "model": 1}),
-        ((4, 2), ("data", "model"), {"replica": 1, "data": 4, "model": 2, "context": 1}),
-        ((2, 4), ("own", "data"), {"replica": 1, "own": 2, "data": 4, "context": 1, "model": 1}),
-        ((2, 4), ("data", "context"), {"replica": 1, "data": 2, "context": 4, "model": 1}),
+        ((8,), ("data",), ("replica", "data", "expert", "context", "expert_context", "model")),
+        ((2, 4), ("replica", "data"), ("replica", "data", "expert", "context", "expert_context", "model")),
+        ((4, 2), ("data", "model"), ("replica", "data", "model", "expert", "context", "expert_context")),
+        ((2, 4), ("own", "data"), ("replica", "own", "data", "expert", "context", "expert_context", "model")),
+        ((2, 4), ("data", "context"), ("replica", "data", "context", "expert", "expert_context", "model")),
     ],
 )
 def test_a_users_mesh_gets_the_axes_that_it_lacks_and_keeps_its_devices(shape, axes, expected):
@@ -84,7 +117,10 @@ def test_a_users_mesh_gets_the_axes_that_it_lacks_and_keeps_its_devices(shape, a
     for kind in (AxisType.Auto, AxisType.Explicit):
         own = jax.sharding.Mesh(devices, axes, axis_types=(kind,) * len(axes))
         mesh = mesh_lib.completed(own)
-        assert list(mesh.shape.items()) == list(expected.items()) and set(mesh.axis_types) == {AxisType.Auto}
+        sizes = dict(zip(axes, shape))
+        assert list(mesh.shape.items()) == [(name, sizes.get(name, 1)) for name in expected] and set(
+            mesh.axis_types
+        ) == {AxisType.Auto}
         assert list(mesh.devices.flat) == list(devices.flat)
         for spec in (P("data"), P(None, axes), P()):
             assert NamedSharding(mesh, spec).is_equivalent_to(NamedSharding(own, spec), 2)

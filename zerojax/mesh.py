@@ -27,6 +27,7 @@ class Axis:
       summed: whether what devices along it compute of a loss, a gradient or a count are terms of a sum.
       state: whether a stage shards the state over it, and weights are gathered over it.
       compiler: whether the compiler shards over it, as overrides say, also where other collectives are explicit.
+      part_of: the axis of which it is the inner part; "" for none. Experts live along the parts, together the axis `expert` of `make_mesh`.
     """
 
     name: str
@@ -35,12 +36,15 @@ class Axis:
     summed: bool = False
     state: bool = False
     compiler: bool = False
+    part_of: str = ""
 
 
 AXES = (
     Axis("replica", examples=True, summed=True),
     Axis("data", examples=True, summed=True, state=True),
+    Axis("expert", examples=True, summed=True, state=True, part_of="data"),
     Axis("context", tokens=True, summed=True, state=True),
+    Axis("expert_context", tokens=True, summed=True, state=True, part_of="context"),
     Axis("model", compiler=True),
 )
 EXAMPLES = tuple(axis.name for axis in AXES if axis.examples)
@@ -48,6 +52,7 @@ TOKENS = tuple(axis.name for axis in AXES if axis.tokens)
 SUMMED = tuple(axis.name for axis in AXES if axis.summed)
 STATE = tuple(axis.name for axis in AXES if axis.state)
 COMPILER = tuple(axis.name for axis in AXES if axis.compiler)
+EXPERT = tuple(axis.name for axis in AXES if axis.part_of)
 # Along it devices run other programs, the stages of a pipeline. A mesh has it only where there is a pipeline; within a group of devices
 # that run the same programs the axes are those of the table.
 PIPE = "pipe"
@@ -59,34 +64,40 @@ def make_mesh(
     model: int = 1,
     *,
     context: int = 1,
+    expert: int = 1,
     pipe: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Builds the mesh (replica, data, context, model) over `devices`, by default all of them; with `pipe`, (pipe, replica, ...).
+    """Builds the mesh of `AXES` over `devices`, by default all of them; with `pipe` this is its first axis.
 
     ZeRO shards over `data` and `context` together. `replica` holds copies of the sharded state (hybrid sharding). Devices along `context`
     hold parts of the same sequences (context parallelism). `model` is for tensor parallelism. Neighbouring devices are along `model`,
     then `context`, then `data`, so that replicas are the farthest apart, and of a pipeline its stages.
+
+    `expert` is a view of `data` and `context`: of their devices, as many neighbours hold different experts. The mesh has the inner parts of
+    the two as axes of their own, `expert` and `expert_context`, and along `data` and `context` what is left. A spec that names `expert`
+    means both parts, and one that names `data` all four.
 
     Args:
       replica: number of copies.
       data: number of shards; -1 takes all remaining devices.
       model: number of tensor-parallel shards.
       context: number of parts of a sequence.
+      expert: number of groups of experts, one a device (expert parallelism); it divides data x context.
       pipe: number of groups of devices that hold other layers and run side by side (`zerojax.Pipeline`).
       devices: the devices to use; None: all of `jax.devices()`.
 
     Raises:
-      UserError: the product of the sizes is not the number of devices.
+      UserError: the product of the sizes is not the number of devices, or `expert` is no part of them.
 
     >>> mesh = make_mesh(replica=1, data=-1)
     """
     found = list(jax.devices() if devices is None else devices)
     stages = f"mesh.{PIPE}={pipe}, " if pipe != 1 else ""
-    if min(pipe, replica, context, model) < 1 or (data < 1 and data != -1):
+    if min(pipe, replica, context, model, expert) < 1 or (data < 1 and data != -1):
         raise UserError(
             "mesh: axis sizes must be above 0 (data may be -1: all remaining); got "
-            f"{stages}mesh.replica={replica}, mesh.data={data}, mesh.context={context}, mesh.model={model}"
+            f"{stages}mesh.replica={replica}, mesh.data={data}, mesh.context={context}, mesh.model={model}, mesh.expert={expert}"
         )
     if data == -1:
         data = max(1, len(found) // (pipe * replica * context * model))
@@ -96,9 +107,20 @@ def make_mesh(
             f"mesh: {f'{PIPE} {pipe} x ' if stages else ''}replica {replica} x data {data} x context {context} x model {model} = {needed} "
             f"devices, but there are {len(found)}; choose sizes whose product is {len(found)}, or pass the devices to use"
         )
-    grid, names = np.asarray(found).reshape(replica * pipe, data, context, model), tuple(axis.name for axis in AXES)
+    if data * context % expert:
+        raise UserError(
+            f"mesh: expert {expert} does not divide data {data} x context {context} = {data * context}, the devices that share experts; "
+            "choose a divisor"
+        )
+    if pipe > 1 and expert > 1:
+        raise UserError(
+            f"mesh: expert {expert} and {PIPE} {pipe} do not go together: stages do not exchange tokens; set one of them to 1"
+        )
+    inner = math.gcd(expert, context)
+    sizes = (data * inner // expert, expert // inner, context // inner, inner, model)
+    grid, names = np.asarray(found).reshape(replica * pipe, *sizes), tuple(axis.name for axis in AXES)
     if pipe > 1:
-        grid, names = grid.reshape(pipe, replica, data, context, model), (PIPE, *names)
+        grid, names = grid.reshape(pipe, replica, *sizes), (PIPE, *names)
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -163,8 +185,33 @@ def sharded(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def text(mesh: Mesh, axes: Sequence[str]) -> str:
-    """Returns the sizes of axes as messages name them: `data=8`."""
-    return " x ".join(f"{axis}={mesh.shape[axis]}" for axis in sharded(mesh, axes))
+    """Returns the sizes of axes as messages name them: `data=8`. An axis and its part are one; parts alone are `expert`."""
+    whole, sizes = {axis.name: axis.part_of for axis in AXES}, dict[str, int]()
+    for axis in sharded(mesh, axes):
+        of = whole.get(axis, "")
+        name = of if of in axes else EXPERT[0] if of else axis
+        sizes[name] = sizes.get(name, 1) * mesh.shape[axis]
+    return " x ".join(f"{name}={ways}" for name, ways in sizes.items())
+
+
+def with_parts(mesh: Mesh, spec: P) -> P:
+    """Returns a spec in which an axis with a part means both, where that has more than one device."""
+
+    def of_dim(entry: Any) -> Any:
+        named = specs.names(entry)
+        parts = [axis.name for axis in AXES if axis.part_of in named and axis.name not in named]
+        if entry is P.UNCONSTRAINED or not any(mesh.shape[part] > 1 for part in parts):
+            return entry
+        order = [axis.name for axis in AXES]
+        return specs.entry(tuple(sorted((*named, *parts), key=lambda name: order.index(name) if name in order else -1)))
+
+    return P(*map(of_dim, spec))
+
+
+def around(axes: Iterable[str]) -> tuple[str, ...]:
+    """Returns those of some axes that a surrounding `jax.shard_map` runs over by hand."""
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes if axis in manual_axes)
 
 
 def ways(mesh: Mesh) -> int:

@@ -33,8 +33,8 @@ def test_parts_attend_as_all_tokens_of_one_device_do(packed):
     cut = jax.shard_map(
         lambda x, segments: run(x, segments, way),
         mesh=mesh,
-        in_specs=(P(None, None, tokens.AXIS), P(None, tokens.AXIS)),
-        out_specs=P(None, tokens.AXIS),
+        in_specs=(P(None, None, "context"), P(None, "context")),
+        out_specs=P(None, "context"),
         check_vma=False,
     )
     np.testing.assert_allclose(jax.jit(cut)(x, segments), run(x, segments, None), rtol=1e-5, atol=1e-6)
@@ -60,12 +60,12 @@ CALLS = {
 def in_parts(x, **call):
     """Returns attention of arrays whose tokens are sharded, and of its mask's keys and its bias's queries."""
     arrays = {name: call.pop(name) for name in ("mask", "bias") if name in call}
-    specs = {"mask": P(None, None, None, tokens.AXIS), "bias": P(None, None, tokens.AXIS)}
+    specs = {"mask": P(None, None, None, "context"), "bias": P(None, None, "context")}
     run = jax.shard_map(
         lambda x, arrays: tokens.attention(*x, **arrays, **call),
         mesh=mesh_lib.make_mesh(data=2, context=WAYS),
-        in_specs=(P(None, None, tokens.AXIS), {name: specs[name] for name in arrays}),
-        out_specs=P(None, tokens.AXIS),
+        in_specs=(P(None, None, "context"), {name: specs[name] for name in arrays}),
+        out_specs=P(None, "context"),
         check_vma=False,
     )
     return jax.jit(run)(x, arrays)

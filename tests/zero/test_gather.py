@@ -130,7 +130,7 @@ def test_a_reduce_scatter_in_parts_gives_each_device_its_own_shard(sizes, dim):
     mesh, spec = mesh_lib.make_mesh(context=2), P(*[None] * dim, gather.STATE)
     grads = arrays.normal(0, (8, 16, 24))
     run = jax.shard_map(
-        lambda g: gather._scatter(g[0], dim, sizes),
+        lambda g: gather._scatter(g[0], dim, mesh_lib.STATE, sizes),
         mesh=mesh,
         in_specs=P(gather.STATE),
         out_specs=spec,
@@ -143,9 +143,11 @@ def slice_of(platform, *lengths, order=None):
     """Returns what a mesh over a slice of TPUs looks like; the first coordinate is the fastest."""
     coords = [tuple(reversed(place)) for place in itertools.product(*map(range, reversed(lengths)))]
     devices = [types.SimpleNamespace(platform=platform, coords=list(place)) for place in coords]
-    grid = np.asarray([devices[n] for n in order or range(len(devices))]).reshape(1, -1, 1, 1)
+    grid = np.asarray([devices[n] for n in order or range(len(devices))]).reshape(
+        1, -1, *[1] * (len(mesh_lib.AXES) - 2)
+    )
     mesh = mock.create_autospec(Mesh, instance=True)
-    mesh.devices, mesh.shape = grid, dict(zip(("replica", "data", "context", "model"), grid.shape))
+    mesh.devices, mesh.shape = grid, dict(zip([axis.name for axis in mesh_lib.AXES], grid.shape))
     return mesh
 
 

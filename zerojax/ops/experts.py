@@ -6,6 +6,7 @@ With the router's scores s of a token (float32), its K best experts C and their 
 
 Rows are sorted by expert, so an expert's tokens are a run of rows, and the three matmuls of all experts are grouped matmuls
 (`pallas_kernels.grouped`): on GPUs no row is computed twice and none is padded. No token is dropped unless there is a capacity.
+Where devices have some of the experts each, tokens travel to them (`expert_parallel`).
 
 Shapes: T tokens, D embed, E experts, K experts of a token, F an expert's width, R = T K rows.
 """
@@ -19,7 +20,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import grouped
 from zerojax import mesh as mesh_lib
+from zerojax import traces
 from zerojax.errors import UserError
+from zerojax.ops import expert_parallel
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -111,9 +114,29 @@ def apply(
       gate_EDF, up_EDF, down_EFD: the experts' matrices. Without `up_EDF` the first is both, float[E, D, F, 2], which is one matmul; its
         entries alternate.
       activation: of the gate; without `up_EDF` a function of gate and up.
-      capacity: the most tokens of an expert; later ones skip it (`kept`). None: no token skips one.
+      capacity: the most tokens of an expert; later ones skip it (`kept`). None: no token skips one. Where devices have tokens of their
+        own it is that of a device's.
       biases: float[E, F, 2] and [E, D], of both matmuls, without `up_EDF`; None for none.
+
+    Raises:
+      UserError: some of the matrices are sharded over the mesh axis `expert`, and others are not, or gate and up are one.
     """
+    if traces.is_read() and capacity is None and up_EDF is not None:
+        return _of_each_token(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation)
+    gate, down = expert_parallel.take(gate_EDF), expert_parallel.take(down_EFD)
+    up = None if up_EDF is None else expert_parallel.take(up_EDF)
+    if gate is not None or up is not None or down is not None:
+        if gate is None or up is None or down is None:
+            raise UserError(
+                "overrides: gate, up and down of experts are all to be sharded over `expert`, and some are not, or gate and up are one "
+                "matrix; name all three, or use a mesh without `expert`"
+            )
+        experts_TK = routing.experts_TK
+        if capacity is not None:
+            experts_TK = jnp.where(kept(routing, capacity), experts_TK, len(gate_EDF))
+        return expert_parallel.apply(
+            x_TD, experts_TK, routing.weights_TK, gate, up, down, activation, capacity=capacity
+        )
     (tokens, top_k), experts = routing.experts_TK.shape, gate_EDF.shape[0]
     expert_R = routing.experts_TK.reshape(-1)
     weights_TK, sizes_E = routing.weights_TK, _counts(routing)
@@ -135,6 +158,16 @@ def apply(
         y_RD = added(_grouped(hidden_RF, down_EFD, sizes_E), biases and biases[1])
         y_TKD = _sorted_back(y_RD, order_R, place_TK).astype(jnp.float32)
     return jnp.einsum("tkd,tk->td", y_TKD, weights_TK).astype(x_TD.dtype)
+
+
+def _of_each_token(
+    x_TD: jax.Array, routing: Routing, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array, activation: Callable
+) -> jax.Array:
+    """Returns the same of all experts on all tokens, which shows a reader of the trace that no token reads another."""
+    chosen_TKE = jax.nn.one_hot(routing.experts_TK, len(gate_EDF), dtype=x_TD.dtype)
+    hidden_TEF = activation(jnp.einsum("td,edf->tef", x_TD, gate_EDF)) * jnp.einsum("td,edf->tef", x_TD, up_EDF)
+    y_TED = jnp.einsum("tef,efd->ted", hidden_TEF, down_EFD)
+    return jnp.einsum("ted,tke,tk->td", y_TED, chosen_TKE, routing.weights_TK).astype(x_TD.dtype)
 
 
 def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
@@ -195,8 +228,7 @@ def _counts(routing: Routing) -> jax.Array:
 
 def _devices() -> tuple[str, ...]:
     """Returns the axes of a surrounding `jax.shard_map` along which tokens differ."""
-    around = jax.sharding.get_abstract_mesh()
-    return tuple(axis for axis in mesh_lib.SUMMED if axis in around.manual_axes)
+    return mesh_lib.around(mesh_lib.SUMMED)
 
 
 def _no_bias(y_RN: jax.Array, bias_EN: jax.Array | None) -> jax.Array:

@@ -18,7 +18,6 @@ from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention, sinks
 
 _WHOLE_ROWS: contextvars.ContextVar[bool] = contextvars.ContextVar("whole_rows", default=False)
-AXIS = specs.entry(mesh_lib.TOKENS)  # over which tokens are sharded, as collectives name it
 
 
 def attend(
@@ -57,7 +56,7 @@ def attend(
             k_BSKN,
             v_BSKN,
             kernel,
-            axis=AXIS,
+            axis=_axis(),
             way=way,
             order=way.order,
             is_causal=is_causal,
@@ -195,10 +194,16 @@ def _is_sharded() -> bool:
     """Returns whether this runs on each device along the axis by itself."""
     if traces.is_read():
         return True
-    around = jax.sharding.get_abstract_mesh()
-    return set(mesh_lib.TOKENS) <= set(around.manual_axes) and mesh_lib.size(around, mesh_lib.TOKENS) > 1
+    return mesh_lib.size(jax.sharding.get_abstract_mesh(), mesh_lib.around(mesh_lib.TOKENS)) > 1
+
+
+def _axis() -> Any:
+    """Returns the axis over which tokens are sharded, as collectives name it."""
+    if traces.is_read():
+        return mesh_lib.TOKENS
+    return specs.entry(mesh_lib.sharded(jax.sharding.get_abstract_mesh(), mesh_lib.around(mesh_lib.TOKENS)))
 
 
 def of_all(local: int) -> int:
     """Returns the number of tokens of all devices where each has `local` of them, inside `jax.shard_map`."""
-    return local * jax.lax.axis_size(AXIS)
+    return local * jax.lax.axis_size(_axis())

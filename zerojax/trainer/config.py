@@ -224,7 +224,8 @@ def batch_sizes(config: settings.Config, ways: int) -> BatchSizes:
 
 def per_example(mesh: settings.MeshSettings) -> int:
     """Returns the number of devices that share examples: along axes over which these do not differ, and in other groups of a pipeline."""
-    return mesh.pipe * math.prod(getattr(mesh, axis.name) for axis in mesh_lib.AXES if not axis.examples)
+    same = [axis.name for axis in mesh_lib.AXES if not axis.examples and not axis.part_of]
+    return mesh.pipe * math.prod(getattr(mesh, name) for name in same)
 
 
 def refit(config: settings.Config, devices: int, full_devices: int) -> settings.Config:

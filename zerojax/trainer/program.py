@@ -352,6 +352,12 @@ def _check_model_axis(partition: placement.Partition) -> None:
                 f"config.mesh.{axis}: is {size}, and no weight is sharded over `{axis}`, so its devices would repeat each other's work; "
                 f"name weights in config.zero.overrides, or set --config.mesh.{axis}=1"
             )
+    ways = mesh_lib.size(partition.mesh, mesh_lib.EXPERT)
+    if ways > 1 and not any(weight.is_experts for weight in partition.placements.values()):
+        raise UserError(
+            f"config.mesh.expert: is {ways}, and no weight is sharded over `expert`: the model has no experts, or their number does not "
+            "divide; set --config.mesh.expert=1"
+        )
 
 
 def _tell_of_no_effect(config: settings_lib.Config, sizes: config_lib.BatchSizes, model: Any, mesh: Mesh) -> None:

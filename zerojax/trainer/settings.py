@@ -144,6 +144,8 @@ class MeshSettings:
         "parts of each sequence, one a device (context parallelism); ZeRO shards over it too")
     model: int = setting(1, POSITIVE.up_to(2**20, "no machine has as many devices"),
         "tensor parallelism over it: heads, MLP width, vocabulary and, between matmuls, tokens")
+    expert: int = setting(1, POSITIVE.up_to(2**20, "no machine has as many devices"),
+        "devices of data x context that hold different experts each, to which tokens travel (expert parallelism)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 It is for held-out losses and for sampling; weights are gathered as in a train step.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +86,10 @@ def _forward(
     def forward(params: PyTree, *args: Any) -> tuple[Any, overlap.Tokens]:
         chain = runner(find, compute_dtype, reduction, overlap.no_tokens())
         run = explicit.device_loss(function, partition, how, chain)
-        result = run(tree.map_with_path(sink, params), *args)
+        with contextlib.ExitStack() as around:
+            for wire in {weight.wire for weight in partition.placements.values()}:
+                around.enter_context(wire.around())
+            result = run(tree.map_with_path(sink, params), *args)
         return result, chain.tokens
 
     return forward

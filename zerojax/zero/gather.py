@@ -32,7 +32,7 @@ from zerojax import precision, specs
 from zerojax.tree import PyTree
 from zerojax.zero.placement import Placement
 
-STATE = specs.entry(mesh_lib.STATE)  # over which weights are gathered, as collectives name it
+STATE = specs.entry(mesh_lib.STATE)  # over which most weights are gathered, as collectives name it
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -112,8 +112,9 @@ def sink(placement: Placement, reduction: Reduction) -> PyTree:
 
 def local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
     """Returns the shape of a device's shard inside a `jax.shard_map` over the axes of `mesh.manual`."""
-    ways, cut = mesh_lib.size(sharding.mesh, mesh_lib.STATE), data_dim(sharding)
-    return tuple(length // ways if dim == cut else length for dim, length in enumerate(shape))
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    return NamedSharding(mesh, specs.only(sharding.spec, mesh_lib.manual(mesh))).shard_shape(shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -130,9 +131,10 @@ def gather_shard(
 
 def all_gather(stored: jax.Array, placement: Placement, dtype: DTypeLike | None) -> jax.Array:
     """Returns a weight gathered and in `dtype` from this device's shard."""
-    weight, dim = cast(stored, placement, dtype), data_dim(placement.stored)
+    weight, dim = cast(stored, placement, dtype), data_dim(placement.stored, placement.over)
     if is_gathered(placement):
-        collective = functools.partial(jax.lax.all_gather, axis_name=STATE, axis=dim, tiled=True)
+        axes = specs.entry(placement.over)
+        collective = functools.partial(jax.lax.all_gather, axis_name=axes, axis=dim, tiled=True)
         weight = of_shards(collective, placement)(weight)
     return without_padding(weight, placement)
 
@@ -147,9 +149,8 @@ def of_shards(collective: Callable[[jax.Array], jax.Array], placement: Placement
 
 
 def is_gathered(placement: Placement) -> bool:
-    """Returns whether a weight is stored sharded over `STATE` and used gathered."""
-    dim = data_dim(placement.stored)
-    return dim is not None and dim != data_dim(placement.used)
+    """Returns whether a weight is stored sharded and used gathered."""
+    return data_dim(placement.stored, placement.over) is not None
 
 
 def reduce_rest(grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
@@ -165,11 +166,12 @@ def _sum(grad: jax.Array, placement: Placement, dtype: DTypeLike | None) -> jax.
 
 
 def _sum_shards(grad: jax.Array, placement: Placement) -> jax.Array:
-    dim, mesh = data_dim(placement.update), placement.update.mesh
+    over, mesh = placement.over, placement.update.mesh
+    dim = data_dim(placement.update, over)
     if dim is None:
-        return sum_over_copies(grad, mesh, but=())
-    if mesh_lib.size(mesh, mesh_lib.STATE) > 1:
-        grad = _scatter(grad, dim, scatter_sizes(mesh))
+        return sum_over_copies(grad, mesh, but=tuple(axis for axis in mesh_lib.STATE if axis not in over))
+    if mesh_lib.size(mesh, over) > 1:
+        grad = _scatter(grad, dim, over, scatter_sizes(mesh, over))
     return sum_over_copies(grad, mesh)
 
 
@@ -179,15 +181,15 @@ def sum_over_copies(grad: jax.Array, mesh: Mesh | AbstractMesh, but: tuple[str, 
     return jax.lax.psum(grad, axes) if axes else grad
 
 
-def scatter_sizes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """Returns the group sizes of the reduce-scatters that sum a gradient over `STATE`, one after the other.
+def scatter_sizes(mesh: Mesh | AbstractMesh, over: tuple[str, ...] = mesh_lib.STATE) -> tuple[int, ...]:
+    """Returns the group sizes of the reduce-scatters that sum a gradient over some axes, one after the other.
 
     It is one group, but on slices of TPUs with three dims. There the compiler (libtpu 0.0.52) makes an all-reduce of a reduce-scatter over
     three dims, which sends twice as much. It keeps one over the slowest dim followed by one over the two others; together these send what
     a single one does.
     """
-    ways, names = mesh_lib.size(mesh, mesh_lib.STATE), list(mesh.shape)
-    dims = [names.index(axis) for axis in mesh_lib.STATE]
+    ways, names = mesh_lib.size(mesh, over), list(mesh.shape)
+    dims = [names.index(axis) for axis in over]
     along = np.moveaxis(mesh.devices, dims, range(-len(dims), 0)).reshape(-1, ways)[0]
     coords = [tuple(getattr(device, "coords", None) or ()) for device in along]
     if mesh_lib.platform(mesh) != "tpu" or not coords[0]:
@@ -202,8 +204,8 @@ def scatter_sizes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     return (ways,)
 
 
-def _scatter(grad: jax.Array, dim: int, sizes: tuple[int, ...]) -> jax.Array:
-    """Returns this device's shard, along `dim`, of the sum over `STATE`. The first sum is over the most significant part of the index."""
+def _scatter(grad: jax.Array, dim: int, over: tuple[str, ...], sizes: tuple[int, ...]) -> jax.Array:
+    """Returns this device's shard, along `dim`, of the sum over some axes. The first sum is over the most significant part of the index."""
     ways = math.prod(sizes)
     block = ways  # devices that hold one part of the gradient, in a row
     for size in sizes:
@@ -213,7 +215,7 @@ def _scatter(grad: jax.Array, dim: int, sizes: tuple[int, ...]) -> jax.Array:
         ]
         grad = jax.lax.psum_scatter(
             grad,
-            STATE,
+            specs.entry(over),
             scatter_dimension=dim,
             axis_index_groups=groups if len(sizes) > 1 else None,
             tiled=True,
@@ -280,10 +282,10 @@ class Plain:
 PLAIN = Plain()
 
 
-def data_dim(sharding: NamedSharding) -> int | None:
-    """Returns the dim sharded over `STATE`."""
-    over = (dim for dim, entry in enumerate(sharding.spec) if not set(mesh_lib.STATE).isdisjoint(specs.names(entry)))
-    return next(over, None)
+def data_dim(sharding: NamedSharding, over: tuple[str, ...] = mesh_lib.STATE) -> int | None:
+    """Returns the dim sharded over these axes."""
+    found = (dim for dim, entry in enumerate(sharding.spec) if not set(over).isdisjoint(specs.names(entry)))
+    return next(found, None)
 
 
 def cast(weight: jax.Array, placement: Placement, dtype: DTypeLike | None) -> jax.Array:

@@ -98,11 +98,22 @@ class Placement:
     trainable: bool = True
     overwritten: bool = False
 
+    @property
+    def over(self) -> tuple[str, ...]:
+        """Returns the axes over which the stage shards it: experts are not gathered over those along which they live."""
+        own = specs_lib.axes(self.used.spec)
+        return tuple(axis for axis in mesh_lib.STATE if axis not in own)
+
+    @property
+    def is_experts(self) -> bool:
+        """Returns whether a device has some of the matrices of a stack and never the others."""
+        return len(self.over) < len(mesh_lib.STATE)
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The decision for one leaf: `spec` as stored, `sharded` the spec at stages that shard its role, the reason, and the path of the weight
-    whose shape or blocks it has ("" for none)."""
+    """The decision for one leaf: `spec` as stored, `sharded` the spec at stages that shard its role, the reason, the path of the weight
+    whose shape or blocks it has ("" for none), and the axes over which a stage shards it."""
 
     role: str
     shape: tuple[int, ...]
@@ -112,6 +123,7 @@ class Decision:
     reason: str
     padding: tuple[int, ...] = ()
     weight: str = ""
+    over: tuple[str, ...] = mesh_lib.STATE
 
 
 @dataclasses.dataclass(frozen=True)

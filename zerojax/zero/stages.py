@@ -36,6 +36,7 @@ from zerojax.tree import Leaf
 from zerojax.zero import gather, placement
 from zerojax.zero.offload import selection, settings, storage
 from zerojax.zero.pipeline import state as pipeline_state
+from zerojax.zero.wires import experts
 
 STATE = mesh_lib.STATE  # the axes over which a stage shards
 
@@ -222,9 +223,9 @@ class _Rule:
 
     def decide(self, weight: str | None, leaf: Leaf, role: str) -> placement.Decision:
         # A leaf that belongs to no weight (a count, a factored moment) has a shape of its own, so overrides do not apply to it.
-        base, final = (P(), False) if weight is None else self._override(weight, leaf.shape)
-        replicated = specs_lib.without(base, STATE)
-        sharded, reason, padding = self._shard(leaf, base, final)
+        base, final, over = (P(), False, STATE) if weight is None else self._override(weight, leaf.shape)
+        replicated = specs_lib.without(base, over)
+        sharded, reason, padding = self._shard(leaf, base, final, over)
         if weight is not None and placement.is_overwritten(weight):
             return placement.Decision(role, leaf.shape, leaf.dtype, P(), P(), "overwritten with its gradient")
         if role == OTHER:
@@ -232,36 +233,40 @@ class _Rule:
         is_sharded = self.sharded.opt_state if role == OPT_STATE else self.sharded.params
         pads = padding if is_sharded or (role == PARAMS and self.sharded.opt_state) else ()
         spec = sharded if is_sharded else replicated
-        return placement.Decision(role, leaf.shape, leaf.dtype, spec, sharded, reason, pads)
+        return placement.Decision(role, leaf.shape, leaf.dtype, spec, sharded, reason, pads, over=over)
 
     def decide_copy(self, weight: str, leaf: Leaf) -> placement.Decision:
         """Decides an array beside the params that is updated with a weight. It is never padded, since loss functions read it as it is."""
         found = self.decide(weight, leaf, OPT_STATE)
         if not found.padding:
             return found
-        replicated = specs_lib.without(found.sharded, STATE)
-        reason = f"no dim of {leaf.shape} divides by {mesh_lib.text(self.mesh, STATE)}"
+        replicated = specs_lib.without(found.sharded, found.over)
+        reason = f"no dim of {leaf.shape} divides by {mesh_lib.text(self.mesh, found.over)}"
         return dataclasses.replace(found, spec=replicated, sharded=replicated, reason=reason, padding=())
 
-    def _override(self, path: str, shape: tuple[int, ...]) -> tuple[P, bool]:
-        """Returns the spec to start from, and whether it is final."""
+    def _override(self, path: str, shape: tuple[int, ...]) -> tuple[P, bool, tuple[str, ...]]:
+        """Returns the spec to start from, whether it is final, and the axes over which the stage shards."""
         for pattern, entries in self.overrides:
             if re.search(pattern, path):
                 self._check_spec(path, P(*entries))
-                spec = P(*map(self._of_stage, entries))
+                if mesh_lib.size(self.mesh, mesh_lib.EXPERT) == 1:
+                    entries = specs_lib.without(P(*entries), mesh_lib.EXPERT)
+                own = () if specs_lib.axes(P(*entries)).isdisjoint(mesh_lib.EXPERT) else mesh_lib.EXPERT
+                over = tuple(axis for axis in STATE if axis not in own)
+                spec = P(*[self._of_all(self._of_all(entry, own), over) for entry in entries])
                 self._check_once(path, spec)
                 self._check_fits(path, shape, spec)
-                return spec, not specs_lib.axes(spec) or placement.is_over_state(spec)
-        return P(), False
+                return spec, not specs_lib.axes(spec) or not specs_lib.axes(spec).isdisjoint(over), over
+        return P(), False, STATE
 
-    def _of_stage(self, entry: Any) -> Any:
-        """Returns an entry of a spec in which `data`, or another axis of the stage's, stands for all of them."""
+    def _of_all(self, entry: Any, axes: tuple[str, ...]) -> Any:
+        """Returns an entry of a spec in which one of some axes stands for all of them, as `data` does for those of the stage."""
         names = specs_lib.names(entry)
-        first = next((number for number, name in enumerate(names) if name in STATE), None)
+        first = next((number for number, name in enumerate(names) if name in axes), None)
         if first is None:
             return entry
-        rest = tuple(name for name in names[first:] if name not in STATE)
-        return specs_lib.entry((*names[:first], *mesh_lib.sharded(self.mesh, STATE), *rest))
+        rest = tuple(name for name in names[first:] if name not in axes)
+        return specs_lib.entry((*names[:first], *mesh_lib.sharded(self.mesh, axes), *rest))
 
     def _check_spec(self, path: str, spec: P) -> None:
         unknown = specs_lib.axes(spec) - set(self.mesh.shape)
@@ -291,13 +296,13 @@ class _Rule:
                     "name another dim or axis"
                 )
 
-    def _shard(self, leaf: Leaf, base: P, final: bool) -> tuple[P, str, tuple[int, ...]]:
+    def _shard(self, leaf: Leaf, base: P, final: bool, over: tuple[str, ...]) -> tuple[P, str, tuple[int, ...]]:
         """Returns the sharded spec, the reason, and the padding."""
-        ways = mesh_lib.size(self.mesh, STATE)
+        ways = mesh_lib.size(self.mesh, over)
         if final:
             return base, "sharded" if placement.is_over_state(base) else "override", ()
         if ways == 1:
-            return base, f"{' x '.join(mesh_lib.sharded(self.mesh, STATE))} axis of 1", ()
+            return base, f"{' x '.join(mesh_lib.sharded(self.mesh, over))} axis of 1", ()
         if math.prod(leaf.shape) < self.min_size or not leaf.shape:
             return base, f"fewer than {self.min_size} elements", ()
         padding: tuple[int, ...] = ()
@@ -305,9 +310,9 @@ class _Rule:
         if dim is None and self.indivisible == "pad":
             dim, padding = pad_dim(leaf.shape, base, ways)
         if dim is None:
-            return base, f"no dim of {leaf.shape} divides by {mesh_lib.text(self.mesh, STATE)}", ()
+            return base, f"no dim of {leaf.shape} divides by {mesh_lib.text(self.mesh, over)}", ()
         entries = list(base) + [None] * (len(leaf.shape) - len(base))
-        entries[dim] = specs_lib.entry(mesh_lib.sharded(self.mesh, STATE))
+        entries[dim] = specs_lib.entry(mesh_lib.sharded(self.mesh, over))
         return specs_lib.trimmed(entries), "sharded", padding
 
 
@@ -385,7 +390,7 @@ def _assemble(
     placements = {}
     for path, leaf in leaves.items():
         if leaf.role in (PARAMS, FROZEN):
-            replicated = NamedSharding(mesh, specs_lib.without(leaf.sharded, STATE))
+            replicated = NamedSharding(mesh, specs_lib.without(leaf.sharded, leaf.over))
             # A frozen weight has no gradient, and is not padded for one.
             sharded = NamedSharding(mesh, leaf.sharded if leaf.role == PARAMS else leaf.spec)
             opt_state = sharded if STAGES[stage].opt_state else replicated
@@ -395,7 +400,7 @@ def _assemble(
                 grad=sharded if STAGES[stage].grads else replicated,
                 opt_state=opt_state,
                 update=opt_state,
-                wire=gather.PLAIN,
+                wire=gather.PLAIN if specs_lib.axes(replicated.spec).isdisjoint(mesh_lib.EXPERT) else experts.HERE,
                 padding=leaf.padding,
                 shape=_padded(leaf.shape, leaf.padding),
                 trainable=leaf.role == PARAMS,

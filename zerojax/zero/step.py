@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
+from zerojax.ops import expert_parallel
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero import (
@@ -33,7 +34,7 @@ from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import late_norm, step_by_block, streamed_step
 from zerojax.zero.pipeline import step as pipeline_step
 from zerojax.zero.sharded_batch import inputs, outputs, parts
-from zerojax.zero.wires import columns, packed
+from zerojax.zero.wires import columns, experts, packed
 
 
 def make_train_step(
@@ -59,6 +60,7 @@ def make_train_step(
     by_columns: str = "",
     wires: packed.PackedWires | None = None,
     activations: tensor_parallel.Table = (),
+    expert_load: float = expert_parallel.LOAD,
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss function written for one device and unsharded weights.
 
@@ -95,6 +97,8 @@ def make_train_step(
         return, over the axis `model`: P(None, "model") shards the tokens of [batch, tokens, ...]. With a second spec, that inside of
         the module, its floating positional arguments are gathered once, and its result is scattered: P(None, "model"), P(). A dim that the
         axis does not divide is left to the compiler.
+      expert_load: where overrides shard experts over `expert`, the rows for which one exchange has room, over those of a balanced router.
+        It decides memory and bytes; more rows take further rounds, and none is dropped (`ops.expert_parallel`).
       check_context: whether a loss is read on a mesh with `context`, and refused, with the line of code, if a token reads others of its
         device alone, is counted from 0 there, or a result is no sum or mean over tokens. A sum or mean is then right whether what it
         reads has tokens or not. What the loss does over the axis `context` itself is not checked.
@@ -122,7 +126,7 @@ def make_train_step(
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
     sharded = tensor_parallel.hooks_of(activations, partition.mesh)
     how = _checked(block_settings.How(blocks, heads, remat, recompute, offload, sharded), partition)
-    sent = columns.marked(partition, by_columns, blocks, reduce_dtype)
+    sent = columns.marked(experts.marked(partition, expert_load, reduce_dtype), by_columns, blocks, reduce_dtype)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     plain = outputs.with_aux(loss_fn, scaling.scale)
     loss_fn, sent, kept = fp8_modules.in_step(fp8, plain, sent, blocks)

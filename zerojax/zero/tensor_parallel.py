@@ -50,14 +50,15 @@ def overrides(
     left = {path: shape for path, shape in shapes.items() if not any(re.search(pattern, path) for pattern in but)}
     for pattern, entries in table:
         own = {path: left.pop(path) for path in [*left] if re.search(pattern, path)}
-        ways = [mesh_lib.size(mesh, specs.names(entry)) for entry in entries]
+        named = [mesh_lib.EXPERT if entry in mesh_lib.EXPERT else specs.names(entry) for entry in entries]
+        ways = [mesh_lib.size(mesh, axes) for axes in named]
         sharded = [path for path, shape in own.items() if not any(map(operator.mod, shape, ways))]
         if max(ways) > 1 and sharded:
             all_divide = len(sharded) == len(own)
             found += [(pattern, entries)] if all_divide else [(f"{re.escape(path)}$", entries) for path in sharded]
         for path in own.keys() - {*sharded}:
-            size = next(size for size, number in zip(own[path], ways) if size % number)
-            text = f"{mesh_lib.text(mesh, sorted(specs.axes(P(*entries))))} does not divide {size}"
+            size, axes = next((size, axes) for size, number, axes in zip(own[path], ways, named) if size % number)
+            text = f"{mesh_lib.text(mesh, axes)} does not divide {size}"
             whole.setdefault(text, {})[re.sub(r"\d+", "*", tree.below_params(path))] = None
     return found, "; ".join(
         f"{', '.join(sorted(paths))} stay replicated, because {text}" for text, paths in whole.items()

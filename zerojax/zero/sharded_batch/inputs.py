@@ -158,7 +158,7 @@ class Layout:
                     "pass specs like the batch, or pairs (path regex, PartitionSpec)"
                 ) from error
             found = dict(zip(paths, jax.tree.leaves(full, is_leaf=is_spec)))
-        return {path: spec for path, spec in found.items() if spec is not None}
+        return {path: mesh_lib.with_parts(self.mesh, spec) for path, spec in found.items() if spec is not None}
 
     def _spec(self, own: dict[str, P], path: str, dims: int) -> P:
         return own[path] if path in own else P(mesh_lib.EXAMPLES) if dims > 0 else P()
@@ -181,7 +181,7 @@ class Layout:
         """Refuses leaves of which nothing says whether they have a dim of tokens, where each device has tokens of its own."""
         if mesh_lib.size(self.mesh, mesh_lib.TOKENS) == 1:
             return
-        sizes, axis = mesh_lib.text(self.mesh, mesh_lib.TOKENS), specs_lib.entry(mesh_lib.TOKENS)
+        sizes, axis = mesh_lib.text(self.mesh, mesh_lib.TOKENS), mesh_lib.TOKENS[0]
         form = f'batch_specs=[("tokens|labels", PartitionSpec(("replica", "data"), "{axis}"))] for leaves [examples, tokens, ...]'
         for path, leaf in tree.flatten(batch):
             if path not in own:

@@ -1,0 +1,208 @@
+"""Trains experts that live on different devices (`make_mesh(expert=...)`), in a Flax model of one's own, against a device that has all."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import runs
+from flax.training import train_state
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax.errors import UserError
+from zerojax.models import experts
+from zerojax.ops import expert_parallel
+from zerojax.traces import equations
+from zerojax.zero import forward_only
+
+F32 = 1e-5  # float32 sums over devices, in another order
+EXPERTS, TOP, DIM, TOKENS, EXAMPLES = 8, 2, 16, 4, 16
+TABLE = (("experts/(gate|up)$", P("expert", None, "model")), ("experts/down$", P("expert", "model")))
+BATCH_SPECS = [("", P(("replica", "data"), "context"))]
+
+
+class Block(nn.Module):
+    """A residual mixture."""
+
+    capacity: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        mixture = experts.Experts(
+            EXPERTS, TOP, 24, capacity_factor=self.capacity, stddevs=(1.0, 0.2, 0.2), name="experts"
+        )
+        return x + mixture(x)
+
+
+class Net(nn.Module):
+    """A block between two sums."""
+
+    capacity: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        return 2 * Block(self.capacity, name="block_0")(x / 2)
+
+
+def batch_of(passes=1):
+    random = np.random.default_rng(0)
+    batch = {name: random.normal(size=(EXAMPLES, TOKENS, DIM)).astype(np.float32) for name in ("x", "y")}
+    batch["x"][..., 0] = 1  # by which a router's bias is possible
+    return {name: value.reshape(passes, -1, *value.shape[1:]) if passes > 1 else value for name, value in batch.items()}
+
+
+def made(mesh, stage=3, bias=0.0, capacity=0.0, table=TABLE, trainable=""):
+    """Returns a state and its partition; of a bias all tokens go to experts 3 and 2."""
+    net = Net(capacity)
+
+    def init(key):
+        params = net.init(key, batch_of()["x"])["params"]
+        for block in params.values():
+            router = block["experts"]["router"]
+            block["experts"]["router"] = router.at[0, 3].add(bias).at[0, 2].add(bias / 2)
+        return train_state.TrainState.create(apply_fn=net.apply, params=params, tx=optax.sgd(0.5, momentum=0.9))
+
+    return zerojax.shard_train_state(
+        init, jax.random.key(0), mesh=mesh, stage=stage, min_size=0, overrides=table, trainable=trainable
+    )
+
+
+def loss_of(capacity, params, batch, *_):
+    return jnp.mean((Net(capacity).apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+
+def trained(mesh, stage=3, *, bias=0.0, capacity=0.0, passes=1, blocks=r"block_\d", table=TABLE, trainable="", **how):
+    """Returns losses and norms of two steps, the params, and a held-out loss."""
+    state, partition = made(mesh, stage, bias, capacity, table, trainable)
+    loss_fn = functools.partial(loss_of, capacity)
+    specs = BATCH_SPECS if partition.mesh.shape["context"] * partition.mesh.shape["expert_context"] > 1 else ()
+    how = {"reduce_dtype": jnp.float32, "batch_specs": specs, "blocks": blocks} | how
+    step = zerojax.make_train_step(loss_fn, partition, grad_accum=passes, donate=False, **how)
+    found = []
+    for _ in range(2):
+        state, metrics = step(state, batch_of(passes))
+        found += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    if mesh.size > 1:
+        held_out = forward_only.mean(loss_fn, partition, batch_specs=specs, compute_dtype=None, blocks=blocks, heads="")
+        found.append(float(jax.jit(held_out)(state.params, batch_of())))
+    else:
+        found.append(float(loss_fn(state.params, batch_of())))
+    return found, jax.tree.map(np.asarray, state.params)
+
+
+@functools.cache
+def of_one_device(bias, trainable=""):
+    return trained(
+        zerojax.make_mesh(devices=jax.devices()[:1]), 0, bias=bias, table=(), trainable=trainable, reduce_dtype=None
+    )
+
+
+def check(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=F32)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=F32), found[1], expected[1])
+
+
+ONE_EXPERT = 100.0  # the bias by which all tokens go to two experts of one device
+MESHES = {
+    "all": {"expert": 8},
+    "some": {"replica": 2, "expert": 2},
+    "with all axes": {"context": 2, "model": 2, "expert": 4},
+    "of context": {"replica": 2, "context": 2, "expert": 2},
+    "of both": {"context": 4, "expert": 8},
+    "model": {"model": 2, "expert": 2},
+}
+
+
+DEFAULT = {("with all axes", 3, 2, ONE_EXPERT), ("some", 1, 1, 0.0)}
+GRID = [
+    (name, stage, passes, bias)
+    for name in MESHES
+    for stage in range(4)
+    for passes in (1, 2)
+    for bias in (0.0, ONE_EXPERT)
+]
+
+
+@pytest.mark.parametrize("case", runs.cases(GRID, long=[case for case in GRID if case not in DEFAULT]))
+def test_experts_on_devices_train_as_on_one_that_has_all(case):
+    name, stage, passes, bias = case
+    mesh = zerojax.make_mesh(**MESHES[name])
+    check(trained(mesh, stage, passes=passes, bias=bias), of_one_device(bias))
+
+
+@pytest.mark.parametrize("remat", runs.cases(["none", "full"], long=["none", "full"]))
+def test_frozen_experts_pass_gradients_on_and_stay_as_they_are(remat):
+    expected = of_one_device(0.0, "router")
+    found = trained(zerojax.make_mesh(expert=4), trainable="router", blocks="", remat=remat)
+    check(found, expected)
+    for name in ("gate", "up", "down"):
+        np.testing.assert_array_equal(*(one[1]["block_0"]["experts"][name] for one in (found, expected)))
+
+
+@pytest.mark.parametrize("bias", runs.cases([0.0, ONE_EXPERT], long=[0.0, ONE_EXPERT]))
+def test_a_capacity_drops_what_it_drops_where_devices_have_all_experts(bias):
+    how = {"bias": bias, "capacity": 1.0, "stage": 2}
+    check(trained(zerojax.make_mesh(expert=4), **how), trained(zerojax.make_mesh(), table=(), **how))
+
+
+def traced(mesh, **how):
+    state, partition = made(mesh)
+    step = zerojax.make_train_step(
+        functools.partial(loss_of, 0.0), partition, reduce_dtype=jnp.float32, blocks=r"block_\d", **how
+    )
+    return list(equations(step.trace(state, batch_of()).jaxpr.jaxpr)), partition
+
+
+def test_no_device_gathers_other_experts_and_tokens_travel_there_and_back_in_both_passes():
+    rows, travels = EXAMPLES * TOKENS * TOP // 8, {}
+    for load in (1.0, 2.0):
+        sent, partition = traced(zerojax.make_mesh(expert=2), expert_load=load)
+        gathered = [eqn.outvars[0].aval.shape for eqn in sent if eqn.primitive.name == "all_gather"]
+        stacks = {shape for shape in gathered if len(shape) == 3}
+        assert stacks == {(EXPERTS // 2, DIM, 24), (EXPERTS // 2, 24, DIM)}
+        room = expert_parallel.room(rows, 2, load)
+        shapes = [eqn.outvars[0].aval.shape for eqn in sent if eqn.primitive.name == "all_to_all"]
+        travels[load] = shapes.count((2, room, DIM))
+    # There, back, there again, and the two of gradients: results are not sent again. Further rounds have as many, in two loops.
+    assert travels == {1.0: 2 * 5 + 1, 2.0: 5}
+    weight = partition.placements["params/block_0/experts/gate"]
+    assert weight.stored.shard_shape(weight.shape) == (EXPERTS // 2, DIM // 4, 24)
+    assert weight.used.shard_shape(weight.shape) == (EXPERTS // 2, DIM, 24)
+
+
+REFUSED = {
+    "expert: is sharded by the spec of .*experts/.*pass reduce_dtype=jnp.float32": {"reduce_dtype": None},
+    "expert_load: must be at least 1.*is 0.5": {"expert_load": 0.5},
+    "overrides: gate, up and down of experts are all to be sharded": {"table": TABLE[:1]},
+    "overrides: .* which does not divide 8; name another dim": {"mesh": {"expert": 3, "devices": 3}},
+    "overrides: experts are sharded as .*shard the width of all three": {
+        "table": [(r"experts/(gate|up|down)$", P("expert", "model"))],
+        "mesh": {"model": 2, "expert": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_experts_on_devices_cannot_is_refused_in_one_line(line):
+    how = dict(REFUSED[line])
+    sizes = dict(how.pop("mesh", {"expert": 2}))
+    devices = jax.devices()[: sizes.pop("devices", 8)]
+    with pytest.raises(UserError, match=line):
+        trained(zerojax.make_mesh(**sizes, devices=devices), **how)
+
+
+def test_what_else_reads_an_expert_is_refused_and_an_axis_without_experts_is_told():
+    state, partition = made(zerojax.make_mesh(expert=2))
+
+    def penalised(params, batch, state):
+        return loss_of(0.0, params, batch) + 1e-3 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+
+    with pytest.raises(UserError, match=r"expert: block_0/experts/.* is also computed with"):
+        zerojax.make_train_step(penalised, partition, reduce_dtype=jnp.float32).trace(state, batch_of())
+    state, partition = made(zerojax.make_mesh(expert=2), table=())
+    with pytest.warns(UserWarning, match="expert: has no effect, because no override names it"):
+        zerojax.make_train_step(functools.partial(loss_of, 0.0), partition, reduce_dtype=jnp.float32)

@@ -1,0 +1,86 @@
+"""Sends no expert: each device uses those that live there, and tokens are sent (`ops.expert_parallel`). This module is the wire of their
+matrices, the weights whose spec names `expert`.
+
+ZeRO shards a device's own experts over what is left of data and context, and gathers them over that alone. Their gradient is complete but
+for the sum over those devices: what others computed has come with their tokens' gradients.
+"""
+
+import dataclasses
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+
+import jax
+from jax.typing import DTypeLike
+
+from zerojax import mesh as mesh_lib
+from zerojax import specs
+from zerojax.errors import UserError
+from zerojax.ops import expert_parallel
+from zerojax.zero import gather, placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Here(gather.Plain):
+    """The wire of matrices of which each device has those of its experts; see `placement.Wire`. `load` is that of `Stack`."""
+
+    load: float = expert_parallel.LOAD
+
+    def around(self) -> AbstractContextManager[None]:
+        return expert_parallel.used()
+
+    def send(
+        self, shard: jax.Array, known: object, placement: placement.Placement, dtype: DTypeLike | None
+    ) -> expert_parallel.Stack:
+        return self._share(gather.all_gather(shard, placement, dtype), placement)
+
+    def differentiated(self, sent: expert_parallel.Stack, dtype: DTypeLike | None) -> jax.Array:
+        return sent.shard
+
+    def used(
+        self, path: str, sent: expert_parallel.Stack, differentiated: jax.Array
+    ) -> AbstractContextManager[jax.Array]:
+        return nullcontext(expert_parallel.add(path, dataclasses.replace(sent, shard=differentiated)))
+
+    def outside(
+        self,
+        path: str,
+        weight: gather.ShardAndSink,
+        placement: placement.Placement,
+        dtype: DTypeLike | None,
+        reduction: gather.Reduction,
+    ) -> jax.Array:
+        return expert_parallel.add(
+            path, self._share(gather.gather_shard(weight, placement, dtype, reduction), placement)
+        )
+
+    def _share(self, shard: jax.Array, placement: placement.Placement) -> expert_parallel.Stack:
+        spec = placement.used.spec
+        axes = tuple(axis for axis in mesh_lib.EXPERT if axis in specs.axes(spec))
+        return expert_parallel.Stack(shard, axes, specs.only(spec, mesh_lib.COMPILER), self.load)
+
+
+HERE = Here()
+
+
+def marked(partition: placement.Partition, load: float, reduce_dtype: DTypeLike | None) -> placement.Partition:
+    """Returns a partition whose experts' rooms have this load; warns of an axis `expert` that no weight has.
+
+    Raises:
+      UserError: the load is below 1, or the compiler inserts the collectives.
+    """
+    if not load >= 1:
+        raise UserError(f"expert_load: must be at least 1, the load of a balanced router, and is {load}")
+    wires = {path: Here(load=load) for path, weight in partition.placements.items() if weight.is_experts}
+    if wires and reduce_dtype is None:
+        raise UserError(
+            f"expert: is sharded by the spec of {min(wires)}, and tokens travel by explicit collectives; pass reduce_dtype=jnp.float32, or "
+            "a mesh without `expert`"
+        )
+    ways = mesh_lib.size(partition.mesh, mesh_lib.EXPERT) if mesh_lib.PIPE not in partition.mesh.shape else 1
+    if ways > 1 and not wires:
+        warnings.warn(
+            f"expert: has no effect, because no override names it on a mesh with expert={ways}; pass overrides such as "
+            '("experts/(gate|up|down)$", PartitionSpec("expert")) to shard_train_state',
+            stacklevel=3,
+        )
+    return partition.with_wires(wires)
