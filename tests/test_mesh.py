@@ -61,6 +61,10 @@ def test_experts_live_on_neighbours_along_data_and_context(data, context, model,
     ):  # an array over them is where it is without experts
         assert NamedSharding(mesh, P(axes)).is_equivalent_to(NamedSharding(plain, P(axes)), 1)
         assert mesh_lib.text(mesh, axes) == mesh_lib.text(plain, axes) or mesh_lib.size(plain, axes) == 1
+    named = {"replica": 1, "data": data, "context": context, "model": model} | (
+        {"expert": expert} if expert > 1 else {}
+    )
+    assert mesh_lib.sizes(mesh) == named and {**mesh_lib.sizes(plain), **named} == named
     assert mesh_lib.text(mesh, mesh_lib.EXPERT) == f"expert={expert}"
     own = mesh_lib.with_parts(mesh, P(("replica", "data"), "context"))
     assert NamedSharding(mesh, own).is_equivalent_to(NamedSharding(plain, P(("replica", "data"), "context")), 2)

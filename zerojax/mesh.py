@@ -194,6 +194,16 @@ def text(mesh: Mesh, axes: Sequence[str]) -> str:
     return " x ".join(f"{name}={ways}" for name, ways in sizes.items())
 
 
+def sizes(mesh: Mesh) -> dict[str, int]:
+    """Returns the sizes of axes as arguments of `make_mesh` give them: an axis with its part, and `expert` where there are several."""
+    found = dict(mesh.shape)
+    parts = {axis.name: axis.part_of for axis in AXES if axis.part_of and axis.name in found}
+    expert = math.prod(found[part] for part in parts)
+    for part, whole in parts.items():
+        found[whole] *= found.pop(part)
+    return found | ({EXPERT[0]: expert} if expert > 1 else {})
+
+
 def with_parts(mesh: Mesh, spec: P) -> P:
     """Returns a spec in which an axis with a part means both, where that has more than one device."""
 

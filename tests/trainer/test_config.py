@@ -89,7 +89,7 @@ def test_a_field_is_described_in_words():
     assert [settings_lib.expected(place) for place in ("steps", "zero.stage", "zero.stage.x", "nothing", "optimizer.b1")] == [
         "a whole number", "a whole number", "", "", "a number",
     ]  # fmt: skip
-    assert settings_lib.expected("mesh") == "a group of settings (pipe, replica, data, context, model)"
+    assert settings_lib.expected("mesh") == "a group of settings (pipe, replica, data, context, model, expert)"
 
 
 @pytest.mark.parametrize("name", registry.OPTIMIZERS)

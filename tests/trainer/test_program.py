@@ -8,6 +8,7 @@ import pytest
 import runs
 import safetensors.numpy
 
+from zerojax import mesh as mesh_lib
 from zerojax import precision
 from zerojax.interop import folder
 from zerojax.models.llama import model as llama
@@ -108,8 +109,8 @@ def test_a_model_axis_imports_evaluates_samples_and_exports_as_none_does(tmp_pat
 
 
 def test_a_batch_is_sharded_within_each_pass():
-    assert build(global_batch_size=16).batch_sharding.spec == jax.P(("replica", "data"))
-    assert build(global_batch_size=16, grad_accum=2).batch_sharding.spec == jax.P(None, ("replica", "data"))
+    assert build(global_batch_size=16).batch_sharding.spec == jax.P(mesh_lib.EXAMPLES)
+    assert build(global_batch_size=16, grad_accum=2).batch_sharding.spec == jax.P(None, mesh_lib.EXAMPLES)
 
 
 def test_a_run_from_a_folder_resumes_and_exports_with_the_folders_files(tmp_path):

@@ -70,7 +70,7 @@ def rows(card: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "devices", f"{_text(devices.get('count'))} x {_text(devices.get('kind'))}{where}"
     names = ("global_batch_size", "micro_batch_size", "grad_accum")
     sizes = [_text(card.get(name)) for name in names]
-    ways = [_group(card, "mesh").get(axis) for axis in mesh_lib.EXAMPLES]
+    ways = [_group(card, "mesh").get(axis) for axis in mesh_lib.EXAMPLES if axis not in mesh_lib.EXPERT]
     known = [size for size in ways if isinstance(size, int)]
     told = str(math.prod(known)) if len(known) == len(ways) else _NOTHING
     yield "batch", "{} = micro-batch {} x accumulation {} x {} ways".format(*sizes, told)

@@ -211,7 +211,7 @@ def plan_step(
     return Plan(
         target=known,
         devices=whole.size,
-        mesh_shape=dict(whole.shape),
+        mesh_shape=mesh_lib.sizes(whole),
         stage=placement.stage if placement else None,
         tokens=tokens,
         memory=_memory(held, placement, passes, by_hand, stream, pipeline),

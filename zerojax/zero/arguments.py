@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax import errors, tree
+from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
@@ -121,5 +122,5 @@ def _problems(partition: placement.Partition, state: State) -> Iterator[str]:
 
 
 def _described(mesh: Mesh) -> str:
-    sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    sizes = " x ".join(f"{name} {size}" for name, size in mesh_lib.sizes(mesh).items())
     return f"{sizes} of devices {[device.id for device in mesh.devices.flat][:8]}"

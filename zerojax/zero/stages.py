@@ -272,7 +272,7 @@ class _Rule:
         unknown = specs_lib.axes(spec) - set(self.mesh.shape)
         if unknown:
             raise UserError(
-                f"overrides: {spec} of {path} names {sorted(unknown)}; the mesh has {list(self.mesh.shape)}"
+                f"overrides: {spec} of {path} names {sorted(unknown)}; the mesh has {[*mesh_lib.sizes(self.mesh)]}"
             )
         self._check_once(path, spec)
 

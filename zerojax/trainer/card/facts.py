@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from zerojax import mesh as mesh_lib
 from zerojax import precision
 from zerojax.plan import step_plan
 from zerojax.trainer import config as config_lib
@@ -48,7 +49,7 @@ def collect(
         "hosts": hosts(),
         "processes": jax.process_count(),
         "devices": {"count": program.mesh.size, "kind": first.device_kind, "platform": first.platform},
-        "mesh": dict(program.mesh.shape),
+        "mesh": mesh_lib.sizes(program.mesh),
         "stage": config.zero.stage,
         "global_batch_size": program.sizes.global_batch_size,
         "micro_batch_size": program.sizes.micro_batch_size,

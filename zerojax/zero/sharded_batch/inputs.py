@@ -223,12 +223,13 @@ class Layout:
         unknown = specs_lib.axes(spec) - set(self.mesh.shape)
         if unknown or len(spec) > leaf.ndim:
             raise UserError(
-                f"batch/{path}: batch_specs gives {spec} to shape {leaf.shape} on a mesh of {dict(self.mesh.shape)}"
+                f"batch/{path}: batch_specs gives {spec} to shape {leaf.shape} on a mesh of {mesh_lib.sizes(self.mesh)}"
             )
         for dim, entry in enumerate(spec):
             ways = mesh_lib.size(self.mesh, specs_lib.names(entry))
             if leaf.shape[dim] % ways:
-                what = " * ".join(sorted(specs_lib.names(entry)))
+                parts = set(mesh_lib.EXPERT) if {*specs_lib.names(entry)} - {*mesh_lib.EXPERT} else set()
+                what = " * ".join(sorted({*specs_lib.names(entry)} - parts))
                 rest = "" if is_own else f"; pass {OWN_SPEC.format(path)} if it counts none"
                 counted = "examples" if dim in _rows(spec) else "tokens"
                 raise UserError(
