@@ -7,10 +7,19 @@ import pytest
 
 from zerojax import tree
 from zerojax.models import families, family
+from zerojax.models.llama import mla
 
 GPT_OSS = {"has_sinks": True, "clamp": (7.0, 1.702)}
+DEEPSEEK = {
+    "latent": mla.Latent(rank=8, query_rank=12, plain_dim=8, rotary_dim=8, value_dim=16),
+    "has_choice_bias": True,
+    "is_shared_gated": False,
+}
 # name -> a preset of another name, and what is changed beside the fields of `paths_and_shapes`
-KINDS = {name: ("", {}) for name in families.PRESETS if name.endswith("test")} | {"gpt_oss": ("moe_test", GPT_OSS)}
+KINDS = {name: ("", {}) for name in families.PRESETS if name.endswith("test")} | {
+    "gpt_oss": ("moe_test", GPT_OSS),
+    "deepseek_v3": ("moe_test", DEEPSEEK),
+}
 
 
 def paths_and_shapes(name):
@@ -39,7 +48,16 @@ def test_every_matrix_has_one_row_and_every_vector_of_a_norm_and_every_router_no
     for path, shape in shapes.items():
         found = [entries for pattern, entries in own.parallel.weights if re.search(pattern, path)]
         is_small = "norm" in path or path.endswith(
-            ("o/bias", "down/bias", "out/bias", "experts/router", "router_bias", "down_bias", "shared_gate/kernel")
+            (
+                "o/bias",
+                "down/bias",
+                "out/bias",
+                "experts/router",
+                "router_bias",
+                "choice_bias",
+                "down_bias",
+                "shared_gate/kernel",
+            )
         )
         assert len(found) == (0 if is_small else 1), path
         assert all(len(entries) <= len(shape) for entries in found), path

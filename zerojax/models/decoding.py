@@ -46,23 +46,29 @@ class Step(NamedTuple):
 
 
 class Past(NamedTuple):
-    """One layer's keys and values float[B, S, K, N], and the step that adds to them."""
+    """One layer's keys and values float[B, S, K, N], or one array that is both, and the step that adds to them."""
 
-    keys: tuple[jax.Array, jax.Array]
+    keys: tuple[jax.Array, ...]
     step: Step
 
-    def add(self, k_BTKN: jax.Array, v_BTKN: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the keys and values with those of the step's tokens."""
+    def add(self, *new: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the keys and values with those of the step's tokens, float[B, T, K, N]."""
+        batch, length = new[0].shape[:2]
         if self.step.slot.ndim:
-            rows, slots = jnp.arange(k_BTKN.shape[0])[:, None], self.step.slot[:, None] + jnp.arange(k_BTKN.shape[1])
-            return tuple(  # type: ignore[return-value]
-                old.at[rows, slots].set(new.astype(old.dtype), mode="drop", unique_indices=True)
-                for old, new in zip(self.keys, (k_BTKN, v_BTKN))
+            rows, slots = jnp.arange(batch)[:, None], self.step.slot[:, None] + jnp.arange(length)
+            return tuple(
+                old.at[rows, slots].set(own.astype(old.dtype), mode="drop", unique_indices=True)
+                for old, own in zip(self.keys, new)
             )
-        return tuple(  # type: ignore[return-value]
-            jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), self.step.slot, axis=1)
-            for old, new in zip(self.keys, (k_BTKN, v_BTKN))
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(old, own.astype(old.dtype), self.step.slot, axis=1)
+            for old, own in zip(self.keys, new)
         )
+
+
+def is_first(past: Past, length: int) -> bool:
+    """Returns whether a call of `length` tokens is one of `first_step`, whose tokens see no others."""
+    return length > 1 and not past.step.slot.ndim
 
 
 def first_step(batch: int, length: int, slots: int) -> Step:
@@ -117,7 +123,7 @@ def empty(batch: int, slots: int, heads: int, head_dim: int, dtype: DTypeLike) -
 def attend(
     q_BTHN: jax.Array,
     k_BTKN: jax.Array,
-    v_BTKN: jax.Array,
+    v_BTKN: jax.Array | None,
     kernel: attention.Kernel,
     past: Past | None,
     *,
@@ -130,11 +136,11 @@ def attend(
     cap: float = 0.0,
     turned: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None,
     sinks_H: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
     """Returns causal self-attention float[B, T, H, N] and, given a past, the keys and values with those of these tokens.
 
     Args:
-      q_BTHN, k_BTKN, v_BTKN: of this call's tokens.
+      q_BTHN, k_BTKN, v_BTKN: of this call's tokens. Without values the keys are the values too, and there is a past.
       kernel: the implementation of attention among this call's tokens.
       past: the layer's cache. A call of several tokens must be the first (`first_step`), or have a slot for each row (`row_step`).
       bias: float[H, T, T], or with a past and one token float[B, H, 1, S], added to the scores.
@@ -147,11 +153,12 @@ def attend(
         change how all keys are rotated: the cache then has keys as they were before. None: the keys are as queries see them.
       sinks_H: of the heads (`ops.sinks`), without a bias and a cap; None for none.
     """
-    if past is None or (q_BTHN.shape[1] > 1 and not past.step.slot.ndim):
+    new = (k_BTKN,) if v_BTKN is None else (k_BTKN, v_BTKN)
+    if past is None or is_first(past, q_BTHN.shape[1]):
         y_BTHN = tokens.attend(
             q_BTHN,
             k_BTKN if turned is None else turned(k_BTKN, None),
-            v_BTKN,
+            new[-1],
             kernel,
             way=way,
             is_causal=True,
@@ -163,12 +170,12 @@ def attend(
             cap=cap,
             sinks_H=sinks_H,
         )
-        return y_BTHN, None if past is None else past.add(k_BTKN, v_BTKN)
-    keys, step = past.add(k_BTKN, v_BTKN), past.step
+        return y_BTHN, None if past is None else past.add(*new)
+    keys, step = past.add(*new), past.step
     attend_masked = functools.partial(attention.attend, is_causal=False, bias=bias, scale=scale, cap=cap)
     if sinks_H is not None:
         attend_masked = functools.partial(sinks.attend, sinks_H=sinks_H, is_causal=False, scale=scale)
-    seen_keys = keys if turned is None else (turned(keys[0], step.slot_positions_BS), keys[1])
+    seen_keys = keys[0] if turned is None else turned(keys[0], step.slot_positions_BS), keys[-1]
     if q_BTHN.shape[1] > 1:
         distance_BTS = step.positions_BT[:, :, None] - step.slot_positions_BS[:, None]
         seen = (distance_BTS >= 0) & (distance_BTS < (window or distance_BTS.shape[2]))

@@ -164,7 +164,7 @@ class MultiHeadAttention(nn.Module):
         bias: jax.Array | None = None,
         mask_BS: jax.Array | None = None,
         past: decoding.Past | None = None,
-        keys: tuple[jax.Array, jax.Array] | None = None,
+        keys: tuple[jax.Array, ...] | None = None,
     ) -> tuple[jax.Array, Any]:
         """Returns float[B, T, D] and the keys and values.
 

@@ -13,6 +13,8 @@ PUBLISHED = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "olmoe_1b_7b": 6_919_161_856,
+    "deepseek_v3": 671_026_404_352 + 58 * 256,  # transformers counts no biases of the choice
+    "moonlight_16b_a3b": 15_960_108_544 + 26 * 64,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
     "gemma2_2b": 2_614_341_888,

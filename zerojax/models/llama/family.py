@@ -9,7 +9,7 @@ import jax
 
 from zerojax.models import config_json, decoding, family, parallel
 from zerojax.models.family import Tensor
-from zerojax.models.llama import model, published, rope
+from zerojax.models.llama import mla, model, published, rope
 from zerojax.models.llama.model import LlamaConfig
 from zerojax.models.llama.rows import ROWS
 
@@ -92,7 +92,9 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
         "head/kernel": Tensor(HEAD, 1),
     }
     found |= {f"layer_{{}}/{ours}/scale": Tensor(f"model.layers.{{}}.{theirs}.weight") for ours, theirs in _norms(c)}
-    for name in ("qkv",) if c.is_fused else ("q", "k", "v"):
+    if c.latent is not None:
+        found |= _latent_tensors(c, attention)
+    for name in () if c.latent is not None else ("qkv",) if c.is_fused else ("q", "k", "v"):
         found |= _linear(f"layer_{{}}/attention/{name}", f"{attention}.{name}_proj", 1, c.qkv_bias)
     found |= _linear("layer_{}/attention/o", f"{attention}.o_proj", 2, c.o_bias)
     if c.qk_norm:
@@ -126,8 +128,22 @@ def _expert_tensors(config: LlamaConfig) -> dict[str, Tensor]:
     found = {"layer_{}/mlp/experts/router": Tensor(f"{mlp}.gate.weight", 1)}
     for ours, theirs in zip(("gate", "up", "down"), names):
         found[f"layer_{{}}/mlp/experts/{ours}"] = Tensor(f"{mlp}.experts.{{expert}}.{theirs}.weight", 1)
-        found |= _linear(f"layer_{{}}/mlp/shared/{ours}", f"{mlp}.shared_expert.{ours}_proj", 1, False)
+        shared = "shared_expert" if config.is_shared_gated else "shared_experts"
+        found |= _linear(f"layer_{{}}/mlp/shared/{ours}", f"{mlp}.{shared}.{ours}_proj", 1, False)
+    found["layer_{}/mlp/experts/choice_bias"] = Tensor(f"{mlp}.gate.e_score_correction_bias")
     return found | _linear("layer_{}/mlp/shared_gate", f"{mlp}.shared_expert_gate", 1, False)
+
+
+def _latent_tensors(config: LlamaConfig, attention: str) -> dict[str, Tensor]:
+    names = {"q": ("q_proj", False), "q_a": ("q_a_proj", config.o_bias), "q_b": ("q_b_proj", False)}
+    names |= {"kv_a": ("kv_a_proj_with_mqa", config.o_bias), "kv_b": ("kv_b_proj", False)}
+    found = {
+        f"layer_{{}}/attention/{name}_norm/scale": Tensor(f"{attention}.{name}_layernorm.weight")
+        for name in ("q_a", "kv_a")
+    }
+    for ours, (theirs, has_bias) in names.items():
+        found |= _linear(f"layer_{{}}/attention/{ours}", f"{attention}.{theirs}", 1, has_bias)
+    return found
 
 
 def _norms(config: LlamaConfig) -> list[tuple[str, str]]:
@@ -223,6 +239,8 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
     }
     for name in row.reads:
         found |= own.get(name, dict)()
+    if c.latent is not None:
+        found |= _write_latent(c)
     if c.num_experts:
         found |= {"num_experts_per_tok": c.experts_per_token, "norm_topk_prob": c.is_normalised}
     if c.window_rope is not None:
@@ -232,7 +250,10 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
             kind: {"rope_theta": own.theta} | _write_scaling(own.scaling) for kind, own in ropes.items()
         }
     elif c.rope_scaling is not None or c.model_type == "gpt_oss":  # whose class scales where nothing is told
-        found["rope_scaling"] = _write_scaling(c.rope_scaling)
+        found["rope_scaling"] = scaling = _write_scaling(c.rope_scaling)
+        if c.latent is not None and c.rope_scaling is not None and c.score_scale:
+            grown = math.sqrt(c.score_scale * math.sqrt(c.head_dim)) - 1
+            scaling["mscale_all_dim"] = grown / (0.1 * math.log(c.rope_scaling.factor))
         if c.model_type == "phi3" and c.rope_scaling is not None:
             found["original_max_position_embeddings"] = c.rope_scaling.original_length
     if any(windows):
@@ -241,6 +262,27 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
     elif c.model_type == "mistral":
         found["sliding_window"] = None  # else the class has a window of its own
     return found
+
+
+def _write_latent(config: LlamaConfig) -> dict[str, Any]:
+    c, shape = config, config.latent
+    assert shape is not None
+    return {
+        "head_dim": shape.rotary_dim,
+        "kv_lora_rank": shape.rank,
+        "q_lora_rank": shape.query_rank or None,
+        "qk_nope_head_dim": shape.plain_dim,
+        "qk_rope_head_dim": shape.rotary_dim,
+        "v_head_dim": shape.value_dim,
+        "rope_interleave": shape.is_interleaved,
+        "n_routed_experts": c.num_experts,
+        "moe_intermediate_size": c.expert_dim,
+        "n_shared_experts": c.shared_dim // c.expert_dim,
+        "n_group": c.router_groups[0],
+        "topk_group": c.router_groups[1],
+        "routed_scaling_factor": c.router_scale,
+        "first_k_dense_replace": len(c.dense_layers),
+    }
 
 
 def _write_scaling(scaling: rope.Scaling | None) -> dict[str, Any]:
@@ -270,7 +312,8 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         f.count("num_attention_heads"),
         "attention_bias" in row.reads and f.flag("attention_bias", False),
     )
-    head_dim = _head_dim(f, kind)
+    latent = _read_latent(f) if "kv_lora_rank" in row.reads else None
+    head_dim = _head_dim(f, kind) if latent is None else latent.rotary_dim
     fields = {
         "embed_dim": f.count("hidden_size"),
         "num_heads": heads,
@@ -291,10 +334,68 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         **_read_experts(f, row.reads),
         **row.fields,
     }
+    if latent is not None:
+        fields |= _read_deepseek(f, latent)
     found = LlamaConfig(f.count("vocab_size"), f.depth("num_hidden_layers"), **fields)
     if found.num_heads % found.num_kv_heads:
         raise f.refuse("num_attention_heads", f"a multiple of num_key_value_heads={found.num_kv_heads}")
     return found
+
+
+def _read_latent(f: config_json.Fields) -> mla.Latent:
+    heads = f.count("num_attention_heads")
+    if f.count("num_key_value_heads", heads) != heads:
+        raise f.refuse("num_key_value_heads", f"{heads}, as there are heads of queries")
+    if f.count("qk_rope_head_dim", 64) % 2:
+        raise f.refuse("qk_rope_head_dim", "even, since positions rotate pairs of dims")
+    has_queries = f.raw.get("q_lora_rank", 1536) is not None
+    return mla.Latent(
+        rank=f.count("kv_lora_rank", 512),
+        query_rank=f.count("q_lora_rank", 1536) if has_queries else 0,
+        plain_dim=f.count("qk_nope_head_dim", 128),
+        rotary_dim=f.count("qk_rope_head_dim", 64),
+        value_dim=f.count("v_head_dim", 128),
+        is_interleaved=f.flag("rope_interleave", True),
+    )
+
+
+def _read_deepseek(f: config_json.Fields, latent: mla.Latent) -> dict[str, Any]:
+    """Reads what DeepSeek-V3's class has beside a decoder's fields: its heads, and its experts."""
+    experts, width = f.count("n_routed_experts"), f.count("moe_intermediate_size")
+    groups, own, taken = f.count("n_group", 8), f.count("topk_group", 4), f.count("num_experts_per_tok")
+    if experts % groups or not (experts // groups > 1 or groups == 1):
+        raise f.refuse("n_group", f"a divisor of n_routed_experts={experts} that leaves a group two experts")
+    if own > groups or taken > experts // groups * own:
+        raise f.refuse(
+            "topk_group", f"{groups} at most, with num_experts_per_tok={taken} experts or more in its groups"
+        )
+    layers, dense = f.depth("num_hidden_layers"), f.raw.get("first_k_dense_replace", 3)
+    if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
+        raise f.refuse("first_k_dense_replace", "a number of layers")
+    head_dim = latent.plain_dim + latent.rotary_dim
+    rope_group = f.group("rope_scaling" if f.raw.get("rope_scaling") else "rope_parameters")
+    kind = rope_group.raw.get("rope_type", rope_group.raw.get("type", "default"))
+    if kind in ("dynamic", "longrope"):
+        raise rope_group.refuse("rope_type", "default, linear, llama3 or yarn, since the cache holds rotated keys")
+    found: dict[str, Any] = {}
+    if kind != "default" and rope_group.raw.get("mscale_all_dim"):
+        factor = max(rope_group.number("factor"), 1.0)
+        grown = 0.1 * rope_group.number("mscale_all_dim") * math.log(factor) + 1
+        found["score_scale"] = head_dim**-0.5 * grown**2 if factor > 1 else 0.0
+    return found | {
+        "latent": latent,
+        "head_dim": head_dim,
+        "num_kv_heads": f.count("num_attention_heads"),
+        "qkv_bias": False,
+        "num_experts": experts,
+        "experts_per_token": taken,
+        "expert_dim": width,
+        "shared_dim": width * f.count("n_shared_experts", 1),
+        "is_normalised": f.flag("norm_topk_prob", True),
+        "dense_layers": tuple(range(min(dense, layers))),
+        "router_groups": (groups, own) if groups > 1 else (1, 1),
+        "router_scale": f.number("routed_scaling_factor", 2.5),
+    }
 
 
 def _head_dim(f: config_json.Fields, kind: str) -> int:
@@ -458,7 +559,7 @@ def _read_scaling(f: config_json.Fields, group: config_json.Fields, kind: str, d
 
 def _read_windows(f: config_json.Fields, kind: str) -> tuple[int, ...]:
     layers, types = f.depth("num_hidden_layers"), f.raw.get("layer_types")
-    if kind in ("llama", "olmo2", "granite", "olmoe"):
+    if kind in ("llama", "olmo2", "granite", "olmoe", "deepseek_v3"):
         return ()
     if kind in ("gemma2", "gemma3_text", "smollm3", "gpt_oss"):
         return _windows_by_type(f, kind, layers)
@@ -500,6 +601,12 @@ def _copies(raw: Mapping[str, Any]) -> dict[str, str]:
     return {HEAD: EMBED} if is_tied else {}
 
 
+def _adapted(config: LlamaConfig) -> tuple[str, ...]:
+    if config.latent is not None:
+        return ("q_b_proj" if config.latent.query_rank else "q_proj", "kv_b_proj")
+    return ("qkv_proj",) if config.is_fused else ("q_proj", "v_proj")
+
+
 FAMILY = family.Family(
     presets=PRESETS,
     parts=model.parts,
@@ -521,7 +628,7 @@ FAMILY = family.Family(
         tensors=_tensors,
         write=_write,
         read=_read,
-        adapted=lambda config: ("qkv_proj",) if config.is_fused else ("q_proj", "v_proj"),
+        adapted=_adapted,
         copies=_copies,
         ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
         prefix="model.",
@@ -534,11 +641,15 @@ FAMILY = family.Family(
             (r"positions/embedding|attention/sinks", ("model",)),
             (r"/experts/gate_up$", (None, None, "model")),  # [experts, inputs, width, 2]
             (r"/experts/gate_up_bias", (None, "model")),
+            (r"/attention/(q_b|kv_b)/(kernel|lora_b)", (None, "model")),  # [rank, heads, width]
+            (r"/attention/(q_a|kv_a)/(kernel|bias)", (None,)),
         ),
         activations=(
             *parallel.HEADS,
             *parallel.WIDTH,
             *parallel.FUSED,
+            (r".*/attention/(q_b|kv_b)", (None, None, "model")),
+            (r".*/attention/(q_a|kv_a)(_norm)?", parallel.ALL_TOKENS),
             (r"layer_\d+/(attention|mlp(/(experts|shared|shared_gate))?)", parallel.TOKENS, parallel.ALL_TOKENS),
             (r"embed|positions|norm|layer_\d+(/(attention|mlp)(_post)?_norm)?", parallel.TOKENS),
         ),

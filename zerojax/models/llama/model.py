@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.models import decoding, experts, family, layers
-from zerojax.models.llama import rope
+from zerojax.models.llama import mla, rope
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention, residuals, softcap, tiles
 from zerojax.ops import tokens as tokens_lib
@@ -58,6 +58,11 @@ class LlamaConfig:
       is_normalised: whether the weights of a token's experts have a sum of 1.
       dense_layers: the numbers of layers whose MLP is no mixture all the same.
       has_sinks: whether each head has a sink (`ops.sinks`).
+      latent: the shape of latent attention (`mla`); None: attention is grouped. `head_dim` is then that of queries and keys.
+      router_score, router_groups, router_scale: see `ops.experts.route`: the score, the number of groups and those of a token, and what
+        multiplies weights.
+      has_choice_bias: whether experts are chosen by scores with a bias, a weight without a gradient.
+      is_shared_gated: whether the expert that all tokens take has a weight of its own.
       clamp: (limit, slope) of the activation of gpt-oss's experts (`experts.clamped_gate`), which have biases, as their router has; None:
         they are down(activation(gate) * up) without biases.
       model_type: the name of the row in Hugging Face's config.json.
@@ -108,6 +113,12 @@ class LlamaConfig:
     is_normalised: bool = True
     dense_layers: tuple[int, ...] = ()
     has_sinks: bool = False
+    latent: mla.Latent | None = None
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_groups: tuple[int, int] = (1, 1)
+    router_scale: float = 1.0
+    has_choice_bias: bool = False
+    is_shared_gated: bool = True
     clamp: tuple[float, float] | None = None
 
     def has_experts(self, layer: int) -> bool:
@@ -127,7 +138,7 @@ class LlamaConfig:
         return rope.Rope(self.rope_theta, self.rope_scaling)
 
 
-Keys = tuple[jax.Array, jax.Array] | None
+Keys = tuple[jax.Array, ...] | None
 Turn = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
@@ -240,7 +251,14 @@ class Mixture(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         c = self.config
-        router = (("normalised", c.is_normalised),)
+        groups, top_groups = c.router_groups
+        router = (
+            ("normalised", c.is_normalised),
+            ("score", c.router_score),
+            ("groups", groups),
+            ("top_groups", top_groups),
+            ("scale", c.router_scale),
+        )
         stddevs = (0.02, 0.02, _residual_stddev(c))
         y_BTD = experts.Experts(
             c.num_experts,
@@ -248,6 +266,7 @@ class Mixture(nn.Module):
             c.expert_dim,
             c.activation,
             router,
+            has_fixed_bias=c.has_choice_bias,
             has_router_bias=c.clamp is not None,
             clamp=c.clamp,
             stddevs=stddevs,
@@ -256,6 +275,8 @@ class Mixture(nn.Module):
         if not c.shared_dim:
             return y_BTD
         shared_BTD = MLP(dataclasses.replace(c, mlp_dim=c.shared_dim), name="shared")(x_BTD)
+        if not c.is_shared_gated:
+            return y_BTD + shared_BTD
         return y_BTD + nn.sigmoid(layers.Linear((1,), name="shared_gate")(x_BTD)) * shared_BTD
 
 
@@ -287,14 +308,31 @@ class Layer(nn.Module):
         """
         c = self.config
         before, after = self._norms("attention")
-        y_BTD, keys = Attention(c, self.window, self.rotation, name="attention")(
-            before(x_BTD), mask_BT, past, segments_BT, positions_BT
-        )
+        y_BTD, keys = self._attention()(before(x_BTD), mask_BT, past, segments_BT, positions_BT)
         x_BTD = residuals.in_place(x_BTD + after(y_BTD))
         mlp, (norm, mlp_after) = (Mixture if self.has_experts else MLP)(c, name="mlp"), self._norms("mlp")
         tile = 0 if self.is_initializing() else c.tile_tokens
         x_BTD = tiles.over_tiles(lambda x_BTD: x_BTD + mlp_after(mlp(norm(x_BTD))), x_BTD, tile)
         return x_BTD if past is None else (x_BTD, keys)
+
+    def _attention(self) -> nn.Module:
+        c = self.config
+        if c.latent is None:
+            return Attention(c, self.window, self.rotation, name="attention")
+        assert self.rotation is not None and not self.window, "latent attention is rotated and has no window"
+        scale, stddev = c.score_scale or c.head_dim**-0.5, _residual_stddev(c)
+        return mla.LatentAttention(
+            c.latent,
+            c.embed_dim,
+            c.num_heads,
+            c.attention,
+            self.rotation,
+            scale,
+            c.o_bias,
+            stddev,
+            c.way,
+            name="attention",
+        )
 
     def _norms(self, branch: str) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
         """Returns what a branch reads of the residual stream, and what is added to it of what the branch returns."""
@@ -351,7 +389,9 @@ class Llama(nn.Module):
         ):  # padding is not part of a text's length
             step = step._replace(positions_BT=jnp.minimum(step.positions_BT, lengths_B[:, None] - 1))
         x_BTD = self._embedded(tokens_BT, step.positions_BT)
-        empty = decoding.empty(batch, slots, c.num_kv_heads, c.head_dim, x_BTD.dtype)
+        empty: Any = decoding.empty(batch, slots, c.num_kv_heads, c.head_dim, x_BTD.dtype)
+        if c.latent is not None:
+            empty = c.latent.empty(batch, slots, x_BTD.dtype)
         x_BTD, caches = self._through(x_BTD, [empty] * c.num_layers, step)
         return self._logits(self.norm(layers.at_last(x_BTD, lengths_B)))[:, 0], caches
 
@@ -461,7 +501,8 @@ def flops_per_token(config: LlamaConfig, seq_len: int, per_weight: float = 6.0) 
     used -= skipped * (3 * c.embed_dim * c.expert_dim + biases)  # a token multiplies the weights of its experts alone
     spans = [min(c.window_of(layer) or seq_len, seq_len) for layer in range(c.num_layers)]
     seen = sum(2 * span - span**2 / seq_len for span in spans)  # twice the mean over a row's tokens
-    return per_weight * used + 6.0 * c.num_heads * c.head_dim * seen
+    width = c.head_dim if c.latent is None else (c.head_dim + c.latent.value_dim) / 2
+    return per_weight * used + 6.0 * c.num_heads * width * seen
 
 
 def _residual_stddev(config: LlamaConfig) -> float:

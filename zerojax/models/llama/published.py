@@ -3,6 +3,7 @@
 import functools
 import math
 
+from zerojax.models.llama.mla import Latent
 from zerojax.models.llama.model import LlamaConfig
 from zerojax.models.llama.rope import Rope, Scaling
 
@@ -103,7 +104,56 @@ _gpt_oss = functools.partial(
     model_type="gpt_oss",
 )
 
+_YARN_40 = 0.1 * math.log(40) + 1  # of DeepSeek-V3's scores, squared
+# DeepSeek-V3, arXiv:2412.19437, section 4.2.
+_deepseek_v3 = functools.partial(
+    LlamaConfig,
+    head_dim=192,
+    shared_dim=2048,
+    router_score="sigmoid",
+    has_choice_bias=True,
+    is_shared_gated=False,
+    model_type="deepseek_v3",
+)
+
 PRESETS: dict[str, LlamaConfig] = {
+    "deepseek_v3": _deepseek_v3(
+        129280,
+        61,
+        embed_dim=7168,
+        num_heads=128,
+        num_kv_heads=128,
+        mlp_dim=18432,
+        max_seq_len=163840,
+        rope_theta=10000.0,
+        norm_eps=1e-6,
+        rope_scaling=Scaling("yarn", 40.0, 1.0, 32.0, 4096),
+        score_scale=192**-0.5 * _YARN_40**2,
+        latent=Latent(512, 1536, 128, 64, 128),
+        num_experts=256,
+        experts_per_token=8,
+        expert_dim=2048,
+        dense_layers=(0, 1, 2),
+        router_groups=(8, 4),
+        router_scale=2.5,
+    ),
+    "moonlight_16b_a3b": _deepseek_v3(  # Moonlight-16B-A3B, arXiv:2502.16982: DeepSeek-V3's class, no latent of queries
+        163840,
+        27,
+        embed_dim=2048,
+        num_heads=16,
+        num_kv_heads=16,
+        mlp_dim=11264,
+        max_seq_len=8192,
+        rope_theta=50000.0,
+        latent=Latent(512, 0, 128, 64, 128),
+        num_experts=64,
+        experts_per_token=6,
+        expert_dim=1408,
+        shared_dim=2816,
+        dense_layers=(0,),
+        router_scale=2.446,
+    ),
     "gpt_oss_20b": _gpt_oss(24, num_experts=32),
     "gpt_oss_120b": _gpt_oss(36, num_experts=128),
     "mixtral_8x7b": _mixtral(

@@ -149,6 +149,19 @@ ROWS: dict[str, ModelType] = {
             "norm_topk_prob": True,
         },
     ),
+    "deepseek_v3": ModelType(
+        "DeepseekV3ForCausalLM",
+        {"router_score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False},
+        reads=("attention_bias", "kv_lora_rank"),
+        defaults={
+            "num_key_value_heads": None,
+            "max_position_embeddings": 4096,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "norm_topk_prob": True,
+        },
+    ),
     "granite": ModelType(
         "GraniteForCausalLM",
         reads=(*_BIASES, "attention_multiplier"),
