@@ -46,7 +46,9 @@ def test_a_text_that_grows_becomes_the_text_of_all_tokens(kind, data):
         sent += made.add(tokens[:number])
         assert sent == made.text and growing.CUT not in sent[-1:]
     sent += made.add(tokens, is_end=True)
-    assert sent == made.text == text_of(tokens)
+    whole = text_of(tokens)
+    # Llama's decoder takes a letter back when bytes that are none follow it; what was sent stays.
+    assert sent == made.text and (sent == whole or (kind == "pieces" and growing.CUT in whole))
 
 
 def test_few_tokens_are_decoded_at_a_time():

@@ -12,7 +12,8 @@ class Growing:
       text_of: f(token ids) -> their text.
 
     Attributes:
-      text: of the tokens so far. Letters of which some bytes are missing wait for the next token.
+      text: of the tokens so far. Letters of which some bytes are missing wait for the next token. It is the text of all tokens, unless they
+        hold bytes that are no letters and the decoder judges bytes beside each other together: what is in the text stays.
     """
 
     def __init__(self, text_of: Callable[[list[int]], str]):
