@@ -81,6 +81,23 @@ def test_groups_of_another_kind_of_run_have_no_effect():
     assert lines(found)["fsdp_config.fsdp_sharding_strategy"].verdict == keys.NO_EFFECT
 
 
+def test_megatrons_sizes_become_the_mesh_the_passes_and_the_stage():
+    sizes = {
+        "megatron_lm_tp_degree": 2,
+        "megatron_lm_pp_degree": "2",
+        "megatron_lm_num_micro_batches": 8,
+        "megatron_lm_gradient_clipping": 0.5,
+        "megatron_lm_use_distributed_optimizer": True,
+        "megatron_lm_recompute_activations": True,
+        "megatron_lm_sequence_parallelism": True,
+    }
+    found = translated({"distributed_type": "MEGATRON_LM", "megatron_lm_config": sizes})
+    expected = {"mesh.model": 2, "mesh.pipe": 2, "grad_accum": 8, "optimizer.clip_norm": 0.5, "zero.stage": 1}
+    assert {place: found.settings[place] for place in (*expected, "model.remat")} == {**expected, "model.remat": "full"}
+    assert not found.unsupported
+    assert translated({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {}}).settings["zero.stage"] == 0
+
+
 def test_sizes_of_parallelism_become_the_mesh_and_those_without_counterpart_are_named():
     sizes = {
         "parallelism_config_dp_replicate_size": 2,

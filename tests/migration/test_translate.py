@@ -445,7 +445,13 @@ def test_wandb_becomes_an_outlet_of_the_metrics_wherever_one_translates():
 
 @pytest.mark.parametrize("given, devices", [((8, 2, 1), 8), ((6, None, 1), 6), ((8, None, None), None)])
 @pytest.mark.parametrize(
-    "axis, key", [("model", {"tensor_parallel": {"autotp_size": 2}}), ("context", {"sequence_parallel_size": 2})]
+    "axis, key",
+    [
+        ("model", {"tensor_parallel": {"autotp_size": 2}}),
+        ("context", {"sequence_parallel_size": 2}),
+        ("pipe", {"pipeline_parallel_size": 2}),
+        ("pipe", {"pipeline": {"stages": 2}}),
+    ],
 )
 def test_devices_along_some_axes_have_their_examples_together(given, devices, axis, key):
     """None: the 8 of the base config."""

@@ -5,7 +5,7 @@ import pytest
 from pipelines import PASSES, abstract, batch_of, prepared
 
 from zerojax import roles, tree
-from zerojax.plan import json_form, pipelines, report, step_plan
+from zerojax.plan import json_form, picture, pipelines, report, step_plan
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +66,17 @@ def test_a_pipeline_of_few_micro_batches_is_a_finding_and_the_plan_is_shown(plan
     shown = json_form.as_json(plan)["pipeline"]
     assert [group["at_once"] for group in shown["groups"]] == [2, 1]
     assert shown["bubble_theory"] == pytest.approx(0.2)
+
+
+def test_the_picture_has_a_bar_for_each_pass(planned, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    plan, _ = planned
+    drawn = []
+    original = Axes.barh
+    monkeypatch.setattr(Axes, "barh", lambda *args, **kwargs: (drawn.append(args[1:3]), original(*args, **kwargs))[1])
+    picture.draw(plan, tmp_path / "plan.png")
+    assert len(drawn) == 2 * 2 * PASSES
+    line = plan.pipeline.line
+    assert sum(width for group, width in drawn if group == 0) == pytest.approx(line.busy[0])
+    assert (tmp_path / "plan.png").stat().st_size > 10_000

@@ -41,6 +41,7 @@ STRATEGIES: Mapping[str, tuple[int, bool]] = {
 # TransformerEngine scales by earlier steps, torchao by the array itself
 FP8_RECIPES = {"TE": "delayed", "AO": "tensorwise", "TORCHAO": "tensorwise"}
 PRECISIONS: Mapping[str, str] = {"no": "fp32", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
+MEGATRON = "MEGATRON_LM"
 REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_HPU", "TPU", "XLA")
 
 
@@ -70,7 +71,7 @@ def translate_accelerate(
     _precision(draft)
     if kind == "FSDP":
         _fsdp(draft)
-    elif kind in REPLICATED:
+    elif kind in (*REPLICATED, MEGATRON):
         draft.put("zero.stage", 0, "distributed_type")
     else:
         draft.put("zero.stage", 0)
@@ -81,9 +82,11 @@ def translate_accelerate(
         )
     translate.assume_script(draft)
     draft.assume("gradient_clipping", {"optimizer.clip_norm": translate.ASSUMED["gradient_clipping"]})
+    if kind == MEGATRON:
+        _megatron(draft)
     _mesh(draft)
     _fp8(draft, content)
-    for group, wanted in ((_DS, "DEEPSPEED"), (_FSDP, "FSDP"), ("megatron_lm_config", "MEGATRON_LM")):
+    for group, wanted in ((_DS, "DEEPSPEED"), (_FSDP, "FSDP"), ("megatron_lm_config", MEGATRON)):
         if kind != wanted:
             _unread(draft, content, group, f"Accelerate reads it with distributed_type {wanted} alone")
     return draft.finish(devices)
@@ -271,6 +274,20 @@ def _fsdp(draft: Draft) -> None:
             translate.offload(draft, part, "cpu", f"{_FSDP}.offload_params")
     if draft.flag(f"{_FSDP}.activation_checkpointing"):
         draft.put("model.remat", "full", f"{_FSDP}.activation_checkpointing")
+
+
+def _megatron(draft: Draft) -> None:
+    """Puts the axes, the passes, the clipping and the stage of Megatron's plugin."""
+    group = "megatron_lm_config.megatron_lm"
+    if draft.flag(f"{group}_use_distributed_optimizer"):
+        draft.put("zero.stage", 1, f"{group}_use_distributed_optimizer", "distributed_type")
+    for place, name in (("mesh.model", "tp_degree"), ("mesh.pipe", "pp_degree"), ("grad_accum", "num_micro_batches")):
+        if (size := draft.whole(f"{group}_{name}", 1)) > 1:
+            draft.put(place, size, f"{group}_{name}")
+    if (most := draft.number(f"{group}_gradient_clipping")) is not None:
+        draft.put("optimizer.clip_norm", most, f"{group}_gradient_clipping")
+    if draft.flag(f"{group}_recompute_activations"):
+        draft.put("model.remat", "full", f"{group}_recompute_activations")
 
 
 def _mesh(draft: Draft) -> None:

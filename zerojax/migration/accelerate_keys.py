@@ -58,7 +58,18 @@ KEYS: Mapping[str, Key] = {
     "fp8_config.enable_fsdp_float8_all_gather": Key(IMPLIED, "stage 3 gathers in fp8"),
     "fp8_config.pad_inner_dim": Key(IMPLIED, "XLA pads what the matmul needs"),
     "fp8_config.*": Key(UNSUPPORTED, "set config.fp8: it has no such choice"),
-    "megatron_lm_config.*": Key(UNSUPPORTED, keys_lib.PARALLEL),
+    "megatron_lm_config.megatron_lm_tp_degree": Key(TAKEN, keys_lib.TENSOR, ("mesh.model",), ONE),
+    "megatron_lm_config.megatron_lm_pp_degree": Key(TAKEN, keys_lib.PIPE, ("mesh.pipe",), ONE),
+    "megatron_lm_config.megatron_lm_num_micro_batches": Key(TAKEN, "passes of a step", ("grad_accum",)),
+    "megatron_lm_config.megatron_lm_gradient_clipping": Key(TAKEN, "", ("optimizer.clip_norm",)),
+    "megatron_lm_config.megatron_lm_use_distributed_optimizer": Key(TAKEN, "true: stage 1, false: 0", ("zero.stage",)),
+    "megatron_lm_config.megatron_lm_recompute_activations": Key(TAKEN, "true: full", ("model.remat",)),
+    "megatron_lm_config.megatron_lm_sequence_parallelism": Key(
+        IMPLIED, "tokens are sharded between matmuls where config.mesh.model is above 1"
+    ),
+    "megatron_lm_config.*": Key(
+        UNSUPPORTED, "Megatron's own; config.mesh, config.pipeline and config.zero have what there is"
+    ),
     "mpirun_config.*": Key(IMPLIED, "mpirun of the command starts a run"),
     "ipex_config.*": Key(NO_EFFECT, "XLA compiles for CPUs too"),
     "ec2_instance_type": Key(UNSUPPORTED, "no SageMaker job is started"),

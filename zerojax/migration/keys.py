@@ -56,10 +56,8 @@ _CHECKPOINTS = "a checkpoint holds global arrays and restores at any stage and n
 _HOST_STATE = "state in host memory is pinned and moves in chunks: config.offload.chunk_bytes, config.offload.in_flight"
 _NVME = "a disk is read and written by threads of our own; config.offload.nvme_buffers"
 _PROFILE = "--config.profile.steps=2 traces steps and prints a table of their time"
-PARALLEL = (
-    "there is no such parallelism here; ZeRO over `data`, copies over `replica`, parts of sequences over `context`, tensor parallelism "
-    "over `model`"
-)
+EXPERTS = "DeepSpeed's layer of experts is not read; a family with experts shards them over config.mesh.expert"
+PIPE = "layers are divided by the FLOPs of their matmuls, and passes of config.grad_accum are its micro-batches"
 CONTEXT = "each device has a part of every sequence, and attention exchanges heads or keys, whichever the run says"
 TENSOR = "heads, the MLP's width, the vocabulary and, between matmuls, tokens are sharded, at any stage"
 _NO_FEEDBACK = "a gradient is packed as it is; the error of the step before is not added"
@@ -310,10 +308,11 @@ KEYS: Mapping[str, Key] = {
     "tensor_parallel.*": _unsupported(
         "each model family has one table of what is sharded; config.zero.overrides comes first"
     ),
-    "expert_parallel.*": _unsupported(PARALLEL),
-    "pipeline.*": _unsupported(PARALLEL),
-    "pipeline_parallel_size": _unsupported(PARALLEL, *ONE),
-    "moe.*": _unsupported(PARALLEL),
+    "expert_parallel.*": _unsupported(EXPERTS),
+    "pipeline.stages": Key(TAKEN, PIPE, ("mesh.pipe",), ONE),
+    "pipeline.*": _unsupported("layers are divided by their FLOPs; config.pipeline has the schedule"),
+    "pipeline_parallel_size": Key(TAKEN, PIPE, ("mesh.pipe",), ONE),
+    "moe.*": _unsupported(EXPERTS),
     "hybrid_engine.*": _unsupported("there is no inference engine inside training"),
     "elasticity.*": _unsupported(
         "the global batch stays as given; another number of devices resumes with another grad_accum"

@@ -84,7 +84,11 @@ _HALVES = {
 }
 _ZERO, _OPT, _SCHED = "zero_optimization", "optimizer.params", "scheduler.params"
 # axes along which devices have the same examples -> their sizes
-_SHARE_EXAMPLES = {"mesh.context": "sequence_parallel_size", "mesh.model": "tensor_parallel.autotp_size"}
+_SHARE_EXAMPLES = {
+    "mesh.pipe": ("pipeline_parallel_size", "pipeline.stages"),
+    "mesh.context": ("sequence_parallel_size",),
+    "mesh.model": ("tensor_parallel.autotp_size",),
+}
 
 
 def translate(
@@ -106,7 +110,10 @@ def translate(
       UserError: a value has a wrong type, or keys contradict each other.
     """
     draft = Draft(_modern(content), keys_lib.KEYS, canonical=keys_lib.canonical, auto=auto, switches=keys_lib.SWITCHES)
-    axes = {place: (max(1, draft.whole(key) or 1), key) for place, key in _SHARE_EXAMPLES.items()}
+    axes = {}
+    for place, names in _SHARE_EXAMPLES.items():
+        key = next((name for name in names if draft.has(name)), names[0])
+        axes[place] = (max(1, draft.whole(key) or 1), key)
     shared = math.prod(size for size, _ in axes.values())
     devices = _batch(draft, devices, shared)
     _zero(draft, devices, shared)
