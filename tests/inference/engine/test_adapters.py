@@ -33,6 +33,24 @@ def test_rows_of_one_batch_get_the_tokens_of_pefts_models_with_their_own_adapter
     assert not any(request.reused for request, _ in asked) and len({tuple(r.tokens) for r, _ in asked}) > 3
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen2", "t5", "bart"])
+def test_other_families_have_adapters_of_each_request_too(name):
+    loaded, folder = golden_models.load(name, 0), golden_models.FOLDER / name / "lora"
+    is_pair = loaded.family.is_encoder_decoder
+    own = engine_lib.Engine(loaded, slots=2, max_len=48, max_inputs=32, adapters={"lora": loaded.read_adapter(folder)})
+    asked = []
+    for adapter in ("lora", ""):
+        found = golden_models.expected(f"{name}/{adapter}")
+        mask = found["attention_mask"] > 0 if is_pair else np.ones_like(found["input_ids"], bool)
+        for row, is_own, wanted in zip(found["input_ids"], mask, found["generated"]):
+            request = own.submit(row[is_own].tolist(), max_tokens=12, adapter=adapter)
+            asked.append((request, wanted[1 if is_pair else len(row) :].tolist()))
+    own.run()
+    for request, wanted in asked:
+        assert request.tokens and request.tokens == wanted[: len(request.tokens)]
+
+
 def drawn(random, path, inputs, outputs, rank):
     return {path: (random.normal(0, 0.2, (inputs, rank)), random.normal(0, 0.2, (rank, outputs)))}
 
