@@ -168,6 +168,12 @@ def test_what_changes_nothing_or_cannot_be_is_refused_in_one_line(line):
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_a_mesh_whose_devices_hold_other_experts_is_refused():
+    own = partition(zerojax.make_mesh(expert=2, devices=jax.devices()[:8]))
+    with pytest.raises(zerojax.UserError, match="wire: does not go together with a mesh that has `expert`"):
+        packed_wires.marked(own, zerojax.PackedWires(weights="int8"), r"block_\d", jnp.float32)
+
+
 def test_one_device_sends_nothing_and_a_warning_says_so():
     with pytest.warns(UserWarning, match="wire: has no effect"):
         marked(1, weights="int8")

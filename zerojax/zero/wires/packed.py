@@ -289,6 +289,11 @@ def marked(partition: Partition, wires: PackedWires | None, blocks: str, reduce_
         raise UserError(
             "wire.second_copy: needs `blocks`, whose weights are gathered again in the backward pass; pass blocks, or omit it"
         )
+    split = [axis.name for axis in mesh_lib.AXES if axis.part_of and mesh.shape.get(axis.name, 1) > 1]
+    if split:
+        raise UserError(
+            f"wire: does not go together with a mesh that has `{split[0]}`, over which experts stay where they are; omit wires"
+        )
     knows_hosts = wires.gradients != PLAIN or wires.second_copy
     hosts = _hosts(mesh, wires.host_devices) if knows_hosts else Hosts(1, ways)
     where = f"all devices of {sizes} are on one host" if hosts.count == 1 else f"each host has one device of {sizes}"
