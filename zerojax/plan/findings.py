@@ -240,8 +240,8 @@ def reduced_in_every_pass(case: Case) -> Iterable[Finding]:
         yield _sent(
             f"replicated gradients are all-reduced in each of {case.passes} passes",
             rows,
-            "accumulate each device's gradients in shard_map and reduce them once, or use fewer and larger passes "
-            "(a smaller grad_accum)",
+            "use fewer and larger passes (a smaller grad_accum)"
+            + ("" if case.waits else ", or accumulate each device's gradients in shard_map and reduce them once"),
         )
 
 

@@ -1,0 +1,18 @@
+"""Llama 3's 8B shapes over data 2, pipe 2 and model 2 on the 8 GPUs of a host, stage 1, sequences of 8,192 tokens.
+
+    python -m zerojax.train --config configs/llama3_8b_3d.py --config.data.name=random
+
+Devices: 8 GPUs of 80 GB or more, of one host, in one process. The plan for H200s: 47.8 GiB on the devices of the first group, 35.7 on those
+of the second, a bubble of 11.3%, and 4.3 s a step, which nobody has measured. Text: as configs/llama3_1b.py. Result: as there.
+"""
+
+from zerojax.configs import llama3_8b
+
+
+def get_config():
+    c = llama3_8b.get_config()
+    c.mesh.pipe, c.mesh.model = 2, 2
+    c.zero.stage = 1  # the weights of a group's layers fit without a gather in each of 16 passes
+    c.model.offload, c.model.by_columns = "", ""  # a pipeline has neither
+    c.global_batch_size, c.micro_batch_size, c.grad_accum = 0, 1, 16
+    return c
