@@ -69,13 +69,13 @@ def test_a_config_of_ours_has_a_name_and_a_file_or_a_folder_of_that_name_hides_n
         ("--config.optimizer.b1=x", "config.optimizer.b1: must be a number, and is 'x'"),
         (
             "--config.mesh=3",
-            "config.mesh: must be a group of settings (replica, data, context, model), and is '3'; "
-            "set one of them, such as --config.mesh.replica=...",
+            "config.mesh: must be a group of settings (pipe, replica, data, context, model, expert), and is '3'; "
+            "set one of them, such as --config.mesh.pipe=...",
         ),
         ("--config.seed.x=3", "config.seed.x: unknown config key; config.seed is a whole number, not a group"),
         (
             "--config.mesh.lr=3",
-            "--config.mesh.lr=3: unknown config key 'lr'; config.mesh is a group of settings (replica, data, context, model)",
+            "--config.mesh.lr=3: unknown config key 'lr'; config.mesh is a group of settings (pipe, replica, data, context, model, expert)",
         ),
         ("--config.lr=3", "--config.lr=3: unknown config key 'lr'; zerojax train --help lists every key"),
         ("--config.stepz=3", "--config.stepz=3: unknown config key 'stepz'; did you mean 'steps'?"),

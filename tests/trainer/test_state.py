@@ -133,7 +133,9 @@ def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tm
         state = state_lib.restored(there, logical, offload_create.begin(there.partition))
     on_device = results[0][0]
     micro = {name: array[: there.sizes.global_batch_size] for name, array in batch.items()}
-    np.testing.assert_allclose(there.eval_loss(state.params, micro), here.eval_loss(on_device.params, micro), rtol=2e-3)
+    np.testing.assert_allclose(
+        there.forward.loss(state.params, micro), here.forward.loss(on_device.params, micro), rtol=2e-3
+    )
     np.testing.assert_allclose(
         there.train_step(state, batch)[1]["loss"], here.train_step(on_device, batch)[1]["loss"], rtol=2e-3
     )

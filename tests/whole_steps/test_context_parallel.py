@@ -110,7 +110,7 @@ def test_an_evaluation_is_that_of_one_device_and_a_prompt_is_read_whole(what):
     losses = []
     for devices, axes in ((1, {}), (8, {"mesh__data": 1, "mesh__context": 8})):
         built = program.build(runs.config(**what, **axes), tokenizer_vocab=320, devices=jax.devices()[:devices])
-        losses.append(float(built.eval_loss(state_lib.first(built).params, runs.drawn_batch(built, 0))))
+        losses.append(float(built.forward.loss(state_lib.first(built).params, runs.drawn_batch(built, 0))))
         assert built.model.way is None
     np.testing.assert_allclose(losses[1], losses[0], rtol=SUM_ORDER)
 
