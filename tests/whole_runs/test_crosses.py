@@ -68,14 +68,50 @@ MIXTURE = [
     {"stage": "3", "mesh": "1x8x1", "precision": "fp8", "remat": "full"},
     {"stage": "1", "mesh": "2x4x1", "precision": "fp16", "activations": "mlp", "remat": "dots"},
     {"stage": "3", "mesh": "1x6x1", "indivisible": "pad", "export": "huggingface", "sample": "yes"},
+    {"stage": "1", "mesh": "experts_context", "grad_accum": "2"},
+    {"stage": "3", "mesh": "experts_model", "precision": "bf16"},
+    {"stage": "3", "mesh": "experts", "lora": "on", "quantize": "nf4", "lora_targets": "all"},
+    {"stage": "3", "mesh": "experts", "precision": "bf16", "optimizer_offload": "host"},
+    {"stage": "3", "mesh": "experts", "precision": "fp8"},
+    {"stage": "2", "mesh": "experts", "precision": "fp16", "loss_scale": "overflow", "optimizer": "adafactor"},
+    {
+        "stage": "3",
+        "mesh": "experts",
+        "indivisible": "pad",
+        "export": "huggingface",
+        "sample": "yes",
+        "checkpoint": "yes",
+    },
+    {"stage": "3", "mesh": "experts", "by_columns": "both"},
+    {"stage": "3", "mesh": "experts", "task": "seq2seq", "evaluate": "yes", "optimizer": "lion", "moments": "int8"},
 ]
+# Meshes with `expert`, which other families refuse.
+OF_EXPERTS = {
+    "experts": {**crosses.SETTINGS["mesh"]["1x8x1"], "mesh.expert": 4},
+    "experts_context": {**crosses.SETTINGS["mesh"]["context"], "mesh.expert": 4},
+    "experts_model": {**crosses.SETTINGS["mesh"]["2x2x2"], "mesh.expert": 2},
+}
+
+
+def mixture(row, monkeypatch):
+    """Returns a row of settings of a mixture of experts."""
+    monkeypatch.setattr(crosses, "MODELS", crosses.MODELS | {"llama": "moe_test"})
+    for name, changes in OF_EXPERTS.items():
+        monkeypatch.setitem(crosses.SETTINGS["mesh"], name, changes)
+    return {name: crosses.first_value(name) for name in crosses.SETTINGS} | {"min_size": "0"} | row
+
+
+def test_a_step_by_block_with_experts_on_their_devices_is_refused_before_it_compiles(cache_dir, tmp_path, monkeypatch):
+    row = mixture({"stage": "3", "mesh": "experts", "optimizer_offload": "host", "params_offload": "host"}, monkeypatch)
+    with mock.patch.object(jax.stages.Lowered, "compile", side_effect=AssertionError("it compiles")):
+        end = crosses.attempt(row, tmp_path)
+    assert "config.offload.params: each block is a program of its own, and experts on devices" in str(end.error)
 
 
 @runs.LONG
 @pytest.mark.parametrize("number", range(len(MIXTURE)))
 def test_a_mixture_of_experts_has_the_losses_of_one_device(number, bases, tmp_path, monkeypatch):
-    monkeypatch.setattr(crosses, "MODELS", crosses.MODELS | {"llama": "moe_test"})
-    row = {name: crosses.first_value(name) for name in crosses.SETTINGS} | {"min_size": "0"} | MIXTURE[number]
+    row = mixture(MIXTURE[number], monkeypatch)
     end = crosses.attempt(row, tmp_path)
     assert end.error is None, (crosses.command(row), end.error)
     assert not crosses.fault(row, end, bases(row)), crosses.command(row)

@@ -17,6 +17,7 @@ from zerojax.errors import UserError
 KEYS = {
     "mesh": "config.mesh",
     "pipe": "config.mesh.pipe",
+    "expert": "config.mesh.expert",
     "stage": "config.zero.stage",
     "overrides": "config.zero.overrides",
     "indivisible": "config.zero.indivisible",
