@@ -73,7 +73,8 @@ class PassOrder:
     def text(self) -> str:
         """Returns a line about the schedule."""
         bubble = f"{run(self).bubble:.1%} of the time if all stages take equally long"
-        return f"{self.name}, {self.stages} stages on {self.devices} groups of devices, {self.micros} micro-batches: devices wait {bubble}"
+        micros = f"{self.micros} micro-batch{'es' if self.micros > 1 else ''}"
+        return f"{self.name}, {self.stages} stages on {self.devices} groups of devices, {micros}: devices wait {bubble}"
 
     def alive(self, device: int) -> int:
         """Returns the most passes of which a device holds what the backward pass needs."""
