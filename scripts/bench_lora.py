@@ -21,6 +21,7 @@ from typing import Any
 import bench_child  # in this folder
 
 LLAMA = {"data.name": "random", "data.eval_split": "", "steps": 1000}
+ALL_WEIGHTS = {"lora.r": 0, "lora.alpha": 0.0, "lora.target_modules": "", "export.format": "none"}
 BART = {"epochs": 0.0, "steps": 1000, "data.eval_split": ""}
 # case -> (config, changes, steps)
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -34,8 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "llama_8_layers": ("lora_llama3_8b", LLAMA | {"model.num_layers": 8}, 10),
     "llama_8_layers_full": (
         "lora_llama3_8b",
-        LLAMA
-        | {"model.num_layers": 8, "lora.r": 0, "lora.alpha": 0.0, "lora.target_modules": "", "export.format": "none"},
+        LLAMA | ALL_WEIGHTS | {"model.num_layers": 8},
         10,
     ),
     "qlora_8b": (
@@ -47,8 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "qwen3_8_layers": ("lora_qwen3_30b", LLAMA | {"model.num_layers": 8}, 10),
     "qwen3_8_layers_full": (
         "lora_qwen3_30b",
-        LLAMA
-        | {"model.num_layers": 8, "lora.r": 0, "lora.alpha": 0.0, "lora.target_modules": "", "export.format": "none"},
+        LLAMA | ALL_WEIGHTS | {"model.num_layers": 8},
         10,
     ),
 }

@@ -6,7 +6,7 @@ others differ by their layers alone.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -98,10 +98,8 @@ def read(
     )
     largest = max(range(len(held)), key=lambda group: held[group].peak)
     modules = {key: syntax.parse(buffers_lib.text_of(own.run)) for key, own in found.programs.items()}
-    operations = {
-        key: sum(sum(flops.count(call.closed).values()) for call in own.part.calls)
-        for key, own in found.programs.items()
-    }
+    counted = {key: _total(flops.count(call.closed) for call in own.part.calls) for key, own in found.programs.items()}
+    operations = {key: sum(by_dtype.values()) for key, by_dtype in counted.items()}
     rates = rates_lib.of(target.name)
     of_updates = [[syntax.parse(buffers_lib.text_of(own)) for own in programs] for programs in updates]
     times, update = _times(step, found, modules, of_updates, operations, rates, mesh, target)
@@ -126,12 +124,8 @@ def read(
         )
         for path, leaf in step.placed.held(largest, tree.flatten(abstract_state))
     }
-    by_dtype: dict[str, float] = {}
-    for own in found.programs.values():
-        for call in own.part.calls:
-            for dtype, count in flops.count(call.closed).items():
-                if own.group == largest:
-                    by_dtype[dtype] = by_dtype.get(dtype, 0.0) + count * step.order.micros
+    in_pass = _total(by_dtype for key, by_dtype in counted.items() if found.programs[key].group == largest)
+    by_dtype = {dtype: count * step.order.micros for dtype, count in in_pass.items()}
     return streams.Read(streams.buffers_of(arguments), module, by_dtype, step), pipelined
 
 
@@ -257,15 +251,20 @@ def _after(
     second = linked.LinkedProgram(
         modules[1],
         tuple(leaves),
-        tuple(next(fresh) for _ in range(_outputs(modules[1]))),
+        tuple(next(fresh) for _ in modules[1].entry.root.arrays),
         named={f"grads/{path}": number for path, number in grads.items()}
         | {f"squares/{other}/{path}": number for (other, path), number in squares.items()},
     )
     return [first, second]
 
 
-def _outputs(module: syntax.Module) -> int:
-    return len(module.entry.root.arrays)
+def _total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the sums of counts by dtype."""
+    found: dict[str, float] = {}
+    for one in counts:
+        for dtype, count in one.items():
+            found[dtype] = found.get(dtype, 0.0) + count
+    return found
 
 
 def _path(path: str | None, number: int) -> str:

@@ -45,14 +45,12 @@ class ForwardPlacement:
 
 def mesh_of(mesh: Mesh) -> Mesh:
     """Returns the mesh that evaluates: `mesh`, or for a pipeline one of its devices where `data` takes the place of `pipe` and `data`."""
-    if mesh_lib.PIPE not in mesh.shape:
+    groups = mesh_lib.groups(mesh)
+    if len(groups) == 1:
         return mesh
-    front, names = list(mesh.axis_names), [name for name in mesh.axis_names if name != mesh_lib.PIPE]
-    number, data = front.index(mesh_lib.PIPE), names.index(mesh_lib.STATE[0])
-    grid = np.moveaxis(mesh.devices, number, data)  # before `data`
-    shape = (*grid.shape[:data], grid.shape[data] * grid.shape[data + 1], *grid.shape[data + 2 :])
-    kinds = tuple(kind for name, kind in zip(mesh.axis_names, mesh.axis_types) if name != mesh_lib.PIPE)
-    return Mesh(grid.reshape(shape), tuple(names), axis_types=kinds)
+    names = groups[0].axis_names
+    grid = np.concatenate([group.devices for group in groups], axis=names.index(mesh_lib.STATE[0]))
+    return Mesh(grid, names, axis_types=groups[0].axis_types)
 
 
 def passes_of(mesh: Mesh, sizes: config_lib.BatchSizes) -> int:
