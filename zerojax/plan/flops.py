@@ -40,19 +40,35 @@ def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
 
 def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
     for eqn in traces.opened(jaxpr)[0].eqns:
-        name = eqn.primitive.name
-        if _is_stated(eqn):
-            kind = _kind(*[v.aval.dtype for v in eqn.invars[-2:]])
-            found[kind] = found.get(kind, 0.0) + times * eqn.params["cost_estimate"].flops
-        elif name in _COUNTS:
-            if operations := _COUNTS[name](eqn):
-                kind = _kind(*[v.aval.dtype for v in eqn.invars[:2]])
+        if is_counted(eqn):
+            for kind, operations in of_equation(eqn).items():
                 found[kind] = found.get(kind, 0.0) + times * operations
-        elif name == "cond":
+        elif eqn.primitive.name == "cond":
             _walk_longest(eqn.params["branches"], times, found)
         else:
             for inner in traces.programs(eqn):
                 _walk(inner, times * _repeats(eqn), found)
+
+
+def is_counted(eqn: Any) -> bool:
+    """Returns whether an equation's own operations are counted, not those of programs inside it."""
+    return _is_stated(eqn) or eqn.primitive.name in _COUNTS
+
+
+def of_equation(eqn: Any) -> dict[str, float]:
+    """Returns the operations of such an equation, by the dtype of its matmul; {} if it has none."""
+    if _is_stated(eqn):
+        return {_kind(*[v.aval.dtype for v in eqn.invars[-2:]]): eqn.params["cost_estimate"].flops}
+    operations = _COUNTS[eqn.primitive.name](eqn)
+    return {_kind(*[v.aval.dtype for v in eqn.invars[:2]]): operations} if operations else {}
+
+
+def attention(eqn: Any) -> str:
+    """Returns "forward" or "backward" for cuDNN's attention; "" for other equations."""
+    name = eqn.params["target_name"] if eqn.primitive.name == "ffi_call" else eqn.primitive.name
+    if not name.startswith(("__cudnn$fmha", "dot_product_attention")):
+        return ""
+    return "backward" if "bwd" in name or name.endswith("Backward") else "forward"
 
 
 def _is_stated(eqn: Any) -> bool:

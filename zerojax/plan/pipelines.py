@@ -5,6 +5,7 @@ others differ by their layers alone.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -77,6 +78,8 @@ def read(
     mesh: Mesh,
     target: targets.Target,
     options: Mapping[str, Any] | None,
+    *,
+    is_absent: bool = False,
 ) -> tuple[streams.Read, Pipelined]:
     """Compiles the programs of a step, and reads those of its largest group.
 
@@ -86,9 +89,12 @@ def read(
       mesh: of all groups.
       target: the kind of device.
       options: XLA's, in addition to the step's own.
+      is_absent: whether no program is to run, so that equal ones of several groups are compiled once.
     """
-    found = step.programs(step.micro(batch), options)
-    updates = step.update_programs(found)
+    alike: dict[str, jax.stages.Compiled] | None = {} if is_absent else None
+    micro = step.micro(batch)
+    found = step.programs(micro, options) if alike is None else step.stand_ins(micro, options, alike)
+    updates = step.update_programs(found, alike)
     held = memory.of_groups(
         step.placed,
         step.sent,
@@ -97,11 +103,12 @@ def read(
         [max(map(memory.beside, programs)) for programs in updates],
     )
     largest = max(range(len(held)), key=lambda group: held[group].peak)
-    modules = {key: syntax.parse(buffers_lib.text_of(own.run)) for key, own in found.programs.items()}
+    parsed = functools.cache(lambda run: syntax.parse(buffers_lib.text_of(run)))
+    modules = {key: parsed(own.run) for key, own in found.programs.items()}
     counted = {key: _total(flops.count(call.closed) for call in own.part.calls) for key, own in found.programs.items()}
     operations = {key: sum(by_dtype.values()) for key, by_dtype in counted.items()}
     rates = rates_lib.of(target.name)
-    of_updates = [[syntax.parse(buffers_lib.text_of(own)) for own in programs] for programs in updates]
+    of_updates = [[parsed(own) for own in programs] for programs in updates]
     times, update = _times(step, found, modules, of_updates, operations, rates, mesh, target)
     pipelined = Pipelined(
         step.order,
@@ -157,9 +164,13 @@ def _times(
     group = step.placed.groups[0].mesh
     per_host = max(bound_lib.hosts(group, group.axis_names).values())
 
+    walked: dict[str, float] = {}  # groups may share a program
+
     def seconds(module: syntax.Module) -> float:
         assert rates is not None
-        return walk.walk(hlo_flow.flow(module), rates, group.size, per_host).seconds
+        if module.text not in walked:
+            walked[module.text] = walk.walk(hlo_flow.flow(module), rates, group.size, per_host).seconds
+        return walked[module.text]
 
     known = {key: seconds(module) if rates else operations[key] or 1.0 for key, module in modules.items()}
     forward, backward = ([known[kind, stage] for stage in range(step.order.stages)] for kind in order_lib.PASSES)

@@ -189,7 +189,9 @@ def plan_step(
     began = time.perf_counter()
     pipeline, whole = None, mesh
     if isinstance(train_step, pipeline_step.PipelineStep):
-        read, pipeline = pipelines.read(train_step, state, args[0], mesh, known, compiler_options)
+        read, pipeline = pipelines.read(
+            train_step, state, args[0], mesh, known, compiler_options, is_absent=not targets.are_here(target)
+        )
         assert placement is not None
         mesh = mesh_lib.groups(mesh)[pipeline.largest]
         placement = pipelines.own(placement, pipeline.largest)

@@ -214,6 +214,11 @@ def get(name: str) -> Target:
     return TARGETS[name]
 
 
+def of_device(device: Any) -> str:
+    """Returns the name of the target that a device is, present or not; "" if none is."""
+    return next((name for name, target in TARGETS.items() if target.device_kind == device.device_kind), "")
+
+
 def devices(target: str, topology: str = "") -> list[Any]:
     """Returns the devices for a mesh: real ones for the targets "cpu" and "here", compile-only ones for the others.
 
@@ -228,9 +233,14 @@ def devices(target: str, topology: str = "") -> list[Any]:
     >>> mesh = zerojax.make_mesh(devices=devices("h200", "1x8"))
     """
     known = get(target)
-    if target in (HERE, "cpu"):
+    if are_here(target):
         return _real_devices(target, topology)
     return _tpus(known, topology) if known.kind == "tpu" else _gpus(known, topology)
+
+
+def are_here(target: str) -> bool:
+    """Returns whether the devices of a target are this machine's, so that compiled programs may run."""
+    return target in (HERE, "cpu")
 
 
 def _gpus(target: Target, topology: str) -> list[Any]:

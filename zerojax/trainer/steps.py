@@ -10,11 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
+from zerojax.clock import rates as rates_lib
 from zerojax.data import parts
 from zerojax.errors import UserError
 from zerojax.models import family as family_lib
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import schedules
+from zerojax.plan import targets, traced
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings
@@ -63,6 +65,8 @@ def pipeline(
             "config.mesh.pipe=1"
         )
     how = {"batch_specs": _batch_specs(mesh), **_how(config, family, model), **vars(config.pipeline)}
+    rates = rates_lib.of(targets.of_device(mesh.devices.flat[0]))
+    how["costs"] = None if rates is None else traced.cost(rates)
     return pipeline_state.Pipeline(loss_fn, batch, **how)
 
 

@@ -33,3 +33,22 @@ def test_a_loss_that_renews_the_state_is_refused():
     step = zerojax.make_train_step(loss, partition, batch_specs=partition.pipeline.pipeline.batch_specs, **how)
     with pytest.raises(UserError, match="pipe: the loss returns the state's field 'step'"):
         step.programs(jax.tree.map(lambda leaf: leaf[0], batch_of(0)))
+
+
+def test_where_nothing_runs_equal_programs_are_compiled_once_and_say_the_same():
+    _, step = prepared({"pipe": 4}, 1, shard=abstract, schedule="1f1b", net=Net(layers=7))
+    micro = step.micro(jax.eval_shape(lambda: batch_of(0)))
+    alike: dict = {}
+    found, own = step.stand_ins(micro, None, alike), step.programs(micro)
+    assert len({id(program.run) for program in found.programs.values()}) == len(alike) < len(own.programs)
+    for key, program in own.programs.items():
+        other = found.programs[key]
+        assert (other.group, other.reads, other.writes, other.sums) == (
+            program.group,
+            program.reads,
+            program.writes,
+            program.sums,
+        )
+    assert {n: found.nbytes(n) for n in found.values} == {n: own.nbytes(n) for n in own.values}
+    updates = step.update_programs(found, alike)
+    assert len(updates) == 4 and all(len(two) == 2 for two in updates)

@@ -48,6 +48,8 @@ PRESETS: dict[str, LlamaConfig] = {
         rope_theta=3580165449.0,
         max_seq_len=1048576,
     ),
+    # Llama 3's report, arXiv:2407.21783, table 3.
+    "llama3_405b": _llama3(126, embed_dim=16384, num_heads=128, num_kv_heads=8, head_dim=128, mlp_dim=53248),
     "llama3_70b": _llama3(80, embed_dim=8192, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=28672),
     # Qwen2.5 technical report, arXiv:2412.15115, table 1.
     "qwen2_14b": LlamaConfig(

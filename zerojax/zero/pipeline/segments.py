@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -117,7 +117,7 @@ def of_trace(
     jaxpr: jex.Jaxpr,
     stages: int,
     *,
-    costs: Sequence[float] | None = None,
+    costs: Sequence[float] | Callable[[jex.JaxprEqn], float] | None = None,
     stage_of_call: Sequence[int] | None = None,
 ) -> Segments:
     """Cuts the trace of a pass.
@@ -125,7 +125,8 @@ def of_trace(
     Args:
       jaxpr: the body of the `jax.shard_map` that the pass is, with `blocks.NestedBlocks`.
       stages: how many there are.
-      costs: of each call of a block; None: its FLOPs, and those of what comes after the last block are the last stage's.
+      costs: of each call of a block, or f(operation) -> its own; None: FLOPs. What comes after the last block is the last stage's, unless
+        the costs of calls are given.
       stage_of_call: the stage of each call; None: as costs are balanced.
 
     Raises:
@@ -145,11 +146,15 @@ def of_trace(
         )
     last = max(number for number, eqn in enumerate(eqns) if _kind(eqn) == FORWARD)
     if stage_of_call is None:
-        own, after = (
-            [_flops(eqn) for eqn in forward],
-            sum(_flops(eqn) for eqn in eqns[last + 1 :] if not _kind(eqn)) / 3,
-        )
-        stage_of_call = balanced(own if costs is None else costs, stages, after=after if costs is None else 0.0)
+        after = 0.0
+        if costs is not None and not callable(costs):
+            own = list(costs)
+        else:
+            of = costs or _flops
+            backward = {id(call): eqn for eqn, call in _backward_of(eqns, forward)}
+            own = [of(call) + (of(backward[id(call)]) if id(call) in backward else 0.0) for call in forward]
+            after = sum(of(eqn) for eqn in eqns[last + 1 :] if not _kind(eqn))
+        stage_of_call = balanced(own, stages, after=after)
     stage_of = dict(zip(map(id, forward), stage_of_call))
     stage_of |= {id(eqn): stage_of[id(of)] for eqn, of in _backward_of(eqns, forward)}
     return dataclasses.replace(_Places(jaxpr, eqns, stage_of, last, stages).segments(), stage_of_call=stage_of_call)

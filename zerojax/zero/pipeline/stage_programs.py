@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -83,21 +84,29 @@ class StagePrograms:
 
 
 def compiled(
-    of_groups: Sequence[passes.Pass], placed: state.Placed, micro: Any, options: Mapping[str, Any]
+    of_groups: Sequence[passes.Pass],
+    placed: state.Placed,
+    micro: Any,
+    options: Mapping[str, Any],
+    alike: dict[str, jax.stages.Compiled] | None = None,
 ) -> StagePrograms:
     """Compiles the programs of all stages.
 
     Args:
-      of_groups: one pass on each group.
+      of_groups: one pass on each group, or one that stands for all, where nothing runs.
       placed: the pipeline of the state.
       micro: a micro-batch of all devices, abstract or not.
       options: XLA's.
+      alike: programs by their text, of which equal ones are compiled once; None if they run, for each is its group's.
 
     Raises:
       UserError: the loss returns values of the state.
     """
     traces = [own.traced(micro) for own in of_groups]
     cuts = [segments.of_trace(trace.inner, placed.stages, stage_of_call=placed.stage_of_call) for trace in traces]
+    count = len(placed.groups)
+    if len(traces) < count:
+        traces, cuts = traces * count, cuts * count
     (_, aux), _ = traces[0].results(cuts[0])
     if aux["state"]:
         raise UserError(
@@ -106,7 +115,6 @@ def compiled(
         )
     grads, weight = traces[0].grads(cuts[0]), aux["weight"].number if "weight" in aux else None
     values, found = dict(traces[0].values), {}
-    count = len(of_groups)
     order = [
         *((FORWARD, stage) for stage in range(placed.stages)),
         *((BACKWARD, n) for n in reversed(range(placed.stages))),
@@ -117,7 +125,9 @@ def compiled(
         group = key[1] % count
         own = cuts[group]
         read_elsewhere = {n for other, numbers in own.reads.items() if other != key for n in numbers} | kept
-        found[key] = _program(traces[group], own, key, placed, group, grads, weight, read_elsewhere, values, options)
+        found[key] = _program(
+            traces[group], own, key, placed, group, grads, weight, read_elsewhere, values, options, alike
+        )
     readers = {
         number: sorted({stage % count for stage in cuts[0].readers(number)} | ({0} if number in kept else set()))
         for number in values
@@ -136,9 +146,11 @@ def _program(
     read_elsewhere: set[int],
     values: dict[int, Any],
     options: Mapping[str, Any],
+    alike: dict[str, jax.stages.Compiled] | None,
 ) -> StageProgram:
     """Compiles one program, and adds the abstract values that it returns to `values`."""
-    partition, part, reads = placed.groups[group], found.segments[key].part, found.reads[key]
+    partition = placed.groups[group if alike is None else 0]
+    part, reads = found.segments[key].part, found.reads[key]
     mesh, writes = partition.mesh, [found.number_of[var] for var in part.writes]
     own = {path: number for path, number in grads.items() if number in writes}
     kept = [number for number in writes if number in read_elsewhere or number not in own.values()]
@@ -159,10 +171,26 @@ def _program(
     lowered = jax.jit(program, donate_argnums=1, out_shardings=shardings).lower(
         taken, sums, None if taken_weight is None else on_mesh(values[taken_weight], mesh)
     )
-    done = lowered.compile(compiler_options=dict(options))
+    done = together(lowered, program.__name__, alike, options)
     for number, like, sharding in zip(kept, done.out_info[0], done.output_shardings[0]):
         values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
     return StageProgram(group, reads, kept, tuple(own), taken_weight, done, part)
+
+
+def together(
+    lowered: jax.stages.Lowered,
+    name: str,
+    alike: dict[str, jax.stages.Compiled] | None,
+    options: Mapping[str, Any] | None = None,
+) -> jax.stages.Compiled:
+    """Compiles a program, or returns the one of `alike` whose text is the same but for its name."""
+    own = dict(options or {})
+    if alike is None:
+        return lowered.compile(compiler_options=own)
+    text = hashlib.sha256(lowered.as_text().replace(name, "").encode()).hexdigest()
+    if text not in alike:
+        alike[text] = lowered.compile(compiler_options=own)
+    return alike[text]
 
 
 def on_mesh(like: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:

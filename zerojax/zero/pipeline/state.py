@@ -36,7 +36,7 @@ class Pipeline:
       heads: as of `make_train_step`.
       schedule: one of `order.make`.
       chunks: stages of a group of devices; above 1 for "interleaved".
-      costs: of each call of a block, in any unit; None: FLOPs.
+      costs: of each call of a block, in any unit, or f(operation of the trace) -> its own; None: FLOPs.
       batch_specs, compute_dtype: as of `make_train_step`.
     """
 
@@ -46,7 +46,7 @@ class Pipeline:
     heads: str = ""
     schedule: str = "1f1b"
     chunks: int = 1
-    costs: Sequence[float] | None = None
+    costs: Sequence[float] | Callable[[Any], float] | None = None
     batch_specs: Any = ()
     compute_dtype: Any = None
 

@@ -177,8 +177,17 @@ class PipelineStep:
             self._programs[key] = stage_programs.compiled(self._of_groups, self.placed, micro, every)
         return self._programs[key]
 
-    def update_programs(self, found: stage_programs.StagePrograms) -> list[tuple[jax.stages.Compiled, ...]]:
-        """Returns the two programs of each group's update, compiled apart from those that run."""
+    def stand_ins(
+        self, micro: Any, options: Mapping[str, Any] | None, alike: dict[str, jax.stages.Compiled]
+    ) -> stage_programs.StagePrograms:
+        """Returns `programs` for devices that are not there: all for the first group's, and equal ones compiled once, in `alike`."""
+        every = {**self._options, **(options or {})}
+        return stage_programs.compiled(self._of_groups[:1], self.placed, micro, every, alike)
+
+    def update_programs(
+        self, found: stage_programs.StagePrograms, alike: dict[str, jax.stages.Compiled] | None = None
+    ) -> list[tuple[jax.stages.Compiled, ...]]:
+        """Returns the two programs of each group's update, compiled apart from those that run; `alike` as of `stand_ins`."""
         programs = []
         for update, mesh in zip(self.updates, self._meshes):
             one = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
@@ -186,7 +195,7 @@ class PipelineStep:
             sums = {path: stage_programs.on_mesh(own, mesh) for path, own in sums.items()}
             squares = [dict.fromkeys(other.trained, one) for other in self.updates]
             lowered = update.lowered(sums, self.order.micros if found.weight is None else one, squares)
-            programs.append(tuple(own.compile() for own in lowered))
+            programs.append(tuple(stage_programs.together(own, "", alike) for own in lowered))
         return programs
 
     def _run(self, leaves: Mapping[str, jax.Array], micros: Sequence[Any]) -> tuple[dict[str, jax.Array], Any, Any]:
