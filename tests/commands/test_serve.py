@@ -2,30 +2,39 @@
 
 import contextlib
 import json
+import os
+import pathlib
 import signal
+import subprocess
 import sys
 import threading
 import time
 import types
 
 import golden_models
+import hostile_clients
 import httpx
 import openai
 import pytest
+import runs
+from programs import free_port
 
 from zerojax.commands import serve
+from zerojax.errors import UserError
 from zerojax.serve import server
 
 LLAMA = golden_models.FOLDER / "llama"
-KEY = "a-key"
+KEY = hostile_clients.KEY
 LIMIT = 120  # seconds; what takes longer hangs
+GROWTH = (
+    16 * 2**20
+)  # bytes of 800 MiB that a process may grow by with 1,000 clients, after as many and more: it keeps what it freed
 
 
-@contextlib.contextmanager
-def started(commands, *flags, **environ):
-    """Gives a served process and its URL."""
+def code_of(*flags):
+    """Returns the code of a process that serves."""
     words = ["zerojax", "serve", LLAMA, "--port", 0, "--slots", 2, "--chunk", 32, "--max_len", 1024, *flags]
-    code = "\n".join(
+    return "\n".join(
         (
             "import os, sys, jax",
             'jax.config.update("jax_platforms", "cpu")',
@@ -34,17 +43,27 @@ def started(commands, *flags, **environ):
             "__main__.main()",
         )
     )
-    process = commands.start(before=code, **environ)
+
+
+@contextlib.contextmanager
+def started(commands, *flags, before="", processes=1, **environ):
+    """Gives a served process, or a list of those that serve together, and the URL of the first. Each first runs the code `before`."""
+    address = () if processes == 1 else ("--num_processes", processes, "--coordinator", f"127.0.0.1:{free_port()}")
+    every = []
+    for index in range(processes):
+        own = (*address, "--process_id", index) if address else ()
+        every.append(commands.start(before=f"{before}\n{code_of(*flags, *own)}", **environ))
     try:
         until = time.monotonic() + LIMIT
-        while "is served at" not in process.out:
-            assert time.monotonic() < until and not process.err, (process.out, process.err)
+        while "is served at" not in every[0].out:
+            assert time.monotonic() < until and (address or not every[0].err), (every[0].out, every[0].err)
             time.sleep(0.02)
-        yield process, process.out.split()[-1]
+        yield every if address else every[0], every[0].out.split()[-1]
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill(signal.SIGKILL)
-        process.wait()
+        for process in every:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill(signal.SIGKILL)
+            process.wait()
 
 
 def gauge(url, name):
@@ -66,6 +85,7 @@ def test_a_server_answers_openais_client_and_clients_that_leave_and_drains(comma
         openais_client_gets_the_tokens_of_transformers_whole_and_as_a_stream(url)
         for is_streamed in (True, False):
             a_client_that_is_gone_frees_its_slot(url, is_streamed)
+        hostile_clients_get_4xx_or_503_and_leave_nothing_behind(process, url, 100, seed=0)
         the_first_sigterm_refuses_new_requests_and_answers_those_that_run(process, url)
 
 
@@ -113,6 +133,23 @@ def a_client_that_is_gone_frees_its_slot(url, is_streamed):
     assert gauge(url, "cancelled_total") == before + 1
 
 
+def hostile_clients_get_4xx_or_503_and_leave_nothing_behind(process, url, count, seed):
+    """Requests are torn, malformed, too large, slow or half closed, and many at once."""
+    statuses = hostile_clients.attack(httpx.URL(url).host, httpx.URL(url).port, count, seed)
+    until_free(url)
+    assert {400, 404, 415} <= set(statuses) and sum(statuses.values()) > count / 4, statuses
+    assert process.err == "" and httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.long
+def test_a_thousand_hostile_clients_leave_nothing_behind(commands):
+    with started(commands, ZEROJAX_API_KEY=KEY) as (process, url):
+        for seed in range(5):
+            before = hostile_clients.resident(process.pid)
+            hostile_clients_get_4xx_or_503_and_leave_nothing_behind(process, url, 1000, seed)
+        assert hostile_clients.resident(process.pid) < before + GROWTH
+
+
 def the_first_sigterm_refuses_new_requests_and_answers_those_that_run(process, url):
     body = {"model": "llama", "prompt": [5, 6], "max_tokens": 400, "ignore_eos": True, "stream": True}
     ask = {"json": body, "headers": {"authorization": f"Bearer {KEY}"}, "timeout": LIMIT}
@@ -128,6 +165,86 @@ def the_first_sigterm_refuses_new_requests_and_answers_those_that_run(process, u
     assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
     process.wait()
     assert (process.status, process.err) == (0, "")
+
+
+# Prints the bytes of the weights that a process reads.
+COUNTS = """
+from zerojax.interop import folder, pretrained
+read, load, counts = folder._read_slice, pretrained.load_huggingface, []
+def counted(*given):
+    found = read(*given)
+    counts.append(found.nbytes)
+    return found
+def loading(*given, **how):
+    loaded = load(*given, **how)
+    print("read", sum(counts), flush=True)
+    return loaded
+folder._read_slice, pretrained.load_huggingface = counted, loading
+"""
+SOON = 10.0  # seconds
+
+
+def test_two_processes_serve_as_one_each_reads_half_of_the_weights_and_the_end_of_one_is_named(commands):
+    expected = golden_models.expected("llama")
+    prompts, length = expected["input_ids"].tolist(), expected["input_ids"].shape[1]
+    with started(commands, "--adapter", f"tuned={LLAMA / 'lora'}", before=COUNTS, processes=2) as (both, url):
+        ask = {"model": "llama", "prompt": prompts, "max_tokens": 12, "temperature": 0}
+        choices = httpx.post(f"{url}/v1/completions", json=ask, timeout=LIMIT).json()["choices"]
+        for choice, row in zip(choices, expected["generated"]):
+            assert list(map(int, choice["text"].split())) == row[length : length + 12].tolist()
+        stop = " ".join(choices[0]["text"].split()[4:6])  # a text, of which all processes must know
+        asked = {**ask, "prompt": prompts[0], "stop": [stop]}
+        (choice,) = httpx.post(f"{url}/v1/completions", json=asked, timeout=LIMIT).json()["choices"]
+        assert choice["text"] == choices[0]["text"].split(stop)[0] and choice["finish_reason"] == "stop"
+        body = {"model": "tuned", "prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True}
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json=body, timeout=0.3)
+        until_free(url)
+        again = httpx.post(f"{url}/v1/completions", json=ask, timeout=LIMIT).json()["choices"]
+        assert [choice["text"] for choice in again] == [choice["text"] for choice in choices]
+        total = (LLAMA / "model.safetensors").stat().st_size
+        assert all(int(process.out.split()[1]) < 0.55 * total for process in both), (total, both[0].out, both[1].out)
+        asking = threading.Thread(target=_quietly, args=(url, {**body, "model": "llama", "n": 8}))
+        asking.start()
+        while not gauge(url, "running"):
+            time.sleep(0.02)
+        both[1].kill(signal.SIGKILL)
+        began = time.monotonic()
+        both[0].wait()
+        asking.join()
+        lines = [line for line in both[0].err.splitlines() if not line.startswith("[Gloo]")]
+        assert time.monotonic() - began < SOON and both[0].status == 1
+        assert len(lines) == 1 and lines[0].startswith("zerojax: process 1 is gone"), lines
+
+
+@pytest.mark.long
+def test_a_launcher_starts_both_again_when_one_is_killed_and_both_drain(commands):
+    words = [sys.executable, "-m", "zerojax.commands.launch", "--num_gpus=2", "--max_restarts=1", "--", sys.executable]
+    words += ["-c", code_of("--max_len", 64)]
+    with subprocess.Popen(words, cwd=runs.ROOT, stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            body = {"model": "llama", "prompt": [5, 6], "max_tokens": 5, "temperature": 0}
+            texts = []
+            for _ in range(2):
+                line = next(line for line in launcher.stdout if "is served at" in line)
+                answer = httpx.post(f"{line.split()[-1]}/v1/completions", json=body, timeout=LIMIT).json()
+                texts.append(answer["choices"][0]["text"])
+                os.kill(children(launcher.pid)[1], signal.SIGKILL if len(texts) == 1 else signal.SIGTERM)
+            assert launcher.poll() is None and texts[0] == texts[1]  # one process alone does not drain
+            launcher.send_signal(signal.SIGTERM)
+            launcher.wait(LIMIT)
+        finally:
+            launcher.kill()
+    assert launcher.returncode in (0, 143)
+
+
+def children(pid):
+    """Returns the processes that serve, of a launcher, oldest first."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/task/*/children"):
+        if int(path.parts[2]) in (pid, *found):
+            found += map(int, path.read_text().split())
+    return sorted(found)
 
 
 @pytest.mark.long
@@ -193,10 +310,17 @@ def test_what_is_missing_or_taken_is_one_line(monkeypatch, command):
         bound.listen()
         line = f"zerojax: --port {bound.getsockname()[1]}: is taken on 127.0.0.1; give another, or 0 for one that is free\n"
         assert command(LLAMA, "--port", bound.getsockname()[1]) == (2, "", line)
-    cluster = types.SimpleNamespace(cluster=types.SimpleNamespace(num_processes=2))
     with monkeypatch.context() as patched:
-        patched.setattr(serve.processes, "launched", lambda: cluster)
-        assert "serve: is one process, and 2 are started" in command(LLAMA)[2]
+        patched.setattr(serve.processes, "detect_scheduler", lambda environ: "Slurm")
+        assert (
+            "serve: Slurm started several tasks, which do not know each other; give --coordinator" in command(LLAMA)[2]
+        )
+    two = types.SimpleNamespace(num_processes=2)
+    with pytest.raises(
+        UserError, match="--tensor_parallel: is 4, and 2 processes have 8 devices, which must all hold a part"
+    ):
+        serve._ways(types.SimpleNamespace(tensor_parallel=4), two)
+    assert serve._ways(types.SimpleNamespace(tensor_parallel=None), two) == 8
     monkeypatch.setattr(serve, "NEEDED", ("starlette", "not_there"))
     line = "zerojax: serve: not_there is not installed; pip install 'zerojax[serve]'\n"
     assert command(LLAMA) == (2, "", line)

@@ -73,6 +73,14 @@ def test_all_learn_the_status_and_the_line_of_a_process_that_ends(left, teller):
     assert (2, f"zerojax: process {teller} ended with status 2: config.x: is bad") in left
 
 
+def test_all_get_the_orders_of_process_0_in_their_order_however_long(left):
+    every = joined(3)
+    orders = [["add", 1, list(range(100_000))], [], "é\ud83d", "end"]
+    for what in orders:
+        every[0].order(what)
+    assert [[peer.next_order() for _ in orders] for peer in every[1:]] == [orders, orders] and not left
+
+
 def test_processes_that_are_done_wait_for_the_last_and_then_end_in_any_order(left):
     every = joined(3)
     waiting = [threading.Thread(target=peer.finish) for peer in every]

@@ -2,6 +2,7 @@
 
 zerojax serve FOLDER                                http://127.0.0.1:8000/v1, and a page to try it at http://127.0.0.1:8000
 ZEROJAX_API_KEY=... zerojax serve FOLDER --host 0.0.0.0 --port 80    for other machines, which must send the key
+zerojax launch --hostfile hosts -- zerojax serve FOLDER     one process for each GPU of several hosts, of which the first listens
 """
 
 import argparse
@@ -9,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import pathlib
+import signal
 import sys
 
 import jax
@@ -21,7 +23,8 @@ from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import weights
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, pretrained
-from zerojax.launch import devices, ending, processes
+from zerojax.launch import devices, early, ending, processes
+from zerojax.serve import followers
 from zerojax.serve import words as words_lib
 
 KEY = "ZEROJAX_API_KEY"
@@ -31,7 +34,17 @@ _LAST = 5.0  # seconds in which the engine's thread ends
 
 def main() -> None:
     """Serves until a signal. A UserError prints one line and ends with status 2."""
-    arguments.run(_serve)
+    arguments.run(_leaving)
+
+
+def _leaving() -> int:
+    """Serves. A process that fails does not wait for the others."""
+    try:
+        return _serve()
+    except Exception as error:
+        if not jax.distributed.is_initialized():
+            raise
+        processes.leave_after(error)
 
 
 def _serve() -> int:
@@ -40,11 +53,12 @@ def _serve() -> int:
         raise UserError(f"serve: {', '.join(missing)} is not installed; pip install 'zerojax[serve]'")
     from zerojax.serve import app, server  # which import them
 
-    key = _key(given.key_file)
-    if (launched := processes.launched()) is not None and launched.cluster.num_processes > 1:
-        raise UserError(
-            f"serve: is one process, and {launched.cluster.num_processes} are started; start one, with --tensor_parallel for its devices"
-        )
+    key, cluster = _key(given.key_file), _cluster(given)
+    devices.emulate_cpu_devices(given.emulate_devices)
+    if cluster is not None:
+        processes.initialize(cluster.coordinator, cluster.num_processes, cluster.process_id)
+        if cluster.process_id > 0:
+            return _follow(given)
     bound = server.bind(given.host, given.port)  # before the model is read, which takes a while
     with contextlib.closing(bound):
         if not server.is_loopback(bound) and not key:
@@ -53,22 +67,55 @@ def _serve() -> int:
                 file=sys.stderr,
                 flush=True,
             )
-        engine, words, name, adapters = _model(given)
+        engine, words, name, adapters = _model(given, cluster)
         limits = app.Limits(
             given.queue, given.max_seconds, given.max_body, min(given.max_seconds, app.Limits.body_seconds)
         )
-        service = app.Service(engine, words, name=name, adapters=adapters, limits=limits, key=key)
+        leader = followers.Leader(processes.order)
+        service = app.Service(
+            engine,
+            words,
+            name=name,
+            adapters=adapters,
+            limits=limits,
+            key=key,
+            tell=(lambda actions: None) if cluster is None else leader.tell,
+        )
         service.start()
         server.serve(service, bound, lambda: print(f"zerojax: {name} is served at {server.url(bound)}", flush=True))
     service.stop(_LAST)
     if service.failure:
+        processes.leave_if_told()
         ending.leave(1, f"zerojax: the engine failed: {service.failure}")
+    if cluster is not None:
+        leader.end()
+        processes.leave(0)
     return 0
 
 
-def _model(given: argparse.Namespace) -> tuple[engine_lib.Engine, words_lib.Words, str, list[str]]:
+def _cluster(given: argparse.Namespace) -> processes.Cluster | None:
+    """Returns the processes that serve together; None for one alone."""
+    cluster = processes.find_cluster(given.coordinator, given.num_processes, given.process_id)
+    if cluster is None and processes.launched() is None and (found := processes.detect_scheduler(os.environ)):
+        raise UserError(
+            f"serve: {found} started several tasks, which do not know each other; give --coordinator, --num_processes and --process_id"
+        )
+    return cluster
+
+
+def _follow(given: argparse.Namespace) -> int:
+    """Runs the engine as process 0 does, which ends this process when it has drained."""
+    engine = _model(given, _cluster(given))[0]
+    for number in early.STOPS:  # whoever stops the service signals all processes, or process 0
+        signal.signal(number, signal.SIG_IGN)
+    followers.follow(engine, processes.next_order)
+    processes.leave(0)
+
+
+def _model(
+    given: argparse.Namespace, cluster: processes.Cluster | None
+) -> tuple[engine_lib.Engine, words_lib.Words, str, list[str]]:
     """Returns the engine of a folder, its texts, its name and those of its adapters."""
-    devices.emulate_cpu_devices(given.emulate_devices)
     folder = folder_lib.open_folder(given.folder)
     if folder.family.is_classifier:
         raise UserError(
@@ -76,9 +123,7 @@ def _model(given: argparse.Namespace) -> tuple[engine_lib.Engine, words_lib.Word
         )
     words = words_lib.of_folder(folder, given.chat_template)
     name = given.name or pathlib.Path(given.folder).resolve().name
-    named, ways = _adapters(name, given.adapter), given.tensor_parallel
-    if ways > len(jax.devices()):
-        raise UserError(f"--tensor_parallel: is {ways}, and there are {len(jax.devices())} devices; lower it")
+    named, ways = _adapters(name, given.adapter), _ways(given, cluster)
     for setting in pretrained.unread_settings(folder):
         print(f"zerojax: note: {setting} of the folder is not applied", file=sys.stderr, flush=True)
     mesh = mesh_lib.make_mesh(model=ways, devices=jax.devices()[:ways])
@@ -90,6 +135,20 @@ def _model(given: argparse.Namespace) -> tuple[engine_lib.Engine, words_lib.Word
     if given.warm_up:
         engine.warm_up()
     return engine, words, name, list(adapters)
+
+
+def _ways(given: argparse.Namespace, cluster: processes.Cluster | None) -> int:
+    """Returns the devices over which the weights are sharded; those of several processes all hold a part."""
+    count = len(jax.devices())
+    ways = given.tensor_parallel or (1 if cluster is None else count)
+    if ways > count:
+        raise UserError(f"--tensor_parallel: is {ways}, and there are {count} devices; lower it")
+    if cluster is not None and ways != count:
+        raise UserError(
+            f"--tensor_parallel: is {ways}, and {cluster.num_processes} processes have {count} devices, which must all hold a part of the "
+            "weights; omit it, or start fewer processes"
+        )
+    return ways
 
 
 def _adapters(name: str, words: list[str]) -> dict[str, str]:
@@ -161,7 +220,11 @@ def _parse(words: list[str]) -> argparse.Namespace:
     )
     add("--max_inputs", type=int, default=512, help="the most tokens of an encoder-decoder's prompt (512)")
     add("--chunk", type=int, default=1024, help="the most tokens of a prompt that one program reads (1024)")
-    add("--tensor_parallel", type=int, default=1, help="devices over which the weights are sharded (1)")
+    add(
+        "--tensor_parallel",
+        type=int,
+        help="devices over which the weights are sharded (1; with several processes all of theirs)",
+    )
     add("--queue", type=int, default=64, help="answers that may wait for a slot; more are refused with 429 (64)")
     add("--max_seconds", type=float, default=600.0, help="for an answer, with its wait (600)")
     add("--max_body", type=int, default=4 * 2**20, help="bytes of a request (4 MiB)")
@@ -173,11 +236,14 @@ def _parse(words: list[str]) -> argparse.Namespace:
     )
     add("--warm_up", action="store_true", help="compile all programs before the first request, which takes minutes")
     add("--emulate_devices", type=int, default=1, help="CPU devices to emulate if there is no accelerator (1)")
+    add("--coordinator", help="host:port of process 0, to join processes that zerojax launch did not start")
+    add("--num_processes", type=int, help="processes that serve together")
+    add("--process_id", type=int, help="this process's number, from 0, which listens")
     given = parser.parse_args(words)
     if not 0 <= given.port < 2**16:
         raise UserError(f"--port: must be from 0 (a free one) to 65535, and is {given.port}")
     for name in ("slots", "max_len", "max_inputs", "chunk", "tensor_parallel", "max_body", "emulate_devices"):
-        if getattr(given, name) < 1:
+        if getattr(given, name) is not None and getattr(given, name) < 1:
             raise UserError(f"--{name}: must be 1 or more, and is {getattr(given, name)}")
     if given.queue < 0:
         raise UserError(f"--queue: must be 0 or more, and is {given.queue}")

@@ -15,6 +15,7 @@ All sockets are served by one daemon thread.
 import asyncio
 import contextlib
 import json
+import queue
 import socket
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
@@ -34,6 +35,7 @@ KEEPALIVE = {
 BLOCK = 1 << 16  # bytes
 FIRST_LINE_SECONDS = 30
 LONGEST_LINE = 2000  # characters of another process's line that are shown
+LONGEST_ORDER = 1 << 26  # bytes of what process 0 orders at once
 
 
 class News(NamedTuple):
@@ -60,6 +62,7 @@ class Peers:
         self._tasks: set[asyncio.Task] = set()
         self._done: set[int] = set()  # processes that wait for the others at their end
         self._all_here, self._all_done, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()  # from process 0, in its order
         self._news: News | None = None
         self._reserved: socket.socket | None = None
         self._servers: list[asyncio.Server] = []
@@ -114,6 +117,14 @@ class Peers:
     def tell(self, status: int, line: str) -> None:
         """Tells the others that this process ends now."""
         self._run(self._send({"status": status, "line": (line or f"status {status}")[:LONGEST_LINE]}))
+
+    def order(self, what: Any) -> None:
+        """On process 0: gives all others a value of JSON, which each gets by `next_order`. Waits only if they are far behind."""
+        self._run(self._send({"order": what}))
+
+    def next_order(self) -> Any:
+        """On the others: returns what process 0 ordered next, and waits for it."""
+        return self._orders.get()
 
     def finish(self) -> None:
         """Waits until every process has called this. Then all may end, in any order."""
@@ -175,7 +186,7 @@ class Peers:
 
     async def _join(self, host: str, port: int) -> int:
         """Connects to process 0, and returns the port that relays to it."""
-        reader, writer = await asyncio.open_connection(host, port)
+        reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_ORDER)
         self._connections.append(writer)
         writer.write(b"zerojax process %d of %d\n" % (self._index, self._count))
         try:
@@ -231,6 +242,8 @@ class Peers:
                     await self._note_if_all_done()
                 elif "here" in said:
                     self._all_here.set()
+                elif "order" in said and other == 0:
+                    self._orders.put(said["order"])
         if not self._all_done.is_set():
             await self._learn(News(other, 1, ""))
 

@@ -186,6 +186,18 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
+def order(what: Any) -> None:
+    """On process 0: gives all others a value of JSON. They get what is ordered in this order, each by `next_order`."""
+    if _peers is not None:
+        _peers.order(what)
+
+
+def next_order() -> Any:
+    """On the other processes: returns what process 0 ordered next, and waits for it."""
+    assert _peers is not None
+    return _peers.next_order()
+
+
 def leave(status: int, line: str = "") -> NoReturn:
     """Ends this process with `status`, after printing `line` to stderr. Other processes end too, with a line that quotes this one.
 
@@ -205,7 +217,7 @@ def leave_after(error: Exception) -> NoReturn:
     """
     if isinstance(error, UserError):
         if any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in errors.causes(error)):
-            _leave_if_told()
+            leave_if_told()
         ending.leave(2, f"zerojax: {error}")
     if isinstance(error, OSError) and errors.is_disk_full(error):
         where = error.filename or "a file of the run"
@@ -213,6 +225,13 @@ def leave_after(error: Exception) -> NoReturn:
     if lost := errors.lost_file(error):
         ending.leave(2, f"zerojax: {lost}; when it is back, the same command resumes")
     _leave_with_traceback(error)
+
+
+def leave_if_told() -> None:
+    """Ends this process if another one ended, of which this one learns in a moment."""
+    news = _peers.news(NEWS_SECONDS) if _peers is not None else None
+    if news is not None:
+        ending.leave(news.status or 1, str(news))
 
 
 def _checked(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Cluster | None:
@@ -322,16 +341,9 @@ def _leave_after(kind: type[BaseException], error: BaseException, trace: Traceba
 
 def _leave_with_traceback(error: BaseException) -> NoReturn:
     """Ends this process with status 1, and its others with the first line of the error."""
-    _leave_if_told()
+    leave_if_told()
     traceback.print_exception(error)
     ending.leave(1, "" if _peers is None else f"zerojax: {type(error).__name__}: {errors.first_line(error)}")
-
-
-def _leave_if_told() -> None:
-    """Ends this process if another one ended, of which this one learns in a moment."""
-    news = _peers.news(NEWS_SECONDS) if _peers is not None else None
-    if news is not None:
-        ending.leave(news.status or 1, str(news))
 
 
 def _only_visible_device(environ: Mapping[str, str]) -> list[int] | None:

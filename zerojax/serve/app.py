@@ -69,6 +69,7 @@ class Service:
       adapters: the names of the engine's adapters, which requests name in place of the model.
       limits: what is taken.
       key: the API key; "" for none.
+      tell: is called before each step of the engine; see `worker.Worker`.
 
     Attributes:
       is_draining: whether new requests are refused.
@@ -84,8 +85,9 @@ class Service:
         adapters: Sequence[str] = (),
         limits: Limits,
         key: str = "",
+        tell: Callable[[Sequence[worker_lib.Action]], None] = lambda actions: None,
     ):
-        self._worker, self._words, self._name = worker_lib.Worker(engine, self._wake_all), words, name
+        self._worker, self._words, self._name = worker_lib.Worker(engine, self._wake_all, tell), words, name
         self._limits, self._key, self._most = limits, key.encode(), engine.slots + limits.queue
         self._counts, self._created = counts_lib.Counts(), int(time.time())
         self._adapters = {name: ""} | {adapter: adapter for adapter in adapters}  # by the names of requests

@@ -1,16 +1,16 @@
 """Runs an engine in a thread of its own. This module hands it requests and cancellations, between its steps."""
 
-import collections
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from zerojax import errors
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import requests
 
-_Action = Callable[[], None]
+ADD, CANCEL = "add", "cancel"
+Action = tuple[str, requests.Request]  # what is asked of the engine, and the request
 
 
 class Worker:
@@ -19,15 +19,21 @@ class Worker:
     Args:
       engine: which nobody else calls.
       on_failure: is called in the thread, once, if the engine raises; `failure` then says why.
+      tell: is called in the thread before each step, with what is asked of the engine before it.
 
     Attributes:
       engine: of which others may call `request` and read `counts`.
       failure: one line; "" while the engine runs.
     """
 
-    def __init__(self, engine: engine_lib.Engine, on_failure: Callable[[], None] = lambda: None):
-        self.engine, self.failure, self._on_failure = engine, "", on_failure
-        self._inbox: queue.SimpleQueue[_Action | None] = queue.SimpleQueue()
+    def __init__(
+        self,
+        engine: engine_lib.Engine,
+        on_failure: Callable[[], None] = lambda: None,
+        tell: Callable[[Sequence[Action]], None] = lambda actions: None,
+    ):
+        self.engine, self.failure, self._on_failure, self._tell = engine, "", on_failure, tell
+        self._inbox: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -36,11 +42,11 @@ class Worker:
 
     def add(self, request: requests.Request) -> None:
         """Asks a request that `engine.request` has made."""
-        self._inbox.put(lambda: self.engine.add(request))
+        self._inbox.put((ADD, request))
 
     def cancel(self, request: requests.Request) -> None:
         """Ends a request where it is."""
-        self._inbox.put(lambda: self.engine.cancel(request))
+        self._inbox.put((CANCEL, request))
 
     def stop(self, seconds: float) -> None:
         """Ends the thread after its step, and waits for that, no longer than `seconds`."""
@@ -49,22 +55,21 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while self._act():
+            while (actions := self._asked()) is not None:
+                self._tell(actions)
+                for kind, request in actions:
+                    (self.engine.add if kind == ADD else self.engine.cancel)(request)
                 self.engine.step()
         except Exception as error:  # whatever: the caches are lost, and those who wait must be told
             self.failure = f"{type(error).__name__}: {errors.one_line(error)}"
             self._on_failure()
 
-    def _act(self) -> bool:
-        """Does what was asked since the last step; waits for something to do if there is nothing. Returns whether to go on."""
-        found: collections.deque[_Action | None] = collections.deque()
+    def _asked(self) -> list[Action] | None:
+        """Returns what was asked since the last step; waits for something to do if there is nothing. None: the thread is to end."""
+        found: list[Action | None] = []
         if self.engine.is_idle:
             found.append(self._inbox.get())
         with contextlib.suppress(queue.Empty):
             while True:
                 found.append(self._inbox.get_nowait())
-        for action in found:
-            if action is None:
-                return False
-            action()
-        return True
+        return None if None in found else found  # type: ignore[return-value]

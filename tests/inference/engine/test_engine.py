@@ -1,86 +1,135 @@
 """Checks that a request gets the tokens that it gets alone, whatever is asked beside it. This module tests zerojax.inference.engine."""
 
+import collections
+import functools
+
 import golden_models
 import numpy as np
 import pytest
-from small_engine import LENGTH, NEW, engine, model
+from small_engine import LENGTH, NEW, engine, model, text_of
 
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
+
+GENERATORS = (*golden_models.NAMES, *golden_models.DECODERS, *golden_models.MIXTURES, *golden_models.ENCODER_DECODERS)
+BY_DEFAULT = {("llama", 2), ("t5", 1), ("gemma3", 4), ("marian", 2)}
+
+
+def golden_prompts(loaded, expected):
+    """Returns the prompts, and the tokens of transformers after them."""
+    generated = expected["generated"].tolist()
+    if loaded.family.is_encoder_decoder:
+        prompts = [row[mask > 0].tolist() for row, mask in zip(expected["input_ids"], expected["attention_mask"])]
+        return prompts, [row[1:] for row in generated]
+    length = len(generated[0]) - NEW
+    return [row[:length] for row in generated], [row[length:] for row in generated]
 
 
 @pytest.mark.filterwarnings("ignore:mesh:UserWarning")  # four devices do not divide all heads and positions
 @pytest.mark.parametrize(
     "name, ways",
     [
-        ("llama", 2),
-        ("t5", 1),
-        *[
-            pytest.param(name, ways, marks=pytest.mark.long)
-            for name, ways in (
-                ("llama", 1),
-                ("llama", 4),
-                ("qwen2", 1),
-                ("qwen2", 2),
-                ("t5", 2),
-                ("bart", 1),
-                ("bart", 4),
-            )
-        ],
+        pytest.param(name, ways, marks=() if (name, ways) in BY_DEFAULT else pytest.mark.long)
+        for name in GENERATORS
+        for ways in (1, 2, 4)
     ],
 )
 def test_greedy_tokens_are_those_of_transformers_in_slots_that_change_hands(name, ways):
-    loaded, expected = golden_models.load(name, 0, ways), golden_models.expected(name)
-    is_pair = loaded.family.is_encoder_decoder
-    mask = expected["attention_mask"] > 0 if is_pair else np.ones_like(expected["input_ids"], bool)
-    prompts = [row[is_own] for row, is_own in zip(expected["input_ids"], mask)]
-    wanted = expected["generated"][:, 1 if is_pair else mask.shape[1] :]
-    chunk = 8 if is_pair else 32  # an encoder reads a longer prompt too
-    own = engine_lib.Engine(loaded, slots=2, max_len=48, max_inputs=32, chunk=chunk)
-    for request, row in zip(own.generate(prompts, max_tokens=NEW), wanted):
-        assert request.tokens == row[: len(request.tokens)].tolist()
-        assert len(request.tokens) == NEW or request.finish == "stop"
-
-
-def test_requests_get_what_they_get_alone_and_leave_nothing_behind():
-    """Prompts share beginnings, end at stops or are cancelled, and are longer than a program reads."""
-    random, own = np.random.default_rng(1), engine()
-    shared = random.integers(8, 61, 40).tolist()
+    """Prompts arrive while others are answered, are read in parts, and go on from slots that hold what they begin with."""
+    loaded = golden_models.load(name, 0, ways)
+    prompts, wanted = golden_prompts(loaded, golden_models.expected(name))
+    own = engine_lib.Engine(loaded, slots=2, max_len=48, max_inputs=32, chunk=16)
     asked = []
-    for number in range(24):
-        prompt = shared[: random.integers(1, 41)] + random.integers(8, 61, random.integers(1, 8)).tolist()
-        settings = {"max_tokens": int(random.integers(1, LENGTH - len(prompt)))}
-        if number % 3:
-            settings |= {"temperature": 0.8, "seed": number, "top_k": int(random.integers(0, 30)), "top_p": 0.9}
-        if number % 4 == 1:
-            settings |= {"repetition_penalty": 1.3, "logprobs": 3, "stop_strings": (" 1", "3 2")}
-        asked.append((prompt, settings))
-    own._reuses = False
-    alone = []
-    for prompt, settings in asked:
-        request = own.submit(prompt, **settings)
+
+    def ask(row, known=0):
+        prompt, rest = prompts[row] + wanted[row][:known], wanted[row][known:]
+        asked.append((own.submit(prompt, max_tokens=len(rest)), rest))
+        own.step()
+        own.step()
+
+    for row in range(3):
+        ask(row)
+    if not loaded.family.is_encoder_decoder:
         own.run()
-        alone.append(request)
-    own._reuses = True
-    together, cancelled = [], []
+        for row in (2, 0, 1):
+            ask(row, known=10)
+    cancelled = own.submit(prompts[1], max_tokens=NEW)
+    own.step()
+    own.cancel(cancelled)
+    own.run()
+    for request, rest in asked:
+        assert request.tokens == rest[: len(request.tokens)]
+        assert len(request.tokens) == len(rest) or request.finish == "stop"
+    assert loaded.family.is_encoder_decoder or any(request.reused for request, _ in asked)
+    assert own.is_idle
+
+
+@functools.cache
+def adapted_engine():
+    """Returns an engine of four slots that reads two prompts together, and knows two adapters."""
+    random = np.random.default_rng(3)
+    adapters = {
+        name: {"layer_0/mlp/up": (random.normal(0, 0.3, (64, rank)), random.normal(0, 0.3, (rank, 128)))}
+        for name, rank in (("one", 3), ("two", 5))
+    }
+    how = {"slots": 4, "max_len": LENGTH, "chunk": 16, "together": 2, "prefill_tokens": 40, "adapters": adapters}
+    return engine_lib.Engine(model(), text_of=text_of, **how)
+
+
+def drawn_request(random, number, beginnings):
+    """Returns a prompt and settings of any kind."""
+    begin = beginnings[random.integers(len(beginnings))]
+    prompt = begin[: random.integers(0, 41)] + random.integers(8, 61, random.integers(1, 22)).tolist()
+    most = LENGTH - len(prompt)
+    settings = {"max_tokens": None if number % 11 == 0 else int(random.integers(1, min(most, 24) + 1))}
+    settings["adapter"] = ("", "", "one", "two")[random.integers(4)]
+    if random.random() < 0.4:
+        settings |= {"temperature": float(random.choice([0.3, 1.0, 2.0])), "seed": int(random.integers(2**32))}
+        settings |= {"top_k": int(random.integers(0, 30)), "top_p": 0.9, "min_p": float(random.choice([0, 0.05]))}
+    if random.random() < 0.3:
+        settings |= {"repetition_penalty": 1.3, "logprobs": int(random.integers(0, 5))}
+    if random.random() < 0.4:
+        settings |= {"stop_strings": (" 1", "3 2", f"{random.integers(8, 61)} ")[: random.integers(1, 4)]}
+    if random.random() < 0.3:
+        settings |= {"stop_ids": tuple(random.integers(0, 61, 2).tolist()), "ignores_end": bool(random.integers(2))}
+    return prompt, settings
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.long)])
+def test_requests_get_what_they_get_alone_and_leave_nothing_behind(count):
+    """Prompts share beginnings, name adapters, end at stops or are cancelled, arrive midway, and are longer than a program reads."""
+    random, own, told = np.random.default_rng(count), adapted_engine(), collections.Counter()
+    beginnings = [random.integers(8, 61, 40).tolist() for _ in range(3)]
+    asked = [drawn_request(random, number, beginnings) for number in range(count)]
+    own._reuses, alone = False, []
+    for prompt, settings in asked:
+        alone.append(own.submit(prompt, **settings))
+        own.run()
+
+    def tell(request):
+        told[request] += 1
+        assert told[request] == len(request.tokens) or request.finish == "cancelled"
+
+    own._reuses, together, cancelled = True, [], []
     for number, (prompt, settings) in enumerate(asked):
-        request = own.submit(prompt, **settings)
-        together.append(request)
-        if number % 5 == 4:
-            cancelled.append(own.submit(prompt, max_tokens=20))
-        for _ in range(random.integers(0, 6)):
+        together.append(own.submit(prompt, on_change=tell, **settings))
+        if number % 5 == 4:  # while it waits, while its prompt is read, or while tokens are added
+            cancelled.append(own.submit(*asked[random.integers(number)][:1], max_tokens=3, on_change=tell))
+        for _ in range(random.integers(0, 7)):
             own.step()
         if cancelled and random.integers(2):
-            own.cancel(cancelled[-1])
+            own.cancel(cancelled[random.integers(len(cancelled))])
     own.run()
     for one, other in zip(alone, together):
         assert (one.tokens, one.finish, one.text) == (other.tokens, other.finish, other.text)
-        np.testing.assert_allclose(
-            [known.own for known in one.logprobs], [known.own for known in other.logprobs], atol=1e-4
-        )
+        assert told[other] == len(other.tokens) and one.finish in ("stop", "length")
+        known = [[[log.own, *log.likeliest.values()] for log in request.logprobs] for request in (one, other)]
+        np.testing.assert_allclose(*known, atol=1e-4)
     assert {request.finish for request in alone} == {"stop", "length"}
-    assert any(request.reused for request in together) and not any(request.reused for request in alone)
+    assert {request.finish for request in cancelled} >= {"cancelled"} and all(r.finish for r in cancelled)
+    assert sum(bool(request.reused) for request in together) > count / 20 and not any(r.reused for r in alone)
     assert own.is_idle and own.counts == {"waiting": 0, "running": 0} and not own._draws.is_live.any()
+    assert all(slot.request is None and not slot.is_live for slot in own._slots) and not own._pending
 
 
 @pytest.mark.long

@@ -36,7 +36,7 @@ class SlotRows(NamedTuple):
       token: int32[B], the last one, which no cache holds yet.
       position: int32[B], of that token.
       number: int32[B], of new tokens.
-      seen: bool[B, V], the tokens of the text; kept only for rows with a repetition penalty.
+      seen: bool[B, V], the tokens of the text before the last one; kept only for rows with a repetition penalty.
     """
 
     token: jax.Array
@@ -188,9 +188,8 @@ class Programs:
         counts_R = jnp.zeros_like(lengths_R)
         told = self._told(scores_RV, own, counts_R, seen_RV, lengths_R == 1, is_plain=False)
         put = functools.partial(jax.tree.map, lambda old, new: old.at[slots_R].set(new, mode="drop"))
-        seen_BV = rows.seen.at[slots_R, told.token].set(True, mode="drop")
         token, position, number = put((rows.token, rows.position, rows.number), (told.token, lengths_R, counts_R + 1))
-        return SlotRows(token, position, number, seen_BV), told
+        return SlotRows(token, position, number, rows.seen), told
 
     def _decode(
         self, params: PyTree, caches: PyTree, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
@@ -204,10 +203,10 @@ class Programs:
             is_read_by_kernel=self._kernels is not None,
         )
         scores_BV, caches = self._traced(draws.adapter, self._extend, params, caches, step, rows.token)
-        told = self._told(scores_BV, draws, rows.number, rows.seen, jnp.zeros_like(draws.is_live), is_plain=is_plain)
         next_B, seen_BV = draws.is_live.astype(jnp.int32), rows.seen
-        if not is_plain:
-            seen_BV = seen_BV.at[jnp.arange(seen_BV.shape[0]), told.token].set(True)
+        if not is_plain:  # a row that is not live has no last token: its prompt may be read in parts
+            seen_BV = seen_BV.at[jnp.arange(seen_BV.shape[0]), rows.token].max(draws.is_live)
+        told = self._told(scores_BV, draws, rows.number, seen_BV, jnp.zeros_like(draws.is_live), is_plain=is_plain)
         token_B = jnp.where(draws.is_live, told.token, rows.token)
         return self._placed(caches), SlotRows(token_B, rows.position + next_B, rows.number + next_B, seen_BV), told
 
