@@ -47,7 +47,8 @@ def draw(plan: step_plan.Plan, path: str | os.PathLike) -> None:
 def _draw_schedule(axes: Any, found: pipelines.Pipelined) -> None:
     """Draws a bar for each pass, a row for each group of devices; a bar has the number of its micro-batch where there is room."""
     scale, unit = (1e3, "ms") if found.is_foretold else (1.0, "operations of a stage")
-    colors = {order_lib.FORWARD: "tab:blue", order_lib.BACKWARD: "tab:orange"}
+    names = {"forward": "tab:blue", "backward": "tab:orange", "weights' gradients": "tab:green"}
+    colors = dict(zip(order_lib.PASSES, names.values()))
     for group, ops in enumerate(found.order.of_device):
         for op in ops:
             begin, end = found.line.start[op] * scale, found.line.end[op] * scale
@@ -59,6 +60,7 @@ def _draw_schedule(axes: Any, found: pipelines.Pipelined) -> None:
     axes.set_yticks(range(found.order.devices))
     axes.set_ylabel("group of devices")
     axes.set_xlabel(unit)
-    axes.set_title(
-        f"{found.order.name}: forward (blue) and backward passes, bubble {found.line.bubble:.1%}", fontsize=9
-    )
+    for name, color in list(names.items())[: len(found.order.passes)]:
+        axes.bar([0], [0], color=color, label=name)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0.0, -0.12), ncols=3)
+    axes.set_title(f"{found.order.name}: passes of micro-batches, bubble {found.line.bubble:.1%}", fontsize=9)

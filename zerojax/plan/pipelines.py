@@ -41,7 +41,8 @@ class Pipelined:
       calls: of blocks, by group.
       memory: of each group.
       largest: the group whose devices need the most.
-      theory: the bubble of the schedule, if all stages take equally long and backward passes twice as long as forward passes.
+      theory: the bubble of the schedule, if all stages take equally long, backward passes twice as long as forward passes, and the
+        gradients of weights half of a backward pass.
       line: when passes run: by the foretold times of their programs, or where there are none by their operations.
       is_foretold: whether these are seconds.
       update: seconds of the slowest group's update; 0 if unknown.
@@ -173,8 +174,10 @@ def _times(
         return walked[module.text]
 
     known = {key: seconds(module) if rates else operations[key] or 1.0 for key, module in modules.items()}
-    forward, backward = ([known[kind, stage] for stage in range(step.order.stages)] for kind in order_lib.PASSES)
-    times = order_lib.PassTimes(forward, backward)
+    forward, backward, weights = (
+        [known.get((kind, stage), 0.0) for stage in range(step.order.stages)] for kind in order_lib.PASSES
+    )
+    times = order_lib.PassTimes(forward, [own + late for own, late in zip(backward, weights)], weights)
     if rates is None:
         return times, 0.0
     largest = max(

@@ -154,7 +154,7 @@ class PipelineSettings:
 
     schedule: str = setting("1f1b", tuple(order.KINDS),
         '"1f1b": a group keeps few micro-batches; "interleaved": the same with several chunks of layers a group, and idles less; "gpipe": '
-        "all forward passes first")
+        'all forward passes first; "zero_bubble": 1f1b that idles less, because gradients of weights are computed later, and keeps more')
     chunks: int = setting(1, POSITIVE.up_to(512, "each has layers of its own"),
         'of consecutive layers in a group; 2 or more for "interleaved"')
 

@@ -26,6 +26,7 @@ def alive_on(device):
     "mesh, schedule, chunks",
     [
         ({"pipe": 2, "data": 2}, "1f1b", 1),
+        pytest.param({"pipe": 2}, "zero_bubble", 1, marks=runs.LONG),
         pytest.param({"pipe": 4}, "gpipe", 1, marks=runs.LONG),
         pytest.param({"pipe": 2}, "interleaved", 2, marks=runs.LONG),
     ],

@@ -35,6 +35,26 @@ def test_1f1b_keeps_at_most_as_many_micro_batches_as_there_are_stages_from_here_
     assert order.make("gpipe", devices, micros).alive(0) == micros
 
 
+@settings(max_examples=40, deadline=None)
+@given(devices=st.integers(1, 8), more=st.integers(0, 16), parts=st.sampled_from([(2, 2, 2), (2, 4, 2), (3, 2, 2), (2, 3, 1)]))
+def test_the_bubble_of_zero_bubble_is_that_of_the_paper(devices, more, parts):
+    micros, (forward, inputs, weights) = devices + more, parts
+    made = order.make("zero_bubble", devices, micros)
+    line = order.run(made, order.PassTimes(forward, inputs + weights, weights))
+    assert line.total == pytest.approx(micros * sum(parts) + (devices - 1) * (forward + inputs - weights))
+    for op, start in line.start.items():
+        assert all(line.end[needed] <= start for needed in order.needs(op, devices))
+    for device, ops in enumerate(made.of_device):
+        assert len(set(ops)) == len(ops) == 3 * micros
+        assert made.alive(device) == devices, "as many as the first device of 1f1b"
+
+
+def test_the_last_pass_of_a_micro_batch_is_known():
+    sent = order.sent(order.make("zero_bubble", 3, 4))
+    assert [op.micro for op, is_last in sent if is_last] == [0, 1, 2, 3]
+    assert all(op.kind == order.WEIGHTS for op, is_last in sent if is_last)
+
+
 def test_a_slow_stage_and_slow_links_lengthen_the_step():
     made = order.make("1f1b", 2, 8)
     assert order.run(made, order.PassTimes([1, 2], [2, 4])).total == pytest.approx(1 + 8 * 6 + 2)

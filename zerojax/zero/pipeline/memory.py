@@ -32,7 +32,7 @@ class GroupMemory:
 
 def of_groups(
     placed: state.Placed,
-    sent: Sequence[order_lib.Op],
+    sent: Sequence[tuple[order_lib.Op, bool]],
     found: stage_programs.StagePrograms,
     leaves: Sequence[tuple[str, Any]],
     updates: Sequence[int],
@@ -41,12 +41,12 @@ def of_groups(
 
     Args:
       placed: the pipeline of the state.
-      sent: the passes of a step, in the order in which they are sent.
+      sent: the passes of a step, of `order.sent`.
       found: their programs.
       leaves: of the abstract state, with their paths.
       updates: what the update of each group takes beside state and gradients.
     """
-    groups, micros = range(len(placed.groups)), 1 + max(op.micro for op in sent)
+    groups, micros = range(len(placed.groups)), 1 + max(op.micro for op, _ in sent)
     held_state = [sum(tree.shard_bytes(leaf) for _, leaf in placed.held(group, leaves)) for group in groups]
     for number, path in found.paths.items():
         home = placed.homes.get(f"params/{path[2:]}" if path.startswith("0/") else path[2:], state.EVERYWHERE)
@@ -74,7 +74,7 @@ def of_groups(
         most[group] = max(most[group], held[group])
         (alive[micro].add if sign > 0 else alive[micro].discard)((number, group))
 
-    for op in sent:
+    for op, is_last in sent:
         program = found.programs[op.kind, op.stage]
         group = program.group
         peak[group] = max(peak[group], held[group] + beside(program.run))
@@ -87,7 +87,7 @@ def of_groups(
         for number in found.dropped(left[op.micro], program):
             if number in written and (number, group) in alive[op.micro]:
                 take(op.micro, number, group, -1)
-        if op.kind == order_lib.BACKWARD and op.stage == 0:
+        if is_last:
             for number, other in list(alive[op.micro]):
                 take(op.micro, number, other, -1)
     return [

@@ -1,12 +1,15 @@
 """The order in which the stages of a pipeline run the passes of micro-batches. This module knows neither arrays nor devices.
 
-A pass of a micro-batch through a stage is an `Op`, forward or backward. What runs stages is here a device; it may have several of them
-(`chunks`, virtual stages): stage v is on device v % devices.
+A pass of a micro-batch through a stage is an `Op`, forward or backward. A schedule may divide the backward pass: BACKWARD then makes what
+the stage before needs, and WEIGHTS, some time after it, the gradients of weights. What runs stages is here a device; it may have several
+of them (`chunks`, virtual stages): stage v is on device v % devices.
 
     gpipe         all forward passes, then all backward passes: each device keeps what all micro-batches need
     1f1b          a device begins a backward pass as soon as it can; device d of n keeps at most n - d micro-batches
                   (PipeDream-Flush, arXiv:2006.09503)
     interleaved   the same with several chunks of layers a device, which shortens the ends by that factor (Megatron, arXiv:2104.04473)
+    zero_bubble   1f1b with divided backward passes; device d runs WEIGHTS d micro-batches later, in what would be its bubble
+                  (ZB-H1, arXiv:2401.10241). Each device keeps what n micro-batches need
 """
 
 import dataclasses
@@ -16,11 +19,12 @@ from typing import NamedTuple
 from zerojax import errors
 from zerojax.errors import UserError
 
-PASSES = FORWARD, BACKWARD = "forward", "backward"
+PASSES = FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
+DIVIDED = ("zero_bubble",)  # schedules whose backward passes are divided
 
 
 class Op(NamedTuple):
-    """One pass of a micro-batch through a stage: FORWARD or BACKWARD."""
+    """One pass of a micro-batch through a stage: one of `PASSES`."""
 
     kind: str
     stage: int
@@ -32,18 +36,23 @@ class PassTimes:
     """How long a pass through a stage takes, in any unit: one number for all stages, or one for each.
 
     Attributes:
-      forward, backward: of the passes.
+      forward, backward: of the passes; of a divided backward pass all of it.
+      weights: of WEIGHTS, a part of `backward`.
       hop: until what a stage sends arrives at the next.
     """
 
     forward: float | Sequence[float] = 1.0
     backward: float | Sequence[float] = 2.0
+    weights: float | Sequence[float] = 1.0
     hop: float = 0.0
 
-    def of(self, op: Op) -> float:
-        """Returns the time of a pass."""
-        times = self.forward if op.kind == FORWARD else self.backward
-        return times[op.stage] if isinstance(times, Sequence) else times
+    def of(self, op: Op, *, is_divided: bool) -> float:
+        """Returns the time of a pass of a schedule whose backward passes are divided, or are not."""
+        forward, backward, weights = (
+            times[op.stage] if isinstance(times, Sequence) else times
+            for times in (self.forward, self.backward, self.weights)
+        )
+        return {FORWARD: forward, BACKWARD: backward - (weights if is_divided else 0), WEIGHTS: weights}[op.kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +79,11 @@ class PassOrder:
         return self.devices * self.chunks
 
     @property
+    def passes(self) -> tuple[str, ...]:
+        """Returns the kinds of passes, in the order in which a micro-batch has them."""
+        return PASSES if self.name in DIVIDED else PASSES[:2]
+
+    @property
     def text(self) -> str:
         """Returns a line about the schedule."""
         bubble = f"{run(self).bubble:.1%} of the time if all stages take equally long"
@@ -77,10 +91,10 @@ class PassOrder:
         return f"{self.name}, {self.stages} stages on {self.devices} groups of devices, {micros}: devices wait {bubble}"
 
     def alive(self, device: int) -> int:
-        """Returns the most passes of which a device holds what the backward pass needs."""
+        """Returns the most passes of which a device holds what the backward pass needs, or the gradients of weights."""
         most = now = 0
         for op in self.of_device[device]:
-            now += 1 if op.kind == FORWARD else -1
+            now += {FORWARD: 1, self.passes[-1]: -1}.get(op.kind, 0)
             most = max(most, now)
         return most
 
@@ -150,7 +164,7 @@ def run(order: PassOrder, times: PassTimes | None = None) -> Timeline:
                 op = ops[at[device]]
                 arrivals = [end[need] + times.hop * (need.stage != op.stage) for need in needs(op, order.stages)]
                 start[op] = max([free[device], *arrivals])
-                free[device] = end[op] = start[op] + times.of(op)
+                free[device] = end[op] = start[op] + times.of(op, is_divided=WEIGHTS in order.passes)
                 busy[device] += end[op] - start[op]
                 at[device] += 1
                 moved = True
@@ -160,11 +174,21 @@ def run(order: PassOrder, times: PassTimes | None = None) -> Timeline:
     return Timeline(start, end, max(free), busy)
 
 
+def sent(order: PassOrder) -> list[tuple[Op, bool]]:
+    """Returns all passes in the order in which one sender sends them, each with whether it is the last of its micro-batch."""
+    start = run(order).start
+    ops = sorted(start, key=lambda op: (start[op], op.stage))
+    last = {op.micro: op for op in ops}
+    return [(op, last[op.micro] == op) for op in ops]
+
+
 def needs(op: Op, stages: int) -> list[Op]:
     """Returns the passes that must have ended before one begins."""
     kind, stage, micro = op
     if kind == FORWARD:
         return [Op(FORWARD, stage - 1, micro)] if stage else []
+    if kind == WEIGHTS:
+        return [Op(BACKWARD, stage, micro)]
     return [Op(FORWARD, stage, micro)] + ([Op(BACKWARD, stage + 1, micro)] if stage + 1 < stages else [])
 
 
@@ -207,5 +231,18 @@ def _alternating(forward: list[Op], backward: list[Op], ahead: int) -> list[Op]:
     return [*forward[:ahead], *steady, *backward[len(forward) - ahead :]]
 
 
-_MAKERS = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "interleaved": _interleaved}
+def _zero_bubble(devices: int, micros: int, _: int) -> list[list[Op]]:
+    found: list[list[Op]] = []
+    for device, ops in enumerate(_one_f_one_b(devices, micros, 1)):
+        late = [Op(WEIGHTS, device, micro) for micro in range(micros)]
+        found.append([])
+        for op in ops:
+            found[-1].append(op)
+            if op.kind == BACKWARD and op.micro >= device:
+                found[-1].append(late.pop(0))
+        found[-1] += late
+    return found
+
+
+_MAKERS = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "interleaved": _interleaved, "zero_bubble": _zero_bubble}
 KINDS = tuple(_MAKERS)

@@ -32,7 +32,7 @@ class Segment:
     """What a stage does in one pass of a micro-batch.
 
     Attributes:
-      kind: "forward" or "backward".
+      kind: one of `order.PASSES`.
       stage: its number.
       part: the operations, with what they read and write.
     """
@@ -66,7 +66,7 @@ class Segments:
     @property
     def stages(self) -> int:
         """Returns the number of stages."""
-        return len(self.segments) // 2
+        return 1 + max(stage for _, stage in self.segments)
 
     def writer(self, number: int) -> int | None:
         """Returns the stage that makes a variable, or None."""

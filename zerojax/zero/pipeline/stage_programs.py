@@ -13,14 +13,14 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import accumulate
-from zerojax.zero.pipeline import passes, segments, state
-from zerojax.zero.pipeline.order import BACKWARD, FORWARD
+from zerojax.zero.pipeline import divided, passes, segments, state
+from zerojax.zero.pipeline.order import BACKWARD, DIVIDED, FORWARD, WEIGHTS
 from zerojax.zero.step_programs import cut, programs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageProgram:
-    """The forward or the backward pass of a stage.
+    """One pass of a stage.
 
     Attributes:
       group: of devices that run it.
@@ -104,6 +104,8 @@ def compiled(
     """
     traces = [own.traced(micro) for own in of_groups]
     cuts = [segments.of_trace(trace.inner, placed.stages, stage_of_call=placed.stage_of_call) for trace in traces]
+    if placed.pipeline.schedule in DIVIDED:
+        cuts = [divided.of(cut, trace.inner) for cut, trace in zip(cuts, traces)]
     count = len(placed.groups)
     if len(traces) < count:
         traces, cuts = traces * count, cuts * count
@@ -118,7 +120,9 @@ def compiled(
     order = [
         *((FORWARD, stage) for stage in range(placed.stages)),
         *((BACKWARD, n) for n in reversed(range(placed.stages))),
+        *((WEIGHTS, n) for n in range(placed.stages)),
     ]
+    order = [key for key in order if key in cuts[0].segments]
     results = [weight, *(result.number for result in jax.tree.leaves(aux["metrics"], is_leaf=passes.is_result))]
     kept = {number for number in results if number is not None}
     for key in order:

@@ -1,6 +1,6 @@
 """A train step whose layers are on several groups of devices. This module sends the programs of the stages in the order of a schedule.
 
-Each stage has two programs, its forward and its backward pass of a micro-batch. What one makes and another group reads is sent as soon as
+Each stage has two programs, its forward and its backward pass of a micro-batch, or three (`divided`). What one makes and another group reads is sent as soon as
 it is made, beside the programs. A backward pass adds its gradients to sums that stay on its group. Each group updates its own weights,
 after all have exchanged their gradients' sums of squares.
 
@@ -93,7 +93,7 @@ class PipelineStep:
 
     Attributes:
       order: of the passes.
-      sent: all of them, in the order in which they are sent.
+      sent: all of them, in the order in which they are sent, each with whether it is the last of its micro-batch.
       placed: the pipeline of the state.
       updates: of each group.
       donate: whether the old state's memory is reused.
@@ -123,8 +123,7 @@ class PipelineStep:
         self.donate = donate
         settings, groups = self.placed.pipeline, self.placed.groups
         self.order = order_lib.make(settings.schedule, len(groups), layout.passes, chunks=settings.chunks)
-        start = order_lib.run(self.order).start
-        self.sent = sorted(start, key=lambda op: (start[op], op.stage))
+        self.sent = order_lib.sent(self.order)
         self._meshes = [group.mesh for group in groups]
         self._prepare = jax.jit(functools.partial(_micro_batches, layout, of_groups[0].compute_dtype))
         self.updates = [
@@ -208,7 +207,7 @@ class PipelineStep:
         running: list[collections.deque[Any]] = [collections.deque() for _ in self._meshes]
         totals: Any = None
         weights: list[jax.Array] = []
-        for op in self.sent:
+        for op, is_last in self.sent:
             program, values = found.programs[op.kind, op.stage], held[op.micro]
             group = program.group
             given = None if program.weight is None else self._at(values, program.weight, group)
@@ -223,7 +222,7 @@ class PipelineStep:
             for number in found.dropped(left[op.micro], program):
                 del values[number, group]
             self._wait(running[group], written, own)
-            if op.kind == order_lib.BACKWARD and op.stage == 0:
+            if is_last:
                 metrics = jax.tree.map(functools.partial(_value, values), found.metrics, is_leaf=passes.is_result)
                 totals = metrics if totals is None else _added(totals, metrics)
                 weights += [] if found.weight is None else [_value(values, passes.Result(found.weight, None))]

@@ -109,7 +109,7 @@ def _walked(part: cut.StepPart, values: Mapping[Any, Any], how: Any) -> dict[Any
         return how.integer(value, aval) if _is_integer(aval) else how.constant(value)
 
     def apply(eqn: jex.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-        inner = _inlined(eqn)
+        inner = inlined(eqn)
         with how.inside(eqn):
             return how.apply(eqn, inputs) if inner is None else traces.run(inner, inputs, apply, constant)
 
@@ -119,7 +119,7 @@ def _walked(part: cut.StepPart, values: Mapping[Any, Any], how: Any) -> dict[Any
     return values
 
 
-def _inlined(eqn: jex.JaxprEqn) -> Any:
+def inlined(eqn: jex.JaxprEqn) -> Any:
     """Returns the trace of a nested function whose operations may run as if they stood in its place. Nothing is differentiated any more."""
     params = eqn.params
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
