@@ -90,7 +90,9 @@ def main(argv: list[str] | None = None) -> None:
     """Trains with the command line's settings, and prints the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pipe", type=int, default=2, help="groups of devices")
-    parser.add_argument("--schedule", default="1f1b", choices=["gpipe", "1f1b", "interleaved", "zero_bubble"], help="order of passes")
+    parser.add_argument(
+        "--schedule", default="1f1b", choices=["gpipe", "1f1b", "interleaved", "zero_bubble"], help="order of passes"
+    )
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     args = parser.parse_args(argv)
     devices_lib.emulate_cpu_devices(8)

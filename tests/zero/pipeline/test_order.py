@@ -36,7 +36,11 @@ def test_1f1b_keeps_at_most_as_many_micro_batches_as_there_are_stages_from_here_
 
 
 @settings(max_examples=40, deadline=None)
-@given(devices=st.integers(1, 8), more=st.integers(0, 16), parts=st.sampled_from([(2, 2, 2), (2, 4, 2), (3, 2, 2), (2, 3, 1)]))
+@given(
+    devices=st.integers(1, 8),
+    more=st.integers(0, 16),
+    parts=st.sampled_from([(2, 2, 2), (2, 4, 2), (3, 2, 2), (2, 3, 1)]),
+)
 def test_the_bubble_of_zero_bubble_is_that_of_the_paper(devices, more, parts):
     micros, (forward, inputs, weights) = devices + more, parts
     made = order.make("zero_bubble", devices, micros)

@@ -104,7 +104,9 @@ class _WrittenOut:
 
     def __init__(self, part: cut.StepPart):
         (call,) = part.calls
-        self.writes, self.known, self.consts = part.writes, {}, {}
+        self.writes = part.writes
+        self.known: dict[Any, Any] = {}
+        self.consts: dict[Any, Any] = {}
         self.eqns: list[jex.JaxprEqn] = self._flat(call.closed.jaxpr.eqns)
 
     def part(self, name: str, eqns: Sequence[jex.JaxprEqn], writes: Sequence[Any]) -> cut.StepPart:

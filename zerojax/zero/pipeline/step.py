@@ -1,8 +1,8 @@
 """A train step whose layers are on several groups of devices. This module sends the programs of the stages in the order of a schedule.
 
-Each stage has two programs, its forward and its backward pass of a micro-batch, or three (`divided`). What one makes and another group reads is sent as soon as
-it is made, beside the programs. A backward pass adds its gradients to sums that stay on its group. Each group updates its own weights,
-after all have exchanged their gradients' sums of squares.
+Each stage has two programs, its forward and its backward pass of a micro-batch, or three (`divided`). What one makes and another group
+reads is sent as soon as it is made, beside the programs. A backward pass adds its gradients to sums that stay on its group. Each group
+updates its own weights, after all have exchanged their gradients' sums of squares.
 
 One thread sends all programs, in the order in which the schedule's timeline begins them. A group runs its own in that order, and each waits
 for what it reads. So the order decides what memory holds, and not what is computed.
