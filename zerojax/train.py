@@ -46,7 +46,7 @@ from zerojax.trainer.card import tally as tally_lib
 from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import effects, host, names, texts
 from zerojax.trainer.clients import outlets
-from zerojax.trainer.tuning import answers, examples, rounds
+from zerojax.trainer.tuning import answers, examples, reference, rounds
 from zerojax.tree import PyTree
 from zerojax.zero import state_bytes
 from zerojax.zero.offload import budget, storage
@@ -176,7 +176,7 @@ def _take_steps(
         ):
             end = loop.run(
                 plan,
-                functools.partial(_first_state, config, program, saver, folder, start, recorder, goes_on=goes_on),
+                functools.partial(_first_state, config, prepared, folder, recorder, goes_on=goes_on),
                 start.step,
                 when=_when(config, () if pairs is None else pairs.ends(config.epochs, program.sizes.global_batch_size)),
                 streams=streams,
@@ -214,7 +214,7 @@ def _evaluation(
             recorder.evaluated(step, loss)
         return loss
 
-    if pairs is None:
+    if pairs is None or pairs.has_pairs:
         yield evaluate
         return
     ends = pairs.ends(program.config.epochs, program.sizes.global_batch_size)
@@ -269,6 +269,8 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     ending.before_end(lambda *_: saver.unlock())
     fingerprints = {**streams.fingerprints(), **program.fingerprints}
     start = resume.find(program, saver, streams, fingerprints, folder)
+    if pairs is not None and pairs.has_pairs and start.saved is not None:
+        reference.restore(pairs, folder)
     return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs)
 
 
@@ -361,7 +363,7 @@ def _open_recorder(
     clients = outlets.Outlets(config.metrics, folder, workdir.flat(config_lib.to_dict(config)), shown.print)
     has_events = outlets.TENSORBOARD in outlets.names(config.metrics.to)
     log = metrics.MetricsLog(folder, enabled=is_primary, tensorboard=has_events, clients=clients)
-    tokens = program.sizes.global_batch_size * config.seq_len
+    tokens = program.tokens_per_step
     with shown, log:
         logged = 0 if start.saved is None else start.saved.get("logged")
         is_logged = _when(config).logs
@@ -407,7 +409,7 @@ def _compile(
 
 def _measure(program: program_lib.Program, plan: step_plan.Plan, recorder: recorder_lib.Recorder) -> dict[str, Any]:
     """Returns the fields of the run card that were measured since the start: the median step and the peak memory."""
-    timing = recorder.tally.timing(program.sizes.global_batch_size * program.config.seq_len)
+    timing = recorder.tally.timing(program.tokens_per_step)
     return {
         **timing,
         "mfu": facts.mfu(program, plan, timing["tokens_per_second"]),
@@ -419,15 +421,14 @@ def _measure(program: program_lib.Program, plan: step_plan.Plan, recorder: recor
 
 def _first_state(
     config: settings_lib.Config,
-    program: program_lib.Program,
-    saver: checkpointer.Checkpointer,
+    prepared: Prepared,
     folder: pathlib.Path,
-    start: resume.Start,
     recorder: recorder_lib.Recorder,
     *,
     goes_on: bool,
 ) -> State:
     """Initialises the state with its shardings or restores it, and writes the config: the folder now belongs to this run."""
+    _, program, _, saver, _, start, pairs = prepared
     watch.at(watch.RESTORE)
     if start.saved is None:
         with start_up.without_collector():
@@ -439,6 +440,9 @@ def _first_state(
     held = display.human(state_bytes.measured_bytes(state, jax.local_devices()[0]))
     counted = f"{held} of state on each device, counted from its arrays"
     recorder.say(f"starts at step {start.step} of {config.steps}; {counted}")
+    if pairs is not None and pairs.has_pairs and start.saved is None:
+        recorder.say(f"the reference is the model at step {start.step}: log-probabilities of both answers of all pairs")
+        reference.make(program, pairs, state.params, folder)
     again = _is_unevaluated(start)
     recorder.open(start.step, is_over=not goes_on and not again, is_unevaluated=again)
     return state

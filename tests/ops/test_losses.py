@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from zerojax import precision
-from zerojax.ops import losses
+from zerojax.ops import losses, softcap
 
 ROUNDING = 5e-7  # the same float32 sums in another order; values are of order 1
 # Each example compiles a program, so failures are not shrunk, which would take minutes.
@@ -63,6 +63,24 @@ def test_one_pass_is_autodiff_for_any_chunk(batch, length, chunk, scale):
     inputs = make_inputs(batch, length)
     one_pass = functools.partial(losses.one_pass_cross_entropy, chunk_tokens=chunk)
     assert_close(value_and_grads(one_pass, inputs, scale), value_and_grads(plain, inputs, scale), 3 * ROUNDING)
+
+
+@hypothesis.settings(COMPILES, max_examples=3)
+@hypothesis.given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 50), st.sampled_from([0.0, 2.0]))
+def test_the_loss_of_each_token_is_autodiff_for_any_chunk(batch, length, chunk, cap):
+    inputs, bias = make_inputs(batch, length), arrays.normal(3, (VOCAB,), jnp.float32)
+    weights = arrays.normal(4, (batch, length), jnp.float32)
+    how = {"bias": bias, "ignored": 3}
+
+    def by_token(hidden, kernel, labels):
+        return jnp.sum(weights * losses.token_losses(hidden, kernel, labels, cap=cap, chunk_tokens=chunk, **how))
+
+    def plain(hidden, kernel, labels):
+        logits = softcap.softcap(hidden @ kernel, cap) + bias
+        terms = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.sum(jnp.where(labels == 3, 0, weights * terms))
+
+    assert_close(value_and_grads(by_token, inputs), value_and_grads(plain, inputs), 20 * ROUNDING)  # sums, no means
 
 
 def test_one_pass_keeps_no_more_logits_than_a_chunk():

@@ -168,7 +168,8 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "rowwise": {"fp8.recipe": "rowwise"},
         "some": {"fp8.filter": ".*/mlp/.*"},
     },
-    "task": {name: {"data.task": name} for name in ("text", "seq2seq", "classification", "chat")},
+    "task": {name: {"data.task": name} for name in ("text", "seq2seq", "classification", "chat")}
+    | {"dpo": {"data.task": "dpo", "data.rejected": "un{label}"}},
     "pack": {"yes": {}, "no": {"data.pack": False}},
     "evaluate": {"no": {}, "yes": {"data.eval_file": "tests/golden/crosses/eval.jsonl"}},
     "checkpoint": {"no": {}, "yes": {"checkpoint.at_end": True}},
@@ -237,6 +238,8 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("by_columns", by_columns=("head", "both"), task=_but("task", "text")),
     covering.never("by_columns", by_columns=("head", "both"), family="bart"),
     covering.never("by_columns", by_columns=("head", "both"), lora="on"),
+    covering.never("config.mesh.context", mesh="context", task="dpo"),
+    covering.never("config.precision", precision="fp8", task="dpo"),
     covering.never("config.model.tile_tokens", tile_tokens="24", family=("t5", "bart")),
     covering.never("config.model.offload", tile_tokens="24", activations="mlp"),
     covering.never("fp8.recipe", tile_tokens="24", precision="fp8", fp8="delayed"),
@@ -284,7 +287,7 @@ UNREAD: list[covering.Rule] = [
         }.items()
     ),
     covering.never("fp8", fp8=_but("fp8", "tensorwise"), precision=_but("precision", "fp8")),
-    covering.never("data.pack", pack="no", task="text"),
+    covering.never("data.pack", pack="no", task=("text", "dpo")),
     covering.never("sample", sample="yes", task=_but("task", "text")),
 ]
 # Values of this tool that set nothing beside others.

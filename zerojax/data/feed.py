@@ -159,7 +159,7 @@ class Feed:
             local = own.divided(next(self._held_out))
             for number in range(own.count):
                 batch = own.shard({name: array[number] for name, array in local.items()}, (own.rows,))
-                labels = jnp.sum(parts.labeled(batch)) if self._pairs is not None else 1
+                labels = 1 if self._pairs is None else self._pairs.weight(batch)
                 # One at a time: on emulated devices, concurrent programs with collectives can starve each other of threads.
                 total = jax.block_until_ready(total + measure(batch) * labels)
                 weight = weight + labels

@@ -23,9 +23,9 @@ def with_adapters(family: family_lib.Family, chosen: targets.Targets) -> family_
 
         return run
 
-    def loss(config: Any, params: PyTree, batch: PyTree, key: jax.Array | None = None) -> jax.Array:
+    def loss(config: Any, params: PyTree, batch: PyTree, key: jax.Array | None = None, **how: bool) -> jax.Array:
         with linen.dropout_key(key):
-            return wrapped(family.loss)(config, params, batch, key)
+            return wrapped(family.loss)(config, params, batch, key, **how)
 
     functions = {name: wrapped(getattr(family, name)) for name in ("logits", "start", "extend")}
     return dataclasses.replace(family, loss=loss, **functions)  # type: ignore[arg-type]

@@ -17,11 +17,17 @@ Module = Callable[[Any], nn.Module]
 
 
 def loss(
-    module: Module, config: Any, params: PyTree, batch: Mapping[str, jax.Array], key: jax.Array | None = None
+    module: Module,
+    config: Any,
+    params: PyTree,
+    batch: Mapping[str, jax.Array],
+    key: jax.Array | None = None,
+    *,
+    by_token: bool = False,
 ) -> jax.Array:
-    """Returns the mean loss of the targets after the first of each row."""
+    """Returns the mean loss of the targets after the first of each row, or the loss of each."""
     others = map(batch.get, ("mask", "labeled", "labels", "positions", "target_positions"))
-    arrays = batch["inputs"], batch["targets"], *others
+    arrays = batch["inputs"], batch["targets"], *others, by_token
     rngs = None if key is None else {layers.DROPOUT: key}
     return cast(jax.Array, module(config).apply({"params": params}, *arrays, method="loss", rngs=rngs))
 

@@ -243,10 +243,14 @@ class Head(nn.Module):
         *,
         ignored: int | None = None,
         cap: float = 0.0,
+        by_token: bool = False,
     ) -> jax.Array:
-        """Returns the mean cross-entropy of the labels but `ignored` ones, without materialising all logits. For `bias_V` and `cap` see
-        `next_loss`."""
-        return losses.one_pass_cross_entropy(x_BTD, self.kernel, labels_BT, bias=bias_V, ignored=ignored, cap=cap)
+        """Returns the mean cross-entropy of the labels but `ignored` ones, without materialising all logits. For `bias_V`, `cap` and
+        `by_token` see `next_loss`."""
+        return _LOSSES[by_token](x_BTD, self.kernel, labels_BT, bias=bias_V, ignored=ignored, cap=cap)
+
+
+_LOSSES = {False: losses.one_pass_cross_entropy, True: losses.token_losses}
 
 
 def next_loss(
@@ -256,6 +260,7 @@ def next_loss(
     ignored: int | None,
     bias_V: jax.Array | None = None,
     cap: float = 0.0,
+    by_token: bool = False,
 ) -> jax.Array:
     """Returns the mean cross-entropy of the labels but `ignored` ones: float32[].
 
@@ -265,11 +270,12 @@ def next_loss(
       labels_BT, ignored: see `read_and_labels`.
       bias_V: of the logits.
       cap: bounds the logits before the bias (`ops.softcap`); 0 for no bound.
+      by_token: returns the cross-entropy of each label instead, float32[B, T], 0 of ignored ones.
     """
     with jax.named_scope("loss"):
         if isinstance(head, Head):
-            return head.loss(x_BTD, labels_BT, bias_V, ignored=ignored, cap=cap)
-        return losses.one_pass_cross_entropy(x_BTD, head.embedding.T, labels_BT, bias=bias_V, ignored=ignored, cap=cap)
+            return head.loss(x_BTD, labels_BT, bias_V, ignored=ignored, cap=cap, by_token=by_token)
+        return _LOSSES[by_token](x_BTD, head.embedding.T, labels_BT, bias=bias_V, ignored=ignored, cap=cap)
 
 
 def next_logits(head: nn.Module, x_BTD: jax.Array) -> jax.Array:

@@ -41,6 +41,36 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, *, ignored: int | None =
     return jnp.mean(terms) if ignored is None else jnp.sum(terms * counts) / jnp.maximum(jnp.sum(counts), 1)
 
 
+def token_losses(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    ignored: int | None = None,
+    cap: float = 0.0,
+    chunk_tokens: int = 1024,
+) -> jax.Array:
+    """Returns -log softmax(z)[label] of each token, z = softcap(hidden @ kernel, cap) + bias: float32[batch, length], 0 where ignored.
+
+    For losses that are no mean over tokens. It takes the arguments of `one_pass_cross_entropy`, and any gradient: each chunk's logits are
+    dropped, and computed again in the backward pass.
+    """
+    if columns.take(kernel) is not None:
+        raise UserError("by_columns: a loss that reads each token's own needs the gathered kernel; omit by_columns")
+
+    @jax.checkpoint
+    def one_chunk(h: jax.Array, y: jax.Array) -> jax.Array:
+        logits = softcap.softcap(jnp.dot(h, kernel, preferred_element_type=jnp.float32), cap)
+        logits = logits if bias is None else logits + bias.astype(jnp.float32)
+        hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)  # no look-up: columns may be sharded
+        return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(hit, logits, 0), axis=-1)
+
+    h, y = chunks.cut(hidden, labels, -(-labels.size // chunk_tokens))
+    terms = jax.lax.map(lambda part: one_chunk(*part), (h, y)).reshape(-1)[: labels.size].reshape(labels.shape)
+    return terms if ignored is None else jnp.where(labels == ignored, 0, terms)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _one_pass(
     hidden: jax.Array,

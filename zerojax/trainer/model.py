@@ -11,7 +11,7 @@ from zerojax import files
 from zerojax import mesh as mesh_lib
 from zerojax.data import objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import tasks
+from zerojax.data.pairs import rows, tasks
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.models import families
@@ -154,6 +154,12 @@ def lengths(config: settings_lib.Config, family: family_lib.Family, model: Any) 
     return examples.lengths(config, family, model)
 
 
+def lengths_of_answer(config: settings_lib.Config, found: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns the lengths of the arrays of one answer of a row, which holds both of a pair."""
+    count = tasks.ANSWERS.get(config.data.task, 1)
+    return {name: length if name in rows.PROMPT else length // count for name, length in found.items()}
+
+
 def way(
     config: settings_lib.Config, family: family_lib.Family, model: Any, mesh: Mesh, rows: int
 ) -> context_attention.Way | None:
@@ -165,6 +171,11 @@ def way(
     ways = mesh_lib.size(mesh, mesh_lib.TOKENS)
     if ways == 1:
         return None
+    if config.data.task in tasks.ANSWERS:
+        raise UserError(
+            f"config.mesh.context: is {ways}, and the loss of an answer reads all its tokens, so a device has all tokens of its rows; set "
+            "--config.mesh.context=1"
+        )
     if family.is_classifier:
         raise UserError(
             f"config.mesh.context: is {ways}, and the head of a classifier reads a text's first token, so a device has all tokens of its "

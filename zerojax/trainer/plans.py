@@ -74,7 +74,7 @@ def plan_program(
             mesh=program.mesh,
             target=target,
             placement=program.partition,
-            tokens=sizes.global_batch_size * config.seq_len,
+            tokens=program.tokens_per_step,
             compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
             passes=sizes.grad_accum,
             by_hand=True,
@@ -158,12 +158,12 @@ def _line(config: settings_lib.Config, target: str, devices: Sequence[Any], laye
 
 def _least_seconds(program: program_lib.Program, rates: rates_lib.GpuRates, candidate: search.Candidate) -> float:
     """Returns the seconds that a device's matmuls take at the highest rate of any; "full" runs the forward pass, a third of it, again."""
-    config, sizes = program.config, program.sizes
+    config = program.config
     forms = ("fp8", "bf16") if precision.PRECISIONS[config.precision].has_fp8 else ("bf16",)
     highest = max(
         value for name, value in rates.figures.items() if name.startswith(tuple(f"matmul.{form}." for form in forms))
     )
-    flops = program.flops_per_token * sizes.global_batch_size * config.seq_len / program.mesh.size
+    flops = program.flops_per_token * program.tokens_per_step / program.mesh.size
     return flops * (FORWARD_AGAIN if candidate.remat == "full" else 1.0) / highest
 
 

@@ -21,7 +21,7 @@ from zerojax import precision, specs, train_state, tree
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import splits
+from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.launch import watch
@@ -103,13 +103,19 @@ class Program:
         return functools.partial(token_order.permutation, ways=ways, order=self.way.order)
 
     @property
+    def tokens_per_step(self) -> int:
+        """Returns the tokens of a batch; both answers of a pair count."""
+        return self.sizes.global_batch_size * self.config.seq_len * tasks.ANSWERS.get(self.config.data.task, 1)
+
+    @property
     def flops_per_token(self) -> float:
         """Returns the floating-point operations of training per token; a sequence has `seq_len` tokens."""
+        lengths = model_lib.lengths_of_answer(self.config, self.lengths)
         if self.weights.adapted is None:
-            return self.family.flops_per_token(self.model, self.lengths)
+            return self.family.flops_per_token(self.model, lengths)
         # A frozen weight costs a forward and a backward matmul, and has no gradient of its own.
         trained = sum(math.prod(found.shape or ()) for found in self.partition.placements.values() if found.trainable)
-        return self.family.flops_per_token(self.model, self.lengths, per_weight=4.0) + 6.0 * trained
+        return self.family.flops_per_token(self.model, lengths, per_weight=4.0) + 6.0 * trained
 
     @property
     def fingerprints(self) -> dict[str, str]:

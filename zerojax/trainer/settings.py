@@ -20,7 +20,7 @@ from zerojax.data.pairs import tasks, templates
 from zerojax.interop import huggingface
 from zerojax.launch import devices
 from zerojax.models import families
-from zerojax.ops import fp8, quantized
+from zerojax.ops import fp8, preferences, quantized
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
@@ -325,10 +325,11 @@ class DataSettings:
         'files instead of a dataset: a path or a pattern with *, of .jsonl, .json, .csv, .tsv or .parquet; "": config.data.name is read')
     eval_file: str = setting("", ANY, 'held-out examples beside train_file; "": none')
     task: str = setting("text", tasks.TASKS,
-        '"text" learns windows of documents; "seq2seq", "classification" and "chat" learn answers (docs/fine_tuning.md), and read the '
-        "rest")
+        '"text" learns windows of documents; "seq2seq", "classification" and "chat" learn answers (docs/fine_tuning.md), "dpo" which of '
+        "two is better (config.dpo), and read the rest")
     prompt: str = setting("{text}", ANY, "a template with fields in braces")
-    answer: str = setting("{label}", ANY, "a template of the answer")
+    answer: str = setting("{label}", ANY, "a template of the answer; of dpo: of the chosen one")
+    rejected: str = setting("{rejected}", ANY, "of dpo: a template of the other answer")
     labels: tuple = setting((), ANY,
         "the text of each number in the answer's field (or texts among these); (): the dataset's own, else as it is")
     messages: str = setting("messages", ANY, 'the field of a chat: [{"role": "user", "content": "..."}, ...]')
@@ -337,6 +338,16 @@ class DataSettings:
     answer_len: int = setting(32, POSITIVE.up_to(2**16, "a decoder reads it token by token"),
         "tokens of an answer, with its end: of an encoder-decoder's targets, and of generated answers")
     pack: bool = setting(True, ANY, "a decoder's row holds several short examples, which do not see each other")
+
+
+@dataclasses.dataclass(frozen=True)
+class DpoSettings:
+    """What is learned of two answers, the task "dpo" (docs/fine_tuning.md)."""
+
+    beta: float = setting(0.1, POSITIVE, "rewards are this times the gain of log-probability over the weights that the run starts from")
+    loss: str = setting("sigmoid", tuple(preferences.LOSSES), '"sigmoid": DPO; "ipo": a squared distance to a margin of 1 / (2 beta)')
+    label_smoothing: float = setting(0.0, SHARE.up_to(0.5, "more would prefer the rejected answers"),
+        "of \"sigmoid\": the share of pairs that are taken to be in the wrong order")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -441,6 +452,7 @@ class Config:
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     loss_scale: LossScaleSettings = dataclasses.field(default_factory=LossScaleSettings)
     data: DataSettings = dataclasses.field(default_factory=DataSettings)
+    dpo: DpoSettings = dataclasses.field(default_factory=DpoSettings)
     evaluate: EvaluateSettings = dataclasses.field(default_factory=EvaluateSettings)
     checkpoint: CheckpointSettings = dataclasses.field(default_factory=CheckpointSettings)
     sample: SampleSettings = dataclasses.field(default_factory=SampleSettings)

@@ -12,6 +12,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
 from zerojax.clock import rates as rates_lib
 from zerojax.data import parts
+from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.models import family as family_lib
 from zerojax.ops import fp8 as fp8_ops
@@ -20,6 +21,7 @@ from zerojax.plan import targets, traced
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings
+from zerojax.trainer.tuning import preferences
 from zerojax.tree import PyTree
 from zerojax.zero import forward_only, placement, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
@@ -36,16 +38,32 @@ def loss(
 ) -> Callable[..., Any]:
     """Returns the loss of a training step, as of `make_train_step`."""
     is_dropped = config.model.dropout or (config.lora.is_on and config.lora.dropout)
+    of_batch = objective(config, family, model)
 
     def loss_fn(params: PyTree, batch: PyTree, state: State) -> Any:
         keys = (_dropout_key(state),) if is_dropped else ()
-        mean = _weighted(family.loss(model, params, batch, *keys), batch)
-        metrics = {"learning_rate": schedule(state.step)}
-        if isinstance(mean, outputs.Mean):
-            metrics["labels"] = outputs.Sum(mean.weight)
-        return mean, {"metrics": metrics}
+        mean, metrics = of_batch(params, batch, *keys)
+        return mean, {"metrics": {"learning_rate": schedule(state.step), **metrics}}
 
     return loss_fn
+
+
+def objective(config: settings.Config, family: family_lib.Family, model: Any) -> Callable[..., Any]:
+    """Returns f(params, batch, *keys) -> (the mean of what the task minimises, metrics)."""
+    return _OBJECTIVES.get(config.data.task, _of_labels)(config, family, model)
+
+
+def _of_labels(config: settings.Config, family: family_lib.Family, model: Any) -> Callable[..., Any]:
+    """Returns the objective of tasks that learn their labels."""
+
+    def of_labels(params: PyTree, batch: PyTree, *keys: jax.Array) -> tuple[Any, dict[str, Any]]:
+        mean = _weighted(family.loss(model, params, batch, *keys), batch)
+        return mean, {"labels": outputs.Sum(mean.weight)} if isinstance(mean, outputs.Mean) else {}
+
+    return of_labels
+
+
+_OBJECTIVES: Mapping[str, Callable[..., Callable[..., Any]]] = {tasks.DPO: preferences.loss}
 
 
 def pipeline(
@@ -105,8 +123,10 @@ def eval_loss(
     fp8, how = config_lib.make_fp8(config), _how(config, family, model)
     options = {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
 
+    of_batch = objective(config, family, model)
+
     def loss_fn(params: PyTree, batch: PyTree) -> Any:
-        return _weighted(family.loss(model, params, batch), batch)
+        return of_batch(params, batch)[0]
 
     if fp8 is not None:
         modules = fp8_modules.chosen(fp8, partition.placements, family.blocks)

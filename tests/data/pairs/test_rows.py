@@ -3,6 +3,7 @@
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 
 from zerojax.data import tokenizer
 from zerojax.data.pairs import rows, tasks
@@ -44,6 +45,24 @@ def test_a_packed_row_gives_back_its_examples():
             found.append((tuple(row["tokens"][part]), tuple(row["labeled"][part])))
         assert not row["labeled"][row["segments"] == 0].any()
     assert sorted(found) == sorted((tuple(e.inputs), tuple(e.labeled.astype(int))) for e in given)
+
+
+@pytest.mark.parametrize("form", [ONE, PAIR], ids=["decoder", "encoder-decoder"])
+def test_a_pair_is_both_rows_of_one_prompt_beside_each_other(form):
+    chosen = examples(form)
+    rejected = [example._replace(labeled=example.labeled & False) for example in chosen]
+    made, (one, other) = (
+        rows.Pairs(chosen, rejected, form),
+        (rows.Rows(e, form, packs=False) for e in (chosen, rejected)),
+    )
+    made.reference[:] = np.arange(18, dtype=np.float32).reshape(9, 2) / 7
+    for number in (0, 8, 9):
+        found, a, b = made.arrays(number), one.arrays(number), other.arrays(number)
+        assert {name: len(array) for name, array in found.items()} == rows.of_pair(rows.lengths(form, packs=False))
+        for name in a:
+            wanted = a[name] if name in ("inputs", "mask") else np.concatenate([a[name], b[name]])
+            np.testing.assert_array_equal(found[name], wanted)
+        np.testing.assert_array_equal(found["reference"].view(np.float32), made.reference[number % 9])
 
 
 def test_an_encoder_decoders_row_is_padded_with_a_mask():

@@ -8,6 +8,9 @@ The arrays of a row are int32. Of a decoder, with `length` = seq_len + 1:
 
 Of an encoder-decoder: inputs[seq_len], mask[seq_len] (0 for padding), targets[answer_len + 1], labeled[answer_len + 1]. Of a classifier:
 inputs[seq_len], mask[seq_len], labels[1] (the number of the class), labeled[1].
+
+A pair of answers has the arrays of the chosen one, each followed by that of the rejected one (but inputs and mask, which both
+share), and reference[2], see `Pairs`.
 """
 
 import functools
@@ -17,6 +20,9 @@ import numpy as np
 
 from zerojax.data import batches
 from zerojax.data.pairs import tasks
+
+PROMPT = ("inputs", "mask")  # the arrays of what an encoder reads
+REFERENCE = "reference"
 
 
 class Rows:
@@ -65,6 +71,35 @@ class Rows:
         """Returns the share of the rows' tokens that are not padding."""
         read = sum(len(example.inputs) for example in self.examples)
         return read / (len(self) * self._lengths["inputs" if self.form.reads_prompt else "tokens"])
+
+
+class Pairs(Rows):
+    """The rows of a split whose prompts have two answers each.
+
+    Args:
+      chosen, rejected: the same examples with either answer.
+      form: the form of the model's rows.
+
+    Attributes:
+      reference: float32[rows, 2], the log-probabilities of both answers under the weights that the run starts from. Rows hold their bits.
+    """
+
+    def __init__(self, chosen: Sequence[tasks.Example], rejected: Sequence[tasks.Example], form: tasks.RowForm):
+        super().__init__(chosen, form, packs=False)
+        self._both = Rows(chosen, form, packs=False), Rows(rejected, form, packs=False)
+        self.reference = np.zeros((len(chosen), 2), np.float32)
+
+    def arrays(self, number: int) -> dict[str, np.ndarray]:
+        """Returns the arrays of a pair. Pairs after the last are like the first, without labels."""
+        one, other = (answers.arrays(number) for answers in self._both)
+        found = {name: array if name in PROMPT else np.append(array, other[name]) for name, array in one.items()}
+        return {**found, REFERENCE: self.reference[number if number < len(self) else 0].view(np.int32)}
+
+
+def of_pair(lengths: Mapping[str, int]) -> dict[str, int]:
+    """Returns the lengths of the arrays of a pair, by name, from those of rows with one answer."""
+    found = {name: length if name in PROMPT else 2 * length for name, length in lengths.items()}
+    return {**found, REFERENCE: 2}
 
 
 def lengths(form: tasks.RowForm, *, packs: bool) -> dict[str, int]:

@@ -11,10 +11,11 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax.data import batches
+from zerojax.data import batches, parts
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import records, rows, tasks
@@ -63,6 +64,16 @@ class Splits:
         assert chosen is not None
         return rows.open_batches(chosen, own, num_rows, seed, shuffle=is_train, settings={"seq_len": self.form.seq_len})
 
+    @property
+    def has_pairs(self) -> bool:
+        """Returns whether a row is a pair of answers."""
+        return isinstance(self.train, rows.Pairs)
+
+    def weight(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Returns the number of terms of a batch's mean loss: its labels, or its pairs."""
+        labels = parts.labeled(batch)
+        return jnp.sum(jnp.any(labels > 0, axis=-1) if self.has_pairs else labels)
+
     def batches(self, num_rows: int) -> int:
         """Returns the number of batches that read all held-out examples once."""
         return 0 if self.held_out is None else math.ceil(len(self.held_out) / num_rows)
@@ -104,9 +115,21 @@ def load(
     encode = functools.partial(
         tasks.encode, tokenizer=tokenizer, settings=settings, form=form, folder=folder, names=names
     )
+
+    def with_others(encoded: tasks.Encoded, source: source_lib.Source, name: str) -> tuple[rows.Rows, str]:
+        """Returns the rows of a split and their fingerprint."""
+        own = encoded.fingerprint()
+        if tasks.ANSWERS.get(settings.task, 1) == 1:
+            return rows.Rows(encoded.examples, form, packs=packs), own
+        others = encode(source, name=name, answer="rejected")
+        notes.extend(note for note in others.notes if note not in notes)
+        return rows.Pairs(encoded.examples, others.examples, form), own + others.fingerprint()
+
     source, name = _open(places, True)
     train = encode(source, name=name)
-    notes, held_out = list(train.notes), None
+    notes = list(train.notes)
+    made, fingerprint = with_others(train, source, name)
+    own, of_own = None, ""
     known = () if form.classes else train.answers
     has_eval = places.eval_file if places.train_file else places.eval_split
     if has_eval:
@@ -114,10 +137,8 @@ def load(
         held_out = encode(source, name=name, known=known)
         notes += [note for note in held_out.notes if note not in notes]
         notes += _shared(train.examples, held_out.examples)
-    fingerprint = train.fingerprint()
-    _check_same(fingerprint + (held_out.fingerprint() if held_out else ""))
-    made = rows.Rows(train.examples, form, packs=packs)
-    own = None if held_out is None else rows.Rows(held_out.examples, form, packs=packs)
+        own, of_own = with_others(held_out, source, name)
+    _check_same(fingerprint + of_own)
     notes.append(_summary(made, own))
     return Splits(made, own, settings, form, known, notes, fingerprint)
 
@@ -154,7 +175,7 @@ def _check_same(fingerprint: str) -> None:
     """Raises a UserError if processes read different examples: their programs would wait for each other."""
     if jax.process_count() == 1:
         return
-    own = np.frombuffer(fingerprint.ljust(16).encode(), np.uint8)
+    own = np.frombuffer(fingerprint.ljust(32).encode(), np.uint8)
     every = np.asarray(multihost_utils.process_allgather(own))
     odd = [number for number, other in enumerate(every) if (other != every[0]).any()]
     if odd:

@@ -19,8 +19,9 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import templates
 from zerojax.errors import UserError
 
-TEXT, SEQ2SEQ, CLASSIFICATION, CHAT = "text", "seq2seq", "classification", "chat"
-TASKS = (TEXT, SEQ2SEQ, CLASSIFICATION, CHAT)
+TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO = "text", "seq2seq", "classification", "chat", "dpo"
+TASKS = (TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO)
+ANSWERS = {DPO: 2}  # beside each other in a row; 1 in other tasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,11 @@ class TaskSettings:
 
     Attributes:
       task: one of TASKS but TEXT.
-      prompt, answer: templates; see `templates.Template`. A chat does not read them.
+      prompt, answer: templates; see `templates.Template`. A chat does not read them. The answer of DPO is the chosen one.
       labels: the text of each number in the answer's field; () takes the dataset's own names, if it has some.
       messages: the field with a conversation.
       chat_template: see `templates.chat_of`.
+      rejected: the template of DPO's other answer.
     """
 
     task: str
@@ -41,6 +43,7 @@ class TaskSettings:
     labels: tuple[str, ...]
     messages: str
     chat_template: str
+    rejected: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +131,7 @@ def encode(
     folder: pathlib.Path | None = None,
     names: Mapping[str, Sequence[str]] | None = None,
     known: tuple[str, ...] = (),
+    answer: str = "answer",
 ) -> Encoded:
     """Encodes all examples of a source.
 
@@ -140,11 +144,12 @@ def encode(
       folder: of the tokenizer's files; None for none.
       names: {feature: the names of its classes}.
       known: the answers that a classification may have; () for any.
+      answer: the name of the setting that is the answer's template.
 
     Raises:
       UserError: an example is damaged or lacks a field, or an answer of a classification is not known. The line names its place.
     """
-    encoder = _Encoder(tokenizer, settings, form, folder, names)
+    encoder = _Encoder(tokenizer, settings, form, folder, names, answer)
     counts, found, answers = _Counts(name, form), [], dict[str, None]()
     for index in range(len(examples)):
         place = source_lib.place_of(examples, index, f"{name}, example")
@@ -230,6 +235,7 @@ class _Encoder:
         form: RowForm,
         folder: pathlib.Path | None,
         names: Mapping[str, Sequence[str]] | None,
+        answer: str = "answer",
     ):
         self._tokenizer, self._settings, self._form = tokenizer, settings, form
         self.notes: list[str] = []
@@ -239,10 +245,10 @@ class _Encoder:
             self.notes.append(note)
             return
         self._prompt = templates.Template(settings.prompt, "prompt")
-        self._answer = templates.Template(settings.answer, "answer")
+        self._answer = templates.Template(getattr(settings, answer), answer)
         if not self._answer.fields:
             raise UserError(
-                f"answer: {settings.answer!r} names no field, so all answers would be one; write '{{label}}'"
+                f"{answer}: {getattr(settings, answer)!r} names no field, so all answers would be one; write '{{label}}'"
             )
         self._names = dict(names or {})
         if settings.labels:

@@ -166,9 +166,16 @@ def _linear(ours: str, theirs: str, inputs: int, has_bias: bool) -> dict[str, Te
     return found | {f"{ours}/bias": Tensor(f"{theirs}.bias", form="flat")} if has_bias else found
 
 
-def _loss(config: LlamaConfig, params: Any, batch: Mapping[str, jax.Array], key: jax.Array | None = None) -> jax.Array:
-    """Returns the mean loss of the next tokens. There is no dropout, for which `key` would be."""
-    arrays = (batch["tokens"], *map(batch.get, ("segments", "labeled", "labels", "positions")))
+def _loss(
+    config: LlamaConfig,
+    params: Any,
+    batch: Mapping[str, jax.Array],
+    key: jax.Array | None = None,
+    *,
+    by_token: bool = False,
+) -> jax.Array:
+    """Returns the mean loss of the next tokens, or the loss of each. There is no dropout, for which `key` would be."""
+    arrays = (batch["tokens"], *map(batch.get, ("segments", "labeled", "labels", "positions")), by_token)
     return cast(jax.Array, model.Llama(config).apply({"params": params}, *arrays, method="loss"))
 
 

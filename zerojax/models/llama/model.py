@@ -436,8 +436,11 @@ class Llama(nn.Module):
         labeled: jax.Array | None = None,
         labels_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
+        by_token: bool = False,
     ) -> jax.Array:
         """Returns the mean next-token loss: float32[] from tokens int32[B, T + 1], or int32[B, T] with `labels_BT`.
+
+        With `by_token` it returns the loss of each token, float32[B, T].
 
         Rows may be padded at their ends. `segments` separates the texts of a row (see `Layer`). Labels with `labeled` 0 are not learned.
         Both have the shape of `tokens`.
@@ -445,7 +448,8 @@ class Llama(nn.Module):
         tokens_BT, labels_BT, ignored = layers.read_and_labels(tokens, labeled, labels_BT)
         segments_BT = None if segments is None else segments[:, : tokens_BT.shape[1]]
         x_BTD = self.hidden(tokens_BT, segments_BT=segments_BT, positions_BT=positions_BT)
-        return layers.next_loss(self._head(), self._scaled(x_BTD), labels_BT, ignored, cap=self.config.logits_cap)
+        cap = self.config.logits_cap
+        return layers.next_loss(self._head(), self._scaled(x_BTD), labels_BT, ignored, cap=cap, by_token=by_token)
 
 
 def make_norm(config: LlamaConfig, name: str | None = None) -> nn.Module:

@@ -244,15 +244,18 @@ class T5(nn.Module):
         labels_BT: jax.Array | None = None,
         positions_BS: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
+        by_token: bool = False,
     ) -> jax.Array:
         """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1], or int32[B, T] with `labels_BT`.
+
+        With `by_token` it returns the loss of each target, float32[B, T].
 
         Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and labels with `labeled` 0 are not learned.
         """
         mask_BS = None if mask_BS is None else mask_BS > 0
         targets_BT, labels_BT, ignored = layers.read_and_labels(targets, labeled, labels_BT)
         x_BTD = self.hidden(inputs_BS, targets_BT, mask_BS, positions_BS, positions_BT)
-        return layers.next_loss(self._head(), x_BTD, labels_BT, ignored)
+        return layers.next_loss(self._head(), x_BTD, labels_BT, ignored, by_token=by_token)
 
 
 def parts(config: T5Config) -> family.Parts:

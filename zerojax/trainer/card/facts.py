@@ -54,7 +54,7 @@ def collect(
         "global_batch_size": program.sizes.global_batch_size,
         "micro_batch_size": program.sizes.micro_batch_size,
         "grad_accum": program.sizes.grad_accum,
-        "tokens_per_step": program.sizes.global_batch_size * config.seq_len,
+        "tokens_per_step": program.tokens_per_step,
         "flops_per_token": program.flops_per_token,
         "planned_peak_bytes": plan.peak,
         "foretold_step_seconds": plan.seconds,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from zerojax import precision
 from zerojax.data import batches
 from zerojax.data.pairs import tasks
-from zerojax.ops import fp8
+from zerojax.ops import fp8, preferences
 from zerojax.optim import registry, schedules
 from zerojax.trainer import settings
 from zerojax.trainer.clients import outlets
@@ -48,9 +48,17 @@ def _of_task(config: settings.Config) -> dict[str, tuple[str, ...]]:
         unread = (*unread, *of_pairs)
     else:
         unread = (*unread, *of_chat)
+    unread = (*unread, "pack") if task == tasks.DPO else (*unread, "rejected")
     others = ("evaluate.answers",) if task == tasks.TEXT else ("sample.length", "sample.prompt", "sample.temperature")
+    others = (
+        *others,
+        *(("evaluate.answers",) if task == tasks.DPO else ("dpo.beta", "dpo.loss", "dpo.label_smoothing")),
+    )
     return {
         f"config.data.task={task} does not read it": (*(f"data.{name}" for name in unread), *others),
+        f"config.dpo.loss={config.dpo.loss} does not read it": ()
+        if config.dpo.loss == preferences.SIGMOID
+        else ("dpo.label_smoothing",),
         f"config.epochs={config.epochs:g} counts": ("steps", "evaluate.every") if config.epochs else (),
     }
 

@@ -44,7 +44,7 @@ KEYS = {
     "data_dir": "config.data.dir",
     **{
         name: f"config.data.{name}"
-        for name in ("name", "tokenizer", "task", "prompt", "answer", "labels", "messages", "chat_template")
+        for name in ("name", "tokenizer", "task", "prompt", "answer", "rejected", "labels", "messages", "chat_template")
     },
     **{name: f"config.data.{name}" for name in ("train_split", "eval_split", "train_file", "eval_file", "text_key")},
     "profile": "config.profile",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zerojax import errors
+from zerojax import errors, precision
 from zerojax.data import batches
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
@@ -23,6 +23,7 @@ def check(config: settings.Config) -> None:
         if isinstance(allowed, settings.Range) and (flaw := allowed.flaw(value)):
             raise UserError(f"config.{place}: {flaw}, and is {errors.shown(value)}")
     _check_task(config)
+    _check_compared(config)
     if config.evaluate.patience and not config.checkpoint.keep_best:
         raise UserError(
             f"config.evaluate.patience: is {config.evaluate.patience}, and the results are then those of the best checkpoint, of which "
@@ -60,6 +61,27 @@ def _check_task(config: settings.Config) -> None:
         raise UserError(
             f'config.data.name: is "random", and the task {data.task} needs examples; name a dataset ("short_reviews") or '
             "config.data.train_file"
+        )
+    if data.task == tasks.DPO and data.answer == data.rejected:
+        raise UserError(
+            f"config.data.rejected: is {data.rejected!r}, as config.data.answer, so no answer is better; name the field of the worse one"
+        )
+
+
+def _check_compared(config: settings.Config) -> None:
+    """Raises a UserError if a setting does not go with a task whose answers are compared."""
+    task = config.data.task
+    if task not in tasks.ANSWERS:
+        return
+    if precision.PRECISIONS[config.precision].has_fp8:
+        raise UserError(
+            f"config.precision: is {config.precision!r}, and the task {task} compares log-probabilities that fp8 rounds too much; "
+            "set --config.precision=bf16"
+        )
+    if config.model.by_columns:
+        raise UserError(
+            f"config.model.by_columns: is {config.model.by_columns!r}, and the task {task} reads each token's own loss, which needs the "
+            "gathered kernel; omit it"
         )
 
 

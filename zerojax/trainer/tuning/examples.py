@@ -77,7 +77,8 @@ def lengths(config: settings_lib.Config, family: family_lib.Family, model: Any) 
         )
     known = getattr(model, "classes", ())
     shape = tasks.RowForm(is_pair, config.seq_len, data.answer_len, 0, 0, None, (), known)
-    return rows.lengths(shape, packs=data.pack)
+    pairs = tasks.ANSWERS.get(data.task, 1) > 1
+    return rows.of_pair(rows.lengths(shape, packs=False)) if pairs else rows.lengths(shape, packs=data.pack)
 
 
 def load(
@@ -100,6 +101,7 @@ def load(
         labels=classes(config, family, source) or data.labels,
         messages=data.messages,
         chat_template=data.chat_template,
+        rejected=data.rejected,
     )
     places = splits.Places(data.name, data_dir, data.train_split, data.eval_split, data.train_file, data.eval_file)
     is_file = isinstance(tokenizer, tokenizer_lib.FileTokenizer)

@@ -58,7 +58,7 @@ def asking(run: pathlib.Path | None, template: str | None) -> Asking:
         saved = bounded.parse_json(bounded.read_bytes(path))
         data, seq_len = saved["data"], int(saved["seq_len"])
         names = [field.name for field in dataclasses.fields(tasks.TaskSettings)]
-        settings = tasks.TaskSettings(**{name: data[name] for name in names})
+        settings = tasks.TaskSettings(**{name: data[name] for name in names if name in data})  # older runs lack some
         answer_len = int(data["answer_len"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

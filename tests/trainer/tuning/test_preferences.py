@@ -1,0 +1,122 @@
+"""Checks DPO against its equation on one device. This module tests zerojax.trainer.tuning.preferences."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+
+from zerojax.data import tokenizer
+from zerojax.errors import UserError
+from zerojax.trainer import model as model_lib
+from zerojax.trainer import program
+from zerojax.trainer import state as state_lib
+from zerojax.trainer.tuning import examples, reference
+from zerojax.zero import padding, state_bytes
+
+BYTES = tokenizer.load_tokenizer("bytes")
+ROUNDING = 2e-5  # the same float32 sums in another order
+BETA = 0.3
+TASK = {
+    "data__task": "dpo",
+    "data__answer": "{chosen}",
+    "data__answer_len": 8,
+    "seq_len": 24,
+    "dpo__beta": BETA,
+    "global_batch_size": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def pairs_file(tmp_path_factory):
+    """Returns a file of 13 pairs of several lengths, so that the last batch is not full."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    words = [{"text": "x" * (i % 5 + 1), "chosen": f"y{i}", "rejected": "no" * (i % 3 + 1)} for i in range(13)]
+    path.write_text("".join(json.dumps(word) + "\n" for word in words))
+    return str(path)
+
+
+def opened(pairs_file, **changes):
+    config = runs.config(**{**TASK, "data__train_file": pairs_file, "data__eval_file": pairs_file, **changes})
+    found = examples.load(config, *model_lib.family_of(config), BYTES, "")
+    built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
+    return built, program.open_feed(built, BYTES, "", found), found
+
+
+def plain_log_probs(built, params, pairs):
+    """Returns float32[pairs, 2] by all logits of one answer after the other."""
+
+    def of_answer(example):
+        is_pair = built.family.is_encoder_decoder
+        tokens = jnp.asarray(example.targets if is_pair else example.inputs)[None]
+        inputs = {"inputs": jnp.asarray(example.inputs)[None]} if is_pair else {}
+        logits = built.family.logits(built.model, params, inputs, tokens[:, :-1])
+        terms = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[0, :, 0]
+        return float(jnp.sum(terms * example.labeled[1:]))
+
+    return np.array([[of_answer(answers.examples[number]) for answers in pairs._both] for number in range(len(pairs))])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero__stage": 3, "grad_accum": 2, "mesh__replica": 2, "global_batch_size": 16, "lora__r": 4},
+        pytest.param({"zero__stage": 0}, marks=runs.LONG),
+        pytest.param({"zero__stage": 2, "model__preset": "bart_test"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 1, "mesh__model": 2, "model__preset": "t5_test"}, marks=runs.LONG),
+        pytest.param({"mesh__pipe": 2, "model__num_layers": 2, "grad_accum": 2}, marks=runs.LONG),
+        pytest.param({"offload__optimizer": "host", "offload__params": "host"}, marks=runs.LONG),
+    ],
+    ids=["stage 3, LoRA, two passes", "stage 0", "stage 2, BART", "T5, tensor parallel", "pipeline", "offload"],
+)
+def test_the_loss_is_the_equations_mean_over_all_pairs(pairs_file, cache_dir, tmp_path, changes):
+    built, streams, found = opened(pairs_file, **changes)
+    state = state_lib.first(built)
+    held = built.forward.params(state.params)
+    one = jax.tree.map(jnp.asarray, jax.device_get(padding.unpad({"params": held}, built.forward.partition)["params"]))
+    own = plain_log_probs(built, one, found.train)
+    reference.make(built, found, state.params, tmp_path)
+    np.testing.assert_allclose(found.train.reference, own, rtol=ROUNDING)
+
+    drawn = np.random.default_rng(0).normal(size=own.shape).astype(np.float32)
+    for split in (found.train, found.held_out):
+        split.reference[:] += drawn
+    margins = BETA * ((own - own - drawn) @ [1, -1])
+    terms = np.log1p(np.exp(-margins))
+    np.testing.assert_allclose(program.held_out_loss(built, streams, state.params), terms.mean(), rtol=ROUNDING)
+
+    batch = streams.next()
+    bits = np.asarray(batch["reference"]).reshape(-1, 2).view(np.float32)
+    read = [int(np.abs(found.train.reference - row).sum(axis=1).argmin()) for row in bits]
+    _, metrics = built.train_step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], terms[read].mean(), rtol=ROUNDING)
+    np.testing.assert_allclose(metrics["reward_margin"], margins[read].mean(), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(metrics["reward_accuracy"], (margins[read] > 0).mean(), rtol=ROUNDING)
+    streams.close()
+
+
+@pytest.mark.parametrize("changes", [{"lora__r": 4}, {}], ids=["LoRA", "all weights"])
+def test_the_reference_costs_no_copy_of_the_weights(pairs_file, changes):
+    built = [opened(pairs_file, data__task=task, **changes)[0] for task in ("dpo", "seq2seq")]
+    dpo, alone = (state_bytes.bytes_per_device(one.partition) for one in built)
+    assert dpo == alone
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"mesh__context": 2}, "config.mesh.context: is 2"),
+        ({"precision": "fp8"}, "config.precision: is 'fp8'"),
+        ({"model__by_columns": "head"}, "config.model.by_columns: is 'head'"),
+        ({"data__rejected": "{chosen}"}, "config.data.rejected: is '{chosen}', as config.data.answer"),
+        ({"data__rejected": "none"}, "config.data.rejected: 'none' names no field"),
+        ({"data__rejected": "{other}"}, "config.data.rejected|has no field 'other'"),
+        ({"model__preset": "bert_test"}, "config.data.task: is dpo, and bert_test is a classifier"),
+    ],
+)
+def test_what_does_not_go_with_pairs_is_refused(pairs_file, changes, words):
+    with pytest.raises(UserError, match=words) as caught, program.names.of_config():
+        opened(pairs_file, **changes)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,37 @@
+"""Checks what pairs are compared with after a restart. This module tests zerojax.trainer.tuning.reference."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import runs
+
+from zerojax.errors import UserError
+from zerojax.trainer.tuning import reference
+
+ROUNDING = 2e-5  # the same float32 sums in another order
+
+
+def test_a_run_that_resumes_compares_with_the_weights_that_it_began_with(cache_dir, tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    words = [{"text": "x" * (i % 5 + 1), "chosen": f"y{i}", "rejected": "no" * (i % 3 + 1)} for i in range(13)]
+    pairs.write_text("".join(json.dumps(word) + "\n" for word in words))
+    settings = {
+        "data__task": "dpo",
+        "data__answer": "{chosen}",
+        "data__answer_len": 8,
+        "seq_len": 24,
+        "data__train_file": str(pairs),
+        "checkpoint__every": 2,
+        "lora__r": 4,
+    }
+    whole = runs.run(tmp_path / "whole", devices=2, steps=4, **settings)
+    runs.run(tmp_path / "parts", devices=2, steps=2, **settings)
+    parts = runs.run(tmp_path / "parts", devices=2, steps=4, **settings)
+    names = ("loss", "reward_margin", "reward_chosen")
+    assert runs.numbers(parts, names=names) == runs.numbers(whole, names=names)
+    assert runs.losses(whole)[1] == pytest.approx(np.log(2), rel=ROUNDING)
+    (parts / reference.FILE).unlink()
+    with pytest.raises(UserError, match=rf"{re.escape(str(parts / reference.FILE))}: .*choose another --workdir"):
+        runs.run(parts, devices=2, steps=6, **settings)

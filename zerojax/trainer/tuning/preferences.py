@@ -1,0 +1,57 @@
+"""The loss of pairs of answers, and the log-probabilities that it compares with. This module holds what the task `dpo` adds to a step.
+
+The reference is the model that the run starts from; under fresh adapters, the model without them. Its log-probabilities of the answers do
+not change, so they are computed once, before the first step, and are part of the data: no second copy of the weights exists, in a step or
+beside it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.data import parts
+from zerojax.data.pairs import rows
+from zerojax.models import family as family_lib
+from zerojax.ops import preferences
+from zerojax.trainer import settings as settings_lib
+from zerojax.tree import PyTree
+from zerojax.zero.sharded_batch import outputs
+
+Batch = Mapping[str, jax.Array]
+
+
+def log_probs(family: family_lib.Family, model: Any, params: PyTree, batch: Batch, *keys: jax.Array) -> jax.Array:
+    """Returns the log-probabilities of both answers of pairs: float32[pairs, 2], the chosen one first."""
+
+    def apart(name: str, array: jax.Array) -> jax.Array:
+        return jnp.repeat(array, 2, axis=0) if name in rows.PROMPT else array.reshape(2 * len(array), -1)
+
+    answers = {name: apart(name, array) for name, array in batch.items() if name != rows.REFERENCE}
+    return -jnp.sum(family.loss(model, params, answers, *keys, by_token=True), axis=-1).reshape(-1, 2)
+
+
+def loss(config: settings_lib.Config, family: family_lib.Family, model: Any) -> Callable[..., Any]:
+    """Returns f(params, batch, *keys) -> (the mean over pairs, metrics); see `ops.preferences`. Pairs without labels do not count."""
+    chosen = config.dpo
+
+    def of_pairs(params: PyTree, batch: Batch, *keys: jax.Array) -> tuple[outputs.Mean, dict[str, Any]]:
+        reference = jax.lax.bitcast_convert_type(batch[rows.REFERENCE], jnp.float32)
+        rewards = chosen.beta * (log_probs(family, model, params, batch, *keys) - reference)
+        margin = rewards[:, 0] - rewards[:, 1]
+        terms = preferences.LOSSES[chosen.loss](margin, chosen.beta, chosen.label_smoothing)
+        counts = jnp.any(parts.labeled(batch) > 0, axis=-1).astype(jnp.float32)
+
+        def mean(terms: jax.Array) -> outputs.Mean:
+            return outputs.Mean(jnp.sum(terms * counts), jnp.sum(counts))
+
+        metrics = {
+            "reward_chosen": mean(rewards[:, 0]),
+            "reward_rejected": mean(rewards[:, 1]),
+            "reward_margin": mean(margin),
+            "reward_accuracy": mean((margin > 0).astype(jnp.float32)),
+        }
+        return mean(terms), metrics
+
+    return of_pairs

@@ -1,0 +1,88 @@
+"""Computes the log-probabilities of all pairs under the weights that a run starts from. This module keeps them in a file of the run.
+
+A run that resumes reads the file, since its weights are others then.
+"""
+
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import files, precision
+from zerojax.data.pairs import rows, splits
+from zerojax.errors import UserError
+from zerojax.inference import generate
+from zerojax.launch import processes, watch
+from zerojax.models import family as family_lib
+from zerojax.trainer import program as program_lib
+from zerojax.trainer.tuning import preferences
+from zerojax.tree import PyTree
+from zerojax.zero import where_used
+from zerojax.zero.offload import fetched_params, selection
+
+FILE = "reference.npz"
+
+
+def restore(pairs: splits.Splits, folder: pathlib.Path) -> None:
+    """Reads the log-probabilities that an earlier start of a run has written.
+
+    Raises:
+      UserError: the file is lost, damaged or of other pairs.
+    """
+    path = folder / FILE
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            for name, split in _splits(pairs):
+                if found["pairs"] != pairs.fingerprint or found[name].shape != split.reference.shape:
+                    raise ValueError("it is of other pairs")
+                split.reference[:] = found[name]
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise UserError(
+            f"{path}: the log-probabilities of the first weights cannot be read ({error}), and the run is past these; restore the file, or "
+            "choose another --workdir"
+        ) from error
+
+
+def make(program: program_lib.Program, pairs: splits.Splits, params: PyTree, folder: pathlib.Path) -> None:
+    """Computes the log-probabilities, puts them into the rows and writes the file. All processes must call it, with the first weights."""
+    log_probs, held = _program(program), program.forward.params(params)
+    size = program.sizes.global_batch_size // program.forward.passes
+    for _, split in _splits(pairs):
+        for at in range(0, len(split), size):
+            watch.at(watch.EVALUATE)
+            made = [split.arrays(number) for number in range(at, at + size)]
+            batch = {name: np.stack([row[name] for row in made]) for name in made[0]}
+            found = np.asarray(log_probs(held, generate.sharded_rows(batch, program.forward.partition.mesh)))
+            split.reference[at : at + size] = found[: len(split) - at]
+    if processes.is_primary():
+        partial = folder / f"{FILE}.partial.npz"
+        with files.writing(folder / FILE, "choose another --workdir"):
+            arrays: dict[str, Any] = {name: split.reference for name, split in _splits(pairs)}
+            np.savez(partial, pairs=pairs.fingerprint, **arrays)
+            partial.replace(folder / FILE)
+
+
+def _splits(pairs: splits.Splits) -> Iterator[tuple[str, rows.Pairs]]:
+    for name, split in (("train", pairs.train), ("held_out", pairs.held_out)):
+        if isinstance(split, rows.Pairs):
+            yield name, split
+
+
+def _program(program: program_lib.Program) -> Callable[[PyTree, dict[str, jax.Array]], jax.Array]:
+    """Returns (params, batch) -> float32[pairs, 2]."""
+    family, model, partition = program.family, program.model, program.forward.partition
+    compute_dtype = precision.PRECISIONS[program.config.precision].compute_dtype
+    how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, model)}
+
+    def of_pairs(params: PyTree, batch: dict[str, jax.Array]) -> jax.Array:
+        return preferences.log_probs(family, model, params, batch)
+
+    if selection.are_params_on_host(partition):
+        by_row = fetched_params.by_row(of_pairs, partition, compute_dtype=compute_dtype, **how)
+        return lambda params, batch: by_row(params, (batch,))
+    sharded = where_used.where_used(of_pairs, partition.placements, compute_dtype=compute_dtype, remat="full", **how)
+    return jax.jit(sharded, out_shardings=NamedSharding(partition.mesh, P()))
