@@ -1,5 +1,7 @@
 """Checks caches against attention without one. This module tests zerojax.models.decoding."""
 
+import functools
+
 import arrays
 import jax
 import jax.numpy as jnp
@@ -7,8 +9,12 @@ import numpy as np
 import pytest
 
 from zerojax.models import decoding
+from zerojax.ops import tokens
 
 attend = jax.jit(decoding.attend, static_argnums=3, static_argnames=("window",))
+attend_all = jax.jit(
+    functools.partial(tokens.attend, way=None, is_causal=True), static_argnums=3, static_argnames=("window",)
+)
 ROUNDING = 1e-6  # float32 sums in another order
 
 
@@ -30,8 +36,7 @@ def test_a_token_added_to_a_cache_sees_what_it_sees_without_one(window):
     """Row 0 has 4 prompt tokens, row 1 has 2; both get 3 more."""
     batch, length, new, heads, kv_heads, dim = 2, 4, 3, 4, 2, 8
     q, k, v = (normal(seed, batch, 7, h, dim) for seed, h in ((0, heads), (1, kv_heads), (2, kv_heads)))
-    full, none = attend(q, k, v, "xla", None, window=window)
-    assert none is None
+    full = attend_all(q, k, v, "xla", window=window)
     lengths = np.array([4, 2])
 
     def at(array, positions):
@@ -53,6 +58,6 @@ def test_a_token_added_to_a_cache_sees_what_it_sees_without_one(window):
 def test_masked_tokens_are_not_seen():
     q, k, v = (normal(seed, 1, 5, 2, 4) for seed in range(3))
     mask = jnp.array([[True, False, True, True, True]])
-    found, _ = attend(q, k, v, "xla", None, mask=mask)
-    other, _ = attend(q, k.at[:, 1].set(9.0), v.at[:, 1].set(9.0), "xla", None, mask=mask)
+    found = attend_all(q, k, v, "xla", mask=mask)
+    other = attend_all(q, k.at[:, 1].set(9.0), v.at[:, 1].set(9.0), "xla", mask=mask)
     np.testing.assert_array_equal(found, other)

@@ -21,8 +21,8 @@ from zerojax import traces, tree
 from zerojax.errors import UserError
 from zerojax.models.llama import model as llama
 from zerojax.ops import losses
-from zerojax.zero import gather, shard_state, stages, where_used
 from zerojax.zero import remat as remat_lib
+from zerojax.zero import shard_state, stages, where_used
 
 ROUNDING = 2e-6  # the same float32 terms, summed in another order
 # Each example compiles a program: a failure is reported as found, without minutes of shrinking.
@@ -158,7 +158,7 @@ def test_without_rematerialisation_gathered_weights_would_be_kept():
 
     def naive(params, tokens):
         full = tree.map_with_path(
-            lambda path, leaf: gather.gather(leaf, part.placements[f"params/{path}"], jnp.bfloat16), params
+            lambda path, leaf: where_used.gathered(leaf, part.placements[f"params/{path}"], jnp.bfloat16), params
         )
         return loss_fn(full, tokens)
 

@@ -125,27 +125,23 @@ def attend(
     k_BTKN: jax.Array,
     v_BTKN: jax.Array | None,
     kernel: attention.Kernel,
-    past: Past | None,
+    past: Past,
     *,
     bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    segments_BT: jax.Array | None = None,
     scale: float | None = None,
     window: int = 0,
     way: context_attention.Way | None = None,
     cap: float = 0.0,
     turned: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None,
     sinks_H: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
-    """Returns causal self-attention float[B, T, H, N] and, given a past, the keys and values with those of these tokens.
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns causal self-attention float[B, T, H, N], and the keys and values with those of these tokens.
 
     Args:
-      q_BTHN, k_BTKN, v_BTKN: of this call's tokens. Without values the keys are the values too, and there is a past.
+      q_BTHN, k_BTKN, v_BTKN: of this call's tokens. Without values the keys are the values too.
       kernel: the implementation of attention among this call's tokens.
       past: the layer's cache. A call of several tokens must be the first (`first_step`), or have a slot for each row (`row_step`).
-      bias: float[H, T, T], or with a past and one token float[B, H, 1, S], added to the scores.
-      mask: bool[B, T], False for tokens that no query sees. Without a past.
-      segments_BT: int32[B, T], the number of the text that a token belongs to: it sees no other. Without a mask and a past.
+      bias: float[H, T, T], or of one token float[B, H, 1, S], added to the scores.
       scale: multiplies the scores; None: 1 / sqrt(N).
       window, cap: see `ops.attention.attend`.
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
@@ -154,7 +150,7 @@ def attend(
       sinks_H: of the heads (`ops.sinks`), without a bias and a cap; None for none.
     """
     new = (k_BTKN,) if v_BTKN is None else (k_BTKN, v_BTKN)
-    if past is None or is_first(past, q_BTHN.shape[1]):
+    if is_first(past, q_BTHN.shape[1]):
         y_BTHN = tokens.attend(
             q_BTHN,
             k_BTKN if turned is None else turned(k_BTKN, None),
@@ -163,14 +159,12 @@ def attend(
             way=way,
             is_causal=True,
             bias=bias,
-            mask=mask,
-            segments_BT=segments_BT,
             scale=scale,
             window=window,
             cap=cap,
             sinks_H=sinks_H,
         )
-        return y_BTHN, None if past is None else past.add(*new)
+        return y_BTHN, past.add(*new)
     keys, step = past.add(*new), past.step
     attend_masked = functools.partial(attention.attend, is_causal=False, bias=bias, scale=scale, cap=cap)
     if sinks_H is not None:

@@ -185,15 +185,12 @@ class MultiHeadAttention(nn.Module):
         else:
             k_BSHN, v_BSHN = keys
         with jax.named_scope("attention"):
-            if self.is_causal:
-                y_BTHN, keys = decoding.attend(
-                    q_BTHN, k_BSHN, v_BSHN, self.kernel, past, way=self.way, bias=bias, mask=mask_BS, scale=self.scale
-                )
-            else:
+            given: dict[str, Any] = {"way": self.way, "bias": bias, "scale": self.scale}
+            if past is None:
                 keys = k_BSHN, v_BSHN
-                y_BTHN = tokens.attend(
-                    q_BTHN, *keys, self.kernel, way=self.way, is_causal=False, bias=bias, mask=mask_BS, scale=self.scale
-                )
+                y_BTHN = tokens.attend(q_BTHN, *keys, self.kernel, is_causal=self.is_causal, mask=mask_BS, **given)
+            else:
+                y_BTHN, keys = decoding.attend(q_BTHN, k_BSHN, v_BSHN, self.kernel, past, **given)
         out = Linear((self.embed_dim,), contracted=2, stddev=o_stddev, use_bias=self.use_bias, name="o")
         return out(y_BTHN), keys
 

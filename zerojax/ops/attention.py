@@ -142,7 +142,10 @@ def of_heads(attended: Callable[..., jax.Array], heads: int, kv_heads: int) -> C
 
     cuDNN's kernel does not compile where XLA would have to shard it.
     """
-    ways, axis = mesh_lib.ways_of_rest(), specs.entry(mesh_lib.rest())
+    axes = mesh_lib.rest()
+    if not axes:
+        return attended
+    ways, axis = mesh_lib.ways_of_rest(), specs.entry(axes)
     divides = heads % ways == 0
     queries, scores = (P(None, None, axis), P(None, axis)) if divides else (P(), P())
     keys = queries if kv_heads % ways == 0 else P()

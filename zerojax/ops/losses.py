@@ -187,8 +187,10 @@ def _chunks(
 
     def one_part(d_logits: jax.Array, inputs: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
         number, h, y = inputs
-        logits = softcap.softcap(jnp.dot(h, kernel, preferred_element_type=jnp.float32), cap)
-        slope = softcap.slope(logits, cap) if cap else None
+        logits, slope = jnp.dot(h, kernel, preferred_element_type=jnp.float32), None
+        if cap:
+            logits = softcap.softcap(logits, cap)
+            slope = softcap.slope(logits, cap)
         logits = logits if bias is None else logits + bias.astype(jnp.float32)
         log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         counts = (y != chunks.NO_LABEL)[:, None] if has_padding or is_masked else 1.0

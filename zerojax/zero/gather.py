@@ -1,16 +1,13 @@
-"""Gathers a sharded weight where it is used. This module holds the one operation that makes stage 3 work for any model.
+"""Gathers a device's shard of a weight where it is used. This module holds the collectives of explicit steps, inside `jax.shard_map`.
 
-A weight is stored sharded and used gathered, and its gradient is sharded again:
+A weight is stored sharded and used gathered, and its gradient is sharded again (ZeRO, arXiv:1910.02054, section 5; FSDP, arXiv:2304.11277,
+section 3):
 
     forward   w_used = all_gather(cast(w_stored))        2 bytes an element are sent in bf16
     backward  g = reduce_scatter(g_used)                 an all-reduce where gradients stay replicated
 
-It comes in two forms (ZeRO, arXiv:1910.02054, section 5; FSDP, arXiv:2304.11277, section 3).
-
-- `gather` works on global arrays, and the compiler inserts the collectives. `with_sharding_constraint` alone is not enough, because it
-  transposes to itself: a weight constrained to be replicated has a gradient constrained to be replicated. Hence a custom_vjp.
-- `gather_shard` works on one device's shards, inside `jax.shard_map`, and calls the collectives itself. Gradients are then summed over
-  devices in a chosen dtype, and the sum may wait until the last of several passes.
+Gradients are summed over devices in a chosen dtype, and the sum may wait until the last of several passes. `where_used.gathered` is the
+same for global arrays, by collectives that the compiler inserts.
 """
 
 import contextlib
@@ -33,37 +30,6 @@ from zerojax.tree import PyTree
 from zerojax.zero.placement import Placement
 
 STATE = specs.entry(mesh_lib.STATE)  # over which most weights are gathered, as collectives name it
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather(stored: jax.Array, placement: Placement, dtype: DTypeLike | None) -> jax.Array:
-    """Returns a weight gathered and in `dtype`; its gradient is reduced to `placement.grad`, in the weight's own dtype.
-
-    Args:
-      stored: the weight, sharded as `placement.stored`.
-      placement: the shardings of the weight and its gradient.
-      dtype: the dtype of a floating weight in the forward pass; None keeps the stored one.
-    """
-    return _gather_forward(stored, placement, dtype)[0]
-
-
-def _gather_forward(stored: jax.Array, placement: Placement, dtype: DTypeLike | None) -> tuple[jax.Array, jax.Array]:
-    # Casting under the stored sharding, before the gather, halves the bytes that are sent.
-    weight = cast(stored, placement, dtype)
-    if placement.stored != placement.used:
-        weight = jax.lax.with_sharding_constraint(weight, placement.stored)
-        weight = jax.lax.with_sharding_constraint(weight, placement.used)
-    return without_padding(weight, placement), jnp.zeros((0,), stored.dtype)
-
-
-def _gather_backward(
-    placement: Placement, dtype: DTypeLike | None, like: jax.Array, grad: jax.Array
-) -> tuple[jax.Array]:
-    grad = with_padding(grad, placement)
-    return (jax.lax.with_sharding_constraint(grad, placement.grad).astype(like.dtype),)
-
-
-gather.defvjp(_gather_forward, _gather_backward)
 
 
 @dataclasses.dataclass(frozen=True)

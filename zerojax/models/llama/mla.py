@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from zerojax.models import decoding, layers
 from zerojax.models.llama import rope
 from zerojax.ops import attention as attention_lib
-from zerojax.ops import context_attention, quantized
+from zerojax.ops import context_attention, quantized, tokens
 
 NORM_EPS = 1e-6  # of the norms of latents, in every config
 
@@ -130,7 +130,7 @@ class LatentAttention(nn.Module):
                     "scale": self.scale,
                     "way": self.way,
                 }
-                y_BTHV, _ = decoding.attend(q, k, v, self.kernel, None, **given)
+                y_BTHV = tokens.attend(q, k, v, self.kernel, is_causal=True, **given)
             y_BTHV = y_BTHV[..., : s.value_dim]
             keys = None if past is None else past.add(held_BT1R)
         else:

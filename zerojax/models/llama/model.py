@@ -190,21 +190,20 @@ class Attention(nn.Module):
             q_BTHN, k_BTKN, v_BTKN = map(residuals.in_place, (q_BTHN, k_BTKN, v_BTKN))
         sinks_H = self.param("sinks", nn.initializers.normal(0.02), (c.num_heads,)) if c.has_sinks else None
         with jax.named_scope("attention"):
-            y_BTHN, keys = decoding.attend(
-                q_BTHN,
-                k_BTKN,
-                v_BTKN,
-                c.attention,
-                past,
-                mask=mask_BT,
-                segments_BT=segments_BT,
-                scale=c.score_scale or None,
-                window=self.window,
-                way=c.way,
-                cap=c.score_cap,
-                turned=turned,
-                sinks_H=sinks_H,
-            )
+            given: dict[str, Any] = {
+                "scale": c.score_scale or None,
+                "window": self.window,
+                "way": c.way,
+                "cap": c.score_cap,
+                "sinks_H": sinks_H,
+            }
+            keys: Keys = None
+            arrays = q_BTHN, k_BTKN, v_BTKN
+            if past is None:
+                given |= {"mask": mask_BT, "segments_BT": segments_BT}
+                y_BTHN = tokens_lib.attend(*arrays, c.attention, is_causal=True, **given)
+            else:
+                y_BTHN, keys = decoding.attend(*arrays, c.attention, past, turned=turned, **given)
         out = layers.Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), use_bias=c.o_bias, name="o")
         return out(y_BTHN), keys
 
