@@ -2,12 +2,14 @@
 
     python scripts/bench_engine.py --limit_s 230
     python scripts/bench_engine.py --limit_s 230 --variants fp8 nf4
+    python scripts/bench_engine.py --limit_s 580 --variants host --preset llama3_70b --requests 96 --prompt 256 --new_tokens 32
 
 Weights are random and drawn on the device, so no file is read. A prompt has `--prompt` tokens, and `--new_tokens` are added. `bf16`,
 `int8`, `fp8` and `nf4` answer one request after the other; `plain` is bf16 with XLA's own matmuls and attention. `many` answers
-`--requests` at once in bf16. Each variant runs in a process of its own, one after the other, and another's failure is a row of the table,
-which comes last. The bound is the time in which the weights that a token reads pass the memory once, at `--bytes_per_second` (4.15e12: an
-H200; an H100's memory is specified at 3.35e12).
+`--requests` at once in bf16, and `host` does so with `--host_fraction` of the weights in host memory. Each variant runs in a process of its
+own, one after the other, and another's failure is a row of the table, which comes last. The bound is the time in which the weights that a
+token reads pass the memory once, at `--bytes_per_second` (4.15e12: an H200; an H100's memory is specified at 3.35e12); that of `host` the
+time in which those in host memory pass their link, at `--host_bytes_per_second`.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from typing import Any
 import bench_child  # in this folder
 
 VARIANTS = ("bf16", "int8", "many", "fp8", "plain", "nf4")
+HOST = "host"
 COLUMNS = ("variant", "requests", "first token ms", "tokens/s", "ms a step", "of the bound", "peak GB", "ready s")
 REPEATS = 3
 
@@ -65,16 +68,18 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="in this order")
+    add("--variants", nargs="+", default=list(VARIANTS), choices=(*VARIANTS, HOST), help="in this order")
     add("--preset", default="llama3_8b", help="a name in the PRESETS tables of zerojax/models")
     add("--layers", type=int, default=0, help="0: the preset's")
     add("--prompt", type=int, default=1024, help="tokens of a prompt")
     add("--new_tokens", type=int, default=256, help="tokens that are added")
-    add("--requests", type=int, default=128, help="of `many`")
-    add("--together", type=int, default=4, help="prompts that a program of `many` reads")
-    add("--prefill_tokens", type=int, default=16384, help="tokens of prompts that a step of `many` reads")
+    add("--requests", type=int, default=128, help="of `many` and `host`")
+    add("--together", type=int, default=4, help="prompts that a program of these reads")
+    add("--prefill_tokens", type=int, default=16384, help="tokens of prompts that a step of these reads")
     add("--limit_s", type=float, default=230, help="seconds after which what is left is ended")
     add("--bytes_per_second", type=float, default=4.15e12, help="of the device's memory")
+    add("--host_fraction", type=float, default=0.36, help="of the weights of `host`, in host memory")
+    add("--host_bytes_per_second", type=float, default=54e9, help="from host memory")
     add("--child", default="", help=argparse.SUPPRESS)
     add("--turn", default="", help=argparse.SUPPRESS)
     return parser
@@ -116,7 +121,15 @@ def _model(options: argparse.Namespace, kind: str) -> tuple[Any, int]:
     )
     shapes = family_lib.abstract_params(family.parts, config)
     mesh = zerojax.make_mesh(devices=jax.devices()[:1])
-    partition = zerojax.partition_state({"params": shapes}, mesh=mesh, stage=0)
+    is_streamed = options.child == HOST
+    how = (
+        {"stage": 3, "offload": {"params": "host", "params_fraction": options.host_fraction}}
+        if is_streamed
+        else {"stage": 0}
+    )
+    stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes)
+    partition = zerojax.partition_state({"params": stored}, mesh=mesh, **how)
+    shardings = dict(tree.flatten(partition.shardings["params"]))
     linear = weights.linear_modules(family, config, shapes)
 
     @functools.partial(jax.jit, static_argnums=(1, 2))  # one program a shape
@@ -127,13 +140,19 @@ def _model(options: argparse.Namespace, kind: str) -> tuple[Any, int]:
     def make(path: str, leaf: Any) -> Any:
         module, _, name = path.rpartition("/")
         is_coded = kind != "none" and module in linear and name == "kernel" and quantized.takes(leaf.shape)
-        return draw(jax.random.key(len(path)), leaf.shape, is_coded)
+        drawn = draw(jax.random.key(len(path)), leaf.shape, is_coded)
+        if is_streamed:  # one at a time: the device does not hold all
+            return jax.block_until_ready(jax.device_put(drawn, shardings[path]))
+        return drawn
 
-    params = jax.device_put(
-        tree.map_with_path(make, shapes), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    )
+    params = tree.map_with_path(make, shapes)
+    if not is_streamed:
+        params = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     jax.block_until_ready(params)
     read = sum(leaf.nbytes for name, part in params.items() if name != "embed" for leaf in jax.tree.leaves(part))
+    if is_streamed:
+        leaves = jax.tree.leaves(params)
+        read = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == "pinned_host")
     print(f"weights drawn; a token reads {read / 1e9:.2f} GB", flush=True)
     special = family_lib.SpecialTokens()
     found = types.SimpleNamespace(
@@ -155,7 +174,7 @@ def _measure(options: argparse.Namespace, jax: Any) -> dict[str, float]:
     began = time.perf_counter()
     kind = {"int8": "int8", "fp8": "fp8", "nf4": "nf4"}.get(options.child, "none")
     model, read = _model(options, kind)
-    is_many = options.child == "many"
+    is_many = options.child in ("many", HOST)
     requests = options.requests if is_many else 1
     if options.child == "plain":
         weights.kernels_of = lambda mesh: None
@@ -205,7 +224,9 @@ def _measure(options: argparse.Namespace, jax: Any) -> dict[str, float]:
         "first token ms": statistics.median(firsts) * 1e3,
         "tokens/s": statistics.median(rates),
         "ms a step": step * 1e3,
-        "of the bound": read / options.bytes_per_second / step,
+        "of the bound": read
+        / (options.host_bytes_per_second if options.child == HOST else options.bytes_per_second)
+        / step,
         "peak GB": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9,
         "ready s": ready,
     }

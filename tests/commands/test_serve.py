@@ -218,6 +218,17 @@ def test_two_processes_serve_as_one_each_reads_half_of_the_weights_and_the_end_o
 
 
 @pytest.mark.long
+def test_weights_in_host_memory_are_served(commands):
+    expected = golden_models.expected("llama")
+    prompts, length = expected["input_ids"].tolist(), expected["input_ids"].shape[1]
+    with started(commands, "--weights", "host", "--host_fraction", 0.6) as (_, url):
+        ask = {"model": "llama", "prompt": prompts, "max_tokens": 12, "temperature": 0}
+        choices = httpx.post(f"{url}/v1/completions", json=ask, timeout=LIMIT).json()["choices"]
+        for choice, row in zip(choices, expected["generated"]):
+            assert list(map(int, choice["text"].split())) == row[length : length + 12].tolist()
+
+
+@pytest.mark.long
 def test_a_launcher_starts_both_again_when_one_is_killed_and_both_drain(commands):
     words = [sys.executable, "-m", "zerojax.commands.launch", "--num_gpus=2", "--max_restarts=1", "--", sys.executable]
     words += ["-c", code_of("--max_len", 64)]
@@ -294,6 +305,10 @@ WRONG = {
     "--max_seconds: must be above 0, and is nan": (LLAMA, "--max_seconds", "nan"),
     "--key_file nowhere: cannot be read": (LLAMA, "--key_file", "nowhere"),
     "--tensor_parallel: is 64, and there are 8 devices": (LLAMA, "--tensor_parallel", 64),
+    "--weights host: streams them to one device": (LLAMA, "--weights", "host", "--tensor_parallel", 2),
+    "--host_fraction: is of --weights host": (LLAMA, "--host_fraction", 0.5),
+    "--host_fraction: must be above 0": (LLAMA, "--weights", "host", "--host_fraction", 0),
+    "format: is for weights on the devices": (LLAMA, "--weights", "host", "--format", "int8"),
     "chat_template: is 'own', and": (LLAMA, "--chat_template", "own"),
 }
 

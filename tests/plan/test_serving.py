@@ -59,3 +59,17 @@ def test_what_does_not_fit_and_what_is_unknown_is_told():
     unknown = serving.plan(SERVED, targets.Target("here", "cpu", "cpu"))
     assert unknown.largest is None and all(rate is None for _, _, rate in unknown.rows)
     assert "the memory of here is unknown" in serving.text(unknown) and "unknown" in serving.text(unknown)
+
+
+def test_weights_in_host_memory_bound_a_step_by_their_link():
+    """96 texts of a 70B model in bf16 on one H200: 39 GB are read at 54 GB/s for each of their tokens."""
+    streamed = serving.dataclasses.replace(
+        SERVED, weights=102 * 10**9, dense=140 * 10**9, cache=250 * 10**6, flops=141e9, streamed=42_500_000_000
+    )
+    found = serving.plan(streamed, targets.get("h200"))
+    assert found.largest > 96 and found.link.value == 54e9
+    assert {batch: rate for batch, _, rate in found.rows}[64] == pytest.approx(64 * 54e9 / 42.5e9)
+    assert "39.58 GiB of weights in host memory, which every step reads at 54 GB/s" in serving.text(found)
+    assert serving.plan(SERVED, targets.get("h200")).link is None
+    with pytest.raises(UserError, match=r"raise offload\.params_fraction"):
+        serving.plan(serving.dataclasses.replace(streamed, weights=150 * 10**9), targets.get("h200"))

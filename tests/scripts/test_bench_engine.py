@@ -18,3 +18,11 @@ def test_a_variant_that_fails_is_a_row_beside_the_others(capsys):
     assert rows[1].startswith("| int8 | 1 | ") and rows[2].startswith(
         "| many | UserError: prefill_tokens: must be 1 or more"
     )
+
+
+@pytest.mark.long
+def test_weights_in_host_memory_are_measured_against_their_link(capsys):
+    words = ["--preset", "test", "--prompt", "16", "--new_tokens", "4", "--requests", "2", "--together", "2"]
+    assert bench_engine.main([*words, "--variants", "host"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[1].startswith("| host | 2 | ")

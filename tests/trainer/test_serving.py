@@ -15,6 +15,7 @@ from zerojax.models import family as family_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import serving
 from zerojax.zero import stages
+from zerojax.zero.offload import memory_kind
 
 SETTINGS = {"model__vocab_size": 320, "seq_len": 64}
 
@@ -57,9 +58,36 @@ def test_an_engine_holds_what_is_planned(preset, precision, kind, ways):
     assert preset == "moe_test" or planned.flops < 2.5 * count / ways
 
 
+def test_an_engine_whose_weights_are_in_host_memory_streams_what_is_planned():
+    """On the device are the others, and at most the weights of four blocks at once."""
+    config = runs.config(
+        **SETTINGS, model__preset="test", model__num_layers=6, offload__params="host", offload__params_fraction=0.8
+    )
+    planned, everything = (
+        serving.served(config, "none"),
+        serving.served(runs.config(**SETTINGS, model__preset="test", model__num_layers=6), "none"),
+    )
+    family, model = model_lib.shape(config, None)
+    shapes = family_lib.abstract_params(family.parts, model)
+    mesh = zerojax.make_mesh(devices=jax.devices()[:1])
+    offload = {"params": "host", "params_fraction": 0.8}
+    partition = stages.partition_state({"params": shapes}, mesh=mesh, stage=3, offload=offload)
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.device_put(jnp.ones(leaf.shape, leaf.dtype), sharding),
+        shapes,
+        partition.shardings["params"],
+    )
+    on_host = [leaf.nbytes for leaf in jax.tree.leaves(params) if memory_kind.is_on_host(leaf)]
+    assert planned.streamed == sum(on_host) and planned.dense == everything.dense and planned.cache == everything.cache
+    resident = everything.weights - planned.streamed
+    assert resident < planned.weights < resident + 0.8 * planned.streamed
+
+
 def test_what_is_not_served_is_refused_in_one_line():
     for line, changes in (
         ("--serve: plans decoders", {"model__preset": "t5_test"}),
+        ("offload.params: is 'nvme', and an engine streams", {"offload__params": "nvme"}),
+        ("offload.params: is 'host', .*mesh.model=1", {"offload__params": "host", "mesh__model": 2}),
         ("mesh.context: is 2", {"mesh__context": 2}),
         ("mesh.model: is 16, and --serve sees 8 devices", {"mesh__model": 16}),
         ("seq_len: is 4096, and the model has 1024 positions", {"model__preset": "gpt2", "seq_len": 4096}),

@@ -12,6 +12,7 @@ import os
 import pathlib
 import signal
 import sys
+from typing import Any
 
 import jax
 
@@ -26,8 +27,10 @@ from zerojax.interop import huggingface, pretrained
 from zerojax.launch import devices, early, ending, processes
 from zerojax.serve import followers
 from zerojax.serve import words as words_lib
+from zerojax.zero.offload import settings
 
 KEY = "ZEROJAX_API_KEY"
+DEVICE, HOST = "device", "host"  # where weights are
 NEEDED = ("starlette", "uvicorn", "h11")
 _LAST = 5.0  # seconds in which the engine's thread ends
 
@@ -127,8 +130,15 @@ def _model(
     for setting in pretrained.unread_settings(folder):
         print(f"zerojax: note: {setting} of the folder is not applied", file=sys.stderr, flush=True)
     mesh = mesh_lib.make_mesh(model=ways, devices=jax.devices()[:ways])
-    dtype = huggingface.DTYPES.get(given.dtype)
-    loaded = pretrained.load_huggingface(folder.path, mesh=mesh, stage=0, dtype=dtype)
+    how: dict[str, Any] = {"mesh": mesh, "stage": 0, "dtype": huggingface.DTYPES.get(given.dtype)}
+    if given.weights == HOST:
+        if ways > 1:
+            raise UserError(
+                f"--weights {HOST}: streams them to one device, and they are to be sharded over {ways}; omit it, or --tensor_parallel"
+            )
+        offload = {"params": settings.HOST, "params_fraction": given.host_fraction}
+        how |= {"stage": 3, "offload": offload, "min_size": 1}
+    loaded = pretrained.load_huggingface(folder.path, **how)
     sizes = {"slots": given.slots, "max_len": given.max_len, "max_inputs": given.max_inputs, "chunk": given.chunk}
     adapters = {own: loaded.read_adapter(path) for own, path in named.items()}
     engine = engine_lib.Engine(loaded, format=given.format, adapters=adapters, text_of=words.text_of, **sizes)
@@ -211,6 +221,13 @@ def _parse(words: list[str]) -> argparse.Namespace:
         choices=("auto", *huggingface.DTYPES),
         help="of the weights; auto: as they are stored",
     )
+    add(
+        "--weights",
+        default=DEVICE,
+        choices=(DEVICE, HOST),
+        help="where they are: host streams them block by block for each step, for models that no device holds (device)",
+    )
+    add("--host_fraction", type=float, help="of the weights' bytes that are in host memory, for --weights host (1)")
     add("--slots", type=int, default=8, help="answers at once (8)")
     add(
         "--max_len",
@@ -245,6 +262,11 @@ def _parse(words: list[str]) -> argparse.Namespace:
     for name in ("slots", "max_len", "max_inputs", "chunk", "tensor_parallel", "max_body", "emulate_devices"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise UserError(f"--{name}: must be 1 or more, and is {getattr(given, name)}")
+    if given.host_fraction is not None and given.weights != HOST:
+        raise UserError("--host_fraction: is of --weights host; give both, or omit it")
+    given.host_fraction = 1.0 if given.host_fraction is None else given.host_fraction
+    if not 0 < given.host_fraction <= 1:
+        raise UserError(f"--host_fraction: must be above 0 and at most 1, and is {given.host_fraction:g}")
     if given.queue < 0:
         raise UserError(f"--queue: must be 0 or more, and is {given.queue}")
     if not 0 < given.max_seconds < 1e7:

@@ -230,7 +230,7 @@ def load_huggingface(
       adapter: a folder of PEFT, whose adapters are added. `lora` may then only say `dropout` and `quantize`; its other fields are the
         folder's.
       seed: of fresh adapters.
-      **options: `overrides`, `min_size`, `indivisible` and `trainable` of `partition_state`.
+      **options: `overrides`, `min_size`, `indivisible`, `trainable` and, for weights in host memory, `offload` of `partition_state`.
 
     Raises:
       UserError: a folder is not one of a model or an adapter that zerojax computes, or is damaged; the line names what is wrong.

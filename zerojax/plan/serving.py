@@ -2,7 +2,7 @@
 
 A step adds a token to each of B texts. It reads the weights once and the cache of every text, and multiplies with every weight:
 
-    seconds(B) >= max((weights + B x cache) / bandwidth, B x FLOPs / matrix rate)
+    seconds(B) >= max((weights + B x cache) / bandwidth, B x FLOPs / matrix rate, weights in host memory / rate of its link)
 
 Of a mixture of experts it reads those that the B tokens take; they are counted as if each token drew its experts evenly.
 """
@@ -29,13 +29,14 @@ class Served:
       length: tokens of a text, for which each slot has room.
       dtype: of the matmuls: "bf16" or "fp32".
       format: of the kernels.
-      weights: all of them.
+      weights: those on the device, with those that arrive from host memory at once.
       dense: those that every step reads: not the embedding's, of which it reads rows.
       experts: those of mixtures, of which a token reads `share`.
       share: the share of a mixture's experts that a token takes.
       cache: of a text.
       row: of a text's scores and of the tokens that it has.
       flops: of a token.
+      streamed: the weights in host memory, all of which each step reads over its link.
     """
 
     devices: int
@@ -49,6 +50,7 @@ class Served:
     cache: int
     row: int
     flops: float
+    streamed: int = 0
 
     def read(self, batch: int) -> float:
         """Returns the bytes that a step of `batch` texts reads."""
@@ -64,6 +66,7 @@ class ServingPlan:
       target: the kind of device.
       largest: the most texts that fit; None if the memory is unknown.
       bandwidth: bytes/s of a device's memory; None if it is unknown.
+      link: bytes/s from host memory; None if it is unknown, or nothing is there.
       rows: (batch, bytes of a device, most tokens/s of all texts or None) for batches of 1, 2, 4, ... and the largest.
     """
 
@@ -71,6 +74,7 @@ class ServingPlan:
     target: targets.Target
     largest: int | None
     bandwidth: targets.Figure | None
+    link: targets.Figure | None
     rows: tuple[tuple[int, int, float | None], ...]
 
 
@@ -87,9 +91,10 @@ def plan(served: Served, target: targets.Target) -> ServingPlan:
     if target.usable is not None:
         largest = (target.usable - served.weights) // each
         if largest < 1:
+            way_out = "raise offload.params_fraction" if served.streamed else "raise mesh.model, or give a --format"
             raise UserError(
                 f"--serve: the weights take {display.human(served.weights)} and a text of {served.length} tokens {display.human(each)} on "
-                f"each device, and XLA may use {display.human(target.usable)} there; raise mesh.model, or give a --format"
+                f"each device, and XLA may use {display.human(target.usable)} there; {way_out}"
             )
     rates, bandwidth = rates_lib.of(target.name), target.memory_bandwidth
     if rates is not None:
@@ -98,16 +103,22 @@ def plan(served: Served, target: targets.Target) -> ServingPlan:
     batches = sorted(
         {*(1 << n for n in range(most.bit_length()) if 1 << n <= most), most, *([largest] if largest else [])}
     )
-    rows = tuple((batch, served.weights + batch * each, _tokens(served, target, bandwidth, batch)) for batch in batches)
-    return ServingPlan(served, target, largest, bandwidth, rows)
+    link = target.host_link if served.streamed else None
+    rows = tuple(
+        (batch, served.weights + batch * each, _tokens(served, target, bandwidth, link, batch)) for batch in batches
+    )
+    return ServingPlan(served, target, largest, bandwidth, link, rows)
 
 
-def _tokens(served: Served, target: targets.Target, bandwidth: targets.Figure | None, batch: int) -> float | None:
+def _tokens(
+    served: Served, target: targets.Target, bandwidth: targets.Figure | None, link: targets.Figure | None, batch: int
+) -> float | None:
     """Returns the most tokens/s of all texts of a batch; None if the target's rates are unknown."""
     matrix = target.matrix_rates.get(served.dtype)
-    if bandwidth is None or matrix is None:
+    if bandwidth is None or matrix is None or (served.streamed and link is None):
         return None
-    return batch / max(served.read(batch) / bandwidth.value, batch * served.flops / matrix.value)
+    arrives = 0.0 if link is None else served.streamed / link.value
+    return batch / max(served.read(batch) / bandwidth.value, batch * served.flops / matrix.value, arrives)
 
 
 def text(found: ServingPlan) -> str:
@@ -128,6 +139,9 @@ def text(found: ServingPlan) -> str:
         if found.largest is None
         else f"{found.largest:,} texts fit at most, before what programs compute with",
     ]
+    if served.streamed:
+        link = "an unknown rate" if found.link is None else f"{found.link.value / 1e9:.0f} GB/s ({found.link.source})"
+        lines.append(f"{display.human(served.streamed)} of weights in host memory, which every step reads at {link}")
     if found.bandwidth is not None:
         lines.append(
             f"memory at {found.bandwidth.value / 1e12:.2f} TB/s ({found.bandwidth.source}); a bound, not a measurement"
@@ -144,5 +158,6 @@ def as_json(found: ServingPlan) -> dict[str, Any]:
         "served": dataclasses.asdict(found.served),
         "largest_batch": found.largest,
         "memory_bandwidth": None if found.bandwidth is None else dataclasses.asdict(found.bandwidth),
+        "host_link": None if found.link is None else dataclasses.asdict(found.link),
         "batches": rows,
     }

@@ -1,7 +1,9 @@
 """Counts what an engine holds of a config's model. This module connects a config to `zerojax.plan.serving`. It compiles nothing."""
 
+import collections
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -16,6 +18,8 @@ from zerojax.plan import serving
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.tree import Leaf
+from zerojax.zero import stages
+from zerojax.zero.step_programs import arrivals
 
 EXPERT = "expert"  # in the paths of a mixture's weights, whose first dim counts experts
 
@@ -36,9 +40,11 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
             raise UserError(
                 f"mesh.{axis}: is {getattr(config.mesh, axis)}, and serving is planned over mesh.model; set 1"
             )
-    if config.offload.params != "none":
+    is_streamed = config.offload.params != "none"
+    if is_streamed and (config.offload.params != "host" or config.mesh.model > 1 or format != "none"):
         raise UserError(
-            f"offload.params: is {config.offload.params!r}, and an engine's weights are on devices; set 'none'"
+            f"offload.params: is {config.offload.params!r}, and an engine streams weights from host memory to one device, as they are; set "
+            "'host', mesh.model=1 and no --format, or offload.params='none'"
         )
     family, model = model_lib.shape(config, model_lib.source(config))
     if family.is_classifier or family.is_encoder_decoder:
@@ -58,12 +64,15 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
     placed = weights.abstract(family, model, abstract, mesh, dtype, format)
     is_tied, count = not family_lib.heads(family, model), getattr(model, "num_experts", 0)
-    sizes = {"dense": 0, "experts": 0, "rows": 0}
+    on_host = _on_host(config, abstract, mesh) if is_streamed else frozenset()
+    sizes, arriving = {"dense": 0, "experts": 0, "rows": 0}, collections.Counter[str]()
     active, share = 0.0, model.experts_per_token / count if count else 0.0
     for path, leaf in tree.flatten(placed):
         is_mixed = bool(count) and EXPERT in path and leaf.shape[0] == count
         is_read = not path.endswith("/embedding") or (is_tied and path == "embed/embedding")
         sizes["experts" if is_mixed else "dense" if is_read else "rows"] += _nbytes(leaf)
+        if path in on_host:
+            arriving[tree.block_of(path, re.compile(family.blocks)) or path] += _nbytes(leaf)
     for path, leaf in tree.flatten(abstract):
         is_mixed = bool(count) and EXPERT in path and leaf.shape[0] == count
         if not path.endswith("/embedding") or (is_tied and path == "embed/embedding"):
@@ -79,14 +88,22 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
         length=config.seq_len,
         dtype="bf16" if dtype == jnp.bfloat16 else "fp32",
         format=format,
-        weights=sum(sizes.values()),
+        weights=sum(sizes.values()) - arriving.total() + sum(n for _, n in arriving.most_common(arrivals.AHEAD + 2)),
         dense=sizes["dense"],
         experts=sizes["experts"],
         share=share,
         cache=cache,
         row=model.vocab_size * (jnp.dtype(jnp.float32).itemsize + 1),
         flops=2 * (active + attended) / ways,
+        streamed=arriving.total(),
     )
+
+
+def _on_host(config: settings_lib.Config, abstract: Any, mesh: Any) -> frozenset[str]:
+    """Returns the paths of the weights that are in host memory."""
+    offload = {name: getattr(config.offload, name) for name in ("params", "params_fraction", "params_on_device")}
+    partition = stages.partition_state({"params": abstract}, mesh=mesh, stage=3, offload=offload)
+    return frozenset(path.removeprefix("params/") for path in partition.on_host)
 
 
 def _nbytes(leaf: Leaf, sharding: Any = None) -> int:

@@ -25,7 +25,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import adapters as adapters_lib
 from zerojax.inference.engine import draws as draws_lib
-from zerojax.inference.engine import growing, programs, requests, weights
+from zerojax.inference.engine import growing, programs, requests, streamed, weights
 from zerojax.models import family as family_lib
 from zerojax.ops import attention
 from zerojax.tree import PyTree
@@ -55,7 +55,7 @@ class Engine:
     Args:
       model: from `load_huggingface`, or anything with its `family`, `config`, `special`, `partition` and `params`.
       params: the weights, such as those of a training state; None: the model's. Weights that are stored where decoding wants them are not
-        copied.
+        copied. Those in host memory, by the model's partition, stay there, and are streamed block by block for each step (`streamed`).
       format: of the kernels of linear modules: "none", "int8", "fp8" or "nf4". Matmuls of few rows read this form.
       dtype: of the other weights; None: as they are.
       slots: requests that are answered at once.
@@ -70,7 +70,7 @@ class Engine:
       text_of: f(token ids) -> their text, for stop strings and the requests' `text`.
 
     Raises:
-      UserError: an argument is out of range, or weights are in host memory.
+      UserError: an argument is out of range, or does not go with where the weights are.
     """
 
     def __init__(
@@ -101,9 +101,12 @@ class Engine:
             raise UserError(
                 "engine: the model is a classifier, which writes no text; use its `apply`, or zerojax generate"
             )
-        if selection.are_params_on_host(model.partition):
-            raise UserError("engine: the weights are in host memory; load them on the devices, or use zerojax generate")
         has_adapters = getattr(model, "adapters", None) is not None
+        is_streamed = selection.are_params_on_host(model.partition)
+        if is_streamed:
+            others = {"format": format != "none", "dtype": dtype is not None, "is_gathered": is_gathered}
+            others |= {"adapters": bool(adapters), "lora": has_adapters}
+            streamed.check(model.partition, mesh, others)
         if format != "none" and (has_adapters or is_gathered):
             raise UserError(
                 f"format: {format} quantizes plain weights that stay where they are; "
@@ -125,7 +128,9 @@ class Engine:
             attention=attention.choose_kernel("auto", family.attention, mesh_lib.platform(mesh), wide),
         )
         axes: tuple[str, ...] = ()
-        if is_gathered:
+        if is_streamed:
+            self._params = params
+        elif is_gathered:
             ways = mesh_lib.size(mesh, mesh_lib.SUMMED)
             slots, axes = -(-slots // ways) * ways, mesh_lib.SUMMED if ways > 1 else ()
             self._params = params
@@ -147,8 +152,10 @@ class Engine:
         self._chunk = self._inputs or min(chunk, max_len)  # an encoder reads its prompt at once
         self._budget = prefill_tokens or self._chunk
         kernels = None if has_adapters or is_gathered else weights.kernels_of(mesh)
-        self._programs = programs.Programs(
-            family, config, mesh, shape, model.special, around, kernels, axes, bool(adapters)
+        self._programs = (
+            streamed.StreamedPrograms(family, config, mesh, shape, model.special, model.partition)
+            if is_streamed
+            else programs.Programs(family, config, mesh, shape, model.special, around, kernels, axes, bool(adapters))
         )
         self._adapters = {"": adapters_lib.NONE} | {name: n for n, name in enumerate(adapters or (), 1)}
         self._caches, self._rows = self._programs.empty(self._params)

@@ -96,16 +96,19 @@ class Programs:
             around(functools.partial(function, config)) for function in (family.start, family.extend)
         )
         jitted = functools.partial(jax.jit, donate_argnums=(1, 2))
-        self.first = jitted(self._first)
-        self.further = jitted(self._further)
-        self.decode = jitted(self._decode, static_argnames="is_plain")
+        self.first: Any = jitted(self._first)
+        self.further: Any = jitted(self._further)
+        self.decode: Any = jitted(self._decode, static_argnames="is_plain")
 
     def empty(self, params: PyTree) -> tuple[Any, SlotRows]:
         """Returns caches and rows without text, on the devices."""
-        caches, rows = jax.eval_shape(self._empty, params)
+        make = functools.partial(
+            self._empty, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+        )
+        caches, rows = jax.eval_shape(make)
         same = NamedSharding(self._mesh, P())
         shardings = jax.tree.map(self._sharding, caches), jax.tree.map(lambda _: same, rows)
-        return jax.jit(self._empty, out_shardings=shardings)(params)
+        return jax.jit(make, out_shardings=shardings)()
 
     def _empty(self, params: PyTree) -> tuple[Any, SlotRows]:
         shape = self._shape
@@ -145,6 +148,19 @@ class Programs:
         """Reads the first `lengths_R` tokens of prompts into slots; a slot of `B` drops its row."""
         adapter_R = draws.adapter[jnp.minimum(slots_R, self._shape.slots - 1)]
         scores_RV, new = self._traced(adapter_R, self._start, params, inputs, tokens_RT, lengths_R, tokens_RT.shape[1])
+        return self._after_first(caches, rows, draws, scores_RV, new, lengths_R, slots_R)
+
+    def _after_first(
+        self,
+        caches: PyTree,
+        rows: SlotRows,
+        draws: draws_lib.Draws,
+        scores_RV: jax.Array,
+        new: PyTree,
+        lengths_R: jax.Array,
+        slots_R: jax.Array,
+    ) -> tuple[Any, SlotRows, Told]:
+        """Puts the keys and values of prompts into slots, and draws."""
 
         def put(old: jax.Array, own: jax.Array) -> jax.Array:
             if old.dtype == bool:  # what a shorter mask leaves out holds nothing
@@ -167,9 +183,29 @@ class Programs:
         slot: jax.Array,
     ) -> tuple[Any, SlotRows, Told]:
         """Reads `count` tokens of one prompt, which begin at position `begin`, after those of slot `source`, into a slot. All int32[1]."""
+        own, step = self._before_further(caches, tokens_1T, begin, count, source)
+        scores_1V, own = self._traced(draws.adapter[slot], self._extend, params, own, step, tokens_1T)
+        return self._after_further(caches, rows, draws, scores_1V, own, begin + count, slot)
+
+    def _before_further(
+        self, caches: PyTree, tokens_1T: jax.Array, begin: jax.Array, count: jax.Array, source: jax.Array
+    ) -> tuple[Any, decoding.Step]:
+        """Returns the keys and values of a slot, and the step that adds to them."""
         own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, source[0], 1), caches)
         step = decoding.row_step(begin, count, tokens_1T.shape[1], self._shape.length, is_read_by_kernel=False)
-        scores_1V, own = self._traced(draws.adapter[slot], self._extend, params, own, step, tokens_1T)
+        return own, step
+
+    def _after_further(
+        self,
+        caches: PyTree,
+        rows: SlotRows,
+        draws: draws_lib.Draws,
+        scores_1V: jax.Array,
+        own: PyTree,
+        lengths: jax.Array,
+        slot: jax.Array,
+    ) -> tuple[Any, SlotRows, Told]:
+        """Puts the keys and values of one prompt into a slot, and draws."""
         caches = self._placed(
             jax.tree.map(
                 lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), slot[0], 0),
@@ -177,7 +213,7 @@ class Programs:
                 own,
             )
         )
-        return caches, *self._begun(scores_1V, rows, draws, begin + count, slot)
+        return caches, *self._begun(scores_1V, rows, draws, lengths, slot)
 
     def _begun(
         self, scores_RV: jax.Array, rows: SlotRows, draws: draws_lib.Draws, lengths_R: jax.Array, slots_R: jax.Array
@@ -195,20 +231,31 @@ class Programs:
         self, params: PyTree, caches: PyTree, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
     ) -> tuple[Any, SlotRows, Told]:
         """Adds one token to every row that is live."""
-        step = decoding.row_step(
+        scores_BV, caches = self._traced(
+            draws.adapter, self._extend, params, caches, self._before_decode(rows, draws), rows.token
+        )
+        return self._placed(caches), *self._after_decode(rows, draws, scores_BV, is_plain=is_plain)
+
+    def _before_decode(self, rows: SlotRows, draws: draws_lib.Draws) -> decoding.Step:
+        """Returns the step that adds the last token of every row that is live."""
+        return decoding.row_step(
             rows.position,
             draws.is_live.astype(jnp.int32),
             1,
             self._shape.length,
             is_read_by_kernel=self._kernels is not None,
         )
-        scores_BV, caches = self._traced(draws.adapter, self._extend, params, caches, step, rows.token)
+
+    def _after_decode(
+        self, rows: SlotRows, draws: draws_lib.Draws, scores_BV: jax.Array, *, is_plain: bool
+    ) -> tuple[SlotRows, Told]:
+        """Draws the next token of every row that is live."""
         next_B, seen_BV = draws.is_live.astype(jnp.int32), rows.seen
         if not is_plain:  # a row that is not live has no last token: its prompt may be read in parts
             seen_BV = seen_BV.at[jnp.arange(seen_BV.shape[0]), rows.token].max(draws.is_live)
         told = self._told(scores_BV, draws, rows.number, seen_BV, jnp.zeros_like(draws.is_live), is_plain=is_plain)
         token_B = jnp.where(draws.is_live, told.token, rows.token)
-        return self._placed(caches), SlotRows(token_B, rows.position + next_B, rows.number + next_B, seen_BV), told
+        return SlotRows(token_B, rows.position + next_B, rows.number + next_B, seen_BV), told
 
     def _told(
         self,

@@ -100,7 +100,8 @@ def _with_params(partition: placement.Partition, offload: settings.Offload, min_
     """Returns the partition, whose optimizer state is placed, with its params in host memory."""
     if offload.params == settings.NONE:
         return partition
-    if offload.optimizer == settings.NONE and all(found.trainable for found in partition.placements.values()):
+    is_trained = len(partition.leaves) > len(partition.placements)  # weights alone are no state of a step
+    if is_trained and offload.optimizer == settings.NONE and all(f.trainable for f in partition.placements.values()):
         raise UserError(
             f"offload.params: is {offload.params!r}, and the optimizer state of trained weights stays on the device, where their update "
             "runs; set offload.optimizer too, or freeze some weights (trainable=)"
@@ -109,7 +110,7 @@ def _with_params(partition: placement.Partition, offload: settings.Offload, min_
     fitting = {
         path: tree.shard_bytes(known[path])
         for path, found in partition.placements.items()
-        if math.prod(found.shape or ()) >= min_size and (not found.trainable or path in updated)
+        if math.prod(found.shape or ()) >= min_size and (not is_trained or not found.trainable or path in updated)
     }
     if not fitting:
         raise UserError(
