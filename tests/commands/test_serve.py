@@ -11,6 +11,7 @@ import threading
 import time
 import types
 
+import browser
 import golden_models
 import hostile_clients
 import httpx
@@ -215,6 +216,34 @@ def test_two_processes_serve_as_one_each_reads_half_of_the_weights_and_the_end_o
         lines = [line for line in both[0].err.splitlines() if not line.startswith("[Gloo]")]
         assert time.monotonic() - began < SOON and both[0].status == 1
         assert len(lines) == 1 and lines[0].startswith("zerojax: process 1 is gone"), lines
+
+
+@pytest.mark.long
+def test_a_browser_asks_by_the_page(commands, tmp_path):
+    """With a key that the user gives, a token at a time, whole and stopped."""
+    if (path := browser.find()) is None:
+        pytest.skip("no browser is installed")
+    expected = golden_models.expected("llama")
+    prompt, row = expected["input_ids"][0], expected["generated"][0]
+    with started(commands, ZEROJAX_API_KEY=KEY) as (_, url), browser.opened(path, tmp_path) as page:
+        page.open(url)
+        assert (
+            page.until('at("state").textContent') == "the API key is missing or wrong; send Authorization: Bearer KEY"
+        )
+        page.run(f'at("key").value = "{KEY}"; at("key").dispatchEvent(new Event("change"))')
+        assert page.until('at("model").value') == "llama"
+        page.run(f'at("prompt").value = "{" ".join(map(str, prompt))}"; at("tokens").value = 12; at("ask").click()')
+        assert page.until('!at("ask").disabled && at("state").textContent') == "length, 12 tokens"
+        assert list(map(int, page.run('at("answer").textContent').split())) == row[len(prompt) :][:12].tolist()
+        page.run('at("kind").value = "chat"; at("ask").click()')
+        assert "has no tokenizer.json" in page.until('!at("ask").disabled && at("state").textContent')
+        page.run('at("kind").value = "completion"; at("prompt").value = "5 6"; at("temperature").value = 1')
+        page.run('at("tokens").value = 1000; at("ask").click()')
+        page.until('at("answer").textContent')
+        page.run('at("stop").click()')
+        page.until('!at("ask").disabled')
+        assert page.run('at("state").textContent').startswith(("stopped", "stop,"))
+        until_free(url)
 
 
 @pytest.mark.long

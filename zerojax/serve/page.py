@@ -20,11 +20,13 @@ let stop = null;
 const headers = () => ({"Content-Type": "application/json",
   ...(at("key").value ? {"Authorization": "Bearer " + at("key").value} : {})});
 async function models() {
-  const found = await fetch("v1/models", {headers: headers()});
-  const told = await found.json();
-  if (!found.ok) { at("state").textContent = told.error.message; return; }
-  at("model").replaceChildren(...told.data.map(model => new Option(model.id)));
-  at("state").textContent = "";
+  try {
+    const found = await fetch("v1/models", {headers: headers()});
+    const told = await found.json();
+    if (!found.ok) { at("state").textContent = told.error.message; return; }
+    at("model").replaceChildren(...told.data.map(model => new Option(model.id)));
+    at("state").textContent = "";
+  } catch (error) { at("state").textContent = String(error); }
 }
 async function ask() {
   const is_chat = at("kind").value === "chat", text = at("prompt").value;
