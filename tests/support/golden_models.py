@@ -14,6 +14,7 @@ DECODERS = ("gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "gpt2")
 MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "gptoss", "deepseekv3")
 CLASSIFIERS = ("bert", "roberta")
 ENCODER_DECODERS = ("mbart", "pegasus", "marian")
+GENERATORS = (*NAMES, *DECODERS, *MIXTURES, *ENCODER_DECODERS)
 
 
 def expected(name: str) -> dict[str, np.ndarray]:

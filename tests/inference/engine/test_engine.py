@@ -3,30 +3,16 @@
 import collections
 import functools
 
+import golden_engines
 import golden_models
-import jax
 import numpy as np
 import pytest
-import runs
-from small_engine import LENGTH, NEW, engine, model, text_of
+from small_engine import LENGTH, engine, model, text_of
 
-import zerojax
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
-from zerojax.zero.offload import memory_kind
 
-GENERATORS = (*golden_models.NAMES, *golden_models.DECODERS, *golden_models.MIXTURES, *golden_models.ENCODER_DECODERS)
-BY_DEFAULT = {("llama", 2), ("t5", 1), ("gemma3", 4), ("marian", 2)}
-
-
-def golden_prompts(loaded, expected):
-    """Returns the prompts, and the tokens of transformers after them."""
-    generated = expected["generated"].tolist()
-    if loaded.family.is_encoder_decoder:
-        prompts = [row[mask > 0].tolist() for row, mask in zip(expected["input_ids"], expected["attention_mask"])]
-        return prompts, [row[1:] for row in generated]
-    length = len(generated[0]) - NEW
-    return [row[:length] for row in generated], [row[length:] for row in generated]
+BY_DEFAULT = {("llama", 2), ("t5", 1), ("gemma3", 4)}
 
 
 @pytest.mark.filterwarnings("ignore:mesh:UserWarning")  # four devices do not divide all heads and positions
@@ -34,58 +20,12 @@ def golden_prompts(loaded, expected):
     "name, ways",
     [
         pytest.param(name, ways, marks=() if (name, ways) in BY_DEFAULT else pytest.mark.long)
-        for name in GENERATORS
+        for name in golden_models.GENERATORS
         for ways in (1, 2, 4)
     ],
 )
 def test_greedy_tokens_are_those_of_transformers_in_slots_that_change_hands(name, ways):
-    assert_tokens_of_transformers(name, golden_models.load(name, 0, ways))
-
-
-@pytest.mark.parametrize("name", runs.cases(GENERATORS, long=set(GENERATORS) - {"gemma3"}))
-def test_weights_in_host_memory_give_the_same_tokens_and_a_step_frees_the_keys_that_it_replaces(name):
-    one, offload = zerojax.make_mesh(devices=jax.devices()[:1]), {"params": "host", "params_fraction": 0.7}
-    how = {"mesh": one, "stage": 3, "min_size": 64, "offload": offload}
-    own = assert_tokens_of_transformers(name, zerojax.load_huggingface(golden_models.FOLDER / name, **how))
-    where = set(map(memory_kind.is_on_host, jax.tree.leaves(own._params)))
-    assert where == {True, False}
-    own.submit([9], max_tokens=3, ignores_end=True)
-    own.step()
-    former = jax.tree.leaves(own._caches)
-    own.step()
-    kept = set(map(id, jax.tree.leaves(own._caches)))  # of an encoder's states
-    read = [leaf for leaf in former if id(leaf) not in kept]
-    assert read and all(leaf.is_deleted() for leaf in read)
-
-
-def assert_tokens_of_transformers(name, loaded):
-    """Prompts arrive while others are answered, are read in parts, and go on from slots that hold what they begin with."""
-    prompts, wanted = golden_prompts(loaded, golden_models.expected(name))
-    own = engine_lib.Engine(loaded, slots=2, max_len=48, max_inputs=32, chunk=16)
-    asked = []
-
-    def ask(row, known=0):
-        prompt, rest = prompts[row] + wanted[row][:known], wanted[row][known:]
-        asked.append((own.submit(prompt, max_tokens=len(rest)), rest))
-        own.step()
-        own.step()
-
-    for row in range(3):
-        ask(row)
-    if not loaded.family.is_encoder_decoder:
-        own.run()
-        for row in (2, 0, 1):
-            ask(row, known=10)
-    cancelled = own.submit(prompts[1], max_tokens=NEW)
-    own.step()
-    own.cancel(cancelled)
-    own.run()
-    for request, rest in asked:
-        assert request.tokens == rest[: len(request.tokens)]
-        assert len(request.tokens) == len(rest) or request.finish == "stop"
-    assert loaded.family.is_encoder_decoder or any(request.reused for request, _ in asked)
-    assert own.is_idle
-    return own
+    golden_engines.assert_tokens_of_transformers(name, golden_models.load(name, 0, ways))
 
 
 @functools.cache

@@ -1,7 +1,9 @@
 """Checks the weights that an engine reads. This module tests zerojax.inference.engine.weights."""
 
+import golden_models
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from small_engine import CONFIG, DECODER, LENGTH, NEW, engine, model
 
@@ -19,10 +21,7 @@ def test_a_format_gives_the_tokens_of_its_dequantized_weights(kind):
     kernel = coded._params["layer_0"]["mlp"]["up"]["kernel"]
     assert quantized.is_quantized(kernel) and quantized.is_quantized(coded._params["head"]["kernel"]) == (61 % 2 == 0)
 
-    def back(node):
-        return quantized.dequantize(node, jnp.float32) if quantized.is_quantized(node) else node
-
-    params = jax.tree.map(back, coded._params, is_leaf=quantized.is_quantized)
+    params = dequantized(coded._params)
     prompts = [[9, 11, 40], [33, 8, 50, 21]]
     plain_engine = engine()
     kept, plain_engine._params = plain_engine._params, params
@@ -32,6 +31,41 @@ def test_a_format_gives_the_tokens_of_its_dequantized_weights(kind):
         plain_engine._params = kept
     found = coded.generate(prompts, max_tokens=NEW)
     assert [request.tokens for request in found] == [request.tokens for request in wanted]
+
+
+KINDS, WAYS = ("int8", "fp8", "nf4"), (1, 2, 4)
+BY_DEFAULT = {("bart", "fp8")}
+# Every model has every format and every number of devices, and some have each pair of them.
+CASES = [
+    pytest.param(name, kind, WAYS[(row + column) % 3], marks=() if (name, kind) in BY_DEFAULT else pytest.mark.long)
+    for row, name in enumerate(golden_models.GENERATORS)
+    for column, kind in enumerate(KINDS)
+]
+
+
+@pytest.mark.filterwarnings("ignore:mesh:UserWarning")  # four devices do not divide all heads and positions
+@pytest.mark.parametrize("name, kind, ways", CASES)
+def test_all_models_give_the_tokens_of_a_generator_of_dequantized_weights(name, kind, ways):
+    plain, loaded = golden_models.load(name, 0), golden_models.load(name, 0, ways)
+    coded = weights.placed(plain.family, plain.config, plain.params, plain.partition.mesh, None, kind)
+    expected, is_pair = golden_models.expected(name), plain.family.is_encoder_decoder
+    prompts = expected["input_ids"] if is_pair else expected["input_ids"][:, :9]
+    mask = expected["attention_mask"] if is_pair else None
+    wanted = plain.generator(max_new_tokens=NEW)(dequantized(coded), prompts, mask)[:, 1 if is_pair else 9 :]
+    own = engine_lib.Engine(loaded, format=kind, slots=2, max_len=48, max_inputs=32, chunk=16)
+    rows = [row[is_own > 0] for row, is_own in zip(prompts, np.ones_like(prompts) if mask is None else mask)]
+    found = own.generate(rows, max_tokens=NEW)
+    assert [request.tokens for request in found] == [row[: len(r.tokens)].tolist() for r, row in zip(found, wanted)]
+    assert any(map(quantized.is_quantized, jax.tree.leaves(own._params, is_leaf=quantized.is_quantized)))
+
+
+def dequantized(params):
+    """Returns weights with plain kernels."""
+    return jax.tree.map(
+        lambda node: quantized.dequantize(node, jnp.float32) if quantized.is_quantized(node) else node,
+        params,
+        is_leaf=quantized.is_quantized,
+    )
 
 
 def test_weights_that_are_where_decoding_wants_them_are_not_copied():
