@@ -23,6 +23,7 @@ from zerojax.ops.tiles import over_tiles
 from zerojax.ops.tokens import attention
 from zerojax.optim.fused import fused_adamw, fused_lion
 from zerojax.optim.master_weights import with_master_weights
+from zerojax.optim.muon import muon
 from zerojax.train_state import TrainState
 from zerojax.zero.fp8.modules import Fp8
 from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
@@ -75,6 +76,7 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "memory_table",
+    "muon",
     "over_tiles",
     "pad",
     "partition_state",

@@ -36,15 +36,19 @@ DISK = "disk"  # arrays in files
 WEIGHTS_FORWARD = "weights forward"  # weights gathered for the forward pass
 WEIGHTS_BACKWARD = "weights backward"  # weights gathered for the backward pass
 UPDATED_WEIGHTS = "updated weights"  # weights gathered after the update
+MATRICES = "matrices"  # of an update that needs whole matrices, and their results
 SCALARS = "scalars"  # losses, norms and statistics
 BY_COLUMNS = "by_columns"  # the scope of operations that send activations in place of a weight (`ops.columns`)
 TENSOR_PARALLEL = "tensor_parallel"  # the scope of operations that send activations where weights are sharded as used
 CONTEXT_PARALLEL = "context_parallel"  # the scope of attention over tokens that are sharded (`ops.context_attention`)
 PACKED_WEIGHT = "packed_weight"  # the scope of collectives of weights as blocks of 8 bits (`zero.wires.packed`)
 PACKED_GRADIENT = "packed_gradient"  # of their gradients
+TO_OWNERS = (
+    "to_owners"  # of collectives of matrices, to the devices that update them, and of updates back (`optim.owners`)
+)
 SECOND_COPY = "second_copy"  # of gathers whose result is kept for the backward pass
 SENT_OF_WEIGHTS = (WEIGHTS_FORWARD, WEIGHTS_BACKWARD, GRADIENTS, UPDATED_WEIGHTS)
-SENT = (*SENT_OF_WEIGHTS, ACTIVATIONS, SCALARS, OTHER)
+SENT = (*SENT_OF_WEIGHTS, MATRICES, ACTIVATIONS, SCALARS, OTHER)
 
 # Words for roles that are names of fields.
 WORDS: Mapping[str, str] = {FROZEN: "frozen params", OPT_STATE: "optimizer state"}

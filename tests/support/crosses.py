@@ -149,7 +149,9 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
     "rslora": {"no": {}, "yes": {"lora.rslora": True}},
     "modules_to_save": {"": {}, "yes": {}},
     "frozen_dtype": {name: {"lora.frozen_dtype": name} for name in ("auto", "fp32", "bf16")},
-    "optimizer": {name: {"optimizer.name": name} for name in ("adamw", "adam", "adafactor", "lamb", "lion", "sgd")},
+    "optimizer": {
+        name: {"optimizer.name": name} for name in ("adamw", "adam", "adafactor", "lamb", "lion", "sgd", "muon")
+    },
     "moments": {name: {"optimizer.moments": name} for name in ("fp32", "bf16", "int8")},
     "clip": {"1": {}, "0": {"optimizer.clip_norm": 0.0}, "0.01": {"optimizer.clip_norm": 0.01}},
     "decay": {
@@ -260,13 +262,16 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.lora.init_from", lora_from="folder", lora_targets="all"),
     covering.never("config.lora.init_from", lora_from="folder", modules_to_save="yes"),
     covering.never(
-        "config.precision: stochastic rounding needs", precision="bf16_sr", optimizer=("adafactor", "lamb", "sgd")
+        "config.precision: stochastic rounding needs",
+        precision="bf16_sr",
+        optimizer=("adafactor", "lamb", "sgd", "muon"),
     ),
     covering.never("config.lora.quantize", quantize=("nf4", "int8"), precision="fp8"),
     covering.never("config.export.format", export="peft", lora="off"),
     covering.never(
         "config.optimizer.moments", moments=("bf16", "int8"), optimizer=_but("optimizer", "adamw", "adam", "lion")
     ),
+    covering.never("config.optimizer.name", optimizer="muon", lora="on"),
     covering.never("config.optimizer.weight_decay", optimizer=("adam", "sgd"), decay="all"),
     covering.never("config.loss_scale.static", loss_scale="static", precision=_but("precision", "fp16")),
     covering.never("config.loss_scale.init_scale", loss_scale="overflow", precision=_but("precision", "fp16")),

@@ -137,6 +137,11 @@ def of_a_part() -> Iterator[None]:
         _IS_PART.reset(token)
 
 
+def is_part() -> bool:
+    """Returns whether `init` runs in `of_a_part`."""
+    return _IS_PART.get()
+
+
 def choose(implementation: str, kind: str, mesh: Mesh | None) -> str:
     """Returns the meaning of "auto" for arrays on a mesh; None: on a single device.
 
@@ -169,7 +174,7 @@ def _transformation(settings: _Settings) -> OnePass:
             raise UserError(f"{name}: must be at least 0 and below 1, and is {value}")
     fused = OnePass(functools.partial(_init, settings), functools.partial(_update, settings))
     fused.apply = functools.partial(_apply, settings)
-    fused.decays = functools.partial(_decays, settings)
+    fused.kinds = functools.partial(_decays, settings)
     return fused
 
 
@@ -179,7 +184,7 @@ def _init(settings: _Settings, params: PyTree) -> PyTree:
             raise UserError(
                 f"{path}: the fused optimizers update floating weights, and it is {leaf.dtype}; use optax.masked"
             )
-    if settings.rule.stochastic and settings.moments == "fp32" and not _has_bf16(params) and not _IS_PART.get():
+    if settings.rule.stochastic and settings.moments == "fp32" and not _has_bf16(params) and not is_part():
         raise UserError(
             "stochastic_rounding: nothing is stored in bf16 or int8: params are not bf16 and moments='fp32'; "
             "set moments='bf16' or 'int8', or stochastic_rounding=False"

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from zerojax import errors, traces, tree
-from zerojax.optim import fused
+from zerojax.optim import fused, one_pass
 from zerojax.tree import Leaf, PyTree
 
 ELEMENTWISE, PER_LEAF, GLOBAL = "elementwise", "per_leaf", "global"
@@ -61,6 +61,14 @@ def of(tx: optax.GradientTransformation, params: PyTree, pieces: Any = None) -> 
     except Exception as error:  # of the user's own code: it needs arguments that only a train step has, or reads values
         return Locality(GLOBAL, f"its update cannot be traced ({errors.one_line(error, 100)})")
     return local
+
+
+def in_step(tx: optax.GradientTransformation, params: PyTree) -> Locality:
+    """Returns the locality of the update that a train step makes. An optimizer of one pass says of itself whether leaves may be cut: there,
+    stochastic rounding may draw other bits for a piece."""
+    if isinstance(tx, one_pass.OnePass):
+        return Locality(ELEMENTWISE if tx.is_elementwise else PER_LEAF)
+    return of(tx, params)
 
 
 def _plain(leaf: Leaf) -> jax.ShapeDtypeStruct:

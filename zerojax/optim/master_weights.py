@@ -29,8 +29,7 @@ def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTr
 
     >>> tx = with_master_weights(optax.adamw(1e-3))
     """
-    apply_inner: Any = inner.apply if isinstance(inner, OnePass) else None
-    decays: Any = getattr(inner, "decays", None)
+    whole: Any = inner if isinstance(inner, OnePass) else None
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> MasterWeightsState:
@@ -50,13 +49,14 @@ def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTr
     def apply(grads: PyTree, state: MasterWeightsState, params: PyTree, **how: Any) -> tuple[PyTree, Any, None]:
         dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
         copy_dtype = dtypes.pop() if len(dtypes) == 1 else None
-        master, inner_state, copies = apply_inner(grads, state.inner, state.master, copy_dtype=copy_dtype, **how)
+        master, inner_state, copies = whole.apply(grads, state.inner, state.master, copy_dtype=copy_dtype, **how)
         if copies is None:
             copies = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
         return copies, MasterWeightsState(master, inner_state), None
 
-    if apply_inner is None:
+    if whole is None:
         return optax.GradientTransformationExtraArgs(init, update)
     one_pass = OnePass(init, update)
-    one_pass.apply, one_pass.decays = apply, decays
+    one_pass.apply, one_pass.kinds, one_pass.received = apply, whole.kinds, whole.received
+    one_pass.is_elementwise = whole.is_elementwise
     return one_pass

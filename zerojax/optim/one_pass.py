@@ -10,8 +10,13 @@ class OnePass(optax.GradientTransformationExtraArgs):
     """An optax transformation with a second form, which does a step's update while it reads memory once.
 
     `apply(grads, state, params, *, scale, finite, shardings, copy_dtype=None) -> (params, state, copies)`; see `fused.fused_adamw`.
-    `decays(params) -> list[bool]` tells which leaves decay. But for that, leaves of one shape and dtype are updated alike, each by itself.
+    `kinds(params)` returns a value for each leaf, such as whether it decays. Leaves of one kind, shape and dtype are updated alike, each by
+    itself. If the update is not elementwise, zeros at the end of a leaf's dims change no other element all the same, where `apply` gets
+    `shapes`, a tree of the leaves without them.
+    `received(params, shardings)` is the number of elements that each device receives in an update.
     """
 
     apply: Callable[..., tuple[Any, Any, Any]]
-    decays: Callable[[Any], list[bool]]
+    kinds: Callable[[Any], list[Any]]
+    is_elementwise: bool = True
+    received: Callable[[Any, Any], int] = staticmethod(lambda params, shardings: 0)

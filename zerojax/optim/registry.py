@@ -9,7 +9,7 @@ import optax
 
 from zerojax import errors
 from zerojax.errors import UserError
-from zerojax.optim import fused, schedules
+from zerojax.optim import fused, muon, schedules
 from zerojax.optim import one_pass as one_pass_lib
 from zerojax.train_state import State
 from zerojax.tree import PyTree
@@ -33,7 +33,11 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "lamb": lambda lr, b1, b2, eps, wd, mask: optax.lamb(lr, b1, b2, eps, weight_decay=wd, mask=mask),
     "lion": lambda lr, b1, b2, eps, wd, mask: optax.lion(lr, b1, b2, weight_decay=wd, mask=mask),
     "sgd": lambda lr, b1, b2, eps, wd, mask: optax.sgd(lr, momentum=b1 or None),
+    "muon": lambda lr, b1, b2, eps, wd, mask, momentum, **own: muon.muon(
+        lr, momentum, wd, b1=b1, b2=b2, eps=eps, mask=mask, **own
+    ),
 }
+OF_MUON = ("momentum", "adamw_on")
 # name -> the arguments that it reads, beside the learning rate
 READS: dict[str, tuple[str, ...]] = {
     "adam": ("b1", "b2", "eps"),
@@ -42,6 +46,7 @@ READS: dict[str, tuple[str, ...]] = {
     "lamb": ("b1", "b2", "eps", "weight_decay"),
     "lion": ("b1", "b2", "weight_decay"),
     "sgd": ("b1",),
+    "muon": ("b1", "b2", "eps", "weight_decay", *OF_MUON),
 }
 OWN_DECAY = 0.1  # of an optimizer that has weight decay, if none is given
 
@@ -70,6 +75,9 @@ def make_optimizer(
     moments: str = "fp32",
     rounds_weights: bool = False,
     weight_decay_on: str = "matrices",
+    momentum: float = 0.95,
+    adamw_on: str = muon.ADAMW,
+    in_float32: bool = False,
 ) -> optax.GradientTransformation:
     """Returns the optax transformation of that name.
 
@@ -79,6 +87,7 @@ def make_optimizer(
       b1, b2, eps, weight_decay: of the optimizer; those that READS does not list for it are ignored.
       moments: how moments are stored: "fp32", "bf16" or "int8" (see `fused`); the last two are rounded stochastically.
       rounds_weights: whether weights are stored in bf16 and rounded stochastically.
+      momentum, adamw_on: of `muon.muon`, whose `dtype` is float32 with `in_float32`, and bfloat16 otherwise.
       weight_decay_on: the leaves that take weight decay: "matrices" (two or more dims) or "all".
 
     Raises:
@@ -93,7 +102,9 @@ def make_optimizer(
             f"weight_decay: `optimizer={optimizer}` applies none, and it is {weight_decay}; set `weight_decay=0`, or use adamw"
         )
     mask = DECAYS[weight_decay_on]
-    plain = OPTIMIZERS[optimizer](learning_rate, b1, b2, eps, weight_decay, mask)
+    own: dict[str, Any] = {"momentum": momentum, "adamw_on": adamw_on, "dtype": "float32" if in_float32 else "bfloat16"}
+    own = own if optimizer == "muon" else {}
+    plain = OPTIMIZERS[optimizer](learning_rate, b1, b2, eps, weight_decay, mask, **own)
     if moments == "fp32" and not rounds_weights:
         return plain
     if optimizer not in FUSED:
@@ -130,5 +141,5 @@ def _with_state_of(plain: optax.GradientTransformation, one_pass: one_pass_lib.O
         return params, put(state, inner), copies
 
     result = one_pass_lib.OnePass(lambda params: put(plain.init(params), one_pass.init(params)), update)
-    result.apply, result.decays = apply, one_pass.decays
+    result.apply, result.kinds = apply, one_pass.kinds
     return result

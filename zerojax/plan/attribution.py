@@ -75,6 +75,8 @@ class Attribution:
             return role, (path,) if path else ()
         if not part.taken.dtype.startswith(("f", "bf")):
             return roles.OTHER, ()
+        if re.search(rf"\b{roles.TO_OWNERS}\b", part.op_name):
+            return roles.MATRICES, ()
         if re.search(rf"\b({roles.BY_COLUMNS}|{roles.TENSOR_PARALLEL}|{roles.CONTEXT_PARALLEL})\b", part.op_name):
             return roles.ACTIVATIONS, ()
         phase = self._phase(found, part.op_name)

@@ -25,7 +25,7 @@ from zerojax.plan import departures, findings, ledger, pipelines, targets
 from zerojax.plan.offload import streams, times
 from zerojax.train_state import State
 from zerojax.zero import placement as placement_lib
-from zerojax.zero import stages, state_bytes
+from zerojax.zero import stages, state_bytes, update
 from zerojax.zero.offload import storage
 from zerojax.zero.pipeline import step as pipeline_step
 
@@ -232,7 +232,7 @@ def plan_step(
             rates=rates,
         ),
         departures=departures.departures(sent, passes=passes),
-        theory=sent.theory(passes),
+        theory=sent.theory(passes) | _of_update(placement, sent),
         bound=bound,
         compile_seconds=seconds,
         compiled=read.executable,
@@ -295,6 +295,12 @@ def _received(sent: ledger.Ledger) -> dict[tuple[str, ...] | tuple[int, ...], fl
     for row in sent.rows:
         found[row.over] = found.get(row.over, 0.0) + row.nbytes
     return found
+
+
+def _of_update(placement: Any, sent: ledger.Ledger) -> dict[str, float]:
+    """Returns the parameters that a device receives in an update that needs whole matrices."""
+    elements = update.received(placement) if placement is not None and placement.offload is None else 0
+    return {roles.MATRICES: elements / max(1, sent.params)} if elements else {}
 
 
 def _memory(

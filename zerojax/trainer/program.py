@@ -28,7 +28,7 @@ from zerojax.launch import watch
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
 from zerojax.ops import context_attention, token_order
-from zerojax.optim import master_weights, registry, schedules
+from zerojax.optim import master_weights, muon, registry, schedules
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import forward as forward_lib
@@ -409,5 +409,8 @@ def _optimizer(
         weight_decay_on=chosen.weight_decay_on,
         moments=chosen.moments,
         rounds_weights=policy.rounds_stochastically,
+        momentum=chosen.momentum,
+        adamw_on=chosen.adamw_on or muon.ADAMW,
+        in_float32=policy.compute_dtype == jnp.float32,
     )
     return schedule, tx

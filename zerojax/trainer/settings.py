@@ -273,7 +273,7 @@ class LoraSettings:
 class OptimizerSettings:
     """The optimizer with its schedule."""
 
-    name: str = setting("adamw", tuple(registry.OPTIMIZERS), "adam, adamw, adafactor, lamb, lion, sgd")
+    name: str = setting("adamw", tuple(registry.OPTIMIZERS), "adam, adamw, adafactor, lamb, lion, sgd, muon (matrices; the rest by adamw)")
     learning_rate: float = setting(3e-3, POSITIVE.at_least(1e-12, "no float32 weight would change"), "the schedule's peak")
     schedule: str = setting("cosine", (*schedules.SCHEDULES, *schedules.DEEPSPEED),
         "constant, linear, cosine; WarmupLR, WarmupDecayLR, WarmupCosineLR as in DeepSpeed")
@@ -289,6 +289,9 @@ class OptimizerSettings:
         "added to the root of that mean")
     weight_decay: float = setting(-1.0, NOT_NEGATIVE.or_minus_one("the optimizer's own"),
         "decoupled from the gradient; -1: 0.1, or 0 where the optimizer has none (adam, sgd)")
+    momentum: float = setting(0.95, SHARE, "of muon: decay of a matrix' momentum")
+    adamw_on: str = setting("", ANY,
+        'of muon: a regex of matrices that adamw updates; "": embeddings, output projections, biases, scales, adapters')
     weight_decay_on: str = setting("matrices", tuple(registry.DECAYS), 'leaves with two or more dims; "all": biases and scales too')
     clip_norm: float = setting(1.0, NOT_NEGATIVE.at_least(1e-6, "gradients of that norm change nothing; 0 turns clipping off"),
         "maximum of the global gradient norm, above eps; 0: no clipping")

@@ -50,7 +50,8 @@ def unpad(state: State, partition: placement.Partition) -> State:
 def changes_update(partition: placement.Partition, *, is_own: bool) -> bool:
     """Returns whether the padding of weights could change their update; `is_own`: the state applies gradients in its own way.
 
-    That of a one-pass optimizer it does not: zeros at the end of a dim change no other element, but for the random bits of its rounding.
+    That of a one-pass optimizer it does not: zeros at the end of a dim change no other element, but for the random bits of its
+    rounding. One that is not elementwise must know the shapes without them, which it is told in one pass alone.
     """
     if not any(leaf.padding for leaf in partition.leaves.values()):
         return False
@@ -59,7 +60,7 @@ def changes_update(partition: placement.Partition, *, is_own: bool) -> bool:
     if tx is None or is_own:
         return True
     if isinstance(tx, one_pass_lib.OnePass):
-        return False
+        return not tx.is_elementwise and any(found.overwritten for found in partition.placements.values())
     padded = partition.trainable_part(state.params)
     plain = tree.map_with_path(lambda path, leaf: _unpadded(partition, path, leaf), padded)
     return locality.of(tx, plain, pieces=padded).kind != locality.ELEMENTWISE

@@ -210,6 +210,12 @@ class Partition:
         return tree.map_with_path(keep, params)
 
 
+def unpadded(leaf: Leaf, found: Placement) -> jax.ShapeDtypeStruct:
+    """Returns a weight without its padding."""
+    padding = found.padding or (0,) * len(leaf.shape)
+    return jax.ShapeDtypeStruct(tuple(n - extra for n, extra in zip(leaf.shape, padding)), leaf.dtype)
+
+
 def is_over_state(spec: P) -> bool:
     """Returns whether a spec shards over an axis over which a stage shards."""
     return not specs_lib.axes(spec).isdisjoint(mesh_lib.STATE)

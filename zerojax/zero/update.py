@@ -61,16 +61,37 @@ def make(partition: placement.Partition) -> Callable[..., Any]:
 
 def _apply(partition: placement.Partition) -> Callable[..., Any]:
     """Returns f(before, after, grads, factor, finite, numbers) -> the new train state, for states with trainable params only."""
-    state = partition.abstract_state
-    tx = getattr(state, "tx", None)
-    overwrites = any(weight.overwritten for weight in partition.placements.values())
-    if not isinstance(tx, one_pass_lib.OnePass) or not _is_flax(state) or overwrites:
+    shardings = _shardings_of_one_pass(partition)
+    if shardings is None:
         return _by_parts
+    tx, how = partition.abstract_state.tx, {"shardings": shardings}
+    if not tx.is_elementwise:
+        trained = partition.trainable_part(partition.abstract_state.params)
+        how["shapes"] = tree.map_with_path(
+            lambda path, leaf: placement.unpadded(leaf, partition.placements[f"params/{path}"]), trained
+        )
+    return functools.partial(_in_one_pass, functools.partial(tx.apply, **how))
+
+
+def received(partition: placement.Partition) -> int:
+    """Returns the elements that each device receives in the optimizer's update, which moves matrices to owners (`optim.owners`)."""
+    shardings = _shardings_of_one_pass(partition)
+    if shardings is None:
+        return 0
+    state = partition.abstract_state
+    return state.tx.received(partition.trainable_part(state.params), shardings)
+
+
+def _shardings_of_one_pass(partition: placement.Partition) -> PyTree:
+    """Returns the shardings of the trainable weights in an update in one pass; None if the update is made through optax."""
+    state = partition.abstract_state
+    overwrites = any(weight.overwritten for weight in partition.placements.values())
+    if not isinstance(getattr(state, "tx", None), one_pass_lib.OnePass) or not _is_flax(state) or overwrites:
+        return None
     trained = partition.trainable_part(state.params)
     if not all(f"params/{path}" in partition.placements for path, _ in tree.flatten(trained)):
-        return _by_parts  # some have another role, so the shardings of their gradients and moments are unknown
-    shardings = tree.map_with_path(lambda path, _: partition.placements[f"params/{path}"].update, trained)
-    return functools.partial(_in_one_pass, functools.partial(tx.apply, shardings=shardings))
+        return None  # some have another role, so the shardings of their gradients and moments are unknown
+    return tree.map_with_path(lambda path, _: partition.placements[f"params/{path}"].update, trained)
 
 
 def _is_flax(state: State) -> bool:

@@ -82,7 +82,9 @@ def _ignored(config: settings.Config) -> Iterator[tuple[str, str]]:
         if config.fp8.recipe == fp8.DELAYED and precision.PRECISIONS[config.precision].has_fp8
         else ("fp8.history",),
         f"the optimizer {chosen.name} does not read it": tuple(
-            f"optimizer.{name}" for name in ("b1", "b2", "eps") if name not in registry.READS[chosen.name]
+            f"optimizer.{name}"
+            for name in ("b1", "b2", "eps", *registry.OF_MUON)
+            if name not in registry.READS[chosen.name]
         ),
         f"the schedule {chosen.schedule} does not fall": ()
         if chosen.schedule in schedules.FALLING

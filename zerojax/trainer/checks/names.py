@@ -33,7 +33,10 @@ KEYS = {
     "chunks": "config.pipeline.chunks",
     "clip_norm": "config.optimizer.clip_norm",
     "optimizer": "config.optimizer.name",
-    **{name: f"config.optimizer.{name}" for name in ("schedule", "warmup", "weight_decay", "moments")},
+    **{
+        name: f"config.optimizer.{name}"
+        for name in ("schedule", "warmup", "weight_decay", "moments", "momentum", "adamw_on")
+    },
     "rounds_weights": "config.precision",
     "attention": "config.model.attention",
     "seq_len": "config.seq_len",

@@ -24,7 +24,7 @@ from flax.training import train_state
 
 from zerojax import roles, specs, tree
 from zerojax.errors import UserError
-from zerojax.optim import eight_bit, locality, one_pass, pieces
+from zerojax.optim import eight_bit, locality, pieces
 from zerojax.train_state import State
 from zerojax.tree import Leaf
 from zerojax.zero import placement
@@ -72,8 +72,7 @@ def _with_opt_state(partition: placement.Partition, offload: settings.Offload, m
             "offload.optimizer: no moment or master weight belongs to a weight of at least "
             f"min_size={min_size} elements; lower min_size, or omit offload"
         )
-    is_one_pass = isinstance(trained.tx, one_pass.OnePass)  # leaf by leaf, and elementwise where leaves are cut
-    local = locality.Locality(locality.ELEMENTWISE) if is_one_pass else locality.of(trained.tx, trained.params)
+    local = locality.in_step(trained.tx, trained.params)
     if local.kind == locality.GLOBAL:
         raise UserError(
             f"offload.optimizer: the state is updated leaf by leaf, and with this optimizer {local.why}; "

@@ -203,9 +203,9 @@ class Updates(groups_lib.Division):
             roles = [
                 next(n for n, own in enumerate((item.host, item.device, item.shared)) if p in own) for p in item.order
             ]
-            decays = tx.decays(self._only({item.weight: self.params[item.weight]}))
+            kinds = tx.kinds(self._only({item.weight: self.params[item.weight]}))
             avals = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(args))
-            return item.dim, item.length, tuple(roles), tuple(decays), avals
+            return item.dim, item.length, tuple(roles), tuple(kinds), avals
         with fused.in_plain_jnp():
             traced = str(jax.make_jaxpr(functools.partial(self._run, item))(*args))
         return traced, tuple(leaf.sharding for leaf in jax.tree.leaves(args))

@@ -10,7 +10,7 @@ import optax
 
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.optim import locality, one_pass
+from zerojax.optim import locality
 from zerojax.zero import accumulate, placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.pipeline import state
@@ -128,9 +128,7 @@ def check(partition: placement.Partition) -> None:
             f"pipe: the state is a {type(held).__name__} without {' and '.join(lacking)}, and each group of devices updates its own "
             "weights; use flax's TrainState, or set `pipe=1`"
         )
-    if isinstance(held.tx, one_pass.OnePass):
-        return
-    local = locality.of(held.tx, partition.trainable_part(held.params))
+    local = locality.in_step(held.tx, partition.trainable_part(held.params))
     if local.kind == locality.GLOBAL:
         raise UserError(
             f"pipe: each group of devices updates its own weights, and with this optimizer {local.why}; where it clips by the global norm, "
