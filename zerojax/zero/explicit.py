@@ -22,7 +22,17 @@ from zerojax import specs, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import accumulate, block_settings, constraints, gather, intercept, overlap, placement, where_used
+from zerojax.zero import (
+    accumulate,
+    block_settings,
+    constraints,
+    gather,
+    intercept,
+    nnx_blocks,
+    overlap,
+    placement,
+    where_used,
+)
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, parts
 
 Program = Callable[[], dependence.TracedLoss]
@@ -216,7 +226,7 @@ def finder(partition: placement.Partition) -> Callable[[str, Any], placement.Pla
 
 def _check_weights(params: PyTree) -> None:
     """Raises a UserError for params of which the sums over devices would be no gradients."""
-    if where_used.variables(params):
+    if nnx_blocks.variables(params):
         raise UserError(
             "reduce_dtype: NNX params with other variables (batch statistics, random counts) would differ between devices; hold "
             "them in a field of the state, which the loss returns, or omit reduce_dtype"

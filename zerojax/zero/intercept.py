@@ -23,6 +23,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from flax.core import Scope
 from flax.core.scope import LazyRng
 from flax.traverse_util import unflatten_dict
@@ -31,7 +32,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import tiles
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import block_settings, remat
+from zerojax.zero import block_settings, nnx_blocks, remat
 from zerojax.zero.sharded_batch import keys as keys_lib
 
 # run(body, params, arrays, policy) -> outputs, with body(used params, *arrays) -> outputs; `params` are by path in the model.
@@ -60,15 +61,19 @@ def by_block(
         stacks: set[str] = set()
         while True:
             inside, outer = begun(stacks, params)
+            before = nnx_blocks.variables(outer)
             try:
-                with nn.intercept_methods(inside.intercept):
-                    result = loss_fn(outer, *args, **kwargs)
+                with nn.intercept_methods(inside.intercept), nnx_blocks.intercepted(inside.intercept_nnx):
+                    own_args, own_kwargs = nnx_blocks.of_this_trace((args, kwargs))
+                    result = loss_fn(outer, *own_args, **own_kwargs)
             except StackFound as found:
                 assert run is not None and found.path not in stacks
                 stacks.add(found.path)
                 run.restart()
             else:
                 inside.check_found(moves=moves)
+                changed = {path: own for path, own in nnx_blocks.variables(outer).items() if own is not before[path]}
+                nnx_blocks.set_variables(params, changed)
                 return result
 
     def begun(stacks: set[str], params: PyTree) -> tuple[Interceptor, Any]:
@@ -79,6 +84,7 @@ def by_block(
             policy,
             run=run,
             stored_of=made.stored_of if run else None,
+            nnx_stored_of=made.stored_of,
             is_leaf=is_weight,
             shape_of=shapes.get if run else None,
             stacks=stacks,
@@ -88,7 +94,7 @@ def by_block(
             if not inside.owns(path):
                 return gather_leaf(path, leaf)
             # XLA drops the gathered weights that only a block reads.
-            return leaf if run is None else made.add(gather_leaf(path, leaf), path, leaf)
+            return made.add(leaf if run is None else gather_leaf(path, leaf), path, leaf)
 
         outer = tree.map_with_path(gather_outer, params, is_leaf=is_weight)
         if run is not None:
@@ -147,6 +153,7 @@ class Interceptor:
       is_leaf: returns whether a node of the params is one stored weight.
       shape_of: f(path) -> the shape of the weight that the model was given at this path; None: `StackFound` is never raised.
       stacks: paths of blocks that `nn.scan` runs, as `StackFound` told. Their layers gather their own slices.
+      nnx_stored_of: `stored_of` of the arrays in NNX modules, which are known by their identity in any case.
     """
 
     def __init__(
@@ -160,12 +167,13 @@ class Interceptor:
         is_leaf: Callable[[Any], bool] | None = None,
         shape_of: Callable[[str], tuple[int, ...] | None] | None = None,
         stacks: Collection[str] = (),
+        nnx_stored_of: Callable[[Any], tuple[str, Any] | None] = lambda array: None,
     ):
         self._pattern = re.compile(f"(?:{how.blocks})|(?:{how.heads})" if how.heads else how.blocks)
         self._heads = re.compile(how.heads) if how.heads else None
         self._recompute, self._offload = re.compile(how.recompute), re.compile(how.offload)
         self._how, self._gather_leaf, self._policy, self._run = how, gather_leaf, policy, run
-        self._is_leaf, self._stored_of = is_leaf, stored_of
+        self._is_leaf, self._stored_of, self._nnx_stored_of = is_leaf, stored_of, nnx_stored_of
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
         self._shape_of = shape_of
@@ -187,8 +195,8 @@ class Interceptor:
         how = self._how
         if not self.entered:
             raise UserError(
-                f"blocks: {how.blocks!r} matches no Linen module called in the loss; it is a regex over module paths such as "
-                f"'layer_0' or 'decoder/block_3', or '' to gather leaf by leaf"
+                f"blocks: {how.blocks!r} matches no module of Linen or NNX called in the loss; it is a regex over module paths such as "
+                f"'layer_0' or 'layers/3', or '' to gather leaf by leaf"
             )
         if moves and self.with_unknown:
             warnings.warn(
@@ -198,8 +206,8 @@ class Interceptor:
             )
         if how.heads and not self.headed:
             raise UserError(
-                f"heads: {how.heads!r} matches no Linen module called in the loss outside of blocks; it is a regex over full module paths "
-                "such as 'head', or '' for none"
+                f"heads: {how.heads!r} matches no module of Linen or NNX called in the loss outside of blocks; it is a regex over full "
+                "module paths such as 'head', or '' for none"
             )
         for name, pattern, found in (
             ("recompute", how.recompute, self.recomputed),
@@ -249,6 +257,52 @@ class Interceptor:
         ):
             return self._run_plain(module, context.method_name, path, known, arrays, fill, policy)
         return self._lifted(module, context.method_name, path, known, arrays, fill, policy)
+
+    def intercept_nnx(self, module: nnx.Module, call: Any, args: tuple, kwargs: dict) -> Any:
+        """Runs one call of one NNX module; for `nnx_blocks.intercepted`."""
+
+        def plain() -> Any:
+            return call.__get__(module, type(module))(*args, **kwargs)
+
+        if self._inside is not None:
+            return plain()
+        block = nnx_blocks.Block(module, call, self._nnx_stored_of)
+        path = block.path
+        if not block.known or not self._pattern.fullmatch(path):
+            return plain()
+        self.entered.add(path)
+        if self._is_head(path):
+            self.headed.add(path)
+        if block.has_unknown:
+            self.with_unknown.add(path)
+        if nnx_blocks.holds_variables((args, kwargs)):
+            raise UserError(
+                f"blocks: {path} is called with an NNX module or variable, whose changes a block would lose; match other modules, or "
+                "gather leaf by leaf (blocks='')"
+            )
+        arrays, fill = _arrays_of((args, kwargs))
+        policy = None if self._is_head(path) else self._policy
+        result, names, given = _Result(), list(block.known), [*arrays, *block.inputs]
+        read, form = jax.tree.flatten([hook.of_block(names) for hook in self._how.hooks])
+
+        def body(used: Mapping[str, Any], *values: Any) -> list[Any]:
+            inner_args, inner_kwargs = fill(self._inputs(path, values[: len(arrays)]))
+            with contextlib.ExitStack() as around:
+                around.enter_context(self._entered_as(path, ()))
+                for hook, own in zip(self._how.hooks, jax.tree.unflatten(form, values[len(given) :])):
+                    around.enter_context(hook.known(own))
+                return result.take(block.run(used, list(values[len(arrays) : len(given)]), inner_args, inner_kwargs))
+
+        def gathered(stored: dict[str, Any], *values: Any) -> list[Any]:
+            return body({name: self._gather_leaf(name, weight) for name, weight in stored.items()}, *values)
+
+        if self._run is not None:
+            outputs = self._run(body, dict(block.known), [*given, *read], policy)
+        else:
+            outputs = nnx_blocks.rematerialised(gathered, policy)(block.known, *given, *read)
+        own, changed = result.give(outputs)
+        block.set_changed(changed)
+        return own
 
     def _known(self, module: nn.Module, path: str) -> dict[str, tuple[str, Any] | None]:
         """Returns {path in the module: (path in the params, stored weight), or None if it is unknown} for a module's weights."""

@@ -4,8 +4,8 @@ The time of the gather determines the memory:
 
 - By default every leaf is gathered on its own at the top of the loss. The loss runs under `jax.checkpoint` with a policy that never keeps
   a gathered weight, so the compiler gathers each again in the backward pass.
-- With `blocks` (a regex over module paths) Linen calls to the matching modules are intercepted. Each runs under its own `jax.checkpoint`
-  and gathers its own weights inside it. At any time about one block's weights are gathered.
+- With `blocks` (a regex over module paths) calls to the matching modules of Linen and NNX are intercepted. Each runs under its own
+  `jax.checkpoint` and gathers its own weights inside it. At any time about one block's weights are gathered.
 """
 
 import functools
@@ -14,13 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import block_settings, gather, intercept, placement, remat
+from zerojax.zero import block_settings, gather, intercept, nnx_blocks, placement, remat
 
 Loss = Callable[..., Any]
 
@@ -43,8 +42,9 @@ def where_used(
         module; the changes that the loss makes to its other variables (batch statistics, random counts) are kept.
       placements: the shardings of each weight, by path (`Partition.placements`). Gradients of frozen weights are 0 and not computed.
       compute_dtype: the dtype of floating weights in the forward pass; None keeps the stored one.
-      blocks: a regex over Linen module paths ("layer_\\d+"); each call to a matching module gathers its own weights and is
-        rematerialised on its own. Empty: leaves are gathered one by one at the top, and `remat` applies to the whole loss function.
+      blocks: a regex over paths of Linen or NNX modules ("layer_\\d+", "layers/\\d+"); each call to a matching module gathers its own
+        weights and is rematerialised on its own. Empty: leaves are gathered one by one at the top, and `remat` applies to the whole loss
+        function.
       heads: a regex over paths of modules that gather their own weights as blocks do, but are not rematerialised, such as an output
         projection that computes its gradients together with the loss. Empty: none.
       remat: the residuals that the backward pass keeps: "none" (all but weights), "dots" (results of matmuls), "attention" (inputs of
@@ -151,13 +151,15 @@ def wrap(
     def at_top(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
         def loss_of(stored: PyTree) -> tuple[Any, dict[str, Any]]:
             used = _gather_params(stored, gather_leaf, is_weight)
-            before = variables(used)
-            own_args, own_kwargs = jax.tree.map(lambda leaf: leaf, (args, kwargs))  # NNX variables belong to one trace
+            before = nnx_blocks.variables(used)
+            own_args, own_kwargs = nnx_blocks.of_this_trace((args, kwargs))
             result = loss_fn(used if run is None else intercept.unboxed(used), *own_args, **own_kwargs)
-            return result, {path: value for path, value in variables(used).items() if value is not before[path]}
+            return result, {
+                path: value for path, value in nnx_blocks.variables(used).items() if value is not before[path]
+            }
 
         result, changed = (loss_of if policy is None else jax.checkpoint(loss_of, policy=policy))(params)
-        _set_variables(params, changed)
+        nnx_blocks.set_variables(params, changed)
         return result
 
     return at_top
@@ -181,32 +183,15 @@ def abstract_used(params: PyTree, partition: placement.Partition, compute_dtype:
     return intercept.unboxed(tree.map_with_path(used, params))
 
 
-def variables(params: PyTree) -> dict[str, Any]:
-    """Returns the values of the NNX variables other than params; a forward pass may change these in place."""
-    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable)
-    return {tree.path_string(path): node.get_raw_value() for path, node in nodes if _is_other_variable(node)}
-
-
-def _is_other_variable(node: PyTree) -> bool:
-    return isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
-
-
 def _gather_params(stored: PyTree, gather_leaf: Callable[[str, Any], Any], is_weight: Callable[[Any], bool]) -> PyTree:
     """Gathers every weight; copies NNX variables other than params (batch statistics, random keys)."""
 
     def gather_node(path: tuple, node: PyTree) -> PyTree:
-        if _is_other_variable(node):
+        if nnx_blocks.is_other_variable(node):
             return jax.tree.map(lambda leaf: leaf, node)
         return gather_leaf(tree.path_string(path), node)
 
     def is_leaf(node: PyTree) -> bool:
-        return _is_other_variable(node) or is_weight(node)
+        return nnx_blocks.is_other_variable(node) or is_weight(node)
 
     return jax.tree_util.tree_map_with_path(gather_node, stored, is_leaf=is_leaf)
-
-
-def _set_variables(params: PyTree, values: Mapping[str, Any]) -> None:
-    """Sets the variables of the caller's NNX module that the loss changed in its copy."""
-    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable):
-        if tree.path_string(path) in values:
-            node.set_value(values[tree.path_string(path)])

@@ -1,0 +1,174 @@
+"""Intercepts the calls to blocks of NNX models. This module lets each block gather its own weights, as `intercept` does for Linen.
+
+NNX has no interceptors, so while a loss is traced the `__call__` of all NNX classes is wrapped. A module does not know its path: a block
+is found by the identity of the arrays in its `nnx.Param`s, which are those that the loss was given, whether it was given a module or
+merges one from a state. A block becomes a function of its weights, of its other variables (statistics, counts of draws) and of its
+arguments; what it changes in those variables is a result.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.tree import PyTree
+from zerojax.zero import remat
+from zerojax.zero.sharded_batch import keys as keys_lib
+
+# f(module, call, args, kwargs) -> result; see `called`
+_around: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("zerojax_nnx_around", default=None)
+
+
+@contextlib.contextmanager
+def intercepted(around: Callable[..., Any]) -> Iterator[None]:
+    """Runs `around(module, call, args, kwargs)` in place of each call `module(*args, **kwargs)` of an NNX module inside."""
+    wrapped = [cls for cls in _classes(nnx.Module) if "__call__" in vars(cls)]
+    own = {cls: vars(cls)["__call__"] for cls in wrapped}
+    token = _around.set(around)
+    try:
+        for cls, call in own.items():
+            cls.__call__ = _wrapped(call)
+        yield
+    finally:
+        for cls, call in own.items():
+            cls.__call__ = call
+        _around.reset(token)
+
+
+def _classes(cls: type) -> set[Any]:
+    below: list[Any] = cls.__subclasses__()
+    return {cls}.union(*(_classes(sub) for sub in below))
+
+
+def _wrapped(call: Any) -> Any:
+    @functools.wraps(call)
+    def wrapper(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        bound, around = call.__get__(module, type(module)), _around.get()
+        return bound(*args, **kwargs) if around is None else around(module, call, args, kwargs)
+
+    return wrapper
+
+
+def of_this_trace(value: PyTree) -> PyTree:
+    """Returns a value with copies of its NNX variables, which can only be changed in the trace that makes them."""
+    return jax.tree.map(lambda leaf: leaf, value)
+
+
+def variables(params: PyTree) -> dict[str, Any]:
+    """Returns the values of the NNX variables other than params; a forward pass may change these in place."""
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_other_variable)
+    return {tree.path_string(path): node.get_raw_value() for path, node in nodes if is_other_variable(node)}
+
+
+def is_other_variable(node: PyTree) -> bool:
+    """Returns whether a node is an NNX variable other than a param."""
+    return isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
+
+
+def set_variables(params: PyTree, values: Mapping[str, Any]) -> None:
+    """Sets the variables of the caller's NNX module that the loss changed in its copy."""
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_other_variable):
+        if tree.path_string(path) in values:
+            node.set_value(values[tree.path_string(path)])
+
+
+class Block:
+    """A call of an NNX module as a function of arrays.
+
+    Attributes:
+      known: {path in the params: stored weight}, of its weights that are those of the params.
+      has_unknown: whether it has other weights, which the loss has changed.
+      path: of the module in the params; "" if it has no such weight.
+      inputs: the arrays of its other variables, and the numbers that are folded into its random keys.
+
+    Args:
+      module: the NNX module.
+      call: the `__call__` of its class.
+      stored_of: f(array) -> (path, stored), or None for an unknown array.
+    """
+
+    def __init__(self, module: nnx.Module, call: Any, stored_of: Callable[[Any], tuple[str, Any] | None]):
+        self._module, self._call = module, call
+        self._graph, params, rest = _split(module)
+        named, self._params = tree.flatten(params), jax.tree.structure(params)
+        found = [stored_of(value) for _, value in named]
+        self.known = {weight[0]: weight[1] for weight in found if weight}
+        self._weights = [weight[0] if weight else None for weight in found]
+        self.has_unknown = not all(found)
+        roots = [w[0].removesuffix(f"/{leaf}") for w, (leaf, _) in zip(found, named) if w and w[0].endswith(f"/{leaf}")]
+        self.path = tree.below_params(roots[0]) if roots else ""
+        others = [value for (_, value), weight in zip(named, found) if not weight]
+        self._before, self._rest = jax.tree.leaves(rest), _structure(rest)
+        self._impls = [_impl(value) for value in self._before]
+        self._count = len(others), len(self._before)
+        has_keys = any(impl is not None for impl in self._impls)
+        self.inputs = [*others, *map(_words, self._before), *(keys_lib.numbers() if has_keys else ())]
+        self._changed: list[int] = []
+
+    def run(self, used: Mapping[str, Any], inputs: list[Any], args: tuple, kwargs: dict) -> tuple[Any, list[Any]]:
+        """Returns the result of the call with these weights and inputs, and the new values of the variables that it changed."""
+        others, rest = inputs[: self._count[0]], inputs[self._count[0] : sum(self._count)]
+        numbers, given = tuple(inputs[sum(self._count) :]), iter(others)
+        params = [next(given) if weight is None else used[weight] for weight in self._weights]
+        before = [
+            value if impl is None else jax.random.wrap_key_data(value, impl=impl)
+            for value, impl in zip(rest, self._impls)
+        ]
+        module = nnx.merge(
+            self._graph, jax.tree.unflatten(self._params, params), jax.tree.unflatten(self._rest, before)
+        )
+        with keys_lib.folding(numbers) if numbers else contextlib.nullcontext():
+            result = self._call.__get__(module, type(module))(*args, **kwargs)
+        _, after_params, after = _split(module)
+        if _structure(after) != self._rest or any(a is not b for a, b in zip(jax.tree.leaves(after_params), params)):
+            raise UserError(
+                f"blocks: {self.path} adds variables while it runs (sown values), or changes its params, which no block can; match other "
+                "modules, or gather leaf by leaf (blocks='')"
+            )
+        leaves = jax.tree.leaves(after)
+        self._changed = [n for n, (old, new) in enumerate(zip(before, leaves)) if old is not new]
+        return result, [_words(leaves[n]) for n in self._changed]
+
+    def set_changed(self, values: list[Any]) -> None:
+        """Gives the caller's module the values that `run` returned."""
+        leaves = list(self._before)
+        for number, value in zip(self._changed, values):
+            impl = self._impls[number]
+            leaves[number] = value if impl is None else jax.random.wrap_key_data(value, impl=impl)
+        if self._changed:
+            nnx.update(self._module, jax.tree.unflatten(self._rest, leaves))
+
+
+def _structure(value: PyTree) -> Any:
+    return jax.tree.structure(value)
+
+
+def _split(module: nnx.Module) -> tuple[Any, Any, Any]:
+    """Returns a module's graph, its params, and its other variables."""
+    parts: Any = nnx.split(module, nnx.Param, ...)
+    return parts
+
+
+def holds_variables(value: PyTree) -> bool:
+    """Returns whether arguments hold NNX modules or variables, whose changes a block would lose."""
+    kinds = (nnx.Module, nnx.Variable)
+    return any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, kinds)))
+
+
+def rematerialised(run: Callable[..., Any], policy: remat.Policy) -> Callable[..., Any]:
+    """Returns a function under `jax.checkpoint`, or itself without a policy."""
+    return run if policy is None else jax.checkpoint(run, policy=policy)
+
+
+def _impl(value: Any) -> Any:
+    return jax.random.key_impl(value) if keys_lib.is_typed(value) else None
+
+
+def _words(value: Any) -> Any:
+    return jax.random.key_data(value) if keys_lib.is_typed(value) else value
