@@ -46,7 +46,7 @@ from zerojax.trainer.card import tally as tally_lib
 from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import effects, host, names, texts
 from zerojax.trainer.clients import outlets
-from zerojax.trainer.tuning import answers, examples, reference, rounds
+from zerojax.trainer.tuning import answers, examples, reference, rollouts, rounds
 from zerojax.tree import PyTree
 from zerojax.zero import state_bytes
 from zerojax.zero.offload import budget, storage
@@ -125,7 +125,7 @@ def train(config: settings_lib.Config, folder: pathlib.Path, stop: signals.StopS
     stop = stop or signals.StopSignal()
     say(f"devices: {devices.describe()}; everything goes to {folder}")
     prepared = prepare(config, folder)
-    tokenizer, program, streams, saver, _, start, _ = prepared
+    tokenizer, program, streams, saver, _, start, *_ = prepared
     config = program.config
     for note in resume.notes(program, saver, start, folder):
         say(note)
@@ -159,7 +159,7 @@ def _take_steps(
     card: card_lib.Card,
 ) -> loop.End:
     """Compiles the step, makes or restores the state, and trains until the last step or a stop."""
-    _, program, streams, saver, fingerprints, start, pairs = prepared
+    _, program, streams, saver, fingerprints, start, pairs, asked = prepared
     health = _open_health(config, program, saver, start)
     with _open_recorder(config, program, health, tally, folder, start) as recorder:
         patience = patience_lib.EarlyStop.resumed(config.evaluate.patience, start.saved)
@@ -188,6 +188,7 @@ def _take_steps(
                 profile=profile,
                 stop=stop,
                 patience=patience,
+                next_batch=None if asked is None else lambda step, state: asked.next(step, state.params),
                 is_unevaluated=_is_unevaluated(start),
             )
     if not end.is_stopped and (skipped := health.summary()):
@@ -203,9 +204,11 @@ def _evaluation(
 
     It raises `signals.Stopped` within a batch if the run is to stop.
     """
-    tokenizer, program, streams, *_, pairs = prepared
+    tokenizer, program, streams, *_, pairs, asked = prepared
 
     def loss_of(params: PyTree) -> float | None:
+        if asked is not None:
+            return None  # its loss is that of answers that it gave
         return program_lib.held_out_loss(program, streams, params, stop.check)
 
     def evaluate(step: int, params: PyTree) -> float | None:
@@ -218,7 +221,7 @@ def _evaluation(
         yield evaluate
         return
     ends = pairs.ends(program.config.epochs, program.sizes.global_batch_size)
-    kept = rounds.Rounds(recorder, loss_of, answers.make(program, tokenizer, pairs, stop.check), ends)
+    kept = rounds.Rounds(recorder, loss_of, answers.make(program, tokenizer, pairs, stop.check), ends, asked is None)
     kept.begin()
     try:
         yield kept.evaluate
@@ -236,6 +239,7 @@ class Prepared(NamedTuple):
     fingerprints: Mapping[str, str]
     start: resume.Start
     pairs: splits.Splits | None
+    asked: rollouts.Rollouts | None
 
 
 @names.errors_of_config()
@@ -263,6 +267,7 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
         repeated = f"an evaluation reads the text of config.data.eval_split {streams.times:.1f} times"
         say(f"config.evaluate.batches={config.evaluate.batches} is more than there is: {repeated}")
     keep = config.checkpoint
+    asked = rollouts.Rollouts(program, tokenizer, pairs, streams) if pairs and config.data.task == tasks.GRPO else None
     saver = checkpointer.Checkpointer(
         folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best, run_id=processes.run_id()
     )
@@ -271,7 +276,7 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     start = resume.find(program, saver, streams, fingerprints, folder)
     if pairs is not None and pairs.has_pairs and start.saved is not None:
         reference.restore(pairs, folder)
-    return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs)
+    return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs, asked)
 
 
 def _load_pairs(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path) -> splits.Splits:
@@ -428,7 +433,7 @@ def _first_state(
     goes_on: bool,
 ) -> State:
     """Initialises the state with its shardings or restores it, and writes the config: the folder now belongs to this run."""
-    _, program, _, saver, _, start, pairs = prepared
+    _, program, _, saver, _, start, pairs, _ = prepared
     watch.at(watch.RESTORE)
     if start.saved is None:
         with start_up.without_collector():

@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -119,8 +119,14 @@ class Feed:
 
     def next(self) -> Batch:
         """Returns the next training batch: {name: int32[(accum,) batch, length]}."""
+        return self._sharded(next(self._train))
+
+    def placed(self, rows: Mapping[str, np.ndarray]) -> Batch:
+        """Returns a training batch of rows that all processes have: {name: int32[global_batch_size, length]}."""
+        return self._sharded({name: array[self._passes.own] for name, array in rows.items()})
+
+    def _sharded(self, local: dict[str, np.ndarray]) -> Batch:
         own = self._passes
-        local = next(self._train)
         if own.count == 1:
             return own.shard(local, (own.rows,))
         return own.shard(own.divided(local), (own.count, own.rows))

@@ -12,13 +12,13 @@ from zerojax.models import family as family_lib
 from zerojax.tree import PyTree
 
 
-def with_adapters(family: family_lib.Family, chosen: targets.Targets) -> family_lib.Family:
-    """Returns the family with functions that run the adapters among the weights that they are given. Adapters have dropout inside"""
+def with_adapters(family: family_lib.Family, chosen: targets.Targets, share: float = 1.0) -> family_lib.Family:
+    """Returns the family with functions that run the adapters among the weights that they are given, times `share`: 0 turns them off."""
 
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with linen.applied(chosen.scale, chosen.lora.dropout):
+            with linen.applied(lambda path: share * chosen.scale(path), chosen.lora.dropout):
                 return function(*args, **kwargs)
 
         return run

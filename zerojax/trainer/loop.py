@@ -88,6 +88,7 @@ def run(
     checkpoints: Checkpoints,
     stop: signals.StopSignal,
     patience: patience_lib.EarlyStop,
+    next_batch: Callable[[int, State], Any] | None = None,
     is_unevaluated: bool = False,
 ) -> End:
     """Trains from `step` until the last step or a signal. A signal gives up an evaluation, which the run that resumes begins with.
@@ -97,6 +98,7 @@ def run(
       first_state: returns the state at `step`. The loop creates it, so that nothing else holds buffers that each step donates.
       evaluate: (step, params) -> the held-out loss, which it records, or None if nothing is held out. Raises `signals.Stopped` to give up.
       patience: ends the run after evaluations without a lower loss. A step with the lowest loss so far is then saved.
+      next_batch: (step, state before it) -> its batch; None: the next of `streams`.
       is_unevaluated: whether the evaluation at `step` was given up.
 
     Raises:
@@ -123,7 +125,7 @@ def run(
             recorder.settle(state)
             profile.start()
         watch.at(watch.DATA, step)
-        batch = streams.next()
+        batch = streams.next() if next_batch is None else next_batch(step, state)
         watch.at(watch.STEP, step)
         assert plan is not None
         with jax.profiler.StepTraceAnnotation("train", step_num=step), recorder.away():

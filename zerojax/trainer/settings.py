@@ -329,7 +329,7 @@ class DataSettings:
     eval_file: str = setting("", ANY, 'held-out examples beside train_file; "": none')
     task: str = setting("text", tasks.TASKS,
         '"text" learns windows of documents; "seq2seq", "classification" and "chat" learn answers (docs/fine_tuning.md), "dpo" which of '
-        "two is better (config.dpo), and read the rest")
+        "two is better (config.dpo), \"grpo\" what is rewarded (config.grpo), and read the rest")
     prompt: str = setting("{text}", ANY, "a template with fields in braces")
     answer: str = setting("{label}", ANY, "a template of the answer; of dpo: of the chosen one")
     rejected: str = setting("{rejected}", ANY, "of dpo: a template of the other answer")
@@ -351,6 +351,21 @@ class DpoSettings:
     loss: str = setting("sigmoid", tuple(preferences.LOSSES), '"sigmoid": DPO; "ipo": a squared distance to a margin of 1 / (2 beta)')
     label_smoothing: float = setting(0.0, SHARE.up_to(0.5, "more would prefer the rejected answers"),
         "of \"sigmoid\": the share of pairs that are taken to be in the wrong order")
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoSettings:
+    """What is learned of the model's own answers, the task "grpo" (docs/fine_tuning.md)."""
+
+    reward: str = setting("exact", ANY,
+        'of an answer: "exact" (the label), "letters" (the share of its letters), "regex" (the label is one), or "module:function" of '
+        "(prompt, answer, label)")
+    group: int = setting(8, POSITIVE.at_least(2, "an answer is compared with others to its prompt"),
+        "answers to a prompt; config.global_batch_size counts answers")
+    inner_steps: int = setting(1, POSITIVE, "steps on the same answers")
+    clip: float = setting(0.2, SHARE, 
+        "with inner steps: the ratio of a token's probability to that when it was drawn counts up to 1 +- this")
+    kl: float = setting(0.0, NOT_NEGATIVE, "with adapters: the weight of the divergence from the model without them")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -456,6 +471,7 @@ class Config:
     loss_scale: LossScaleSettings = dataclasses.field(default_factory=LossScaleSettings)
     data: DataSettings = dataclasses.field(default_factory=DataSettings)
     dpo: DpoSettings = dataclasses.field(default_factory=DpoSettings)
+    grpo: GrpoSettings = dataclasses.field(default_factory=GrpoSettings)
     evaluate: EvaluateSettings = dataclasses.field(default_factory=EvaluateSettings)
     checkpoint: CheckpointSettings = dataclasses.field(default_factory=CheckpointSettings)
     sample: SampleSettings = dataclasses.field(default_factory=SampleSettings)

@@ -21,7 +21,7 @@ from zerojax.plan import targets, traced
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings
-from zerojax.trainer.tuning import preferences
+from zerojax.trainer.tuning import preferences, rewarded
 from zerojax.tree import PyTree
 from zerojax.zero import forward_only, placement, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
@@ -63,7 +63,10 @@ def _of_labels(config: settings.Config, family: family_lib.Family, model: Any) -
     return of_labels
 
 
-_OBJECTIVES: Mapping[str, Callable[..., Callable[..., Any]]] = {tasks.DPO: preferences.loss}
+_OBJECTIVES: Mapping[str, Callable[..., Callable[..., Any]]] = {
+    tasks.DPO: preferences.loss,
+    tasks.GRPO: rewarded.loss,
+}
 
 
 def pipeline(

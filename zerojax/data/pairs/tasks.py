@@ -19,9 +19,9 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import templates
 from zerojax.errors import UserError
 
-TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO = "text", "seq2seq", "classification", "chat", "dpo"
-TASKS = (TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO)
-ANSWERS = {DPO: 2}  # beside each other in a row; 1 in other tasks
+TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO = "text", "seq2seq", "classification", "chat", "dpo", "grpo"
+TASKS = (TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO)
+ANSWERS = {DPO: 2, GRPO: 1}  # of the tasks that compare answers: how many are beside each other in a row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -186,6 +186,16 @@ class Engine:
         """Returns the requests that wait, and those that have a slot."""
         return {"waiting": len(self._waiting), "running": sum(slot.request is not None for slot in self._slots)}
 
+    def renew(self, params: PyTree) -> None:
+        """Answers what is asked from now on with other weights, of the same shapes, dtypes and shardings. Nothing may be asked still.
+
+        For an engine with `is_gathered`, which reads weights as they are. What slots hold of earlier texts is forgotten.
+        """
+        assert self.is_idle
+        self._params = params
+        for slot in self._slots:
+            slot.text = []
+
     def generate(self, prompts: Iterable[Sequence[int]], **settings: Any) -> list[requests.Request]:
         """Answers prompts of token ids, and returns the requests in the prompts' order; for `settings` see `requests.RequestSettings`.
 

@@ -13,6 +13,11 @@ from zerojax.zero import stages
 from zerojax.zero.wires import packed
 
 LORA_ON = ("lora.r", "lora.init_from")
+# of an evaluation, which a task does not read
+_OF_EVALUATION = {
+    tasks.DPO: ("evaluate.answers",),
+    tasks.GRPO: ("evaluate.batches", "evaluate.patience", "checkpoint.keep_best"),
+}
 OFF = {"sample.length": 0}  # values that ask for nothing
 
 
@@ -48,17 +53,22 @@ def _of_task(config: settings.Config) -> dict[str, tuple[str, ...]]:
         unread = (*unread, *of_pairs)
     else:
         unread = (*unread, *of_chat)
-    unread = (*unread, "pack") if task == tasks.DPO else (*unread, "rejected")
+    if task in tasks.ANSWERS:
+        unread = (*unread, "pack")
+    if task != tasks.DPO:
+        unread = (*unread, "rejected")
     others = ("evaluate.answers",) if task == tasks.TEXT else ("sample.length", "sample.prompt", "sample.temperature")
-    others = (
-        *others,
-        *(("evaluate.answers",) if task == tasks.DPO else ("dpo.beta", "dpo.loss", "dpo.label_smoothing")),
-    )
+    others = (*others, *_OF_EVALUATION.get(task, ()))
+    for group in {tasks.DPO, tasks.GRPO} - {task}:
+        others = (*others, *(place for place in settings.table() if place.startswith(f"{group}.")))
     return {
         f"config.data.task={task} does not read it": (*(f"data.{name}" for name in unread), *others),
         f"config.dpo.loss={config.dpo.loss} does not read it": ()
         if config.dpo.loss == preferences.SIGMOID
         else ("dpo.label_smoothing",),
+        "config.grpo.inner_steps=1 draws each token with the weights that learn from it": ()
+        if config.grpo.inner_steps > 1
+        else ("grpo.clip",),
         f"config.epochs={config.epochs:g} counts": ("steps", "evaluate.every") if config.epochs else (),
     }
 

@@ -50,6 +50,7 @@ KEYS = {
         for name in ("name", "tokenizer", "task", "prompt", "answer", "rejected", "labels", "messages", "chat_template")
     },
     **{name: f"config.data.{name}" for name in ("train_split", "eval_split", "train_file", "eval_file", "text_key")},
+    "reward": "config.grpo.reward",
     "profile": "config.profile",
     "first": "config.profile.start",
     "count": "config.profile.steps",

@@ -24,6 +24,7 @@ def check(config: settings.Config) -> None:
             raise UserError(f"config.{place}: {flaw}, and is {errors.shown(value)}")
     _check_task(config)
     _check_compared(config)
+    _check_rollouts(config)
     if config.evaluate.patience and not config.checkpoint.keep_best:
         raise UserError(
             f"config.evaluate.patience: is {config.evaluate.patience}, and the results are then those of the best checkpoint, of which "
@@ -83,6 +84,30 @@ def _check_compared(config: settings.Config) -> None:
             f"config.model.by_columns: is {config.model.by_columns!r}, and the task {task} reads each token's own loss, which needs the "
             "gathered kernel; omit it"
         )
+
+
+def _check_rollouts(config: settings.Config) -> None:
+    """Raises a UserError if a setting does not go with answers that the model gives while it trains."""
+    if config.data.task != tasks.GRPO:
+        return
+    steps, every = config.grpo.inner_steps, config.checkpoint.every
+    for place, is_wrong, why, way_out in (
+        ("epochs", config.epochs > 0, "rollouts have no epochs", "set config.steps"),
+        ("grpo.kl", config.grpo.kl > 0 and not config.lora.is_on, "its reference is the model without adapters, and there are none; a copy "
+         "of the weights is not kept", "set --config.lora.r=8, or --config.grpo.kl=0"),
+        ("grpo.kl", config.grpo.kl > 0 and bool(config.lora.modules_to_save), "its reference lacks the modules that are trained in full",
+         "omit config.lora.modules_to_save, or set --config.grpo.kl=0"),
+        ("offload.params", config.offload.params != "none", "the engine reads weights on the devices for each token",
+         "set --config.offload.params=none (config.offload.optimizer may stay)"),
+        ("mesh.pipe", config.mesh.pipe > 1, "the engine runs all layers on every device", "set --config.mesh.pipe=1"),
+        ("mesh.expert", config.mesh.expert > 1, "the engine gathers experts", "set --config.mesh.expert=1"),
+        ("checkpoint.every", every % steps > 0, f"a run that resumes asks its weights anew after each {steps} inner steps",
+         f"set --config.checkpoint.every={every + -every % steps}"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise UserError(
+                f"config.{place}: is {settings.lookup(config, place)}, and with the task grpo {why}; {way_out}"
+            )
 
 
 def not_a_choice(place: str, value: Any) -> str:

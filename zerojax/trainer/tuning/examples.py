@@ -15,6 +15,7 @@ from zerojax.interop import pretrained
 from zerojax.models import family as family_lib
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
+from zerojax.trainer.tuning import rewarded
 
 
 def special_tokens(
@@ -77,8 +78,10 @@ def lengths(config: settings_lib.Config, family: family_lib.Family, model: Any) 
         )
     known = getattr(model, "classes", ())
     shape = tasks.RowForm(is_pair, config.seq_len, data.answer_len, 0, 0, None, (), known)
-    pairs = tasks.ANSWERS.get(data.task, 1) > 1
-    return rows.of_pair(rows.lengths(shape, packs=False)) if pairs else rows.lengths(shape, packs=data.pack)
+    found = rows.lengths(shape, packs=data.pack and data.task not in tasks.ANSWERS)
+    if data.task == tasks.GRPO:
+        return rewarded.lengths(config, found)
+    return rows.of_pair(found) if data.task == tasks.DPO else found
 
 
 def load(
@@ -110,7 +113,7 @@ def load(
         tokenizer,
         settings,
         form(config, family, source, tokenizer),
-        packs=data.pack,
+        packs=data.pack and data.task not in tasks.ANSWERS,
         folder=pathlib.Path(data.tokenizer).parent if is_file else None,
     )
 

@@ -26,6 +26,7 @@ class Rounds:
       held_out_loss: (params) -> the loss, or None if nothing is held out.
       answer: (params) -> a score, or None for no answers; see `answers.make`.
       ends: the steps at which epochs end; () if the config counts no epochs.
+      has_loss: whether a step's loss is a mean over labels.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class Rounds:
         held_out_loss: Callable[[Any], float | None],
         answer: Callable[[Any], answers_lib.Score] | None,
         ends: tuple[int, ...] = (),
+        has_loss: bool = True,
     ):
         self._recorder, self._held_out_loss, self._answer, self._ends = recorder, held_out_loss, answer, ends
         self._total = self._labels = 0.0
         self._phase: phases.Phase | None = None
         self._is_told = False  # whose memory is not known
-        recorder.listen(self._add)
+        if has_loss:
+            recorder.listen(self._add)
 
     def begin(self) -> None:
         """Begins the first phase of training."""

@@ -1,0 +1,127 @@
+"""Checks that a run learns from answers of its own weights. This module tests zerojax.trainer.tuning.rollouts."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from zerojax.data import tokenizer
+from zerojax.errors import UserError
+from zerojax.trainer import model as model_lib
+from zerojax.trainer import program
+from zerojax.trainer import state as state_lib
+from zerojax.trainer.tuning import examples, rewarded, rollouts
+
+BYTES = tokenizer.load_tokenizer("bytes")
+ROUNDING = 1e-4  # of log-probabilities: a cache and a full pass sum in another order
+TASK = {
+    "data__task": "grpo",
+    "data__answer": "{label}",
+    "data__answer_len": 4,
+    "seq_len": 16,
+    "global_batch_size": 8,
+    "grpo__group": 4,
+    "grpo__reward": f"{__name__}:long",
+    "grpo__inner_steps": 2,
+    "evaluate__answers": 2,
+    "checkpoint__every": 2,
+}
+
+
+def long(prompt, answer, label):
+    """Returns a reward that differs between random answers."""
+    return sum(map(ord, answer)) % 97 / 97
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [{"text": "ab"[: i % 2 + 1] + str(i), "label": str(i)} for i in range(5)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def opened(prompts_file, devices=8, **changes):
+    with runs.on_devices(devices):
+        config = runs.config(**{**TASK, "data__train_file": prompts_file, **changes})
+        found = examples.load(config, *model_lib.family_of(config), BYTES, "")
+        built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
+        streams = program.open_feed(built, BYTES, "", found)
+        return built, rollouts.Rollouts(built, BYTES, found, streams)
+
+
+def test_advantages_are_rewards_in_units_of_their_groups_deviation():
+    found = rollouts.advantages(np.array([0, 1, 0, 1, 5, 5, 5, 5], np.float32), 4)
+    np.testing.assert_allclose(found, [-1, 1, -1, 1, 0, 0, 0, 0], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero__stage": 3, "lora__r": 4, "grpo__kl": 0.1},
+        pytest.param({"zero__stage": 3, "grad_accum": 2, "lora__r": 4, "lora__quantize": "nf4"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 2, "model__preset": "t5_test"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 1, "mesh__model": 2}, marks=runs.LONG),
+        pytest.param({"zero__stage": 1, "offload__optimizer": "host"}, marks=runs.LONG),
+    ],
+    ids=["stage 3, LoRA", "QLoRA, two passes", "T5", "tensor parallel", "offload"],
+)
+def test_answers_are_drawn_by_the_weights_as_they_are_and_are_the_same_on_one_device(prompts_file, cache_dir, changes):
+    plain = {name: value for name, value in changes.items() if not name.startswith(("zero", "mesh", "offload", "grad"))}
+    found = []
+    for devices, settings in ((4, changes), (1, {**plain, "zero__stage": 0})):
+        built, asked = opened(prompts_file, devices, **settings)
+        state = state_lib.first(built)
+        batch = asked.next(1, state.params)
+        found.append({name: np.asarray(array).reshape(8, -1) for name, array in batch.items()})
+        assert asked.next(2, state.params) is batch  # an inner step
+        again = asked.next(3, state.params)
+        read = "targets" if built.family.is_encoder_decoder else "tokens"
+        assert (np.asarray(again[read]) != np.asarray(batch[read])).any()
+    for name, array in found[1].items():
+        if name in (rewarded.OLD, rewarded.REFERENCE):
+            counts = found[1]["labeled"][:, 1:] > 0
+            both = (one[name].view(np.float32)[counts] for one in found)
+            np.testing.assert_allclose(*both, rtol=ROUNDING)
+        else:
+            np.testing.assert_array_equal(found[0][name], array, name)
+    advantage = found[0][rewarded.ADVANTAGE].view(np.float32).reshape(2, 4)
+    np.testing.assert_allclose(advantage.mean(axis=1), 0, atol=1e-5)
+    if rewarded.REFERENCE in found[0]:  # fresh adapters change nothing
+        np.testing.assert_allclose(
+            found[0][rewarded.OLD].view(np.float32), found[0][rewarded.REFERENCE].view(np.float32), rtol=ROUNDING
+        )
+
+
+def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_file, cache_dir, tmp_path):
+    settings = {**TASK, "data__train_file": prompts_file, "lora__r": 4, "grpo__kl": 0.1}
+    whole = runs.run(tmp_path / "whole", devices=2, steps=4, **settings)
+    runs.run(tmp_path / "parts", devices=2, steps=2, **settings)
+    parts = runs.run(tmp_path / "parts", devices=2, steps=4, **settings)
+    names = ("loss", "reward", "kl", "clipped")
+    assert runs.numbers(parts, names=names) == runs.numbers(whole, names=names)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"grpo__kl": 0.1}, "config.grpo.kl: is 0.1, .*without adapters"),
+        ({"grpo__group": 3}, "config.grpo.group: 3 answers .*global_batch_size=9"),
+        ({"grpo__reward": "none"}, "config.grpo.reward: must be one of"),
+        ({"seq_len": 4}, "config.seq_len: is 4, and the longest prompt .*set --config.seq_len=6"),
+        ({"offload__optimizer": "host", "offload__params": "host"}, "config.offload.params: is host"),
+        ({"mesh__pipe": 2, "grad_accum": 2}, "config.mesh.pipe: is 2"),
+        ({"mesh__expert": 2}, "config.mesh.expert: is 2"),
+        ({"mesh__context": 2}, "config.mesh.context: is 2"),
+        ({"checkpoint__every": 3}, "config.checkpoint.every: is 3, .* set --config.checkpoint.every=4"),
+        ({"precision": "fp8"}, "config.precision: is 'fp8'"),
+        ({"epochs": 1.0}, "config.epochs: is 1.0"),
+    ],
+)
+def test_what_does_not_go_with_rollouts_is_refused(prompts_file, changes, words):
+    with pytest.raises(UserError, match=words) as caught, program.names.of_config():
+        opened(prompts_file, **changes)
+    assert "\n" not in str(caught.value)
+    assert len(jax.devices()) == 8

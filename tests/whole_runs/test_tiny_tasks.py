@@ -1,0 +1,32 @@
+"""Checks that the tiny configs of compared answers learn their tasks, from beginning to end."""
+
+import importlib
+
+import runs
+
+from zerojax import train
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import metrics
+
+
+def trained(name, folder, devices):
+    raw = importlib.import_module(f"configs.{name}").get_config()
+    raw.metrics.to = ()
+    with runs.on_devices(devices):
+        train.train(config_lib.from_dict(raw), folder)
+    return metrics.read(folder)
+
+
+@runs.LONG
+def test_dpos_margin_rises(cache_dir, tmp_path):
+    lines = trained("dpo_tiny", tmp_path, 2)
+    margins = [line["reward_margin"] for line in lines if "loss" in line]
+    assert margins[0] < 0.2 and margins[-1] > 2.0 and lines[-1]["eval_loss"] < 0.1
+
+
+@runs.LONG
+def test_grpo_learns_from_chance_to_nine_in_ten(cache_dir, tmp_path):
+    lines = trained("grpo_tiny", tmp_path, 1)
+    rewards = [line["reward"] for line in lines if "loss" in line]
+    shares = [line["eval_exact_match"] for line in lines if "eval_exact_match" in line]
+    assert rewards[0] < 0.02 and rewards[-1] > 0.9 and shares[-1] >= 0.9

@@ -1,0 +1,77 @@
+"""Rewards of answers that a model in training gives. This module holds a few, and finds a function by its name.
+
+A reward is f(prompt, answer, label) -> a number, of texts: what was asked, what the model answered, and what the example's template of the
+answer says. It must depend on these alone.
+"""
+
+import importlib
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+
+from zerojax import errors
+from zerojax.errors import UserError
+
+Reward = Callable[[str, str, str], float]
+
+
+def exact(prompt: str, answer: str, label: str) -> float:
+    """Returns 1 if the answer is the label, up to spaces around them, else 0."""
+    return float(answer.strip() == label.strip())
+
+
+def letters(prompt: str, answer: str, label: str) -> float:
+    """Returns the share of the longer text's letters that both have at the same place."""
+    same = sum(one == other for one, other in zip(answer, label))
+    return same / max(len(answer), len(label), 1)
+
+
+def regex(prompt: str, answer: str, label: str) -> float:
+    """Returns 1 if the label, a regex, matches the whole answer, else 0."""
+    return float(re.fullmatch(label, answer.strip()) is not None)
+
+
+REWARDS: Mapping[str, Reward] = {"exact": exact, "letters": letters, "regex": regex}
+
+
+def find(name: str) -> Reward:
+    """Returns a reward of the table, or the function that "module:function" names; modules of the current folder are found too.
+
+    Raises:
+      UserError: there is none. The line begins with "reward".
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise UserError(f"reward: must be one of {', '.join(REWARDS)}, or module:function, and is {errors.shown(name)}")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # a module of a user may raise anything
+        raise UserError(
+            f"reward: {name} cannot be imported ({errors.one_line(error)}); name a function of a module that Python finds from here"
+        ) from error
+    if not callable(found):
+        raise UserError(f"reward: {name} is no function; name one of (prompt, answer, label)")
+    return found
+
+
+def score(reward: Reward, name: str, prompt: str, answer: str, label: str) -> float:
+    """Returns the reward of an answer.
+
+    Raises:
+      UserError: the function fails, or gives no finite number.
+    """
+    try:
+        found = float(reward(prompt, answer, label))
+    except Exception as error:
+        raise UserError(
+            f"reward: {name} failed for the answer {errors.shown(answer)} ({errors.one_line(error)}); mend it"
+        ) from error
+    if not math.isfinite(found):
+        raise UserError(f"reward: {name} gave {found} for the answer {errors.shown(answer)}; mend it")
+    return found
