@@ -188,6 +188,7 @@ def _take_steps(
                 profile=profile,
                 stop=stop,
                 patience=patience,
+                publish=lambda step, state: _publish(program, state, folder, step),
                 next_batch=None if asked is None else lambda step, state: asked.next(step, state.params),
                 is_unevaluated=_is_unevaluated(start),
             )
@@ -388,7 +389,13 @@ def _when(config: settings_lib.Config, epoch_ends: tuple[int, ...] = ()) -> loop
         save_every=config.checkpoint.every,
         saves_at_end=config.checkpoint.at_end,
         epoch_ends=epoch_ends,
+        publish_every=config.export.deltas_every,
     )
+
+
+def _publish(program: program_lib.Program, state: State, folder: pathlib.Path, step: int) -> None:
+    found = results.publish(program, state, folder / "deltas", step)
+    say(f"step {step}: {found.tensors} of {found.of} tensors published, {display.human(found.nbytes)}")
 
 
 def _compile(

@@ -94,7 +94,7 @@ def export(
     tensors = layout.written(family, model)
     _check(leaves, tensors)
     tensors = [member for tensor in tensors for member in tensor.members]
-    dtypes = _dtypes(tensors, dtype, source)
+    dtypes = dtypes_of(tensors, dtype, source)
     shards = _pack(tensors, max_shard_bytes, dtypes)
     directory = pathlib.Path(directory).resolve()  # a link stays, and its folder is replaced
     is_primary = jax.process_index() == 0
@@ -160,7 +160,7 @@ def _check(leaves: Mapping[str, Any], tensors: list[layout.ModelTensor]) -> None
             )
 
 
-def _dtypes(
+def dtypes_of(
     tensors: list[layout.ModelTensor], dtype: DTypeLike | None, source: str | os.PathLike | None
 ) -> dict[str, np.dtype]:
     """Returns each tensor's dtype, by its name."""

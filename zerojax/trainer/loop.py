@@ -33,6 +33,7 @@ class When:
       log_every, evaluate_every, save_every: steps between log lines, evaluations and checkpoints.
       saves_at_end: whether the last step is saved.
       epoch_ends: the steps at which epochs end; if there are some, these are evaluated.
+      publish_every: steps between publications of weights.
     """
 
     steps: int
@@ -41,6 +42,7 @@ class When:
     save_every: int
     saves_at_end: bool
     epoch_ends: tuple[int, ...] = ()
+    publish_every: int = 0
 
     def logs(self, step: int) -> bool:
         """Returns whether a step is logged."""
@@ -89,6 +91,7 @@ def run(
     stop: signals.StopSignal,
     patience: patience_lib.EarlyStop,
     next_batch: Callable[[int, State], Any] | None = None,
+    publish: Callable[[int, State], None] = lambda step, state: None,
     is_unevaluated: bool = False,
 ) -> End:
     """Trains from `step` until the last step or a signal. A signal gives up an evaluation, which the run that resumes begins with.
@@ -99,6 +102,7 @@ def run(
       evaluate: (step, params) -> the held-out loss, which it records, or None if nothing is held out. Raises `signals.Stopped` to give up.
       patience: ends the run after evaluations without a lower loss. A step with the lowest loss so far is then saved.
       next_batch: (step, state before it) -> its batch; None: the next of `streams`.
+      publish: (step, state after it); called when due.
       is_unevaluated: whether the evaluation at `step` was given up.
 
     Raises:
@@ -135,6 +139,11 @@ def run(
         if step == settled:
             start_up.spare_collector()
         recorder.push(step, numbers)
+        if _is_due(step, when.publish_every):
+            recorder.flush()
+            watch.at(watch.CHECKPOINT)
+            publish(step, state)
+            recorder.resume()
         if profile.ends(step):
             _end_profile(profile, plan, state, recorder)
         is_stopped = stop.agreed()

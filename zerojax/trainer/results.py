@@ -8,7 +8,8 @@ from typing import Any
 from zerojax import errors, precision
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.inference import generate, sampling
-from zerojax.interop import hub, huggingface, merged, peft
+from zerojax.interop import deltas, hub, huggingface, merged, peft
+from zerojax.lora import targets
 from zerojax.models import family as family_lib
 from zerojax.train_state import State
 from zerojax.trainer import metrics, plot, resume
@@ -64,6 +65,25 @@ def export(
     else:
         params = merged.of_params(params, weights.adapted.chosen)
     huggingface.export(params, weights.family, weights.model, folder, dtype=dtype, source=source, **of_tokenizer)
+
+
+def publish(program: program_lib.Program, state: State, folder: pathlib.Path, step: int) -> deltas.Published:
+    """Writes the tensors that changed to `folder`, adapters merged; see `deltas.publish`. All processes must call it."""
+    params, weights, changing = resume.logical_params(program, state), program.weights, None
+    if weights.adapted is not None:
+        chosen = weights.adapted.chosen
+        params = merged.of_params(params, chosen)
+        changing = {*(f"{path}/{targets.KERNEL}" for path in chosen.adapted), *chosen.saved}
+    return deltas.publish(
+        params,
+        weights.family,
+        weights.model,
+        folder,
+        step,
+        dtype=huggingface.DTYPES.get(program.config.export.dtype),
+        source=None if weights.source is None else weights.source.path,
+        may_change=lambda path: changing is None or path in changing,
+    )
 
 
 def _of_tokenizer(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer) -> dict[str, Any]:

@@ -363,7 +363,7 @@ class GrpoSettings:
     group: int = setting(8, POSITIVE.at_least(2, "an answer is compared with others to its prompt"),
         "answers to a prompt; config.global_batch_size counts answers")
     inner_steps: int = setting(1, POSITIVE, "steps on the same answers")
-    clip: float = setting(0.2, SHARE, 
+    clip: float = setting(0.2, SHARE,
         "with inner steps: the ratio of a token's probability to that when it was drawn counts up to 1 +- this")
     kl: float = setting(0.0, NOT_NEGATIVE, "with adapters: the weight of the divergence from the model without them")
 
@@ -409,6 +409,8 @@ class ExportSettings:
     push_to: str = setting("", ANY, "a name on the Hugging Face hub (user/model) that the export is written to; a new one is private")
     dtype: str = setting("auto", ("auto", *huggingface.DTYPES),
         '"fp32", "bf16", "fp16"; "auto": that of each tensor in init_from, or bf16 without one')
+    deltas_every: int = setting(0, NOT_NEGATIVE,
+        "steps between publications of the tensors that changed, in WORKDIR/deltas, for scripts/read_deltas.py; 0: never")
 
 
 @dataclasses.dataclass(frozen=True)

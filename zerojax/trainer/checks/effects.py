@@ -107,9 +107,11 @@ def _ignored(config: settings.Config) -> Iterator[tuple[str, str]]:
         if config.lora.is_on
         else tuple(place for place in settings.table() if place.startswith("lora.") and place not in LORA_ON),
         "config.export.format='peft' writes adapters as they are trained": ("export.dtype",)
-        if config.export.format == "peft"
+        if config.export.format == "peft" and not config.export.deltas_every
         else (),
-        "config.export.format='none'": () if config.export.format != "none" else ("export.dtype",),
+        "config.export.format='none'": ()
+        if config.export.format != "none" or config.export.deltas_every
+        else ("export.dtype",),
         "random tokens are not read from files": ("data.train_split", "data.text_key", "data.dir")
         if config.data.name == batches.RANDOM and not config.data.train_file
         else (),

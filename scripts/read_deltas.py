@@ -1,0 +1,75 @@
+"""Reads the weights that a run publishes, `--config.export.deltas_every=1`, into vLLM or any program with safetensors.
+
+    python scripts/read_deltas.py runs/mine/deltas            # prints what is there
+    python scripts/read_deltas.py runs/mine/deltas --since 8  # and what is newer than step 8
+
+It needs safetensors and torch, and nothing of zerojax: copy it beside the program that answers. In vLLM `Reader` extends the worker:
+
+    llm = vllm.LLM("opt/llama-3.1-8b", worker_extension_cls="read_deltas.Reader")
+    llm.collective_rpc("read_deltas", args=("runs/mine/deltas",))   # after each step that is published; each worker takes its own shards
+    llm.reset_prefix_cache()
+
+The first call reads all tensors that the folder has, the next ones those that changed since.
+"""
+
+import argparse
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import safetensors
+import torch
+
+
+def index(folder: str) -> dict[str, Any]:
+    """Returns {"step": the newest step, "tensors": {name: {"step", "file", "checksum"}}}."""
+    return json.loads((pathlib.Path(folder) / "index.json").read_text())
+
+
+def tensors(folder: str, found: dict[str, Any], since: int = -1) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) of those that an index has of steps after `since`. Raises ValueError for bytes that were not written so."""
+    by_file: dict[str, list[str]] = {}
+    for name, entry in found["tensors"].items():
+        if entry["step"] > since:
+            by_file.setdefault(entry["file"], []).append(name)
+    for file, names in by_file.items():
+        with safetensors.safe_open(pathlib.Path(folder) / file, framework="pt") as opened:
+            for name in names:
+                tensor = opened.get_tensor(name)
+                held = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                if hashlib.blake2b(held.data, digest_size=16).hexdigest() != found["tensors"][name]["checksum"]:
+                    raise ValueError(f"{folder}/{file}: {name} is not what was written; copy the folder again")
+                yield name, tensor
+
+
+class Reader:
+    """Extends a worker of vLLM, which has `self.model_runner.model`."""
+
+    _step = -1
+
+    def read_deltas(self, folder: str) -> int:
+        """Loads what is new in a folder, and returns its step."""
+        found = index(folder)
+        self.model_runner.model.load_weights(tensors(folder, found, self._step))  # type: ignore[attr-defined]
+        self._step = found["step"]
+        return self._step
+
+
+def main() -> None:
+    """Prints the tensors of a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--since", type=int, default=-1, help="the step that is known already")
+    options = parser.parse_args()
+    found = index(options.folder)
+    nbytes = 0
+    for name, tensor in tensors(options.folder, found, options.since):
+        nbytes += tensor.numel() * tensor.element_size()
+        print(name, tuple(tensor.shape), tensor.dtype, "step", found["tensors"][name]["step"])
+    print(f"step {found['step']}: {nbytes:,} bytes after step {options.since}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Checks that readers elsewhere have the newest weights. This module tests zerojax.interop.deltas and scripts/read_deltas.py."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import types
+
+import numpy as np
+import pytest
+import runs
+import safetensors.numpy
+
+from zerojax.errors import UserError
+from zerojax.interop import deltas
+from zerojax.models import families
+from zerojax.models import family as family_lib
+
+FAMILY = families.PRESETS["test"]
+
+
+@pytest.fixture(scope="module")
+def reader():
+    path = pathlib.Path(__file__).parents[2] / "scripts" / "read_deltas.py"
+    spec = importlib.util.spec_from_file_location("read_deltas", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model():
+    return dataclasses.replace(FAMILY.presets["test"], vocab_size=64, num_layers=1)
+
+
+def drawn(model, seed):
+    random = np.random.default_rng(seed)
+
+    def draw(node):
+        if isinstance(node, dict):
+            return {name: draw(child) for name, child in node.items()}
+        return random.normal(size=node.shape).astype(np.float32)
+
+    return draw(family_lib.abstract_params(FAMILY.parts, model))
+
+
+def published(params, model, folder, step, **how):
+    return deltas.publish(params, FAMILY, model, folder, step, dtype=np.float32, **how)
+
+
+def test_a_reader_gets_all_tensors_and_then_those_that_changed(reader, model, tmp_path):
+    params = drawn(model, 0)
+    first = published(params, model, tmp_path, 1, file_bytes=40_000)
+    assert first.tensors == first.of > 5 and len(list((tmp_path / "1").iterdir())) > 1
+    every = dict(reader.tensors(str(tmp_path), reader.index(str(tmp_path))))
+    assert len(every) == first.of and sum(tensor.numel() * 4 for tensor in every.values()) == first.nbytes
+    np.testing.assert_array_equal(every["model.embed_tokens.weight"], params["embed"]["embedding"])
+
+    params["norm"]["scale"] = params["norm"]["scale"] + 1
+    assert published(params, model, tmp_path, 2) == deltas.Published(1, first.of, params["norm"]["scale"].nbytes)
+    found = reader.index(str(tmp_path))
+    assert found["step"] == 2 and dict(reader.tensors(str(tmp_path), found, 1)).keys() == {"model.norm.weight"}
+    assert len(dict(reader.tensors(str(tmp_path), found))) == first.of
+    assert published(params, model, tmp_path, 3).tensors == 0
+
+
+def test_steps_that_no_index_names_are_removed_and_a_step_before_the_newest_is_written_as_a_whole(
+    reader, model, tmp_path
+):
+    for step in (1, 2, 3):
+        published(drawn(model, step), model, tmp_path, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "index.json"]
+    again = published(drawn(model, 2), model, tmp_path, 2)
+    assert again.tensors == again.of
+    assert len(dict(reader.tensors(str(tmp_path), reader.index(str(tmp_path))))) == again.of
+
+
+def test_damage_is_told(reader, model, tmp_path):
+    published(drawn(model, 0), model, tmp_path, 1)
+    (file,) = (tmp_path / "1").iterdir()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="is not what was written"):
+        list(reader.tensors(str(tmp_path), reader.index(str(tmp_path))))
+    (tmp_path / "index.json").write_text("[]")
+    with pytest.raises(UserError, match=r"index.json: is no index of weights"):
+        published(drawn(model, 0), model, tmp_path, 2)
+
+
+def test_a_worker_of_vllm_loads_what_a_run_with_adapters_publishes(reader, cache_dir, tmp_path):
+    runs.run(
+        tmp_path,
+        devices=2,
+        steps=2,
+        lora__r=4,
+        export__deltas_every=1,
+        export__format="huggingface",
+        export__dtype="fp32",
+    )
+    loaded = {}
+    worker = reader.Reader()
+    worker.model_runner = types.SimpleNamespace(model=types.SimpleNamespace(load_weights=loaded.update))
+    folder = str(tmp_path / "deltas")
+    assert worker.read_deltas(folder) == 2
+    found = json.loads((tmp_path / "deltas" / "index.json").read_text())["tensors"]
+    changed = {name for name, entry in found.items() if entry["step"] == 2}
+    assert changed and all("q_proj" in name or "v_proj" in name for name in changed)
+    exported = safetensors.numpy.load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == loaded.keys()
+    for name, tensor in exported.items():
+        np.testing.assert_array_equal(loaded[name], tensor)
+    loaded.clear()
+    worker.read_deltas(folder)
+    assert not loaded

@@ -1,0 +1,139 @@
+"""Publishes the weights of a model in training, for programs elsewhere that answer with them. This module writes what changed.
+
+    FOLDER/index.json              {"step": 8, "tensors": {NAME: {"step": 8, "file": "8/weights-00001.safetensors", "checksum": "..."}}}
+    FOLDER/8/weights-00001.safetensors, ...
+
+Names and layouts are Hugging Face's. A tensor is written if its bytes are others than those that the index knows, so a reader that has step
+4 reads the tensors of later steps (scripts/read_deltas.py). The index is replaced when all files of a step are complete: a reader finds the
+old step or the new one. Files stay while this index or the one before names them.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from zerojax import bounded, errors, files, tree
+from zerojax.errors import UserError
+from zerojax.interop import huggingface, layout, tensor_files
+from zerojax.models import family as family_lib
+from zerojax.tree import PyTree
+
+INDEX = "index.json"
+FILE_BYTES = 1 << 30  # of the tensors that are held until they are written
+
+
+class Published(NamedTuple):
+    """What was written: the number of tensors, of how many, and their bytes. Zeros on processes that do not write."""
+
+    tensors: int
+    of: int
+    nbytes: int
+
+
+def publish(
+    params: PyTree,
+    family: family_lib.Family,
+    model: Any,
+    folder: str | os.PathLike,
+    step: int,
+    *,
+    dtype: DTypeLike | None = None,
+    source: str | os.PathLike | None = None,
+    may_change: Callable[[str], bool] = lambda path: True,
+    file_bytes: int = FILE_BYTES,
+) -> Published:
+    """Writes the tensors that changed since the last step that was published. All processes must call it; the first one writes.
+
+    Args:
+      params, family, model, dtype, source: see `huggingface.export`.
+      folder: new, or with earlier steps.
+      step: the step. One that is not above that of the index, as after a resume, is written as a whole.
+      may_change: f(path of a weight) -> whether it is read if the index has it; the others are frozen.
+      file_bytes: the most bytes of tensors in a file. A larger tensor gets its own.
+
+    Raises:
+      UserError: the index is damaged, or the disk is full.
+    """
+    folder, is_primary = pathlib.Path(folder), jax.process_index() == 0
+    leaves = dict(tree.flatten(params, is_leaf=lambda node: isinstance(node, huggingface.Made)))
+    tensors = [member for tensor in layout.written(family, model) for member in tensor.members]
+    dtypes = huggingface.dtypes_of(tensors, dtype, source)
+    newest, known = _read(folder / INDEX)
+    known = known if step > newest else {}
+    fetch = huggingface.make_fetch(is_primary)
+    found, written = dict(known), 0
+    group: list[tuple[layout.ModelTensor, np.ndarray]] = []
+    partial = folder / f"{step}.partial"
+
+    def write() -> None:
+        numbered = sum(1 for _ in partial.iterdir()) + 1
+        name = f"weights-{numbered:05}.safetensors"
+        with open(partial / name, "wb") as file:
+            tensor_files.write_header(file, {tensor.name: (tensor.shape, array.dtype) for tensor, array in group})
+            for tensor, array in group:
+                file.write(array.view(np.uint8).data)
+                found[tensor.name] = {"step": step, "file": f"{step}/{name}", "checksum": checksum(array)}
+        group.clear()
+
+    with files.writing(folder, "make room, or choose another folder"):
+        if is_primary:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        for tensor in tensors:
+            if tensor.name in known and not may_change(tensor.path):
+                continue
+            fetched = fetch(leaves[tensor.path], dtypes[tensor.name], tensor.part)
+            if not is_primary:
+                continue
+            assert fetched is not None
+            array = np.ascontiguousarray(tensor.to_theirs(fetched))
+            if known.get(tensor.name, {}).get("checksum") == checksum(array):
+                continue
+            if group and sum(held.nbytes for _, held in group) + array.nbytes > file_bytes:
+                write()
+            group.append((tensor, array))
+            written += array.nbytes
+        if not is_primary:
+            return Published(0, 0, 0)
+        if group:
+            write()
+        shutil.rmtree(folder / str(step), ignore_errors=True)
+        os.replace(partial, folder / str(step))
+        files.replace(folder / INDEX, json.dumps({"step": step, "tensors": found}) + "\n")
+        _remove(folder, {entry["file"].partition("/")[0] for entries in (known, found) for entry in entries.values()})
+    changed = sum(entry["step"] == step for entry in found.values())
+    return Published(changed, len(tensors), written)
+
+
+def checksum(array: np.ndarray) -> str:
+    """Returns the BLAKE2b of an array's bytes, 16 bytes in hexadecimal."""
+    return hashlib.blake2b(array.view(np.uint8).data, digest_size=16).hexdigest()
+
+
+def _read(path: pathlib.Path) -> tuple[int, Mapping[str, Any]]:
+    """Returns the step and the tensors of an index, by name; -1 and none if there is no index."""
+    try:
+        found = bounded.parse_json(bounded.read_bytes(path))
+        keys = ("step", "file", "checksum")
+        return int(found["step"]), {name: {key: entry[key] for key in keys} for name, entry in found["tensors"].items()}
+    except FileNotFoundError:
+        return -1, {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: is no index of weights ({errors.one_line(error)}); delete the folder") from error
+
+
+def _remove(folder: pathlib.Path, kept: set[str]) -> None:
+    """Removes the steps that no index names."""
+    for path in folder.iterdir():
+        if path.is_dir() and path.name.isdigit() and path.name not in kept:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path)
