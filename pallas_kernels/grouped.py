@@ -46,6 +46,7 @@ class TritonTile:
     num_stages: int = 4
 
 
+TWIN = "grouped_twin"  # the scope of the twins' matmuls, which are dense
 # The fastest of five on an H200 (docs/benchmarks/gpu.md).
 ROWS = TritonTile(128, 256, 64, 8, 3)  # of `out` and `dlhs`
 MATRICES = TritonTile(128, 128, 64, 8, 3)  # of `drhs`
@@ -87,7 +88,8 @@ def rows_ref(lhs_MK: jax.Array, rhs_GKN: jax.Array, sizes_G: jax.Array, transpos
         return out_MN + jax.lax.dot_general(own_MK, rhs_KN, dims, preferred_element_type=jnp.float32), None
 
     empty_MN = jnp.zeros((lhs_MK.shape[0], rhs_GKN.shape[1 if transposed else 2]), jnp.float32)
-    return jax.lax.scan(add, empty_MN, (rhs_GKN, _members(sizes_G, lhs_MK.shape[0])))[0].astype(lhs_MK.dtype)
+    with jax.named_scope(TWIN):
+        return jax.lax.scan(add, empty_MN, (rhs_GKN, _members(sizes_G, lhs_MK.shape[0])))[0].astype(lhs_MK.dtype)
 
 
 def matrices_ref(lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
@@ -98,7 +100,8 @@ def matrices_ref(lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array) -> j
         dims = (((0,), (0,)), ((), ()))
         return jax.lax.dot_general(own_MK, dout_MN, dims, preferred_element_type=jnp.float32).astype(lhs_MK.dtype)
 
-    return jax.lax.map(one, _members(sizes_G, lhs_MK.shape[0]))
+    with jax.named_scope(TWIN):
+        return jax.lax.map(one, _members(sizes_G, lhs_MK.shape[0]))
 
 
 def _members(sizes_G: jax.Array, rows: int) -> jax.Array:

@@ -3,6 +3,7 @@
 A leaf of a train state has a role, and the table of stages acts on roles. The bytes that a compiled step holds or sends have roles too.
 """
 
+import re
 from collections.abc import Mapping
 
 # Leaves of a train state.
@@ -41,6 +42,11 @@ SCALARS = "scalars"  # losses, norms and statistics
 BY_COLUMNS = "by_columns"  # the scope of operations that send activations in place of a weight (`ops.columns`)
 TENSOR_PARALLEL = "tensor_parallel"  # the scope of operations that send activations where weights are sharded as used
 CONTEXT_PARALLEL = "context_parallel"  # the scope of attention over tokens that are sharded (`ops.context_attention`)
+EXPERT_PARALLEL = (
+    "expert_parallel"  # the scope of all-to-alls of tokens to their experts and back (`ops.expert_parallel`)
+)
+FURTHER_ROUNDS = "further_rounds"  # the scope of loops over tokens for which these have no room; a plan counts none
+ROOM = "room"  # "room_1.5": the scope of products of a room for 1.5 times the rows that a balanced router sends
 PACKED_WEIGHT = "packed_weight"  # the scope of collectives of weights as blocks of 8 bits (`zero.wires.packed`)
 PACKED_GRADIENT = "packed_gradient"  # of their gradients
 TO_OWNERS = (
@@ -52,3 +58,9 @@ SENT = (*SENT_OF_WEIGHTS, MATRICES, ACTIVATIONS, SCALARS, OTHER)
 
 # Words for roles that are names of fields.
 WORDS: Mapping[str, str] = {FROZEN: "frozen params", OPT_STATE: "optimizer state"}
+
+
+def room(scopes: str) -> float:
+    """Returns the rows that products in some scopes have room for, over those that a balanced router sends; 1 outside of `ROOM`."""
+    found = re.search(rf"\b{ROOM}_(\d+(\.\d+)?)", scopes)
+    return float(found[1]) if found else 1.0

@@ -268,3 +268,36 @@ def test_an_axis_over_which_layers_wait_is_named_where_it_spans_hosts(model):
     listed = findings.findings(dataclasses.replace(found, rows=rows, mesh=on), compute_dtype=jnp.bfloat16)
     rule = "layers wait for activations that travel between hosts, because model=16 spans hosts"
     assert [finding.rule for finding in listed] == [rule] * (model == 16)
+
+
+def test_tokens_that_travel_to_their_experts_beside_no_matmul_are_named():
+    found, _ = staged(3)
+    sent = {"kind": "all-to-all", "axes": ("expert",), "role": "activations", "dims": (found.params,), "is_async": True}
+    names = {"op_name": "layer_0/expert_parallel/all_to_all", "nbytes": 100}
+
+    def listed(*beside, times=1):
+        rows = [moved(found.rows[0], 1, overlaps=own, times=times, **sent, **names) for own in beside]
+        with_rows = dataclasses.replace(found, rows=sum(rows, ()))
+        return [finding.rule for finding in findings.findings(with_rows, compute_dtype=jnp.bfloat16)]
+
+    assert listed({"matmul": 2}, {"attention": 1}, {"elementwise": 3}) == []
+    assert listed({"matmul": 2}, {"elementwise": 3}) == ["tokens travel to their experts with no matmul beside them"]
+
+
+def test_a_ragged_product_that_xla_makes_dense_is_named():
+    on = mesh()
+
+    def step(state, batch):
+        sizes = jnp.full(8, len(batch) // 64, jnp.int32)
+        run = jax.shard_map(
+            lambda rows, matrices: jax.lax.ragged_dot(rows, matrices, sizes),
+            mesh=on,
+            in_specs=(P("fsdp"), P()),
+            out_specs=P("fsdp"),
+        )
+        matrices = jnp.broadcast_to(state.params["block_0"]["wide"]["kernel"], (8, 256, 512))
+        return state, jnp.sum(run(batch, matrices.astype(jnp.bfloat16)))
+
+    state = plain_state(on, split=P())
+    found = findings.findings(read(compile_plain(step, state, on), state, on), compute_dtype=jnp.bfloat16)
+    assert "experts multiply the rows of all others too" in [finding.rule for finding in found]

@@ -88,7 +88,12 @@ MIXTURE = [
 # Meshes with `expert`, which other families refuse.
 OF_EXPERTS = {
     "experts": {**crosses.SETTINGS["mesh"]["1x8x1"], "mesh.expert": 4},
-    "experts_context": {**crosses.SETTINGS["mesh"]["context"], "mesh.expert": 4},
+    "experts_context": {
+        **crosses.SETTINGS["mesh"]["context"],
+        "mesh.expert": 4,
+        "experts.parts": 2,
+        "experts.load": 1.0,
+    },
     "experts_model": {**crosses.SETTINGS["mesh"]["2x2x2"], "mesh.expert": 2},
 }
 

@@ -1,7 +1,9 @@
 """Trains experts that live on different devices (`make_mesh(expert=...)`), in a Flax model of one's own, against a device that has all."""
 
+import dataclasses
 import functools
 
+import compile_only
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax.errors import UserError
 from zerojax.models import experts
+from zerojax.models.llama import family
 from zerojax.ops import expert_parallel
 from zerojax.traces import equations
+from zerojax.trainer import plans, program
 from zerojax.zero import forward_only
 
 F32 = 1e-5  # float32 sums over devices, in another order
@@ -131,7 +135,7 @@ GRID = [
 def test_experts_on_devices_train_as_on_one_that_has_all(case):
     name, stage, passes, bias = case
     mesh = zerojax.make_mesh(**MESHES[name])
-    check(trained(mesh, stage, passes=passes, bias=bias), of_one_device(bias))
+    check(trained(mesh, stage, passes=passes, bias=bias, expert_parts=passes), of_one_device(bias))
 
 
 @pytest.mark.parametrize("remat", runs.cases(["none", "full"], long=["none", "full"]))
@@ -177,6 +181,7 @@ def test_no_device_gathers_other_experts_and_tokens_travel_there_and_back_in_bot
 REFUSED = {
     "expert: is sharded by the spec of .*experts/.*pass reduce_dtype=jnp.float32": {"reduce_dtype": None},
     "expert_load: must be at least 1.*is 0.5": {"expert_load": 0.5},
+    "expert_parts: must be at least 1.*is 0": {"expert_parts": 0},
     "overrides: gate, up and down of experts are all to be sharded": {"table": TABLE[:1]},
     "overrides: .* which does not divide 8; name another dim": {"mesh": {"expert": 3, "devices": 3}},
     "overrides: experts are sharded as .*shard the width of all three": {
@@ -206,3 +211,32 @@ def test_what_else_reads_an_expert_is_refused_and_an_axis_without_experts_is_tol
     state, partition = made(zerojax.make_mesh(expert=2), table=())
     with pytest.warns(UserWarning, match="expert: has no effect, because no override names it"):
         zerojax.make_train_step(functools.partial(loss_of, 0.0), partition, reduce_dtype=jnp.float32)
+
+
+@pytest.mark.long
+def test_a_plan_for_h200s_sends_what_theory_says_gathers_no_other_experts_and_finds_nothing_wrong(monkeypatch):
+    """Compiled for absent GPUs: Qwen3-30B-A3B's layer with smaller sizes."""
+    small = {"embed_dim": 512, "num_heads": 4, "num_kv_heads": 2, "num_experts": 16, "expert_dim": 256}
+    preset = dataclasses.replace(family.PRESETS["qwen3_30b_a3b"], experts_per_token=4, **small)
+    monkeypatch.setitem(family.PRESETS, "qwen3_30b_a3b", preset)
+    model = {
+        "model__preset": "qwen3_30b_a3b",
+        "model__num_layers": 1,
+        "model__vocab_size": 1024,
+        "model__remat": "dots",
+    }
+    mesh = {"mesh__data": 8, "mesh__expert": 4, "experts__parts": 2}
+    config = runs.config(**model, **mesh, precision="bf16", seq_len=1024, global_batch_size=8)
+    built = program.build(config, tokenizer_vocab=320, devices=compile_only.devices())
+    with compile_only.optimized():
+        plan = plans.plan_program(built, "h200", compiler_options=compile_only.FAST)
+    rows = [row for row in plan.ledger.rows if any("experts/" in path and "router" not in path for path in row.weights)]
+    assert {row.role: row.axes for row in rows} == dict.fromkeys(
+        ("weights forward", "weights backward", "gradients"), ("data",)
+    )
+    assert plan.exchange.received == plan.exchange.theory > 0
+    # Of ten transfers, six have matmuls beside them. What begins a pass, and what is brought again first, have none.
+    sent = [row for row in plan.ledger.exchanged if len(row.dims) == 3 and row.times]
+    assert len(sent) == 10 and sum("matmul" in row.overlaps for row in sent) == 6
+    assert sum(row.is_async for row in sent) >= 9
+    assert not plan.findings and plan.departures == ()

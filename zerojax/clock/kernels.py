@@ -10,6 +10,7 @@ import json
 import math
 import re
 
+from zerojax import roles
 from zerojax.hlo import collectives, replica_groups, syntax, traffic
 from zerojax.hlo import flow as hlo_flow
 
@@ -124,8 +125,9 @@ def _attention(where: syntax.Computation, call: syntax.Instruction, target: str,
 
 
 def _grouped(where: syntax.Computation, call: syntax.Instruction, form: str, moved: int) -> KernelWork:
-    """Returns the work of a product of groups of rows (`pallas_kernels.grouped`), if the groups have all rows."""
+    """Returns the work of a product of groups of rows (`pallas_kernels.grouped`), if groups have all rows, or a balanced router's."""
     rows, contracted = where.by_name[call.operands[-2]].arrays[0].dims
+    rows = round(rows / roles.room(call.op_name))
     columns = call.arrays[0].dims[-1]
     groups = next(
         own.dims[0] for own in (call.arrays[0], where.by_name[call.operands[-1]].arrays[0]) if len(own.dims) == 3

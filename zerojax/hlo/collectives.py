@@ -23,6 +23,7 @@ _WORK = frozenset(
     "dynamic-update-slice concatenate select-and-scatter rng".split()
 )
 _NAMELESS_STEPS = 8  # operands to follow back in search of an op_name
+_GROUPED = re.compile(r"grouped_(rows|matrices)")  # kernels of `pallas_kernels.grouped`
 _LAYOUT = frozenset("bitcast reshape copy convert transpose".split())
 
 
@@ -93,7 +94,8 @@ def work_kind(module: syntax.Module, instruction: syntax.Instruction) -> str:
     if instruction.opcode == "custom-call":
         target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
         name = target[1].lower() if target else ""
-        return "attention" if "fmha" in name else "matmul" if "gemm" in name or "blas" in name else "custom-call"
+        is_matmul = "gemm" in name or "blas" in name or _GROUPED.search(instruction.op_name)
+        return "attention" if "fmha" in name else "matmul" if is_matmul else "custom-call"
     if instruction.opcode in ("dot", "convolution"):
         return "matmul"
     if instruction.opcode not in hlo_flow.FUSIONS:

@@ -6,8 +6,10 @@ still belongs to its original array.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 
+from zerojax import roles
 from zerojax.hlo import syntax
 
 # Operations that only move or cast their first operand.
@@ -62,7 +64,12 @@ def runs(site: syntax.Instruction) -> tuple[str, ...]:
 
 
 def trip_count(module: syntax.Module, caller: syntax.Computation, loop: syntax.Instruction) -> int:
-    """Returns how often a `while` runs its body: XLA's known trip count, else from its counter's bound, start and step, else 1."""
+    """Returns how often a `while` runs its body: XLA's known trip count, else from its counter's bound, start and step, else 1.
+
+    Further rounds of tokens to their experts (`roles.FURTHER_ROUNDS`) count as none: a router that sends as planned needs none.
+    """
+    if re.search(rf"\b{roles.FURTHER_ROUNDS}\b", loop.op_name):
+        return 0
     known = loop.known_trip_count
     if known is not None:
         return known

@@ -17,7 +17,8 @@ that a device sends and gets in a round.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import grouped
 from zerojax import mesh as mesh_lib
-from zerojax import specs
+from zerojax import roles, specs
 from zerojax.errors import UserError
 from zerojax.ops import columns, stand_ins
 
@@ -43,12 +44,14 @@ class Stack:
       axes: the mesh axes over which experts are sharded.
       spec: how the compiler shards the matrices over its axes.
       load: see `LOAD`.
+      parts: the tokens travel in as many parts, one beside the matmuls of another.
     """
 
     shard: jax.Array
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     spec: P = dataclasses.field(metadata={"static": True})
     load: float = dataclasses.field(default=LOAD, metadata={"static": True})
+    parts: int = dataclasses.field(default=1, metadata={"static": True})
 
 
 _STACKS = stand_ins.StandIns[Stack](
@@ -72,31 +75,51 @@ def room(rows: int, ways: int, load: float, most: int | None = None) -> int:
     return min(rows if most is None else most, -int(-load * rows // ways))
 
 
-def cost(rows: int, dim: int, ways: int, load: float, itemsize: int) -> dict[str, int]:
-    """Returns the bytes that a device receives of others in a layer's all-to-alls, {"forward": ..., "backward": ...}, in one round."""
-    once = (ways - 1) * room(rows, ways, load)
-    return {"forward": once * (2 * dim * itemsize + 4), "backward": once * (3 * dim * itemsize + 8)}
+def cost(
+    rows: int, dim: int, ways: int, load: float, itemsize: int, *, parts: int = 1, again: bool = True
+) -> dict[str, int]:
+    """Returns the bytes that a device receives of others in a layer's all-to-alls of rows, {"forward": ..., "backward": ...}, in one round.
+
+    Args:
+      rows: those of a device's tokens.
+      dim, itemsize: elements of a row, and bytes of each.
+      ways: the devices along `expert`.
+      load, parts: of the `Stack`.
+      again: whether the backward pass brings the rows again, because the forward pass does not keep them.
+    """
+    once = parts * (ways - 1) * room(rows // parts, ways, load)
+    row, weight = dim * itemsize, 4
+    return {"forward": once * (2 * row + weight), "backward": once * ((2 + again) * row + (1 + again) * weight)}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Travel:
-    """What all rounds of a mixture share."""
+    """What all rounds of a mixture share; `share` is the share of a bias that each device along the axes of `_width` adds."""
 
     axes: tuple[str, ...]
     ways: int
     room: int
-    activation: Callable[[jax.Array], jax.Array]
+    over: float
+    activation: Callable[..., jax.Array]
+    has_up: bool
+    share: float = 1.0
+
+    def sides(self, first: jax.Array, second: jax.Array, *rest: jax.Array) -> tuple[tuple, tuple]:
+        """Returns what comes before the activation, gate with up or with the bias of both, and what after it, down with its bias."""
+        if self.has_up:
+            return (first, second), rest
+        inner, outer = rest or (None, None)
+        return (first, inner), (second, outer)
 
 
 class _Seats(NamedTuple):
-    """Which rows go where. A row's place is its number among those of this device for the same other one.
+    """Which rows of some tokens go where. A row's place is its number among those of this device for the same other one.
 
     Attributes:
       order_R: the rows, sorted by expert.
       first_N, count_N: the place in `order_R` of the first row for a device, and the number of rows.
       peer_R, place_R: the device that a row goes to (N: none), and its place.
       ends_Ne: of the rows that others send here, by device: the place after the last one of each expert.
-      rounds: int32[], of all devices.
     """
 
     order_R: jax.Array
@@ -105,6 +128,12 @@ class _Seats(NamedTuple):
     peer_R: jax.Array
     place_R: jax.Array
     ends_Ne: jax.Array
+
+
+class _Plan(NamedTuple):
+    """The seats of each part of the tokens, and the rounds that the fullest room of all devices needs: int32[]."""
+
+    seats: tuple[_Seats, ...]
     rounds: jax.Array
 
 
@@ -113,11 +142,12 @@ def apply(
     experts_TK: jax.Array,
     weights_TK: jax.Array,
     gate: Stack,
-    up: Stack,
+    up: Stack | None,
     down: Stack,
-    activation: Callable[[jax.Array], jax.Array],
+    activation: Callable[..., jax.Array],
     *,
     capacity: int | None = None,
+    biases: tuple[Stack, Stack] | None = None,
 ) -> jax.Array:
     """Returns `experts.apply` of this device's tokens: float[T, D].
 
@@ -125,95 +155,185 @@ def apply(
       x_TD: this device's tokens.
       experts_TK: int32, their experts; E for one that a token skips.
       weights_TK: float32.
-      gate, up, down: this device's experts.
-      activation: of the gate.
+      gate, up, down, biases: this device's experts.
+      activation: as of `experts.apply`.
       capacity: the most rows of an expert of one device; None: any.
     """
-    ways, rows, own = jax.lax.axis_size(gate.axes), experts_TK.size, len(gate.shard)
+    ways, own = jax.lax.axis_size(gate.axes), len(gate.shard)
+    parts = gate.parts if len(x_TD) % gate.parts == 0 else 1
+    rows = experts_TK.size // parts
     most = rows if capacity is None else min(rows, own * capacity)
-    call = _Travel(gate.axes, ways, room(rows, ways, gate.load, most), activation)
+    length = room(rows, ways, gate.load, most)
     width = _width(gate, up, down)
+    share = 1.0 / mesh_lib.size(jax.sharding.get_abstract_mesh(), width)
+    call = _Travel(gate.axes, ways, length, ways * length / rows, activation, up is not None, share)
 
     def on_shards(x_TD: jax.Array, experts_TK: jax.Array, weights_TK: jax.Array, *matrices: jax.Array) -> jax.Array:
-        plan = _plan(call, experts_TK, own)
+        plan = _plan(call, jnp.split(experts_TK, parts), own)
         y_TD = _round(call, plan, 0, x_TD, weights_TK, *matrices)
         if call.room < most:
             y_TD += _later(call, plan, x_TD, weights_TK, *matrices)
         return (jax.lax.psum(y_TD, width) if width else y_TD).astype(x_TD.dtype)
 
-    matrices = (gate.shard, up.shard, down.shard)
-    in_specs = (P(), P(), P(), *[share.spec for share in (gate, up, down)])
+    stacks = [stack for stack in (gate, up, down, *(biases or ())) if stack is not None]
+    in_specs = (P(), P(), P(), *[stack.spec for stack in stacks])
     with jax.named_scope("experts"):
-        return mesh_lib.manual_over_rest(on_shards, in_specs, P())(x_TD, experts_TK, weights_TK, *matrices)
+        run = mesh_lib.manual_over_rest(on_shards, in_specs, P())
+        return run(x_TD, experts_TK, weights_TK, *[stack.shard for stack in stacks])
 
 
-def _width(gate: Stack, up: Stack, down: Stack) -> tuple[str, ...]:
+def _width(gate: Stack, up: Stack | None, down: Stack) -> tuple[str, ...]:
     """Returns the axes over which the compiler shards the experts' width."""
-    axes = [specs.axes(share.spec) for share in (gate, up, down)]
+    inner = gate.spec if up is None else up.spec
+    axes = [specs.axes(spec) for spec in (gate.spec, inner, down.spec)]
     (entry,) = {*gate.spec[2:3]} or {None}
-    if any(axes) and not (gate.spec == up.spec == P(None, None, entry) and down.spec == P(None, entry)):
+    if any(axes) and not (gate.spec == inner == P(None, None, entry) and down.spec == P(None, entry)):
         raise UserError(
-            f"overrides: experts are sharded as {gate.spec}, {up.spec} and {down.spec} beside `expert`; shard the width of all three, the "
+            f"overrides: experts are sharded as {gate.spec}, {inner} and {down.spec} beside `expert`; shard the width of all three, the "
             "last dim of gate and up and the middle one of down, or none"
         )
     return specs.names(entry)
 
 
-def _plan(call: _Travel, experts_TK: jax.Array, own: int) -> _Seats:
-    expert_R, ways = experts_TK.reshape(-1), call.ways
+def _plan(call: _Travel, experts_TK: Sequence[jax.Array], own: int) -> _Plan:
+    ways, parts = call.ways, len(experts_TK)
+    sizes_E = [jnp.zeros(ways * own, jnp.int32).at[part.reshape(-1)].add(1, mode="drop") for part in experts_TK]
+    with jax.named_scope(roles.EXPERT_PARALLEL):
+        # An all-to-all: XLA would merge a gather with those of weights, and wait for both.
+        all_sizes = columns.sent_to_all(jnp.concatenate(sizes_E), specs.entry(call.axes), ways)
+    of_all = all_sizes.reshape(ways, parts, ways, own)
+    here = jnp.take(of_all, jax.lax.axis_index(call.axes), axis=2)
+    fullest = jnp.max(jnp.sum(of_all, axis=3))
+    seats = [_seats(part.reshape(-1), sizes, here[:, i]) for i, (part, sizes) in enumerate(zip(experts_TK, sizes_E))]
+    return _Plan(tuple(seats), -(-fullest // call.room))
+
+
+def _seats(expert_R: jax.Array, sizes_E: jax.Array, here_Ne: jax.Array) -> _Seats:
+    ways, own = here_Ne.shape
     order_R = jnp.argsort(expert_R, stable=True)
-    sizes_E = jnp.zeros(ways * own, jnp.int32).at[expert_R].add(1, mode="drop")
-    sizes_Ne = sizes_E.reshape(ways, own)
-    count_N = jnp.sum(sizes_Ne, axis=1)
+    count_N = jnp.sum(sizes_E.reshape(ways, own), axis=1)
     first_N = jnp.cumsum(count_N) - count_N
     peer_R = expert_R // own
     place_R = jnp.argsort(order_R) - first_N.at[peer_R].get(mode="fill", fill_value=0)
-    # An all-to-all: XLA would merge a gather with those of weights, and wait for both.
-    of_all_NNe = columns.sent_to_all(sizes_E, specs.entry(call.axes), ways).reshape(ways, ways, own)
-    here_Ne = jnp.take(of_all_NNe, jax.lax.axis_index(call.axes), axis=1)
-    fullest = jnp.max(jnp.sum(of_all_NNe, axis=2))
-    rounds = -(-fullest // call.room)
-    return _Seats(order_R, first_N, count_N, peer_R, place_R, jnp.cumsum(here_Ne, axis=1), rounds)
+    return _Seats(order_R, first_N, count_N, peer_R, place_R, jnp.cumsum(here_Ne, axis=1))
+
+
+class _Part(NamedTuple):
+    """What has arrived of a part's rows, by device, how experts sort them, and how results go back."""
+
+    x_SD: jax.Array
+    weight_S: jax.Array
+    expert_S: jax.Array
+    sizes_e: jax.Array
+    order_S: jax.Array
+    back_S: jax.Array
+    row_S: jax.Array
+    slot_TK: jax.Array
 
 
 def _round(
-    call: _Travel,
-    plan: _Seats,
-    number: int | jax.Array,
-    x_TD: jax.Array,
-    weights_TK: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
+    call: _Travel, plan: _Plan, number: int | jax.Array, x_TD: jax.Array, weights_TK: jax.Array, *matrices: jax.Array
 ) -> jax.Array:
-    """Returns what the rows of one round add to each token: float32[T, D]."""
-    rows, begin, slots = plan.order_R.size, number * call.room, call.ways * call.room
+    """Returns what the rows of one round add to each token: float32[T, D].
+
+    The matmuls of a part run after those of the part before, so that the results of this one, and the rows of the next, travel beside
+    them. XLA would run all matmuls when all rows are there. The backward pass has the order reversed.
+    """
+    count = len(plan.seats)
+    tokens = zip(plan.seats, jnp.split(x_TD, count), jnp.split(weights_TK, count))
+    parts = [_arrived(call, seats, number, x, weights) for seats, x, weights in tokens]
+    inner, outer = call.sides(*matrices)
+    hidden = [_hidden(call, parts[0], *inner)]
+    sent: list[jax.Array] = []
+    for i, part in enumerate(parts):
+        following = parts[i + 1] if i + 1 < count else None
+        if following is not None:
+            x_SD, hidden[i] = jax.lax.optimization_barrier((following.x_SD, hidden[i]))
+        y_SD = _result(call, part, hidden[i], *outer)
+        if sent:
+            sent[-1], y_SD = jax.lax.optimization_barrier((sent[-1], y_SD))
+        if following is not None:
+            x_SD, y_SD = _backward_in_turn(x_SD, y_SD)
+            hidden.append(_hidden(call, following._replace(x_SD=x_SD), *inner))
+        sent.append(_sent(call, y_SD))
+    return jnp.concatenate([_added_up(y_SD, part.row_S, part.slot_TK) for part, y_SD in zip(parts, sent)])
+
+
+@jax.custom_vjp
+def _backward_in_turn(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns both. Neither gradient is read before the other is there; the forward pass, and what is computed again, have no order."""
+    return first, second
+
+
+_backward_in_turn.defvjp(
+    lambda first, second: ((first, second), None), lambda _, grads: jax.lax.optimization_barrier(grads)
+)
+
+
+def _arrived(call: _Travel, seats: _Seats, number: int | jax.Array, x_TD: jax.Array, weights_TK: jax.Array) -> _Part:
+    """Returns the rows that come to this device in one round."""
+    rows, begin, slots = seats.order_R.size, number * call.room, call.ways * call.room
     # What a slot sends: a row, or R for none. Where a row is: a slot, or S for none.
     place = begin + jnp.arange(call.room)
-    sorted_NS = jnp.where(place < plan.count_N[:, None], plan.first_N[:, None] + place, rows)
-    row_S = plan.order_R.at[sorted_NS.reshape(-1)].get(mode="fill", fill_value=rows)
-    in_round_R = (plan.place_R >= begin) & (plan.place_R < begin + call.room) & (plan.peer_R < call.ways)
-    slot_R = jnp.where(in_round_R, plan.peer_R * call.room + plan.place_R - begin, slots)
+    sorted_NS = jnp.where(place < seats.count_N[:, None], seats.first_N[:, None] + place, rows)
+    row_S = seats.order_R.at[sorted_NS.reshape(-1)].get(mode="fill", fill_value=rows)
+    in_round_R = (seats.place_R >= begin) & (seats.place_R < begin + call.room) & (seats.peer_R < call.ways)
+    slot_R = jnp.where(in_round_R, seats.peer_R * call.room + seats.place_R - begin, slots)
     slot_TK = slot_R.reshape(weights_TK.shape)
     x_SD = _sent(call, _spread(x_TD, row_S, slot_TK))
     weight_S = _sent(call, _moved(weights_TK.reshape(-1), row_S, slot_R))
     # What has arrived is sorted by device, then by expert; slots of none are the last.
-    ends_Ne = jnp.clip(plan.ends_Ne - begin, 0, call.room)
+    ends_Ne = jnp.clip(seats.ends_Ne - begin, 0, call.room)
     expert_S = jnp.sum(jnp.arange(call.room)[:, None] >= ends_Ne[:, None], axis=2).reshape(-1)
     sizes_e = jnp.sum(jnp.diff(ends_Ne, axis=1, prepend=0), axis=0)
     order_S = jnp.argsort(expert_S, stable=True)
     back_S = jnp.argsort(order_S)
-    x_SD, weight_S = _moved(x_SD, order_S, back_S), _moved(weight_S, order_S, back_S)
-    hidden_SF = call.activation(_grouped(x_SD, gate, sizes_e)) * _grouped(x_SD, up, sizes_e)
-    hidden_SF = (hidden_SF * weight_S[:, None]).astype(x_SD.dtype)
-    y_SD = _sent(call, _moved(_grouped(hidden_SF, down, sizes_e), back_S, order_S))
-    return _added_up(y_SD, row_S, slot_TK)
+    return _Part(x_SD, weight_S, expert_S[order_S], sizes_e, order_S, back_S, row_S, slot_TK)
+
+
+def _hidden(call: _Travel, part: _Part, gate: jax.Array, inner: jax.Array | None) -> jax.Array:
+    """Returns what this device's experts make of its rows before their last matmul, times the rows' weights: float[S, F]."""
+    x_SD, weight_S = (_moved(values, part.order_S, part.back_S) for values in (part.x_SD, part.weight_S))
+    with _room(call):
+        if call.has_up:
+            gate_SF, up_SF = (_grouped(x_SD, matrices, part.sizes_e) for matrices in (gate, inner))
+            hidden_SF = call.activation(gate_SF) * up_SF
+        else:
+            both_SG = _grouped(x_SD, gate.reshape(*gate.shape[:2], -1), part.sizes_e)
+            both_SF2 = both_SG.reshape(-1, *gate.shape[2:])
+            if inner is not None:
+                both_SF2 = (both_SF2 + _of_rows(inner, part)).astype(both_SF2.dtype)
+            hidden_SF = call.activation(both_SF2[..., 0], both_SF2[..., 1])
+    return (hidden_SF * weight_S[:, None]).astype(x_SD.dtype)
+
+
+def _result(
+    call: _Travel, part: _Part, hidden_SF: jax.Array, down: jax.Array, bias: jax.Array | None = None
+) -> jax.Array:
+    """Returns the experts' results for a part's rows, by the device that sent them: float[S, D]."""
+    with _room(call):
+        y_SD = _grouped(hidden_SF, down, part.sizes_e)
+    if bias is not None:
+        weight_S = _moved(part.weight_S, part.order_S, part.back_S)
+        y_SD = (y_SD + _of_rows(bias, part) * weight_S[:, None] * call.share).astype(y_SD.dtype)
+    return _moved(y_SD, part.back_S, part.order_S)
+
+
+def _room(call: _Travel) -> AbstractContextManager[None]:
+    """Returns the scope by which a plan knows how many rows are real."""
+    return jax.named_scope(f"{roles.ROOM}_{call.over:.6g}")
+
+
+def _of_rows(bias: jax.Array, part: _Part) -> jax.Array:
+    """Returns each row's bias, 0 for a row of none; float32, in which its gradient is added up."""
+    return bias.astype(jnp.float32).at[part.expert_S].get(mode="fill", fill_value=0)
 
 
 def _sent(call: _Travel, x: jax.Array) -> jax.Array:
     """Returns what other devices have sent here, by device, in rooms."""
     by_device = x.reshape(call.ways, call.room, *x.shape[1:])
-    return jax.lax.all_to_all(by_device, specs.entry(call.axes), split_axis=0, concat_axis=0).reshape(x.shape)
+    with jax.named_scope(roles.EXPERT_PARALLEL):
+        return jax.lax.all_to_all(by_device, specs.entry(call.axes), split_axis=0, concat_axis=0).reshape(x.shape)
 
 
 def _grouped(x: jax.Array, matrices: jax.Array, sizes_e: jax.Array) -> jax.Array:
@@ -221,7 +341,7 @@ def _grouped(x: jax.Array, matrices: jax.Array, sizes_e: jax.Array) -> jax.Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _later(call: _Travel, plan: _Seats, *arrays: jax.Array) -> jax.Array:
+def _later(call: _Travel, plan: _Plan, *arrays: jax.Array) -> jax.Array:
     """Returns the sum of all rounds but the first: float32[T, D]."""
 
     def add(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -229,10 +349,11 @@ def _later(call: _Travel, plan: _Seats, *arrays: jax.Array) -> jax.Array:
         return number + 1, y_TD + _round(call, plan, number, *arrays)
 
     first = (jnp.ones_like(plan.rounds), jnp.zeros(arrays[0].shape, jnp.float32))
-    return jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, add, first)[1]
+    with jax.named_scope(roles.FURTHER_ROUNDS):
+        return jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, add, first)[1]
 
 
-def _later_backward(call: _Travel, saved: tuple[_Seats, tuple[jax.Array, ...]], d_TD: jax.Array) -> tuple[Any, ...]:
+def _later_backward(call: _Travel, saved: tuple[_Plan, tuple[jax.Array, ...]], d_TD: jax.Array) -> tuple[Any, ...]:
     plan, arrays = saved
 
     def add(carry: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
@@ -241,7 +362,8 @@ def _later_backward(call: _Travel, saved: tuple[_Seats, tuple[jax.Array, ...]], 
         return number + 1, [total + own.astype(jnp.float32) for total, own in zip(sums, pull(d_TD))]
 
     first = (jnp.ones_like(plan.rounds), [jnp.zeros(array.shape, jnp.float32) for array in arrays])
-    sums = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, add, first)[1]
+    with jax.named_scope(roles.FURTHER_ROUNDS):
+        sums = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, add, first)[1]
     return None, *[total.astype(array.dtype) for total, array in zip(sums, arrays)]
 
 

@@ -119,23 +119,27 @@ def apply(
       biases: float[E, F, 2] and [E, D], of both matmuls, without `up_EDF`; None for none.
 
     Raises:
-      UserError: some of the matrices are sharded over the mesh axis `expert`, and others are not, or gate and up are one.
+      UserError: some of the arrays are sharded over the mesh axis `expert`, and others are not.
     """
     if traces.is_read() and capacity is None and up_EDF is not None:
         return _of_each_token(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation)
-    gate, down = expert_parallel.take(gate_EDF), expert_parallel.take(down_EFD)
-    up = None if up_EDF is None else expert_parallel.take(up_EDF)
-    if gate is not None or up is not None or down is not None:
-        if gate is None or up is None or down is None:
+    given = [array for array in (gate_EDF, up_EDF, down_EFD, *(biases or ())) if array is not None]
+    taken = list(map(expert_parallel.take, given))
+    stacks = [stack for stack in taken if stack is not None]
+    if stacks:
+        if len(stacks) < len(taken):
             raise UserError(
-                "overrides: gate, up and down of experts are all to be sharded over `expert`, and some are not, or gate and up are one "
-                "matrix; name all three, or use a mesh without `expert`"
+                "overrides: gate, up and down of experts are all to be sharded over `expert`, with their biases, and some are not; name "
+                "all, or use a mesh without `expert`"
             )
         experts_TK = routing.experts_TK
         if capacity is not None:
             experts_TK = jnp.where(kept(routing, capacity), experts_TK, len(gate_EDF))
+        up = None if up_EDF is None else stacks.pop(1)
+        gate, down, *own = stacks
+        own_biases = (own[0], own[1]) if own else None
         return expert_parallel.apply(
-            x_TD, experts_TK, routing.weights_TK, gate, up, down, activation, capacity=capacity
+            x_TD, experts_TK, routing.weights_TK, gate, up, down, activation, capacity=capacity, biases=own_biases
         )
     (tokens, top_k), experts = routing.experts_TK.shape, gate_EDF.shape[0]
     expert_R = routing.experts_TK.reshape(-1)

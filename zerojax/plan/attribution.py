@@ -31,6 +31,7 @@ class WeightDims:
       moments: of its moments.
       trainable: whether it has a gradient and moments.
       axes: the mesh axes over which the weight is sharded as used, such as those of tensor parallelism.
+      apart: the devices, of those that a batch is sharded over, that use other parts of it: those along which experts live.
       received: the elements that its wire brings to a device in a pass, by role, where that is not what its dims say.
     """
 
@@ -42,6 +43,7 @@ class WeightDims:
     moments: tuple[int, ...]
     trainable: bool = True
     axes: frozenset[str] = frozenset()
+    apart: int = 1
     received: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -77,7 +79,10 @@ class Attribution:
             return roles.OTHER, ()
         if re.search(rf"\b{roles.TO_OWNERS}\b", part.op_name):
             return roles.MATRICES, ()
-        if re.search(rf"\b({roles.BY_COLUMNS}|{roles.TENSOR_PARALLEL}|{roles.CONTEXT_PARALLEL})\b", part.op_name):
+        if re.search(
+            rf"\b({roles.BY_COLUMNS}|{roles.TENSOR_PARALLEL}|{roles.CONTEXT_PARALLEL}|{roles.EXPERT_PARALLEL})\b",
+            part.op_name,
+        ):
             return roles.ACTIVATIONS, ()
         phase = self._phase(found, part.op_name)
         if found.kind not in collectives.REDUCTIONS:

@@ -411,6 +411,40 @@ def hops_exposed(case: Case) -> Iterable[Finding]:
         )
 
 
+def tokens_travel_alone(case: Case) -> Iterable[Finding]:
+    """Finds all-to-alls of tokens to their experts that run beside no matmul, in a step that would be faster if they did."""
+    rows = [row for row in case.ledger.exchanged if row.nbytes]
+    alone = [row for row in rows if not (row.is_async and has_arithmetic(row))]
+    nbytes = sum(row.nbytes for row in alone)
+    if case.is_cpu or nbytes <= EXPOSED * sum(row.nbytes for row in rows) or not _is_large(case, alone):
+        return
+    if case.foretold is not None and case.foretold.parts[walk.EXPOSED] < PAYS * case.foretold.seconds:
+        return
+    yield _sent(
+        "tokens travel to their experts with no matmul beside them",
+        alone,
+        "send them in two parts (expert_parts=2, config.experts.parts=2), one beside the matmuls of the other; this pays where a part has "
+        "enough rows an expert, some 256, to fill a matmul",
+    )
+
+
+_RAGGED = re.compile(r"\bragged_dot\w*")
+_TWIN = re.compile(r"\bgrouped_twin\b")  # `pallas_kernels.grouped.TWIN`
+
+
+def every_expert_over_all_rows(case: Case) -> Iterable[Finding]:
+    """Finds products of groups of rows that run as dense ones: every matrix over the rows of all groups."""
+    found = [m for m in case.ledger.matmuls if _RAGGED.search(m.op_name) or _TWIN.search(m.op_name)]
+    if found and not case.is_cpu:
+        yield Finding(
+            "experts multiply the rows of all others too",
+            _listed({f"{matmul.op_name} ({matmul.source})": matmul.times for matmul in found}),
+            f"{sum(matmul.times for matmul in found)} matmuls of a step take as many times the operations as there are experts",
+            "take zerojax.ops.experts.apply, whose kernels on NVIDIA GPUs compute each row once, in place of jax.lax.ragged_dot; on TPUs "
+            "there is no such kernel yet",
+        )
+
+
 def activations_leave_the_host(case: Case) -> Iterable[Finding]:
     """Finds an axis over which layers wait for activations and whose devices are on several hosts."""
     over = [row for row in case.rows if row.role in _ACTIVATIONS and set(row.axes) & set(mesh_lib.COMPILER)]
@@ -499,11 +533,18 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     matmuls_not_in_fp8,
     all_tokens_at_once,
     hops_exposed,
+    tokens_travel_alone,
+    every_expert_over_all_rows,
     activations_leave_the_host,
     groups_wait,
     links_between_hosts_are_slow,
     packed_inside_a_host,
 )
+
+
+def has_arithmetic(row: ledger_lib.Row) -> bool:
+    """Returns whether matmuls or attention run beside a collective."""
+    return bool(row.overlaps.get("matmul") or row.overlaps.get("attention"))
 
 
 def _computes_in_16_bits(module: syntax.Module) -> bool:

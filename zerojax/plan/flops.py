@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from zerojax import traces
+from zerojax import roles, traces
 
 # Matmuls of cuDNN's attention. Forward: scores and output. Backward: scores again, and four gradients.
 _FORWARD_MATMULS, _BACKWARD_MATMULS = 2, 5
@@ -23,7 +23,8 @@ _FORWARD_MATMULS, _BACKWARD_MATMULS = 2, 5
 def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
     """Returns the operations of one step on all devices together, by the dtype of the matmuls.
 
-    "bf16" is any 16-bit dtype, "fp8" any 8-bit dtype and "fp32" any other. A `while` loop of unknown length counts once.
+    "bf16" is any 16-bit dtype, "fp8" any 8-bit dtype and "fp32" any other. A `while` loop of unknown length counts once, and
+    further rounds of tokens to their experts (`roles.FURTHER_ROUNDS`) not at all.
 
     Args:
       traced: `jax.jit(step).trace(state, batch)`, or a jaxpr.
@@ -38,16 +39,20 @@ def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
     return found
 
 
-def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
+def _walk(jaxpr: Any, times: float, found: dict[str, float], room: float = 1.0) -> None:
+    """Adds the operations of a jaxpr; `room` is what its products have room for, over the rows of a balanced router (`roles.ROOM`)."""
     for eqn in traces.opened(jaxpr)[0].eqns:
+        name, scopes = eqn.primitive.name, str(eqn.source_info.name_stack)
+        own = max(room, roles.room(scopes))
         if is_counted(eqn):
+            share = 1 / own if _is_stated(eqn) else 1.0
             for kind, operations in of_equation(eqn).items():
-                found[kind] = found.get(kind, 0.0) + times * operations
-        elif eqn.primitive.name == "cond":
-            _walk_longest(eqn.params["branches"], times, found)
-        else:
+                found[kind] = found.get(kind, 0.0) + times * share * operations
+        elif name == "cond":
+            _walk_longest(eqn.params["branches"], times, found, own)
+        elif name != "while" or roles.FURTHER_ROUNDS not in scopes:
             for inner in traces.programs(eqn):
-                _walk(inner, times * _repeats(eqn), found)
+                _walk(inner, times * _repeats(eqn), found, own)
 
 
 def is_counted(eqn: Any) -> bool:
@@ -76,13 +81,13 @@ def _is_stated(eqn: Any) -> bool:
     return eqn.primitive.name == "pallas_call" and eqn.params.get("cost_estimate") is not None
 
 
-def _walk_longest(branches: Any, times: float, found: dict[str, float]) -> None:
+def _walk_longest(branches: Any, times: float, found: dict[str, float], room: float) -> None:
     """Counts the branch with the most operations, or with a kernel that states them: another is its twin for other devices."""
     stated = [branch for branch in branches if any(map(_is_stated, traces.equations(branch)))]
     counted = []
     for branch in stated or branches:
         inside: dict[str, float] = {}
-        _walk(branch, times, inside)
+        _walk(branch, times, inside, room)
         counted.append(inside)
     for kind, flops in max(counted, key=lambda inside: sum(inside.values())).items():
         found[kind] = found.get(kind, 0.0) + flops

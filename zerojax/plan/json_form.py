@@ -62,6 +62,7 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
             "errors": plan.rates.errors if plan.rates else None,
         },
         "pipeline": None if plan.pipeline is None else _pipeline(plan.pipeline),
+        "experts": None if plan.exchange is None else dataclasses.asdict(plan.exchange),
         "stream": None if plan.stream is None else _stream(plan),
         "compile_seconds": plan.compile_seconds,
     }

@@ -111,6 +111,12 @@ class Ledger:
         weights = {path: weight for path, weight in self.weights.items() if only is None or path in only}
         return theory(weights, self.ways, passes, self.read_once)
 
+    @property
+    def exchanged(self) -> tuple[Row, ...]:
+        """Returns the all-to-alls of tokens to their experts and back, in rooms of a fixed size."""
+        scope = rf"\b{roles.EXPERT_PARALLEL}\b"
+        return tuple(row for row in self.rows if row.role == roles.ACTIVATIONS and re.search(scope, row.op_name))
+
     def totals(self) -> dict[str, dict[str, float]]:
         """Returns {role: {"params", "bytes", "exposed"}} that a device receives in a step.
 
@@ -161,6 +167,7 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
                 moments=weight.update.shard_shape(shape),
                 trainable=weight.trainable,
                 axes=frozenset(specs_lib.axes(weight.used.spec)),
+                apart=mesh_lib.size(mesh, specs_lib.axes(weight.used.spec) - {*mesh_lib.COMPILER}),
                 received=weight.wire.received(weight),
             )
             continue
@@ -206,7 +213,7 @@ def theory(
         if not weight.trainable:
             continue
         shard = min(math.prod(weight.grad), math.prod(weight.moments))
-        copies = max(1.0, ways * shard / used)
+        copies = max(1.0, ways / weight.apart * shard / used)
         reduced = own.get(roles.GRADIENTS, used - shard + 2 * shard * (copies - 1) / copies)
         found[roles.GRADIENTS] += (passes if math.prod(weight.grad) < used else 1) * reduced / total
         found[roles.UPDATED_WEIGHTS] += max(0, stored - math.prod(weight.moments)) / total

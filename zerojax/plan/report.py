@@ -140,6 +140,8 @@ def _lines(plan: step_plan.Plan) -> list[str]:
     counted = matmuls.counts(plan.ledger.matmuls)
     if any(matmul.wants_fp8 for matmul in plan.ledger.matmuls):
         lines.append("matmuls: " + ", ".join(f"{count} in {kind}" for kind, count in counted.items()))
+    if plan.exchange is not None:
+        lines.append(_exchange(plan.exchange))
     if plan.stream is not None:
         lines += _stream_lines(plan)
     lines += [
@@ -152,6 +154,15 @@ def _lines(plan: step_plan.Plan) -> list[str]:
         lines.append("no findings")
     lines.append(f"compiled in {plan.compile_seconds:.0f} s")
     return lines
+
+
+def _exchange(found: step_plan.Exchange) -> str:
+    """Returns what tokens that travel to their experts bring, beside theory."""
+    share = f", {found.beside / found.received:.0%} of it beside matmuls or attention" if found.received else ""
+    return (
+        f"experts: each device receives {display.human(found.received)} of tokens in a step{share}; theory "
+        f"{display.human(found.theory)}, with room for {found.load:g} times a balanced router's rows"
+    )
 
 
 def _bubble(found: pipelines.Pipelined) -> str:

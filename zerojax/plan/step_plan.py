@@ -49,6 +49,22 @@ class MemoryRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What each device receives of tokens that travel to their experts and back, in a step in which no room overflows.
+
+    Attributes:
+      load: the rows that there is room for, over those of a balanced router.
+      theory: bytes of the rooms (`ops.expert_parallel.cost`). A balanced router fills the `load`-th part of them.
+      received, beside: bytes of the program's all-to-alls, and of those with a matmul or attention beside them.
+    """
+
+    load: float
+    theory: int
+    received: int = 0
+    beside: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """The memory, the collectives and the least time of a train step on each device.
 
@@ -69,6 +85,7 @@ class Plan:
       rates: those of `foretold`.
       pipeline: of a step over a pipeline, whose peak is its own; `buffers` and what is read from the program are then those of the group
         of devices that needs the most. None without one.
+      exchange: of a step whose experts live on different devices; None of others.
       model_seconds: of the model's operations alone, without those computed again, at the matrix rate; None if unknown.
     """
 
@@ -92,6 +109,7 @@ class Plan:
     rates: rates_lib.GpuRates | None = None
     model_seconds: float | None = None
     pipeline: pipelines.Pipelined | None = None
+    exchange: Exchange | None = None
 
     @property
     def peak(self) -> int:
@@ -163,6 +181,7 @@ def plan_step(
     host_rate: float | None = None,
     disk_rate: float | None = None,
     flops_per_token: float = 0.0,
+    exchange: Exchange | None = None,
 ) -> Plan:
     """Plans any jitted train step.
 
@@ -181,6 +200,7 @@ def plan_step(
       compiler_options: XLA options, in addition to the step's own; programs of blocks that are compiled before do not have them.
       host_rate: bytes/s to host memory, and as many from it at the same time; None for the target's.
       flops_per_token: operations of the model in training, for its MFU; 0 if unknown.
+      exchange: the theory of tokens that travel to their experts; None if none do.
       disk_rate: bytes/s that each host's disk reads and writes at the same time, both together; None assumes `targets.Target.disk`.
 
     >>> plan = plan_step(train_step, partition.abstract_state, batch, mesh=mesh, target="h200", placement=partition)
@@ -240,6 +260,7 @@ def plan_step(
         expected=expected,
         foretold=pipeline.time if pipeline else foretold,
         pipeline=pipeline,
+        exchange=None if exchange is None else _exchange(exchange, sent),
         rates=rates,
         model_seconds=_model_seconds(known, flops_per_token * tokens / whole.size, compute_dtype),
     )
@@ -272,6 +293,14 @@ def _bound(
         traffic=traffic.memory_traffic(sent.flow),
         received=_received(sent),
         host=host,
+    )
+
+
+def _exchange(theory: Exchange, sent: ledger.Ledger) -> Exchange:
+    """Returns the theory with what a program does."""
+    beside = [row for row in sent.exchanged if row.is_async and findings.has_arithmetic(row)]
+    return dataclasses.replace(
+        theory, received=sum(row.nbytes for row in sent.exchanged), beside=sum(row.nbytes for row in beside)
     )
 
 

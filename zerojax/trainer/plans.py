@@ -6,10 +6,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
+from zerojax import mesh as mesh_lib
 from zerojax import precision
 from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
-from zerojax.ops import tiles
+from zerojax.ops import expert_parallel, tiles
 from zerojax.plan import search, step_plan, targets
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
@@ -83,7 +86,25 @@ def plan_program(
             host_rate=host_rate,
             disk_rate=disk_rate,
             flops_per_token=program.flops_per_token,
+            exchange=exchange_of(program),
         )
+
+
+def exchange_of(program: program_lib.Program) -> step_plan.Exchange | None:
+    """Returns the theory of tokens that travel to their experts in a step, or None if they do not travel."""
+    config, placements = program.config, program.partition.placements
+    ways = mesh_lib.size(program.partition.mesh, mesh_lib.EXPERT)
+    dims = [
+        weight.shape[-1] for path, weight in placements.items() if weight.is_experts and path.endswith("experts/down")
+    ]
+    if not dims:
+        return None
+    tokens = program.sizes.micro_batch_size * config.seq_len // mesh_lib.size(program.mesh, mesh_lib.TOKENS)
+    rows, compute = tokens * program.model.experts_per_token, precision.PRECISIONS[config.precision].compute_dtype
+    how = {"parts": config.experts.parts, "again": config.model.remat != "none"}
+    itemsize = jnp.dtype(compute or jnp.float32).itemsize
+    once = [expert_parallel.cost(rows, dim, ways, config.experts.load, itemsize, **how) for dim in dims]
+    return step_plan.Exchange(config.experts.load, program.sizes.grad_accum * sum(sum(one.values()) for one in once))
 
 
 def search_config(

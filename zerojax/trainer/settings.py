@@ -233,6 +233,17 @@ class ModelSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsSettings:
+    """How tokens travel to experts on other devices; read with mesh.expert above 1 (docs/configuration.md)."""
+
+    load: float = setting(1.5, POSITIVE.at_least(1, "a balanced router sends as many").up_to(2**20, "no mesh has as many devices"),
+        "the rows that one exchange has room for, over those of a balanced router: memory and bytes follow it; a router that sends more "
+        "takes further exchanges, and drops nothing")
+    parts: int = setting(1, POSITIVE.up_to(64, "each has matmuls of its own"),
+        "of a device's tokens, one of which travels beside the matmuls of another")
+
+
+@dataclasses.dataclass(frozen=True)
 class Fp8Settings:
     """Which matmuls run in fp8, and how; read with precision "fp8" (docs/precision.md)."""
 
@@ -467,6 +478,7 @@ class Config:
     offload: OffloadSettings = dataclasses.field(default_factory=OffloadSettings)
     wire: WireSettings = dataclasses.field(default_factory=WireSettings)
     model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+    experts: ExpertsSettings = dataclasses.field(default_factory=ExpertsSettings)
     fp8: Fp8Settings = dataclasses.field(default_factory=Fp8Settings)
     lora: LoraSettings = dataclasses.field(default_factory=LoraSettings)
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)

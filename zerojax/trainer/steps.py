@@ -115,6 +115,8 @@ def train_step(
         activations=family.parallel.activations,
         batch_specs=_batch_specs(partition.mesh),
         check_context=False,
+        expert_load=config.experts.load,
+        expert_parts=config.experts.parts,
         **_how(config, family, model),
     )
 

@@ -61,6 +61,7 @@ def make_train_step(
     wires: packed.PackedWires | None = None,
     activations: tensor_parallel.Table = (),
     expert_load: float = expert_parallel.LOAD,
+    expert_parts: int = 1,
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss function written for one device and unsharded weights.
 
@@ -99,6 +100,7 @@ def make_train_step(
         axis does not divide is left to the compiler.
       expert_load: where overrides shard experts over `expert`, the rows for which one exchange has room, over those of a balanced router.
         It decides memory and bytes; more rows take further rounds, and none is dropped (`ops.expert_parallel`).
+      expert_parts: such tokens travel in as many parts, one beside the matmuls of another, where they divide; 1: all at once.
       check_context: whether a loss is read on a mesh with `context`, and refused, with the line of code, if a token reads others of its
         device alone, is counted from 0 there, or a result is no sum or mean over tokens. A sum or mean is then right whether what it
         reads has tokens or not. What the loss does over the axis `context` itself is not checked.
@@ -126,7 +128,9 @@ def make_train_step(
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
     sharded = tensor_parallel.hooks_of(activations, partition.mesh)
     how = _checked(block_settings.How(blocks, heads, remat, recompute, offload, sharded), partition)
-    sent = columns.marked(experts.marked(partition, expert_load, reduce_dtype), by_columns, blocks, reduce_dtype)
+    sent = columns.marked(
+        experts.marked(partition, expert_load, reduce_dtype, expert_parts), by_columns, blocks, reduce_dtype
+    )
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     plain = outputs.with_aux(loss_fn, scaling.scale)
     loss_fn, sent, kept = fp8_modules.in_step(fp8, plain, sent, blocks)

@@ -79,6 +79,7 @@ def _ignored(config: settings.Config) -> Iterator[tuple[str, str]]:
     sharded = stages.STAGES[config.zero.stage]
     reasons = {
         "config.mesh.pipe=1": () if config.mesh.pipe > 1 else ("pipeline.schedule", "pipeline.chunks"),
+        "config.mesh.expert=1": () if config.mesh.expert > 1 else ("experts.load", "experts.parts"),
         f"config.zero.stage={config.zero.stage} shards nothing": ()
         if sharded.opt_state
         else ("zero.min_size", "zero.indivisible"),

@@ -18,6 +18,8 @@ KEYS = {
     "mesh": "config.mesh",
     "pipe": "config.mesh.pipe",
     "expert": "config.mesh.expert",
+    "expert_load": "config.experts.load",
+    "expert_parts": "config.experts.parts",
     "stage": "config.zero.stage",
     "overrides": "config.zero.overrides",
     "indivisible": "config.zero.indivisible",

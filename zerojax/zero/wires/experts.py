@@ -21,9 +21,10 @@ from zerojax.zero import gather, placement
 
 @dataclasses.dataclass(frozen=True)
 class Here(gather.Plain):
-    """The wire of matrices of which each device has those of its experts; see `placement.Wire`. `load` is that of `Stack`."""
+    """The wire of matrices of which each device has those of its experts; see `placement.Wire`. `load` and `parts` are those of `Stack`."""
 
     load: float = expert_parallel.LOAD
+    parts: int = 1
 
     def around(self) -> AbstractContextManager[None]:
         return expert_parallel.used()
@@ -56,21 +57,25 @@ class Here(gather.Plain):
     def _share(self, shard: jax.Array, placement: placement.Placement) -> expert_parallel.Stack:
         spec = placement.used.spec
         axes = tuple(axis for axis in mesh_lib.EXPERT if axis in specs.axes(spec))
-        return expert_parallel.Stack(shard, axes, specs.only(spec, mesh_lib.COMPILER), self.load)
+        return expert_parallel.Stack(shard, axes, specs.only(spec, mesh_lib.COMPILER), self.load, self.parts)
 
 
 HERE = Here()
 
 
-def marked(partition: placement.Partition, load: float, reduce_dtype: DTypeLike | None) -> placement.Partition:
-    """Returns a partition whose experts' rooms have this load; warns of an axis `expert` that no weight has.
+def marked(
+    partition: placement.Partition, load: float, reduce_dtype: DTypeLike | None, parts: int = 1
+) -> placement.Partition:
+    """Returns a partition whose experts' rooms have this load, for so many parts of tokens; warns of an axis `expert` that no weight has.
 
     Raises:
-      UserError: the load is below 1, or the compiler inserts the collectives.
+      UserError: the load or the number of parts is below 1, or the compiler inserts the collectives.
     """
+    if parts < 1:
+        raise UserError(f"expert_parts: must be at least 1, all tokens at once, and is {parts}")
     if not load >= 1:
         raise UserError(f"expert_load: must be at least 1, the load of a balanced router, and is {load}")
-    wires = {path: Here(load=load) for path, weight in partition.placements.items() if weight.is_experts}
+    wires = {path: Here(load=load, parts=parts) for path, weight in partition.placements.items() if weight.is_experts}
     if wires and reduce_dtype is None:
         raise UserError(
             f"expert: is sharded by the spec of {min(wires)}, and tokens travel by explicit collectives; pass reduce_dtype=jnp.float32, or "
