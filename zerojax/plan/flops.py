@@ -42,17 +42,21 @@ def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
 def _walk(jaxpr: Any, times: float, found: dict[str, float], room: float = 1.0) -> None:
     """Adds the operations of a jaxpr; `room` is what its products have room for, over the rows of a balanced router (`roles.ROOM`)."""
     for eqn in traces.opened(jaxpr)[0].eqns:
-        name, scopes = eqn.primitive.name, str(eqn.source_info.name_stack)
-        own = max(room, roles.room(scopes))
+        own = max(room, roles.room(str(eqn.source_info.name_stack)))
         if is_counted(eqn):
             share = 1 / own if _is_stated(eqn) else 1.0
             for kind, operations in of_equation(eqn).items():
                 found[kind] = found.get(kind, 0.0) + times * share * operations
-        elif name == "cond":
+        elif eqn.primitive.name == "cond":
             _walk_longest(eqn.params["branches"], times, found, own)
-        elif name != "while" or roles.FURTHER_ROUNDS not in scopes:
+        elif not is_further(eqn):
             for inner in traces.programs(eqn):
                 _walk(inner, times * _repeats(eqn), found, own)
+
+
+def is_further(eqn: Any) -> bool:
+    """Returns whether an equation is a loop of further rounds of tokens to their experts, which a plan counts as none."""
+    return eqn.primitive.name == "while" and roles.FURTHER_ROUNDS in str(eqn.source_info.name_stack)
 
 
 def is_counted(eqn: Any) -> bool:

@@ -75,6 +75,8 @@ def _of_equation(eqn: Any, times: float, found: Kernels) -> float:
     if name == "cond":
         longest = max(eqn.params["branches"], key=lambda own: sum(flops.count(own).values()))
         return _walk(longest, times, found)
+    if flops.is_further(eqn):
+        return 0.0
     if inner := list(traces.programs(eqn)):
         repeats = eqn.params["length"] if name == "scan" else 1
         return math.fsum(_walk(own, times * repeats, found) for own in inner)
