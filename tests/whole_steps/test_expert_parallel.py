@@ -24,8 +24,15 @@ from zerojax.trainer import plans, program
 from zerojax.zero import forward_only
 
 F32 = 1e-5  # float32 sums over devices, in another order
-EXPERTS, TOP, DIM, TOKENS, EXAMPLES = 8, 2, 16, 4, 16
+EXPERTS, TOP, DIM, TOKENS, EXAMPLES = 8, 2, 16, 8, 16
 TABLE = (("experts/(gate|up)$", P("expert", None, "model")), ("experts/down$", P("expert", "model")))
+FUSED = (  # gate and up are one array, with biases
+    ("experts/gate_up$", P("expert", None, "model")),
+    ("experts/gate_up_bias", P("expert", "model")),
+    ("experts/down$", P("expert", "model")),
+    ("experts/down_bias", P("expert")),
+)
+CLAMP = (7.0, 1.702)
 BATCH_SPECS = [("", P(("replica", "data"), "context"))]
 
 
@@ -33,23 +40,23 @@ class Block(nn.Module):
     """A residual mixture."""
 
     capacity: float = 0.0
+    clamp: tuple | None = None
 
     @nn.compact
     def __call__(self, x):
-        mixture = experts.Experts(
-            EXPERTS, TOP, 24, capacity_factor=self.capacity, stddevs=(1.0, 0.2, 0.2), name="experts"
-        )
-        return x + mixture(x)
+        how = {"capacity_factor": self.capacity, "clamp": self.clamp, "stddevs": (1.0, 0.2, 0.2)}
+        return x + experts.Experts(EXPERTS, TOP, 24, **how, name="experts")(x)
 
 
 class Net(nn.Module):
     """A block between two sums."""
 
     capacity: float = 0.0
+    clamp: tuple | None = None
 
     @nn.compact
     def __call__(self, x):
-        return 2 * Block(self.capacity, name="block_0")(x / 2)
+        return 2 * Block(self.capacity, self.clamp, name="block_0")(x / 2)
 
 
 def batch_of(passes=1):
@@ -59,9 +66,9 @@ def batch_of(passes=1):
     return {name: value.reshape(passes, -1, *value.shape[1:]) if passes > 1 else value for name, value in batch.items()}
 
 
-def made(mesh, stage=3, bias=0.0, capacity=0.0, table=TABLE, trainable=""):
+def made(mesh, stage=3, bias=0.0, capacity=0.0, table=TABLE, trainable="", clamp=None):
     """Returns a state and its partition; of a bias all tokens go to experts 3 and 2."""
-    net = Net(capacity)
+    net = Net(capacity, clamp)
 
     def init(key):
         params = net.init(key, batch_of()["x"])["params"]
@@ -75,14 +82,16 @@ def made(mesh, stage=3, bias=0.0, capacity=0.0, table=TABLE, trainable=""):
     )
 
 
-def loss_of(capacity, params, batch, *_):
-    return jnp.mean((Net(capacity).apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
+def loss_of(capacity, params, batch, *_, clamp=None):
+    return jnp.mean((Net(capacity, clamp).apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
 
 
-def trained(mesh, stage=3, *, bias=0.0, capacity=0.0, passes=1, blocks=r"block_\d", table=TABLE, trainable="", **how):
+def trained(
+    mesh, stage=3, *, bias=0.0, capacity=0.0, passes=1, blocks=r"block_\d", table=TABLE, trainable="", clamp=None, **how
+):
     """Returns losses and norms of two steps, the params, and a held-out loss."""
-    state, partition = made(mesh, stage, bias, capacity, table, trainable)
-    loss_fn = functools.partial(loss_of, capacity)
+    state, partition = made(mesh, stage, bias, capacity, table, trainable, clamp)
+    loss_fn = functools.partial(loss_of, capacity, clamp=clamp)
     specs = BATCH_SPECS if partition.mesh.shape["context"] * partition.mesh.shape["expert_context"] > 1 else ()
     how = {"reduce_dtype": jnp.float32, "batch_specs": specs, "blocks": blocks} | how
     step = zerojax.make_train_step(loss_fn, partition, grad_accum=passes, donate=False, **how)
@@ -99,10 +108,9 @@ def trained(mesh, stage=3, *, bias=0.0, capacity=0.0, passes=1, blocks=r"block_\
 
 
 @functools.cache
-def of_one_device(bias, trainable=""):
-    return trained(
-        zerojax.make_mesh(devices=jax.devices()[:1]), 0, bias=bias, table=(), trainable=trainable, reduce_dtype=None
-    )
+def of_one_device(bias, trainable="", clamp=None):
+    how = {"bias": bias, "trainable": trainable, "clamp": clamp}
+    return trained(zerojax.make_mesh(devices=jax.devices()[:1]), 0, table=(), reduce_dtype=None, **how)
 
 
 def check(found, expected):
@@ -119,6 +127,31 @@ MESHES = {
     "of both": {"context": 4, "expert": 8},
     "model": {"model": 2, "expert": 2},
 }
+
+
+# All products of axes on eight devices that hold different experts.
+PRODUCTS = [
+    {"context": context, "model": model, "expert": expert}
+    for context in (1, 2, 4, 8)
+    for model in (1, 2, 4)
+    for expert in (2, 4, 8)
+    if 8 % (context * model) == 0 and 8 // model % expert == 0
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("clamp", [None, CLAMP])
+@pytest.mark.parametrize("bias", [0.0, ONE_EXPERT])
+@pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
+def test_every_product_of_axes_trains_as_one_device(sizes, bias, clamp):
+    how = {"bias": bias, "clamp": clamp, "table": FUSED if clamp else TABLE, "expert_parts": 1 + sizes["context"] % 2}
+    check(trained(zerojax.make_mesh(**sizes), **how), of_one_device(bias, clamp=clamp))
+
+
+@pytest.mark.parametrize("name", runs.cases(["some", "model"], long=["some"]))
+def test_experts_of_one_matrix_with_biases_train_as_on_one_device(name):
+    found = trained(zerojax.make_mesh(**MESHES[name]), clamp=CLAMP, table=FUSED)
+    check(found, of_one_device(0.0, clamp=CLAMP))
 
 
 DEFAULT = {("with all axes", 3, 2, ONE_EXPERT), ("some", 1, 1, 0.0)}

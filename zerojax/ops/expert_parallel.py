@@ -296,6 +296,7 @@ def _hidden(call: _Travel, part: _Part, gate: jax.Array, inner: jax.Array | None
     x_SD, weight_S = (_moved(values, part.order_S, part.back_S) for values in (part.x_SD, part.weight_S))
     with _room(call):
         if call.has_up:
+            assert inner is not None
             gate_SF, up_SF = (_grouped(x_SD, matrices, part.sizes_e) for matrices in (gate, inner))
             hidden_SF = call.activation(gate_SF) * up_SF
         else:

@@ -27,6 +27,7 @@ from zerojax.plan import ledger as ledger_lib
 SHARE = 0.01  # of the parameters, or of the state's bytes; less is not reported
 EXPOSED = 0.4  # of the bytes of a ring's hops: that of two devices has a third with nothing beside them
 WAITS = 0.25  # of a step: 1F1B on two groups with three micro-batches or more waits less
+ALONE = 0.5  # of the bytes of tokens that travel to their experts: in two parts less, in one part three quarters
 PAYS = 0.02  # of a step's time, which another form of sending must save
 LARGE = 0.2  # of the peak; less than that tiles need not save
 _ACTIVATIONS = (roles.ACTIVATIONS, roles.ACTIVATION_GRADIENTS)
@@ -416,7 +417,7 @@ def tokens_travel_alone(case: Case) -> Iterable[Finding]:
     rows = [row for row in case.ledger.exchanged if row.nbytes]
     alone = [row for row in rows if not (row.is_async and has_arithmetic(row))]
     nbytes = sum(row.nbytes for row in alone)
-    if case.is_cpu or nbytes <= EXPOSED * sum(row.nbytes for row in rows) or not _is_large(case, alone):
+    if case.is_cpu or nbytes <= ALONE * sum(row.nbytes for row in rows) or not _is_large(case, alone):
         return
     if case.foretold is not None and case.foretold.parts[walk.EXPOSED] < PAYS * case.foretold.seconds:
         return

@@ -94,17 +94,21 @@ def exchange_of(program: program_lib.Program) -> step_plan.Exchange | None:
     """Returns the theory of tokens that travel to their experts in a step, or None if they do not travel."""
     config, placements = program.config, program.partition.placements
     ways = mesh_lib.size(program.partition.mesh, mesh_lib.EXPERT)
-    dims = [
-        weight.shape[-1] for path, weight in placements.items() if weight.is_experts and path.endswith("experts/down")
-    ]
-    if not dims:
+    stacks = [own for path, own in placements.items() if own.is_experts and path.endswith("experts/down")]
+    if not stacks:
         return None
     tokens = program.sizes.micro_batch_size * config.seq_len // mesh_lib.size(program.mesh, mesh_lib.TOKENS)
-    rows, compute = tokens * program.model.experts_per_token, precision.PRECISIONS[config.precision].compute_dtype
-    how = {"parts": config.experts.parts, "again": config.model.remat != "none"}
-    itemsize = jnp.dtype(compute or jnp.float32).itemsize
-    once = [expert_parallel.cost(rows, dim, ways, config.experts.load, itemsize, **how) for dim in dims]
-    return step_plan.Exchange(config.experts.load, program.sizes.grad_accum * sum(sum(one.values()) for one in once))
+    compute = precision.PRECISIONS[config.precision].compute_dtype
+    once = expert_parallel.cost(
+        tokens * program.model.experts_per_token,
+        (stacks[0].shape or (0,))[-1],
+        ways,
+        config.experts.load,
+        jnp.dtype(compute or jnp.float32).itemsize,
+        parts=config.experts.parts,
+        again=config.model.remat != "none",
+    )
+    return step_plan.Exchange(config.experts.load, program.sizes.grad_accum * len(stacks) * sum(once.values()))
 
 
 def search_config(

@@ -648,8 +648,9 @@ FAMILY = family.Family(
         weights=(
             *parallel.WEIGHTS,
             (r"positions/embedding|attention/sinks", ("model",)),
-            (r"/experts/gate_up$", (None, None, "model")),  # [experts, inputs, width, 2]
-            (r"/experts/gate_up_bias", (None, "model")),
+            (r"/experts/gate_up$", ("expert", None, "model")),  # [experts, inputs, width, 2]
+            (r"/experts/gate_up_bias", ("expert", "model")),
+            (r"/experts/down_bias", ("expert",)),
             (r"/attention/(q_b|kv_b)/(kernel|lora_b)", (None, "model")),  # [rank, heads, width]
             (r"/attention/(q_a|kv_a)/(kernel|bias)", (None,)),
         ),
