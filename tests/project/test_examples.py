@@ -186,6 +186,15 @@ def test_a_foreign_model_on_parts_of_sequences_has_the_losses_of_one_device(monk
 
 
 @runs.LONG
+def test_a_foreign_models_experts_on_four_devices_have_the_losses_of_one_device(monkeypatch):
+    example = load("linen_experts")
+    for name, value in {"EMBED": 32, "WIDTH": 32, "LENGTH": 8, "LAYERS": 1}.items():
+        monkeypatch.setattr(example, name, value)
+    expected = example.train(1, 3, stage=0, devices=jax.devices()[:1])
+    np.testing.assert_allclose(example.train(4, 3), expected, rtol=LOSS_TOLERANCE)
+
+
+@runs.LONG
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_foreign_model_over_a_pipeline_has_the_losses_of_one_device(monkeypatch, schedule):
     example = load("linen_pipeline")

@@ -7,6 +7,7 @@ into the layout and the dtype that are wanted. No process ever holds a whole mod
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -24,7 +25,7 @@ from jax.typing import DTypeLike
 
 from zerojax import bounded, errors, tree
 from zerojax.errors import UserError
-from zerojax.interop import hub, layout, mxfp4, tensor_files
+from zerojax.interop import fp8_blocks, hub, layout, mxfp4, tensor_files
 from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.tree import PyTree
@@ -35,12 +36,13 @@ SAMPLES, SAMPLE_BYTES = 8, 512  # of a tensor, for the fingerprint of a folder
 MOST_BYTES = 2**30  # of the shards that are read at a time, unless one shard is larger
 
 
-Entry = tensor_files.Entry | mxfp4.PackedEntry
+Entry = tensor_files.Entry | mxfp4.PackedEntry | fp8_blocks.ScaledEntry
+_PACKED = (mxfp4.PackedEntry, fp8_blocks.ScaledEntry)
 
 
 def stored_dtype(entry: Entry) -> np.dtype:
-    """Returns the dtype of a tensor of weights; of one in MXFP4 bfloat16, which holds all its numbers."""
-    return tensor_files.DTYPES["BF16" if isinstance(entry, mxfp4.PackedEntry) else entry.dtype]
+    """Returns the dtype of a tensor of weights; of a packed one bfloat16, which holds all numbers of MXFP4, and is that of DeepSeek-V3."""
+    return tensor_files.DTYPES["BF16" if isinstance(entry, _PACKED) else entry.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,10 @@ def open_folder(path: str | os.PathLike) -> Folder:
         raise UserError(f"{path}: is not a folder; name one that save_pretrained of transformers wrote")
     raw = read_json(path / CONFIG)
     family = _family(path, raw)
-    entries = _canonical(family, raw, tensor_files.read_folder(path))
+    try:
+        entries = _canonical(family, raw, tensor_files.read_folder(path))
+    except UserError as error:
+        raise (UserError(f"{path}/{error}") if str(error).startswith(CONFIG) else error) from error
     try:
         model = family.huggingface.read(raw, entries)
     except UserError as error:
@@ -189,9 +194,7 @@ def check_files(source: TensorFiles) -> None:
     """
     if source.first_read.acquire(blocking=False):
         entries = list(source.entries.values())
-        files = {
-            entry.file for entry in entries + [one.scales for one in entries if isinstance(one, mxfp4.PackedEntry)]
-        }
+        files = {entry.file for entry in entries + [one.scales for one in entries if isinstance(one, _PACKED)]}
         tensor_files.check(files, slice(jax.process_index(), None, jax.process_count()))
 
 
@@ -225,7 +228,12 @@ def read_shard(
 def _read_slice(entry: Entry, tensor: layout.ModelTensor, index: list[slice], dtype: DTypeLike) -> np.ndarray:
     if isinstance(entry, mxfp4.PackedEntry):
         return mxfp4.read(entry, tensor.leaf_shape, index, dtype)
-    return tensor_files.read(entry, tensor.view, tensor.source_index(index), tensor.order, dtype)
+    read = (
+        functools.partial(fp8_blocks.read, entry)
+        if isinstance(entry, fp8_blocks.ScaledEntry)
+        else functools.partial(tensor_files.read, entry)
+    )
+    return read(tensor.view, tensor.source_index(index), tensor.order, dtype)
 
 
 def _draw(tensor: layout.ModelTensor) -> np.ndarray:
@@ -336,6 +344,9 @@ def _canonical(
     table, found = family.huggingface, dict[str, Any](entries)
     if any(method == mxfp4.METHOD and kind == raw["model_type"] for kind, method in table.quantized):
         found = mxfp4.joined(found)
+    quantization = raw.get("quantization_config")
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == fp8_blocks.METHOD:
+        found = fp8_blocks.joined(found, fp8_blocks.block_of(quantization))
     for old, new in table.renamed:
         found = {re.sub(old, new, name): entry for name, entry in found.items()}
     if table.prefix and not any(name.startswith(table.prefix) for name in found):
@@ -344,7 +355,17 @@ def _canonical(
         for name in [name for name in found if re.fullmatch(pattern, name)]:
             if original in found and tensor_files.is_equal(found[name], found[original]):
                 del found[name]
-    return {name: entry for name, entry in found.items() if not (table.ignored and re.fullmatch(table.ignored, name))}
+    found = {name: entry for name, entry in found.items() if not (table.ignored and re.fullmatch(table.ignored, name))}
+    further = table.further(raw)
+    left = {name: entry for name, entry in found.items() if not (further and re.fullmatch(further, name))}
+    if len(left) < len(found):
+        first = next(name for name in found if name not in left)
+        warnings.warn(
+            f"{found[first].file}: {len(found) - len(left)} tensors such as {first} are of modules that predict tokens further ahead, and "
+            "are not read",
+            stacklevel=3,
+        )
+    return left
 
 
 def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mapping[str, Entry]) -> None:
@@ -367,7 +388,7 @@ def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mappi
             raise UserError(
                 f"{path}: tensor {name} has shape {entry.shape}, and config.json describes {expected[name].shape}; mend config.json"
             )
-        if entry.dtype not in tensor_files.DTYPES and entry.dtype != mxfp4.DTYPE:
+        if entry.dtype not in tensor_files.DTYPES and entry.dtype not in (mxfp4.DTYPE, fp8_blocks.DTYPE):
             raise UserError(
                 f"{path}: tensor {name} is stored as {entry.dtype}, and only {', '.join(tensor_files.DTYPES)} are read; "
                 "name a folder of float weights"

@@ -172,7 +172,7 @@ def read(
     if not found.size:
         return found
     target = found.transpose(np.argsort(np.asarray(order, int)))  # the result, with the dims of `view`
-    source, row = DTYPES[entry.dtype], math.prod(view[1:])
+    source, row = DTYPES.get(entry.dtype) or OTHERS[entry.dtype], math.prod(view[1:])
     rows = max(1, WINDOW_BYTES // (row * source.itemsize))
     gap = (row - math.prod(lengths[1:])) * source.itemsize
     with _opened(entry.file) as file:

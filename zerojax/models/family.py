@@ -75,6 +75,8 @@ class HuggingFace:
       copies: (contents of config.json) -> {regex over names of tensors: name of the tensor that they repeat}. Files may hold such copies of
         tied weights.
       ignored: a regex over names of tensors that hold no weights of the model, "" for none.
+      further: (contents of config.json) -> a regex over names of tensors of modules that predict tokens further ahead, which are not read;
+        "" for none.
       renamed: pairs (regex in a name of a tensor, what it is now), for names in old files.
       adapted: (config) -> the ends of names of the modules that get adapters by default, as in PEFT.
       saved: the ends of names of the modules that are trained in full beside adapters, as in PEFT.
@@ -93,6 +95,7 @@ class HuggingFace:
     adapted: Callable[[Any], tuple[str, ...]]
     repeated: Callable[[Any], Mapping[str, str]] = lambda config: {}
     ignored: str = ""
+    further: Callable[[Mapping[str, Any]], str] = lambda raw: ""
     renamed: tuple[tuple[str, str], ...] = ()
     saved: tuple[str, ...] = ()
     prefix: str = ""

@@ -424,8 +424,8 @@ def tokens_travel_alone(case: Case) -> Iterable[Finding]:
     yield _sent(
         "tokens travel to their experts with no matmul beside them",
         alone,
-        "send them in two parts (expert_parts=2, config.experts.parts=2), one beside the matmuls of the other; this pays where a part has "
-        "enough rows an expert, some 256, to fill a matmul",
+        "send them in two parts (expert_parts=2, or experts.parts=2 of a config), one beside the matmuls of the other; this pays where a "
+        "part has enough rows an expert, some 256, to fill a matmul",
     )
 
 

@@ -610,6 +610,14 @@ def _copies(raw: Mapping[str, Any]) -> dict[str, str]:
     return {HEAD: EMBED} if is_tied else {}
 
 
+def _further(raw: Mapping[str, Any]) -> str:
+    """Returns the names of DeepSeek-V3's layers after the last one, which predict tokens further ahead (arXiv:2412.19437, section 2.2)."""
+    layers, count = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers")
+    if raw.get("model_type") != "deepseek_v3" or not isinstance(layers, int) or not isinstance(count, int):
+        return ""
+    return rf"model\.layers\.({'|'.join(map(str, range(layers, layers + min(count, 8))))})\..*" if count > 0 else ""
+
+
 def _adapted(config: LlamaConfig) -> tuple[str, ...]:
     if config.latent is not None:
         return ("q_b_proj" if config.latent.query_rank else "q_proj", "kv_b_proj")
@@ -642,7 +650,8 @@ FAMILY = family.Family(
         ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
         prefix="model.",
         outside=(HEAD,),
-        quantized=(("gpt_oss", "mxfp4"),),
+        further=_further,
+        quantized=(("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8")),
     ),
     parallel=parallel.Parallel(
         weights=(
