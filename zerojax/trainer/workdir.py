@@ -71,6 +71,7 @@ FREE = (
     "loss_scale",
     "mesh",
     "pipeline",
+    "experts",
     "zero",
     "offload",
     "wire",
