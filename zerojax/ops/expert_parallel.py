@@ -170,9 +170,13 @@ def apply(
 
     def on_shards(x_TD: jax.Array, experts_TK: jax.Array, weights_TK: jax.Array, *matrices: jax.Array) -> jax.Array:
         plan = _plan(call, jnp.split(experts_TK, parts), own)
-        y_TD = _round(call, plan, 0, x_TD, weights_TK, *matrices)
+        further_TD, first_TD = None, x_TD
         if call.room < most:
-            y_TD += _later(call, plan, x_TD, weights_TK, *matrices)
+            further_TD = _later(call, plan, x_TD, weights_TK, *matrices)
+            # Backward, further rounds follow the first one, which then keeps nothing beside them.
+            first_TD, further_TD = _backward_in_turn(x_TD, further_TD)
+        y_TD = _round(call, plan, 0, first_TD, weights_TK, *matrices)
+        y_TD = y_TD if further_TD is None else y_TD + further_TD
         return (jax.lax.psum(y_TD, width) if width else y_TD).astype(x_TD.dtype)
 
     stacks = [stack for stack in (gate, up, down, *(biases or ())) if stack is not None]
