@@ -61,8 +61,12 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
       UserError: it tells no block, or values in another form; the line begins with "config.json:".
     """
     block, form = quantization.get("weight_block_size"), quantization.get("fmt", "e4m3")
-    is_block = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-    if not is_block or form != "e4m3":
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(type(size) is int and size > 0 for size in block)
+        or form != "e4m3"
+    ):
         raise UserError(
             f"config.json: quantization_config has weight_block_size={errors.shown(block)} and fmt={errors.shown(form)}, and matrices in "
             "fp8 are read in e4m3 with a scale for each block of two sizes; name a folder of float weights"
