@@ -2,7 +2,8 @@
 
     python scripts/bench_engine.py --limit_s 230
     python scripts/bench_engine.py --limit_s 230 --variants fp8 nf4
-    python scripts/bench_engine.py --limit_s 580 --variants host --preset llama3_70b --requests 96 --prompt 256 --new_tokens 32
+    python scripts/bench_engine.py --limit_s 580 --variants host --preset llama3_70b --requests 96 --together 16 --prompt 256 \
+        --new_tokens 32
 
 Weights are random and drawn on the device, so no file is read. A prompt has `--prompt` tokens, and `--new_tokens` are added. `bf16`,
 `int8`, `fp8` and `nf4` answer one request after the other; `plain` is bf16 with XLA's own matmuls and attention. `many` answers
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefill_tokens", type=int, default=16384, help="tokens of prompts that a step of these reads")
     add("--limit_s", type=float, default=230, help="seconds after which what is left is ended")
     add("--bytes_per_second", type=float, default=4.15e12, help="of the device's memory")
-    add("--host_fraction", type=float, default=0.36, help="of the weights of `host`, in host memory")
+    add("--host_fraction", type=float, default=0.3, help="of the weights of `host`, in host memory")
     add("--host_bytes_per_second", type=float, default=54e9, help="from host memory")
     add("--child", default="", help=argparse.SUPPRESS)
     add("--turn", default="", help=argparse.SUPPRESS)
