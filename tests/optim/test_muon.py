@@ -16,7 +16,7 @@ import zerojax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.models import families, family
-from zerojax.optim import locality, muon
+from zerojax.optim import fused, locality, muon
 
 SHAPES = {
     "layer_0": {"q": {"kernel": (16, 4, 8)}, "o": {"kernel": (4, 8, 16)}, "mlp": {"kernel": (16, 64)}, "scale": (16,)},
@@ -181,3 +181,5 @@ def test_weights_without_a_matrix_are_refused():
         match="optimizer: muon orthogonalizes matrices, and all trained weights are AdamW's: vectors, or found by `adamw_on='embed",
     ):
         zerojax.muon(1e-3).init({"q": {"lora_a": jnp.ones((8, 2)), "lora_b": jnp.ones((2, 8))}, "scale": jnp.ones(3)})
+    with fused.of_a_part():  # a group of a pipeline may hold norms alone
+        assert zerojax.muon(1e-3).init({"scale": jnp.ones(3)}).nu["scale"].shape == (3,)

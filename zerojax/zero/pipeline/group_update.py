@@ -10,7 +10,7 @@ import optax
 
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.optim import locality
+from zerojax.optim import fused, locality
 from zerojax.zero import accumulate, placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.pipeline import state
@@ -41,7 +41,8 @@ class GroupUpdate:
         trained = [path for path in self._params if whole.placements[path].trainable]
         self.trained = [path for path in trained if placed.homes[path] == group]
         self._structures: dict[str, Any] = {"params": jax.tree.structure(whole.abstract_state.params)}
-        opt_state = jax.eval_shape(whole.abstract_state.tx.init, self._only(known))
+        with fused.of_a_part():
+            opt_state = jax.eval_shape(whole.abstract_state.tx.init, self._only(known))
         blank = whole.abstract_state.replace(params=(), opt_state=())
         self._names = {"opt_state": [f"opt_state/{path}" for path, _ in tree.flatten(opt_state)]}
         self._names["rest"] = [path for path, _ in tree.flatten(blank)]
