@@ -182,7 +182,7 @@ def _take_steps(
                 streams=streams,
                 evaluate=evaluate,
                 checkpoints=loop.Checkpoints(
-                    saver, resume.meta(program, fingerprints), card.checkpoint, program.to_logical
+                    saver, resume.meta(program, fingerprints), card.checkpoint, program.to_saved
                 ),
                 recorder=recorder,
                 profile=profile,

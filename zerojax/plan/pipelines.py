@@ -40,7 +40,7 @@ class Pipelined:
       order: the schedule.
       calls: of blocks, by group.
       memory: of each group.
-      largest: the group whose devices need the most.
+      largest: the group whose devices need the most, of those that this process runs.
       theory: the bubble of the schedule, if all stages take equally long, backward passes twice as long as forward passes, and the
         gradients of weights half of a backward pass.
       line: when passes run: by the foretold times of their programs, or where there are none by their operations.
@@ -92,7 +92,7 @@ def read(
       options: XLA's, in addition to the step's own.
       is_absent: whether no program is to run, so that equal ones of several groups are compiled once.
     """
-    alike: dict[str, jax.stages.Compiled] | None = {} if is_absent else None
+    alike: dict[str, jax.stages.Compiled] | None = {} if is_absent or not step.travel.is_one else None
     micro = step.micro(batch)
     found = step.programs(micro, options) if alike is None else step.stand_ins(micro, options, alike)
     updates = step.update_programs(found, alike)
@@ -103,7 +103,8 @@ def read(
         tree.flatten(abstract_state),
         [max(map(memory.beside, programs)) for programs in updates],
     )
-    largest = max(range(len(held)), key=lambda group: held[group].peak)
+    here = [group for group, is_here in enumerate(step.travel.here) if is_here]
+    largest = max(here, key=lambda group: held[group].peak)
     parsed = functools.cache(lambda run: syntax.parse(buffers_lib.text_of(run)))
     modules = {key: parsed(own.run) for key, own in found.programs.items()}
     counted = {key: _total(flops.count(call.closed) for call in own.part.calls) for key, own in found.programs.items()}

@@ -17,6 +17,7 @@ from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
 from zerojax.tree import PyTree
 from zerojax.zero import padding, placement
+from zerojax.zero.pipeline import state as pipeline_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ForwardPlacement:
         """Returns the step's params as `partition` holds them: the same arrays, or copies for a pipeline."""
         if self.partition is self.trained:
             return params
+        params = pipeline_state.spread(params, self.trained.pipeline)
         held = padding.pad(padding.unpad({"params": params}, self.trained), self.partition)["params"]
         return jax.tree.map(jax.device_put, held, self.partition.shardings.params)
 

@@ -42,6 +42,7 @@ from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import placement, shard_state, stages, state_bytes, tensor_parallel
 from zerojax.zero.offload import late_norm, step_by_block
 from zerojax.zero.offload import settings as offload_settings
+from zerojax.zero.pipeline import state as pipeline_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +133,10 @@ class Program:
     def to_logical(self, state: State) -> State:
         """Returns a state, or a tree like it, in the form that checkpoints store; frozen weights are not in it."""
         return self.trained_part(logical_lib.to_logical(state))
+
+    def to_saved(self, state: State) -> State:
+        """Returns what a checkpoint stores of a state, with shards in each process."""
+        return pipeline_state.spread(self.to_logical(state), self.partition.pipeline)
 
     def trained_part(self, state: State) -> State:
         """Returns a state, or a tree like it, without frozen weights."""

@@ -24,6 +24,7 @@ from zerojax.tree import PyTree
 from zerojax.zero import placement
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import storage
+from zerojax.zero.pipeline import state as pipeline_state
 
 IMPORTED = "imported"  # in `meta`: where a state that another program trained comes from
 OPTIONAL = (
@@ -147,7 +148,10 @@ def state(program: program_lib.Program, saver: checkpointer.Checkpointer, step: 
       UserError: the checkpoint is damaged or of another model.
     """
     keep = offload_create.begin(program.partition)
-    logical, _ = saver.restore(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL, keep=keep)
+    wanted, placed = program.logical_abstract_state, program.partition.pipeline
+    like = pipeline_state.spread(wanted, placed)
+    logical, _ = saver.restore(step, like, _resizable(program, saved), OPTIONAL, keep=keep)
+    logical = pipeline_state.settled(logical, wanted, placed)
     return state_lib.restored(program, logical, keep, rescales=rescales(program, saved))
 
 
@@ -164,7 +168,8 @@ def padded_shapes(partition: placement.Partition) -> dict[str, list[int]]:
 
 def logical_params(program: program_lib.Program, state: State) -> PyTree:
     """Returns the float32 weights without padding."""
-    logical = jax.tree.map(pieces.join, logical_lib.to_logical(state).params, is_leaf=pieces.is_pieces)
+    params = pipeline_state.spread(logical_lib.to_logical(state).params, program.partition.pipeline)
+    logical = jax.tree.map(pieces.join, params, is_leaf=pieces.is_pieces)
     padded = padded_shapes(program.partition)
 
     def cut(path: str, leaf: jax.Array) -> jax.Array:

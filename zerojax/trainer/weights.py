@@ -22,6 +22,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.tree import PyTree
 from zerojax.zero import placement
+from zerojax.zero.pipeline import travel
 
 
 class Adapted(NamedTuple):
@@ -101,6 +102,9 @@ class Weights:
                 leaves = [(path, like.shape, like.dtype, like.sharding) for path, like in likes.items()]
                 for mesh in dict.fromkeys(like.sharding.mesh for like in likes.values()):
                     here = tuple(leaf for leaf in leaves if leaf[3].mesh == mesh)
+                    if not travel.is_here(mesh):  # a group of a pipeline that other processes run
+                        found |= {f"{name}/{path}": travel.absent(likes[path]) for path, *_ in here}
+                        continue
                     made = _part_maker(module, inputs, here, quantizes, kind)(key, number)
                     found |= {f"{name}/{path}": leaf for path, leaf in made.items()}
         return found

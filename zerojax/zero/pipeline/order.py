@@ -182,6 +182,18 @@ def sent(order: PassOrder) -> list[tuple[Op, bool]]:
     return [(op, last[op.micro] == op) for op in ops]
 
 
+def due(order: PassOrder) -> list[list[Op]]:
+    """Returns, before each pass of `sent`, the passes that have ended since the one before; what they made is then sent on."""
+    line = run(order)
+    ended = sorted(line.end, key=lambda op: (line.end[op], line.start[op], op.stage))
+    found: list[list[Op]] = []
+    for op, _ in sent(order):
+        found.append([])
+        while ended and line.end[ended[0]] <= line.start[op] and ended[0] != op:
+            found[-1].append(ended.pop(0))
+    return found
+
+
 def needs(op: Op, stages: int) -> list[Op]:
     """Returns the passes that must have ended before one begins."""
     kind, stage, micro = op

@@ -28,7 +28,8 @@ class StageProgram:
       writes: the numbers of the values that it returns.
       sums: the paths of the weights whose gradients it adds up.
       weight: the number of the weight of the micro-batch, if it takes it.
-      run: f(values, sums, the weight or None) -> (values, sums), compiled; it reuses the memory of the sums.
+      run: f(values, sums, the weight or None) -> (values, sums), compiled; it reuses the memory of the sums. None for a group that
+        another process runs.
       part: its operations in the trace.
     """
 
@@ -37,7 +38,7 @@ class StageProgram:
     writes: Sequence[int]
     sums: Sequence[str]
     weight: int | None
-    run: jax.stages.Compiled
+    run: Any
     part: cut.StepPart
 
 
@@ -129,14 +130,26 @@ def compiled(
         group = key[1] % count
         own = cuts[group]
         read_elsewhere = {n for other, numbers in own.reads.items() if other != key for n in numbers} | kept
+        leaving = {number for number in values_of(own, key) if {*_groups(own, number, count, kept)} - {group}}
         found[key] = _program(
-            traces[group], own, key, placed, group, grads, weight, read_elsewhere, values, options, alike
+            traces[group], own, key, placed, group, grads, weight, read_elsewhere, leaving, values, options, alike
         )
+    weighing = {own.group for own in found.values() if own.weight is not None}
     readers = {
-        number: sorted({stage % count for stage in cuts[0].readers(number)} | ({0} if number in kept else set()))
+        number: sorted({*_groups(cuts[0], number, count, kept), *(weighing if number == weight else ())})
         for number in values
     }
     return StagePrograms(found, traces[0].paths, traces[0].constants, readers, aux["metrics"], weight, kept, values)
+
+
+def values_of(cut: segments.Segments, key: tuple[str, int]) -> list[int]:
+    """Returns the numbers of what a segment makes."""
+    return [cut.number_of[var] for var in cut.segments[key].part.writes]
+
+
+def _groups(cut: segments.Segments, number: int, count: int, kept: Collection[int]) -> set[int]:
+    """Returns the groups that read a value; the first one gets what a micro-batch leaves."""
+    return {stage % count for stage in cut.readers(number)} | ({0} if number in kept else set())
 
 
 def _program(
@@ -148,17 +161,19 @@ def _program(
     grads: Mapping[str, int],
     weight: int | None,
     read_elsewhere: set[int],
+    leaving: set[int],
     values: dict[int, Any],
     options: Mapping[str, Any],
     alike: dict[str, jax.stages.Compiled] | None,
 ) -> StageProgram:
     """Compiles one program, and adds the abstract values that it returns to `values`."""
-    partition = placed.groups[group if alike is None else 0]
+    partition = placed.groups[group if alike is None else placed.here]
     part, reads = found.segments[key].part, found.reads[key]
-    mesh, writes = partition.mesh, [found.number_of[var] for var in part.writes]
+    mesh, writes = partition.mesh, values_of(found, key)
     own = {path: number for path, number in grads.items() if number in writes}
     kept = [number for number in writes if number in read_elsewhere or number not in own.values()]
-    run = programs.Mapped(trace.call).program(part, (), lambda *arrays: ())
+    mapped = programs.Mapped(trace.call)
+    run = mapped.program(part, (), lambda *arrays: ())
     taken_weight = weight if own and weight not in writes else None
 
     def program(read: list[jax.Array], sums: dict[str, jax.Array], factor: Any) -> tuple[list[jax.Array], dict]:
@@ -170,11 +185,19 @@ def _program(
 
     taken = [on_mesh(values[number], mesh) for number in reads]
     sums = {path: summed(partition.placements[path]) for path in own}
-    shardings = (None, {path: like.sharding for path, like in sums.items()})
+    # What leaves has a sharding that each process knows, also if it does not compile the program.
+    specs = dict(zip(writes, mapped.specs_of_writes(part)))
+    known = [NamedSharding(mesh, specs[number]) if number in leaving else None for number in kept]
+    shardings = (known, {path: like.sharding for path, like in sums.items()})
     program.__name__ = program.__qualname__ = f"stage_{key[1]}_{key[0]}"
-    lowered = jax.jit(program, donate_argnums=1, out_shardings=shardings).lower(
-        taken, sums, None if taken_weight is None else on_mesh(values[taken_weight], mesh)
-    )
+    factor = None if taken_weight is None else on_mesh(values[taken_weight], mesh)
+    if alike is None and not placed.is_here(group):
+        made, _ = jax.eval_shape(program, taken, sums, factor)
+        for number, like in zip(kept, made):
+            sharding = NamedSharding(mesh, specs[number])
+            values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+        return StageProgram(group, reads, kept, tuple(own), taken_weight, None, part)
+    lowered = jax.jit(program, donate_argnums=1, out_shardings=shardings).lower(taken, sums, factor)
     done = together(lowered, program.__name__, alike, options)
     for number, like, sharding in zip(kept, done.out_info[0], done.output_shardings[0]):
         values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)

@@ -16,10 +16,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, roles, tree
+from zerojax import precision, roles, specs, tree
 from zerojax.errors import UserError
+from zerojax.tree import PyTree
 from zerojax.zero import block_settings, placement
-from zerojax.zero.pipeline import passes, segments
+from zerojax.zero.pipeline import passes, segments, travel
 from zerojax.zero.sharded_batch import inputs, outputs
 
 EVERYWHERE = -1  # the home of a leaf that belongs to no weight
@@ -57,12 +58,14 @@ class Placed:
 
     Attributes:
       pipeline: its settings.
+      mesh: of all groups.
       groups: for each group of devices, how it would hold the whole state.
       homes: the group of each leaf of the state, or `EVERYWHERE`, by path.
       stage_of_call: of each call of a block.
     """
 
     pipeline: Pipeline
+    mesh: Mesh
     groups: Sequence[placement.Partition]
     homes: Mapping[str, int]
     stage_of_call: Sequence[int]
@@ -71,6 +74,20 @@ class Placed:
     def stages(self) -> int:
         """Returns the number of stages."""
         return len(self.groups) * self.pipeline.chunks
+
+    @functools.cached_property
+    def travel(self) -> travel.Travel:
+        """Returns what moves arrays between the groups."""
+        return travel.Travel(self.mesh, [group.mesh for group in self.groups])
+
+    def is_here(self, group: int) -> bool:
+        """Returns whether this process runs a group."""
+        return travel.is_here(self.groups[group].mesh)
+
+    @functools.cached_property
+    def here(self) -> int:
+        """Returns a group of this process."""
+        return next(group for group in range(len(self.groups)) if self.is_here(group))
 
     def calls(self, group: int) -> int:
         """Returns the number of calls of blocks in the stages of a group."""
@@ -111,6 +128,10 @@ def partitioned(
     cut = segments.of_trace(trace.inner, len(groups) * pipeline.chunks, costs=pipeline.costs)
     stage_of = {path: stages[0] for path, number in trace.params.items() if (stages := cut.readers(number))}
     stage_of |= {path: stage for path, own in trace.grads(cut).items() if (stage := cut.writer(own)) is not None}
+    if any(leaf.padding for leaf in groups[0].leaves.values()) and not all(travel.is_here(own.mesh) for own in groups):
+        raise UserError(
+            'indivisible: is "pad", and no process sees all the groups of a pipeline, which it would take to cut padding off; use "whole"'
+        )
     homes, index = {}, tree.suffix_index(groups[0].placements)
     for path, leaf in groups[0].leaves.items():
         weight = path if path in groups[0].placements else leaf.weight
@@ -136,7 +157,7 @@ def partitioned(
         shardings=shardings,
         specs=pick(*(group.specs for group in groups)),
         placements={path: groups[homes[path]].placements[path] for path in groups[0].placements},
-        pipeline=Placed(pipeline, groups, homes, cut.stage_of_call),
+        pipeline=Placed(pipeline, mesh, groups, homes, cut.stage_of_call),
     )
 
 
@@ -168,11 +189,61 @@ def created(
             state = init(jax.tree.unflatten(structure, given), *args)
             return [jax.tree.leaves(state)[number] for number in own]
 
-        if own:
+        if own and home != EVERYWHERE and not placed.is_here(home):
+            for number in own:
+                found[number] = travel.absent(likes[number])
+        elif own:
             program = jax.jit(make, out_shardings=[likes[number].sharding for number in own], donate_argnums=0)
             for number, leaf in zip(own, program([leaves[number] for number in held], *args)):
                 found[number] = leaf
     return found
+
+
+def spread(values: PyTree, placed: Placed | None) -> PyTree:
+    """Returns leaves of a state, or abstract ones, each sharded over all devices, so that every process has a part; it takes more memory.
+
+    Without a pipeline, or if one process has all devices, they are returned as they are. A program or a checkpoint may then have them all.
+    """
+    if placed is None or placed.travel.is_one:
+        return values
+
+    def of(leaf: Any) -> Any:
+        home = _home(leaf, placed)
+        if home == EVERYWHERE:
+            return leaf
+        sharding = _over_groups(leaf, placed.mesh)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return placed.travel.spread(leaf, leaf, home, sharding)
+
+    return jax.tree.map(of, values)
+
+
+def settled(values: PyTree, likes: PyTree, placed: Placed | None) -> PyTree:
+    """Inverts `spread`: returns leaves where the abstract ones of `likes` live."""
+    if placed is None or placed.travel.is_one:
+        return values
+
+    def of(leaf: Any, like: Any) -> Any:
+        home = _home(like, placed)
+        return leaf if home == EVERYWHERE else placed.travel.settled(leaf, like, home)
+
+    return jax.tree.map(of, values, likes)
+
+
+def _home(leaf: Any, placed: Placed) -> int:
+    mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+    return next((number for number, group in enumerate(placed.groups) if group.mesh == mesh), EVERYWHERE)
+
+
+def _over_groups(leaf: Any, mesh: Mesh) -> NamedSharding:
+    """Returns a leaf's sharding over all groups: its own, with another dim over `pipe` where that divides one."""
+    entries = [*leaf.sharding.spec, *[None] * (len(leaf.shape) - len(leaf.sharding.spec))]
+    for dim, (entry, length) in enumerate(zip(entries, leaf.shape)):
+        axes = (mesh_lib.PIPE, *specs.names(entry))
+        if length % mesh_lib.size(mesh, axes) == 0:
+            return NamedSharding(mesh, P(*entries[:dim], axes, *entries[dim + 1 :]))
+    return NamedSharding(mesh, leaf.sharding.spec)
 
 
 def spec(x: jax.Array) -> P:
@@ -194,5 +265,5 @@ def joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays(
         parts[0].shape,
         NamedSharding(mesh, spec(parts[0])),
-        [shard.data for part in parts for shard in part.addressable_shards],
+        [shard.data for part in parts for shard in part.addressable_shards],  # of groups of this process
     )

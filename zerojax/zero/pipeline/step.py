@@ -5,7 +5,8 @@ reads is sent as soon as it is made, beside the programs. A backward pass adds i
 updates its own weights, after all have exchanged their gradients' sums of squares.
 
 One thread sends all programs, in the order in which the schedule's timeline begins them. A group runs its own in that order, and each waits
-for what it reads. So the order decides what memory holds, and not what is computed.
+for what it reads. So the order decides what memory holds, and not what is computed. With several processes each walks over the whole order,
+sends the programs of its own groups, and joins what travels to and from them (`travel`) when the timeline says that it is made.
 """
 
 import collections
@@ -57,7 +58,6 @@ def of(
       UserError: a setting does not go together with a pipeline.
     """
     group_update.check(partition)
-    count = jax.process_count()
     wrong = {
         "reduce_dtype: is None, and a pipeline sums gradients by collectives of its own; pass reduce_dtype=jnp.float32": reduce_dtype
         is None,
@@ -67,8 +67,6 @@ def of(
         "wire: the stages of a pipeline send weights as they are; omit wires, or set `pipe=1`": wires is not None
         and wires.is_on,
         f"offload: {how.offload!r} keeps activations in host memory within one program; omit it": how.offload,
-        f"pipe: a stage sends to the next within a process, and there are {count}; start one, or set `pipe=1`": count
-        > 1,
     }
     for line, is_wrong in wrong.items():
         if is_wrong:
@@ -124,7 +122,10 @@ class PipelineStep:
         settings, groups = self.placed.pipeline, self.placed.groups
         self.order = order_lib.make(settings.schedule, len(groups), layout.passes, chunks=settings.chunks)
         self.sent = order_lib.sent(self.order)
+        self._due = order_lib.due(self.order)
         self._meshes = [group.mesh for group in groups]
+        self.travel = self.placed.travel
+        self._here = [group for group, is_here in enumerate(self.travel.here) if is_here]
         self._prepare = jax.jit(functools.partial(_micro_batches, layout, of_groups[0].compute_dtype))
         self.updates = [
             group_update.GroupUpdate(self.placed, number, scaling, clip, donate=donate) for number in range(len(groups))
@@ -143,15 +144,13 @@ class PipelineStep:
                 f"state: has other leaves than the partition ({odd}); pass the state that shard_train_state returned with it"
             )
         sums, metrics, count = self._run(leaves, self._prepare(batch))
-        read = [update.read(leaves) for update in self.updates]  # before one reuses the memory of what several read
-        done = [
-            update.squares(own, sums, count if isinstance(count, int) else self._moved(count, group))
-            for group, (update, own) in enumerate(zip(self.updates, read))
-        ]
-        squares = [[jax.tree.map(lambda x, n=n: self._moved(x, n), own) for _, own in done] for n in range(len(done))]
+        # before one reuses the memory of what several read
+        read = {group: self.updates[group].read(leaves) for group in self._here}
+        done = {group: self.updates[group].squares(own, sums, count[group]) for group, own in read.items()}
+        squares = self._exchanged({group: own for group, (_, own) in done.items()})
         shared: dict[str, list[jax.Array]] = collections.defaultdict(list)
-        for group, update in enumerate(self.updates):
-            new, of_update = update.apply(read[group], done[group][0], squares[group])
+        for group in self._here:
+            new, of_update = self.updates[group].apply(read[group], done[group][0], squares[group])
             for path, leaf in new.items():
                 (shared[path].append(leaf) if self._home(path) == state.EVERYWHERE else leaves.update({path: leaf}))
         leaves |= {path: state.joined(parts, self._mesh) for path, parts in shared.items()}
@@ -163,7 +162,7 @@ class PipelineStep:
         return jax.eval_shape(self._prepare, batch)[0]
 
     def programs(self, micro: Any, options: Mapping[str, Any] | None = None) -> stage_programs.StagePrograms:
-        """Returns the programs for a micro-batch of all devices, abstract or not. They are compiled once for each shape.
+        """Returns the programs for a micro-batch of all devices, abstract or not. This process' own are compiled, once for each shape.
 
         Args:
           micro: the micro-batch.
@@ -179,16 +178,21 @@ class PipelineStep:
     def stand_ins(
         self, micro: Any, options: Mapping[str, Any] | None, alike: dict[str, jax.stages.Compiled]
     ) -> stage_programs.StagePrograms:
-        """Returns `programs` for devices that are not there: all for the first group's, and equal ones compiled once, in `alike`."""
+        """Returns `programs` where not all devices are here: all for one group's that are, and equal ones compiled once, in `alike`."""
         every = {**self._options, **(options or {})}
-        return stage_programs.compiled(self._of_groups[:1], self.placed, micro, every, alike)
+        return stage_programs.compiled([self._of_groups[self._here[0]]], self.placed, micro, every, alike)
 
     def update_programs(
         self, found: stage_programs.StagePrograms, alike: dict[str, jax.stages.Compiled] | None = None
     ) -> list[tuple[jax.stages.Compiled, ...]]:
-        """Returns the two programs of each group's update, compiled apart from those that run; `alike` as of `stand_ins`."""
-        programs = []
-        for update, mesh in zip(self.updates, self._meshes):
+        """Returns the two programs of each group's update, compiled apart from those that run; `alike` as of `stand_ins`.
+
+        Those of a group of another process are the ones of a group that is here.
+        """
+        programs: list[tuple[jax.stages.Compiled, ...]] = []
+        for group, mesh in enumerate(self._meshes):
+            update = self.updates[group if self.travel.here[group] else self._here[0]]
+            mesh = mesh if self.travel.here[group] else self._meshes[self._here[0]]
             one = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
             sums = {path: stage_programs.summed(self.placed.groups[0].placements[path]) for path in update.trained}
             sums = {path: stage_programs.on_mesh(own, mesh) for path, own in sums.items()}
@@ -198,36 +202,97 @@ class PipelineStep:
         return programs
 
     def _run(self, leaves: Mapping[str, jax.Array], micros: Sequence[Any]) -> tuple[dict[str, jax.Array], Any, Any]:
-        """Sends all passes. Returns the sums of gradients, the metrics, and how much the passes count together."""
+        """Sends all passes. Returns the sums of gradients, the metrics, and how much the passes count together, on each group."""
         found = self.programs(micros[0])
-        copies: Values = {}
-        held = [self._arguments(found, leaves, micro, number, copies) for number, micro in enumerate(micros)]
+        copies = self._copies(found, leaves)
+        held = [self._arguments(found, micro, number, copies) for number, micro in enumerate(micros)]
         left = [found.readings() for _ in micros]
-        sums = {path: zero for make in self._zeros for path, zero in make().items()}
+        sums = {path: zero for group in self._here for path, zero in self._zeros[group]().items()}
         running: list[collections.deque[Any]] = [collections.deque() for _ in self._meshes]
         totals: Any = None
         weights: list[jax.Array] = []
-        for op, is_last in self.sent:
+        for (op, is_last), due in zip(self.sent, self._due):
             program, values = found.programs[op.kind, op.stage], held[op.micro]
             group = program.group
-            given = None if program.weight is None else self._at(values, program.weight, group)
-            own = {path: sums.pop(path) for path in program.sums}
-            written, own = program.run([values[number, group] for number in program.reads], own, given)
-            sums |= own
-            for number, value in zip(program.writes, written):
-                values[number, group] = value
-                values.update(
-                    {(number, other): self._moved(value, other) for other in found.readers[number] if other != group}
-                )
+            for before in () if self.travel.is_one else due:
+                self._send(found, found.programs[before.kind, before.stage], held[before.micro])
+            if self.travel.here[group]:
+                given = None if program.weight is None else values[program.weight, group]
+                own = {path: sums.pop(path) for path in program.sums}
+                written, own = program.run([values[number, group] for number in program.reads], own, given)
+                sums |= own
+                values.update({(number, group): value for number, value in zip(program.writes, written)})
+                if self.travel.is_one:
+                    self._send(found, program, values)
+                self._wait(running[group], written, own)
             for number in found.dropped(left[op.micro], program):
-                del values[number, group]
-            self._wait(running[group], written, own)
+                values.pop((number, group), None)
             if is_last:
-                metrics = jax.tree.map(functools.partial(_value, values), found.metrics, is_leaf=passes.is_result)
-                totals = metrics if totals is None else _added(totals, metrics)
-                weights += [] if found.weight is None else [_value(values, passes.Result(found.weight, None))]
+                if self.travel.here[0]:
+                    metrics = jax.tree.map(functools.partial(_value, values), found.metrics, is_leaf=passes.is_result)
+                    totals = metrics if totals is None else _added(totals, metrics)
+                    weights += [] if found.weight is None else [values[found.weight, 0]]
                 values.clear()
-        return sums, _means(totals, len(micros)), sum(weights[1:], weights[0]) if weights else len(micros)
+        return sums, *self._totals(found, totals, weights, len(micros))
+
+    def _send(self, found: stage_programs.StagePrograms, program: stage_programs.StageProgram, values: Values) -> None:
+        """Sends what a program made to the other groups that read it."""
+        group = program.group
+        for other in range(len(self._meshes)):
+            numbers = [number for number in program.writes if other != group and other in found.readers[number]]
+            likes = [found.values[number] for number in numbers]
+            sent = self.travel.hop([values.get((number, group)) for number in numbers], likes, group, other)
+            values.update({(number, other): own for number, own in zip(numbers, sent) if own is not None})
+
+    def _totals(
+        self, found: stage_programs.StagePrograms, totals: Any, weights: Sequence[jax.Array], count: int
+    ) -> tuple[Any, Mapping[int, Any]]:
+        """Returns the metrics of a step, and how much its passes count together on each group, from the sums on the first group."""
+        metrics = None if totals is None else _means(totals, count)
+        weight = sum(weights[1:], weights[0]) if weights else None
+        if not self.travel.is_one:
+            metrics, weight = self._shared_totals(found, metrics, weight, count)
+        if found.weight is None:
+            return metrics, dict.fromkeys(self._here, count)
+        if self.travel.is_one:
+            return metrics, {group: self._moved(weight, group) for group in self._here}
+        return metrics, {group: state.view(weight, self._meshes[group]) for group in self._here}
+
+    def _shared_totals(self, found: stage_programs.StagePrograms, metrics: Any, weight: Any, count: int) -> Any:
+        """Returns metrics and weight on all devices. Processes without the first group know their shapes alone."""
+
+        def abstract(own: passes.Result) -> Any:
+            return own.atom.aval if own.number is None else found.values[own.number]
+
+        likes = jax.tree.map(abstract, found.metrics, is_leaf=passes.is_result)
+        likes = jax.eval_shape(functools.partial(_means, count=count), likes)
+        likes = (likes, () if found.weight is None else found.values[found.weight])
+        own = [None] * len(jax.tree.leaves(likes)) if metrics is None else jax.tree.leaves((metrics, weight))
+        return jax.tree.unflatten(jax.tree.structure(likes), self._shared(own, jax.tree.leaves(likes)))
+
+    def _shared(self, own: Sequence[Any], likes: Sequence[Any], homes: Sequence[int] | None = None) -> list[jax.Array]:
+        """Returns replicated arrays of groups, by default the first, on all devices."""
+        replicated = NamedSharding(self._meshes[0], P())
+        likes = [jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=replicated) for like in likes]
+        return self.travel.shared(own, likes, homes or [0] * len(likes))
+
+    def _exchanged(self, squares: Mapping[int, dict[str, jax.Array]]) -> dict[int, list[dict[str, jax.Array]]]:
+        """Returns on each group of this process the sums of squares of all groups."""
+        if self.travel.is_one:
+            return {
+                n: [{path: self._moved(x, n) for path, x in own.items()} for own in squares.values()] for n in squares
+            }
+        names = [(group, path) for group, update in enumerate(self.updates) for path in update.trained]
+        found = [squares[group][path] if group in squares else None for group, path in names]
+        likes = [jax.ShapeDtypeStruct((), jnp.float32)] * len(names)
+        shared = dict(zip(names, self._shared(found, likes, [group for group, _ in names])))
+        return {
+            n: [
+                {path: state.view(shared[group, path], self._meshes[n]) for path in update.trained}
+                for group, update in enumerate(self.updates)
+            ]
+            for n in self._here
+        }
 
     def _wait(
         self, running: collections.deque[Any], written: Sequence[jax.Array], sums: Mapping[str, jax.Array]
@@ -243,28 +308,37 @@ class PipelineStep:
     def _arguments(
         self,
         found: stage_programs.StagePrograms,
-        leaves: Mapping[str, jax.Array],
         micro: Any,
         number: int,
         copies: Values,
     ) -> Values:
         """Returns what the programs of a micro-batch read and do not make; `copies` are those of all micro-batches."""
-        batch, values = dict(tree.flatten(micro)), {}
+        batch, values = dict(tree.flatten(micro)), dict(copies)
         for value, group in ((value, group) for value, groups in found.readers.items() for group in groups):
             root, _, path = found.paths.get(value, "").partition("/")
-            if root == "3":
+            if root == "3" and self.travel.here[group]:
                 values[value, group] = self._number(number, group)
-            elif root == "1":
+            elif root == "1" and self.travel.here[group]:
                 values[value, group] = state.view(batch[path], self._meshes[group])
-            elif root or value in found.constants:
-                if (value, group) not in copies:
-                    copies[value, group] = (
-                        self._leaf(leaves, f"params/{path}" if root == "0" else path, group)
-                        if root
-                        else jax.device_put(found.constants[value], NamedSharding(self._meshes[group], P()))
-                    )
-                values[value, group] = copies[value, group]
         return values
+
+    def _copies(self, found: stage_programs.StagePrograms, leaves: Mapping[str, jax.Array]) -> Values:
+        """Returns what the programs of all micro-batches read alike: leaves of the state, and arrays of the trace."""
+        copies: Values = {}
+        for value, group in ((value, group) for value, groups in found.readers.items() for group in groups):
+            root, _, path = found.paths.get(value, "").partition("/")
+            path, mesh = f"params/{path}" if root == "0" else path, self._meshes[group]
+            home = self._home(path) if root in ("0", "2") else group
+            if home not in (group, state.EVERYWHERE):
+                (moved,) = self.travel.hop(
+                    [leaves[path] if self.travel.here[home] else None], [leaves[path]], home, group
+                )
+                copies |= {} if moved is None else {(value, group): moved}
+            elif self.travel.here[group] and root in ("0", "2"):
+                copies[value, group] = leaves[path] if home == group else state.view(leaves[path], mesh)
+            elif self.travel.here[group] and value in found.constants:
+                copies[value, group] = jax.device_put(found.constants[value], NamedSharding(mesh, P()))
+        return copies
 
     def _maker_of_zeros(self, group: int) -> Callable[[], dict[str, jax.Array]]:
         likes = {
@@ -285,20 +359,6 @@ class PipelineStep:
             self._numbers[key] = jax.device_put(np.int32(number), NamedSharding(self._meshes[group], P()))
         return self._numbers[key]
 
-    def _leaf(self, leaves: Mapping[str, jax.Array], path: str, group: int) -> jax.Array:
-        """Returns a leaf of the state on a group."""
-        if self._home(path) == state.EVERYWHERE:
-            return state.view(leaves[path], self._meshes[group])
-        return leaves[path] if self._home(path) == group else self._moved(leaves[path], group)
-
-    def _at(self, values: Values, number: int, group: int) -> jax.Array:
-        """Returns a value of some group on this one."""
-        return (
-            values[number, group]
-            if (number, group) in values
-            else self._moved(_value(values, passes.Result(number, None)), group)
-        )
-
     def _moved(self, x: jax.Array, group: int) -> jax.Array:
         return jax.device_put(x, NamedSharding(self._meshes[group], state.spec(x)))
 
@@ -306,9 +366,7 @@ class PipelineStep:
 def _value(values: Values, own: passes.Result) -> jax.Array:
     if own.number is None:
         return jnp.asarray(own.atom.val, own.atom.aval.dtype)
-    if (own.number, 0) in values:  # what a micro-batch leaves is there
-        return values[own.number, 0]
-    return next(value for (number, _), value in values.items() if number == own.number)
+    return values[own.number, 0]
 
 
 def _micro_batches(layout: inputs.Layout, dtype: Any, batch: Any) -> list[Any]:

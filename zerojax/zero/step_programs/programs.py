@@ -180,6 +180,19 @@ class Mapped:
         """Returns the specs of what a part reads and writes."""
         return tuple(map(self._in_specs.get, part.reads)), tuple(map(self._out_specs.get, part.writes))
 
+    def specs_of_writes(self, part: cut_lib.StepPart) -> list[P]:
+        """Returns a spec for each value that a part writes. Over the compiler's axes it divides the last dim but one if it can."""
+        axes = tuple(axis for axis in self._mesh.axis_names if axis not in self._axes)
+        ways = mesh_lib.size(self._mesh, axes)
+        found = []
+        for var in part.writes:
+            shape = getattr(var.aval, "shape", ())
+            spec = self._out_specs.get(var, self._stacked)
+            if var not in self._out_specs and len(shape) > 2 and axes and shape[-2] % ways == 0:
+                spec = P(*self._stacked, *[None] * (len(shape) - 2), axes)  # a leading dim counts devices
+            found.append(spec)
+        return found
+
     def program(
         self, part: cut_lib.StepPart, places: Sequence[int], beside: Callable[..., Sequence[Any]]
     ) -> Callable[..., Any]:
