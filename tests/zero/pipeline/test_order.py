@@ -78,3 +78,13 @@ def test_what_cannot_be_scheduled_is_refused(arguments, message):
     name, devices, micros, chunks = arguments
     with pytest.raises(UserError, match=message):
         order.make(name, devices, micros, chunks=chunks)
+
+
+@pytest.mark.parametrize("name, chunks", [*SIZES, ("zero_bubble", 1)])
+def test_what_a_pass_needs_is_due_before_it_and_each_pass_is_due_once(name, chunks):
+    made = order.make(name, 4, 8, chunks=chunks)
+    known = []
+    for (op, _), due in zip(order.sent(made), order.due(made), strict=True):
+        known += due
+        assert set(order.needs(op, made.stages)) <= set(known) and op not in known
+    assert len(set(known)) == len(known)

@@ -249,7 +249,7 @@ class PipelineStep:
     ) -> tuple[Any, Mapping[int, Any]]:
         """Returns the metrics of a step, and how much its passes count together on each group, from the sums on the first group."""
         metrics = None if totals is None else _means(totals, count)
-        weight = sum(weights[1:], weights[0]) if weights else None
+        weight: Any = sum(weights[1:], weights[0]) if weights else None
         if not self.travel.is_one:
             metrics, weight = self._shared_totals(found, metrics, weight, count)
         if found.weight is None:

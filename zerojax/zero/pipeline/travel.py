@@ -63,9 +63,9 @@ class Travel:
         pair = Mesh(
             np.stack([end.devices for end in ends]),
             names,
-            axis_types=(ends[0].axis_types[0], *ends[0].axis_types),  # type: ignore[index]
+            axis_types=(ends[0].axis_types[0], *ends[0].axis_types),
         )
-        stacked = [_stacked(pair, ends, own, like, 0) for own, like in zip(x, likes)]
+        stacked: list[Any] = [_stacked(pair, ends, own, like, 0) for own, like in zip(x, likes)]
         key = (source, target, *((own.shape, own.dtype, own.sharding.spec) for own in stacked))
         if key not in self._hops:
             specs = [own.sharding.spec for own in stacked]

@@ -173,7 +173,8 @@ class Mapped:
         self._out_specs = {
             var: spec for var, spec in zip(inner.outvars, call.params["out_specs"]) if traces.is_var(var)
         }
-        self._stacked = P(tuple(axis for axis in self._mesh.axis_names if axis in self._axes))
+        self._over = tuple(axis for axis in self._mesh.axis_names if axis in self._axes)
+        self._stacked = P(self._over)
         self.replicated = NamedSharding(self._mesh, P())
 
     def specs(self, part: cut_lib.StepPart) -> PyTree:
@@ -186,10 +187,10 @@ class Mapped:
         ways = mesh_lib.size(self._mesh, axes)
         found = []
         for var in part.writes:
-            shape = getattr(var.aval, "shape", ())
+            shape: Any = getattr(var.aval, "shape", ())
             spec = self._out_specs.get(var, self._stacked)
             if var not in self._out_specs and len(shape) > 2 and axes and shape[-2] % ways == 0:
-                spec = P(*self._stacked, *[None] * (len(shape) - 2), axes)  # a leading dim counts devices
+                spec = P(self._over, *[None] * (len(shape) - 2), axes)  # a leading dim counts devices
             found.append(spec)
         return found
 

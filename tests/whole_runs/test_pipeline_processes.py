@@ -1,0 +1,72 @@
+"""Checks a pipeline whose groups belong to two processes. This module tests zerojax.zero.pipeline.travel in runs of `zerojax launch`."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import runs
+
+PIPE = {"mesh__pipe": 2, "model__num_layers": 2, "grad_accum": 4, "checkpoint__every": 2, "steps": 4}
+NAMED = 60.0  # seconds in which a lost stage is named
+# Process 1, which runs the second stage, gets a signal in the step after the first checkpoint.
+LOST = """
+import os, pathlib, sys, time
+from zerojax import train
+from zerojax.checkpoint import files
+from zerojax.data import feed
+following = feed.Feed.next
+folder = pathlib.Path(sys.argv[-1].removeprefix("--workdir="))
+def lost(streams):
+    if files.steps(folder / "checkpoints") and os.environ["ZEROJAX_ATTEMPT"] == "0" and os.environ["ZEROJAX_PROCESS_ID"] == "1":
+        (folder / "lost").write_text(str(time.time()))
+        os.kill(os.getpid(), {})
+    return following(streams)
+feed.Feed.next = lost
+train.main()
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.usefixtures("cache_dir")]
+
+
+def launch(cache_dir, folder, program, *flags, **changes):
+    """Trains in two processes, one stage each, and returns the launcher with its lines, each with the time when it came."""
+    settings = runs.flags(**PIPE, emulate_devices=1, **changes)
+    command = [sys.executable, "-m", "zerojax.commands.launch", "--num_gpus=2", *flags, "--", sys.executable, *program]
+    how = {"cwd": runs.ROOT, "env": runs.environment(cache_dir), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen([*command, *settings, f"--workdir={folder}"], text=True, **how) as running:
+        lines = [(time.time(), line) for line in running.stdout]
+    text = "".join(line for _, line in lines)
+    assert running.returncode == 0, text
+    return lines, text
+
+
+@pytest.fixture(scope="module")
+def one_process(cache_dir, tmp_path_factory):
+    """Returns the folder of a run of one process with both devices."""
+    folder = tmp_path_factory.mktemp("one")
+    settings = runs.flags(**PIPE, emulate_devices=2)
+    command = [sys.executable, "-m", "zerojax.train", *settings, f"--workdir={folder}"]
+    subprocess.run(command, cwd=runs.ROOT, env=runs.environment(cache_dir), check=True, timeout=runs.LIMIT)
+    return folder
+
+
+@pytest.mark.parametrize("name, number", [("SIGKILL", 9), ("SIGSTOP", 19)])
+def test_a_lost_stage_is_named_in_a_minute_and_the_run_goes_on_bit_for_bit(
+    cache_dir, tmp_path, one_process, name, number
+):
+    lines, text = launch(cache_dir, tmp_path, ["-c", LOST.format(number)], "--max_restarts=1")
+    lost = float((tmp_path / "lost").read_text())
+    named = [at for at, line in lines if "rank 1 on localhost" in line and at > lost]
+    assert named and named[0] - lost < NAMED, text
+    assert "restart 1 of 1" in text and "starts at step 2 of 4" in text
+    assert runs.numbers(tmp_path) == runs.numbers(one_process), "the same bits as one process that nothing happened to"
+
+
+def test_evaluation_export_and_a_checkpoint_of_two_processes_serve_one(cache_dir, tmp_path, one_process):
+    how = {"export__format": "huggingface", "sample__length": 4}
+    _, text = launch(cache_dir, tmp_path, ["-m", "zerojax.train"], **how)
+    assert "a sample" in text and (tmp_path / "export" / "model.safetensors").exists()
+    runs.run(tmp_path, devices=2, **{**PIPE, "steps": 6}, emulate_devices=2)
+    assert [step for step, *_ in runs.numbers(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert runs.numbers(tmp_path)[:4] == runs.numbers(one_process)
