@@ -25,6 +25,7 @@ TASK = {
     "data__answer_len": 8,
     "seq_len": 24,
     "dpo__beta": BETA,
+    "evaluate__batches": 0,
     "global_batch_size": 8,
 }
 
