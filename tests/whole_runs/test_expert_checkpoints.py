@@ -1,0 +1,64 @@
+"""Moves runs of a mixture between meshes that hold its experts on other numbers of devices, by stops and by kills."""
+
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+import runs
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("cache_dir")]
+
+SUM_ORDER = 2e-4  # float32 sums in another order, after Adam's first steps
+KILLS = int(os.environ.get("ZEROJAX_TEST_EXPERT_KILLS", 50))
+MIXTURE = {"model__preset": "moe_test", "zero__min_size": 0, "checkpoint__every": 1, "optimizer__warmup_steps": 0}
+# The devices of a mesh, its axes, and a stage.
+MESHES = (
+    {"devices": 4, "mesh__expert": 4, "zero__stage": 3},
+    {"devices": 2, "mesh__expert": 2, "zero__stage": 1},
+    {"devices": 1, "zero__stage": 0},
+    {"devices": 8, "mesh__data": 4, "mesh__context": 2, "mesh__expert": 4, "experts__parts": 2, "zero__stage": 2},
+    {"devices": 8, "zero__stage": 3},
+    {"devices": 8, "mesh__data": 4, "mesh__model": 2, "mesh__expert": 2, "zero__stage": 3},
+)
+
+
+def test_a_checkpoint_resumes_on_any_number_of_devices_of_experts(tmp_path):
+    moved = tmp_path / "moved"
+    for number, mesh in enumerate(MESHES):
+        runs.run(moved, steps=number + 1, **MIXTURE, **mesh)
+    whole = runs.run(tmp_path / "whole", steps=len(MESHES), **MIXTURE, **MESHES[2])
+    np.testing.assert_allclose(runs.numbers(moved), runs.numbers(whole), rtol=SUM_ORDER)
+
+
+def steps(folder):
+    found = folder / "metrics.jsonl"
+    return len(runs.numbers(folder)) if found.exists() else 0
+
+
+def test_runs_that_are_killed_resume_on_other_numbers_of_devices_and_none_hangs(commands, tmp_path):
+    draw, killed, last = random.Random(0), tmp_path / "killed", 2 * KILLS
+
+    def start(number):
+        mesh = dict(MESHES[number % len(MESHES)])
+        count = mesh.pop("devices")
+        settings = {**MIXTURE, "steps": last, "emulate_devices": count, **mesh}
+        return commands.start(*runs.flags(**settings), f"--workdir={killed}")
+
+    for number in range(KILLS):
+        before, command, end = steps(killed), start(number), time.monotonic() + runs.LIMIT
+        while steps(killed) <= before:  # a step at least, so that the run ends
+            assert time.monotonic() < end, command.err
+            time.sleep(0.05)
+        time.sleep(draw.random() * 0.2)
+        command.kill(signal.SIGKILL)
+        command.wait()
+    end = start(2).wait()
+    assert end.status == 0, end.err
+    whole = runs.run(tmp_path / "whole", steps=last, **MIXTURE, **MESHES[2])
+    assert [line[0] for line in runs.numbers(killed)] == list(range(1, last + 1))
+    np.testing.assert_allclose(
+        list(runs.losses(killed).values()), list(runs.losses(whole).values()), rtol=10 * SUM_ORDER
+    )
