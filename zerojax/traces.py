@@ -14,6 +14,9 @@ import jax
 import jax.extend.core as jex
 import jax.extend.source_info_util as source
 
+Atom = jex.Var | jex.Literal
+Program = jex.ClosedJaxpr | jex.Jaxpr
+
 CAST = "convert_element_type"
 # The elements of the result are those of the operand: all in another order, or some, or some several times.
 PERMUTATIONS = frozenset("reshape squeeze expand_dims transpose rev copy copy_p".split())
@@ -63,12 +66,12 @@ def opened(program: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
-def is_program(value: Any) -> bool:
+def is_program(value: object) -> bool:
     """Returns whether a value is a jaxpr, closed or not."""
     return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
 
 
-def is_var(atom: Any) -> bool:
+def is_var(atom: object) -> bool:
     """Returns whether an atom is a variable and no literal."""
     return isinstance(atom, jex.Var)
 
@@ -86,7 +89,7 @@ def programs(eqn: jex.JaxprEqn) -> Iterator[Any]:
                 yield part
 
 
-def equations(program: Any) -> Iterator[jex.JaxprEqn]:
+def equations(program: Program) -> Iterator[jex.JaxprEqn]:
     """Yields each equation of a program, and of those inside it."""
     for eqn in opened(program)[0].eqns:
         yield eqn
@@ -94,7 +97,7 @@ def equations(program: Any) -> Iterator[jex.JaxprEqn]:
             yield from equations(inner)
 
 
-def constants(program: Any) -> Iterator[Any]:
+def constants(program: Program) -> Iterator[Any]:
     """Yields the constants of a program and of those inside it, which its text does not show."""
     yield from opened(program)[1]
     for eqn in opened(program)[0].eqns:
@@ -127,7 +130,7 @@ def _value(value: Any, aval: Any) -> Any:
 
 
 def run(
-    program: Any,
+    program: Program,
     inputs: Sequence[Any],
     apply: Callable[[Any, list[Any]], Sequence[Any]],
     constant: Callable[[Any, Any], Any] = _value,
@@ -145,15 +148,15 @@ def run(
     for var, const in zip(jaxpr.constvars, consts):
         known[var] = constant(const, var.aval)
 
-    def read(atom: Any) -> Any:
-        return known[atom] if is_var(atom) else constant(atom.val, atom.aval)
+    def read(atom: Atom) -> Any:
+        return constant(atom.val, atom.aval) if isinstance(atom, jex.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
         known.update(zip(eqn.outvars, apply(eqn, [read(atom) for atom in eqn.invars])))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def replaced(program: Any, change: Callable[[jex.JaxprEqn], jex.JaxprEqn]) -> Any:
+def replaced(program: Program, change: Callable[[jex.JaxprEqn], jex.JaxprEqn]) -> Any:
     """Returns a program with `change(equation)` in place of each equation, also of those inside it."""
 
     def of_value(value: Any) -> Any:
@@ -273,7 +276,7 @@ class Frame:
             pairs += zip(eqn.outvars, twin.outvars)
         return dict(zip(map(id, own.eqns), other.eqns)), dict(pairs)
 
-    def inside(self, eqn: Any) -> "list[Frame]":
+    def inside(self, eqn: jex.JaxprEqn) -> "list[Frame]":
         """Returns the frames of what a call, a loop or a branch runs."""
         if id(eqn) not in self._inside:
             twin, found = self._twins[0].get(id(eqn)), bodies(eqn)
@@ -290,7 +293,7 @@ class Frame:
                 yield from inner.equations()
             yield self, eqn
 
-    def origin(self, atom: Any, through: Collection[str] = ()) -> "tuple[Frame, Any]":
+    def origin(self, atom: Atom, through: Collection[str] = ()) -> "tuple[Frame, Any]":
         """Returns where a value comes from: a literal, a constant, an argument of the outermost program, or a variable that no call makes.
 
         Goes back through calls and, by their first operand, through equations of the primitives `through`.
@@ -316,7 +319,7 @@ class Frame:
             return None
         return [*zip(atom.aval.shape, twin.aval.shape)]
 
-    def line(self, eqn: Any) -> str:
+    def line(self, eqn: jex.JaxprEqn) -> str:
         """Returns the innermost line of the user's code that an equation comes from, as `file:line (function)`."""
         frame, text = self, source.summarize(eqn.source_info)
         while not text and frame.caller is not None:

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 from flax.training import train_state
 
+from zerojax.tree import PyTree
+
 State = Any  # a train state: flax's, a subclass of it, one of the user's own, or a tree like one of these
 
 
@@ -24,7 +26,7 @@ class TrainState(train_state.TrainState):
     last_norm: Any = ()
 
 
-def create(params: Any, tx: Any, rng: jax.Array, apply_fn: Any = None, **fields: Any) -> TrainState:
+def create(params: PyTree, tx: Any, rng: jax.Array, apply_fn: Any = None, **fields: Any) -> TrainState:
     """Returns the state before the first step; the key is stored as raw words, which every checkpoint format supports."""
     if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key):
         rng = jax.random.key_data(rng)

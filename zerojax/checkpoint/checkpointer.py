@@ -15,7 +15,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -32,6 +32,19 @@ from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 
 LOCK_FILE = ".lock"
+
+
+class Partition(Protocol):
+    """What is read of the `Partition` of a state, whose room this one does not import."""
+
+    @property
+    def abstract_state(self) -> State: ...
+
+    @property
+    def leaves(self) -> Mapping[str, Any]: ...
+
+    @property
+    def on_device(self) -> "Partition": ...
 
 
 class Checkpointer:
@@ -85,7 +98,7 @@ class Checkpointer:
         *,
         meta: Mapping | None = None,
         eval_loss: float | None = None,
-        partition: Any = None,
+        partition: Partition | None = None,
         card: str = "",
     ) -> None:
         """Copies `state` to the host and writes it in the background. Does nothing if the step is saved already.
@@ -426,12 +439,12 @@ def _is_apart(leaf: Leaf) -> bool:
     return kind not in (None, next(iter(leaf.sharding.device_set)).default_memory().kind)
 
 
-def _unpadded_shapes(partition: Any) -> dict[str, tuple[int, ...]]:
+def _unpadded_shapes(partition: Partition) -> dict[str, tuple[int, ...]]:
     """Returns the unpadded shape of each padded leaf."""
     return {path: tuple(leaf.shape) for path, leaf in partition.on_device.leaves.items() if leaf.padding}
 
 
-def _padded_shapes(partition: Any, state: State) -> dict[str, tuple[int, ...]]:
+def _padded_shapes(partition: Partition, state: State) -> dict[str, tuple[int, ...]]:
     """Returns the unpadded shape of each padded leaf of a state.
 
     Raises:

@@ -19,8 +19,11 @@ from zerojax import mesh as mesh_lib
 from zerojax.inference import choice as choice_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
+from zerojax.tree import PyTree
 from zerojax.zero import placement
 from zerojax.zero.offload import fetched_params
+
+Following = tuple[choice_lib.Found, jax.Array, decoding.Step]  # the second says whether it goes on
 
 
 class Loop:
@@ -36,7 +39,7 @@ class Loop:
     ):
         how = {"compute_dtype": compute_dtype, "blocks": family.blocks, "heads": family_lib.heads(family, config)}
 
-        def start(params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
+        def start(params: PyTree, inputs: PyTree, tokens: jax.Array, lengths: jax.Array) -> PyTree:
             return family.start(config, params, inputs, tokens, lengths, tokens.shape[1] + choice.new_tokens)
 
         self.start = fetched_params.by_row(start, partition, **how)
@@ -45,20 +48,24 @@ class Loop:
         found = choice_lib.Found._make([same, rows, rows, same])
         step: Any = decoding.Step._make([same, rows, rows, rows, None, None])
 
-        def following(found: choice_lib.Found, lengths: jax.Array, tokens: jax.Array) -> Any:
+        def following(found: choice_lib.Found, lengths: jax.Array, tokens: jax.Array) -> Following:
             length = tokens.shape[1]
             step = decoding.next_step(lengths, length, found.num_tokens - 1, length + choice.new_tokens)
             return found, choice.goes_on(found), step
 
-        def first(scores: jax.Array, lengths: jax.Array, tokens: jax.Array, seed: Any) -> Any:
+        def first(scores: jax.Array, lengths: jax.Array, tokens: jax.Array, seed: jax.Array) -> Following:
             return following(choice.first(scores, lengths, seed), lengths, tokens)
 
-        def add(found: Any, scores: jax.Array, lengths: jax.Array, tokens: jax.Array, seed: Any) -> Any:
+        def add(
+            found: choice_lib.Found, scores: jax.Array, lengths: jax.Array, tokens: jax.Array, seed: jax.Array
+        ) -> Following:
             return following(choice.add(found, scores, seed), lengths, tokens)
 
         self.first, self.add = (jax.jit(function, out_shardings=(found, same, step)) for function in (first, add))
 
-    def __call__(self, params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, seed: Any) -> jax.Array:
+    def __call__(
+        self, params: PyTree, inputs: PyTree, tokens: jax.Array, lengths: jax.Array, seed: jax.Array
+    ) -> jax.Array:
         """Reads the prompts and adds tokens."""
         scores, caches = self.start(params, (inputs, tokens, lengths))
         found, goes_on, step = self.first(scores, lengths, tokens, seed)

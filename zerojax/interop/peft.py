@@ -23,6 +23,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.interop import hub, huggingface, layout, tensor_files
 from zerojax.lora import settings, targets
 from zerojax.models import family as family_lib
+from zerojax.tree import PyTree
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, WEIGHT = "base_model.model.", ".weight"
@@ -279,7 +280,7 @@ def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: Any) -
 
 
 def export(
-    params: Any,
+    params: PyTree,
     chosen: targets.Targets,
     family: family_lib.Family,
     model: Any,

@@ -47,13 +47,15 @@ def start(
     tokens: jax.Array,
     lengths: jax.Array,
     slots: int,
-) -> Any:
+) -> PyTree:
     """Returns the scores after the prompt, and the caches."""
     arrays = (inputs["inputs"], inputs.get("mask"), tokens, lengths)
     return module(config).apply({"params": params}, *arrays, slots, method="start")
 
 
-def extend(module: Module, config: Any, params: PyTree, caches: PyTree, step: decoding.Step, tokens: jax.Array) -> Any:
+def extend(
+    module: Module, config: Any, params: PyTree, caches: PyTree, step: decoding.Step, tokens: jax.Array
+) -> PyTree:
     """Returns the scores after one more token, and the caches."""
     return module(config).apply({"params": params}, caches, step, tokens, method="extend")
 

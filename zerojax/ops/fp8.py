@@ -21,6 +21,7 @@ Matmuls take the fp8 arrays themselves. A matmul of arrays cast back to 16 bits 
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -118,7 +119,7 @@ def check_recipe(recipe: str) -> None:
 
 
 def _as_matrices(
-    array: jax.Array, batch: Any, contracted: Any, *, kept_first: bool
+    array: jax.Array, batch: Sequence[int], contracted: Sequence[int], *, kept_first: bool
 ) -> tuple[jax.Array, tuple[int, ...]]:
     """Returns [batch dims..., kept, contracted], or with the last two in the other order, and the sizes of the kept dims."""
     kept = [dim for dim in range(array.ndim) if dim not in (*batch, *contracted)]

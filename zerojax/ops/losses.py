@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import traces
@@ -223,6 +224,6 @@ def _chunks(
     return jnp.sum(losses), (d_hidden, d_kernel.astype(_residual_dtype(kernel)) if is_trained else None)
 
 
-def _residual_dtype(kernel: jax.Array) -> Any:
+def _residual_dtype(kernel: jax.Array) -> DTypeLike:
     """Returns the dtype in which the kernel's gradient is stored until the backward pass scales it."""
     return jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype

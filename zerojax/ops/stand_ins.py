@@ -83,11 +83,11 @@ class StandIns(Generic[Part]):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _in_place_of(computed: str, shape: tuple[int, ...], dtype: Any, anchor: jax.Array) -> jax.Array:
+def _in_place_of(computed: str, shape: tuple[int, ...], dtype: DTypeLike, anchor: jax.Array) -> jax.Array:
     return jnp.full(shape, jnp.nan, dtype)
 
 
-def _forward(computed: str, shape: tuple[int, ...], dtype: Any, anchor: jax.Array) -> tuple[jax.Array, None]:
+def _forward(computed: str, shape: tuple[int, ...], dtype: DTypeLike, anchor: jax.Array) -> tuple[jax.Array, None]:
     return _in_place_of(computed, shape, dtype, anchor), None
 
 

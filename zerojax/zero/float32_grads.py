@@ -47,7 +47,7 @@ class _Widened:
       casts: casts the operands of matmuls, too.
     """
 
-    def __init__(self, program: Any, outputs: Collection[int], *, casts: bool):
+    def __init__(self, program: traces.Program, outputs: Collection[int], *, casts: bool):
         self._program, self._casts = program, casts
         jaxpr, _ = traces.opened(program)
         self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -114,12 +114,12 @@ class _Widened:
         return traces.bind(eqn, inputs, params)
 
 
-def _as_traced(value: jax.Array, atom: Any) -> jax.Array:
+def _as_traced(value: jax.Array, atom: traces.Atom) -> jax.Array:
     """Returns a value in the dtype that it was traced with."""
     dtype = _dtype(atom)
     is_other = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and value.dtype != dtype
     return value.astype(dtype) if is_other else value
 
 
-def _dtype(atom: Any) -> Any:
+def _dtype(atom: traces.Atom) -> Any:
     return getattr(atom.aval, "dtype", None)  # effects' tokens have none

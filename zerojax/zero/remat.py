@@ -74,7 +74,7 @@ def without_offload(policy: Callable[..., Any]) -> Callable[..., Any]:
     return policy.rest if isinstance(policy, _Offloads) else policy
 
 
-def for_host(value: Any) -> Any:
+def for_host(value: PyTree) -> PyTree:
     """Names a module's arrays, so that a policy that offloads keeps them in host memory until the backward pass reads them."""
     if isinstance(value, jax.Array):
         return checkpoint_name(value, _HOST)
@@ -107,7 +107,7 @@ def not_kept(function: Callable[[], list[jax.Array]]) -> list[jax.Array]:
     return jex.jaxpr_as_fun(_marked(closed))()
 
 
-def _marked(program: Any) -> Any:
+def _marked(program: traces.Program) -> traces.Program:
     return traces.replaced(program, lambda eqn: eqn.replace(params=_marked_params(eqn)))
 
 

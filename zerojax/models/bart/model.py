@@ -15,10 +15,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax.models import decoding, family, layers
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
+from zerojax.tree import PyTree
 
 OFFSET = 2  # the first rows of a table of positions are not used
 NORM_EPS = 1e-5
@@ -256,7 +258,7 @@ class Bart(nn.Module):
             after.append(keys)
         return self._logits(self._final("decoder", layers.at_last(x_BTD, lengths_B)))[:, 0], (after, mask_BS)
 
-    def extend(self, caches: Any, step: decoding.Step, targets_B: jax.Array) -> tuple[jax.Array, Any]:
+    def extend(self, caches: PyTree, step: decoding.Step, targets_B: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the logits after one more target a row, float32[B, V], and the caches."""
         (before, mask_BS), after = caches, []
         x_B1D = self._inputs("decoder", targets_B[:, None], step.positions_BT)
@@ -300,7 +302,7 @@ def sinusoids(positions: jax.Array, dims: int) -> jax.Array:
     return jnp.concatenate([jnp.sin(angles[0]), jnp.cos(angles[1])], axis=-1)
 
 
-def _sinusoids(key: jax.Array, shape: tuple[int, int], dtype: Any = jnp.float32) -> jax.Array:
+def _sinusoids(key: jax.Array, shape: tuple[int, int], dtype: DTypeLike = jnp.float32) -> jax.Array:
     return sinusoids(jnp.arange(shape[0]), shape[1]).astype(dtype)
 
 

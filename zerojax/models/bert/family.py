@@ -12,6 +12,7 @@ from zerojax.models import config_json, family, layers, parallel
 from zerojax.models.bert import model
 from zerojax.models.bert.model import BertConfig
 from zerojax.models.family import Tensor
+from zerojax.tree import PyTree
 
 _roberta = functools.partial(
     BertConfig, 50265, num_positions=514, pad=1, num_kinds=1, norm_eps=1e-5, model_type="roberta"
@@ -136,14 +137,16 @@ def _classes(f: config_json.Fields) -> tuple[str, ...]:
     return tuple(cast(str, name) for name in names)
 
 
-def _loss(config: BertConfig, params: Any, batch: Mapping[str, jax.Array], key: jax.Array | None = None) -> jax.Array:
+def _loss(
+    config: BertConfig, params: PyTree, batch: Mapping[str, jax.Array], key: jax.Array | None = None
+) -> jax.Array:
     """Returns the mean loss of the classes of texts."""
     arrays = (batch["inputs"], batch["labels"], batch.get("mask"), batch.get("labeled"))
     rngs = None if key is None else {layers.DROPOUT: key}
     return cast(jax.Array, model.Bert(config).apply({"params": params}, *arrays, method="loss", rngs=rngs))
 
 
-def _logits(config: BertConfig, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+def _logits(config: BertConfig, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
     return cast(
         jax.Array, model.Bert(config).apply({"params": params}, tokens, inputs.get("mask"), inputs.get("kinds"))
     )

@@ -12,6 +12,7 @@ from zerojax.models.family import Tensor
 from zerojax.models.llama import mla, model, published, rope
 from zerojax.models.llama.model import LlamaConfig
 from zerojax.models.llama.rows import ROWS
+from zerojax.tree import PyTree
 
 # The rotary base of 500,000 supports up to 32,768 positions (arXiv:2407.21783, section 3.2).
 _llama3 = functools.partial(LlamaConfig, 128256, rope_theta=500000.0, max_seq_len=32768)
@@ -168,7 +169,7 @@ def _linear(ours: str, theirs: str, inputs: int, has_bias: bool) -> dict[str, Te
 
 def _loss(
     config: LlamaConfig,
-    params: Any,
+    params: PyTree,
     batch: Mapping[str, jax.Array],
     key: jax.Array | None = None,
     *,
@@ -179,18 +180,23 @@ def _loss(
     return cast(jax.Array, model.Llama(config).apply({"params": params}, *arrays, method="loss"))
 
 
-def _logits(config: LlamaConfig, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+def _logits(config: LlamaConfig, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
     return cast(jax.Array, model.Llama(config).apply({"params": params}, tokens, inputs.get("mask")))
 
 
 def _start(
-    config: LlamaConfig, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array, lengths: jax.Array, slots: int
-) -> Any:
+    config: LlamaConfig,
+    params: PyTree,
+    inputs: Mapping[str, jax.Array],
+    tokens: jax.Array,
+    lengths: jax.Array,
+    slots: int,
+) -> PyTree:
     assert not inputs, "a decoder's prompt has no other arrays than its tokens"
     return model.Llama(config).apply({"params": params}, tokens, lengths, slots, method="start")
 
 
-def _extend(config: LlamaConfig, params: Any, caches: Any, step: decoding.Step, tokens: jax.Array) -> Any:
+def _extend(config: LlamaConfig, params: PyTree, caches: PyTree, step: decoding.Step, tokens: jax.Array) -> PyTree:
     return model.Llama(config).apply({"params": params}, caches, step, tokens, method="extend")
 
 

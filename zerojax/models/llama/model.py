@@ -24,6 +24,7 @@ from zerojax.models.llama import mla, rope
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention, residuals, softcap, tiles
 from zerojax.ops import tokens as tokens_lib
+from zerojax.tree import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,14 +395,14 @@ class Llama(nn.Module):
         x_BTD, caches = self._through(x_BTD, [empty] * c.num_layers, step)
         return self._logits(self.norm(layers.at_last(x_BTD, lengths_B)))[:, 0], caches
 
-    def extend(self, caches: Any, step: decoding.Step, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    def extend(self, caches: PyTree, step: decoding.Step, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the logits after one more token a row, int32[B], or several, int32[B, T]: float32[B, V], and every layer's keys and
         values."""
         x_BTD = self._embedded(tokens.reshape(len(tokens), -1), step.positions_BT)
         x_BTD, caches = self._through(x_BTD, caches, step)
         return self._logits(self.norm(step.last(x_BTD)))[:, 0], caches
 
-    def _through(self, x_BTD: jax.Array, caches: Any, step: decoding.Step) -> tuple[jax.Array, list]:
+    def _through(self, x_BTD: jax.Array, caches: PyTree, step: decoding.Step) -> tuple[jax.Array, list]:
         after = []
         for layer, keys in zip(self.layer, caches):
             x_BTD, keys = layer(x_BTD, None, decoding.Past(keys, step))

@@ -18,6 +18,7 @@ from zerojax.models import decoding, family, layers
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
 from zerojax.ops import tokens as tokens_lib
+from zerojax.tree import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +202,7 @@ class T5(nn.Module):
             after.append(keys)
         return self._logits(self._out(layers.at_last(x_BTD, lengths_B)))[:, 0], (after, mask_BS)
 
-    def extend(self, caches: Any, step: decoding.Step, targets_B: jax.Array) -> tuple[jax.Array, Any]:
+    def extend(self, caches: PyTree, step: decoding.Step, targets_B: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the logits after one more target a row, float32[B, V], and the caches."""
         (before, mask_BS), after = caches, []
         x_B1D = self.embed(targets_B[:, None])

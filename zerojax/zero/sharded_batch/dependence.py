@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
@@ -238,7 +239,7 @@ class TracedLoss:
             }
         )
 
-    def _reads(self, frame: traces.Frame, atom: Any, number: int, done: dict[Any, bool]) -> bool:
+    def _reads(self, frame: traces.Frame, atom: traces.Atom, number: int, done: dict[Any, bool]) -> bool:
         """Returns whether a value may depend on one input of the program."""
         frame, atom = frame.origin(atom)
         if not traces.is_var(atom) or atom not in frame.makers:
@@ -247,10 +248,10 @@ class TracedLoss:
             done[frame, atom] = any(self._reads(frame, part, number, done) for part in frame.makers[atom].invars)
         return done[frame, atom]
 
-    def _value(self, frame: traces.Frame, atom: Any, known: Mapping[int, Any], done: dict[Any, Any]) -> Any:
+    def _value(self, frame: traces.Frame, atom: traces.Atom, known: Mapping[int, Any], done: dict[Any, Any]) -> Any:
         frame, atom = frame.origin(atom)
         if not traces.is_var(atom) or atom in frame.constants:
-            return frame.constants[atom] if traces.is_var(atom) else atom.val
+            return atom.val if isinstance(atom, jex.Literal) else frame.constants[atom]
         if atom in frame.inputs:
             if frame.inputs[atom] not in known:
                 raise Depends
@@ -263,7 +264,7 @@ class TracedLoss:
             done.update(zip([(frame, var) for var in eqn.outvars], results))
         return done[frame, atom]
 
-    def _kind(self, frame: traces.Frame, atom: Any, old: int | None) -> str:
+    def _kind(self, frame: traces.Frame, atom: traces.Atom, old: int | None) -> str:
         frame, atom = frame.origin(atom)
         if not traces.is_var(atom) or atom in frame.constants:
             return SAME
@@ -276,7 +277,7 @@ class TracedLoss:
             self._kinds[frame, atom, old] = self._kind_of_result(frame, atom, frame.makers[atom], old)
         return self._kinds[frame, atom, old]
 
-    def _kind_of_result(self, frame: traces.Frame, atom: Any, eqn: Any, old: int | None) -> str:
+    def _kind_of_result(self, frame: traces.Frame, atom: traces.Atom, eqn: jex.JaxprEqn, old: int | None) -> str:
         name = eqn.primitive.name
         if name in _SUMS_OVER_DEVICES:
             axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -308,12 +309,12 @@ class TracedLoss:
             return OTHER if maker.params.get("axis", maker.params.get("dimension")) == rows[0] else ROWS
         return ROWS if rows else None
 
-    def _is_old(self, frame: traces.Frame, atom: Any, old: int | None) -> bool:
+    def _is_old(self, frame: traces.Frame, atom: traces.Atom, old: int | None) -> bool:
         """Returns whether a value is the old value of the state itself, moved or cast."""
         frame, atom = frame.origin(atom, _CAST_OR_MOVED)
         return traces.is_var(atom) and old is not None and frame.inputs.get(atom) == old
 
-    def _kind_of_sum(self, frame: traces.Frame, eqn: Any, kinds: list[str]) -> str | None:
+    def _kind_of_sum(self, frame: traces.Frame, eqn: jex.JaxprEqn, kinds: list[str]) -> str | None:
         """Returns COUNT or GROWN for a result without a dim of examples that is one, or None."""
         name, first = eqn.primitive.name, kinds[0]
         if name in _SUMS and ROWS in kinds:
@@ -339,9 +340,9 @@ class TracedLoss:
         is_linear = name in _SAME_VALUE or (name in ("neg", "reduce_sum") and first == COUNT)
         return first if is_linear and first in (COUNT, GROWN) else None
 
-    def _is_zero(self, frame: traces.Frame, atom: Any) -> bool:
+    def _is_zero(self, frame: traces.Frame, atom: traces.Atom) -> bool:
         atom = frame.origin(atom, _CAST_OR_MOVED)[1]
-        return not traces.is_var(atom) and not np.any(np.asarray(atom.val))
+        return isinstance(atom, jex.Literal) and not np.any(np.asarray(atom.val))
 
 
 def _is_integer(atom: Any) -> bool:

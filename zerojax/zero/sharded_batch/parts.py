@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util as source
@@ -28,6 +29,8 @@ from jax.extend import source_info_util as source
 from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
 from zerojax.errors import UserError
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import constraints
 from zerojax.zero.sharded_batch import inputs, outputs
 
@@ -86,11 +89,11 @@ class Checked:
         self._loss_fn, self._plain, self._ways = loss_fn, plain, ways
         self._powers: Mapping[str, int] = {}
 
-    def read(self, params: Any, batch: Any, state: Any, layout: inputs.Layout) -> None:
+    def read(self, params: PyTree, batch: PyTree, state: State, layout: inputs.Layout) -> None:
         """Reads the trace; see `powers`."""
         self._powers = powers(self._plain, params, batch, state, layout)
 
-    def __call__(self, params: Any, batch: Any, state: Any) -> tuple[Any, Any]:
+    def __call__(self, params: PyTree, batch: PyTree, state: State) -> tuple[Any, Any]:
         loss, aux = self._loss_fn(params, batch, state)
         return exact(self._powers, self._ways, loss, aux, state)
 
@@ -101,7 +104,9 @@ def checked(loss_fn: Callable[..., Any], plain: Callable[..., Any], layout: inpu
     return Checked(loss_fn, plain, ways) if layout.by_device and ways > 1 else loss_fn
 
 
-def powers(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, layout: inputs.Layout) -> dict[str, int]:
+def powers(
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, state: State, layout: inputs.Layout
+) -> dict[str, int]:
     """Returns the power of the number of devices by which each result is to be multiplied, by path: `metrics/loss`.
 
     So multiplied, the mean over devices is the value for whole sequences; of both parts of a `Mean` the sums are as many times too large.
@@ -118,10 +123,10 @@ def powers(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, lay
     params, state = (jax.tree.map(_abstract, part) for part in (params, state))
     whole, part = (layout.of_examples(batch, layout.examples(batch), tokens_of=tokens_of) for tokens_of in (1, ways))
 
-    def aux_of(params: Any, batch: Any, state: Any) -> Any:
+    def aux_of(params: PyTree, batch: PyTree, state: State) -> Any:
         return loss_fn(params, batch, state)[1]
 
-    def traced(batch: Any) -> tuple[Any, Any]:
+    def traced(batch: PyTree) -> tuple[Any, Any]:
         trace = jax.make_jaxpr(aux_of, axis_env=[*layout.mesh.shape.items()], return_shape=True)
         with constraints.dropped(layout.mesh.shape), traces.reading():
             return trace(params, batch, state)
@@ -235,7 +240,7 @@ class _Reader:
     def __init__(self, ways: int):
         self._ways, self._lines = ways, [""]
 
-    def run(self, program: Any, twin: Any, kinds: Sequence[Kind]) -> list[Kind]:
+    def run(self, program: traces.Program, twin: traces.Program, kinds: Sequence[Kind]) -> list[Kind]:
         """Returns the kinds of a program's results, of those of its arguments."""
         (jaxpr, consts), (other, others) = traces.opened(program), traces.opened(twin)
         pairs = itertools.zip_longest(jaxpr.eqns, other.eqns)
@@ -257,7 +262,7 @@ class _Reader:
         return [read(*pair) for pair in zip(jaxpr.outvars, other.outvars)]
 
     @contextlib.contextmanager
-    def _at(self, eqn: Any) -> Iterator[None]:
+    def _at(self, eqn: jex.JaxprEqn) -> Iterator[None]:
         self._lines.append(source.summarize(eqn.source_info) or self._lines[-1])
         try:
             yield
@@ -286,7 +291,7 @@ class _Reader:
         apart = [dim for dim, (own, other) in enumerate(pairs) if own != other]
         return apart if all(pairs[dim][1] == self._ways * pairs[dim][0] for dim in apart) else None
 
-    def _equation(self, eqn: Any, twin: Any, kinds: list[Kind]) -> list[Kind]:
+    def _equation(self, eqn: jex.JaxprEqn, twin: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
         name, count = eqn.primitive.name, len(eqn.outvars)
         if (inner := traces.called(eqn)) is not None:
             if name not in traces.CHECKPOINTS and eqn.params.get("name") == traces.EXCHANGE:
@@ -525,7 +530,7 @@ class _Reader:
             return self._other(_UNKNOWN.format("scatter-add"))
         return self._sum([operand, Kind(LINEAR, updates.power + 1)])
 
-    def _exchanged(self, eqn: Any, twin: Any, kinds: list[Kind]) -> Kind:
+    def _exchanged(self, eqn: jex.JaxprEqn, twin: jex.JaxprEqn, kinds: list[Kind]) -> Kind:
         """Returns the kind of what attention over all devices' tokens returns."""
         if (bad := next((kind for kind in kinds if kind.form in (OTHER, OWN)), None)) is not None:
             return bad
@@ -535,7 +540,7 @@ class _Reader:
             )
         return Kind(TOKENS) if not any(kind.power or kind.form == LINEAR for kind in kinds) else self._other(_OF_DEVICE)
 
-    def _scan(self, eqn: Any, twin: Any, kinds: list[Kind]) -> list[Kind]:
+    def _scan(self, eqn: jex.JaxprEqn, twin: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
         params = eqn.params
         if params["length"] != twin.params["length"]:
             if (bad := next((kind for kind in kinds if kind.form in (OTHER, OWN)), None)) is not None:
@@ -550,7 +555,7 @@ class _Reader:
         carry = self._carried(kinds[first:last], lambda carry: body(carry)[:count])
         return [*carry, *body(carry)[count:]]
 
-    def _while(self, eqn: Any, twin: Any, kinds: list[Kind]) -> list[Kind]:
+    def _while(self, eqn: jex.JaxprEqn, twin: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
         of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         both = of_cond + of_body
 
@@ -571,7 +576,7 @@ class _Reader:
             carry = after
         return [self._other(_LENGTH)] * len(carry)
 
-    def _cond(self, eqn: Any, twin: Any, kinds: list[Kind]) -> list[Kind]:
+    def _cond(self, eqn: jex.JaxprEqn, twin: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
         pred, *given = kinds
         if pred != Kind(SAME):
             return [pred if pred.form in (OTHER, OWN) else self._other(_OF_DEVICE)] * len(eqn.outvars)
