@@ -34,7 +34,7 @@ from zerojax.tree import Leaf, PyTree
 LOCK_FILE = ".lock"
 
 
-class Partition(Protocol):
+class StateLayout(Protocol):
     """What is read of the `Partition` of a state, whose room this one does not import."""
 
     @property
@@ -44,7 +44,7 @@ class Partition(Protocol):
     def leaves(self) -> Mapping[str, Any]: ...
 
     @property
-    def on_device(self) -> "Partition": ...
+    def on_device(self) -> "StateLayout": ...
 
 
 class Checkpointer:
@@ -98,7 +98,7 @@ class Checkpointer:
         *,
         meta: Mapping | None = None,
         eval_loss: float | None = None,
-        partition: Partition | None = None,
+        partition: StateLayout | None = None,
         card: str = "",
     ) -> None:
         """Copies `state` to the host and writes it in the background. Does nothing if the step is saved already.
@@ -439,12 +439,12 @@ def _is_apart(leaf: Leaf) -> bool:
     return kind not in (None, next(iter(leaf.sharding.device_set)).default_memory().kind)
 
 
-def _unpadded_shapes(partition: Partition) -> dict[str, tuple[int, ...]]:
+def _unpadded_shapes(partition: StateLayout) -> dict[str, tuple[int, ...]]:
     """Returns the unpadded shape of each padded leaf."""
     return {path: tuple(leaf.shape) for path, leaf in partition.on_device.leaves.items() if leaf.padding}
 
 
-def _padded_shapes(partition: Partition, state: State) -> dict[str, tuple[int, ...]]:
+def _padded_shapes(partition: StateLayout, state: State) -> dict[str, tuple[int, ...]]:
     """Returns the unpadded shape of each padded leaf of a state.
 
     Raises:
