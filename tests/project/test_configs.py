@@ -54,3 +54,10 @@ def test_llama_configs_hold_twelve_bytes_a_weight_over_eight_devices(name):
     held = counted["params"] + counted["opt_state"]
     assert abs(held / (12 * weights / jax.device_count()) - 1) < ROUNDING
     assert built.sizes.global_batch_size == config.micro_batch_size * jax.device_count()
+
+
+@pytest.mark.parametrize("name", [file.stem for file in FILES])
+def test_every_config_has_a_row_in_the_page_of_the_trainer(name):
+    page = pathlib.Path(__file__).parents[2] / "docs" / "trainer.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    assert any(f"`configs/{name}.py`" in row for row in rows) or re.fullmatch(r"zero[0-3]", name)

@@ -14,6 +14,9 @@ from zerojax.trainer import metrics, progress, timing
 from zerojax.trainer.card import tally as tally_lib
 from zerojax.zero import loss_scale
 
+# In a step's line, where a step has them. The loss of rewarded answers is about 0 whatever was learnt.
+SHOWN = ("loss", "reward", "reward_margin", "grad_norm", "tokens_per_second")
+
 
 class Recorder:
     """Records steps in order, with the time of each.
@@ -154,6 +157,6 @@ class Recorder:
         self._health.count(step, flaw)
         for hear in self._hear:
             hear(values)
-        self._shown.update(step, **{name: numbers[name] for name in ("loss", "grad_norm", "tokens_per_second")})
+        self._shown.update(step, **{name: numbers[name] for name in SHOWN if name in numbers})
         if action := self._after.pop(step, None):
             action()
