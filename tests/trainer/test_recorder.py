@@ -67,7 +67,9 @@ def test_the_line_of_a_step_shows_its_reward_where_there_is_one(opened, out):
     opened.push(2, numbers())
     opened.flush()
     first, second = out.getvalue().splitlines()
-    assert first.startswith("step 1/4  loss 2  reward 0.75  grad_norm 1  ") and second.startswith("step 2/4  loss 2  grad_norm 1  ")
+    assert first.startswith("step 1/4  loss 2  reward 0.75  grad_norm 1  ") and second.startswith(
+        "step 2/4  loss 2  grad_norm 1  "
+    )
 
 
 def test_an_action_is_done_once_after_the_line_of_its_step(opened, out):

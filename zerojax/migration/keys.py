@@ -57,7 +57,7 @@ _HOST_STATE = "state in host memory is pinned and moves in chunks: config.offloa
 _NVME = "a disk is read and written by threads of our own; config.offload.nvme_buffers"
 _PROFILE = "--config.profile.steps=2 traces steps and prints a table of their time"
 EXPERTS = "DeepSpeed's layer of experts is not read; a family with experts shards them over config.mesh.expert"
-PIPE = "layers are divided by the FLOPs of their matmuls, and passes of config.grad_accum are its micro-batches"
+PIPE = "layers are divided by their foretold times, or FLOPs, and passes of config.grad_accum are its micro-batches"
 CONTEXT = "each device has a part of every sequence, and attention exchanges heads or keys, whichever the run says"
 TENSOR = "heads, the MLP's width, the vocabulary and, between matmuls, tokens are sharded, at any stage"
 _NO_FEEDBACK = "a gradient is packed as it is; the error of the step before is not added"
@@ -77,7 +77,9 @@ KEYS: Mapping[str, Key] = {
     "seq_parallel_communication_data_type": _no_effect("activations are sent in the compute dtype"),
     "data_parallel_size": _implied("the mesh takes all devices"),
     "dataloader_drop_last": _implied("the data are an endless stream of full batches"),
-    "use_data_before_expert_parallelism": _no_effect("there is no expert parallelism"),
+    "use_data_before_expert_parallelism": _no_effect(
+        "devices along config.mesh.expert are neighbours of data and context"
+    ),
     # ZeRO
     "zero_optimization.stage": _taken("zero.stage"),
     "zero_optimization.stage3_param_persistence_threshold": _taken(
@@ -145,7 +147,9 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.override_module_apply": _no_effect("models are not patched"),
     "zero_optimization.log_trace_cache_warnings": _no_effect("the order of blocks is fixed when the step is compiled"),
     "zero_optimization.enable_sanity_checks": _no_effect("shapes and shardings are checked when the step is compiled"),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _no_effect("there is no Muon"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _no_effect(
+        "a momentum is optimizer state: config.offload.optimizer says where it lives"
+    ),
     "zero_optimization.leaf_module.*": _implied(
         "the model family says which modules are blocks; `blocks=` in your own step"
     ),
@@ -310,7 +314,9 @@ KEYS: Mapping[str, Key] = {
     ),
     "expert_parallel.*": _unsupported(EXPERTS),
     "pipeline.stages": Key(TAKEN, PIPE, ("mesh.pipe",), ONE),
-    "pipeline.*": _unsupported("layers are divided by their FLOPs; config.pipeline has the schedule"),
+    "pipeline.*": _unsupported(
+        "layers are divided by their foretold times, or FLOPs; config.pipeline has the schedule"
+    ),
     "pipeline_parallel_size": Key(TAKEN, PIPE, ("mesh.pipe",), ONE),
     "moe.*": _unsupported(EXPERTS),
     "hybrid_engine.*": _unsupported("there is no inference engine inside training"),

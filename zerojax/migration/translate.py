@@ -21,6 +21,7 @@ CLIPS_SINCE = (0, 19, 3)  # gradient_clipping is 1.0 where it is absent; before,
 
 # DeepSpeed's type, in lower case -> (our optimizer, why it is not the same; "" if it is)
 _COMPRESSED = "gradients are summed uncompressed"
+_RATES = "updates of config.optimizer.name=muon are as large as AdamW's, and DeepSpeed's are not; set it with a rate of AdamW's"
 _WIDTHS = "learning rates do not depend on the width (muP)"
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "adam": ("adamw", ""),
@@ -38,6 +39,7 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "onebitadam": ("adamw", _COMPRESSED),
     "zerooneadam": ("adamw", _COMPRESSED),
     "onebitlamb": ("lamb", _COMPRESSED),
+    "muon": ("adamw", _RATES),
     "muadam": ("adamw", _WIDTHS),
     "muadamw": ("adamw", _WIDTHS),
     "musgd": ("sgd", _WIDTHS),
