@@ -2,8 +2,9 @@
 
     python -m zerojax.train --config configs/llama3_8b_3d.py --config.data.name=random
 
-Devices: 8 GPUs of 80 GB or more, of one host, in one process. The plan for H200s: 47.8 GiB on the devices of the first group, 35.7 on those
-of the second, a bubble of 11.3%, and 4.3 s a step, which nobody has measured. Text: as configs/llama3_1b.py. Result: as there.
+Devices: 8 GPUs of 80 GB or more, of one host, in one process. On GPUs whose rates are known the first group has 17 layers, and the second
+15 and the head. `zerojax plan` shows the memory of each and the bubble; nobody has measured it. Text: as configs/llama3_1b.py.
+Result: as there.
 """
 
 from zerojax.configs import llama3_8b

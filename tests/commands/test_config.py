@@ -10,6 +10,7 @@ import pytest
 from zerojax import configs, display
 from zerojax.commands import config
 from zerojax.errors import UserError
+from zerojax.plan import arithmetic
 from zerojax.trainer import config as config_lib
 
 TINY = ("--quick", "--model", "test", "--target", "cpu", "--topology", "8")
@@ -36,10 +37,31 @@ def run(monkeypatch, capsys, tmp_path):
 
 
 def test_every_question_is_asked_and_wrong_answers_are_asked_again(run):
-    answers = ["", "tst", "test", "4", "cpu", "8", "2", "2", "64", "-3", "16", "2", "0.5", "fp32", "", "", "2"]
+    answers = [
+        "",
+        "tst",
+        "test",
+        "4",
+        "cpu",
+        "2x4",
+        "0",
+        "100",
+        "2",
+        "2",
+        "64",
+        "-3",
+        "16",
+        "2",
+        "0.5",
+        "fp32",
+        "",
+        "",
+        "2",
+    ]
     status, out, errors, written = run("--quick", answers=answers)
     count = len(config.QUESTIONS)
-    assert (status, errors) == (0, "") and count == 15
+    assert (status, errors) == (0, "") and count == 16
+    assert "network: must be above 0" in out
     assert [f"{number}/{count} " in out for number in range(1, count + 1)] == [True] * count
     assert (
         "'tst' is not known; did you mean test?" in out
@@ -84,10 +106,10 @@ def test_answers_that_do_not_go_together_are_asked_again_and_the_others_are_kept
     status, out, errors, written = run("--quick", answers=answers)
     assert (status, errors) == (0, ""), errors
     assert "topology: must be numbers joined by x, such as 1x8 or 4x4x8, and is '1xq'" in out
-    assert "config.global_batch_size: 7 does not fit" in out and out.count("2/15 Which model?") == 1
+    assert "config.global_batch_size: 7 does not fit" in out and out.count("2/16 Which model?") == 1
     assert "config.mesh.model: 3 does not divide the 8 devices" in out
     assert "config.mesh.context: 3 does not divide the 4 devices" in out
-    assert "offload.optimizer" in out.split("15/15 Which ZeRO stage?")[1]
+    assert "offload.optimizer" in out.split("16/16 Which ZeRO stage?")[1]
     assert (written.global_batch_size, written.zero.stage, written.offload.optimizer) == (16, 0, "none")
 
 
@@ -243,3 +265,19 @@ def test_the_end_of_the_input_ends_the_questions_in_one_line(monkeypatch, answer
 def test_a_long_text_of_a_decoder_runs_in_tiles(model, seq_len, expected):
     settings = config._chosen({"model": model, "seq_len": seq_len})
     assert settings.get("model.tile_tokens") == expected
+
+
+def test_several_hosts_are_told_which_axes_suit_their_network(run, monkeypatch):
+    guess = arithmetic.Guess(2.0, 1.0, {})
+    ways = [
+        arithmetic.AxisCost("stage 3, replica 2", guess, 8192.0),
+        arithmetic.AxisCost("pipe 2", dataclasses.replace(guess, seconds=1.0), 8192.0),
+    ]
+    seen = []
+    monkeypatch.setattr(config.plans, "axes_config", lambda *given: seen.append(given[3].adapter_gbps) or ways)
+    flags = ("--quick", "--yes", "--model", "test", "--target", "cpu", "--topology")
+    status, out, *_ = run(*flags, "2x4", "--network", "100")
+    assert status == 0 and seen == [100.0]
+    assert out.index("pipe 2: 8,192 tokens/s/device") < out.index("stage 3, replica 2: 4,096 tokens/s/device")
+    status, _, errors, _ = run(*flags, "8", "--network", "100", "--force")
+    assert status == 2 and "--network: the topology has one host" in errors

@@ -16,7 +16,7 @@ def test_every_field_of_the_json_is_documented_and_no_other(plan):
     page = (runs.ROOT / "docs/plan.md").read_text().partition("## JSON")[2]
     first_cells = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
     documented = {name.removesuffix("[]") for name in re.findall(r"`([^`]+)`", first_cells)}
-    assert documented | {"schema"} == set(json_form.as_json(plan)) | {"cluster"}, "the command line adds the last"
+    assert documented | {"schema"} == set(json_form.as_json(plan)) | {"cluster", "cost"}, "the command line adds two"
 
 
 def test_leaves_and_temporaries_are_listed_from_the_largest(plan):

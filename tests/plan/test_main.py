@@ -30,6 +30,7 @@ BAD = {
     "topology": ["--target=cpu", "--topology=4by4"],
     "--most_compiles: only --search uses it": ["--target=cpu", "--topology=1x4", "--most_compiles=3"],
     "memory is unknown": ["--target=cpu", "--topology=1x8", "--search"],
+    "--axes: needs a decoder of 10 or more equal layers": ["--target=cpu", "--topology=1x8", "--axes"],
     "--topology: --serve does not use it": ["--target=h200", "--topology=1x8", "--serve"],
     "--format: only --serve uses it": ["--target=cpu", "--topology=1x4", "--format=int8"],
     "config.zero.stage": ["--target=cpu", "--topology=1x8", "--config.zero.stage=4"],

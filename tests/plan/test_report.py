@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+import zerojax
 from zerojax import display
 from zerojax.clock import rates, walk
 from zerojax.plan import json_form
@@ -32,3 +33,13 @@ def test_the_text_tells_the_foretold_time_its_parts_and_its_error(plan, target, 
         and told["errors"] == rates.of(target).errors
     )
     assert json_form.as_json(plan)["foretold"] is None
+
+
+def test_a_price_makes_the_cost_of_a_step_and_of_tokens(plan):
+    known = dataclasses.replace(plan, foretold=walk.StepTime(3.6, {}, {}), tokens=10**6)
+    assert plan_report.cost(known, 2.5) == pytest.approx(
+        {"step": 0.0025 * plan.devices, "billion_tokens": 2.5 * plan.devices}
+    )
+    assert f"At 2.5 a GPU and hour: {0.0025 * plan.devices:,.4f} a step" in plan_report.cost_line(known, 2.5)
+    with pytest.raises(zerojax.UserError, match="--price_per_gpu_hour: the time of a step is unknown"):
+        plan_report.cost(plan, 2.5)

@@ -5,7 +5,8 @@ import jax
 import pytest
 
 import zerojax
-from zerojax.plan import search
+from zerojax.plan import arithmetic, search
+from zerojax.zero.pipeline import order as order_lib
 
 CANDIDATES = [search.Candidate(stage, "dots", micro, 4 // micro, 1) for stage in (0, 3) for micro in (1, 2, 4)]
 
@@ -230,3 +231,93 @@ def test_a_step_whose_matmuls_alone_take_longer_than_another_step_is_not_compile
     outcomes = search.search("h200", [slow, fast], build_bound, memory=100)
     assert [o.is_compiled for o in outcomes] == [True, False]
     assert outcomes[1].reason == "not compiled: its matmuls alone take 1200 ms, and another step 1000"
+
+
+def guessed(candidate, wrong=lambda candidate: 1.0):
+    """An estimate of the deep world, wrong by a factor."""
+    plan = a_deep_world(candidate)(32)
+    return arithmetic.Guess(plan.seconds * wrong(candidate), plan.peak * 1.1, {})
+
+
+@pytest.mark.parametrize("memory", [1000, 200, 140, 75, 45])
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
+def test_where_arithmetic_is_wrong_by_the_same_factor_the_fastest_is_found_with_few_compiles(memory, scale):
+    candidates = [
+        search.Candidate(3, remat, micro, 4 // micro, 1) for remat in ("none", "dots", "full") for micro in (1, 2, 4)
+    ]
+    lines = []
+
+    def build_deep(candidate):
+        plan = a_deep_world(candidate)
+        few = {layers: plan(layers) for layers in search.FEW}
+
+        def line():
+            lines.append(candidate)
+            return search.continued(few, 32)
+
+        return search.Built(1, lambda: plan(32), line)
+
+    def guess(candidate):
+        return guessed(candidate, lambda c: scale * (1.03 if c.remat == "none" else 1.0))
+
+    outcomes = search.by_arithmetic("h200", candidates, guess, build_deep, memory=memory)
+    plans = {candidate: a_deep_world(candidate)(32) for candidate in candidates}
+    fastest = min((c for c in candidates if plans[c].peak <= memory), key=lambda c: plans[c].seconds)
+    assert (outcomes[0].candidate, outcomes[0].reason) == (fastest, "")
+    assert len(lines) <= 5 and sum(o.is_compiled for o in outcomes) == 1
+    assert memory < 1000 or any("by arithmetic" in o.reason for o in outcomes)
+
+
+def test_a_step_that_takes_minutes_to_compile_has_the_line_s_word_unless_it_is_near_the_memory():
+    candidate = search.Candidate(3, "full", 1, 8, 1, pipe=4)
+    for memory, is_compiled in ((1000, False), (100.5, True)):
+        plan = types.SimpleNamespace(peak=100, bound=None, seconds=1.0, tokens=1)
+        built = search.Built(1, lambda plan=plan: plan, lambda: search.Continued(100.0, 1.0, 1), trusts_line=True)
+        (outcome,) = search.by_arithmetic(
+            "h200", [candidate], lambda _: arithmetic.Guess(1.0, 100.0, {}), lambda _, own=built: own, memory=memory
+        )
+        assert (outcome.reason, outcome.is_compiled) == ("", is_compiled)
+
+
+def test_a_pipeline_needs_a_micro_batch_a_group_and_chunks_whole_rounds():
+    grid = {
+        "stage": (1,),
+        "remat": ("full",),
+        "micro_batch_size": (1,),
+        "replica": (1,),
+        "pipe": (1, 4),
+        "chunks": (1, 2),
+    }
+    found = search.candidates_of(grid, ways=8, global_batch_size=16)
+    assert [(c.pipe, c.chunks, c.grad_accum) for c in found] == [(1, 1, 2), (4, 1, 8), (4, 2, 8)]
+    assert {(c.pipe, c.chunks) for c in search.candidates_of(grid, ways=8, global_batch_size=12)} == {(4, 1)}
+    table = search.table([search.Outcome(candidate, 1, 1.0, "") for candidate in found])
+    assert [column.header for column in table.columns][5:7] == ["pipe", "chunks"]
+
+
+def test_few_layers_over_a_pipeline_are_continued_by_their_times():
+    """A layer takes 1 forward and 2 backward, the embedding 0.5, and the head 3 and 6: as much as three layers."""
+    order = order_lib.make("1f1b", 2, 4)
+
+    def plan(cut, layers, groups):
+        times = [[1.0 * cut.count(stage) for stage in (0, 1)], [2.0 * cut.count(stage) for stage in (0, 1)]]
+        for kind, (embed, head) in zip(times, ((0.5, 2.0), (0.5, 4.0))):
+            kind[0], kind[1] = kind[0] + embed, kind[1] + head
+        calls = [cut.count(0), cut.count(1)]
+        pipeline = types.SimpleNamespace(
+            order=order,
+            stage_of_call=cut,
+            calls=calls,
+            times=order_lib.PassTimes(*times),
+            update=0.1 * layers,
+            memory=[types.SimpleNamespace(peak=base + 10 * count) for base, count in zip(groups, calls)],
+        )
+        return types.SimpleNamespace(pipeline=pipeline, tokens=7)
+
+    few = plan([0, 1, 1], 2, (100, 50)), plan([0, 0, 0, 1, 1], 4, (100, 50))
+    found = search.continued_over_stages(*few, 16)
+    cut = [0] * 9 + [1] * 8  # nine layers and the embedding, seven and the head
+    expected = plan(cut, 16, (100, 50)).pipeline
+    assert found.peak == max(held.peak for held in expected.memory)
+    assert found.seconds == pytest.approx(order_lib.run(order, expected.times).total + expected.update)
+    assert found.tokens == 7

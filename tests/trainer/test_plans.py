@@ -5,7 +5,7 @@ import pytest
 import runs
 
 import zerojax
-from zerojax.plan import search
+from zerojax.plan import scale, search
 from zerojax.trainer import plans
 
 GRID = {"stage": (3,), "remat": ("none",), "micro_batch_size": (1, 2, 4), "replica": (1,)}
@@ -88,3 +88,43 @@ def test_a_long_text_is_also_tried_in_tiles_and_with_the_inputs_of_layers_on_the
     candidate = search.Candidate(3, "full", 1, 1, 1, tile_tokens=8192, inputs="host")
     applied = plans._applied(config, candidate).model
     assert (applied.remat, applied.offload, applied.tile_tokens) == ("full", r"layer_\d+", 8192)
+
+
+def test_a_deep_model_over_slow_links_is_judged_by_arithmetic_before_anything_is_compiled(monkeypatch):
+    seen = {}
+
+    def by_arithmetic(target, candidates, guess, build, **how):
+        seen.update(candidates=candidates, guesses={candidate: guess(candidate) for candidate in candidates})
+        return [search.Outcome(candidates[0], 1, 1.0, "")]
+
+    monkeypatch.setattr(search, "by_arithmetic", by_arithmetic)
+    compile_only.gpus()
+    deep = runs.config(
+        global_batch_size=64, model__vocab_size=320, model__num_layers=12, precision="bf16", reduce_dtype="fp32"
+    )
+    times = {}
+    for gbps in (400.0, 1.0):
+        plans.search_config(deep, "h200", "4x8", cluster=scale.Network(adapter_gbps=gbps))
+        own = {(c.pipe, c.replica, c.model, c.context) for c in seen["candidates"]}
+        assert {(1, 1, 1, 1), (4, 1, 1, 1), (1, 4, 1, 1), (2, 2, 8, 1), (1, 1, 1, 8)} <= own
+        assert not [c for c in seen["candidates"] if c.pipe > c.grad_accum]
+        times[gbps] = {c: found.seconds for c, found in seen["guesses"].items() if c.stage == 3 and c.remat == "full"}
+    slowed = {c: times[1.0][c] / times[400.0][c] for c in times[1.0] if c.context == c.model == c.chunks == 1}
+    assert all(ratio >= 1 for ratio in slowed.values())
+    plain = [ratio for c, ratio in slowed.items() if c.pipe == c.replica == 1]
+    assert min(plain) > min(ratio for c, ratio in slowed.items() if c.pipe > 1 or c.replica > 1)
+
+
+@pytest.mark.long
+def test_each_axis_alone_has_its_fastest_settings():
+    compile_only.gpus()
+    deep = runs.config(
+        global_batch_size=64, model__vocab_size=320, model__num_layers=12, precision="bf16", reduce_dtype="fp32"
+    )
+    ways = plans.axes_config(deep, "h200", "2x8", scale.Network(adapter_gbps=100.0))
+    texts = [way.text for way in ways]
+    assert len({*texts}) == len(texts)
+    for axis, sizes in {"pipe": (2,), "context": (2, 4, 8), "model": (2, 4, 8)}.items():
+        assert [n for n in (2, 4, 8, 16) if any(f", {axis} {n}" in text for text in texts)] == [*sizes]
+    with pytest.raises(zerojax.UserError, match="--axes: needs a decoder"):
+        plans.axes_config(deep, "cpu", "1x8")

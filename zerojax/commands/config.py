@@ -28,7 +28,7 @@ from zerojax.launch import devices as devices_lib
 from zerojax.migration import config_file
 from zerojax.models import families
 from zerojax.ops import tiles
-from zerojax.plan import targets
+from zerojax.plan import scale, targets
 from zerojax.trainer import activations, plans
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
@@ -107,6 +107,14 @@ def _number(name: str) -> Callable[[str], float]:
     return check
 
 
+def _gbps(answer: str) -> float:
+    """Checks a rate of a network."""
+    found = _number(_NETWORK)(answer)
+    if not 0 < found <= scale.MOST:
+        raise UserError(f"{_NETWORK}: must be above 0 and at most {scale.MOST:g} Gbit/s, and is {errors.shown(answer)}")
+    return found
+
+
 def _count_or(name: str, other: str, value: int) -> Callable[[str], int]:
     """Returns a check that an answer is a whole number above 0, or a word that stands for a value."""
     check = _count(name)
@@ -114,6 +122,7 @@ def _count_or(name: str, other: str, value: int) -> Callable[[str], int]:
 
 
 _LAST = "stage"  # the question beside which the plan's advice is shown
+_NETWORK = "network"  # asked of several hosts alone
 _KINDS = offload_lib.KINDS
 _MODEL, _WEIGHTS = "model", "init_from"
 _PARAMS = (
@@ -125,6 +134,7 @@ QUESTIONS = (
     Question("lora_r", "Adapters (LoRA) of which rank? 0: all weights are trained", "lora.r", _count_or("lora_r", "none", 0)),
     Question("target", "Which devices? here, " + ", ".join(targets.TARGETS), "", _one_of("target", [*targets.TARGETS, targets.HERE])),
     Question("topology", "How many? hosts x devices (1x8); TPUs: chips (2x2x1); empty for all that are here", "", _topology),
+    Question("network", "How fast is the network between hosts, in Gbit/s for each GPU?", "", _gbps),
     Question("tensor", "Tensor parallelism over how many of them? 1: none", "mesh.model", _count("tensor")),
     Question("context", "Each sequence in parts on how many of them (context parallelism)? 1: whole", "mesh.context", _count("context")),
     Question("seq_len", "How many tokens a sequence?", "seq_len", _count("seq_len")),
@@ -195,7 +205,32 @@ def _config() -> None:
     answers, advice = _ask_all(
         {question.name: getattr(given, question.name) for question in QUESTIONS}, asks, given.quick
     )
-    _write(given.out, _settings(answers, advice))
+    settings = _settings(answers, advice)
+    _tell_of_axes(answers, settings)
+    _write(given.out, settings)
+
+
+def _hosts(answers: Mapping[str, Any]) -> int:
+    """Returns the number of hosts of the answers; 1 for TPUs, whose chips are one slice, and for what is here."""
+    target, dims = answers["target"], answers["topology"].split("x")
+    is_tpu = target != targets.HERE and targets.get(target).kind == "tpu"
+    return int(dims[0]) if len(dims) == 2 and not is_tpu else 1
+
+
+def _tell_of_axes(answers: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Prints which axes arithmetic puts first for the network between hosts; nothing where it has no rates or no such model."""
+    if _NETWORK not in answers:
+        return
+    try:
+        network = scale.Network(adapter_gbps=answers[_NETWORK])
+        config = config_lib.from_dict(_raw(settings))
+        ways = plans.axes_config(config, answers["target"], answers["topology"], network)
+    except UserError:
+        return
+    say(f"By arithmetic for {answers[_NETWORK]:g} Gbit/s between hosts, the fastest first:")
+    for way in sorted(ways, key=lambda own: own.guess.seconds)[:3]:
+        say(f"  {way.text}: {way.tokens / way.guess.seconds:,.0f} tokens/s/device")
+    say("The config keeps the axes of the answers; `zerojax plan --search --cluster FILE` compiles others.")
 
 
 def _ask_all(flags: Mapping[str, str | None], asks: bool, quick: bool) -> tuple[dict[str, Any], Advice]:
@@ -213,6 +248,10 @@ def _ask_all(flags: Mapping[str, str | None], asks: bool, quick: bool) -> tuple[
         name = pending.pop(0)
         if name == _MODEL and answers[_WEIGHTS]:
             answers[_MODEL] = _raw({}).model.preset  # not read
+            continue
+        if name == _NETWORK and _hosts(answers) < 2:
+            if given[name] is not None:
+                raise UserError("--network: the topology has one host; omit it, or answer hosts x devices, such as 2x8")
             continue
         try:
             if name == _LAST and advised != {**answers, _LAST: None}:
@@ -289,6 +328,7 @@ def _default(name: str, answers: Mapping[str, Any], advice: Advice | None) -> st
         _MODEL: base.model.preset,
         "lora_r": 0,
         "target": targets.HERE,
+        _NETWORK: f"{scale.Network().adapter_gbps:g}",
         "tensor": base.mesh.model,
         "context": base.mesh.context,
         "grad_accum": "auto",

@@ -16,7 +16,7 @@ from zerojax import display, errors
 from zerojax.errors import UserError
 from zerojax.inference.engine import weights
 from zerojax.launch import devices, ending, processes
-from zerojax.plan import json_form, picture, scale, search, step_plan, targets
+from zerojax.plan import arithmetic, json_form, picture, scale, search, step_plan, targets
 from zerojax.plan import report as plan_report
 from zerojax.plan import serving as serving_plan
 from zerojax.trainer import command, plans, serving
@@ -35,6 +35,8 @@ _CLUSTER = flags.DEFINE_string(
     "cluster", "", "A JSON file of a cluster: also foretell the step on 64 to 4,096 GPUs (docs/plan.md)."
 )
 _SEARCH = flags.DEFINE_boolean("search", False, "Search for the fastest plan that fits.")
+_AXES = flags.DEFINE_boolean("axes", False, "Show what each axis of a mesh costs, by arithmetic. Compiles nothing.")
+_PRICE = flags.DEFINE_float("price_per_gpu_hour", None, "Of one GPU: adds the cost of a step and of 1e9 tokens.", 0.0)
 _MOST = flags.DEFINE_integer("most_compiles", 12, "Maximum number of plans that --search compiles.")
 
 _SERVE = flags.DEFINE_boolean("serve", False, "Plan serving: texts of seq_len that fit, and their tokens/s at most.")
@@ -57,6 +59,8 @@ def main() -> None:
         with names.of_config():
             if _SERVE.value:
                 _serve(config)
+            elif _AXES.value:
+                _axes(config)
             elif _SEARCH.value:
                 _search(config)
             else:
@@ -89,11 +93,27 @@ def _prepare(config: settings_lib.Config) -> None:
 
 
 def _serve(config: settings_lib.Config) -> None:
-    for name in ("topology", "picture", "search", "cluster", "host_gbps", "disk_gbps"):
-        if flags.FLAGS[name].present:
-            raise UserError(f"--{name}: --serve does not use it; omit one of them")
+    _refuse("serve", "topology", "picture", "search", "axes", "cluster", "price_per_gpu_hour", "host_gbps", "disk_gbps")
     found = serving_plan.plan(serving.served(config, _FORMAT.value), targets.get(_TARGET.value))
     print(json.dumps(serving_plan.as_json(found), indent=2) if _JSON.value else serving_plan.text(found), flush=True)
+
+
+def _refuse(flag: str, *others: str) -> None:
+    """Refuses flags that another does not use."""
+    for name in others:
+        if flags.FLAGS[name].present:
+            raise UserError(f"--{name}: --{flag} does not use it; omit one of them")
+
+
+def _axes(config: settings_lib.Config) -> None:
+    _refuse("axes", "picture", "search", "price_per_gpu_hour", "host_gbps", "disk_gbps")
+    cluster = scale.read(_CLUSTER.value) if _CLUSTER.value else None
+    ways = plans.axes_config(config, _TARGET.value, _TOPOLOGY.value, cluster)
+    if _JSON.value:
+        return print(
+            json.dumps([way._asdict() | {"guess": dataclasses.asdict(way.guess)} for way in ways], indent=2), flush=True
+        )
+    return print(display.as_text(arithmetic.table(ways)), flush=True)
 
 
 def _plan(config: settings_lib.Config) -> None:
@@ -122,8 +142,12 @@ def _plan(config: settings_lib.Config) -> None:
         answer = json_form.as_json(plan) | (
             {"cluster": [dataclasses.asdict(point) for point in points]} if points else {}
         )
+        if _PRICE.value is not None:
+            answer["cost"] = plan_report.cost(plan, _PRICE.value)
         return print(json.dumps(answer, indent=2), flush=True)
-    print(plan_report.text(plan) + (f"\n\n{display.as_text(scale.table(plan, points))}" if points else ""), flush=True)
+    shown = [plan_report.text(plan), *([display.as_text(scale.table(plan, points))] if points else [])]
+    shown += [] if _PRICE.value is None else [plan_report.cost_line(plan, _PRICE.value)]
+    print("\n\n".join(shown), flush=True)
 
 
 def _print_unfit(config: settings_lib.Config, lack: str) -> None:
@@ -143,14 +167,13 @@ def _search(config: settings_lib.Config) -> None:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    for name in ("host_gbps", "disk_gbps"):
-        if flags.FLAGS[name].value is not None:
-            raise UserError(f"--{name}: --search does not use it; omit one of them")
-    if _CLUSTER.value:
-        raise UserError("--cluster: foretells one plan on many hosts, and --search makes many; omit one of them")
+    _refuse("search", "price_per_gpu_hour", "host_gbps", "disk_gbps")
     if _PICTURE.value:
         raise UserError("--picture: draws one plan, and --search makes many; omit one of them")
-    outcomes = plans.search_config(config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say)
+    cluster = scale.read(_CLUSTER.value) if _CLUSTER.value else None
+    outcomes = plans.search_config(
+        config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say, cluster=cluster
+    )
     if _JSON.value:
         print(json.dumps(search.as_json(outcomes), indent=2), flush=True)
     else:

@@ -51,7 +51,7 @@ def _walk(jaxpr: Any, times: float, found: dict[str, float], room: float = 1.0) 
             _walk_longest(eqn.params["branches"], times, found, own)
         elif not is_further(eqn):
             for inner in traces.programs(eqn):
-                _walk(inner, times * _repeats(eqn), found, own)
+                _walk(inner, times * repeats(eqn), found, own)
 
 
 def is_further(eqn: Any) -> bool:
@@ -97,7 +97,7 @@ def _walk_longest(branches: Any, times: float, found: dict[str, float], room: fl
         found[kind] = found.get(kind, 0.0) + flops
 
 
-def _repeats(eqn: Any) -> float:
+def repeats(eqn: Any) -> float:
     """Returns how often an equation's inner jaxprs run, on all devices together."""
     if eqn.primitive.name == "scan":
         return eqn.params["length"]

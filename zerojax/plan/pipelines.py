@@ -15,8 +15,8 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax import tree
+from zerojax.clock import kernels, walk
 from zerojax.clock import rates as rates_lib
-from zerojax.clock import walk
 from zerojax.hlo import buffer_roles, linked, syntax
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.hlo import flow as hlo_flow
@@ -38,6 +38,8 @@ class Pipelined:
 
     Attributes:
       order: the schedule.
+      times: of its passes; in operations where they are not foretold.
+      stage_of_call: of each call of a block.
       calls: of blocks, by group.
       memory: of each group.
       largest: the group whose devices need the most, of those that this process runs.
@@ -49,6 +51,8 @@ class Pipelined:
     """
 
     order: order_lib.PassOrder
+    times: order_lib.PassTimes
+    stage_of_call: Sequence[int]
     calls: Sequence[int]
     memory: Sequence[memory.GroupMemory]
     largest: int
@@ -79,6 +83,7 @@ def read(
     mesh: Mesh,
     target: targets.Target,
     options: Mapping[str, Any] | None,
+    rates: rates_lib.GpuRates | None = None,
     *,
     is_absent: bool = False,
 ) -> tuple[streams.Read, Pipelined]:
@@ -90,6 +95,7 @@ def read(
       mesh: of all groups.
       target: the kind of device.
       options: XLA's, in addition to the step's own.
+      rates: the clock's, if times are foretold.
       is_absent: whether no program is to run, so that equal ones of several groups are compiled once.
     """
     alike: dict[str, jax.stages.Compiled] | None = {} if is_absent or not step.travel.is_one else None
@@ -109,11 +115,12 @@ def read(
     modules = {key: parsed(own.run) for key, own in found.programs.items()}
     counted = {key: _total(flops.count(call.closed) for call in own.part.calls) for key, own in found.programs.items()}
     operations = {key: sum(by_dtype.values()) for key, by_dtype in counted.items()}
-    rates = rates_lib.of(target.name)
     of_updates = [[parsed(own) for own in programs] for programs in updates]
     times, update = _times(step, found, modules, of_updates, operations, rates, mesh, target)
     pipelined = Pipelined(
         step.order,
+        times,
+        list(step.placed.stage_of_call),
         [step.placed.calls(group) for group in range(len(held))],
         held,
         largest,
@@ -184,9 +191,9 @@ def _times(
     largest = max(
         (found.nbytes(n) for own in found.programs.values() for n in own.writes if len(found.readers[n]) > 1), default=0
     )
-    near = max(bound_lib.hosts(mesh, mesh.axis_names).values()) == mesh.size
-    link = target.link if near or target.network is None else target.network
-    hop = largest / link.value if link is not None else 0.0
+    near = group.size < max(bound_lib.hosts(mesh, mesh.axis_names).values())
+    sent = kernels.KernelWork(kernels.COLLECTIVE, "collective-permute", nbytes=largest, group=(0, 1))
+    hop = rates.seconds(sent, 0 if near else 1)
     return dataclasses.replace(times, hop=hop), max(sum(map(seconds, modules)) for modules in updates)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from zerojax import display
+from zerojax.errors import UserError
 from zerojax.hlo import buffers
 from zerojax.plan import matmuls, pipelines, step_plan, targets
 
@@ -262,3 +263,23 @@ def _bytes(count: int | None) -> str:
 
 def _sum(totals: dict[str, dict[str, float]]) -> float:
     return sum(total["params"] for total in totals.values())
+
+
+def cost(plan: step_plan.Plan, price: float) -> dict[str, float]:
+    """Returns what a step ("step") and 1e9 tokens ("billion_tokens") cost at a price of a GPU and hour, in its unit.
+
+    Raises:
+      UserError: the time of a step, or the number of its tokens, is unknown.
+    """
+    if plan.seconds is None or not plan.tokens:
+        raise UserError(
+            f"--price_per_gpu_hour: the time of a step is unknown on {plan.target.name}; choose a target with rates, or omit it"
+        )
+    step = price * plan.devices * plan.seconds / 3600
+    return {"step": step, "billion_tokens": step * 1e9 / plan.tokens}
+
+
+def cost_line(plan: step_plan.Plan, price: float) -> str:
+    """Returns `cost` as a line."""
+    found = cost(plan, price)
+    return f"At {price:g} a GPU and hour: {found['step']:,.4f} a step, {found['billion_tokens']:,.2f} for 1e9 tokens"

@@ -17,8 +17,10 @@ from rich.table import Table
 from zerojax import display
 from zerojax.errors import UserError
 from zerojax.ops import tiles
-from zerojax.plan import step_plan, targets
+from zerojax.plan import arithmetic, step_plan, targets
 from zerojax.zero import stages
+from zerojax.zero.pipeline import order as order_lib
+from zerojax.zero.pipeline import segments
 
 DEFAULT_GRID: Mapping[str, Sequence[Any]] = {
     "stage": tuple(stages.STAGES),
@@ -46,7 +48,7 @@ class Candidate:
     """One choice of settings. All candidates have the same global batch, by gradient accumulation.
 
     `offload` says where the optimizer state lives, `params` where the params do, and `inputs` where those of layers wait for their backward
-    pass. `context` and `model` are the sizes of these mesh axes.
+    pass. `context`, `model` and `pipe` are the sizes of these mesh axes, and `chunks` those of `pipeline.chunks`.
     """
 
     stage: int
@@ -60,11 +62,13 @@ class Candidate:
     inputs: str = "none"
     context: int = 1
     model: int = 1
+    pipe: int = 1
+    chunks: int = 1
 
     @property
     def per_example(self) -> int:
-        """Returns the number of devices that share examples."""
-        return self.context * self.model
+        """Returns the number of devices that share examples, or the layers of one."""
+        return self.context * self.model * self.pipe
 
     @property
     def offloaded(self) -> int:
@@ -107,17 +111,21 @@ class Built(NamedTuple):
       plan: compiles and plans it.
       line: compiles two models of few layers; None where they do not tell.
       least: seconds below which no step of it is; 0 if unknown.
+      trusts_line: whether the few layers have the last word unless they come near the memory, since compiling it takes minutes.
     """
 
     held: int
     plan: Callable[[], step_plan.Plan]
     line: Callable[[], Continued] | None = None
     least: float = 0.0
+    trusts_line: bool = False
 
 
 Build = Callable[[Candidate], tuple]  # the fields of `Built`, of which the first two are enough
+AXES = ("replica", "pipe", "context", "model")  # fields of a candidate that are sizes of a mesh's axes
 FEW = (2, 4)  # layers of the models that stand for a deep one
 DEEP = 10  # layers from which on that takes less time than compiling the model itself
+VERY_DEEP = 40  # layers from which on compiling the model takes minutes
 MARGIN = 0.01  # of the memory: a line that exceeds it by less is compiled in full
 
 
@@ -179,6 +187,59 @@ def search(
     return _ranked(outcomes)
 
 
+def by_arithmetic(
+    target: str,
+    candidates: Sequence[Candidate],
+    guess: Callable[[Candidate], arithmetic.Guess],
+    build: Build,
+    *,
+    most_compiles: int = 12,
+    memory: float,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Outcome]:
+    """Returns outcomes as `search` does, of the candidates that arithmetic puts first; [] if by it none fits.
+
+    Of two settings of which one should be faster by more than `NEAR`, the other is not compiled, and neither is one that exceeds the
+    memory by more than `OFF`. Once steps were compiled, both are counted from where these were.
+    """
+    guesses = sorted(((guess(candidate), candidate) for candidate in candidates), key=lambda own: own[0].seconds)
+    fitting = [(own, candidate) for own, candidate in guesses if own.peak * OFF <= memory]
+    outcomes: list[Outcome] = []
+    waiting: dict[Candidate, Built] = {}
+    of_time, of_peak, left = 1.0, dict[tuple[Any, ...], float](), 0
+    best, lines = float("inf"), 0
+    for own, candidate in fitting:
+        kind = candidate.remat, candidate.pipe > 1, candidate.model > 1
+        if own.seconds * of_time * (1 - NEAR) >= best or lines >= most_compiles:
+            left += 1
+            if left <= SHOWN:
+                why = f"by arithmetic {own.seconds * 1e3:,.0f} ms and {display.human(own.peak)}"
+                outcomes.append(Outcome(candidate, None, None, f"not compiled: {why}"))
+            continue
+        if own.peak * of_peak.get(kind, OFF) > memory:
+            continue
+        outcome, built = _try(candidate, build, memory, outcomes)
+        outcomes.append(outcome)
+        say(f"{words(candidate)}: {outcome.reason or 'fits'} (by arithmetic {own.seconds * 1e3:,.0f} ms)")
+        if outcome.seconds is None or outcome.peak is None:
+            continue
+        lines += 1
+        found = outcome.peak / own.peak
+        of_peak[kind] = min(of_peak.get(kind, found), found)
+        of_time = outcome.seconds / own.seconds if lines == 1 else min(of_time, outcome.seconds / own.seconds)
+        if not outcome.reason:
+            best = min(best, outcome.seconds)
+        if built is not None:
+            waiting[candidate] = built
+    _compile_fastest(outcomes, waiting, memory, most_compiles, say)
+    return _ranked(outcomes)
+
+
+NEAR = 0.08  # of the time of a step, that arithmetic may be wrong by against another's
+OFF = 0.75  # of the memory that it estimates, what a step may take
+SHOWN = 5  # candidates that were not compiled, in the table
+
+
 def _tier(candidate: Candidate) -> tuple[int, int, int]:
     """Returns what decides whether a candidate is tried at all: those of a later tier only if none before fits."""
     return candidate.offloaded, candidate.per_example, candidate.model
@@ -204,6 +265,8 @@ def _compile_fastest(
                 else f"not compiled: the limit of {most} compiles was reached"
             )
             done = dataclasses.replace(outcome, reason=reason)
+        elif waiting[outcome.candidate].trusts_line and (outcome.peak or 0) < (1 - MARGIN) * memory:
+            done, best = outcome, min(best, outcome.seconds or best)
         else:
             done = _compiled(outcome.candidate, waiting[outcome.candidate], memory)
             say(f"{words(outcome.candidate)}: {done.reason or 'fits'}, compiled in full")
@@ -216,16 +279,16 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
     """Returns the grid's choices that keep the global batch.
 
     Args:
-      grid: choices by setting: those of DEFAULT_GRID and LONG, "replica", "context" and "model". Without "offload", "params" and
-        "inputs" all is on devices; without axes each example is on one.
+      grid: choices by setting: those of DEFAULT_GRID and LONG, "replica", "context", "model", "pipe" and "chunks". Without "offload",
+        "params" and "inputs" all is on devices; without axes each example is on one.
       ways: the number of devices.
       global_batch_size: examples in one step, over all devices and passes.
     """
     found = []
     of_optimizer, of_params = grid.get("offload", ("none",)), grid.get("params", ("none",))
     of_long = grid.get("tile_tokens", (0,)), grid.get("inputs", ("none",))
-    of_axes = grid.get("context", (1,)), grid.get("model", (1,))
-    for stage, remat, micro, replica, offload, params, tile, inputs, context, model in itertools.product(
+    of_axes = tuple(grid.get(name, (1,)) for name in ("context", "model", "pipe", "chunks"))
+    for stage, remat, micro, replica, offload, params, tile, inputs, context, model, pipe, chunks in itertools.product(
         grid["stage"],
         grid["remat"],
         grid["micro_batch_size"],
@@ -240,12 +303,19 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
         may_offload &= offload != "none" or params == "none" or len(of_params) == 1  # the optimizer first
         # A step with params on the host is cut into programs, which keep no activations there.
         may_offload &= inputs == "none" or (params == "none" and remat != "none")
-        own = ways // (context * model)  # devices that have examples of their own
-        if own * context * model != ways or own % replica or global_batch_size % (micro * max(1, own)):
+        own = ways // (context * model * pipe)  # devices that have examples of their own
+        if own * context * model * pipe != ways or own % replica or global_batch_size % (micro * max(1, own)):
             continue
-        if may_offload:
-            accum = global_batch_size // (micro * own)
-            found.append(Candidate(stage, remat, micro, accum, replica, offload, params, tile, inputs, context, model))
+        accum = global_batch_size // (micro * own)
+        # A pipeline keeps all on its devices, and works on several micro-batches.
+        may_offload &= pipe == 1 or (offload, params, inputs) == ("none",) * 3
+        is_order = accum >= pipe if chunks == 1 else pipe > 1 and accum % pipe == 0
+        if may_offload and is_order:
+            found.append(
+                Candidate(
+                    stage, remat, micro, accum, replica, offload, params, tile, inputs, context, model, pipe, chunks
+                )
+            )
     return found
 
 
@@ -332,7 +402,49 @@ def continued(few: Mapping[int, step_plan.Plan], layers: int) -> Continued:
     return Continued(on_line(first.peak, second.peak), seconds, second.tokens)
 
 
-_OF_ACTIVATIONS = ("remat", "offload", "params", "tile_tokens", "inputs", "context", "model")
+def continued_over_stages(first: step_plan.Plan, second: step_plan.Plan, layers: int) -> Continued:
+    """Returns the peak and the time of a step of many layers over a pipeline, from the plans of one layer a stage and of two.
+
+    A layer takes as much time, and memory of its group, in any number of them. They are divided by these times.
+    """
+    few = [plan.pipeline for plan in (first, second) if plan.pipeline is not None]
+    own, order = few[1], few[1].order
+    others = len(few[0].stage_of_call) - order.stages  # calls of blocks that are no layers
+    of_stage = [own.stage_of_call.count(stage) for stage in range(order.stages)]
+    a_layer, fixed = {}, {}
+    for name in _TIMES:
+        took = [_of_stages(getattr(found.times, name), order.stages) for found in few]
+        a_layer[name] = (sum(took[1]) - sum(took[0])) / order.stages
+        fixed[name] = [max(0.0, time - count * a_layer[name]) for time, count in zip(took[1], of_stage)]
+    before, *_, after = (forward + backward for forward, backward in zip(fixed["forward"], fixed["backward"]))
+    a_call = a_layer["forward"] + a_layer["backward"]
+    cut = segments.balanced([a_call] * (layers + others), order.stages, before=before, after=after)
+    times = {
+        name: [cut.count(stage) * a_layer[name] + fixed[name][stage] for stage in range(order.stages)]
+        for name in _TIMES
+    }
+    line = order_lib.run(order, order_lib.PassTimes(**times, hop=own.times.hop))
+    update = own.update + (layers / order.stages - 2) * max(0.0, own.update - few[0].update)
+    calls = [sum(stage % order.devices == group for stage in cut) for group in range(order.devices)]
+    grows = [
+        (two.peak - one.peak) / (more - count) if more > count else 0.0
+        for one, two, count, more in zip(few[0].memory, own.memory, few[0].calls, own.calls)
+    ]
+    peaks = [
+        held.peak + (count - had) * (slope or max(grows))
+        for held, count, had, slope in zip(own.memory, calls, own.calls, grows)
+    ]
+    return Continued(max(peaks), line.total + update, second.tokens)
+
+
+_TIMES = ("forward", "backward", "weights")  # fields of PassTimes
+
+
+def _of_stages(times: float | Sequence[float], stages: int) -> list[float]:
+    return list(times) if isinstance(times, Sequence) else [times] * stages
+
+
+_OF_ACTIVATIONS = ("remat", "offload", "params", "tile_tokens", "inputs", "context", "model", "pipe", "chunks")
 
 
 def _least_temporaries(candidate: Candidate, outcome: Outcome) -> float:
@@ -355,54 +467,43 @@ def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(outcome) for outcome in outcomes]
 
 
+COLUMNS = {  # of the table, by field of a candidate; those below are left out where no candidate has another value than none
+    "stage": "stage",
+    "remat": "remat",
+    "micro_batch_size": "micro-batch",
+    "grad_accum": "accum",
+    "replica": "replica",
+    "offload": "offload",
+    "params": "params",
+    "inputs": "inputs",
+    "tile_tokens": "tile",
+    "pipe": "pipe",
+    "chunks": "chunks",
+    "context": "context",
+    "model": "model",
+}
+_ALWAYS = ("stage", "remat", "micro_batch_size", "grad_accum", "replica")
+_WORDS = ("remat", "offload", "params", "inputs")
+
+
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Returns the outcomes as a table."""
     shown = Table(
         title="Plans, the fastest that fits first",
         caption="model.recompute applies only if remat is dots; model.offload does not apply if remat is none",
     )
-    for column in (
-        "stage",
-        "remat",
-        "micro-batch",
-        "accum",
-        "replica",
-        "offload",
-        "params",
-        "inputs",
-        "tile",
-        "context",
-        "model",
-        "peak",
-        "step",
-        "tokens/s",
-        "why not",
-    ):
-        shown.add_column(
-            column, justify="left" if column in ("remat", "offload", "params", "inputs", "why not") else "right"
-        )
+    own = {name: {getattr(outcome.candidate, name) for outcome in outcomes} for name in COLUMNS}
+    named = [name for name in COLUMNS if name in _ALWAYS or own[name] - {1, 0, "none"}]
+    for name in named:
+        shown.add_column(COLUMNS[name], justify="left" if name in _WORDS else "right")
+    for column in ("peak", "step", "tokens/s", "why not"):
+        shown.add_column(column, justify="left" if column == "why not" else "right")
     for outcome in outcomes:
-        c = outcome.candidate
         rate = "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
         peak = "" if outcome.peak is None else display.human(outcome.peak)
-        row = (
-            c.stage,
-            c.remat,
-            c.micro_batch_size,
-            c.grad_accum,
-            c.replica,
-            c.offload,
-            c.params,
-            c.inputs,
-            c.tile_tokens,
-            c.context,
-            c.model,
-            peak,
-            "" if outcome.seconds is None else f"{outcome.seconds * 1e3:,.0f} ms",
-            rate,
-            outcome.reason,
-        )
-        shown.add_row(*map(str, row))
+        time = "" if outcome.seconds is None else f"{outcome.seconds * 1e3:,.0f} ms"
+        values = [getattr(outcome.candidate, name) for name in named]
+        shown.add_row(*map(str, values), peak, time, rate, outcome.reason)
     return shown
 
 
@@ -454,5 +555,9 @@ def words(candidate: Candidate) -> str:
     offload += "" if c.params == "none" else f", params on the {c.params}"
     offload += "" if c.inputs == "none" else f", inputs of layers on the {c.inputs}"
     offload += f", tiles of {c.tile_tokens} tokens" if c.tile_tokens else ""
-    offload += "".join(f", {axis} {size}" for axis, size in (("context", c.context), ("model", c.model)) if size > 1)
+    offload += "".join(
+        f", {axis} {size}"
+        for axis, size in (("pipe", c.pipe), ("chunks", c.chunks), ("context", c.context), ("model", c.model))
+        if size > 1
+    )
     return f"stage {c.stage}, remat {c.remat}, micro-batch {c.micro_batch_size} x {c.grad_accum}, replica {c.replica}{offload}"

@@ -182,6 +182,7 @@ def plan_step(
     disk_rate: float | None = None,
     flops_per_token: float = 0.0,
     exchange: Exchange | None = None,
+    rates: rates_lib.GpuRates | None = None,
 ) -> Plan:
     """Plans any jitted train step.
 
@@ -201,16 +202,18 @@ def plan_step(
       host_rate: bytes/s to host memory, and as many from it at the same time; None for the target's.
       flops_per_token: operations of the model in training, for its MFU; 0 if unknown.
       exchange: the theory of tokens that travel to their experts; None if none do.
+      rates: the clock's; None for the target's, of links as its own.
       disk_rate: bytes/s that each host's disk reads and writes at the same time, both together; None assumes `targets.Target.disk`.
 
     >>> plan = plan_step(train_step, partition.abstract_state, batch, mesh=mesh, target="h200", placement=partition)
     """
     known = _target(target, mesh, host_rate, disk_rate)
+    rates = rates or rates_lib.of(known.name)
     began = time.perf_counter()
     pipeline, whole = None, mesh
     if isinstance(train_step, pipeline_step.PipelineStep):
         read, pipeline = pipelines.read(
-            train_step, state, args[0], mesh, known, compiler_options, is_absent=not targets.are_here(target)
+            train_step, state, args[0], mesh, known, compiler_options, rates, is_absent=not targets.are_here(target)
         )
         assert placement is not None
         mesh = mesh_lib.groups(mesh)[pipeline.largest]
@@ -228,7 +231,6 @@ def plan_step(
     if stream is not None and bound is not None:
         phases = times.phases(train_step, stream, sent.flow, bound.seconds, state, args[0], activations)
         bound, expected = times.bounded(bound, phases, known), times.of(phases, known, times.AS_REACHED)
-    rates = rates_lib.of(known.name)
     foretold = _foretold(rates, mesh, sent.flow) if stream is None and pipeline is None else None
     return Plan(
         target=known,

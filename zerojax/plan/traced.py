@@ -25,7 +25,7 @@ def kernels(program: Any) -> Kernels:
     """Returns the kernels of a trace, with how often each runs; elementwise work is one.
 
     Args:
-      program: a jaxpr, whose arrays are those of one device.
+      program: a jaxpr, whose arrays are those of one device. Inside a `jax.shard_map` all of its devices count.
     """
     found: Kernels = {}
     nbytes = _walk(traces.opened(program)[0], 1.0, found)
@@ -47,6 +47,14 @@ def shared(kernel: kernels_lib.KernelWork, ways: int) -> kernels_lib.KernelWork:
         largest = max((1, 2, 3), key=lambda d: dims[d] if d > 1 else 0)  # not the tokens, which all of them have
         dims = tuple(max(1, size // ways) if d == largest else size for d, size in enumerate(dims))
     return dataclasses.replace(kernel, flops=kernel.flops / ways, nbytes=kernel.nbytes / ways, dims=dims)
+
+
+def less(found: Kernels, other: Kernels) -> Kernels:
+    """Returns the kernels that are not among others, and the elementwise work that is more."""
+    left = {work: times - other.get(work, 0.0) for work, times in found.items() if work.kind != kernels_lib.ELEMENTWISE}
+    rest = [sum(w.nbytes for w in own if w.kind == kernels_lib.ELEMENTWISE) for own in (found, other)]
+    elementwise = kernels_lib.KernelWork(kernels_lib.ELEMENTWISE, nbytes=max(0.0, rest[0] - rest[1]))
+    return {work: times for work, times in left.items() if times > 0} | {elementwise: 1.0}
 
 
 def cost(rates: rates_lib.GpuRates) -> Callable[[Any], float]:
@@ -78,8 +86,7 @@ def _of_equation(eqn: Any, times: float, found: Kernels) -> float:
     if flops.is_further(eqn):
         return 0.0
     if inner := list(traces.programs(eqn)):
-        repeats = eqn.params["length"] if name == "scan" else 1
-        return math.fsum(_walk(own, times * repeats, found) for own in inner)
+        return math.fsum(_walk(own, times * flops.repeats(eqn), found) for own in inner)
     return 0.0 if name in _FREE else times * sum(map(_nbytes, eqn.outvars))
 
 

@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,15 +40,15 @@ def estimate(program: program_lib.Program) -> Estimate:
       program: of any stage, whose arrays are abstract.
     """
     depths = {name: count for name in DEPTHS if (count := getattr(program.model, name, 0))}
-    block, other = _weights(program)
+    block, other = weights(program)
     width = jnp.dtype(precision.PRECISIONS[program.config.precision].compute_dtype).itemsize
 
     @functools.cache
     def by_depth(rows: int, remat: str) -> dict[str, float]:
         """Returns what one more block of each kind keeps, by the name of its count, and under "" what all of them do not."""
         one = dict.fromkeys(depths, 1)
-        first = _residuals(program, rows, remat, one)
-        found = {name: float(_residuals(program, rows, remat, {**one, name: 2}) - first) for name in depths}
+        first = residuals(program, rows, remat, one)
+        found = {name: float(residuals(program, rows, remat, {**one, name: 2}) - first) for name in depths}
         return {"": first - sum(found.values()), **found}
 
     def temporaries(number: int, rows: int, remat: str, passes: int) -> float:
@@ -64,7 +65,7 @@ def estimate(program: program_lib.Program) -> Estimate:
     return temporaries
 
 
-def _weights(program: program_lib.Program) -> tuple[int, int]:
+def weights(program: program_lib.Program) -> tuple[int, int]:
     """Returns the elements of the largest block, and of the largest weight outside of blocks."""
     params = family_lib.abstract_params(program.weights.family.parts, program.model)
     pattern = re.compile(program.family.blocks)
@@ -78,8 +79,26 @@ def _weights(program: program_lib.Program) -> tuple[int, int]:
     return max(blocks.values(), default=0), others
 
 
-def _residuals(program: program_lib.Program, rows: int, remat: str, depths: dict[str, int]) -> int:
+def residuals(program: program_lib.Program, rows: int, remat: str, depths: Mapping[str, int]) -> int:
     """Returns the bytes that the forward pass of so many blocks keeps on a device for the backward pass of `rows` sequences."""
+    loss, params, batch = _on_one_device(program, rows, remat, depths)
+    kept = jax.eval_shape(lambda p, arrays: jax.vjp(lambda q: loss(q, arrays), p)[1], params, batch)
+    found = collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(kept))
+    found -= collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params))
+    total = sum(count * math.prod(shape) * jnp.dtype(dtype).itemsize for (shape, dtype), count in found.items())
+    return total // mesh_lib.size(program.mesh, mesh_lib.TOKENS)
+
+
+def gradients(program: program_lib.Program, rows: int, depths: Mapping[str, int]) -> Any:
+    """Returns the trace of the gradients of `rows` sequences through so many blocks on one device, nothing computed again."""
+    loss, params, batch = _on_one_device(program, rows, "none", depths)
+    return jax.make_jaxpr(jax.grad(loss))(params, batch)
+
+
+def _on_one_device(
+    program: program_lib.Program, rows: int, remat: str, depths: Mapping[str, int]
+) -> tuple[Callable[..., Any], Any, Any]:
+    """Returns the loss of so many blocks on one device, and its abstract weights and batch."""
     config = program.config
     family = program.weights.family
     model = dataclasses.replace(program.model, **depths)
@@ -98,8 +117,4 @@ def _residuals(program: program_lib.Program, rows: int, remat: str, depths: dict
         recompute=config.model.recompute if remat == "dots" else "",
         offload=config.model.offload if remat != "none" else "",
     )
-    kept = jax.eval_shape(lambda p, arrays: jax.vjp(lambda q: loss(q, arrays), p)[1], params, batch)
-    found = collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(kept))
-    found -= collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params))
-    total = sum(count * math.prod(shape) * jnp.dtype(dtype).itemsize for (shape, dtype), count in found.items())
-    return total // mesh_lib.size(program.mesh, mesh_lib.TOKENS)
+    return loss, params, batch

@@ -9,11 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision
+from zerojax import precision, tree
 from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
 from zerojax.ops import expert_parallel, tiles
-from zerojax.plan import search, step_plan, targets
+from zerojax.plan import arithmetic, scale, search, step_plan, targets, traced
+from zerojax.trainer import activations
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
@@ -66,6 +67,7 @@ def plan_program(
     compiler_options: Mapping[str, Any] | None = None,
     host_rate: float | None = None,
     disk_rate: float | None = None,
+    rates: rates_lib.GpuRates | None = None,
 ) -> step_plan.Plan:
     """Plans a built program on its own mesh; see `step_plan.plan_step`. Errors name config keys."""
     config, sizes = program.config, program.sizes
@@ -85,6 +87,7 @@ def plan_program(
             compiler_options=compiler_options,
             host_rate=host_rate,
             disk_rate=disk_rate,
+            rates=rates,
             flops_per_token=program.flops_per_token,
             exchange=exchange_of(program),
         )
@@ -120,6 +123,7 @@ def search_config(
     most_compiles: int = 12,
     memory: float | None = None,
     say: Callable[[str], None] = lambda _: None,
+    cluster: scale.Network | None = None,
 ) -> list[search.Outcome]:
     """Returns the outcome of each setting, with the fastest that fits first; see `search.search`.
 
@@ -128,33 +132,57 @@ def search_config(
       target, topology: see `targets.devices`.
       grid: choices by setting; None takes `search.default_grid`.
       most_compiles, memory, say: see `search.search`.
+      cluster: the links between hosts; None: the target's.
 
     Raises:
       UserError: the target's memory is not known, or no candidate keeps the batch.
     """
     devices = targets.devices(target, topology)
-
+    if memory is None:
+        memory = targets.get(target).usable
     rates = rates_lib.of(target)
+    if rates is not None and cluster is not None:
+        rates = scale.OnCluster(rates.name, rates.figures, rates.sources, cluster, len(devices), len(devices))
+
+    work = _work(config, devices) if rates is not None and memory is not None and grid is None else None
+    if work is not None and _names_layers(config):
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, recompute="", offload=""))
+        say("model.recompute and model.offload name single layers, and are left out")
 
     def build(candidate: search.Candidate) -> search.Built:
         applied = _applied(config, candidate)
+        if candidate.pipe > 1 and work is not None:
+            line = functools.partial(_line_of_pipeline, applied, target, devices, work.layers, rates)
+            whole = lambda: plan_program(program_lib.build(applied, devices=devices), target, rates=rates)  # noqa: E731
+            return search.Built(0, whole, line, trusts_line=True)
         program = program_lib.build(applied, devices=devices)
         held = sum(state_bytes.bytes_per_device(program.partition).values())
-        line = functools.partial(_line, applied, target, devices, program.model.num_layers)
+        line = functools.partial(_line, applied, target, devices, program.model.num_layers, rates)
         least = _least_seconds(program, rates, candidate) if rates else 0.0
-        plan = functools.partial(plan_program, program, target)
-        return search.Built(held, plan, line if _is_deep(applied, program) else None, least)
+        plan = functools.partial(plan_program, program, target, rates=rates)
+        is_deep = _is_deep(applied, program)
+        return search.Built(held, plan, line if is_deep else None, least, program.model.num_layers > search.VERY_DEEP)
 
+    batch = config_lib.batch_sizes(config, len(devices) // config_lib.per_example(config.mesh)).global_batch_size
+    if work is not None:
+        assert rates is not None and memory is not None
+        per_host = len(devices) // len({device.process_index for device in devices})
+        found = search.by_arithmetic(
+            target,
+            search.candidates_of(_grid_of_axes(config, devices), ways=len(devices), global_batch_size=batch),
+            lambda candidate: arithmetic.guess(work, _sizes(candidate, len(devices)), rates, per_host),
+            build,
+            most_compiles=most_compiles,
+            memory=memory,
+            say=say,
+        )
+        if any(not outcome.reason for outcome in found):
+            return found
     others = {**search.default_grid(devices), **_offloads(config), **_of_long(config), **_axes(config, devices)}
+    others["pipe"] = (config.mesh.pipe,)
     return search.search(
         target,
-        search.candidates_of(
-            {**_own_axes(config), **(grid or others)},
-            ways=len(devices) // config.mesh.pipe,
-            global_batch_size=config_lib.batch_sizes(
-                config, len(devices) // config_lib.per_example(config.mesh)
-            ).global_batch_size,
-        ),
+        search.candidates_of({**_own_axes(config), **(grid or others)}, ways=len(devices), global_batch_size=batch),
         build,
         most_compiles=most_compiles,
         memory=memory,
@@ -162,23 +190,147 @@ def search_config(
     )
 
 
+def axes_config(
+    config: settings_lib.Config, target: str, topology: str = "", cluster: scale.Network | None = None
+) -> list[arithmetic.AxisCost]:
+    """Returns, for each axis of a mesh alone and each of its sizes, the fastest settings that fit, by arithmetic. Compiles nothing.
+
+    Args:
+      config, target, topology, cluster: as of `search_config`.
+
+    Raises:
+      UserError: the clock has no rates of the target, or the model's layers are few or not alike.
+    """
+    devices = targets.devices(target, topology)
+    rates, memory = rates_lib.of(target), targets.get(target).usable
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, recompute="", offload=""))
+    work = _work(config, devices) if rates is not None else None
+    if work is None or rates is None or memory is None:
+        raise UserError(
+            f"--axes: needs a decoder of {search.DEEP} or more equal layers, and a GPU whose rates are known; see docs/plan.md"
+        )
+    if cluster is not None:
+        rates = scale.OnCluster(rates.name, rates.figures, rates.sources, cluster, len(devices), len(devices))
+    batch = config_lib.batch_sizes(config, len(devices) // config_lib.per_example(config.mesh)).global_batch_size
+    per_host = len(devices) // len({device.process_index for device in devices})
+    candidates = search.candidates_of(_grid_of_axes(config, devices), ways=len(devices), global_batch_size=batch)
+    best: dict[tuple[tuple[str, int], ...], arithmetic.AxisCost] = {}
+    for candidate in candidates:
+        axes = tuple((axis, size) for axis in search.AXES if (size := getattr(candidate, axis)) > 1)
+        guess = arithmetic.guess(work, _sizes(candidate, len(devices)), rates, per_host)
+        is_fastest = axes not in best or guess.seconds < best[axes].guess.seconds
+        if len(axes) < 2 and guess.peak <= memory and is_fastest:
+            best[axes] = arithmetic.AxisCost(search.words(candidate), guess, batch * config.seq_len / len(devices))
+    return [
+        best[axes] for axes in sorted(best, key=lambda own: [(search.AXES.index(axis), size) for axis, size in own])
+    ]
+
+
+def _grid_of_axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
+    """Returns the choices that arithmetic compares: all that keep the state on the devices."""
+    hosts = len({device.process_index for device in devices})
+    per_host = len(devices) // hosts
+    grid = {**search.default_grid(devices), **_of_long(config), "offload": ("none",), "params": ("none",)}
+    grid |= {"context": _doubled(config.mesh.context, min(8, per_host)), "model": _doubled(config.mesh.model, per_host)}
+    takes_pipe = not _refuses_pipe(config)
+    grid["replica"] = sorted({1, *(2**power for power in range(hosts.bit_length()) if hosts % 2**power == 0)})
+    grid["pipe"] = _doubled(config.mesh.pipe, max(config.mesh.pipe, hosts)) if takes_pipe else (config.mesh.pipe,)
+    grid["chunks"] = (1, 2) if takes_pipe else (1,)
+    return grid
+
+
+def _refuses_pipe(config: settings_lib.Config) -> bool:
+    """Returns whether a setting of a config is one that no pipeline has (`zero.pipeline.step.of`)."""
+    return bool(
+        precision.PRECISIONS[config.precision].has_fp8
+        or config.mesh.expert > 1
+        or config.accum_dtype == "bf16"
+        or config_lib.make_wires(config).is_on
+        or precision.DTYPES[config.reduce_dtype] is None
+    )
+
+
+def _sizes(candidate: search.Candidate, devices: int) -> arithmetic.Sizes:
+    c = candidate
+    data = devices // (c.pipe * c.replica * c.context * c.model)
+    return arithmetic.Sizes(
+        c.stage, c.remat, c.micro_batch_size, c.grad_accum, c.pipe, c.chunks, c.replica, data, c.context, c.model
+    )
+
+
+def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.ModelWork | None:
+    """Returns what an example of a model takes of a device; None of a model whose layers are few, named or of several kinds."""
+    plain = dataclasses.replace(
+        config,
+        global_batch_size=0,
+        micro_batch_size=1,
+        grad_accum=1,
+        zero=dataclasses.replace(config.zero, stage=3),
+        model=dataclasses.replace(config.model, remat="none", recompute="", offload="", by_columns=""),
+        mesh=settings_lib.MeshSettings(),
+    )
+    program = program_lib.build(plain, devices=devices[:1])
+    depths = [name for name in activations.DEPTHS if getattr(program.model, name, 0)]
+    if tuple(depths) != activations.DEPTHS[:1] or not _is_deep(plain, program):
+        return None
+    one, two = ({depths[0]: count} for count in (1, 2))
+    first, second = (traced.kernels(activations.gradients(program, 1, count)) for count in (one, two))
+    layer = traced.less(second, first)
+    block, _ = activations.weights(program)
+    layers, total = (
+        program.model.num_layers,
+        sum(tree.size(p) for _, p in tree.flatten(program.partition.abstract_state.params)),
+    )
+    remats = search.LONG["remat"] if takes_tiles(config) else search.DEFAULT_GRID["remat"]
+    kept = {
+        remat: float(activations.residuals(program, 1, remat, two) - activations.residuals(program, 1, remat, one))
+        for remat in remats
+    }
+    rest_kept = activations.residuals(program, 1, "full", one) - kept["full"]
+    stored = {
+        own: state_bytes.bytes_per_device(partition, accumulates=True, by_hand=True)
+        for own, partition in ((True, program.partition), (False, program.baseline))
+    }
+    width = 2.0 * config.seq_len * program.model.embed_dim
+    return arithmetic.ModelWork(
+        layers, layer, traced.less(first, layer), block, total - block * layers, kept, rest_kept, width, stored
+    )
+
+
 def _is_deep(config: settings_lib.Config, program: program_lib.Program) -> bool:
     """Returns whether models of few layers tell what a step of a model takes: its layers are many and alike, and it is one program."""
-    model, alone = config.model, (config.offload.optimizer, config.offload.params) == ("none", "none")
-    names_layers = (
-        model.recompute or config.fp8.first or config.fp8.last or re.search(r"\d", model.offload.replace(r"\d", ""))
-    )
+    alone = (config.offload.optimizer, config.offload.params) == ("none", "none")
     is_whole = alone and config.mesh.pipe == 1 and not config.init_from and not config.zero.overrides
-    return is_whole and not names_layers and program.model.num_layers >= search.DEEP
+    is_alike = not (_names_layers(config) or config.fp8.first or config.fp8.last)
+    return is_whole and is_alike and program.model.num_layers >= search.DEEP
 
 
-def _line(config: settings_lib.Config, target: str, devices: Sequence[Any], layers: int) -> search.Continued:
+def _names_layers(config: settings_lib.Config) -> bool:
+    """Returns whether what a backward pass keeps is not the same for all layers."""
+    return bool(config.model.recompute or re.search(r"\d", config.model.offload.replace(r"\d", "")))
+
+
+def _line(
+    config: settings_lib.Config, target: str, devices: Sequence[Any], layers: int, rates: rates_lib.GpuRates | None
+) -> search.Continued:
     """Returns the peak and the time of a deep model's step, from those of models of few layers."""
-    few = {}
-    for count in search.FEW:
-        own = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=count))
-        few[count] = plan_program(program_lib.build(own, devices=devices), target)
-    return search.continued(few, layers)
+    return search.continued({count: _few(config, target, devices, count, rates) for count in search.FEW}, layers)
+
+
+def _line_of_pipeline(
+    config: settings_lib.Config, target: str, devices: Sequence[Any], layers: int, rates: rates_lib.GpuRates | None
+) -> search.Continued:
+    """Returns the peak and the time of a deep model's step over a pipeline, from those of one and of two layers a stage."""
+    count = config.mesh.pipe * config.pipeline.chunks
+    few = [_few(config, target, devices, per_stage * count, rates) for per_stage in (1, 2)]
+    return search.continued_over_stages(few[0], few[1], layers)
+
+
+def _few(
+    config: settings_lib.Config, target: str, devices: Sequence[Any], layers: int, rates: rates_lib.GpuRates | None
+) -> step_plan.Plan:
+    own = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
+    return plan_program(program_lib.build(own, devices=devices), target, rates=rates)
 
 
 def _least_seconds(program: program_lib.Program, rates: rates_lib.GpuRates, candidate: search.Candidate) -> float:
@@ -233,6 +385,10 @@ def with_remat(model: settings_lib.ModelSettings, remat: str) -> settings_lib.Mo
 
 
 def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settings_lib.Config:
+    # What only a step has that is one program and gathers weights.
+    has_columns = stages.STAGES[candidate.stage].params and candidate.pipe == candidate.model == 1
+    if candidate.pipe > 1:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, offload=""))
     return dataclasses.replace(
         config,
         global_batch_size=0,
@@ -241,24 +397,39 @@ def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settin
         zero=dataclasses.replace(config.zero, stage=candidate.stage),
         model=dataclasses.replace(
             _with_long(config, candidate),
-            by_columns=config.model.by_columns if stages.STAGES[candidate.stage].params else "",
+            by_columns=config.model.by_columns if has_columns else "",
         ),
         mesh=dataclasses.replace(
-            config.mesh, replica=candidate.replica, data=-1, context=candidate.context, model=candidate.model
+            config.mesh,
+            replica=candidate.replica,
+            data=-1,
+            context=candidate.context,
+            model=candidate.model,
+            pipe=candidate.pipe,
         ),
+        pipeline=config.pipeline
+        if candidate.pipe == config.mesh.pipe > 1 and candidate.chunks == config.pipeline.chunks
+        else settings_lib.PipelineSettings("interleaved" if candidate.chunks > 1 else "1f1b", candidate.chunks),
         offload=dataclasses.replace(config.offload, optimizer=candidate.offload, params=candidate.params),
     )
 
 
 def _own_axes(config: settings_lib.Config) -> dict[str, Sequence[int]]:
     """Returns the sizes of the axes over which the config's examples are the same."""
-    return {"context": (config.mesh.context,), "model": (config.mesh.model,)}
+    chunks = config.pipeline.chunks if config.mesh.pipe > 1 else 1
+    return {
+        "context": (config.mesh.context,),
+        "model": (config.mesh.model,),
+        "pipe": (config.mesh.pipe,),
+        "chunks": (chunks,),
+    }
 
 
 def _axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[str, Sequence[int]]:
     """Returns the choices for these axes, inside a host: the config's own, and larger ones, which are tried if nothing fits without."""
     hosts = len({device.process_index for device in devices})
-    return {name: _doubled(size, len(devices) // hosts) for name, (size,) in _own_axes(config).items()}
+    own = {name: (getattr(config.mesh, name),) for name in ("context", "model")}
+    return {name: _doubled(size, len(devices) // hosts) for name, (size,) in own.items()}
 
 
 def _doubled(size: int, most: int) -> Sequence[int]:

@@ -1,0 +1,74 @@
+"""Checks estimates against closed forms. This module tests zerojax.plan.arithmetic."""
+
+import dataclasses
+
+import pytest
+
+from zerojax import roles
+from zerojax.clock import kernels, rates
+from zerojax.plan import arithmetic, scale
+
+H200 = rates.of("h200")
+LAYER = {kernels.KernelWork(kernels.MATMUL, "bf16", 2.0 * 8192**3, 0.0, (1, 8192, 8192, 8192)): 3.0}
+STATE = {roles.PARAMS: 4e9, roles.GRADIENTS: 4e9, roles.OPT_STATE: 8e9}
+WORK = arithmetic.ModelWork(16, LAYER, {}, 6e7, 0.0, {"none": 4e9, "full": 2e8}, 0.0, 1e8, {True: STATE, False: STATE})
+ONE = arithmetic.Sizes(stage=3, remat="none", rows=1, passes=8)
+
+
+def guess(sizes=ONE, cluster=None, per_host=8, work=WORK, **changes):
+    sizes = dataclasses.replace(sizes, **changes)
+    own = H200 if cluster is None else scale.OnCluster("fake", H200.figures, {}, cluster, sizes.devices, sizes.devices)
+    return arithmetic.guess(work, sizes, own, per_host)
+
+
+def test_one_device_waits_for_nothing_and_parts_add_up():
+    found = guess()
+    alone = 8 * 16 * 3 * (H200.seconds(next(iter(LAYER))) + H200.gap)
+    assert found.parts[arithmetic.COMPUTE] == pytest.approx(alone)
+    assert found.parts[arithmetic.TENSOR] == found.parts[arithmetic.WEIGHTS] == 0
+    for sizes in ({"data": 8}, {"pipe": 4, "data": 2}, {"model": 8}, {"pipe": 2, "chunks": 2, "replica": 2}):
+        own = guess(**sizes)
+        assert sum(own.parts.values()) == pytest.approx(own.seconds) and min(own.parts.values()) >= 0
+
+
+def test_the_bubble_is_that_of_the_paper_and_chunks_shorten_it():
+    for chunks in (1, 2):
+        found = guess(pipe=4, chunks=chunks, data=2, per_host=64)
+        share = found.parts[arithmetic.BUBBLE] / (found.parts[arithmetic.BUBBLE] + found.parts[arithmetic.COMPUTE])
+        assert share == pytest.approx(3 / chunks / (8 + 3 / chunks), rel=0.1)
+
+
+def test_slow_links_favour_replicas_and_pipelines():
+    """Sharded over all hosts the weights of every pass travel between them; of a pipeline activations alone do."""
+    fast, slow = scale.Network(adapter_gbps=400.0), scale.Network(adapter_gbps=25.0)
+    small = dataclasses.replace(WORK, width=1e6)
+    over_all, over_hosts, over_pipe = (
+        [guess(cluster=own, work=small, **sizes).seconds for own in (fast, slow)]
+        for sizes in ({"data": 64}, {"data": 8, "replica": 8}, {"data": 8, "pipe": 8, "passes": 64, "stage": 1})
+    )
+    assert over_all[1] > 2 * over_all[0]
+    assert over_hosts[1] - over_hosts[0] < 0.6 * (over_all[1] - over_all[0])
+    assert over_pipe[1] < 1.1 * over_pipe[0]
+
+
+def test_memory_is_that_of_the_stage_and_of_the_micro_batches_alive():
+    whole = sum(STATE.values())
+    held = 16 * WORK.kept["full"]
+    assert guess(stage=0, remat="full").peak == pytest.approx(whole + held + WORK.kept["none"], rel=0.1)
+    sharded = [guess(stage=stage, remat="full", data=8).peak for stage in (0, 1, 3)]
+    assert sharded[0] > sharded[1] > sharded[2]
+    # A group of n keeps n micro-batches of an n-th of the layers: as much as one device keeps of one.
+    pipe = guess(stage=0, remat="full", pipe=4).peak
+    assert pipe == pytest.approx(whole / 4 + held + WORK.kept["none"], rel=0.1)
+    assert guess(stage=0, remat="full", pipe=4, passes=2).peak < pipe
+
+
+def test_a_table_has_a_row_for_each_way_and_a_column_for_each_part():
+    ways = [
+        arithmetic.AxisCost("pipe 4", guess(pipe=4, data=2), 8192.0),
+        arithmetic.AxisCost("data 8", guess(data=8), 8192.0),
+    ]
+    table = arithmetic.table(ways)
+    assert table.row_count == 2
+    headers = [column.header for column in table.columns]
+    assert headers[:2] == ["settings", "step"] and {*ways[0].guess.parts} <= {*headers}

@@ -1,0 +1,249 @@
+"""Estimates a step's time and memory without compiling it. This module does arithmetic over the layers of a model.
+
+    layer       its kernels from a trace, shared by `context` and `model`, + what these axes' devices wait for each other
+    pass        layers x max( layer, its weights gathered and its gradients reduced )      beside which collectives run
+    step        passes x pass, or of a pipeline (micro-batches + (groups - 1) / chunks) x the longest stage, + update
+
+It leaves out what a compiler does: kernels of a trace are not those of a compiled program. `plan.search` compiles the settings that it puts
+first.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+
+from zerojax import display, roles
+from zerojax.clock import kernels as kernels_lib
+from zerojax.clock import rates as rates_lib
+from zerojax.plan import traced
+from zerojax.zero import stages
+
+UPDATED = 30.0  # bytes that an update reads and writes for each weight: its gradient, the master weight and two moments
+SLOWED = 0.12  # of a layer's time, more, while collectives run beside it (`slowdown` of the tables)
+AGAIN = {"none": 0.0, "dots": 0.05, "attention": 0.28, "full": 1 / 3}  # of a layer's time, computed again
+WAITS = {"model": 8, "context": 12}  # times that a layer's activations travel over these axes, forward and backward
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelWork:
+    """What one example takes of one device, without any parallelism.
+
+    Attributes:
+      layers: their number; all are alike.
+      layer, rest: kernels of a layer, and of all else, forward and backward.
+      weights, others: elements of a layer's weights, and of all others.
+      kept: bytes that a layer keeps for its backward pass, by `remat`.
+      rest_kept: bytes that is kept beside layers.
+      width: bytes of what one layer gives the next.
+      state: bytes of the state and the gradients of all weights, by role: where params are sharded, and where they are not.
+    """
+
+    layers: int
+    layer: traced.Kernels
+    rest: traced.Kernels
+    weights: float
+    others: float
+    kept: Mapping[str, float]
+    rest_kept: float
+    width: float
+    state: Mapping[bool, Mapping[str, float]]
+    _alone: dict[tuple[int, int], tuple[float, float]] = dataclasses.field(default_factory=dict, repr=False)
+
+    def alone(self, rates: rates_lib.GpuRates, ways: int) -> tuple[float, float]:
+        """Returns the seconds of a layer and of the rest, whose features so many devices share."""
+        key = id(rates), ways
+        if key not in self._alone:
+            self._alone[key] = traced.seconds(self.layer, rates, ways), traced.seconds(self.rest, rates, ways)
+        return self._alone[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Settings of a step. `rows` are the examples of a device's micro-batch; `passes` is the number of micro-batches."""
+
+    stage: int
+    remat: str
+    rows: int
+    passes: int
+    pipe: int = 1
+    chunks: int = 1
+    replica: int = 1
+    data: int = 1
+    context: int = 1
+    model: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Returns their number."""
+        return self.pipe * self.replica * self.data * self.context * self.model
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess:
+    """An estimate: seconds of a step, bytes of a device at its peak, and the seconds by part, which add up to the first."""
+
+    seconds: float
+    peak: float
+    parts: Mapping[str, float]
+
+
+COMPUTE, TENSOR, WEIGHTS, BUBBLE, SENDS, UPDATE = (
+    "arithmetic",
+    "waits for model and context",
+    "waits for weights and gradients",
+    "bubble",
+    "waits for stages",
+    "update",
+)
+
+
+class AxisCost(NamedTuple):
+    """Settings as text, their estimate, and the tokens of a device."""
+
+    text: str
+    guess: Guess
+    tokens: float
+
+
+def table(ways: Sequence[AxisCost]) -> Table:
+    """Returns a table of estimates, with the milliseconds of each part."""
+    parts = list(dict.fromkeys(part for way in ways for part in way.guess.parts))
+    shown = Table(
+        title="What each axis costs, by arithmetic: milliseconds of a step",
+        caption="estimates; --search compiles those that it puts first",
+    )
+    shown.add_column("settings")
+    for column in ("step", *parts, "tokens/s/device", "peak"):
+        shown.add_column(column, justify="right")
+    for text, own, tokens in ways:
+        spent = [f"{own.parts.get(part, 0.0) * 1e3:,.0f}" for part in parts]
+        shown.add_row(
+            text, f"{own.seconds * 1e3:,.0f}", *spent, f"{tokens / own.seconds:,.0f}", display.human(own.peak)
+        )
+    return shown
+
+
+def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: int) -> Guess:
+    """Returns the estimate of a step.
+
+    Args:
+      work: of an example.
+      sizes: the settings.
+      rates: of the GPU, and of links between hosts.
+      per_host: devices of a host. Neighbours share examples first, then the state.
+    """
+    links = _Links(rates, per_host)
+    own, s = stages.STAGES[sizes.stage], sizes
+    share, ways = s.context * s.model, s.data * s.context
+    layer, rest = (took * s.rows / s.context for took in work.alone(rates, s.model))
+    layer *= 1 + AGAIN[s.remat]
+    wait = _waits(work, s, links)
+    # Gradients are reduced in each pass where they are sharded, or where a pass is a program of its own.
+    in_pass = own.grads or s.pipe > 1
+    layers = work.layers
+
+    def beside(elements: float, is_last: bool) -> float:
+        """Returns the seconds of the collectives of some weights in a pass."""
+        elements /= s.model
+        took = 2 * links.seconds("all-gather", 2 * elements, ways, s.model) if own.params else 0.0
+        if in_pass or is_last:
+            kind = "reduce-scatter" if own.grads or own.opt_state else "all-reduce"
+            took += links.seconds(kind, 4 * elements, ways, s.model)
+            left = elements / (ways if own.grads else 1)
+            if is_last or s.pipe > 1:
+                took += links.seconds("all-reduce", 4 * left, s.replica, s.model * ways)
+        return took
+
+    def of_pass(is_last: bool) -> tuple[float, float]:
+        """Returns the time of a layer, and of the rest, in a pass."""
+        of_layer, of_rest = beside(work.weights, is_last), beside(work.others, is_last)
+        slowed = layer + SLOWED * min(layer, of_layer)
+        return max(slowed, of_layer) + wait, rest + max(0.0, of_rest - rest)
+
+    usual, last = of_pass(False), of_pass(True)
+    compute = s.passes * (layers * layer + rest) / s.pipe
+    waits = s.passes * layers * wait / s.pipe
+    if s.pipe == 1:
+        passes = (s.passes - 1) * (layers * usual[0] + usual[1]) + layers * last[0] + last[1]
+        parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: passes - compute - waits}
+    else:
+        count = s.pipe * s.chunks
+        of_stage = _stages(layers, count, *usual)
+        of_group = [sum(of_stage[group :: s.pipe]) for group in range(s.pipe)]
+        hop = links.hop(work.width * s.rows / share, s.devices // s.pipe) * s.chunks
+        steady = max(*of_group, 2 * hop)
+        total = (s.passes + (s.pipe - 1) / s.chunks) * steady + 2 * (s.pipe - 1) * hop
+        mean = s.passes * (layers * usual[0] + usual[1]) / s.pipe
+        sends = 2 * (s.pipe - 1) * hop + s.passes * (steady - max(of_group))
+        parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: mean - compute - waits}
+        parts |= {BUBBLE: total - mean - sends, SENDS: sends}
+    elements = (work.weights * layers + work.others) / (s.model * s.pipe)
+    update = UPDATED * elements / (ways if own.opt_state else 1) / rates.figures["bandwidth"]
+    if own.opt_state and not own.params:
+        update += links.seconds("all-gather", 2 * elements, ways, s.model)
+    parts[UPDATE] = update
+    seconds = sum(parts.values())
+    spread = rates.spread(s.devices)
+    return Guess(seconds * (1 + spread), _peak(work, s), {part: took * (1 + spread) for part, took in parts.items()})
+
+
+def _stages(layers: int, count: int, a_layer: float, rest: float) -> list[float]:
+    """Returns the times of stages, of which the last has the rest, such that the longest is as short as it can be."""
+
+    def of(last: int) -> list[float]:
+        most, more = divmod(layers - last, count - 1)
+        return [a_layer * (most + (stage < more)) for stage in range(count - 1)] + [a_layer * last + rest]
+
+    return min(map(of, range(layers // count + 1)), key=max)
+
+
+def _waits(work: ModelWork, s: Sizes, links: "_Links") -> float:
+    """Returns the seconds for which a layer waits for the devices with which it shares examples, forward and backward."""
+    again = 1.5 if AGAIN[s.remat] > 0.1 else 1.0  # activations travel again when a layer is computed again
+    over_model = links.seconds("all-gather", work.width * s.rows / s.context, s.model, 1)
+    over_context = links.seconds("all-to-all", work.width * s.rows / (s.context * s.model), s.context, s.model)
+    return again * (WAITS["model"] * over_model + WAITS["context"] * over_context)
+
+
+def _peak(work: ModelWork, s: Sizes) -> float:
+    """Returns the bytes of the device that needs the most."""
+    own, ways, share = stages.STAGES[s.stage], s.data * s.context, s.context * s.model
+    of_group = work.weights * math.ceil(work.layers / s.pipe) + work.others / (1 if s.pipe == 1 else 2)
+    part = of_group / (work.weights * work.layers + work.others) / s.model
+    is_sharded = {roles.GRADIENTS: own.grads, roles.OPT_STATE: own.opt_state, roles.OTHER: False}
+    held = sum(
+        part * count / (ways if is_sharded.get(role, own.params) else 1)
+        for role, count in work.state[own.params].items()
+    )
+    alive = float(work.layers)
+    if s.pipe > 1:
+        most = s.pipe if s.chunks == 1 else 2 * (s.pipe - 1) + (s.chunks - 1) * s.pipe + 1
+        alive = min(s.passes * s.chunks, most) * work.layers / (s.pipe * s.chunks)
+    kept = s.rows * (alive * work.kept[s.remat] + work.rest_kept) / share
+    again = s.rows * (work.kept["none"] - work.kept[s.remat]) / share
+    gathered = (8 if own.params else 4) * work.weights / s.model
+    return held + kept + max(again + gathered, 6 * work.others / s.model if own.params else 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Links:
+    rates: rates_lib.GpuRates
+    per_host: int
+
+    def seconds(self, kind: str, whole: float, ways: int, stride: int) -> float:
+        """Returns the seconds of a collective of arrays of so many bytes, over devices whose numbers are `stride` apart."""
+        if ways == 1:
+            return 0.0
+        spans = ways * stride > self.per_host
+        here = max(1, self.per_host // stride) if spans else 0
+        nbytes = whole * (ways - 1) / ways * (2 if kind == "all-reduce" else 1)
+        work = kernels_lib.KernelWork(kernels_lib.COLLECTIVE, kind, nbytes=nbytes, group=tuple(range(ways)))
+        return self.rates.seconds(work, min(here, ways))
+
+    def hop(self, nbytes: float, stride: int) -> float:
+        """Returns the seconds for which a stage's results travel to the next."""
+        work = kernels_lib.KernelWork(kernels_lib.COLLECTIVE, "collective-permute", nbytes=nbytes, group=(0, 1))
+        return self.rates.seconds(work, 1 if stride >= self.per_host else 0)
