@@ -1,4 +1,4 @@
-"""Llama 3's 405B shapes over data 8, pipe 8, context 2 and model 8 on 1,024 GPUs, stage 1, sequences of 8,192 tokens.
+"""Llama 3's 405B shapes over data 8, pipe 8, context 2 and model 8 on 1,024 GPUs, stage 2, sequences of 8,192 tokens.
 
     srun python -m zerojax.train --config configs/llama3_405b_3d.py --workdir /shared/runs/405b --config.data.name=random
 

@@ -2,7 +2,7 @@
 
     srun python -m zerojax.train --config configs/llama3_70b_3d.py --workdir /shared/runs/70b --config.data.name=random
 
-Devices: 64 GPUs of 80 GB or more in hosts of 8. Nobody has measured it. Text: as configs/llama3_1b.py. Result: as there.
+Devices: 64 GPUs of 80 GB or more in hosts of 8. Neither planned nor measured yet. Text: as configs/llama3_1b.py. Result: as there.
 """
 
 from zerojax.configs import llama3_70b

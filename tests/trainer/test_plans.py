@@ -128,3 +128,9 @@ def test_each_axis_alone_has_its_fastest_settings():
         assert [n for n in (2, 4, 8, 16) if any(f", {axis} {n}" in text for text in texts)] == [*sizes]
     with pytest.raises(zerojax.UserError, match="--axes: needs a decoder"):
         plans.axes_config(deep, "cpu", "1x8")
+
+
+def test_arithmetic_does_not_judge_tokens_that_travel_to_their_experts():
+    compile_only.gpus()
+    with pytest.raises(zerojax.UserError, match=r"--axes: needs .* mesh\.expert=1"):
+        plans.axes_config(runs.config(model__num_layers=12, mesh__expert=2), "h200", "1x8")

@@ -207,7 +207,7 @@ def axes_config(
     work = _work(config, devices) if rates is not None else None
     if work is None or rates is None or memory is None:
         raise UserError(
-            f"--axes: needs a decoder of {search.DEEP} or more equal layers, and a GPU whose rates are known; see docs/plan.md"
+            f"--axes: needs a decoder of {search.DEEP} or more equal layers, mesh.expert=1 and a GPU of known rates; see docs/plan.md"
         )
     if cluster is not None:
         rates = scale.OnCluster(rates.name, rates.figures, rates.sources, cluster, len(devices), len(devices))
@@ -259,7 +259,10 @@ def _sizes(candidate: search.Candidate, devices: int) -> arithmetic.Sizes:
 
 
 def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.ModelWork | None:
-    """Returns what an example of a model takes of a device; None of a model whose layers are few, named or of several kinds."""
+    """Returns what an example of a model takes of a device; None of a model whose layers are few, named or of several kinds, or whose
+    tokens travel to their experts."""
+    if config.mesh.expert > 1:
+        return None
     plain = dataclasses.replace(
         config,
         global_batch_size=0,
