@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 
 from zerojax import errors, files, precision, tree
 from zerojax.errors import UserError
@@ -67,7 +68,17 @@ class Weights:
         return adapted_lib.abstract(self.family, self.model, self.adapted.chosen, frozen, policy.weight_dtype)
 
     def make(self, abstract: PyTree) -> PyTree:
-        """Returns the weights for abstract leaves with shardings, of parts of the model or all. All processes must call it."""
+        """Returns the weights for abstract leaves with shardings, of parts of the model or all. All processes must call it.
+
+        Those on a group of a pipeline that other processes run are made there.
+        """
+        leaves = dict(tree.flatten(abstract))
+        found = {path: travel.absent(like) for path, like in leaves.items() if not travel.is_here(like.sharding.mesh)}
+        here = tree.map_with_path(lambda path, like: optax.MaskedNode() if path in found else like, abstract)
+        found |= dict(tree.flatten(self._made_here(here)))
+        return tree.map_with_path(lambda path, _: found[path], abstract)
+
+    def _made_here(self, abstract: PyTree) -> PyTree:
         key = jax.random.key(self.seed)
         chosen, opened = (None, None) if self.adapted is None else self.adapted
         if self.source is not None:
@@ -102,9 +113,6 @@ class Weights:
                 leaves = [(path, like.shape, like.dtype, like.sharding) for path, like in likes.items()]
                 for mesh in dict.fromkeys(like.sharding.mesh for like in likes.values()):
                     here = tuple(leaf for leaf in leaves if leaf[3].mesh == mesh)
-                    if not travel.is_here(mesh):  # a group of a pipeline that other processes run
-                        found |= {f"{name}/{path}": travel.absent(likes[path]) for path, *_ in here}
-                        continue
                     made = _part_maker(module, inputs, here, quantizes, kind)(key, number)
                     found |= {f"{name}/{path}": leaf for path, leaf in made.items()}
         return found
