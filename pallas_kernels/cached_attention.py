@@ -3,7 +3,8 @@
     o = sum_s p_s v_s,   p = softmax(scale * q k^T) over the row's own slots
 
 A program reads a range of one row's slots for one key head, with all query heads that share it, and keeps a running maximum and sum
-(arXiv:2205.14135, section 3.1). The ranges of a row are joined afterwards, by their maxima and sums. Slots that hold no text are not read.
+(arXiv:2205.14135, section 3.1). The ranges of a row are joined afterwards, by their maxima and sums: by the last program of them to arrive
+where the caller has counters (`one_token`), else by the compiler. Slots that hold no text are not read.
 
 Shapes: B batch, S slots, H query heads, K key and value heads, G = H / K, N head dim, R ranges of a row.
 """
@@ -49,18 +50,62 @@ def attend(
       window: the last slots that a token sees; 0 for all.
       implementation: "pallas", "interpret" or "jnp".
     """
+    return _attend(q_BHN, k_BSKN, v_BSKN, ends_B, None, scale, window, implementation)[0]
+
+
+def attend_counted(
+    q_BHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    ends_B: jax.Array,
+    counts: jax.Array,
+    *,
+    scale: float,
+    implementation: str = "jnp",
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `attend` does, rounded to q's dtype, by one kernel, and the counters.
+
+    Args:
+      counts: int32, at least B K of 0, which they are again afterwards.
+      q_BHN, k_BSKN, v_BSKN, ends_B, scale, implementation: see `attend`.
+    """
+    o_BHN, counts = _attend(q_BHN, k_BSKN, v_BSKN, ends_B, counts, scale, 0, implementation)
+    return o_BHN.astype(q_BHN.dtype), counts
+
+
+def _attend(
+    q_BHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    ends_B: jax.Array,
+    counts: Any,
+    scale: float,
+    window: int,
+    implementation: str,
+) -> tuple[jax.Array, Any]:
     firsts_B = jnp.maximum(ends_B - window, 0) if window else jnp.zeros_like(ends_B)
     if implementation == "jnp":
-        return attend_ref(q_BHN, k_BSKN, v_BSKN, firsts_B, ends_B, scale=scale)
+        return attend_ref(q_BHN, k_BSKN, v_BSKN, firsts_B, ends_B, scale=scale), counts
     batch, slots, kv_heads, _ = k_BSKN.shape
     ranges = max(1, min(pl.cdiv(slots, BLOCK), PROGRAMS // (batch * kv_heads)))
-    o_BKRGN, most_BKRG, sum_BKRG = _ranges(
-        q_BHN, k_BSKN, v_BSKN, firsts_B, ends_B, scale=scale, ranges=ranges, interpret=implementation == "interpret"
+    found = _ranges(
+        q_BHN,
+        k_BSKN,
+        v_BSKN,
+        firsts_B,
+        ends_B,
+        counts,
+        scale=scale,
+        ranges=ranges,
+        interpret=implementation == "interpret",
     )
+    if counts is not None:
+        return found[3].reshape(q_BHN.shape), found[4]
+    o_BKRGN, most_BKRG, sum_BKRG = found
     weight_BKRG = jnp.exp(most_BKRG - jnp.max(most_BKRG, axis=2, keepdims=True)) * (sum_BKRG > 0)
     total_BKG = jnp.sum(weight_BKRG * sum_BKRG, axis=2)
     o_BKGN = jnp.sum(weight_BKRG[..., None] * o_BKRGN, axis=2) / jnp.where(total_BKG > 0, total_BKG, 1)[..., None]
-    return o_BKGN.reshape(q_BHN.shape)
+    return o_BKGN.reshape(q_BHN.shape), None
 
 
 def attend_ref(
@@ -84,26 +129,33 @@ def _ranges(
     v_BSKN: jax.Array,
     firsts_B: jax.Array,
     ends_B: jax.Array,
+    counts: Any,
     *,
     scale: float,
     ranges: int,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Returns the sums of each range, float32[B, K, R, G, N], with its maximum and its weights' sum, float32[B, K, R, G]."""
+    """Returns the sums of each range, float32[B, K, R, G, N], with its maximum and its weights' sum, float32[B, K, R, G]; given counters also
+    the joined result, of q's dtype, and the counters."""
     batch, slots, kv_heads, head_dim = k_BSKN.shape
     group = q_BHN.shape[1] // kv_heads
     sums = (batch, kv_heads, ranges, group)
-    kernel = functools.partial(_kernel, slots, kv_heads, group, head_dim, ranges, scale)
+    kernel = functools.partial(_kernel, slots, kv_heads, group, head_dim, ranges, scale, interpret)
     shapes = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (_size(sums) * head_dim, _size(sums), _size(sums))]
+    counted = [] if counts is None else [counts]
+    if counted:
+        assert batch * kv_heads <= counts.shape[0], (batch, kv_heads, counts.shape)
+        shapes += [jax.ShapeDtypeStruct((q_BHN.size,), q_BHN.dtype), jax.ShapeDtypeStruct(counts.shape, counts.dtype)]
     done = pl.pallas_call(
         kernel,
         out_shape=shapes,
         grid=(batch, kv_heads, ranges),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
+        input_output_aliases={5: 4} if counted else {},
         interpret=interpret,
         name="cached_attention",
-    )(*(x.reshape(-1) for x in (q_BHN, k_BSKN, v_BSKN)), firsts_B, ends_B)
-    return [done[0].reshape(*sums, head_dim), done[1].reshape(sums), done[2].reshape(sums)]
+    )(*(x.reshape(-1) for x in (q_BHN, k_BSKN, v_BSKN)), firsts_B, ends_B, *counted)
+    return [done[0].reshape(*sums, head_dim), done[1].reshape(sums), done[2].reshape(sums), *done[3:]]
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -120,15 +172,15 @@ def _kernel(
     head_dim: int,
     ranges: int,
     scale: float,
+    interpret: bool,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
     firsts_ref: Any,
     ends_ref: Any,
-    o_ref: Any,
-    most_ref: Any,
-    sum_ref: Any,
+    *others: Any,
 ) -> None:
+    o_ref, most_ref, sum_ref, *joined = others[1:] if len(others) > 3 else others
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     rows_G = jnp.arange(max(LEAST_ROWS, pl.next_power_of_2(group)))
     dims_N = jnp.arange(head_dim)
@@ -169,3 +221,54 @@ def _kernel(
     )
     pltriton.store(most_ref.at[at_G], most_G, mask=is_own_G)
     pltriton.store(sum_ref.at[at_G], sum_G, mask=is_own_G)
+    if joined:
+        _join(row * kv_heads + head, (group, head_dim, ranges, rows_G.shape[0]), (o_ref, most_ref, sum_ref), *joined, interpret)
+
+
+def _join(
+    number: Any,
+    sizes: tuple[int, int, int, int],
+    refs: tuple[Any, Any, Any],
+    joined_ref: Any,
+    counts_ref: Any,
+    interpret: bool,
+) -> None:
+    """Joins the ranges of a row's key head, if this program is the last of them to arrive."""
+    (group, head_dim, ranges, rows), (o_ref, most_ref, sum_ref) = sizes, refs
+
+    def finish() -> None:
+        counts_ref[number] = 0
+        row_G, dim_N = jnp.arange(rows), jnp.arange(head_dim)
+        is_own_G = row_G < group
+
+        def add(part: jax.Array, carry: tuple) -> tuple:
+            o_GN, most_G, sum_G = carry
+            at_G = (number * ranges + part) * group + row_G
+            # Not from this multiprocessor's own cache.
+            own_G = pltriton.load(most_ref.at[at_G], mask=is_own_G, other=NOTHING, volatile=True)
+            total_G = pltriton.load(sum_ref.at[at_G], mask=is_own_G, other=0.0, volatile=True)
+            mask = is_own_G[:, None] & (dim_N >= 0)[None, :]
+            own_GN = pltriton.load(
+                o_ref.at[at_G[:, None] * head_dim + dim_N[None, :]], mask=mask, other=0.0, volatile=True
+            )
+            new_G = jnp.maximum(most_G, own_G)
+            kept_G, share_G = jnp.exp(most_G - new_G), jnp.where(total_G > 0, jnp.exp(own_G - new_G), 0.0)
+            o_GN = o_GN * kept_G[:, None] + own_GN * share_G[:, None]
+            return o_GN, new_G, sum_G * kept_G + total_G * share_G
+
+        zeros_GN = jnp.zeros((rows, head_dim), jnp.float32)
+        start = zeros_GN, jnp.full((rows,), NOTHING, jnp.float32), jnp.zeros((rows,), jnp.float32)
+        o_GN, _, sum_G = jax.lax.fori_loop(0, ranges, add, start)
+        o_GN = o_GN / jnp.where(sum_G > 0, sum_G, 1.0)[:, None]
+        at = (number * group + row_G)[:, None] * head_dim + dim_N[None, :]
+        pltriton.store(
+            joined_ref.at[at], o_GN.astype(joined_ref.dtype), mask=is_own_G[:, None] & (dim_N >= 0)[None, :]
+        )
+
+    if interpret:  # programs run one after the other
+        arrived = counts_ref[number]
+        counts_ref[number] = arrived + 1
+    else:
+        pltriton.debug_barrier()  # all threads have written before one counts
+        arrived = pltriton.atomic_add(counts_ref, (number,), 1)
+    pl.when(arrived == ranges - 1)(finish)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import specs
-from zerojax.inference.engine import adapters, requests, weights
+from zerojax.inference.engine import adapters, one_row, requests, weights
 from zerojax.inference.engine import draws as draws_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
@@ -231,9 +231,11 @@ class Programs:
         self, params: PyTree, caches: PyTree, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
     ) -> tuple[Any, SlotRows, Told]:
         """Adds one token to every row that is live."""
-        scores_BV, caches = self._traced(
-            draws.adapter, self._extend, params, caches, self._before_decode(rows, draws), rows.token
-        )
+        extend, kernels = self._extend, self._kernels
+        if kernels is not None and not self._has_adapters and one_row.takes(self._config, params, self._shape.slots):
+            extend = functools.partial(one_row.extend, self._config, implementation=kernels)
+        step = self._before_decode(rows, draws)
+        scores_BV, caches = self._traced(draws.adapter, extend, params, caches, step, rows.token)
         return self._placed(caches), *self._after_decode(rows, draws, scores_BV, is_plain=is_plain)
 
     def _before_decode(self, rows: SlotRows, draws: draws_lib.Draws) -> decoding.Step:

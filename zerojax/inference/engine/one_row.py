@@ -1,0 +1,155 @@
+"""A token of one text, by five kernels a layer. This module runs a plain Llama's layers by `pallas_kernels.one_token`.
+
+The time of such a token is that in which the weights pass the memory, and what lies between two kernels. The model's own layers are 24
+kernels each for one row.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import cached_attention, one_token
+from zerojax.models import decoding
+from zerojax.models.llama import model as llama
+from zerojax.models.llama import rope
+from zerojax.ops import quantized, softcap
+from zerojax.tree import PyTree
+
+KERNEL = "kernel"
+
+
+def takes(config: Any, params: PyTree, slots: int) -> bool:
+    """Returns whether `extend` computes this model's next token: one row of a plain Llama, with weights that the kernels read."""
+    if slots != 1 or not isinstance(config, llama.LlamaConfig):
+        return False
+    c = config
+    is_plain = (
+        (c.norm, c.norm_offset, c.norm_places, c.residual_scale, c.score_cap) == ("rms", 0, "before", 1, 0)
+        and c.is_gated
+        and c.activation in ("silu", "swish")
+        and c.rotary_dim in (0, c.head_dim)
+        and c.latent is None
+        and not any((c.is_fused, c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm, c.num_experts, c.has_sinks))
+        and not any(c.windows)
+    )
+    if not is_plain:
+        return False
+    turns = [c.rope_of(layer) for layer in range(c.num_layers)]
+    if any(turn is None or (turn.scaling is not None and turn.scaling.reads_length) for turn in turns):
+        return False
+    is_head = c.head_dim in (64, 128) and c.num_heads % c.num_kv_heads == 0 and c.embed_dim % one_token.BLOCK == 0
+    kernels = [node for path, node in _kernels(params) if path != "head" or not c.tie_embeddings]
+    return is_head and all(_can_be_read(node) for node in kernels)
+
+
+def extend(
+    config: Any, params: PyTree, caches: Any, step: decoding.Step, tokens_1: jax.Array, *, implementation: str
+) -> tuple[jax.Array, Any]:
+    """Returns the logits after one more token, float32[1, V], and every layer's keys and values; see `Family.extend`.
+
+    Args:
+      config, params, caches, step, tokens_1: see `Family.extend`; one row.
+      implementation: of the kernels: "pallas", "interpret" or "jnp".
+    """
+    c = config
+    run: dict[str, Any] = {"implementation": implementation}
+    x_D = params["embed"]["embedding"][tokens_1[0]]
+    if c.embed_scale != 1:
+        x_D = x_D * jnp.asarray(c.embed_scale, x_D.dtype)
+    turn = _turn(c.rope_of(0), c.head_dim, step.positions_BT[0, 0])
+    squares, counts = one_token.squares_of(x_D, 1), one_token.counters()
+    scale = c.score_scale or c.head_dim**-0.5
+    ends_B = step.ends_B if step.ends_B is not None else jnp.sum(step.is_text_BS, axis=1, dtype=jnp.int32)
+    after = []
+    for number, (k_1SJC, v_1SJC) in enumerate(caches):
+        layer = params[f"layer_{number}"]
+        attention, mlp = layer["attention"], layer["mlp"]
+        norm = functools.partial(one_token.Norm, eps=c.norm_eps)
+        q, keys, counts = one_token.project(
+            x_D,
+            [weight(attention[name]) for name in ("q", "k", "v")],
+            (k_1SJC[0], v_1SJC[0]),
+            turn,
+            step.slot.reshape(1),
+            norm=norm(layer["attention_norm"]["scale"]),
+            squares=squares,
+            counts=counts,
+            **run,
+        )
+        keys = tuple(new[None] for new in keys)
+        after.append(keys)
+        y_1HC, counts = cached_attention.attend_counted(
+            q.reshape(1, c.num_heads, c.head_dim), *keys, ends_B, counts, scale=scale, **run
+        )
+        o = weight(attention["o"], rows=c.num_heads * c.head_dim)
+        x_D, squares, counts = one_token.add(x_D, y_1HC.reshape(-1), o, counts=counts, **run)
+        h_F, counts = one_token.gate(
+            x_D,
+            [weight(mlp["gate"]), weight(mlp["up"])],
+            norm=norm(layer["mlp_norm"]["scale"]),
+            squares=squares,
+            counts=counts,
+            **run,
+        )
+        x_D, squares, counts = one_token.add(x_D, h_F, weight(mlp["down"]), counts=counts, **run)
+    return _scores(c, params, x_D, squares, counts, run), after
+
+
+def _scores(
+    config: Any, params: PyTree, x_D: jax.Array, squares: jax.Array, counts: jax.Array, run: Mapping[str, Any]
+) -> jax.Array:
+    """Returns the logits: float32[1, V]."""
+    c, norm = config, one_token.Norm(params["norm"]["scale"], config.norm_eps)
+    head = None if c.tie_embeddings else weight(params["head"])
+    if head is None or c.logits_scale != 1:
+        x_D = one_token.normed(x_D, squares, norm)
+        x_D = x_D if c.logits_scale == 1 else x_D * jnp.asarray(c.logits_scale, x_D.dtype)
+    if head is None:
+        scores_V = jnp.dot(x_D, params["embed"]["embedding"].T, preferred_element_type=jnp.float32)
+    else:
+        given = {"norm": norm, "squares": squares} if c.logits_scale == 1 else {}
+        scores_V, _ = one_token.multiply(x_D, [head], **given, counts=counts, **run)
+    return softcap.softcap(scores_V, c.logits_cap)[None]
+
+
+def weight(module: Mapping[str, Any], rows: int = 0) -> one_token.Weight:
+    """Returns the weight of a linear module, as a matrix of `rows` rows; 0: of those of its first dim."""
+    stored = module[KERNEL]
+    if not quantized.is_quantized(stored):
+        return one_token.Weight(stored.reshape(rows or stored.shape[0], -1))
+    kind = quantized.kind_of(stored)
+    rows = rows or stored[kind].shape[0]
+    codes, scales = (stored[name].reshape(rows, -1) for name in (kind, quantized.SCALES))
+    return one_token.Weight(codes, scales, 1 / quantized.TOP[kind])
+
+
+def _turn(rotation: rope.Rope, dims: int, position: jax.Array) -> jax.Array:
+    """Returns the cosines and then the sines of a position's angles: float32[dims]."""
+    theta, scaling = rotation
+    angle_F = position.astype(jnp.float32) * rope.frequencies(dims, theta, scaling, None)
+    factor = 1.0 if scaling is None else scaling.attention_factor
+    return jnp.concatenate([jnp.cos(angle_F), jnp.sin(angle_F)]) * factor
+
+
+def _kernels(params: PyTree) -> list[tuple[str, Any]]:
+    """Returns the kernels of linear modules with their paths."""
+    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=quantized.is_quantized)[0]
+    found = [(jax.tree_util.keystr(path, simple=True, separator="/"), node) for path, node in nodes]
+    return [(path.removesuffix(f"/{KERNEL}"), node) for path, node in found if path.endswith(f"/{KERNEL}")]
+
+
+def _can_be_read(node: Any) -> bool:
+    """Returns whether the kernels read a weight in this form and shape."""
+    if not quantized.is_quantized(node):
+        return node.dtype.itemsize in (2, 4) and node.dtype != jnp.float16 and _divides(node.shape)
+    return quantized.kind_of(node) in quantized.TOP and _divides(quantized.shape_of(node))
+
+
+def _divides(shape: tuple[int, ...]) -> bool:
+    return shape[0] * math.prod(shape[1:]) < 2**31 and all(
+        size % one_token.BLOCK == 0 for size in (math.prod(shape[:-1]), shape[-1])
+    )
