@@ -135,8 +135,8 @@ def _ranges(
     ranges: int,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Returns the sums of each range, float32[B, K, R, G, N], with its maximum and its weights' sum, float32[B, K, R, G]; given counters also
-    the joined result, of q's dtype, and the counters."""
+    """Returns the sums of each range, float32[B, K, R, G, N], with its maximum and its weights' sum, float32[B, K, R, G]; given counters
+    also the joined result, of q's dtype, and the counters."""
     batch, slots, kv_heads, head_dim = k_BSKN.shape
     group = q_BHN.shape[1] // kv_heads
     sums = (batch, kv_heads, ranges, group)
@@ -222,19 +222,24 @@ def _kernel(
     pltriton.store(most_ref.at[at_G], most_G, mask=is_own_G)
     pltriton.store(sum_ref.at[at_G], sum_G, mask=is_own_G)
     if joined:
-        _join(row * kv_heads + head, (group, head_dim, ranges, rows_G.shape[0]), (o_ref, most_ref, sum_ref), *joined, interpret)
+        _join(
+            row * kv_heads + head,
+            (group, head_dim, ranges, rows_G.shape[0]),
+            (o_ref, most_ref, sum_ref),
+            (joined[0], joined[1]),
+            interpret,
+        )
 
 
 def _join(
     number: Any,
     sizes: tuple[int, int, int, int],
     refs: tuple[Any, Any, Any],
-    joined_ref: Any,
-    counts_ref: Any,
+    outs: tuple[Any, Any],
     interpret: bool,
 ) -> None:
     """Joins the ranges of a row's key head, if this program is the last of them to arrive."""
-    (group, head_dim, ranges, rows), (o_ref, most_ref, sum_ref) = sizes, refs
+    (group, head_dim, ranges, rows), (o_ref, most_ref, sum_ref), (joined_ref, counts_ref) = sizes, refs, outs
 
     def finish() -> None:
         counts_ref[number] = 0
@@ -261,9 +266,7 @@ def _join(
         o_GN, _, sum_G = jax.lax.fori_loop(0, ranges, add, start)
         o_GN = o_GN / jnp.where(sum_G > 0, sum_G, 1.0)[:, None]
         at = (number * group + row_G)[:, None] * head_dim + dim_N[None, :]
-        pltriton.store(
-            joined_ref.at[at], o_GN.astype(joined_ref.dtype), mask=is_own_G[:, None] & (dim_N >= 0)[None, :]
-        )
+        pltriton.store(joined_ref.at[at], o_GN.astype(joined_ref.dtype), mask=is_own_G[:, None] & (dim_N >= 0)[None, :])
 
     if interpret:  # programs run one after the other
         arrived = counts_ref[number]

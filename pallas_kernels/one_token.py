@@ -16,7 +16,6 @@ Shapes: K contracted, N columns, D embed, H query heads, J key and value heads, 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +26,11 @@ from jax.experimental.pallas import triton as pltriton
 
 BLOCK = 64  # weights of a scale
 READ = 16  # bytes that a thread reads at once
-PROGRAMS = 528  # of 8 warps are on an H200 at the same time
 COUNTERS = 4096  # the most column groups of a kernel that has parts
+MOST_GATES = COUNTERS * BLOCK // 2  # columns of each weight of `gate`
+# How `add` is divided; the others are as `form` has it. For bf16 and int8 of 8B shapes on an H100 these were, of eight ways, the fastest or
+# 3% behind (docs/benchmarks/raw/token_1xh100.txt).
+ADDED = {"width": 128, "ahead": 4, "warps": 8, "programs": 264}
 
 # How codes are multiplied and added: codes that share 32 bits, and a * code + sum in PTX ($0... sums, codes, factors, sums).
 _CONVERSIONS = {
@@ -56,8 +58,8 @@ _CONVERSIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a product is divided: `blocks` of 64 columns and one of `parts` of the rows a program, of `warps` warps that read `ahead` tiles of
-    `tile` rows before they use any."""
+    """How a product is divided: `blocks` of 64 columns and one of `parts` of the rows a program, of `warps` warps that read `ahead` tiles
+    of `tile` rows before they use any."""
 
     blocks: int
     tile: int
@@ -98,12 +100,16 @@ class Norm:
     eps: float
 
 
-def takes(inputs: int, columns: Sequence[int], itemsize: int, most_blocks: int = 2) -> bool:
-    """Returns whether a product [K] x [K, N] of weights of these columns is taken."""
-    return all(n % BLOCK == 0 and inputs * n < 2**31 for n in columns) and inputs % BLOCK == 0 and itemsize in (1, 2, 4)
-
-
-def form(inputs: int, columns: Sequence[int], itemsize: int, *, width: int = 128, ahead: int = 4, warps: int = 8, programs: int = PROGRAMS) -> Form:
+def form(
+    inputs: int,
+    columns: Sequence[int],
+    itemsize: int,
+    *,
+    width: int = 256,
+    ahead: int = 2,
+    warps: int = 4,
+    programs: int = 1056,
+) -> Form:
     """Returns how products of weights of these columns are divided.
 
     Args:
@@ -160,7 +166,7 @@ def multiply(
     """Returns x [W, ...], float32[sum of N], and the counters. With a norm, x is normed first and `squares` has the sums of its squares."""
 
     def ref() -> jax.Array:
-        given = x_K if norm is None else normed(x_K, squares, norm)
+        given = x_K if norm is None or squares is None else normed(x_K, squares, norm)
         return jnp.concatenate([w.unit * (given.astype(jnp.float32) @ w.wide()) for w in weights])
 
     if implementation == "jnp":
@@ -182,7 +188,7 @@ def add(
     """Returns x + W y, of x's dtype, the sums of squares of its parts, and the counters."""
     dtype = x_D.dtype
     if how is None:
-        how = form(y_K.shape[0], [x_D.shape[0]], weight.codes.dtype.itemsize)
+        how = form(y_K.shape[0], [x_D.shape[0]], weight.codes.dtype.itemsize, **ADDED)
     groups = x_D.shape[0] // how.columns
     if implementation == "jnp":
         x_D = x_D + (weight.unit * (y_K.astype(jnp.float32) @ weight.wide())).astype(dtype)
@@ -196,9 +202,7 @@ def add(
         pltriton.store(outs[1].at[group], jnp.sum(wide * wide))
 
     outs = [jax.ShapeDtypeStruct(x_D.shape, dtype), jax.ShapeDtypeStruct((groups,), jnp.float32)]
-    (x_D, squares), counts = _run(
-        y_K, [weight], None, None, counts, end, outs, implementation, beside=[x_D], how=how
-    )
+    (x_D, squares), counts = _run(y_K, [weight], None, None, counts, end, outs, implementation, beside=[x_D], how=how)
     return x_D, squares, counts
 
 
@@ -220,9 +224,7 @@ def gate(
         return (gate / (1 + jnp.exp(-gate)) * up).astype(dtype)
 
     if implementation == "jnp":
-        sums, counts = multiply(
-            x_D, weights, norm=norm, squares=squares, counts=counts, implementation=implementation
-        )
+        sums, counts = multiply(x_D, weights, norm=norm, squares=squares, counts=counts, implementation=implementation)
         return both(sums[:size], sums[size:]), counts
 
     def end(group: Any, columns: Any, sums: Callable, outs: Any) -> None:
@@ -270,9 +272,7 @@ def project(
     sizes = [w.codes.shape[1] for w in weights]
     half = dims // 2
     if implementation == "jnp":
-        found, counts = multiply(
-            x_D, weights, norm=norm, squares=squares, counts=counts, implementation=implementation
-        )
+        found, counts = multiply(x_D, weights, norm=norm, squares=squares, counts=counts, implementation=implementation)
         q, k, v = jnp.split(found.astype(dtype), [sizes[0], sizes[0] + sizes[1]])
 
         def turned(flat: jax.Array) -> jax.Array:
@@ -284,7 +284,7 @@ def project(
             old.at[slot].set(new.astype(old.dtype)[None], mode="drop")
             for old, new in zip(keys, (turned(k), v.reshape(-1, dims)))
         )
-        return turned(q).reshape(-1), after, counts
+        return turned(q).reshape(-1), (after[0], after[1]), counts
     if how is None:
         how = form(x_D.shape[0], sizes, weights[0].codes.dtype.itemsize, width=dims)
     assert how.columns == dims, f"a program has the {dims} columns of a head, not {how.columns}"
@@ -293,9 +293,7 @@ def project(
     def end(group: Any, columns: Any, sums: Callable, outs: Any, turn_ref: Any, slot_ref: Any) -> None:
         q_ref, k_ref, v_ref = outs
         at_F = jnp.arange(half)
-        first, second = (
-            sums(group * dims + part * half + at_F).astype(dtype).astype(jnp.float32) for part in range(2)
-        )
+        first, second = (sums(group * dims + part * half + at_F).astype(dtype).astype(jnp.float32) for part in range(2))
         cos, sin = (pltriton.load(turn_ref.at[part * half + at_F]) for part in range(2))
         turned = first * cos - second * sin, second * cos + first * sin
         slot = slot_ref[0]
@@ -318,7 +316,7 @@ def project(
         jax.lax.cond(group < heads, queries, lambda: jax.lax.cond(group < heads + kv_heads, key, value))
 
     outs = [jax.ShapeDtypeStruct((sizes[0],), dtype), *(jax.ShapeDtypeStruct((old.size,), old.dtype) for old in keys)]
-    (q, *after), counts = _run(
+    (q, new_k, new_v), counts = _run(
         x_D,
         weights,
         norm,
@@ -332,7 +330,7 @@ def project(
         how=how,
         reads_back=True,
     )
-    return q, tuple(new.reshape(old.shape) for new, old in zip(after, keys)), counts
+    return q, (new_k.reshape(keys[0].shape), new_v.reshape(keys[1].shape)), counts
 
 
 def _run(
@@ -410,9 +408,7 @@ def _run(
         def chosen(number: int) -> jax.Array:
             if number + 1 == len(weights):
                 return of(number)
-            return jax.lax.cond(
-                group < starts[number + 1], lambda: of(number), lambda: chosen(number + 1)
-            )
+            return jax.lax.cond(group < starts[number + 1], lambda: of(number), lambda: chosen(number + 1))
 
         sums_TC = jnp.sum(chosen(0).reshape(how.tile, how.blocks, BLOCK), axis=0)
         columns_C = jnp.arange(how.columns)
@@ -440,7 +436,7 @@ def _run(
             counts_ref[joined] = 0
             end(joined, joined * how.columns + columns_C, sums, out_refs, *beside_refs)
 
-    found = pl.pallas_call(
+    found: Sequence[jax.Array] = pl.pallas_call(
         kernel,
         out_shape=shapes,
         grid=(groups, how.parts),

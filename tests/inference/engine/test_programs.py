@@ -1,6 +1,8 @@
 """Checks what a token costs on a GPU that is not there. This module tests zerojax.inference.engine.programs."""
 
+import collections
 import dataclasses
+import functools
 import re
 
 import compile_only
@@ -23,6 +25,7 @@ BYTES = {"bf16": 2, "f32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1, "s32": 4, "u32": 
 OVERHEAD = 1.1
 
 
+@functools.cache
 def compiled(kind, slots, ways):
     """Returns the text of the decode program and the bytes of the weights that a token reads on a device."""
     mesh = zerojax.make_mesh(model=ways, devices=compile_only.devices()[:ways])
@@ -85,6 +88,14 @@ def bytes_read(text):
 def test_a_token_reads_little_more_than_the_weights_as_they_are_stored(kind, slots):
     text, nbytes = compiled(kind, slots, 1)
     assert nbytes <= bytes_read(text) <= OVERHEAD * nbytes
+
+
+def test_a_layer_of_one_row_is_five_kernels_and_little_lies_between_them():
+    text, _ = compiled("int8", 1, 1)
+    entry = text[text.index("\nENTRY") :]
+    calls = collections.Counter(re.findall(r'op_name="[^"]*/(\w+)/pallas_call"', entry))
+    assert calls == {"one_token_product": 4 + 1, "cached_attention": 1}  # with the head
+    assert entry.count(" fusion(") <= 10
 
 
 def test_no_weight_is_gathered_for_a_token_under_tensor_parallelism():

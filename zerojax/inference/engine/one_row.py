@@ -23,7 +23,7 @@ KERNEL = "kernel"
 
 
 def takes(config: Any, params: PyTree, slots: int) -> bool:
-    """Returns whether `extend` computes this model's next token: one row of a plain Llama, with weights that the kernels read."""
+    """Returns whether `extend` computes this model's next token: one row of a plain Llama in bf16, with weights that the kernels read."""
     if slots != 1 or not isinstance(config, llama.LlamaConfig):
         return False
     c = config
@@ -41,9 +41,21 @@ def takes(config: Any, params: PyTree, slots: int) -> bool:
     turns = [c.rope_of(layer) for layer in range(c.num_layers)]
     if any(turn is None or (turn.scaling is not None and turn.scaling.reads_length) for turn in turns):
         return False
-    is_head = c.head_dim in (64, 128) and c.num_heads % c.num_kv_heads == 0 and c.embed_dim % one_token.BLOCK == 0
-    kernels = [node for path, node in _kernels(params) if path != "head" or not c.tie_embeddings]
-    return is_head and all(_can_be_read(node) for node in kernels)
+    has_shapes = (
+        c.head_dim in (64, 128)
+        and c.num_heads % c.num_kv_heads == 0
+        and c.embed_dim % one_token.BLOCK == 0
+        and c.mlp_dim <= one_token.MOST_GATES
+    )
+    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=quantized.is_quantized)[0]
+    kernels = [node for path, node in nodes if jax.tree_util.keystr(path[-1:], simple=True) == KERNEL]
+    others = [node for _, node in nodes if not quantized.is_quantized(node)]
+    return (
+        has_shapes
+        and all(leaf.dtype == jnp.bfloat16 for leaf in others)
+        and len({_kind(node) for node in kernels}) == 1
+        and all(_can_be_read(node) for node in kernels)
+    )
 
 
 def extend(
@@ -69,7 +81,7 @@ def extend(
         layer = params[f"layer_{number}"]
         attention, mlp = layer["attention"], layer["mlp"]
         norm = functools.partial(one_token.Norm, eps=c.norm_eps)
-        q, keys, counts = one_token.project(
+        q, (k_SJC, v_SJC), counts = one_token.project(
             x_D,
             [weight(attention[name]) for name in ("q", "k", "v")],
             (k_1SJC[0], v_1SJC[0]),
@@ -80,7 +92,7 @@ def extend(
             counts=counts,
             **run,
         )
-        keys = tuple(new[None] for new in keys)
+        keys = k_SJC[None], v_SJC[None]
         after.append(keys)
         y_1HC, counts = cached_attention.attend_counted(
             q.reshape(1, c.num_heads, c.head_dim), *keys, ends_B, counts, scale=scale, **run
@@ -111,7 +123,7 @@ def _scores(
     if head is None:
         scores_V = jnp.dot(x_D, params["embed"]["embedding"].T, preferred_element_type=jnp.float32)
     else:
-        given = {"norm": norm, "squares": squares} if c.logits_scale == 1 else {}
+        given: dict[str, Any] = {"norm": norm, "squares": squares} if c.logits_scale == 1 else {}
         scores_V, _ = one_token.multiply(x_D, [head], **given, counts=counts, **run)
     return softcap.softcap(scores_V, c.logits_cap)[None]
 
@@ -135,21 +147,17 @@ def _turn(rotation: rope.Rope, dims: int, position: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.cos(angle_F), jnp.sin(angle_F)]) * factor
 
 
-def _kernels(params: PyTree) -> list[tuple[str, Any]]:
-    """Returns the kernels of linear modules with their paths."""
-    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=quantized.is_quantized)[0]
-    found = [(jax.tree_util.keystr(path, simple=True, separator="/"), node) for path, node in nodes]
-    return [(path.removesuffix(f"/{KERNEL}"), node) for path, node in found if path.endswith(f"/{KERNEL}")]
+def _kind(node: Any) -> str:
+    """Returns how a weight is stored."""
+    return quantized.kind_of(node) if quantized.is_quantized(node) else node.dtype.name
 
 
 def _can_be_read(node: Any) -> bool:
     """Returns whether the kernels read a weight in this form and shape."""
-    if not quantized.is_quantized(node):
-        return node.dtype.itemsize in (2, 4) and node.dtype != jnp.float16 and _divides(node.shape)
-    return quantized.kind_of(node) in quantized.TOP and _divides(quantized.shape_of(node))
-
-
-def _divides(shape: tuple[int, ...]) -> bool:
-    return shape[0] * math.prod(shape[1:]) < 2**31 and all(
-        size % one_token.BLOCK == 0 for size in (math.prod(shape[:-1]), shape[-1])
+    is_coded = quantized.is_quantized(node)
+    shape = quantized.shape_of(node) if is_coded else node.shape
+    return (
+        (not is_coded or quantized.kind_of(node) in quantized.TOP)
+        and math.prod(shape) < 2**31
+        and all(size % one_token.BLOCK == 0 for size in (math.prod(shape[:-1]), shape[-1]))
     )

@@ -1,0 +1,77 @@
+"""Checks a layer's products for one row against dequantized weights. This module tests pallas_kernels.one_token."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import one_token
+from zerojax.ops import quantized
+
+D, HEADS, KV_HEADS, DIMS, MLP, SLOTS = 256, 2, 1, 64, 128, 4
+
+
+def weight(random, shape, kind):
+    """Returns a weight as it is stored."""
+    wide = jnp.asarray(random.normal(0, 0.1, shape), jnp.float32)
+    if kind not in quantized.TOP:
+        return one_token.Weight(wide.astype(kind))
+    stored = quantized.quantize(wide, kind)
+    return one_token.Weight(stored[kind], stored[quantized.SCALES], 1 / quantized.TOP[kind])
+
+
+def vector(random, size=D):
+    return jnp.asarray(random.normal(size=size), jnp.float32)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("bfloat16", marks=pytest.mark.long), "int8", "fp8"])
+def test_kernel_and_twin_multiply_with_the_dequantized_weights(kind):
+    random = np.random.default_rng(0)
+    weights, x = [weight(random, (D, columns), kind) for columns in (128, 64)], vector(random)
+    norm, squares = one_token.Norm(vector(random), 1e-5), one_token.squares_of(x, 4)
+    normed = x / np.sqrt(np.mean(np.square(x)) + 1e-5) * norm.scale
+    wanted = np.concatenate([np.asarray(normed) @ (w.unit * np.asarray(w.wide())) for w in weights])
+    assert one_token.form(D, [128, 64], weights[0].codes.dtype.itemsize).parts > 1
+    for implementation in ("jnp", "interpret"):
+        given = {"norm": norm, "squares": squares, "counts": one_token.counters(), "implementation": implementation}
+        found, counts = one_token.multiply(x, weights, **given)
+        np.testing.assert_allclose(found, wanted, atol=1e-4, err_msg=implementation)
+        assert not counts.any()
+
+
+def test_kernels_of_a_layer_do_what_their_twins_do():
+    random = np.random.default_rng(0)
+    x, norm = vector(random), one_token.Norm(vector(random), 1e-5)
+    squares, turn = one_token.squares_of(x, 1), vector(random, DIMS)
+    keys = tuple(vector(random, (SLOTS, KV_HEADS, DIMS)) for _ in range(2))
+    three = [weight(random, (D, heads * DIMS), "int8") for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    o, gates = weight(random, (HEADS * DIMS, D), "int8"), [weight(random, (D, MLP), "int8") for _ in range(2)]
+    found = []
+    for implementation in ("jnp", "interpret"):
+        run = {"implementation": implementation}
+        normed, counts = {"norm": norm, "squares": squares}, one_token.counters()
+        q, after, counts = one_token.project(x, three, keys, turn, jnp.asarray([2]), **normed, counts=counts, **run)
+        _, same, counts = one_token.project(x, three, keys, turn, jnp.asarray([SLOTS]), **normed, counts=counts, **run)
+        added, squares_after, counts = one_token.add(x, q, o, counts=counts, **run)
+        h, counts = one_token.gate(x, gates, **normed, counts=counts, **run)
+        assert not counts.any()
+        for old, new, kept in zip(keys, after, same):
+            np.testing.assert_array_equal(kept, old, err_msg="a token that is dropped is written")
+            assert [bool(np.any(new[slot] != old[slot])) for slot in range(SLOTS)] == [False, False, True, False]
+        found.append((q, *after, added, jnp.sum(squares_after), h))
+    for wanted, own in zip(*found):
+        np.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_every_form_divides_its_rows_and_columns():
+    for itemsize in (1, 2):
+        for inputs, columns in (
+            (4096, (14336,) * 2),
+            (14336, (4096,)),
+            (64, (64,)),
+            (192, (320, 64)),
+            (4096, (128256,)),
+        ):
+            for how in ({}, one_token.ADDED):
+                form = one_token.form(inputs, columns, itemsize, **how)
+                assert inputs % (form.tile * form.ahead * form.parts) == 0
+                assert all(n % form.columns == 0 for n in columns)
