@@ -57,7 +57,7 @@ _CONVERSIONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class Portions:
     """How a product is divided: `blocks` of 64 columns and one of `parts` of the rows a program, of `warps` warps that read `ahead` tiles
     of `tile` rows before they use any."""
 
@@ -109,7 +109,7 @@ def form(
     ahead: int = 2,
     warps: int = 4,
     programs: int = 1056,
-) -> Form:
+) -> Portions:
     """Returns how products of weights of these columns are divided.
 
     Args:
@@ -134,7 +134,7 @@ def form(
     parts = 1
     while groups * parts * 2 <= programs and tiles % (2 * parts * ahead) == 0:
         parts *= 2
-    return Form(blocks, tile, ahead, warps, parts)
+    return Portions(blocks, tile, ahead, warps, parts)
 
 
 def counters() -> jax.Array:
@@ -161,7 +161,7 @@ def multiply(
     squares: jax.Array | None = None,
     counts: jax.Array,
     implementation: str,
-    how: Form | None = None,
+    how: Portions | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x [W, ...], float32[sum of N], and the counters. With a norm, x is normed first and `squares` has the sums of its squares."""
 
@@ -183,7 +183,13 @@ def multiply(
 
 
 def add(
-    x_D: jax.Array, y_K: jax.Array, weight: Weight, *, counts: jax.Array, implementation: str, how: Form | None = None
+    x_D: jax.Array,
+    y_K: jax.Array,
+    weight: Weight,
+    *,
+    counts: jax.Array,
+    implementation: str,
+    how: Portions | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns x + W y, of x's dtype, the sums of squares of its parts, and the counters."""
     dtype = x_D.dtype
@@ -214,7 +220,7 @@ def gate(
     squares: jax.Array,
     counts: jax.Array,
     implementation: str,
-    how: Form | None = None,
+    how: Portions | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns silu(W norm(x)) * V norm(x), of x's dtype, and the counters. `weights`: W and V."""
     dtype, size = x_D.dtype, weights[0].codes.shape[1]
@@ -256,7 +262,7 @@ def project(
     squares: jax.Array,
     counts: jax.Array,
     implementation: str,
-    how: Form | None = None,
+    how: Portions | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array]:
     """Returns the token's turned queries [H C], the cache with its turned keys and its values, and the counters.
 
@@ -346,7 +352,7 @@ def _run(
     beside: Sequence[jax.Array] = (),
     over: Sequence[jax.Array] = (),
     is_joined: bool = False,
-    how: Form | None = None,
+    how: Portions | None = None,
     reads_back: bool = False,
 ) -> tuple[list[jax.Array], jax.Array]:
     """Runs a kernel, and returns its outputs and the counters.
@@ -470,7 +476,7 @@ def _sums(
     scales_ref: Any,
     reader: Callable[[], Callable[[jax.Array], jax.Array]],
     weight: tuple[str, int, int, float],
-    how: Form,
+    how: Portions,
     where: tuple[Any, Any],
     interpret: bool,
 ) -> jax.Array:

@@ -148,7 +148,7 @@ def _as(kind: str, stored: tuple[jax.Array, ...]) -> one_token.Weight:
     return one_token.Weight(*stored, unit=1 / quantized.TOP.get(kind, 1))
 
 
-def _form(form: Any, inputs: int, columns: list[int], itemsize: int, **more: int) -> one_token.Form | None:
+def _form(form: Any, inputs: int, columns: list[int], itemsize: int, **more: int) -> one_token.Portions | None:
     if form is None:
         return None
     warps, ahead, programs, width = form

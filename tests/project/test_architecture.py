@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "launch": set(),
     "data": set(),
     "optim": {KERNELS},
-    "models": {"ops"},
+    "models": {"ops", KERNELS},
     "checkpoint": {"optim"},
     "zero": {"optim", "ops"},
     "lora": {"ops", "models", "zero"},

@@ -137,6 +137,7 @@ class Family:
         the lengths of a row's arrays, by name.
       huggingface: the names and layouts of its weights in Hugging Face's files.
       parallel: which dims of its weights and activations tensor parallelism shards.
+      one_row: (config, params) -> `extend` for one row by kernels, with the keyword `implementation`, or None where there is none.
     """
 
     presets: Mapping[str, Any]
@@ -155,6 +156,7 @@ class Family:
     huggingface: HuggingFace
     parallel: parallel.Parallel
     is_classifier: bool = False
+    one_row: Callable[[Any, Any], Callable[..., tuple[jax.Array, Any]] | None] = lambda config, params: None
 
 
 def heads(family: Family, config: Any) -> str:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import specs
-from zerojax.inference.engine import adapters, one_row, requests, weights
+from zerojax.inference.engine import adapters, requests, weights
 from zerojax.inference.engine import draws as draws_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
@@ -91,7 +91,7 @@ class Programs:
     ):
         self._has_adapters = has_adapters
         self._config, self._mesh, self._shape, self._special = config, mesh, shape, special
-        self._kernels, self._axes = kernels, rows_axes
+        self._kernels, self._axes, self._one_row = kernels, rows_axes, family.one_row
         self._start, self._extend = (
             around(functools.partial(function, config)) for function in (family.start, family.extend)
         )
@@ -232,8 +232,9 @@ class Programs:
     ) -> tuple[Any, SlotRows, Told]:
         """Adds one token to every row that is live."""
         extend, kernels = self._extend, self._kernels
-        if kernels is not None and not self._has_adapters and one_row.takes(self._config, params, self._shape.slots):
-            extend = functools.partial(one_row.extend, self._config, implementation=kernels)
+        if kernels is not None and not self._has_adapters and self._shape.slots == 1:
+            by_kernels = self._one_row(self._config, params)
+            extend = functools.partial(by_kernels, self._config, implementation=kernels) if by_kernels else extend
         step = self._before_decode(rows, draws)
         scores_BV, caches = self._traced(draws.adapter, extend, params, caches, step, rows.token)
         return self._placed(caches), *self._after_decode(rows, draws, scores_BV, is_plain=is_plain)

@@ -9,7 +9,7 @@ import jax
 
 from zerojax.models import config_json, decoding, family, parallel
 from zerojax.models.family import Tensor
-from zerojax.models.llama import mla, model, published, rope
+from zerojax.models.llama import mla, model, one_row, published, rope
 from zerojax.models.llama.model import LlamaConfig
 from zerojax.models.llama.rows import ROWS
 from zerojax.tree import PyTree
@@ -638,6 +638,7 @@ FAMILY = family.Family(
     logits=_logits,
     start=_start,
     extend=_extend,
+    one_row=lambda config, params: one_row.extend if one_row.takes(config, params, 1) else None,
     positions=lambda config: config.max_seq_len if config.has_positions else None,
     is_encoder_decoder=False,
     blocks=r"layer_\d+",

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import cached_attention, one_token
 from zerojax.models import decoding
-from zerojax.models.llama import model as llama
 from zerojax.models.llama import rope
+from zerojax.models.llama.model import LlamaConfig
 from zerojax.ops import quantized, softcap
 from zerojax.tree import PyTree
 
@@ -24,7 +24,7 @@ KERNEL = "kernel"
 
 def takes(config: Any, params: PyTree, slots: int) -> bool:
     """Returns whether `extend` computes this model's next token: one row of a plain Llama in bf16, with weights that the kernels read."""
-    if slots != 1 or not isinstance(config, llama.LlamaConfig):
+    if slots != 1 or not isinstance(config, LlamaConfig):
         return False
     c = config
     is_plain = (

@@ -1,4 +1,4 @@
-"""Checks the layers of one row by kernels against the model's own. This module tests zerojax.inference.engine.one_row."""
+"""Checks the layers of one row by kernels against the model's own. This module tests zerojax.models.llama.one_row."""
 
 import dataclasses
 import functools
@@ -11,8 +11,9 @@ import pytest
 import small_engine
 
 from zerojax.inference.engine import engine as engine_lib
-from zerojax.inference.engine import one_row, weights
+from zerojax.inference.engine import weights
 from zerojax.models import decoding, family
+from zerojax.models.llama import one_row
 from zerojax.models.llama.model import LlamaConfig
 from zerojax.ops import quantized
 from zerojax.zero import stages
