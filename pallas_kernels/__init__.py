@@ -8,6 +8,7 @@
     narrow.multiply        a matmul of few rows with a weight in 16, 8 or 4 bits, which is read once, as it is stored
     wire.pack, unpack_sum  blocks of 8 or 4 bits for collectives, each value read once
     grouped.grouped_matmul     the matmuls of experts: groups of rows by a matrix each, and both gradients
+    one_token              a decoder's layer for one new token of one text, in five kernels
     cached_attention.attend    attention of one token a row to a cache, of which only slots with text are read
 
 Every function takes `implementation`: "pallas" (GPUs, through Triton), "interpret" (the same kernel anywhere, slowly, for tests) or "jnp".

@@ -28,9 +28,6 @@ BLOCK = 64  # weights of a scale
 READ = 16  # bytes that a thread reads at once
 COUNTERS = 4096  # the most column groups of a kernel that has parts
 MOST_GATES = COUNTERS * BLOCK // 2  # columns of each weight of `gate`
-# How `add` is divided; the others are as `form` has it. For bf16 and int8 of 8B shapes on an H100 these were, of eight ways, the fastest or
-# 3% behind (docs/benchmarks/raw/token_1xh100.txt).
-ADDED = {"width": 128, "ahead": 4, "warps": 8, "programs": 264}
 
 # How codes are multiplied and added: codes that share 32 bits, and a * code + sum in PTX ($0... sums, codes, factors, sums).
 _CONVERSIONS = {
@@ -105,12 +102,15 @@ def form(
     columns: Sequence[int],
     itemsize: int,
     *,
-    width: int = 256,
-    ahead: int = 2,
-    warps: int = 4,
-    programs: int = 1056,
+    width: int = 128,
+    ahead: int = 4,
+    warps: int = 8,
+    programs: int = 528,
 ) -> Portions:
     """Returns how products of weights of these columns are divided.
+
+    By default as in the kernels that were compared with their twins on an H100. Faster forms (docs/benchmarks/raw/token_1xh100.txt) are
+    candidates in scripts/bench_token.py until they are compared.
 
     Args:
       inputs: K.
@@ -194,7 +194,7 @@ def add(
     """Returns x + W y, of x's dtype, the sums of squares of its parts, and the counters."""
     dtype = x_D.dtype
     if how is None:
-        how = form(y_K.shape[0], [x_D.shape[0]], weight.codes.dtype.itemsize, **ADDED)
+        how = form(y_K.shape[0], [x_D.shape[0]], weight.codes.dtype.itemsize)
     groups = x_D.shape[0] // how.columns
     if implementation == "jnp":
         x_D = x_D + (weight.unit * (y_K.astype(jnp.float32) @ weight.wide())).astype(dtype)

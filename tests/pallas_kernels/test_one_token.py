@@ -7,7 +7,9 @@ import pytest
 from pallas_kernels import one_token
 from zerojax.ops import quantized
 
-D, HEADS, KV_HEADS, DIMS, MLP, SLOTS = 256, 2, 1, 64, 128, 4
+D, HEADS, KV_HEADS, DIMS, MLP, SLOTS = 512, 4, 1, 64, 128, 4
+# The default form, and a candidate of scripts/bench_token.py.
+FORMS: tuple[dict[str, int], ...] = ({}, {"width": 256, "ahead": 2, "warps": 4, "programs": 1056})
 
 
 def weight(random, shape, kind):
@@ -26,15 +28,19 @@ def vector(random, size=D):
 @pytest.mark.parametrize("kind", [pytest.param("bfloat16", marks=pytest.mark.long), "int8", "fp8"])
 def test_kernel_and_twin_multiply_with_the_dequantized_weights(kind):
     random = np.random.default_rng(0)
-    weights, x = [weight(random, (D, columns), kind) for columns in (128, 64)], vector(random)
-    norm, squares = one_token.Norm(vector(random), 1e-5), one_token.squares_of(x, 4)
+    inputs = 2 * D
+    weights, x = [weight(random, (inputs, columns), kind) for columns in (128, 64)], vector(random, inputs)
+    norm, squares = one_token.Norm(vector(random, inputs), 1e-5), one_token.squares_of(x, 4)
     normed = x / np.sqrt(np.mean(np.square(x)) + 1e-5) * norm.scale
     wanted = np.concatenate([np.asarray(normed) @ (w.unit * np.asarray(w.wide())) for w in weights])
-    assert one_token.form(D, [128, 64], weights[0].codes.dtype.itemsize).parts > 1
-    for implementation in ("jnp", "interpret"):
-        given = {"norm": norm, "squares": squares, "counts": one_token.counters(), "implementation": implementation}
-        found, counts = one_token.multiply(x, weights, **given)
-        np.testing.assert_allclose(found, wanted, atol=1e-4, err_msg=implementation)
+    given = {"norm": norm, "squares": squares, "counts": one_token.counters()}
+    twin, _ = one_token.multiply(x, weights, **given, implementation="jnp")
+    np.testing.assert_allclose(twin, wanted, atol=1e-4)
+    for form in FORMS:
+        how = one_token.form(inputs, [128, 64], weights[0].codes.dtype.itemsize, **{**form, "programs": 6})
+        assert how.parts > 1 and inputs > how.parts * how.tile * how.ahead, "there is no sum of parts, or no loop"
+        found, counts = one_token.multiply(x, weights, **given, implementation="interpret", how=how)
+        np.testing.assert_allclose(found, wanted, atol=1e-4, err_msg=str(how))
         assert not counts.any()
 
 
@@ -71,7 +77,7 @@ def test_every_form_divides_its_rows_and_columns():
             (192, (320, 64)),
             (4096, (128256,)),
         ):
-            for how in ({}, one_token.ADDED):
+            for how in FORMS:
                 form = one_token.form(inputs, columns, itemsize, **how)
                 assert inputs % (form.tile * form.ahead * form.parts) == 0
                 assert all(n % form.columns == 0 for n in columns)
