@@ -9,14 +9,15 @@ It needs safetensors and torch, and nothing of zerojax: copy it beside the progr
     llm.collective_rpc("read_deltas", args=("runs/mine/deltas",))   # after each step that is published; each worker takes its own shards
     llm.reset_prefix_cache()
 
-The first call reads all tensors that the folder has, the next ones those that changed since.
+The first call reads all tensors that the folder has, the next ones those that are others, also after the run went back to a checkpoint.
 """
 
 import argparse
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import safetensors
@@ -47,14 +48,15 @@ def tensors(folder: str, found: dict[str, Any], since: int = -1) -> Iterator[tup
 class Reader:
     """Extends a worker of vLLM, which has `self.model_runner.model`."""
 
-    _step = -1
+    _known: Mapping[str, str] = types.MappingProxyType({})  # the checksum of each tensor that is loaded
 
     def read_deltas(self, folder: str) -> int:
         """Loads what is new in a folder, and returns its step."""
         found = index(folder)
-        self.model_runner.model.load_weights(tensors(folder, found, self._step))  # type: ignore[attr-defined]
-        self._step = found["step"]
-        return self._step
+        others = {name: entry for name, entry in found["tensors"].items() if entry["checksum"] != self._known.get(name)}
+        self.model_runner.model.load_weights(tensors(folder, {"tensors": others}))  # type: ignore[attr-defined]
+        self._known = {name: entry["checksum"] for name, entry in found["tensors"].items()}
+        return found["step"]
 
 
 def main() -> None:

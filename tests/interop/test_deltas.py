@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import shutil
 import types
 
 import numpy as np
@@ -86,6 +87,39 @@ def test_damage_is_told(reader, model, tmp_path):
     (tmp_path / "index.json").write_text("[]")
     with pytest.raises(UserError, match=r"index.json: is no index of weights"):
         published(drawn(model, 0), model, tmp_path, 2)
+
+
+@pytest.mark.parametrize("damage", [{"step": 1e999}, {"tensors": {"a": {"step": 1, "file": 5, "checksum": []}}}])
+def test_an_index_of_other_values_is_told_or_replaced(damage, model, tmp_path):
+    published(drawn(model, 0), model, tmp_path, 1)
+    (tmp_path / "index.json").write_text(json.dumps({"step": 1, "tensors": {}} | damage))
+    try:
+        assert published(drawn(model, 0), model, tmp_path, 2).tensors > 5
+    except UserError as error:
+        assert "index.json: is no index of weights" in str(error)
+
+
+def test_tensors_whose_file_is_gone_are_written_again(reader, model, tmp_path):
+    params = drawn(model, 0)
+    published(params, model, tmp_path, 1)
+    shutil.rmtree(tmp_path / "1")
+    again = published(params, model, tmp_path, 2, may_change=lambda path: False)
+    assert again.tensors == again.of == len(dict(reader.tensors(str(tmp_path), reader.index(str(tmp_path)))))
+
+
+def test_a_worker_follows_a_run_that_goes_back_to_a_checkpoint(reader, model, tmp_path):
+    loaded = {}
+    worker = reader.Reader()
+    worker.model_runner = types.SimpleNamespace(model=types.SimpleNamespace(load_weights=loaded.update))
+    published(drawn(model, 0), model, tmp_path, 3)
+    worker.read_deltas(str(tmp_path))
+    params = drawn(model, 1)
+    published(params, model, tmp_path, 2)
+    params["norm"]["scale"] = params["norm"]["scale"] + 1
+    published(params, model, tmp_path, 3)
+    worker.read_deltas(str(tmp_path))
+    np.testing.assert_array_equal(loaded["model.embed_tokens.weight"], params["embed"]["embedding"])
+    np.testing.assert_array_equal(loaded["model.norm.weight"], params["norm"]["scale"])
 
 
 def test_a_worker_of_vllm_loads_what_a_run_with_adapters_publishes(reader, cache_dir, tmp_path):

@@ -68,7 +68,7 @@ def publish(
     tensors = [member for tensor in layout.written(family, model) for member in tensor.members]
     dtypes = huggingface.dtypes_of(tensors, dtype, source)
     newest, known = _read(folder / INDEX)
-    known = known if step > newest else {}
+    known = {name: entry for name, entry in known.items() if step > newest and (folder / entry["file"]).is_file()}
     fetch = huggingface.make_fetch(is_primary)
     found, written = dict(known), 0
     group: list[tuple[layout.ModelTensor, np.ndarray]] = []
@@ -123,11 +123,13 @@ def _read(path: pathlib.Path) -> tuple[int, Mapping[str, Any]]:
     """Returns the step and the tensors of an index, by name; -1 and none if there is no index."""
     try:
         found = bounded.parse_json(bounded.read_bytes(path))
-        keys = ("step", "file", "checksum")
-        return int(found["step"]), {name: {key: entry[key] for key in keys} for name, entry in found["tensors"].items()}
+        types = {"step": int, "file": str, "checksum": str}
+        return int(found["step"]), {
+            name: {key: of(entry[key]) for key, of in types.items()} for name, entry in found["tensors"].items()
+        }
     except FileNotFoundError:
         return -1, {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{path}: is no index of weights ({errors.one_line(error)}); delete the folder") from error
 
 

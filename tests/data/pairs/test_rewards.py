@@ -45,7 +45,9 @@ def test_a_reward_that_is_not_there_is_one_line(name, words):
     assert str(caught.value).startswith("reward: ") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("reward", [lambda *texts: 1 / 0, lambda *texts: float("nan"), lambda *texts: "much"])
+@pytest.mark.parametrize(
+    "reward", [lambda *texts: 1 / 0, lambda *texts: float("nan"), lambda *texts: 1e300, lambda *texts: "much"]
+)
 def test_a_reward_that_fails_or_is_no_number_ends_in_one_line(reward):
     with pytest.raises(UserError, match=r"reward: mine .*; mend it"):
         rewards.score(reward, "mine", "a", "b", "c")

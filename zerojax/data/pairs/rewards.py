@@ -5,11 +5,12 @@ answer says. It must depend on these alone.
 """
 
 import importlib
-import math
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+
+import numpy as np
 
 from zerojax import errors
 from zerojax.errors import UserError
@@ -33,6 +34,7 @@ def regex(prompt: str, answer: str, label: str) -> float:
     return float(re.fullmatch(label, answer.strip()) is not None)
 
 
+_MOST = float(np.finfo(np.float32).max)
 REWARDS: Mapping[str, Reward] = {"exact": exact, "letters": letters, "regex": regex}
 
 
@@ -64,7 +66,7 @@ def score(reward: Reward, name: str, prompt: str, answer: str, label: str) -> fl
     """Returns the reward of an answer.
 
     Raises:
-      UserError: the function fails, or gives no finite number.
+      UserError: the function fails, or gives no number that is finite in float32.
     """
     try:
         found = float(reward(prompt, answer, label))
@@ -72,6 +74,6 @@ def score(reward: Reward, name: str, prompt: str, answer: str, label: str) -> fl
         raise UserError(
             f"reward: {name} failed for the answer {errors.shown(answer)} ({errors.one_line(error)}); mend it"
         ) from error
-    if not math.isfinite(found):
+    if not abs(found) <= _MOST:
         raise UserError(f"reward: {name} gave {found} for the answer {errors.shown(answer)}; mend it")
     return found

@@ -189,7 +189,7 @@ class Rollouts:
 
 def advantages(scores: np.ndarray, group: int) -> np.ndarray:
     """Returns float32[answers]: rewards less the mean of their group, divided by its standard deviation; groups are neighbours."""
-    groups = scores.reshape(-1, group)
+    groups = scores.reshape(-1, group).astype(np.float64)  # a square of a large reward has no float32
     centred = groups - groups.mean(axis=1, keepdims=True)
     return (centred / (groups.std(axis=1, keepdims=True) + SMALLEST)).astype(np.float32).ravel()
 
