@@ -390,6 +390,7 @@ def _when(config: settings_lib.Config, epoch_ends: tuple[int, ...] = ()) -> loop
         saves_at_end=config.checkpoint.at_end,
         epoch_ends=epoch_ends,
         publish_every=config.export.deltas_every,
+        stops_every=config.grpo.inner_steps,
     )
 
 

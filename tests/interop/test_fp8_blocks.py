@@ -66,6 +66,11 @@ def test_what_does_not_fit_together_is_refused_in_one_line(tmp_path):
         safetensors.numpy.save_file(kept, file)
         with pytest.raises(UserError, match=line):
             folder_lib.open_folder(tmp_path / "in")
-    for told in ({}, {"weight_block_size": [128]}, {"weight_block_size": [128, 128], "fmt": "e5m2"}):
+    for told in (
+        {},
+        {"weight_block_size": [128]},
+        {"weight_block_size": [128, 10**30]},
+        {"weight_block_size": [128, 128], "fmt": "e5m2"},
+    ):
         with pytest.raises(UserError, match="are read in e4m3 with a scale for each block"):
             fp8_blocks.block_of(told)

@@ -64,7 +64,7 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
     if (
         not isinstance(block, list)
         or len(block) != 2
-        or not all(type(size) is int and size > 0 for size in block)
+        or not all(type(size) is int and 0 < size < 1 << 31 for size in block)
         or form != "e4m3"
     ):
         raise UserError(

@@ -34,6 +34,7 @@ class When:
       saves_at_end: whether the last step is saved.
       epoch_ends: the steps at which epochs end; if there are some, these are evaluated.
       publish_every: steps between publications of weights.
+      stops_every: a signal waits for a multiple of it, since a run that resumes elsewhere would go on otherwise than this one.
     """
 
     steps: int
@@ -43,6 +44,7 @@ class When:
     saves_at_end: bool
     epoch_ends: tuple[int, ...] = ()
     publish_every: int = 0
+    stops_every: int = 1
 
     def logs(self, step: int) -> bool:
         """Returns whether a step is logged."""
@@ -146,7 +148,7 @@ def run(
             recorder.resume()
         if profile.ends(step):
             _end_profile(profile, plan, state, recorder)
-        is_stopped = stop.agreed()
+        is_stopped = stop.agreed() and step % when.stops_every == 0
         eval_loss, is_given_up, is_best = None, False, False
         if when.evaluates(step):
             recorder.flush()

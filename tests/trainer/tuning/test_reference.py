@@ -32,6 +32,10 @@ def test_a_run_that_resumes_compares_with_the_weights_that_it_began_with(cache_d
     names = ("loss", "reward_margin", "reward_chosen")
     assert runs.numbers(parts, names=names) == runs.numbers(whole, names=names)
     assert runs.losses(whole)[1] == pytest.approx(np.log(2), rel=ROUNDING)
+    written = (parts / reference.FILE).read_bytes()
     (parts / reference.FILE).unlink()
-    with pytest.raises(UserError, match=rf"{re.escape(str(parts / reference.FILE))}: .*choose another --workdir"):
-        runs.run(parts, devices=2, steps=6, **settings)
+    for damage in (None, b"", b"PK", written[:-30], written[:200] + b"?" + written[201:]):
+        if damage is not None:
+            (parts / reference.FILE).write_bytes(damage)
+        with pytest.raises(UserError, match=rf"{re.escape(str(parts / reference.FILE))}: .*choose another --workdir"):
+            runs.run(parts, devices=2, steps=6, **settings)

@@ -1,6 +1,7 @@
 """Checks that a run learns from answers of its own weights. This module tests zerojax.trainer.tuning.rollouts."""
 
 import json
+from unittest import mock
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import runs
 
 from zerojax.data import tokenizer
 from zerojax.errors import UserError
+from zerojax.launch import signals
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
@@ -103,6 +105,9 @@ def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_f
     parts = runs.run(tmp_path / "parts", devices=2, steps=4, **settings)
     names = ("loss", "reward", "kl", "clipped")
     assert runs.numbers(parts, names=names) == runs.numbers(whole, names=names)
+    with mock.patch.object(signals.StopSignal, "agreed", return_value=True):  # a signal in the first step
+        stopped = runs.run(tmp_path / "stopped", devices=2, steps=4, **settings)
+    assert [*runs.losses(stopped)] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -117,6 +122,7 @@ def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_f
         ({"mesh__expert": 2}, "config.mesh.expert: is 2"),
         ({"mesh__context": 2}, "config.mesh.context: is 2"),
         ({"checkpoint__every": 3}, "config.checkpoint.every: is 3, .* set --config.checkpoint.every=4"),
+        ({"steps": 3}, "config.steps: is 3, .* set --config.steps=4"),
         ({"precision": "fp8"}, "config.precision: is 'fp8'"),
         ({"epochs": 1.0}, "config.epochs: is 1.0"),
     ],

@@ -91,6 +91,8 @@ def _check_rollouts(config: settings.Config) -> None:
     if config.data.task != tasks.GRPO:
         return
     steps, every = config.grpo.inner_steps, config.checkpoint.every
+    last = config.steps if config.checkpoint.at_end else 0
+    asks = f"a run that resumes asks its weights anew after each {steps} inner steps"
     for place, is_wrong, why, way_out in (
         ("epochs", config.epochs > 0, "rollouts have no epochs", "set config.steps"),
         ("grpo.kl", config.grpo.kl > 0 and not config.lora.is_on, "its reference is the model without adapters, and there are none; a copy "
@@ -101,8 +103,8 @@ def _check_rollouts(config: settings.Config) -> None:
          "set --config.offload.params=none (config.offload.optimizer may stay)"),
         ("mesh.pipe", config.mesh.pipe > 1, "the engine runs all layers on every device", "set --config.mesh.pipe=1"),
         ("mesh.expert", config.mesh.expert > 1, "the engine gathers experts", "set --config.mesh.expert=1"),
-        ("checkpoint.every", every % steps > 0, f"a run that resumes asks its weights anew after each {steps} inner steps",
-         f"set --config.checkpoint.every={every + -every % steps}"),
+        ("checkpoint.every", every % steps > 0, asks, f"set --config.checkpoint.every={every + -every % steps}"),
+        ("steps", last % steps > 0, asks, f"set --config.steps={last + -last % steps}"),
     ):  # fmt: skip
         if is_wrong:
             raise UserError(

@@ -4,6 +4,8 @@ A run that resumes reads the file, since its weights are others then.
 """
 
 import pathlib
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,12 +37,12 @@ def restore(pairs: splits.Splits, folder: pathlib.Path) -> None:
     """
     path = folder / FILE
     try:
-        with np.load(path, allow_pickle=False) as found:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
             for name, split in _splits(pairs):
                 if found["pairs"] != pairs.fingerprint or found[name].shape != split.reference.shape:
                     raise ValueError("it is of other pairs")
                 split.reference[:] = found[name]
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(
             f"{path}: the log-probabilities of the first weights cannot be read ({error}), and the run is past these; restore the file, or "
             "choose another --workdir"
