@@ -1,5 +1,6 @@
 """Checks the splits of a run from files. This module tests zerojax.data.pairs.splits."""
 
+import dataclasses
 import json
 
 import pytest
@@ -29,6 +30,15 @@ def test_files_are_read_and_counted(tmp_path):
     assert (len(found.train), len(found.held_out), found.answers) == (5, 1, ("x", "y"))
     assert (found.steps(1, 2), found.steps(2, 2), found.steps(0.1, 2), found.batches(4)) == (3, 5, 1, 1)
     assert "5 training examples" in found.notes[-1] and "1 held-out" in found.notes[-1]
+
+
+def test_pairs_with_two_equal_answers_are_counted(tmp_path):
+    lines = [{"text": "a", "label": "x", "other": other} for other in ("x", "y", "x")]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    places = splits.Places("", "", "", "", str(tmp_path / "pairs.jsonl"), "")
+    settings = dataclasses.replace(SETTINGS, task="dpo", rejected="{other}")
+    notes = splits.load(places, BYTES, settings, FORM, packs=False, folder=None).notes
+    assert any("2 of 3 pairs have two equal answers" in note for note in notes)
 
 
 def test_without_held_out_examples_there_are_none(tmp_path):

@@ -59,6 +59,7 @@ def test_other_texts_may_stand_beside_a_label():
         ("a}", {}, "key: 'a}' has a '}' without its partner"),
         ("{a}", {"b": 1}, "f:3: has no field 'a', which `key` names; its fields: b"),
         ("{a}", {"a": None}, "f:3: field 'a' is None, and `key` needs text or a number"),
+        ("{c}", {"c": float("nan")}, "f:3: field 'c' is nan, and `key` needs text or a number"),
         ("{a}", {"a": "-1"}, "f:3: a is -1, and there are 2 labels (no, yes)"),
         ("{a}", {"a": "maybe"}, "f:3: a is 'maybe', and must be one of the 2 labels (no, yes) or its number"),
         ("{a}", {"a": 2}, "f:3: a is 2, and there are 2 labels (no, yes)"),

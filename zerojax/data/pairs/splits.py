@@ -123,6 +123,12 @@ def load(
             return rows.Rows(encoded.examples, form, packs=packs), own
         others = encode(source, name=name, answer="rejected")
         notes.extend(note for note in others.notes if note not in notes)
+        both = zip(encoded.examples, others.examples)
+        alike = sum(all(map(np.array_equal, one[:2], other[:2])) for one, other in both)
+        if alike:
+            notes.append(
+                f"{name}: {alike} of {len(others.examples)} pairs have two equal answers, of which nothing is learned"
+            )
         return rows.Pairs(encoded.examples, others.examples, form), own + others.fingerprint()
 
     source, name = _open(places, True)

@@ -12,6 +12,7 @@ The plain chat template writes each message under its role, and the answer after
 import contextlib
 import importlib.util
 import json
+import math
 import pathlib
 import re
 import signal
@@ -109,7 +110,8 @@ class Template:
             raise UserError(
                 f"{place}: {field} is {errors.shown(value)}, and must be one of the {len(names)} labels ({', '.join(names)}) or its number"
             )
-        if not isinstance(value, str | int | float) or isinstance(value, bool):
+        is_lost = isinstance(value, float) and not math.isfinite(value)  # tables have NaN where nothing is
+        if not isinstance(value, str | int | float) or isinstance(value, bool) or is_lost:
             raise UserError(
                 f"{place}: field {field!r} is {errors.shown(value)}, and `{self.key}` needs text or a number"
             )
