@@ -87,5 +87,5 @@ def test_adapters_of_a_folders_model_are_those_of_one_process(cache_dir, tmp_pat
     how = {"init_from": folder, "model__num_layers": 0, "lora__r": 2, "steps": 3, "export__format": "huggingface"}
     launch(cache_dir, tmp_path / "two", ["-m", "zerojax.train"], **how)
     assert runs.numbers(tmp_path / "two") == runs.numbers(alone(cache_dir, tmp_path / "one", **how))
-    exported = [(tmp_path / name / "export" / "adapter_model.safetensors").read_bytes() for name in ("two", "one")]
+    exported = [(tmp_path / name / "export" / "model.safetensors").read_bytes() for name in ("two", "one")]
     assert exported[0] == exported[1]
