@@ -1,5 +1,6 @@
 """Checks what pairs are compared with after a restart. This module tests zerojax.trainer.tuning.reference."""
 
+import dataclasses
 import json
 import re
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import runs
 
+from zerojax.data.pairs import rows, splits, tasks
 from zerojax.errors import UserError
 from zerojax.trainer.tuning import reference
 
@@ -39,3 +41,16 @@ def test_a_run_that_resumes_compares_with_the_weights_that_it_began_with(cache_d
             (parts / reference.FILE).write_bytes(damage)
         with pytest.raises(UserError, match=rf"{re.escape(str(parts / reference.FILE))}: .*choose another --workdir"):
             runs.run(parts, devices=2, steps=6, **settings)
+
+
+def test_log_probabilities_of_other_held_out_pairs_are_refused(tmp_path):
+    form = tasks.RowForm(False, 8, 4, 0, 1, None, (1,))
+    examples = [tasks.Example(np.zeros(2, np.int32), np.zeros(0, np.int32), np.ones(2, bool), 1, "a")] * 2
+    pairs = rows.Pairs(examples, examples, form)
+    settings = tasks.TaskSettings("dpo", "{a}", "{b}", (), "", "", "{c}")
+    found = splits.Splits(pairs, pairs, settings, form, (), [], "one", "other")
+    np.savez(tmp_path / reference.FILE, pairs="oneother", train=np.ones((2, 2)), held_out=np.ones((2, 2)))
+    reference.restore(found, tmp_path)
+    assert (pairs.reference == 1).all()
+    with pytest.raises(UserError, match="it is of other pairs"):
+        reference.restore(dataclasses.replace(found, of_held_out="third"), tmp_path)

@@ -48,6 +48,7 @@ class Splits:
       settings, form: the task, and the form of the rows.
       answers: the answers of a classification by generation; () for another task.
       notes: lines that tell about the examples.
+      fingerprint, of_held_out: of the training examples and of the held-out ones; "" for none.
     """
 
     train: rows.Rows
@@ -57,6 +58,7 @@ class Splits:
     answers: tuple[str, ...]
     notes: list[str]
     fingerprint: str
+    of_held_out: str = ""
 
     def open(self, is_train: bool, own: Sequence[int], num_rows: int, seed: int) -> batches.Batches:
         """Returns batches of a split; see `rows.open_batches`."""
@@ -146,7 +148,7 @@ def load(
         own, of_own = with_others(held_out, source, name)
     _check_same(fingerprint + of_own)
     notes.append(_summary(made, own))
-    return Splits(made, own, settings, form, known, notes, fingerprint)
+    return Splits(made, own, settings, form, known, notes, fingerprint, of_own)
 
 
 def _open(places: Places, is_train: bool) -> tuple[source_lib.Source, str]:

@@ -39,7 +39,10 @@ def restore(pairs: splits.Splits, folder: pathlib.Path) -> None:
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
             for name, split in _splits(pairs):
-                if found["pairs"] != pairs.fingerprint or found[name].shape != split.reference.shape:
+                if (
+                    found["pairs"] != pairs.fingerprint + pairs.of_held_out
+                    or found[name].shape != split.reference.shape
+                ):
                     raise ValueError("it is of other pairs")
                 split.reference[:] = found[name]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
@@ -64,7 +67,7 @@ def make(program: program_lib.Program, pairs: splits.Splits, params: PyTree, fol
         partial = folder / f"{FILE}.partial.npz"
         with files.writing(folder / FILE, "choose another --workdir"):
             arrays: dict[str, Any] = {name: split.reference for name, split in _splits(pairs)}
-            np.savez(partial, pairs=pairs.fingerprint, **arrays)
+            np.savez(partial, pairs=pairs.fingerprint + pairs.of_held_out, **arrays)
             partial.replace(folder / FILE)
 
 
