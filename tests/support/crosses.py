@@ -100,6 +100,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "8x1x1": _axes(8, 1, 1),
         "context": _axes(1, 2, 1, context=4),
         "pipe": _axes(1, 4, 1, pipe=2),
+        "zero_bubble": {**_axes(1, 4, 1, pipe=2), "pipeline.schedule": "zero_bubble", "grad_accum": 2},
     },
     "wire": {
         "plain": {},
@@ -187,6 +188,9 @@ PLAIN = (
 )
 
 
+PIPES = ("pipe", "zero_bubble")
+
+
 def _but(name: str, *values: str) -> tuple[str, ...]:
     """Returns all values of a setting but these."""
     return tuple(value for value in SETTINGS[name] if value not in values)
@@ -246,13 +250,13 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.model.offload", tile_tokens="24", activations="mlp"),
     covering.never("fp8.recipe", tile_tokens="24", precision="fp8", fp8="delayed"),
     covering.never("config.zero.overrides", overrides="features", mesh="1x6x1"),
-    covering.never("offload.optimizer", mesh="pipe", optimizer_offload=("host", "nvme")),
-    covering.never("offload.optimizer", mesh="pipe", params_offload=("host", "nvme"), lora="on"),
-    covering.never("config.precision", mesh="pipe", precision="fp8"),
-    covering.never("config.model.by_columns", mesh="pipe", by_columns=("head", "both")),
-    covering.never("config.model.offload", mesh="pipe", activations=("mlp", "layers")),
-    covering.never("config.accum_dtype", mesh="pipe", accum_dtype="bf16", grad_accum="2"),
-    covering.never("config.wire", mesh="pipe", wire=("int8", "hosts")),
+    covering.never("offload.optimizer", mesh=PIPES, optimizer_offload=("host", "nvme")),
+    covering.never("offload.optimizer", mesh=PIPES, params_offload=("host", "nvme"), lora="on"),
+    covering.never("config.precision", mesh=PIPES, precision="fp8"),
+    covering.never("config.model.by_columns", mesh=PIPES, by_columns=("head", "both")),
+    covering.never("config.model.offload", mesh=PIPES, activations=("mlp", "layers")),
+    covering.never("config.accum_dtype", mesh=PIPES, accum_dtype="bf16", grad_accum="2"),
+    covering.never("config.wire", mesh=PIPES, wire=("int8", "hosts")),
     covering.never("fp8", fp8="delayed", precision="fp8", params_offload=("host", "nvme")),
     covering.never("fp8", fp8="delayed", precision="fp8", late_norm="yes"),
     covering.never("fp8", fp8="delayed", precision="fp8", by_block="on"),
