@@ -311,7 +311,7 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
     texts.check(program, tokenizer)
     host.check(program)
-    for line in effects.shortened(config):
+    for line in (*effects.shortened(config), *effects.undivided(config, program.sizes.micro_batch_size)):
         say(line)
     if program.weights.adapted is not None:
         say(program.weights.count_line(program.partition))

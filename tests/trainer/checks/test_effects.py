@@ -39,6 +39,15 @@ def test_a_warm_up_longer_than_the_run_is_told_and_no_other():
     assert effects.shortened(runs.config(steps=20, optimizer__warmup_steps=20)) == []
 
 
+@pytest.mark.parametrize("parts, is_told", [(1, False), (4, False), (5, True)])
+def test_parts_that_do_not_divide_a_devices_tokens_are_told(parts, is_told):
+    told = effects.undivided(runs.config(seq_len=32, mesh__expert=2, mesh__context=2, experts__parts=parts), rows=3)
+    assert bool(told) == is_told and all(
+        f"parts={parts} has no effect" in line and "48 tokens" in line for line in told
+    )
+    assert effects.undivided(runs.config(seq_len=32, experts__parts=5), rows=3) == []
+
+
 @pytest.mark.parametrize("name", TOLD)
 def test_a_setting_that_nothing_reads_is_told_with_the_reason(name):
     changes, setting, why = TOLD[name]

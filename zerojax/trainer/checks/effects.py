@@ -43,6 +43,16 @@ def shortened(config: settings.Config) -> list[str]:
     ]
 
 
+def undivided(config: settings.Config, rows: int) -> list[str]:
+    """Returns a line if the tokens of `rows` sequences, those of a device and pass, do not divide by `experts.parts`."""
+    tokens, parts = rows * config.seq_len // config.mesh.context, config.experts.parts
+    if config.mesh.expert == 1 or config.model.tile_tokens or config.data.task == tasks.DPO or tokens % parts == 0:
+        return []
+    return [
+        f"config.experts.parts={parts} has no effect: it does not divide the {tokens} tokens of a device and pass, which travel at once"
+    ]
+
+
 def _of_task(config: settings.Config) -> dict[str, tuple[str, ...]]:
     """Returns what the task does not read, by the reason."""
     task, of_pairs, of_chat = config.data.task, ("prompt", "answer", "labels"), ("messages", "chat_template")
