@@ -65,7 +65,13 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--since", type=int, default=-1, help="the step that is known already")
     options = parser.parse_args()
-    found = index(options.folder)
+    try:
+        found = index(options.folder)
+    except (OSError, ValueError) as error:
+        parser.exit(
+            2,
+            f"{options.folder}: holds no index.json that can be read ({error}); name the folder WORKDIR/deltas of a run\n",
+        )
     nbytes = 0
     for name, tensor in tensors(options.folder, found, options.since):
         nbytes += tensor.numel() * tensor.element_size()

@@ -76,6 +76,13 @@ def test_steps_that_no_index_names_are_removed_and_a_step_before_the_newest_is_w
     assert len(dict(reader.tensors(str(tmp_path), reader.index(str(tmp_path))))) == again.of
 
 
+def test_a_folder_without_deltas_is_one_line(reader, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["read_deltas.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        reader.main()
+    assert capsys.readouterr().err.startswith(f"{tmp_path}: holds no index.json")
+
+
 def test_damage_is_told(reader, model, tmp_path):
     published(drawn(model, 0), model, tmp_path, 1)
     (file,) = (tmp_path / "1").iterdir()
