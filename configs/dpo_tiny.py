@@ -6,11 +6,7 @@ Devices: any number that divides 24; without an accelerator 2 CPU devices are em
 runs/dpo_tiny/metrics.jsonl rises from 0 to about 3.7, and the held-out loss falls from 0.69 to about 0.03, in a minute on two cores.
 """
 
-import pathlib
-
-from zerojax.configs import base
-
-FOLDER = pathlib.Path(__file__).parent
+from zerojax.configs import FOLDER, base
 
 
 def get_config():

@@ -6,11 +6,7 @@ Devices: any number that divides 128; without an accelerator 1 CPU device is emu
 held-out prompts rises from below 1%, which is chance, to 95% or more within 200 steps, in two minutes on two cores.
 """
 
-import pathlib
-
-from zerojax.configs import base
-
-FOLDER = pathlib.Path(__file__).parent
+from zerojax.configs import FOLDER, base
 
 
 def get_config():

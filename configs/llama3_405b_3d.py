@@ -2,10 +2,10 @@
 
     srun python -m zerojax.train --config configs/llama3_405b_3d.py --workdir /shared/runs/405b --config.data.name=random
 
-Devices: 1,024 GPUs of 80 GB or more in hosts of 8. The plan for H200s, made when the head's time was counted too short: 42 to 47 GiB on the devices
-of a group, and a bubble of 19.6%, where 17.9% is that of equal stages: 126 layers and the head do not divide by 8. Gradients of each of the 32
-micro-batches travel between hosts, 797 GB a device and step, so at 400 Gb/s a step takes 43 s, an MFU of 12%. Nobody has measured it. Text: as
-configs/llama3_1b.py. Result: as there.
+Devices: 1,024 GPUs of 80 GB or more in hosts of 8. The plan for H200s, made when the head's time was counted too short: 42 to 47 GiB on
+the devices of a group, and a bubble of 19.6%, where 17.9% is that of equal stages: 126 layers and the head do not divide by 8. Gradients
+of each of the 32 micro-batches travel between hosts, 797 GB a device and step, so at 400 Gb/s a step takes 43 s, an MFU of 12%. Nobody
+has measured it. Text: as configs/llama3_1b.py. Result: as there.
 """
 
 from zerojax.configs import llama3_1b

@@ -6,10 +6,10 @@
     gate      h = silu(W norm(x)) * V norm(x)
     add       x = x + W h
 
-A layer of one row reads its weights and does little else, so what counts is that the memory is busy all the time: few kernels, and in each
-of them many wide reads on their way. A program multiplies some columns with a part of the rows. A thread reads 16 bytes of a row at a
-time, several of them before it uses any (`form`), and adds in float32. The last program of a column group to arrive, which a counter tells, adds
-up the parts in their order and goes on with the sum. So results do not depend on who is last.
+A layer of one row reads its weights and does little else, so what counts is that the memory is busy all the time: few kernels, and in
+each of them many wide reads on their way. A program multiplies some columns with a part of the rows. A thread reads 16 bytes of a row at
+a time, several of them before it uses any (`form`), and adds in float32. The last program of a column group to arrive, which a counter
+tells, adds up the parts in their order and goes on with the sum. So results do not depend on who is last.
 
 Shapes: K contracted, N columns, D embed, H query heads, J key and value heads, C dims of a head, S slots.
 """

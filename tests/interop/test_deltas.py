@@ -17,6 +17,8 @@ from zerojax.interop import deltas
 from zerojax.models import families
 from zerojax.models import family as family_lib
 
+pytest.importorskip("torch", reason="scripts/read_deltas.py reads into torch")
+
 FAMILY = families.PRESETS["test"]
 
 

@@ -55,7 +55,6 @@ def test_every_matrix_has_one_row_and_every_vector_of_a_norm_and_every_router_no
                 "experts/router",
                 "router_bias",
                 "choice_bias",
-                "down_bias",
                 "shared_gate/kernel",
             )
         )

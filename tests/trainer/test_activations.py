@@ -42,7 +42,7 @@ def test_residuals_of_dots_are_the_matmuls_of_a_block():
     config = settings("test", seq_len=64, micro_batch_size=2, precision="fp32")
     built = program(config)
     model, tokens = built.model, 2 * 64
-    one, two = (activations._residuals(built, 2, "dots", {"num_layers": count}) for count in (1, 2))
+    one, two = (activations.residuals(built, 2, "dots", {"num_layers": count}) for count in (1, 2))
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     matmuls = heads + 2 * kv + 2 * model.mlp_dim + model.embed_dim  # q, k, v, gate, up; o or the input of the block
     scores = 2 * 64 * model.num_heads

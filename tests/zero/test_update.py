@@ -43,7 +43,7 @@ def sgd_in_one_pass(rate=0.5, decay=0.9):
         return jax.tree.map(lambda n, p: n - p, new, params), state
 
     tx = one_pass_lib.OnePass(init, plain)
-    tx.apply = apply
+    tx.apply, tx.kinds = apply, lambda params: [None] * len(jax.tree.leaves(params))
     return tx, given
 
 

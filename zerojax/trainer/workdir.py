@@ -49,11 +49,23 @@ NEW = {
     "data.task": ("text",),
     "data.prompt": ("{text}",),
     "data.answer": ("{label}",),
+    "data.rejected": ("{rejected}",),
     "data.labels": ([],),
     "data.messages": ("messages",),
     "data.chat_template": ("auto",),
     "data.answer_len": (32,),
     "data.pack": (True,),
+    # An older run had neither these tasks nor Muon.
+    "dpo.beta": (0.1,),
+    "dpo.loss": ("sigmoid",),
+    "dpo.label_smoothing": (0.0,),
+    "grpo.reward": ("exact",),
+    "grpo.group": (8,),
+    "grpo.inner_steps": (1,),
+    "grpo.clip": (0.2,),
+    "grpo.kl": (0.0,),
+    "optimizer.momentum": (0.95,),
+    "optimizer.adamw_on": ("",),
 }
 
 # Settings that may change when a run resumes: where and how it computes, but not what. `steps` may grow.
