@@ -268,10 +268,14 @@ def _join(
         at = (number * group + row_G)[:, None] * head_dim + dim_N[None, :]
         pltriton.store(joined_ref.at[at], o_GN.astype(joined_ref.dtype), mask=is_own_G[:, None] & (dim_N >= 0)[None, :])
 
+    pl.when(arrived(counts_ref, number, interpret) == ranges - 1)(finish)
+
+
+def arrived(counts_ref: Any, number: jax.Array, interpret: bool) -> jax.Array:
+    """Counts a program that has written its part, and returns how many of its group did before: int32[]."""
     if interpret:  # programs run one after the other
-        arrived = counts_ref[number]
-        counts_ref[number] = arrived + 1
-    else:
-        pltriton.debug_barrier()  # all threads have written before one counts
-        arrived = pltriton.atomic_add(counts_ref, (number,), 1)
-    pl.when(arrived == ranges - 1)(finish)
+        before = counts_ref[number]
+        counts_ref[number] = before + 1
+        return before
+    pltriton.debug_barrier()  # all threads have written before one counts
+    return pltriton.atomic_add(counts_ref, (number,), 1)

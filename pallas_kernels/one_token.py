@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels import cached_attention
+
 BLOCK = 64  # weights of a scale
 READ = 16  # bytes that a thread reads at once
 COUNTERS = 4096  # the most column groups of a kernel that has parts
@@ -425,12 +427,7 @@ def _run(
         parts_ref = after[-1]
         pltriton.store(parts_ref.at[part * total + group * how.columns + at], sums_TC)
         joined = group % (groups // len(sizes)) if is_joined else group
-        if interpret:  # programs run one after the other
-            arrived = counts_ref[joined]
-            counts_ref[joined] = arrived + 1
-        else:
-            pltriton.debug_barrier()  # all threads have written before one counts
-            arrived = pltriton.atomic_add(counts_ref, (joined,), 1)
+        arrived = cached_attention.arrived(counts_ref, joined, interpret)
 
         def sums(columns: jax.Array) -> jax.Array:
             where = jnp.arange(how.parts)[:, None] * total + columns[None, :]
