@@ -164,15 +164,8 @@ def fit(target: str, rows: Sequence[Row]) -> None:
     )
     for name in known:
         document["figures"][name][0] = float(f"{moved(found.x).figures[name]:.4g}")
-    path.write_text(as_text(document))
+    path.write_text(rates.as_text(document))
     rates.of.cache_clear()
-
-
-def as_text(document: Mapping[str, Any]) -> str:
-    """Returns a table as the text of its file: a line for each figure."""
-    rows = [f"  {json.dumps(name)}: {json.dumps(figure)}" for name, figure in document["figures"].items()]
-    head = {key: value for key, value in document.items() if key != "figures"}
-    return json.dumps(head)[:-1] + ', "figures": {\n' + ",\n".join(rows) + "\n}}\n"
 
 
 def table(rows: Sequence[Row], has_parts: bool) -> list[str]:
@@ -209,7 +202,7 @@ def keep_errors(rows: Sequence[Row]) -> None:
                 f"error.{name}": [float(f"{value:.4g}"), "docs/benchmarks/clock.md"] for name, value in found.items()
             }
             document["figures"] = dict(sorted((document["figures"] | own).items()))
-            path.write_text(as_text(document))
+            path.write_text(rates.as_text(document))
             rates.of.cache_clear()
 
 

@@ -20,6 +20,10 @@ COMMANDS = {
     "migrate": ("zerojax.commands.migrate", "Translates a config of DeepSpeed or Accelerate."),
     "import-deepspeed": ("zerojax.commands.import_deepspeed", "Takes over a checkpoint of DeepSpeed."),
     "disk": ("zerojax.commands.disk", "Measures a disk, and predicts the step of a config that offloads to it."),
+    "calibrate": (
+        "zerojax.commands.calibrate",
+        "Measures this machine's GPUs, for the times that zerojax plan foretells.",
+    ),
     "report": ("zerojax.commands.report", "Describes this machine: versions, devices, links, targets, cache."),
     "config": ("zerojax.commands.config", "Asks a dozen questions and writes a config that runs."),
     "configs": ("zerojax.commands.configs", "Lists the configs that --config knows by name."),

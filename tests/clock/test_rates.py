@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 from zerojax.clock import kernels, rates
+from zerojax.errors import UserError
 from zerojax.plan import targets
 
 TABLES = sorted((pathlib.Path(rates.__file__).parent / "tables").glob("*.json"))
@@ -86,3 +87,43 @@ def test_a_dtype_without_a_rate_runs_as_16_bits():
     assert dataclasses.replace(own, figures=plain).seconds(matmul(4096, 4096, 4096, "fp8")) == own.seconds(
         matmul(4096, 4096, 4096)
     )
+
+
+def test_collectives_have_figures_of_their_kind_and_number_of_devices():
+    own = rates.of("h200")
+    kernel = kernels.KernelWork(kernels.COLLECTIVE, "all-gather", nbytes=1e9, group=tuple(range(4)))
+    more = {
+        "beta.all-gather.2": 1e11,
+        "beta.all-gather.8": 3e11,
+        "alpha.all-gather": 1.0,
+        "beta.alone.all-gather.4": 4e11,
+    }
+    found = dataclasses.replace(own, figures={**own.figures, **more})
+    assert found.seconds(kernel) == pytest.approx(2.0 + 1e9 / 2e11, rel=ROUNDING)
+    assert found.hastened(kernel) == pytest.approx((2.0 + 1e9 / 4e11) / (2.0 + 1e9 / 2e11), rel=ROUNDING)
+    assert found.hastened(kernel, per_host=1) == 1.0
+    other = dataclasses.replace(kernel, form="all-reduce")
+    assert found.seconds(other) == own.seconds(other)
+
+
+def test_a_file_of_rates_is_of_the_target_and_complete_or_refused_in_one_line(tmp_path):
+    table = json.loads((TABLES[0].parent / "h100.json").read_text())
+    figures = {**table["figures"], "alpha": [1e-6, "measured: here"]}
+    path = tmp_path / "rates.json"
+    path.write_text(rates.as_text(table | {"figures": figures}))
+    found = rates.measured(path, "h100")
+    assert found.figures["alpha"] == 1e-6 and found.sources["alpha"] == "measured: here" and found.name == "h100"
+    less = {name: figure for name, figure in figures.items() if name != "alpha"}
+    for target, content, why in (
+        ("h200", table, "holds rates of 'h100', and --target is h200"),
+        ("h100", table | {"figures": less}, "has no figure 'alpha'"),
+        ("h100", table | {"figures": {**figures, "beta": [0, ""]}}, "'beta' must be above 0"),
+        ("h100", {"name": "h100"}, "is no table of rates"),
+        ("h100", [], "is no table of rates"),
+    ):
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=why) as error:
+            rates.measured(path, target)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="is no table of rates"):
+        rates.measured(tmp_path, "h100")

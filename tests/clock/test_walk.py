@@ -142,3 +142,21 @@ def test_all_devices_wait_for_the_slowest():
 
 def test_parts_are_json_values():
     assert json.loads(json.dumps(dict(walked("K 100").parts)))[kernels.ELEMENTWISE] == 100
+
+
+def test_a_collective_goes_on_faster_while_the_program_waits_for_it_and_those_behind_it_begin_earlier():
+    lines = """
+        %s0 = (s8[100]{0}, s8[200]{0}) all-gather-start(%a0), replica_groups={{0,1}}, dimensions={0}
+        %s1 = (s8[100]{0}, s8[200]{0}) all-gather-start(%a0), replica_groups={{0,1}}, dimensions={0}
+        K 20
+        %d0 = s8[200]{0} all-gather-done(%s0)
+        K 10
+        %d1 = s8[200]{0} all-gather-done(%s1)
+    """
+    lines = "%a0 = s8[100]{0} parameter(90)\n" + lines.strip()
+    assert walked(lines).seconds == 200
+    # 20 beside the first kernel, 80 / 4 alone, 10 beside the second, 90 / 4 alone
+    found = walked(lines, **{"beta.alone": 4.0})
+    assert found.seconds == 20 + 80 / 4 + 10 + 90 / 4
+    assert found.parts[walk.EXPOSED] == 80 / 4 + 90 / 4
+    assert [(span.begin, span.end) for span in found.spans if span.kind == kernels.COLLECTIVE] == [(0, 40), (40, 72.5)]

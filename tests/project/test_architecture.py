@@ -78,7 +78,7 @@ HOST_WORDS = ("host", "pinned", "disk", "offload")
 # No training step enters these, and only command lines import them (and `zerojax`, one function).
 ROOMS["migration"] = {"optim", "zero", "interop"}
 ROOMS["cluster"] = {"launch"}
-ROOMS["commands"] = {*ROOMS}
+ROOMS["commands"] = {*ROOMS, KERNELS}  # `calibrate` times a kernel
 # Command lines define flags, and no module imports them; `commands.arguments` and `commands.facts` are what they share.
 COMMAND_LINES = {"__main__", "train", "plan.__main__", "checkpoint.__main__"} | {
     f"commands.{path.stem}"

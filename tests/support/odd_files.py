@@ -12,6 +12,7 @@ computing or WAIT of waiting, and more than GROWTH bytes of memory beyond those 
 import argparse
 import base64
 import contextlib
+import functools
 import gzip
 import io
 import json
@@ -44,6 +45,7 @@ import pyarrow
 import pyarrow.parquet
 
 from zerojax.checkpoint import checksums
+from zerojax.clock import rates
 from zerojax.cluster import environment, hosts
 from zerojax.commands import generate
 from zerojax.data import tokenizer as tokenizer_lib
@@ -989,6 +991,7 @@ KINDS: dict[str, tuple[str, Callable[[pathlib.Path], None], Makers, Callable[[pa
     "adapter": ("adapter_config.json", read_adapter, json_makers("a long text") | NO_FILES, None),
     "workdir": ("config.json", read_workdir, json_makers("a long text") | NO_FILES, None),
     "cluster": ("cluster.json", scale.read, json_makers() | NO_FILES, None),
+    "rates": ("rates.json", functools.partial(rates.measured, target="h100"), json_makers() | NO_FILES, None),
     "hostfile": (
         "hostfile",
         read_hostfile,

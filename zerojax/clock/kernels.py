@@ -21,7 +21,7 @@ FUSED = "fused"
 COPIES = (TO_HOST, FROM_HOST)
 
 # Matmuls of cuDNN's attention. Forward: scores and output. Backward: scores again, and four gradients.
-_ATTENTION_MATMULS = {FORWARD: 2, BACKWARD: 5}
+ATTENTION_MATMULS = {FORWARD: 2, BACKWARD: 5}
 _MOVES = frozenset("bitcast reshape transpose copy get-tuple-element parameter broadcast constant".split())
 _GROUPED = re.compile(r"grouped_(rows|matrices)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -120,7 +120,7 @@ def _attention(where: syntax.Computation, call: syntax.Instruction, target: str,
     head_dim = query.elements // (batch * heads * queries)
     seen = keys * (0.5 if "CAUSAL" in config["mask_type"] else 1.0)
     seen = min(seen, config.get("sliding_window_length") or keys)
-    flops = _ATTENTION_MATMULS[direction] * 2.0 * batch * heads * queries * seen * head_dim
+    flops = ATTENTION_MATMULS[direction] * 2.0 * batch * heads * queries * seen * head_dim
     return KernelWork(ATTENTION, direction, flops, moved, (batch, heads, queries, keys, head_dim), op_name=call.op_name)
 
 

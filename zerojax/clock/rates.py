@@ -4,24 +4,30 @@ matmul       flops / (rate of its dtype and smallest dim x share of the multipro
              of groups of rows: a rate of their own x the share of full tiles
 attention    flops / rate of its direction, head dim and number of keys
 elementwise  bytes / bandwidth
-collective   alpha x log2(devices) + bytes / beta
+collective   alpha x log2(devices) + bytes / beta; beta.alone while no kernel runs beside it
 copy         alpha + bytes / the link's rate in its direction, or in both at once
 
-Of a figure that is known at several sizes the last part of the name is the size. Between sizes it is interpolated.
+Of a figure that is known at several sizes the last part of the name is the size. Between sizes it is interpolated. Figures of collectives
+may be those of one kind ("beta.all-gather"), and of several numbers of devices ("beta.all-gather.8"). `zerojax calibrate` writes such a
+table.
 """
 
 import dataclasses
 import functools
 import json
 import math
+import os
 import statistics
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
+from zerojax import bounded, errors
 from zerojax.clock import kernels as kernels_lib
+from zerojax.errors import UserError
 
 HALF_TILE = {"grouped_rows": 64, "grouped_matrices": 32}  # rows, of the tiles of `pallas_kernels.grouped`
+MEASURED = "measured: "  # the beginning of the source of a figure of `zerojax calibrate`
 SHORT = 512  # elements that a matmul sums over; of so few it is slower ("matmul.short")
 
 
@@ -67,6 +73,14 @@ class GpuRates:
         names = ("median", "worst", "settings")
         return {name: self.figures[f"error.{name}"] for name in names} if "error.worst" in self.figures else None
 
+    def hastened(self, kernel: kernels_lib.KernelWork, per_host: int = 0) -> float:
+        """Returns the time of a collective while no kernel runs, over that beside kernels; between hosts it is the same."""
+        if per_host:
+            return 1.0
+        start, beta = self._start(kernel), self._of_collective("beta", kernel)
+        alone = max(beta, self._of_collective("beta.alone", kernel, beta))
+        return (start + kernel.nbytes / alone) / (start + kernel.nbytes / beta)
+
     def slowdown(self, kernel: kernels_lib.KernelWork) -> float:
         """Returns how many times as long a kernel takes while a collective runs."""
         return self.figures.get(f"slowdown.{kernel.kind}", 1.0)
@@ -90,7 +104,7 @@ class GpuRates:
         rate = self._by_size(f"matmul.{form}", min(m, n, k))
         if k <= SHORT:
             rate = min(rate, self.figures["matmul.short"])
-        rate *= _filled(batch, m, n, k, int(self.figures["cores"]))
+        rate *= filled(batch, m, n, k, int(self.figures["cores"]))
         return max(kernel.flops / rate, kernel.nbytes / self.figures["bandwidth"])
 
     def _by_size(self, name: str, size: float) -> float:
@@ -128,12 +142,23 @@ class GpuRates:
         return seconds * (self.figures["unfused"] if kernel.form else 1.0)
 
     def _collective(self, kernel: kernels_lib.KernelWork, per_host: int, _: bool) -> float:
-        f, ways = self.figures, len(kernel.group)
-        seconds = kernel.nbytes / f[f"beta.{kernel.form}" if f"beta.{kernel.form}" in f else "beta"]
+        seconds = kernel.nbytes / self._of_collective("beta", kernel)
         if per_host:
-            far = kernel.nbytes / per_host / f["network"]
+            far = kernel.nbytes / per_host / self.figures["network"]
             seconds = far if per_host == 1 else max(seconds, far)
-        return f["alpha"] * max(1.0, math.log2(ways)) + seconds
+        return self._start(kernel) + seconds
+
+    def _start(self, kernel: kernels_lib.KernelWork) -> float:
+        return self._of_collective("alpha", kernel) * max(1.0, math.log2(len(kernel.group)))
+
+    def _of_collective(self, name: str, kernel: kernels_lib.KernelWork, default: float | None = None) -> float:
+        """Returns a figure of a collective's kind and number of devices, as far as it is known by them."""
+        own = f"{name}.{kernel.form}"
+        if own in self._sizes:
+            return self._by_size(own, len(kernel.group))
+        found = self.figures.get(own, self.figures.get(name, default))
+        assert found is not None
+        return found
 
     def _copy(self, kernel: kernels_lib.KernelWork, _: int, is_duplex: bool) -> float:
         name = "link.both" if is_duplex else f"link.{kernel.kind}"
@@ -150,7 +175,7 @@ _SECONDS = {
 }
 
 
-def _filled(batch: int, m: int, n: int, k: int, cores: int) -> float:
+def filled(batch: int, m: int, n: int, k: int, cores: int) -> float:
     """Returns the share of the multiprocessors that a matmul's tiles fill, in all waves. A long k is shared by several."""
     best = 0.0
     for rows, columns, share in ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75)):
@@ -177,3 +202,42 @@ def read(text: str) -> GpuRates:
     figures = {name: value for name, (value, _) in document["figures"].items()}
     sources = {name: source for name, (_, source) in document["figures"].items()}
     return GpuRates(document["name"], figures, sources)
+
+
+def as_text(document: Mapping[str, Any]) -> str:
+    """Returns a table as the text of its file: a line for each figure."""
+    rows = [f"  {json.dumps(name)}: {json.dumps(figure)}" for name, figure in document["figures"].items()]
+    head = {key: value for key, value in document.items() if key != "figures"}
+    return json.dumps(head)[:-1] + ', "figures": {\n' + ",\n".join(rows) + "\n}}\n"
+
+
+def measured(path: str | os.PathLike, target: str) -> GpuRates:
+    """Returns the rates in a file of `zerojax calibrate`.
+
+    Args:
+      path: the file.
+      target: the name of the GPUs to which they are to apply.
+
+    Raises:
+      UserError: the file cannot be read, is no table of rates, or is one of other GPUs.
+    """
+    place = f"--rates {path}"
+    try:
+        document = bounded.parse_json(bounded.read_text(path), is_finite=True)
+        figures = {name: (float(value), str(source)) for name, (value, source) in document["figures"].items()}
+        name = str(document["name"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise UserError(
+            f"{place}: is no table of rates ({errors.one_line(error)}); zerojax calibrate writes one"
+        ) from error
+    if name != target:
+        raise UserError(
+            f"{place}: holds rates of {errors.shown(name)}, and --target is {target}; measure that kind of GPU"
+        )
+    table = of("h200")
+    assert table is not None
+    if missing := [one for one in table.figures if one not in figures and not one.startswith("error.")]:
+        raise UserError(f"{place}: has no figure {missing[0]!r}; zerojax calibrate writes all of them")
+    if wrong := next((one for one, (value, _) in figures.items() if not 0 < value < 1e30), None):
+        raise UserError(f"{place}: {errors.shown(wrong)} must be above 0, and is {figures[wrong][0]}")
+    return read(json.dumps({"name": name, "figures": figures}))

@@ -1,7 +1,7 @@
 """Gives each instruction of a scheduled program its time. This module walks the program as a GPU runs it, on several streams.
 
     compute         kernels, one after the other, in the program's order
-    collectives     one after the other, each from its -start on; while one runs, kernels take longer
+    collectives     one after the other, each from its -start on; while one runs, kernels take longer, and without kernels it is faster
     copies          to and from the host, one after the other in each direction
 
 A -done waits on the compute stream. The step ends with its last instruction.
@@ -78,7 +78,7 @@ class _Run:
         self.flow, self.rates, self.devices, self.per_host = flow, rates, devices, per_host
         self.now = 0.0  # the compute stream
         self.free = {kernels_lib.COLLECTIVE: 0.0, kernels_lib.TO_HOST: 0.0, kernels_lib.FROM_HOST: 0.0}
-        self.ends: dict[tuple[str, str], tuple[float, str]] = {}  # of what was started: when it ends, and its kind
+        self.ends: dict[tuple[str, str], tuple[float, kernels_lib.KernelWork]] = {}  # of what was started: when it ends
         self.sending: list[tuple[float, float]] = []  # intervals in which collectives run, in order
         self.parts: dict[str, float] = {}
         self.busy: dict[str, float] = {}
@@ -121,10 +121,10 @@ class _Run:
                 continue
             is_async = start.opcode.endswith("-start") and '"is_sync":true' not in start.attributes
             end = self._send(kernel)
-            if is_async:
-                self.ends[outer.name, start.name] = (end, kernel.kind)
-            else:
-                self._until(end, kernel.kind)
+            key = outer.name, start.name
+            self.ends[key] = (end, kernel)
+            if not is_async:
+                self._until(key)
 
     def _kernels(
         self, where: syntax.Computation, instruction: syntax.Instruction
@@ -185,12 +185,40 @@ class _Run:
         while started is not None and started.opcode.endswith("-update"):
             started = where.by_name.get(started.operands[0])
         if started is not None and (where.name, started.name) in self.ends:
-            self._until(*self.ends.pop((where.name, started.name)))
+            self._until((where.name, started.name))
 
-    def _until(self, end: float, kind: str) -> None:
-        if end > self.now:
-            self._add(EXPOSED if kind == kernels_lib.COLLECTIVE else WAITS, end - self.now)
-            self.now = end
+    def _until(self, key: tuple[str, str]) -> None:
+        """Waits for what was started."""
+        end, kernel = self.ends.pop(key)
+        if end <= self.now:
+            return
+        if kernel.kind == kernels_lib.COLLECTIVE:
+            end = self._hasten(end, self.rates.hastened(kernel, self._hosts(kernel)))
+        self._add(EXPOSED if kernel.kind == kernels_lib.COLLECTIVE else WAITS, end - self.now)
+        self.now = end
+
+    def _hasten(self, end: float, share: float) -> float:
+        """Lets collectives take a share of their time from now to `end`, since no kernel runs. Returns their new end."""
+        saved = (end - self.now) * (1 - share)
+
+        def moved(at: float) -> float:
+            return at - saved if at >= end else self.now + (at - self.now) * share if at > self.now else at
+
+        if saved:
+            first = max(0, bisect.bisect_right(self.sending, (self.now, self.now)) - 1)
+            self.sending[first:] = [(moved(begin), moved(until)) for begin, until in self.sending[first:]]
+            self.ends = {
+                key: (moved(until) if kernel.kind == kernels_lib.COLLECTIVE else until, kernel)
+                for key, (until, kernel) in self.ends.items()
+            }
+            self.free[kernels_lib.COLLECTIVE] = moved(self.free[kernels_lib.COLLECTIVE])
+            for number in range(len(self.spans) - 1, -1, -1):
+                span = self.spans[number]
+                if span.kind == kernels_lib.COLLECTIVE:
+                    if span.end <= self.now:
+                        break
+                    self.spans[number] = dataclasses.replace(span, begin=moved(span.begin), end=moved(span.end))
+        return end - saved
 
     def _loop(self, where: syntax.Computation, loop: syntax.Instruction) -> None:
         count = hlo_flow.trip_count(self.flow.module, where, loop)

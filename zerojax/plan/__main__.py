@@ -13,6 +13,7 @@ import jax
 from absl import flags
 
 from zerojax import display, errors
+from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import weights
 from zerojax.launch import devices, ending, processes
@@ -39,6 +40,7 @@ _AXES = flags.DEFINE_boolean("axes", False, "Show what each axis of a mesh costs
 _PRICE = flags.DEFINE_float("price_per_gpu_hour", None, "Of one GPU: adds the cost of a step and of 1e9 tokens.", 0.0)
 _MOST = flags.DEFINE_integer("most_compiles", 12, "Maximum number of plans that --search compiles.")
 
+_RATES = flags.DEFINE_string("rates", "", "Rates of these GPUs in place of the target's: a file of zerojax calibrate.")
 _SERVE = flags.DEFINE_boolean("serve", False, "Plan serving: texts of seq_len that fit, and their tokens/s at most.")
 _FORMAT = flags.DEFINE_enum("format", "none", weights.FORMATS, "Of the kernels; for --serve.")
 _HOST_GBPS = flags.DEFINE_float(
@@ -93,7 +95,18 @@ def _prepare(config: settings_lib.Config) -> None:
 
 
 def _serve(config: settings_lib.Config) -> None:
-    _refuse("serve", "topology", "picture", "search", "axes", "cluster", "price_per_gpu_hour", "host_gbps", "disk_gbps")
+    _refuse(
+        "serve",
+        "topology",
+        "picture",
+        "search",
+        "axes",
+        "cluster",
+        "rates",
+        "price_per_gpu_hour",
+        "host_gbps",
+        "disk_gbps",
+    )
     found = serving_plan.plan(serving.served(config, _FORMAT.value), targets.get(_TARGET.value))
     print(json.dumps(serving_plan.as_json(found), indent=2) if _JSON.value else serving_plan.text(found), flush=True)
 
@@ -105,10 +118,15 @@ def _refuse(flag: str, *others: str) -> None:
             raise UserError(f"--{name}: --{flag} does not use it; omit one of them")
 
 
+def _rates() -> rates_lib.GpuRates | None:
+    """Returns the rates of --rates; None without it."""
+    return rates_lib.measured(_RATES.value, targets.get(_TARGET.value).name) if _RATES.value else None
+
+
 def _axes(config: settings_lib.Config) -> None:
     _refuse("axes", "picture", "search", "price_per_gpu_hour", "host_gbps", "disk_gbps")
     cluster = scale.read(_CLUSTER.value) if _CLUSTER.value else None
-    ways = plans.axes_config(config, _TARGET.value, _TOPOLOGY.value, cluster)
+    ways = plans.axes_config(config, _TARGET.value, _TOPOLOGY.value, cluster, _rates())
     if _JSON.value:
         return print(
             json.dumps([way._asdict() | {"guess": dataclasses.asdict(way.guess)} for way in ways], indent=2), flush=True
@@ -126,7 +144,9 @@ def _plan(config: settings_lib.Config) -> None:
     cluster = scale.read(_CLUSTER.value) if _CLUSTER.value else None
     host_rate, disk_rate = (None if flag.value is None else flag.value * 1e9 for flag in (_HOST_GBPS, _DISK_GBPS))
     try:
-        plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value, host_rate=host_rate, disk_rate=disk_rate)
+        plan = plans.plan_config(
+            config, _TARGET.value, _TOPOLOGY.value, host_rate=host_rate, disk_rate=disk_rate, rates=_rates()
+        )
     except jax.errors.JaxRuntimeError as error:
         lack = step_plan.shortage(error)
         if lack is None:
@@ -172,7 +192,7 @@ def _search(config: settings_lib.Config) -> None:
         raise UserError("--picture: draws one plan, and --search makes many; omit one of them")
     cluster = scale.read(_CLUSTER.value) if _CLUSTER.value else None
     outcomes = plans.search_config(
-        config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say, cluster=cluster
+        config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say, cluster=cluster, rates=_rates()
     )
     if _JSON.value:
         print(json.dumps(search.as_json(outcomes), indent=2), flush=True)

@@ -5,6 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from zerojax import display
+from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
 from zerojax.hlo import buffers
 from zerojax.plan import matmuls, pipelines, step_plan, targets
@@ -224,8 +225,10 @@ def _foretold(plan: step_plan.Plan) -> str:
         line += f", {plan.tokens / seconds / plan.devices:,.0f} tokens/s/device"
     if plan.mfu is not None:
         line += f", {plan.mfu:.1%} MFU"
+    if any(source.startswith(rates_lib.MEASURED) for source in plan.rates.sources.values()):
+        return f"{line}, at the rates of --rates; no step was compared with them"
     if plan.pipeline is not None:
-        return f"{line}; no pipeline was measured yet"
+        return f"{line}; one pipeline was measured, and was foretold 1.4% too long"
     if errors is None:
         return f"{line}; no step was measured on {plan.target.name}: its rates are an H200's, scaled by data sheets"
     held = f"{errors['settings']:.0f} measured settings that no rate is fitted to"

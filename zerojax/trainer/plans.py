@@ -41,14 +41,17 @@ def plan_config(
     compiler_options: Mapping[str, Any] | None = None,
     host_rate: float | None = None,
     disk_rate: float | None = None,
+    rates: rates_lib.GpuRates | None = None,
 ) -> step_plan.Plan:
-    """Plans the trainer's step under a config. The target devices need not be present.
+    """Plans the trainer's step under a config. The target devices need not be present. `rates` are the clock's; None: the target's table.
 
     Raises:
       UserError: the config, the target or the topology is invalid, or an extra is not installed.
     """
     program = program_lib.build(config, devices=targets.devices(target, topology))
-    return plan_program(program, target, compiler_options=compiler_options, host_rate=host_rate, disk_rate=disk_rate)
+    return plan_program(
+        program, target, compiler_options=compiler_options, host_rate=host_rate, disk_rate=disk_rate, rates=rates
+    )
 
 
 def partitions(
@@ -124,6 +127,7 @@ def search_config(
     memory: float | None = None,
     say: Callable[[str], None] = lambda _: None,
     cluster: scale.Network | None = None,
+    rates: rates_lib.GpuRates | None = None,
 ) -> list[search.Outcome]:
     """Returns the outcome of each setting, with the fastest that fits first; see `search.search`.
 
@@ -133,6 +137,7 @@ def search_config(
       grid: choices by setting; None takes `search.default_grid`.
       most_compiles, memory, say: see `search.search`.
       cluster: the links between hosts; None: the target's.
+      rates: the clock's; None: the target's table.
 
     Raises:
       UserError: the target's memory is not known, or no candidate keeps the batch.
@@ -140,7 +145,7 @@ def search_config(
     devices = targets.devices(target, topology)
     if memory is None:
         memory = targets.get(target).usable
-    rates = rates_lib.of(target)
+    rates = rates or rates_lib.of(target)
     if rates is not None and cluster is not None:
         rates = scale.OnCluster(rates.name, rates.figures, rates.sources, cluster, len(devices), len(devices))
 
@@ -191,18 +196,22 @@ def search_config(
 
 
 def axes_config(
-    config: settings_lib.Config, target: str, topology: str = "", cluster: scale.Network | None = None
+    config: settings_lib.Config,
+    target: str,
+    topology: str = "",
+    cluster: scale.Network | None = None,
+    rates: rates_lib.GpuRates | None = None,
 ) -> list[arithmetic.AxisCost]:
     """Returns, for each axis of a mesh alone and each of its sizes, the fastest settings that fit, by arithmetic. Compiles nothing.
 
     Args:
-      config, target, topology, cluster: as of `search_config`.
+      config, target, topology, cluster, rates: as of `search_config`.
 
     Raises:
       UserError: the clock has no rates of the target, or the model's layers are few or not alike.
     """
     devices = targets.devices(target, topology)
-    rates, memory = rates_lib.of(target), targets.get(target).usable
+    rates, memory = rates or rates_lib.of(target), targets.get(target).usable
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, recompute="", offload=""))
     work = _work(config, devices) if rates is not None else None
     if work is None or rates is None or memory is None:

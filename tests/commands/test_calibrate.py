@@ -1,0 +1,72 @@
+"""Checks the command `zerojax calibrate`. This module tests zerojax.commands.calibrate."""
+
+import itertools
+import json
+import sys
+
+import pytest
+
+from zerojax.clock import rates
+from zerojax.commands import calibrate
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Returns a function that runs the command, and returns its status, output, error and file."""
+
+    def started(*words):
+        path = tmp_path / "rates.json"
+        monkeypatch.setattr(sys, "argv", ["zerojax calibrate", f"--out={path}", *words])
+        with pytest.raises(SystemExit) as end:
+            calibrate.main()
+        printed = capsys.readouterr()
+        return end.value.code, printed.out, printed.err, json.loads(path.read_text()) if path.exists() else None
+
+    return started
+
+
+def test_what_is_measured_is_in_the_file_beside_the_table_and_what_fails_or_has_no_time_is_named(run, monkeypatch):
+    every = calibrate.cases
+
+    def few(bench, table):
+        named = {case.name: case for case in every(bench, table)}
+        yield named["matmul.bf16.1024"]
+        yield calibrate.Measurement("a case", lambda: 1 / 0)
+        yield named["all-gather of 2"]
+
+    monkeypatch.setattr(calibrate, "cases", few)
+    status, out, err, document = run("--emulate_devices=2")
+    assert status == 0 and "ratio" in out and "not measured: a case (division by zero)" in out
+    assert "matmul.bf16.1024" in err and "s  all-gather of 2" in err
+    table, figures = rates.of("h200"), document["figures"]
+    own = {name for name, (_, source) in figures.items() if source.startswith(rates.MEASURED)}
+    assert own == {"matmul.bf16.1024", "alpha.all-gather.2", "beta.alone.all-gather.2"}
+    assert all(figures[name][0] > 0 for name in own)
+    for name, value in table.figures.items():
+        if name not in own and not name.startswith("error."):
+            assert figures[name][0] == value and figures[name][1].startswith("not measured, an H200's: ")
+    assert not any(name.startswith("error.") for name in figures)
+    assert document["versions"].startswith("jax ") and document["date"] and "cpu" in document["machine"]
+    status, out, err, _ = run()
+    assert status == 2 and "exists" in err
+    status, out, _, document = run("--force", "--limit_s=0.001")
+    assert status == 0 and set(document["not measured"].values()) == {"no time left"}
+
+
+@pytest.mark.long
+def test_every_case_runs_on_two_emulated_devices(run):
+    status, out, _, document = run("--emulate_devices=2", "--limit_s=10000")
+    assert status == 0 and not document["not measured"], out
+    measured = {name for name, (_, source) in document["figures"].items() if source.startswith(rates.MEASURED)}
+    assert len(measured) > 35 and measured >= {"slowdown.matmul", "slowdown.attention", "link.both", "gap"}
+
+
+def test_two_programs_tell_the_rate_of_a_collective_beside_matmuls_and_their_slow_down():
+    for rate, speed in itertools.product((0.4, 0.9), (0.7, 0.95)):
+        alone, later_alone, long, short = 3.0, 12.0, 20.0, 2.0
+        took = alone / rate
+        both = took + (long - took * speed)  # the matmuls' work that is left after the collective runs at full speed
+        beside = short / speed
+        other = beside + later_alone - beside * rate
+        found = calibrate.solved(both - long, other - later_alone, alone, short)
+        assert found == pytest.approx((rate, speed), rel=1e-9)
