@@ -229,7 +229,7 @@ def ways(mesh: Mesh) -> int:
     return size(mesh, EXAMPLES)
 
 
-def manual(mesh: Mesh) -> set[str]:
+def manual(mesh: Mesh | AbstractMesh) -> set[str]:
     """Returns the axes over which explicit collectives run, in a `jax.shard_map`; others, if they have a size, are the compiler's."""
     own = {axis.name for axis in AXES if not axis.compiler}
     return {axis for axis, size in mesh.shape.items() if axis in own or size == 1}

@@ -2,27 +2,23 @@
 
 import jax
 import pytest
+import runs
 from pipelines import PASSES, abstract, batch_of, prepared
 
 from zerojax import roles, tree
 from zerojax.plan import json_form, picture, pipelines, report, step_plan
+from zerojax.trainer import plans
+
+
+def plan_of(stage):
+    (_, partition), step = prepared({"pipe": 2, "data": 2}, stage, shard=abstract, schedule="1f1b")
+    how = {"mesh": partition.mesh, "target": "cpu", "placement": partition, "passes": PASSES, "by_hand": True}
+    return step_plan.plan_step(step, partition.abstract_state, jax.eval_shape(lambda: batch_of(0)), **how), partition
 
 
 @pytest.fixture(scope="module")
 def planned():
-    (_, partition), step = prepared({"pipe": 2, "data": 2}, 3, shard=abstract, schedule="1f1b")
-    batch = jax.eval_shape(lambda: batch_of(0))
-    plan = step_plan.plan_step(
-        step,
-        partition.abstract_state,
-        batch,
-        mesh=partition.mesh,
-        target="cpu",
-        placement=partition,
-        passes=PASSES,
-        by_hand=True,
-    )
-    return plan, partition
+    return plan_of(stage=3)
 
 
 def test_the_bubble_is_that_of_the_paper_and_layers_are_divided(planned):
@@ -80,3 +76,24 @@ def test_the_picture_has_a_bar_for_each_pass(planned, tmp_path, monkeypatch):
     line = plan.pipeline.line
     assert sum(width for group, width in drawn if group == 0) == pytest.approx(line.busy[0])
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def gradients_are_summed_as_theory_says(plan, stage):
+    rows = [row for row in plan.ledger.rows if row.role == roles.GRADIENTS and len([n for n in row.dims if n > 1]) > 1]
+    assert {row.times for row in rows} == {PASSES if stage > 1 else 1}
+    for role in (roles.GRADIENTS, roles.UPDATED_WEIGHTS, roles.WEIGHTS_FORWARD):
+        assert plan.ledger.totals()[role]["params"] == pytest.approx(plan.theory[role], rel=1e-3), role
+    assert not plan.departures
+
+
+def test_gradients_that_stay_replicated_are_summed_once_a_step():
+    plan, _ = plan_of(stage=1)
+    gradients_are_summed_as_theory_says(plan, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", range(4))
+def test_on_gpus_too(stage):
+    settings = {"zero__stage": stage, "mesh__pipe": 2, "model__num_layers": 3, "global_batch_size": 0}
+    plan = plans.plan_config(runs.config(**settings, micro_batch_size=1, grad_accum=PASSES), "h200", "1x8")
+    gradients_are_summed_as_theory_says(plan, stage)

@@ -141,21 +141,21 @@ def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: in
     layer, rest = (took * s.rows / s.context for took in work.alone(rates, s.model))
     layer *= 1 + AGAIN[s.remat]
     wait = _waits(work, s, links)
-    # Gradients are reduced in each pass where they are sharded, or where a pass is a program of its own.
-    in_pass = own.grads or s.pipe > 1
     layers = work.layers
+
+    def reduced(elements: float, over_replicas: bool) -> float:
+        """Returns the seconds of the sum over devices of some weights' gradients, of a group's own."""
+        kind = "reduce-scatter" if own.grads or own.opt_state else "all-reduce"
+        left = elements / (ways if own.grads or own.opt_state else 1)
+        took = links.seconds(kind, 4 * elements, ways, s.model)
+        return took + (links.seconds("all-reduce", 4 * left, s.replica, s.model * ways) if over_replicas else 0.0)
 
     def beside(elements: float, is_last: bool) -> float:
         """Returns the seconds of the collectives of some weights in a pass."""
         elements /= s.model
         took = 2 * links.seconds("all-gather", 2 * elements, ways, s.model) if own.params else 0.0
-        if in_pass or is_last:
-            kind = "reduce-scatter" if own.grads or own.opt_state else "all-reduce"
-            took += links.seconds(kind, 4 * elements, ways, s.model)
-            left = elements / (ways if own.grads else 1)
-            if is_last or s.pipe > 1:
-                took += links.seconds("all-reduce", 4 * left, s.replica, s.model * ways)
-        return took
+        # Gradients are reduced in each pass where they are sharded.
+        return took + (reduced(elements, is_last or s.pipe > 1) if own.grads or is_last else 0.0)
 
     def of_pass(is_last: bool) -> tuple[float, float]:
         """Returns the time of a layer, and of the rest, in a pass."""
@@ -182,6 +182,8 @@ def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: in
         parts |= {BUBBLE: total - mean - sends, SENDS: sends}
     elements = (work.weights * layers + work.others) / (s.model * s.pipe)
     update = UPDATED * elements / (ways if own.opt_state else 1) / rates.figures["bandwidth"]
+    if s.pipe > 1 and not own.grads:
+        parts[WEIGHTS] += reduced(elements, True)  # once, after a group's last pass
     if own.opt_state and not own.params:
         update += links.seconds("all-gather", 2 * elements, ways, s.model)
     parts[UPDATE] = update

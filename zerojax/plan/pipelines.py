@@ -214,10 +214,7 @@ def _linked(
         number: (_path(found.paths.get(number), number), streams.array(found.values[number]))
         for number in sorted(numbers - written)
     }
-    likes = {
-        path: jax.ShapeDtypeStruct(like.shape, "float32", sharding=like.update)
-        for path, like in step.placed.groups[group].placements.items()
-    }
+    likes = {path: like for key in keys for path, like in found.programs[key].sums.items()}
     arguments |= {number: (f"sums/{path}", streams.array(likes[path])) for path, number in sums.items()}
     row = []
     for key in keys:

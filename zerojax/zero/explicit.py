@@ -143,8 +143,16 @@ class OfDevice:
 
         return of_sinks
 
-    def mapped(self, on_device: Callable[..., Any], layout: inputs.Layout) -> Callable[..., Any]:
-        """Returns `on_device(program, own_keys, params, batch, state, ...)` over all devices, of (params, batch, state, ...)."""
+    def mapped(
+        self,
+        on_device: Callable[..., Any],
+        layout: inputs.Layout,
+        of_grad: Callable[[placement.Placement], Any] = lambda found: found.update,
+    ) -> Callable[..., Any]:
+        """Returns `on_device(program, own_keys, params, batch, state, ...)` over all devices, of (params, batch, state, ...).
+
+        `of_grad` tells the sharding of a weight's gradient.
+        """
         axes, find, partition = mesh_lib.manual(self.partition.mesh), self.find, self.partition
         _check_weights(partition.abstract_state.params)
 
@@ -157,7 +165,7 @@ class OfDevice:
                 self.loss_fn.read(used(), batch, state, layout)
             own_keys = keys.own(program, layout, batch, state)
             grad_specs = tree.map_with_path(
-                lambda path, _: specs.only(find(path, None).update.spec, axes), partition.trainable_part(params)
+                lambda path, _: specs.only(of_grad(find(path, None)).spec, axes), partition.trainable_part(params)
             )
             run = functools.partial(on_device, program, own_keys)
             over_devices = mapped(run, partition, params, layout.specs(batch), ((P(), P()), grad_specs), len(rest))

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import fused, locality
-from zerojax.zero import accumulate, placement
+from zerojax.zero import accumulate, gather, placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.pipeline import state
+from zerojax.zero.step_programs import one_pass
 
 
 class GroupUpdate:
@@ -27,12 +29,20 @@ class GroupUpdate:
     Args:
       placed: the pipeline of the state.
       group: the number of the group.
+      reduction: of its passes.
       scaling, clip: of the step.
       donate: whether the old state's memory is reused.
     """
 
     def __init__(
-        self, placed: state.Placed, group: int, scaling: update_lib.Unscaled, clip: update_lib.Clip, *, donate: bool
+        self,
+        placed: state.Placed,
+        group: int,
+        reduction: gather.Reduction,
+        scaling: update_lib.Unscaled,
+        clip: update_lib.Clip,
+        *,
+        donate: bool,
     ):
         whole = placed.groups[group]
         self._homes, self._mesh = placed.homes, whole.mesh
@@ -62,7 +72,7 @@ class GroupUpdate:
         finish = update_lib.finish(partition, update_lib.Own(partition, numbers), scaling, clip)
 
         def squares(leaves: list[Any], sums: dict[str, jax.Array], count: Any) -> Any:
-            grads = accumulate.averaged(sums, count)
+            grads = accumulate.averaged(one_pass.reduced(sums, whole.placements, reduction), count)
             scale = scaling.scale(self._state(dict(zip(self.reads, leaves))))
             return grads, update_lib.squares(grads, 1.0 / scale)
 
@@ -73,7 +83,12 @@ class GroupUpdate:
             new_state, metrics, _, _ = finish(before, {"metrics": {}}, self._only(grads), of_all)
             return jax.tree.leaves(new_state), metrics
 
-        self._squares = jax.jit(squares, donate_argnums=1)
+        self._grads = {
+            path: jax.ShapeDtypeStruct(found.shape or (), jnp.float32, sharding=found.update)
+            for path, found in ((path, whole.placements[path]) for path in self.trained)
+        }
+        grad_shardings = {path: like.sharding for path, like in self._grads.items()}
+        self._squares = jax.jit(squares, donate_argnums=1, out_shardings=(grad_shardings, None))
         self.abstract = jax.tree.leaves(abstract)
         shardings = [leaf.sharding for leaf in self.abstract]
         self._apply = jax.jit(apply, donate_argnums=(0,) if donate else (), out_shardings=(shardings, None))
@@ -90,7 +105,7 @@ class GroupUpdate:
     ) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
         """Returns the programs of `squares` and `apply` for abstract arguments."""
         own = {path: sums[path] for path in self.trained}
-        return self._squares.lower(self.abstract, own, count), self._apply.lower(self.abstract, own, squares)
+        return self._squares.lower(self.abstract, own, count), self._apply.lower(self.abstract, self._grads, squares)
 
     def squares(self, read: list[jax.Array], sums: Mapping[str, jax.Array], count: Any) -> Any:
         """Returns the mean gradients and their sums of squares, by path, from sums over passes; `count` as of `accumulate.averaged`."""

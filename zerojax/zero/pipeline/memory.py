@@ -56,9 +56,9 @@ def of_groups(
             )
     sums = [
         sum(
-            tree.shard_bytes(stage_programs.summed(placed.groups[program.group].placements[path]))
+            tree.shard_bytes(own)
             for program in found.programs.values()
-            for path in program.sums
+            for own in program.sums.values()
             if program.group == group
         )
         for group in groups

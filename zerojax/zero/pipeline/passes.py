@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
-from zerojax.zero import block_settings, placement
+from zerojax.zero import block_settings, gather, placement
 from zerojax.zero.pipeline import segments
 from zerojax.zero.sharded_batch import inputs
 from zerojax.zero.step_programs import blocks, one_pass
@@ -90,6 +91,20 @@ class Pass:
     compute_dtype: Any = None
     passes: int = 1
 
+    @functools.cached_property
+    def reduction(self) -> gather.Reduction:
+        """Returns how gradients are summed over the devices of a group: once a step, but for those that are sharded."""
+        return gather.Reduction(self.reduce_dtype, at_once=self.passes == 1)
+
+    def summed(self, path: str) -> jax.ShapeDtypeStruct:
+        """Returns the abstract sum of a weight's gradients over passes."""
+        weight = self.partition.placements[path]
+        shape, sharding = weight.shape or (), weight.update
+        if self.reduction.waits(weight):
+            sharding = one_pass.unsummed(weight)
+            shape = (mesh_lib.size(self.partition.mesh, sharding.spec[0]), *shape)
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+
     def traced(self, micro: Any) -> Trace:
         """Returns the trace of a micro-batch, abstract or not."""
         mesh, state = self.partition.mesh, self.partition.abstract_state
@@ -112,6 +127,7 @@ class Pass:
             compute_dtype=self.compute_dtype,
             layout=self.layout,
             runner=blocks.NestedBlocks,
+            at_once=self.reduction.at_once,
         )
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
         (call,) = traced.jaxpr.eqns

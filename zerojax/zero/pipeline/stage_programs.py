@@ -26,7 +26,7 @@ class StageProgram:
       group: of devices that run it.
       reads: the numbers of the values that it takes.
       writes: the numbers of the values that it returns.
-      sums: the paths of the weights whose gradients it adds up.
+      sums: what it adds up, abstract, by the path of the weight.
       weight: the number of the weight of the micro-batch, if it takes it.
       run: f(values, sums, the weight or None) -> (values, sums), compiled; it reuses the memory of the sums. None for a group that
         another process runs.
@@ -36,7 +36,7 @@ class StageProgram:
     group: int
     reads: Sequence[int]
     writes: Sequence[int]
-    sums: Sequence[str]
+    sums: Mapping[str, jax.ShapeDtypeStruct]
     weight: int | None
     run: Any
     part: cut.StepPart
@@ -132,7 +132,19 @@ def compiled(
         read_elsewhere = {n for other, numbers in own.reads.items() if other != key for n in numbers} | kept
         leaving = {number for number in values_of(own, key) if {*_groups(own, number, count, kept)} - {group}}
         found[key] = _program(
-            traces[group], own, key, placed, group, grads, weight, read_elsewhere, leaving, values, options, alike
+            of_groups[group % len(of_groups)],
+            traces[group],
+            own,
+            key,
+            placed,
+            group,
+            grads,
+            weight,
+            read_elsewhere,
+            leaving,
+            values,
+            options,
+            alike,
         )
     weighing = {own.group for own in found.values() if own.weight is not None}
     readers = {
@@ -153,6 +165,7 @@ def _groups(cut: segments.Segments, number: int, count: int, kept: Collection[in
 
 
 def _program(
+    of_group: passes.Pass,
     trace: passes.Trace,
     found: segments.Segments,
     key: tuple[str, int],
@@ -167,9 +180,8 @@ def _program(
     alike: dict[str, jax.stages.Compiled] | None,
 ) -> StageProgram:
     """Compiles one program, and adds the abstract values that it returns to `values`."""
-    partition = placed.groups[group if alike is None else placed.here]
     part, reads = found.segments[key].part, found.reads[key]
-    mesh, writes = partition.mesh, values_of(found, key)
+    mesh, writes = of_group.partition.mesh, values_of(found, key)
     own = {path: number for path, number in grads.items() if number in writes}
     kept = [number for number in writes if number in read_elsewhere or number not in own.values()]
     mapped = programs.Mapped(trace.call)
@@ -184,7 +196,7 @@ def _program(
         return [made[number] for number in kept], accumulate.added(sums, grads, factor)
 
     taken = [on_mesh(values[number], mesh) for number in reads]
-    sums = {path: summed(partition.placements[path]) for path in own}
+    sums = {path: of_group.summed(path) for path in own}
     # What leaves has a sharding that each process knows, also if it does not compile the program.
     specs = dict(zip(writes, mapped.specs_of_writes(part)))
     known = [NamedSharding(mesh, specs[number]) if number in leaving else None for number in kept]
@@ -196,12 +208,12 @@ def _program(
         for number, like in zip(kept, made):
             sharding = NamedSharding(mesh, specs[number])
             values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
-        return StageProgram(group, reads, kept, tuple(own), taken_weight, None, part)
+        return StageProgram(group, reads, kept, sums, taken_weight, None, part)
     lowered = jax.jit(program, donate_argnums=1, out_shardings=shardings).lower(taken, sums, factor)
     done = together(lowered, program.__name__, alike, options)
     for number, like, sharding in zip(kept, done.out_info[0], done.output_shardings[0]):
         values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
-    return StageProgram(group, reads, kept, tuple(own), taken_weight, done, part)
+    return StageProgram(group, reads, kept, sums, taken_weight, done, part)
 
 
 def together(
@@ -223,8 +235,3 @@ def together(
 def on_mesh(like: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Returns an abstract array of a group on another one."""
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(mesh, like.sharding.spec))
-
-
-def summed(weight: Any) -> jax.ShapeDtypeStruct:
-    """Returns the abstract sum of a weight's gradients, for its placement."""
-    return jax.ShapeDtypeStruct(weight.shape, np.float32, sharding=weight.update)

@@ -128,7 +128,8 @@ class PipelineStep:
         self._here = [group for group, is_here in enumerate(self.travel.here) if is_here]
         self._prepare = jax.jit(functools.partial(_micro_batches, layout, of_groups[0].compute_dtype))
         self.updates = [
-            group_update.GroupUpdate(self.placed, number, scaling, clip, donate=donate) for number in range(len(groups))
+            group_update.GroupUpdate(self.placed, number, own.reduction, scaling, clip, donate=donate)
+            for number, own in enumerate(of_groups)
         ]
         self._zeros = [self._maker_of_zeros(number) for number in range(len(groups))]
         self._programs: dict[Any, stage_programs.StagePrograms] = {}
@@ -190,12 +191,11 @@ class PipelineStep:
         Those of a group of another process are the ones of a group that is here.
         """
         programs: list[tuple[jax.stages.Compiled, ...]] = []
-        for group, mesh in enumerate(self._meshes):
-            update = self.updates[group if self.travel.here[group] else self._here[0]]
-            mesh = mesh if self.travel.here[group] else self._meshes[self._here[0]]
-            one = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-            sums = {path: stage_programs.summed(self.placed.groups[0].placements[path]) for path in update.trained}
-            sums = {path: stage_programs.on_mesh(own, mesh) for path, own in sums.items()}
+        for group in range(len(self._meshes)):
+            of = group if self.travel.here[group] else self._here[0]
+            update = self.updates[of]
+            one = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._meshes[of], P()))
+            sums = {path: self._of_groups[of].summed(path) for path in update.trained}
             squares = [dict.fromkeys(other.trained, one) for other in self.updates]
             lowered = update.lowered(sums, self.order.micros if found.weight is None else one, squares)
             programs.append(tuple(stage_programs.together(own, "", alike) for own in lowered))
@@ -341,10 +341,7 @@ class PipelineStep:
         return copies
 
     def _maker_of_zeros(self, group: int) -> Callable[[], dict[str, jax.Array]]:
-        likes = {
-            path: stage_programs.summed(self.placed.groups[group].placements[path])
-            for path in self.updates[group].trained
-        }
+        likes = {path: self._of_groups[group].summed(path) for path in self.updates[group].trained}
         return jax.jit(
             lambda: {path: jnp.zeros(like.shape, like.dtype) for path, like in likes.items()},
             out_shardings={path: like.sharding for path, like in likes.items()},

@@ -2,15 +2,17 @@
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
-from zerojax import tree
+from zerojax import specs, tree
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero import accumulate, block_settings, explicit, gather, placement
@@ -28,6 +30,7 @@ def one_pass(
     layout: inputs.Layout,
     runner: Callable[..., Any],
     grad_dtype: DTypeLike = jnp.float32,
+    at_once: bool = True,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state, number) -> ((loss, aux), grads) of one pass, for a caller that adds up passes itself.
 
@@ -35,12 +38,20 @@ def one_pass(
       layout: that of one pass.
       runner: makes what runs the blocks; takes the arguments of `overlap.Chain`.
       grad_dtype: of the gradients of the weights of blocks; others are float32.
+      at_once: as of `gather.Reduction`. Gradients that wait are sharded as `unsummed` until `reduced`.
 
     `aux` has the state's fields, the metrics as `outputs.terms` of all devices, and the weight of the pass (`outputs.objective`) if passes
     differ. `number` is int32[], the number of the pass.
     """
     marked = _with_grad_dtype(partition, how.blocks, grad_dtype)
-    of_device = explicit.OfDevice(loss_fn, marked, how, gather.Reduction(reduce_dtype), compute_dtype, passes, runner)
+    reduction = gather.Reduction(reduce_dtype, at_once)
+    of_device = explicit.OfDevice(loss_fn, marked, how, reduction, compute_dtype, passes, runner)
+
+    def returned(path: str, grad: jax.Array) -> jax.Array:
+        return grad[None] if reduction.waits(of_device.find(path, None)) else grad
+
+    def of_grad(found: placement.Placement) -> NamedSharding:
+        return unsummed(found) if reduction.waits(found) else found.update
 
     def on_device(
         program: explicit.Program, own_keys: keys.Paths, params: PyTree, batch: PyTree, state: State, number: jax.Array
@@ -56,9 +67,45 @@ def one_pass(
             (loss, aux), (grads, tokens, _) = run((*of_device.sinks(params), nothing), batch, state)
         grads = explicit.with_tokens((tokens, aux.pop("tokens")), grads)
         aux["metrics"] = outputs.of_all_devices(aux["metrics"])
-        return (jax.lax.psum(loss, mesh_lib.SUMMED), aux), grads
+        return (jax.lax.psum(loss, mesh_lib.SUMMED), aux), tree.map_with_path(returned, grads)
 
-    return of_device.mapped(on_device, layout)
+    return of_device.mapped(on_device, layout, of_grad)
+
+
+def unsummed(weight: placement.Placement) -> NamedSharding:
+    """Returns the sharding of a gradient that each device keeps for itself: its first dim counts devices."""
+    mesh = weight.used.mesh
+    own = specs.axes(weight.used.spec)
+    over = tuple(axis for axis in mesh.axis_names if axis in mesh_lib.manual(mesh) and axis not in own)
+    return NamedSharding(mesh, P(over, *weight.used.spec))
+
+
+def reduced(
+    grads: Mapping[str, jax.Array], placements: Mapping[str, placement.Placement], reduction: gather.Reduction
+) -> dict[str, jax.Array]:
+    """Sums over devices the gradients, by path, that passes left unsummed; others are returned as they are."""
+    waiting = {path: grad for path, grad in grads.items() if reduction.waits(placements[path])}
+    if not waiting:
+        return dict(grads)
+    mesh = placements[next(iter(waiting))].used.mesh
+    axes = mesh_lib.manual(mesh)
+
+    def on_device(grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        found = {}
+        for path, grad in grads.items():
+            with jax.named_scope(tree.below_params(path)):
+                found[path] = gather.reduce_rest(grad[0], placements[path], reduction)
+        return found
+
+    run = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=({path: specs.only(unsummed(placements[path]).spec, axes) for path in waiting},),
+        out_specs={path: specs.only(placements[path].update.spec, axes) for path in waiting},
+        axis_names=axes,
+        check_vma=False,
+    )
+    return {**grads, **run(waiting)}
 
 
 def _with_grad_dtype(partition: placement.Partition, blocks: str, dtype: DTypeLike | None) -> placement.Partition:
