@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import pathlib
+import signal
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--since", type=int, default=-1, help="the step that is known already")
     options = parser.parse_args()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as of other programs whose output `head` ends
     try:
         found = index(options.folder)
     except (OSError, ValueError) as error:

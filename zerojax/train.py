@@ -261,6 +261,8 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
         config = examples.with_steps(config, pairs)
         if config.epochs:
             say(f"config.epochs={config.epochs:g} takes {config.steps} steps")
+        if config.data.task == tasks.GRPO:
+            rollouts.check(config, pairs)
     program = _build(config, tokenizer)
     data_dir = _prepare_data(config, folder) if pairs is None else folder
     streams = program_lib.open_feed(program, tokenizer, data_dir, pairs)
@@ -311,7 +313,8 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
     texts.check(program, tokenizer)
     host.check(program)
-    for line in (*effects.shortened(config), *effects.undivided(config, program.sizes.micro_batch_size)):
+    of_tokens = effects.undivided(config, program.sizes.micro_batch_size)
+    for line in (*effects.shortened(config), *effects.unpublished(config), *of_tokens):
         say(line)
     if program.weights.adapted is not None:
         say(program.weights.count_line(program.partition))

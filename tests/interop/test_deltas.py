@@ -5,6 +5,8 @@ import importlib.util
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -83,6 +85,14 @@ def test_a_folder_without_deltas_is_one_line(reader, tmp_path, monkeypatch, caps
     with pytest.raises(SystemExit, match="2"):
         reader.main()
     assert capsys.readouterr().err.startswith(f"{tmp_path}: holds no index.json")
+
+
+def test_a_list_that_another_program_cuts_ends_in_silence(reader, model, tmp_path):
+    published(drawn(model, 0), model, tmp_path, 1)
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, reader.__file__, tmp_path], **pipes) as listing:
+        listing.stdout.close()
+        assert listing.stderr.read() == b""
 
 
 def test_damage_is_told(reader, model, tmp_path):

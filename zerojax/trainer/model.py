@@ -75,7 +75,8 @@ def _with_classes(
     """
     if not family.is_classifier:
         return model
-    labels, name = tuple(config.data.labels), config.init_from or config.model.preset
+    labels = tuple(config.data.labels)
+    name = config.init_from or f"config.model.preset={config.model.preset}"
     if config.data.task != tasks.CLASSIFICATION:
         raise UserError(
             f"config.data.task: is {config.data.task}, and {name} is a classifier, which answers with one of its classes; set "

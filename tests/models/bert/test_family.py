@@ -98,8 +98,8 @@ def test_a_run_learns_classes_and_tells_its_accuracy(tmp_path, cache_dir):
 
 
 WRONG = {
-    "config.data.task: is seq2seq, and bert_test is a classifier": {"data__task": "seq2seq"},
-    "config.data.labels: has 0 classes, and bert_test has no head yet": {"data__labels": ()},
+    "config.data.task: is seq2seq, and config.model.preset=bert_test is a classifier": {"data__task": "seq2seq"},
+    "config.data.labels: has 0 classes, and config.model.preset=bert_test has no head yet": {"data__labels": ()},
     "config.mesh.context: is 2, and the head of a classifier reads a text's first token": {"mesh__context": 2},
 }
 

@@ -39,6 +39,12 @@ def test_a_warm_up_longer_than_the_run_is_told_and_no_other():
     assert effects.shortened(runs.config(steps=20, optimizer__warmup_steps=20)) == []
 
 
+def test_publications_that_no_step_reaches_are_told():
+    told = effects.unpublished(runs.config(steps=4, export__deltas_every=5))
+    assert told == ["config.export.deltas_every=5 has no effect: the run has config.steps=4"]
+    assert effects.unpublished(runs.config(steps=4, export__deltas_every=4)) == effects.unpublished(runs.config()) == []
+
+
 @pytest.mark.parametrize("parts, is_told", [(1, False), (4, False), (5, True)])
 def test_parts_that_do_not_divide_a_devices_tokens_are_told(parts, is_told):
     told = effects.undivided(runs.config(seq_len=32, mesh__expert=2, mesh__context=2, experts__parts=parts), rows=3)

@@ -114,7 +114,7 @@ def test_the_reference_costs_no_copy_of_the_weights(pairs_file, changes):
         ({"data__rejected": "{chosen}"}, "config.data.rejected: is '{chosen}', as config.data.answer"),
         ({"data__rejected": "none"}, "config.data.rejected: 'none' names no field"),
         ({"data__rejected": "{other}"}, "config.data.rejected|has no field 'other'"),
-        ({"model__preset": "bert_test"}, "config.data.task: is dpo, and bert_test is a classifier"),
+        ({"model__preset": "bert_test"}, "config.data.task: is dpo, and config.model.preset=bert_test is a classifier"),
     ],
 )
 def test_what_does_not_go_with_pairs_is_refused(pairs_file, changes, words):

@@ -49,6 +49,7 @@ def opened(prompts_file, devices=8, **changes):
     with runs.on_devices(devices):
         config = runs.config(**{**TASK, "data__train_file": prompts_file, **changes})
         found = examples.load(config, *model_lib.family_of(config), BYTES, "")
+        rollouts.check(config, found)
         built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
         streams = program.open_feed(built, BYTES, "", found)
         return built, rollouts.Rollouts(built, BYTES, found, streams)
@@ -132,3 +133,9 @@ def test_what_does_not_go_with_rollouts_is_refused(prompts_file, changes, words)
         opened(prompts_file, **changes)
     assert "\n" not in str(caught.value)
     assert len(jax.devices()) == 8
+
+
+def test_a_group_is_refused_before_a_program_is_built(prompts_file, tmp_path):
+    unbuilt = mock.patch.object(program, "build", side_effect=AssertionError("it builds one"))
+    with pytest.raises(UserError, match=r"config\.grpo\.group: 3 answers"), unbuilt:
+        runs.run(tmp_path, **{**TASK, "data__train_file": prompts_file, "grpo__group": 3})

@@ -31,6 +31,14 @@ def unread(config: settings.Config) -> list[str]:
     return [f"config.{place}={settings.lookup(config, place)!r} has no effect: {why}" for place, why in reasons.items()]
 
 
+def unpublished(config: settings.Config) -> list[str]:
+    """Returns a line if a run publishes nothing that is asked for, whose steps must be known."""
+    every = config.export.deltas_every
+    if every <= config.steps:
+        return []
+    return [f"config.export.deltas_every={every} has no effect: the run has {config.length}"]
+
+
 def shortened(config: settings.Config) -> list[str]:
     """Returns a line if the warm-up is longer than the run, whose steps must be known."""
     chosen = config.optimizer

@@ -24,7 +24,9 @@ from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import requests
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
+from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
+from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.tuning import answers, examples, rewarded
 from zerojax.tree import PyTree
 from zerojax.zero import where_used
@@ -43,12 +45,36 @@ class _Model(NamedTuple):
     adapters: Any
 
 
-class Rollouts:
-    """Makes the batch of each step from answers of the model.
+def check(config: settings_lib.Config, pairs: splits.Splits) -> None:
+    """Checks that answers to the prompts can be drawn, before a program is built.
 
     Raises:
-      UserError: the group does not divide the batch, a prompt with its answer is longer than a row, or there is no such reward.
+      UserError: there are several processes, the group does not divide the batch, a prompt with its answer is longer than a row, or
+        there is no such reward.
     """
+    if jax.process_count() > 1:
+        raise UserError(
+            f"config.data.task: is {config.data.task}, whose answers are drawn in one process, and there are {jax.process_count()}; "
+            "start one for all devices of a host"
+        )
+    ways = mesh_lib.ways(mesh_lib.make_mesh(**vars(config.mesh)))
+    count, group = config_lib.batch_sizes(config, ways).global_batch_size, config.grpo.group
+    if count % group:
+        raise UserError(
+            f"config.grpo.group: {group} answers a prompt do not divide the {count} answers of config.global_batch_size; set "
+            f"--config.global_batch_size={count + -count % group}"
+        )
+    rewards.find(config.grpo.reward)
+    longest = max(map(len, tasks.prompts(pairs.train.examples, pairs.form)))
+    if not pairs.form.is_encoder_decoder and longest > config.seq_len + 1 - config.data.answer_len:
+        raise UserError(
+            f"config.seq_len: is {config.seq_len}, and the longest prompt has {longest} tokens, after which an answer has "
+            f"config.data.answer_len={config.data.answer_len}; set --config.seq_len={longest + config.data.answer_len - 1}"
+        )
+
+
+class Rollouts:
+    """Makes the batch of each step from answers of the model."""
 
     def __init__(
         self,
@@ -57,29 +83,11 @@ class Rollouts:
         pairs: splits.Splits,
         streams: feed.Feed,
     ):
-        config, chosen = program.config, program.config.grpo
-        if jax.process_count() > 1:
-            raise UserError(
-                f"config.data.task: is {config.data.task}, whose answers are drawn in one process, and there are {jax.process_count()}; "
-                "start one for all devices of a host"
-            )
-        count, group = program.sizes.global_batch_size, chosen.group
-        if count % group:
-            raise UserError(
-                f"config.grpo.group: {group} answers a prompt do not divide the {count} answers of config.global_batch_size; set "
-                f"--config.global_batch_size={count + -count % group}"
-            )
-        self._reward = rewards.find(chosen.reward)
+        self._reward = rewards.find(program.config.grpo.reward)
         self._program, self._tokenizer, self._pairs, self._streams = program, tokenizer, pairs, streams
         self._special = examples.special_tokens(program.family, program.weights.source, tokenizer)
         self._prompts = list(tasks.prompts(pairs.train.examples, pairs.form))
         self._is_pair = program.family.is_encoder_decoder
-        longest, room = max(map(len, self._prompts)), config.seq_len + 1 - config.data.answer_len
-        if not self._is_pair and longest > room:
-            raise UserError(
-                f"config.seq_len: is {config.seq_len}, and the longest prompt has {longest} tokens, after which an answer has "
-                f"config.data.answer_len={config.data.answer_len}; set --config.seq_len={longest + config.data.answer_len - 1}"
-            )
         self._engine: engine_lib.Engine | None = None
         self._log_probs = {
             rewarded.OLD: _log_probs(program, program.family),
