@@ -86,7 +86,7 @@ def test_a_server_answers_openais_client_and_clients_that_leave_and_drains(comma
         openais_client_gets_the_tokens_of_transformers_whole_and_as_a_stream(url)
         for is_streamed in (True, False):
             a_client_that_is_gone_frees_its_slot(url, is_streamed)
-        hostile_clients_get_4xx_or_503_and_leave_nothing_behind(process, url, 100, seed=0)
+        hostile_clients_get_4xx_or_503_and_leave_nothing_behind(process, url, 50, seed=0)
         the_first_sigterm_refuses_new_requests_and_answers_those_that_run(process, url)
 
 

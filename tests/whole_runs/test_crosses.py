@@ -11,7 +11,7 @@ import runs
 from zerojax.trainer.checks import effects
 
 MOST = 200  # rows of the covering array, which takes seconds to make: no process makes it to collect its tests
-DEFAULT = (30,)  # cases that run by default, the others with -m long
+DEFAULT = (67,)  # cases that run by default, the others with -m long
 
 
 @pytest.fixture(scope="module")

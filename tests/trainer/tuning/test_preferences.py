@@ -49,13 +49,19 @@ def opened(pairs_file, **changes):
 def plain_log_probs(built, params, pairs):
     """Returns float32[pairs, 2] by all logits of one answer after the other."""
 
-    def of_answer(example):
-        is_pair = built.family.is_encoder_decoder
-        tokens = jnp.asarray(example.targets if is_pair else example.inputs)[None]
-        inputs = {"inputs": jnp.asarray(example.inputs)[None]} if is_pair else {}
+    is_pair = built.family.is_encoder_decoder
+
+    @jax.jit
+    def summed(params, inputs, tokens, labeled):
         logits = built.family.logits(built.model, params, inputs, tokens[:, :-1])
         terms = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[0, :, 0]
-        return float(jnp.sum(terms * example.labeled[1:]))
+        return jnp.sum(terms * labeled[1:])
+
+    def of_answer(example):
+        tokens = example.targets if is_pair else example.inputs
+        after = (0, TASK["seq_len"] - len(tokens))  # what follows changes nothing: one program serves all
+        inputs = {"inputs": example.inputs[None]} if is_pair else {}
+        return float(summed(params, inputs, np.pad(tokens, after)[None], np.pad(example.labeled, after)))
 
     return np.array([[of_answer(answers.examples[number]) for answers in pairs._both] for number in range(len(pairs))])
 

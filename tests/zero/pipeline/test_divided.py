@@ -3,7 +3,7 @@
 import collections
 
 import pytest
-from pipelines import abstract, batch_of, prepared
+from pipelines import Net, abstract, batch_of, prepared
 
 from zerojax import traces
 from zerojax.zero.pipeline import order
@@ -13,7 +13,8 @@ from zerojax.zero.pipeline import order
 def programs():
     found = {}
     for schedule in ("1f1b", "zero_bubble"):
-        (_, partition), step = prepared({"pipe": 2, "data": 2}, 3, shard=abstract, schedule=schedule)
+        how = {"net": Net(layers=2), "schedule": schedule, "shard": abstract}
+        (_, partition), step = prepared({"pipe": 2, "data": 2}, 3, **how)
         found[schedule] = step.programs(step.micro(batch_of(0)))
     return found, partition
 
@@ -32,7 +33,7 @@ def test_matmuls_of_weights_wait_and_none_is_done_twice(programs):
         early, late = (count(found["zero_bubble"].programs[kind, stage]) for kind in (order.BACKWARD, order.WEIGHTS))
         assert early["dot_general"] + late["dot_general"] == one["dot_general"]
         assert late["reduce_scatter"] > 0
-    kernels = {path for path in partition.placements if "block_2" in path and path.endswith("kernel")}
+    kernels = {path for path in partition.placements if "block_1" in path and path.endswith("kernel")}
     divided = found["zero_bubble"].programs
     assert kernels <= set(divided[order.WEIGHTS, 1].sums)
     assert early["dot_general"] and not kernels & set(divided[order.BACKWARD, 1].sums)

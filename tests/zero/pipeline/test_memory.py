@@ -2,12 +2,13 @@
 
 import collections
 import dataclasses
+import functools
 import gc
 
 import jax
 import pytest
 import runs
-from pipelines import batch_of, prepared
+from pipelines import PASSES, Net, batch_of, prepared
 
 import zerojax
 from zerojax import tree
@@ -22,19 +23,25 @@ def alive_on(device):
     return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
 
 
-@pytest.mark.parametrize(
-    "mesh, schedule, chunks",
-    [
-        ({"pipe": 2, "data": 2}, "1f1b", 1),
-        pytest.param({"pipe": 2}, "zero_bubble", 1, marks=runs.LONG),
-        pytest.param({"pipe": 4}, "gpipe", 1, marks=runs.LONG),
-        pytest.param({"pipe": 2}, "interleaved", 2, marks=runs.LONG),
-    ],
-)
-def test_values_alive_between_programs_are_those_that_are_counted(mesh, schedule, chunks, monkeypatch):
-    (state, partition), step = prepared(
-        mesh, 3, shard=zerojax.shard_train_state, schedule=schedule, chunks=chunks, donate=False
-    )
+CASES = {  # the mesh, the schedule, the chunks and the layers
+    "1f1b": ({"pipe": 2, "data": 2}, "1f1b", 1, 2),
+    "zero_bubble": ({"pipe": 2}, "zero_bubble", 1, 3),
+    "gpipe": ({"pipe": 4}, "gpipe", 1, 3),
+    "interleaved": ({"pipe": 2}, "interleaved", 2, 3),
+}
+
+
+@functools.cache
+def made(case):
+    """Returns a state, its partition, and the step, whose programs are compiled once."""
+    mesh, schedule, chunks, layers = CASES[case]
+    how = {"net": Net(layers=layers), "schedule": schedule, "chunks": chunks, "donate": False}
+    return prepared(mesh, 3, shard=zerojax.shard_train_state, **how)
+
+
+@pytest.mark.parametrize("case", runs.cases(CASES, long={*CASES} - {"1f1b"}))
+def test_values_alive_between_programs_are_those_that_are_counted(case, monkeypatch):
+    (state, partition), step = made(case)
     batch = batch_of(0)
     found = step.programs(step.micro(batch))
     leaves = tree.flatten(partition.abstract_state)
@@ -67,13 +74,14 @@ def test_values_alive_between_programs_are_those_that_are_counted(mesh, schedule
 
 
 def test_1f1b_keeps_fewer_values_than_gpipe_and_sends_the_same():
+    (_, partition), step = made("1f1b")  # whose programs are those of gpipe
+    programs, leaves = step.programs(step.micro(batch_of(0))), tree.flatten(partition.abstract_state)
+    assert isinstance(programs, stage_programs.StagePrograms)
     found = {}
     for schedule in ("1f1b", "gpipe"):
-        (_, partition), step = prepared({"pipe": 2}, 3, shard=zerojax.shard_train_state, schedule=schedule)
-        programs = step.programs(step.micro(batch_of(0)))
-        leaves = tree.flatten(partition.abstract_state)
-        found[schedule] = memory.of_groups(step.placed, step.sent, programs, leaves, [0, 0])
-        assert isinstance(programs, stage_programs.StagePrograms)
+        sent = order.sent(order.make(schedule, 2, PASSES))
+        found[schedule] = memory.of_groups(step.placed, sent, programs, leaves, [0, 0])
+    assert step.sent == order.sent(order.make("1f1b", 2, PASSES))
     assert [own.sent for own in found["1f1b"]] == [own.sent for own in found["gpipe"]]
     assert all(a.values < b.values for a, b in zip(found["1f1b"], found["gpipe"]))
     assert order.make("1f1b", 2, 4).alive(1) == 1

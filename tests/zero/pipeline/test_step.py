@@ -15,21 +15,21 @@ from zerojax.errors import UserError
 
 
 @pytest.mark.parametrize(
-    "mesh, stage, schedule, chunks",
+    "mesh, stage, schedule, chunks, layers",
     [
-        ({"pipe": 2, "data": 2}, 3, "zero_bubble", 1),
-        pytest.param({"pipe": 2, "data": 2}, 3, "1f1b", 1, marks=runs.LONG),
-        pytest.param({"pipe": 2, "data": 2}, 2, "zero_bubble", 1, marks=runs.LONG),
-        pytest.param({"pipe": 4, "data": 2}, 3, "zero_bubble", 1, marks=runs.LONG),
-        pytest.param({"pipe": 4, "data": 2}, 2, "gpipe", 1, marks=runs.LONG),
-        pytest.param({"pipe": 2, "data": 2}, 1, "interleaved", 2, marks=runs.LONG),
-        pytest.param({"pipe": 2, "replica": 2, "data": 2}, 3, "1f1b", 1, marks=runs.LONG),
-        pytest.param({"pipe": 2, "context": 2}, 2, "1f1b", 1, marks=runs.LONG),
+        ({"pipe": 2, "data": 2}, 3, "zero_bubble", 1, 2),
+        pytest.param({"pipe": 2, "data": 2}, 3, "1f1b", 1, 3, marks=runs.LONG),
+        pytest.param({"pipe": 2, "data": 2}, 2, "zero_bubble", 1, 3, marks=runs.LONG),
+        pytest.param({"pipe": 4, "data": 2}, 3, "zero_bubble", 1, 3, marks=runs.LONG),
+        pytest.param({"pipe": 4, "data": 2}, 2, "gpipe", 1, 3, marks=runs.LONG),
+        pytest.param({"pipe": 2, "data": 2}, 1, "interleaved", 2, 3, marks=runs.LONG),
+        pytest.param({"pipe": 2, "replica": 2, "data": 2}, 3, "1f1b", 1, 3, marks=runs.LONG),
+        pytest.param({"pipe": 2, "context": 2}, 2, "1f1b", 1, 3, marks=runs.LONG),
     ],
 )
-def test_a_step_over_a_pipeline_is_that_of_one_device(mesh, stage, schedule, chunks):
-    metrics, params, state = trained(mesh, stage, schedule=schedule, chunks=chunks)
-    assert_equal((metrics, params), on_one_device())
+def test_a_step_over_a_pipeline_is_that_of_one_device(mesh, stage, schedule, chunks, layers):
+    metrics, params, state = trained(mesh, stage, schedule=schedule, chunks=chunks, net=Net(layers=layers))
+    assert_equal((metrics, params), on_one_device(net=Net(layers=layers)))
     assert int(state.step) == 2
     homes = {leaf.sharding.device_set == state.step.sharding.device_set for leaf in jax.tree.leaves(state.params)}
     assert homes == {False}, "each weight lives on the devices of one group"
