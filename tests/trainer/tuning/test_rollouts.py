@@ -1,6 +1,7 @@
 """Checks that a run learns from answers of its own weights. This module tests zerojax.trainer.tuning.rollouts."""
 
 import json
+import shutil
 from unittest import mock
 
 import jax
@@ -103,8 +104,9 @@ def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_f
     settings = {**TASK, "data__train_file": prompts_file, "lora__r": 4, "grpo__kl": 0.1}
     whole = runs.run(tmp_path / "whole", devices=2, steps=4, **settings)
     with mock.patch.object(signals.StopSignal, "agreed", return_value=True):  # a signal in the first step
-        parts = runs.run(tmp_path / "parts", devices=2, steps=4, **settings)
-    assert [*runs.losses(parts)] == [1, 2]
+        stopped = runs.run(tmp_path / "stopped", devices=2, steps=4, **settings)
+    assert [*runs.losses(stopped)] == [1, 2]
+    parts = shutil.copytree(stopped, tmp_path / "parts")  # of the first this process has the lock until it ends
     runs.run(parts, devices=2, steps=4, **settings)
     names = ("loss", "reward", "kl", "clipped")
     assert runs.numbers(parts, names=names) == runs.numbers(whole, names=names)
