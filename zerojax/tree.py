@@ -1,4 +1,6 @@
-"""Names the leaves of a pytree. This module turns key paths into strings such as `params/layer_0/mlp/up/kernel`."""
+"""Names the leaves of a pytree. This module turns key paths into strings such as `params/layer_0/mlp/up/kernel`, and takes the arrays out
+of a value.
+"""
 
 import functools
 import math
@@ -7,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from zerojax import errors
 
@@ -158,3 +161,21 @@ def longest_suffix(index: dict[str, str], path: str) -> str | None:
         if (found := index.get("/".join(parts[start:]))) is not None:
             return found
     return None
+
+
+class NonArrays:
+    """What of a value is no array (a flag, a name). JAX's transformations would trace or refuse it, so it stays beside them."""
+
+    def take(self, value: Any) -> list[Any]:
+        """Returns the arrays of a value, and keeps the rest."""
+        leaves, self._structure = jax.tree.flatten(value)
+        self._is_array = [
+            isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves
+        ]  # a numpy scalar may be a static argument
+        self._rest = [leaf for array, leaf in zip(self._is_array, leaves) if not array]
+        return [leaf for array, leaf in zip(self._is_array, leaves) if array]
+
+    def give(self, arrays: Iterable[Any]) -> Any:
+        """Returns the value that was taken, with other arrays."""
+        own, rest = iter(arrays), iter(self._rest)
+        return jax.tree.unflatten(self._structure, [next(own if array else rest) for array in self._is_array])

@@ -112,7 +112,7 @@ def test_only_full_paths_match_and_the_outermost_wins():
 
 def test_matmuls_of_named_modules_are_marked():
     found, _ = apply(recompute=r"block_1/inner/dense", offload=r"block_0/inner(/dense)?")
-    assert found.recomputed == {"block_1/inner/dense"}
-    assert found.offloaded == {"block_0/inner", "block_0/inner/dense"}
+    assert found.marks.recomputed == {"block_1/inner/dense"}
+    assert found.marks.offloaded == {"block_0/inner", "block_0/inner/dense"}
     found, _ = apply(heads="block_1", recompute=".*/dense", offload=".*/inner")  # heads keep all that they compute
-    assert (found.recomputed, found.offloaded) == ({"block_0/inner/dense"}, {"block_0/inner"})
+    assert (found.marks.recomputed, found.marks.offloaded) == ({"block_0/inner/dense"}, {"block_0/inner"})

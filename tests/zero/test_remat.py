@@ -1,4 +1,4 @@
-"""Checks the residuals that policies keep. This module tests zerojax.zero.remat."""
+"""Checks the residuals that policies keep. This module tests zerojax.zero.remat and zerojax.zero.marks."""
 
 import collections
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import pytest
 
 from zerojax.errors import UserError
 from zerojax.ops import fp8, residuals
-from zerojax.zero import remat
+from zerojax.zero import marks, remat
 
 X, W = jnp.ones((3, 4)), jnp.ones((4, 5))
 
@@ -20,7 +20,7 @@ def kept(policy, marked=False):
     """Returns the shapes kept of tanh(x w) ** 2, beside the inputs."""
 
     def f(x, w):
-        [y] = remat.not_kept(lambda: [x @ w]) if marked else [x @ w]
+        [y] = marks.not_kept(lambda: [x @ w]) if marked else [x @ w]
         return jnp.sum(jnp.tanh(y) ** 2)
 
     leaves = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1], X, W))
@@ -54,7 +54,7 @@ def test_of_an_fp8_matmul_the_scaled_result_and_the_scales_are_kept_unless_it_is
             def multiply():
                 return [fp8.dot_general(jnp.tanh(x), w, (((1,), (0,)), ((), ())))]
 
-            [y] = remat.not_kept(multiply) if marked else multiply()
+            [y] = marks.not_kept(multiply) if marked else multiply()
             return jnp.sum(jnp.tanh(y) ** 2)
 
         leaves = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1], X, W))
@@ -69,7 +69,7 @@ def test_of_an_fp8_matmul_the_scaled_result_and_the_scales_are_kept_unless_it_is
 @pytest.mark.parametrize("name", ["dots", "full"])
 def test_arrays_named_for_the_host_are_kept_there_and_not_on_the_device(name):
     def f(x, w):
-        y, said = remat.for_host((x @ w, "word"))
+        y, said = marks.for_host((x @ w, "word"))
         assert said == "word"
         return jnp.sum(jnp.tanh(y) ** 2)
 
@@ -94,10 +94,10 @@ def test_naming_for_the_host_keeps_the_tree():
 
     parts: dict = {"z": X, "a": 1, 3: Pair(None, [X, "word"])}
     for value in (parts, collections.OrderedDict(parts), flax.core.FrozenDict({"z": X, "a": X})):
-        named = remat.for_host(value)
+        named = marks.for_host(value)
         assert type(named) is type(value) and list(named) == list(value)
-    assert isinstance(remat.for_host(parts)[3], Pair) and remat.for_host(parts)[3].second[1] == "word"
-    assert remat.for_host("word") == "word" and remat.for_host(None) is None
+    assert isinstance(marks.for_host(parts)[3], Pair) and marks.for_host(parts)[3].second[1] == "word"
+    assert marks.for_host("word") == "word" and marks.for_host(None) is None
 
 
 @pytest.mark.parametrize("precision", [None, "highest", "default"])
@@ -106,7 +106,7 @@ def test_a_mark_leaves_the_precision_and_the_compiled_program_as_they_are(precis
         return x @ w
 
     def marked(x, w):
-        return remat.not_kept(lambda: [matmul(x, w)])[0]
+        return marks.not_kept(lambda: [matmul(x, w)])[0]
 
     with jax.default_matmul_precision(precision):
         assert (precision or "default").upper() in str(jax.make_jaxpr(marked)(X, W))
@@ -135,7 +135,7 @@ def test_marks_reach_matmuls_in_functions_that_are_called_or_mapped():
         return y + jax.lax.scan(lambda carry, _: (carry + jnp.dot(x, w), None), y, length=2)[0]
 
     def f(x, w):
-        [y] = remat.not_kept(lambda: [wrapped(x, w)])
+        [y] = marks.not_kept(lambda: [wrapped(x, w)])
         return jnp.sum(jnp.tanh(y) ** 2)
 
     for loss in (f, lambda x, w: jnp.sum(jax.vmap(f, (0, None))(jnp.stack([x, x]), w))):
@@ -145,4 +145,4 @@ def test_marks_reach_matmuls_in_functions_that_are_called_or_mapped():
 
 def test_a_matmul_with_a_dot_algorithm_takes_no_mark():
     with pytest.raises(UserError, match=r"^recompute: a matmul .* has the dot algorithm .*F32_F32_F32"):
-        remat.not_kept(lambda: [jnp.dot(X, W, precision="F32_F32_F32")])
+        marks.not_kept(lambda: [jnp.dot(X, W, precision="F32_F32_F32")])

@@ -342,16 +342,28 @@ OFF = {
     "forward_only.py",
     "loss_scale.py",
     "padding.py",
+    "marks.py",
+    "nnx_blocks.py",
+    "lifted_blocks.py",
+    "block_keys.py",
 }
 
 
-def test_a_plain_step_enters_no_module_of_what_is_off():
-    state, part = shard_state.shard_train_state(linear_state(optax.sgd(0.1)), mesh=mesh_lib.make_mesh())
+@pytest.mark.parametrize("blocks", ["", r"layers_\d"])
+def test_a_plain_step_enters_no_module_of_what_is_off(blocks):
+    model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
+    params = model.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh())
     entered, folder = set(), pathlib.Path(step.__file__).parent
-    train_step = step.make_train_step(linear_loss, part, reduce_dtype=jnp.float32)
+
+    def loss_fn(params, batch, state):
+        return jnp.mean(model.apply({"params": params}, batch) ** 2)
+
+    train_step = step.make_train_step(loss_fn, part, blocks=blocks, reduce_dtype=jnp.float32)
     sys.setprofile(lambda frame, event, _: entered.add(pathlib.Path(frame.f_code.co_filename)))
     try:
-        jax.eval_shape(train_step, state, linear_batch())
+        jax.eval_shape(train_step, state, jnp.ones((16, 8)))
     finally:
         sys.setprofile(None)
     rooms = {path.relative_to(folder).parts[0] for path in entered if path.is_relative_to(folder)}

@@ -23,7 +23,7 @@ from zerojax.lora.targets import KERNEL, A, B
 from zerojax.models import layers
 from zerojax.ops import quantized, tiles
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import remat
+from zerojax.zero import marks
 from zerojax.zero.sharded_batch import keys
 
 RNG = "lora"  # the name of Linen's random stream for dropout
@@ -195,7 +195,7 @@ def output(x: jax.Array, a: jax.Array, b: jax.Array, scale: float, shape: tuple[
     with jax.named_scope("lora"):
         kept = x.shape[: _leading(x.shape, a.shape[0])]
         low = (x.reshape(*kept, -1) @ a) * scale
-        return remat.not_kept(lambda: [low @ b])[0].reshape(shape)
+        return marks.not_kept(lambda: [low @ b])[0].reshape(shape)
 
 
 def drop(key: jax.Array, x: jax.Array, rate: float, call: int = 0) -> jax.Array:

@@ -9,7 +9,7 @@ arguments; what it changes in those variables is a result.
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,11 +55,6 @@ def _wrapped(call: Any) -> Any:
     return wrapper
 
 
-def of_this_trace(value: PyTree) -> PyTree:
-    """Returns a value with copies of its NNX variables, which can only be changed in the trace that makes them."""
-    return jax.tree.map(lambda leaf: leaf, value)
-
-
 def variables(params: PyTree) -> dict[str, Any]:
     """Returns the values of the NNX variables other than params; a forward pass may change these in place."""
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_other_variable)
@@ -69,6 +64,25 @@ def variables(params: PyTree) -> dict[str, Any]:
 def is_other_variable(node: PyTree) -> bool:
     """Returns whether a node is an NNX variable other than a param."""
     return isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
+
+
+def changed(params: PyTree, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of `variables` that are others than before."""
+    return {path: value for path, value in variables(params).items() if value is not before[path]}
+
+
+def gathered(gather_leaf: Callable[[str, Any], Any], stored: PyTree, is_leaf: Callable[[Any], bool]) -> PyTree:
+    """Returns params with every weight gathered, and with copies of the other variables, which a loss may change."""
+
+    def gather_node(path: tuple, node: PyTree) -> PyTree:
+        if is_other_variable(node):
+            return jax.tree.map(lambda leaf: leaf, node)
+        return gather_leaf(tree.path_string(path), node)
+
+    def is_node(node: PyTree) -> bool:
+        return is_other_variable(node) or is_leaf(node)
+
+    return jax.tree_util.tree_map_with_path(gather_node, stored, is_leaf=is_node)
 
 
 def set_variables(params: PyTree, values: Mapping[str, Any]) -> None:
@@ -111,7 +125,7 @@ class Block:
         self.inputs = [*others, *map(_words, self._before), *(keys_lib.numbers() if has_keys else ())]
         self._changed: list[int] = []
 
-    def run(self, used: Mapping[str, Any], inputs: list[Any], args: tuple, kwargs: dict) -> tuple[Any, list[Any]]:
+    def run(self, used: Mapping[str, Any], inputs: Sequence[Any], args: tuple, kwargs: dict) -> tuple[Any, list[Any]]:
         """Returns the result of the call with these weights and inputs, and the new values of the variables that it changed."""
         others, rest = inputs[: self._count[0]], inputs[self._count[0] : sum(self._count)]
         numbers, given = tuple(inputs[sum(self._count) :]), iter(others)
@@ -155,15 +169,26 @@ def _split(module: nnx.Module) -> tuple[Any, Any, Any]:
     return parts
 
 
-def holds_variables(value: PyTree) -> bool:
-    """Returns whether arguments hold NNX modules or variables, whose changes a block would lose."""
+def check_arguments(path: str, value: PyTree) -> None:
+    """Raises a UserError for arguments that hold NNX modules or variables, whose changes a block would lose."""
     kinds = (nnx.Module, nnx.Variable)
-    return any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, kinds)))
+    if any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, kinds))):
+        raise UserError(
+            f"blocks: {path} is called with an NNX module or variable, whose changes a block would lose; match other modules, or "
+            "gather leaf by leaf (blocks='')"
+        )
 
 
-def rematerialised(run: Callable[..., Any], policy: remat.Policy) -> Callable[..., Any]:
-    """Returns a function under `jax.checkpoint`, or itself without a policy."""
-    return run if policy is None else jax.checkpoint(run, policy=policy)
+def by_gathers(gather_leaf: Callable[[str, Any], Any]) -> Callable[..., Any]:
+    """Returns an `intercept.Run` of blocks that gather their weights one by one."""
+
+    def run(body: Callable[..., Any], weights: Mapping[str, Any], arrays: list[Any], policy: remat.Policy) -> Any:
+        def gathered(stored: Mapping[str, Any], *values: Any) -> Any:
+            return body({name: gather_leaf(name, weight) for name, weight in stored.items()}, *values)
+
+        return (gathered if policy is None else jax.checkpoint(gathered, policy=policy))(weights, *arrays)
+
+    return run
 
 
 def _impl(value: Any) -> Any:

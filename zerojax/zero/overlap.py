@@ -87,8 +87,15 @@ class BlockCall:
             for path, own in sent.items()
         }
 
-    def run(self, weights: Mapping[str, jax.Array], sent: Mapping[str, Any], *arrays: jax.Array) -> Any:
-        """Runs the body with what has arrived; `weights` are those of `differentiated`."""
+    def run(
+        self,
+        frozen: Mapping[str, jax.Array],
+        sent: Mapping[str, Any],
+        trained: Mapping[str, jax.Array],
+        *arrays: jax.Array,
+    ) -> Any:
+        """Runs the body with what has arrived; `frozen` and `trained` are those of `divided`."""
+        weights = {**trained, **frozen}
         with contextlib.ExitStack() as stack:
             used = {
                 path: stack.enter_context(self.placements[path].wire.used(path, own, weights[path]))
@@ -183,7 +190,7 @@ def _block(
     """`known`: what wires know of weights beside their shards, by path."""
     stored = {path: weight.stored for path, weight in weights.items()}
     sent, tokens, arrays, *_ = _begin(plan, stored, known, tokens, arrays, sends_far=True)
-    return plan.run(plan.differentiated(stored, sent), sent, *arrays), tokens
+    return plan.run({}, sent, plan.differentiated(stored, sent), *arrays), tokens
 
 
 def _begin(
@@ -232,7 +239,7 @@ def _block_forward(
     # The barrier in `_begin` prevents CSE of the two passes; that of jax.checkpoint would also delay copies from the host.
     body = plan.run if plan.policy is None else jax.checkpoint(plan.run, policy=plan.policy, prevent_cse=False)
     trained, frozen = plan.divided(plan.differentiated(stored, sent))
-    outputs, pull = jax.vjp(lambda trained, *arrays: body({**trained, **frozen}, sent, *arrays), trained, *arrays)
+    outputs, pull = jax.vjp(functools.partial(body, frozen, sent), trained, *arrays)
     leaves, structure = jax.tree.flatten(pull)
     arrival_of = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(sent))}
     arrivals = tuple(arrival_of.get(id(leaf)) for leaf in leaves)

@@ -149,17 +149,19 @@ def wrap(
     )
 
     def at_top(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+        has_nnx = intercept.holds_nnx(params)
+        gather = nnx_blocks.gathered if has_nnx else tree.map_with_path
+
         def loss_of(stored: PyTree) -> tuple[Any, dict[str, Any]]:
-            used = _gather_params(stored, gather_leaf, is_weight)
-            before = nnx_blocks.variables(used)
-            own_args, own_kwargs = nnx_blocks.of_this_trace((args, kwargs))
+            used = gather(gather_leaf, stored, is_leaf=is_weight)
+            own_args, own_kwargs = intercept.of_this_trace((args, kwargs))
+            before = nnx_blocks.variables(used) if has_nnx else {}
             result = loss_fn(used if run is None else intercept.unboxed(used), *own_args, **own_kwargs)
-            return result, {
-                path: value for path, value in nnx_blocks.variables(used).items() if value is not before[path]
-            }
+            return result, nnx_blocks.changed(used, before) if has_nnx else {}
 
         result, changed = (loss_of if policy is None else jax.checkpoint(loss_of, policy=policy))(params)
-        nnx_blocks.set_variables(params, changed)
+        if has_nnx:
+            nnx_blocks.set_variables(params, changed)
         return result
 
     return at_top
@@ -181,17 +183,3 @@ def abstract_used(params: PyTree, partition: placement.Partition, compute_dtype:
         )
 
     return intercept.unboxed(tree.map_with_path(used, params))
-
-
-def _gather_params(stored: PyTree, gather_leaf: Callable[[str, Any], Any], is_weight: Callable[[Any], bool]) -> PyTree:
-    """Gathers every weight; copies NNX variables other than params (batch statistics, random keys)."""
-
-    def gather_node(path: tuple, node: PyTree) -> PyTree:
-        if nnx_blocks.is_other_variable(node):
-            return jax.tree.map(lambda leaf: leaf, node)
-        return gather_leaf(tree.path_string(path), node)
-
-    def is_leaf(node: PyTree) -> bool:
-        return nnx_blocks.is_other_variable(node) or is_weight(node)
-
-    return jax.tree_util.tree_map_with_path(gather_node, stored, is_leaf=is_leaf)

@@ -168,7 +168,8 @@ class Attention(nn.Module):
         of_x = [layers.Linear((*shape, n, c.head_dim), use_bias=c.qkv_bias, name=name) for name, n in heads.items()]
         # Their three gradients of x are added up in each tile. Where the compiler shards, x is gathered here.
         tile = 0 if self.is_initializing() or mesh_lib.rest() else c.tile_tokens
-        found = tiles.over_tiles(lambda x_BTD: [linear(x_BTD) for linear in of_x], x_BTD, tile)
+        project = lambda x_BTD: [linear(x_BTD) for linear in of_x]  # noqa: E731
+        found = tiles.over_tiles(project, x_BTD, tile) if tile else project(x_BTD)
         if c.is_fused:
             fused_BTXN = found[0].reshape(*x_BTD.shape[:2], -1, c.head_dim)
             found = jnp.split(fused_BTXN, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
@@ -312,7 +313,8 @@ class Layer(nn.Module):
         x_BTD = residuals.in_place(x_BTD + after(y_BTD))
         mlp, (norm, mlp_after) = (Mixture if self.has_experts else MLP)(c, name="mlp"), self._norms("mlp")
         tile = 0 if self.is_initializing() else c.tile_tokens
-        x_BTD = tiles.over_tiles(lambda x_BTD: x_BTD + mlp_after(mlp(norm(x_BTD))), x_BTD, tile)
+        branch = lambda x_BTD: x_BTD + mlp_after(mlp(norm(x_BTD)))  # noqa: E731
+        x_BTD = tiles.over_tiles(branch, x_BTD, tile) if tile else branch(x_BTD)
         return x_BTD if past is None else (x_BTD, keys)
 
     def _attention(self) -> nn.Module:

@@ -1,0 +1,145 @@
+"""Marks what a backward pass recomputes, or keeps in host memory, of the modules that `recompute` and `offload` name.
+
+A policy (`remat`) sees a primitive and its parameters, but not its module. `not_kept` therefore rewrites the matmuls of a traced function.
+It replaces their precision, a pair, by an equal pair of the class `remat.NotKept`. JAX reads the values and the policy reads the class, so
+the arithmetic and the compiled program do not change. Models cannot set this mark. It requires that JAX passes the pair on unchanged; tests
+of this module fail if it does not. Arrays for host memory have a name.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.core
+import flax.linen as nn
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax import traces, tree
+from zerojax.errors import UserError
+from zerojax.ops import fp8, tiles
+from zerojax.tree import PyTree
+from zerojax.zero import block_settings, remat
+
+_FP8_NOT_KEPT = "zerojax: an fp8 matmul that is not kept"
+
+
+class Modules:
+    """The modules inside blocks that `recompute` and `offload` name, and those of them that were called."""
+
+    def __init__(self, how: block_settings.How):
+        self._how, self._recompute, self._offload = how, re.compile(how.recompute), re.compile(how.offload)
+        self.recomputed: set[str] = set()
+        self.offloaded: set[str] = set()
+
+    def check_found(self) -> None:
+        """Raises a UserError for a regex that matched nothing, and for a module that both match."""
+        how = self._how
+        for name, pattern, found in (
+            ("recompute", how.recompute, self.recomputed),
+            ("offload", how.offload, self.offloaded),
+        ):
+            if pattern and not found:
+                raise UserError(
+                    f"{name}: {pattern!r} matches no module called inside a block; it is a regex over full module paths "
+                    f"such as 'layer_\\d+/mlp/up'"
+                )
+        if both := self.recomputed & self.offloaded:
+            raise UserError(
+                f"recompute: {how.recompute!r} and offload: {how.offload!r} both match {min(both)}, and a result is either computed again "
+                "or kept in host memory; let one of them match it"
+            )
+
+    def inputs(self, path: str, values: Sequence[Any]) -> Sequence[Any]:
+        """Returns the arrays that a block is called with, kept in host memory if `offload` matches the block."""
+        if not self._offload.fullmatch(path):
+            return values
+        self.offloaded.add(path)
+        return [for_host(v) if jnp.issubdtype(v.dtype, jnp.floating) else v for v in values]
+
+    def call(self, path: str, call: Callable, args: tuple, kwargs: dict, module: nn.Module) -> Any:
+        """Runs a call inside a block; marks its matmuls if `recompute` matches the module, and its result if `offload` does."""
+        if self._recompute.fullmatch(path):
+            self.recomputed.add(path)
+            result = _recomputed(call, args, kwargs, path, module)
+        else:
+            result = call(*args, **kwargs)
+        if not self._offload.fullmatch(path):
+            return result
+        if tiles.is_inside():
+            raise UserError(
+                f"offload: {path} runs in tiles (`over_tiles`), which keep nothing for the backward pass; name modules outside of them"
+            )
+        self.offloaded.add(path)
+        return for_host(result)
+
+
+def _recomputed(call: Callable, args: tuple, kwargs: dict, path: str, module: nn.Module) -> Any:
+    """Runs a call whose matmuls are recomputed in the backward pass."""
+    scope = module.scope
+    assert scope is not None
+    others, before = tree.NonArrays(), jax.tree.leaves(scope.mutable_variables())
+
+    def run() -> list[jax.Array]:
+        arrays = others.take(call(*args, **kwargs))
+        after = jax.tree.leaves(scope.mutable_variables())
+        if len(before) != len(after) or any(old is not new for old, new in zip(before, after)):
+            raise UserError(
+                f"recompute: {path} changes variables (batch statistics, sown values), and cannot be recomputed; name modules inside "
+                "it, or omit it"
+            )
+        return arrays
+
+    return others.give(not_kept(run))
+
+
+def not_kept(function: Callable[[], list[jax.Array]]) -> list[jax.Array]:
+    """Returns the result of `function`, with its matmuls marked so that "dots" does not keep them.
+
+    Raises:
+      UserError: a matmul has a dot algorithm instead of a precision, and cannot be marked.
+    """
+    closed = jax.make_jaxpr(function)()
+    return jex.jaxpr_as_fun(_marked(closed))()
+
+
+def _marked(program: traces.Program) -> traces.Program:
+    return traces.replaced(program, lambda eqn: eqn.replace(params=_marked_params(eqn)))
+
+
+def _marked_params(eqn: jex.JaxprEqn) -> dict[str, Any]:
+    """Returns an equation's parameters with the mark."""
+    params = dict(eqn.params)
+    if eqn.primitive.name in traces.MATMULS:
+        precision = params["precision"] or (jax.lax.Precision.DEFAULT,) * 2
+        if not isinstance(precision, tuple) or not all(isinstance(part, jax.lax.Precision) for part in precision):
+            raise UserError(
+                f"recompute: a matmul of a module that it matches has the dot algorithm {precision}, and only a matmul with a precision "
+                "can be marked; give a jax.lax.Precision or none, set recompute to '', or remat to 'full'"
+            )
+        params["precision"] = remat.NotKept(precision)
+    if eqn.primitive.name == "name" and params["name"] == fp8.PRODUCT:
+        params["name"] = _FP8_NOT_KEPT
+    return params
+
+
+def for_host(value: PyTree) -> PyTree:
+    """Names a module's arrays, so that a policy that offloads keeps them in host memory until the backward pass reads them."""
+    if isinstance(value, jax.Array):
+        return checkpoint_name(value, remat.HOST)
+    if isinstance(value, (dict, flax.core.FrozenDict)):  # JAX does not keep their order
+        named = {key: for_host(part) for key, part in value.items()}
+        if isinstance(value, flax.core.FrozenDict):
+            return flax.core.FrozenDict(named)
+        same = copy.copy(value)
+        same.update(named)
+        return same
+
+    def is_part(node: PyTree) -> bool:
+        return node is not value
+
+    is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(value, is_leaf=is_part))
+    return value if is_leaf else jax.tree.map(for_host, value, is_leaf=is_part)
