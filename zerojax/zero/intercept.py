@@ -144,7 +144,7 @@ def unboxed(params: PyTree) -> PyTree:
     return jax.tree.map(inside, params, is_leaf=is_box)
 
 
-class Block(Protocol):
+class AsFunction(Protocol):
     """A call of a module as a function of its weights.
 
     Attributes:
@@ -302,7 +302,7 @@ class Interceptor:
 
         return {leaf: find(_join(path, leaf), value) for leaf, value in leaves}
 
-    def _run_block(self, run: Run, block: Block, path: str, root: tuple[str, ...], args: tuple, kwargs: dict) -> Any:
+    def _run_block(self, run: Run, block: AsFunction, path: str, root: tuple[str, ...], args: tuple, kwargs: dict) -> Any:
         given, result, names, hooks = tree.NonArrays(), tree.NonArrays(), list(block.known), self._how.hooks
         arrays = given.take((args, kwargs))
         first, last = len(arrays), len(arrays) + len(block.inputs)
@@ -359,7 +359,7 @@ class Interceptor:
 
 
 class _LinenBlock:
-    """A call that reads the module's own params, its random keys and its inputs alone; see `Block`."""
+    """A call that reads the module's own params, its random keys and its inputs alone; see `AsFunction`."""
 
     def __init__(self, module: nn.Module, method: str, known: lifted_blocks.Known, is_leaf: tree.IsLeaf):
         self._alone, self._path, self._method, scope = module.clone(parent=None), module.path, method, module.scope
