@@ -1,15 +1,10 @@
-"""Checks the residuals that policies keep. This module tests zerojax.zero.remat and zerojax.zero.marks."""
+"""Checks the residuals that policies keep. This module tests zerojax.zero.remat."""
 
-import collections
-from typing import Any, NamedTuple
-
-import flax.core
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
 
-from zerojax.errors import UserError
 from zerojax.ops import fp8, residuals
 from zerojax.zero import marks, remat
 
@@ -87,19 +82,6 @@ def test_arrays_named_for_the_host_are_kept_there_and_not_on_the_device(name):
     assert remat.policy(name) is remat.REMAT[name]
 
 
-def test_naming_for_the_host_keeps_the_tree():
-    class Pair(NamedTuple):
-        first: Any
-        second: Any
-
-    parts: dict = {"z": X, "a": 1, 3: Pair(None, [X, "word"])}
-    for value in (parts, collections.OrderedDict(parts), flax.core.FrozenDict({"z": X, "a": X})):
-        named = marks.for_host(value)
-        assert type(named) is type(value) and list(named) == list(value)
-    assert isinstance(marks.for_host(parts)[3], Pair) and marks.for_host(parts)[3].second[1] == "word"
-    assert marks.for_host("word") == "word" and marks.for_host(None) is None
-
-
 @pytest.mark.parametrize("precision", [None, "highest", "default"])
 def test_a_mark_leaves_the_precision_and_the_compiled_program_as_they_are(precision):
     def matmul(x, w):
@@ -123,26 +105,3 @@ def test_a_matmul_with_a_precision_of_default_is_kept(precision):
 
     found = jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(f, policy=remat.REMAT["dots"]), x, w)[1], X, W)
     assert (3, 5) in [leaf.shape for leaf in jax.tree.leaves(found)]
-
-
-def test_marks_reach_matmuls_in_functions_that_are_called_or_mapped():
-    """In jitted functions, loops, branches and checkpoints, and under vmap."""
-
-    def wrapped(x, w):
-        y = jax.jit(jnp.dot)(x, w)
-        y = y + jax.checkpoint(jnp.dot)(x, w)
-        y = y + jax.lax.cond(x[0, 0] > 0, jnp.dot, lambda x, w: jnp.dot(x, 2 * w), x, w)
-        return y + jax.lax.scan(lambda carry, _: (carry + jnp.dot(x, w), None), y, length=2)[0]
-
-    def f(x, w):
-        [y] = marks.not_kept(lambda: [wrapped(x, w)])
-        return jnp.sum(jnp.tanh(y) ** 2)
-
-    for loss in (f, lambda x, w: jnp.sum(jax.vmap(f, (0, None))(jnp.stack([x, x]), w))):
-        found = jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(loss, policy=remat.REMAT["dots"]), x, w)[1], X, W)  # noqa: B023
-        assert not [leaf.shape for leaf in jax.tree.leaves(found) if leaf.shape[-2:] == (3, 5)]
-
-
-def test_a_matmul_with_a_dot_algorithm_takes_no_mark():
-    with pytest.raises(UserError, match=r"^recompute: a matmul .* has the dot algorithm .*F32_F32_F32"):
-        marks.not_kept(lambda: [jnp.dot(X, W, precision="F32_F32_F32")])

@@ -1,5 +1,5 @@
-"""Gives a block the random streams of its Linen scope as inputs. Inside the block they draw what they would draw without it, also if it is
-traced again. A block whose scope has no streams does not need this module.
+"""Gives a block the random streams of its Linen scope as inputs. This module makes them draw inside the block what they would draw without
+it, also if it is traced again.
 """
 
 import contextlib

@@ -302,7 +302,9 @@ class Interceptor:
 
         return {leaf: find(_join(path, leaf), value) for leaf, value in leaves}
 
-    def _run_block(self, run: Run, block: AsFunction, path: str, root: tuple[str, ...], args: tuple, kwargs: dict) -> Any:
+    def _run_block(
+        self, run: Run, block: AsFunction, path: str, root: tuple[str, ...], args: tuple, kwargs: dict
+    ) -> Any:
         given, result, names, hooks = tree.NonArrays(), tree.NonArrays(), list(block.known), self._how.hooks
         arrays = given.take((args, kwargs))
         first, last = len(arrays), len(arrays) + len(block.inputs)

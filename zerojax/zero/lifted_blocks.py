@@ -1,5 +1,5 @@
-"""Lifts blocks that are not plain by Linen's own transformations: they change variables, or read arrays or modules from elsewhere. This
-module also knows the layers of a stack, which `nn.scan` runs.
+"""Lifts blocks by Linen's own transformations. This module runs those that are not plain: they change variables, read arrays or modules
+from elsewhere, or are layers of a stack, which `nn.scan` runs.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Marks what a backward pass recomputes, or keeps in host memory, of the modules that `recompute` and `offload` name.
+"""Marks what a backward pass recomputes, or keeps in host memory. This module knows the modules that `recompute` and `offload` name.
 
 A policy (`remat`) sees a primitive and its parameters, but not its module. `not_kept` therefore rewrites the matmuls of a traced function.
 It replaces their precision, a pair, by an equal pair of the class `remat.NotKept`. JAX reads the values and the policy reads the class, so
