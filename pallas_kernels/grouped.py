@@ -45,6 +45,16 @@ class TritonTile:
     num_warps: int = 8
     num_stages: int = 4
 
+    def fitted(self, rows: int, columns: int, depth: int) -> "TritonTile":
+        """Returns the tile of a smaller product, such as by an adapter of rank 16, so that little of it is beyond the product."""
+        sizes = (self.rows, rows), (self.columns, columns), (self.depth, depth)
+        return dataclasses.replace(self, **dict(zip(("rows", "columns", "depth"), (_least(*size) for size in sizes))))
+
+
+def _least(most: int, size: int) -> int:
+    """Returns the least power of 2 that holds a size: at least 16, which matmuls of Triton need, and at most `most`."""
+    return min(most, max(16, pl.next_power_of_2(size)))
+
 
 TWIN = "grouped_twin"  # the scope of the twins' matmuls, which are dense
 # The fastest of five on an H200 (docs/benchmarks/gpu.md).
@@ -122,6 +132,7 @@ def rows_by_triton(
     """Returns `out`, or `dlhs` if `transposed`, by a kernel of Triton."""
     rows, contracted = lhs_MK.shape
     columns = rhs_GKN.shape[1 if transposed else 2]
+    tile = tile.fitted(tile.rows, columns, contracted)
     across = pl.cdiv(columns, tile.columns)
     tiles = row_tiles.table(sizes_G, rows, tile.rows)
     call = pl.pallas_call(
@@ -182,6 +193,7 @@ def matrices_by_triton(
 ) -> jax.Array:
     """Returns `drhs` by a kernel of Triton."""
     shape = lhs_MK.shape[1], dout_MN.shape[1]
+    tile = tile.fitted(*shape, tile.depth)
     down, across = pl.cdiv(shape[0], tile.rows), pl.cdiv(shape[1], tile.columns)
     ends_G = jnp.cumsum(sizes_G.astype(jnp.int32))
     call = pl.pallas_call(

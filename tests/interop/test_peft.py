@@ -24,6 +24,8 @@ GOLDEN = [
     ("llama", "rslora", 0),
     pytest.param("qwen2", "rslora", 3, marks=runs.LONG),
     ("t5", "lora", 0),
+    ("qwen3moe", "lora", 3),
+    pytest.param("mixtral", "lora", 0, marks=runs.LONG),
     pytest.param("t5", "rslora", 3, marks=runs.LONG),
     pytest.param("bart", "lora", 3, marks=runs.LONG),
 ]
@@ -60,7 +62,7 @@ def test_logits_loss_and_greedy_tokens_are_those_of_peft(name, kind, stage):
         np.testing.assert_array_equal(found, known["generated"])
 
 
-@pytest.mark.parametrize("name, kind", [("llama", "lora"), ("t5", "rslora"), ("bart", "lora")])
+@pytest.mark.parametrize("name, kind", [("llama", "lora"), ("t5", "rslora"), ("bart", "lora"), ("qwen3moe", "lora")])
 def test_an_export_of_an_import_holds_the_same_bytes_and_settings(tmp_path, name, kind):
     loaded, source = load(name, kind, 3), golden_models.FOLDER / name / kind
     zerojax.export_adapter(loaded.params, loaded, tmp_path / "out")
@@ -173,6 +175,22 @@ def changed(tmp_path, **fields):
     raw = json.loads((folder / peft.CONFIG).read_text()) | fields
     (folder / peft.CONFIG).write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
     return folder
+
+
+MIXED = {
+    "lora.dropout: is 0.1, and .*experts.*0.gate_proj is of experts": {"dropout": 0.1},
+    "lora.target_modules: .* means some experts of ": {"target_modules": r".*experts\.[12]\.gate_proj"},
+    "lora.exclude_modules: .* means some experts of ": {"exclude_modules": r".*experts\.1\..*"},
+    "lora.rank_pattern, lora.alpha_pattern: give experts of ": {"rank_pattern": {r"experts\.1\.gate_proj": 2}},
+}
+
+
+@pytest.mark.parametrize("line", MIXED)
+def test_adapters_of_some_experts_of_a_mixture_are_refused(line):
+    lora = zerojax.Lora(**{"target_modules": ("gate_proj",)} | MIXED[line])
+    family, model = golden_models.load("qwen3moe", 3).family, golden_models.load("qwen3moe", 3).config
+    with pytest.raises(UserError, match=line.replace("0.gate", r".*gate")):
+        peft.choose(lora, family, model)
 
 
 def test_what_a_config_leaves_out_has_the_default_of_peft(tmp_path):

@@ -70,7 +70,7 @@ def test_all_linear_modules_are_found_also_inside_flaxs_own():
     _, found = init()
     attention = {f"layer_0/attention/{name}" for name in ("query", "key", "value", "out")}
     assert attention <= found.keys() and {"layer_1/up", "layer_1/down", "head"} <= found.keys()
-    assert found["layer_0/attention/out"] == ("layer_0.attention.out", (2, 32, 64), 2, False, ())
+    assert found["layer_0/attention/out"] == ("layer_0.attention.out", (2, 32, 64), 2, False, (), False)
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])

@@ -25,9 +25,9 @@ SIZES = {
 TILE = grouped.TritonTile(32, 32, 32, 4, 1)
 
 
-def arrays():
+def arrays(width=WIDTH):
     random = np.random.default_rng(0)
-    shapes = ((ROWS, DIM), (7, DIM, WIDTH), (ROWS, WIDTH))
+    shapes = ((ROWS, DIM), (7, DIM, width), (ROWS, width))
     return [random.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
@@ -55,8 +55,11 @@ def test_tiles_write_each_row_once_and_begin_where_copies_may(aligned):
         assert written == list(range(ROWS))
 
 
-@pytest.mark.parametrize("implementation", ["jnp", "interpret"])
-def test_three_products_are_those_of_a_loop_over_groups(implementation, monkeypatch):
+NARROW = 9  # as an adapter's rank
+
+
+@pytest.mark.parametrize("implementation, width", [("jnp", WIDTH), ("interpret", WIDTH), ("interpret", NARROW)])
+def test_three_products_are_those_of_a_loop_over_groups(implementation, width, monkeypatch):
     small = {"tile": TILE, "interpret": True}
     products = (functools.partial(f, **small) for f in (grouped.rows_by_triton, grouped.matrices_by_triton))
     monkeypatch.setitem(grouped.IMPLEMENTATIONS, "interpret", grouped.Products(*products))
@@ -67,9 +70,18 @@ def test_three_products_are_those_of_a_loop_over_groups(implementation, monkeypa
         return out, *pull(dout)
 
     for sizes in SIZES.values():
-        found = both(*arrays(), np.asarray(sizes, np.int32))
-        for ours, theirs in zip(found, by_loop(*arrays(), sizes), strict=True):
+        found = both(*arrays(width), np.asarray(sizes, np.int32))
+        for ours, theirs in zip(found, by_loop(*arrays(width), sizes), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=F32)
+
+
+def test_tiles_are_no_larger_than_a_product_needs():
+    assert (
+        grouped.ROWS.fitted(128, 768, 2048) == grouped.ROWS
+        and grouped.MATRICES.fitted(2048, 768, 64) == grouped.MATRICES
+    )
+    tile = grouped.ROWS.fitted(128, NARROW, 24)
+    assert (tile.rows, tile.columns, tile.depth) == (128, 16, 32)
 
 
 def test_kernels_of_hopper_compile_for_absent_gpus_without_a_dense_product(monkeypatch):

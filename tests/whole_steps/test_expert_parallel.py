@@ -21,7 +21,7 @@ from zerojax.models.llama import family
 from zerojax.ops import expert_parallel
 from zerojax.traces import equations
 from zerojax.trainer import plans, program
-from zerojax.zero import forward_only
+from zerojax.zero import forward_only, state_bytes
 
 F32 = 1e-5  # float32 sums over devices, in another order
 EXPERTS, TOP, DIM, TOKENS, EXAMPLES = 8, 2, 16, 8, 16
@@ -209,6 +209,19 @@ def test_no_device_gathers_other_experts_and_tokens_travel_there_and_back_in_bot
     weight = partition.placements["params/block_0/experts/gate"]
     assert weight.stored.shard_shape(weight.shape) == (EXPERTS // 2, DIM // 4, 24)
     assert weight.used.shard_shape(weight.shape) == (EXPERTS // 2, DIM, 24)
+
+
+@pytest.mark.parametrize(
+    "sizes, told",
+    [
+        ({"expert": 2}, "stage 3, data=8, experts expert=2 x data=4"),
+        ({"context": 2, "expert": 8}, "stage 3, data=4 x context=2, experts expert=8"),
+        ({}, "stage 3, data=8"),
+    ],
+)
+def test_the_table_of_bytes_names_the_axes_of_experts(sizes, told):
+    _, partition = made(zerojax.make_mesh(**sizes), table=TABLE if sizes else ())
+    assert state_bytes.memory_table(partition, partition).title == f"Bytes on each device: {told}"
 
 
 REFUSED = {

@@ -51,11 +51,11 @@ def abstract(
       frozen: f(path) -> the dtype of a frozen weight.
       trained: the dtype of adapters and of weights that are trained in full.
     """
-    coded = {f"{path}/{targets.KERNEL}" for path in chosen.quantized}
+    coded = {chosen.kernel(path): chosen.linear[path].stack for path in chosen.quantized}
     found: dict[str, Any] = {}
     for path, leaf in tree.flatten(family_lib.abstract_params(family.parts, model)):
         if path in coded:
-            parts = quantized.abstract(leaf.shape, chosen.lora.quantize)
+            parts = adapters.abstract_stack(leaf.shape, chosen.lora.quantize, len(coded[path]))
             found |= {f"{path}/{name}": part for name, part in parts.items()}
         else:
             found[path] = jax.ShapeDtypeStruct(leaf.shape, trained if path in chosen.saved else frozen(path))
@@ -111,17 +111,17 @@ def quantize(
       make: f(abstract kernels by path) -> the kernels, on the device.
     """
     kind = chosen.lora.quantize
-    kernels = {f"{path}/{targets.KERNEL}": chosen.linear[path].shape for path in chosen.quantized}
+    found_at = {chosen.kernel(path): chosen.linear[path] for path in chosen.quantized}
+    kernels = {path: one for path, one in found_at.items() if f"{path}/{kind}" in wanted}
     likes = {
-        path: _kernel_like(shape, wanted[f"{path}/{kind}"], kind)
-        for path, shape in kernels.items()
-        if f"{path}/{kind}" in wanted
+        path: _kernel_like((*one.stack, *one.shape), wanted[f"{path}/{kind}"], kind) for path, one in kernels.items()
     }
     found: dict[str, jax.Array] = {}
     for run in _runs(likes):
         for path, kernel in make(run).items():
             parts = {name: wanted[f"{path}/{name}"] for name in (kind, quantized.SCALES)}
-            made = _quantizer(kind, tuple((part.shape, part.sharding) for part in parts.values()))(kernel)
+            stored = tuple((part.shape, part.sharding) for part in parts.values())
+            made = _quantizer(kind, stored, len(kernels[path].stack))(kernel)
             found |= {f"{path}/{name}": jax.device_put(made[name], part.sharding) for name, part in parts.items()}
         jax.block_until_ready(list(found.values()))
     return found
@@ -161,10 +161,10 @@ def _runs(kernels: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @functools.lru_cache
 def _quantizer(
-    kind: str, likes: tuple[tuple[tuple[int, ...], Any], ...]
+    kind: str, likes: tuple[tuple[tuple[int, ...], Any], ...], dims: int
 ) -> Callable[[jax.Array], dict[str, jax.Array]]:
     def run(kernel: jax.Array) -> dict[str, jax.Array]:
-        parts = quantized.quantize(kernel, kind)
+        parts = adapters.quantize_stack(kernel, kind, dims)
         return {name: _fit(parts[name], shape) for name, (shape, _) in zip((kind, quantized.SCALES), likes)}
 
     names = (kind, quantized.SCALES)

@@ -10,7 +10,6 @@ import numpy as np
 from zerojax import tree
 from zerojax.models import family as family_lib
 
-EXPERT = "{expert}"  # in a name: an expert's number
 _LAYER = re.compile(r"_(\d+)/")  # the layer number in a path
 
 
@@ -30,10 +29,10 @@ class ModelTensor(NamedTuple):
     @property
     def members(self) -> list["ModelTensor"]:
         """Returns the tensors in files."""
-        if EXPERT not in self.name:
+        if family_lib.EXPERT not in self.name:
             return [self]
         count, *shape = self.leaf_shape
-        names = (self.name.replace(EXPERT, str(part)) for part in range(count))
+        names = (self.name.replace(family_lib.EXPERT, str(part)) for part in range(count))
         return [ModelTensor(name, self.path, tuple(shape), self.entry, part) for part, name in enumerate(names)]
 
     @property
@@ -91,7 +90,7 @@ def tensors(family: family_lib.Family, model: Any) -> list[ModelTensor]:
             (
                 int(number),
                 order.index(place),
-                ModelTensor(entry.name.format(number, expert=EXPERT), path, leaf.shape, entry),
+                ModelTensor(entry.name.format(number, expert=family_lib.EXPERT), path, leaf.shape, entry),
             )
         )
     return [tensor for *_, tensor in sorted(found, key=lambda item: item[:2])]

@@ -57,15 +57,14 @@ def of_params(params: PyTree, chosen: targets.Targets) -> Any:
       params: the weights with their adapters, with any sharding and without padding.
       chosen: the adapters.
     """
-    own, found = adapters.split(params)
+    own, found = adapters.split(params, chosen)
 
     def make(path: str) -> Any:
-        module = path.rpartition("/")[0]
-        if module not in found or path != f"{module}/{targets.KERNEL}":
+        if path not in found:
             leaf = storage.to_device(own[path])
             return quantized.dequantize(leaf, jnp.float32) if quantized.is_quantized(leaf) else leaf
-        parts = storage.to_device((own[path], found[module]))
-        return _merge(chosen.scale(module))(*parts)
+        module, *pair = found[path]
+        return _merge(chosen.scale(module))(*storage.to_device((own[path], tuple(pair))))
 
     leaves = {}
     for path, leaf in own.items():
@@ -85,13 +84,13 @@ def _merge(scale: float) -> Any:
 
 def _of_folders(folder: folder_lib.Folder, adapter: peft.Adapter, tensor: layout.ModelTensor) -> np.ndarray:
     """Returns a weight of the merged model in float32."""
-    module, _, name = tensor.path.rpartition("/")
     if tensor.path in adapter.tensors:
         return _read(adapter, adapter.tensors[tensor.path])
-    found = _read(folder, tensor)
-    if name == targets.KERNEL and module in adapter.chosen.adapted:
-        a, b = (_read(adapter, adapter.tensors[f"{module}/{part}"]) for part in (targets.A, targets.B))
-        found = adapters.merged(found, a, b, adapter.chosen.scale(module))
+    found, chosen = _read(folder, tensor), adapter.chosen
+    module = next((path for path in chosen.adapted if chosen.kernel(path) == tensor.path), None)
+    if module is not None:
+        a, b = (_read(adapter, adapter.tensors[f"{chosen.adapter(module)}/{part}"]) for part in (targets.A, targets.B))
+        found = adapters.merged(found, a, b, chosen.scale(module))
     return found
 
 

@@ -11,6 +11,7 @@ import pathlib
 import re
 import shutil
 import threading
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: Any) -> target
         lora = dataclasses.replace(lora, target_modules=family.huggingface.adapted(model))
     saved = dict.fromkeys((*lora.modules_to_save, *family.huggingface.saved))
     lora = dataclasses.replace(lora, modules_to_save=tuple(saved))
-    own = (tensor for tensor in layout.tensors(family, model) if layout.EXPERT not in tensor.name)
+    own = (tensor for tensor in layout.tensors(family, model) if family_lib.EXPERT not in tensor.name)
     names = {tensor.path: tensor.name.rpartition(".")[0] for tensor in own}
     return targets.choose(lora, linear(family, model), names, names)
 
@@ -110,8 +111,11 @@ def start(
             raise UserError(
                 f"lora.{field.name}: is {errors.shown(value)}, and {opened.path} has {errors.shown(known)}; leave it out"
             )
-    own = dataclasses.replace(own, dropout=given.dropout if lora else own.dropout)
-    return opened, dataclasses.replace(opened.chosen, lora=own)
+    chosen = dataclasses.replace(
+        opened.chosen, lora=dataclasses.replace(own, dropout=given.dropout if lora else own.dropout)
+    )
+    targets.check_dropout(chosen)
+    return opened, chosen
 
 
 def linear(family: family_lib.Family, model: Any) -> dict[str, targets.LinearModule]:
@@ -119,7 +123,12 @@ def linear(family: family_lib.Family, model: Any) -> dict[str, targets.LinearMod
     found = {}
     for tensor in layout.tensors(family, model):
         path, _, last = tensor.path.rpartition("/")
-        if last == targets.KERNEL and tensor.entry.inputs:
+        if family_lib.EXPERT in tensor.name:
+            count, *shape = tensor.leaf_shape
+            found[tensor.path] = targets.LinearModule(
+                _module(tensor.name), tuple(shape), tensor.entry.inputs, stack=(count,), is_experts=True
+            )
+        elif last == targets.KERNEL and tensor.entry.inputs:
             is_output = path == family.heads or path.startswith(f"{family.heads}/")
             found[path] = targets.LinearModule(_module(tensor.name), tensor.leaf_shape, tensor.entry.inputs, is_output)
     return found
@@ -141,7 +150,7 @@ def open_adapter(path: str | os.PathLike, family: family_lib.Family, model: Any,
     lora = read_settings(path, raw, quantize=quantize)
     entries = _without_copies(entries, family, model)
     known = linear(family, model)
-    path_of = {found.name: module for module, found in known.items()}
+    path_of = {name: module for module, found in known.items() for name in found.names}
     own = {tensor.name: tensor for tensor in layout.tensors(family, model)}
     adapted: dict[str, None] = {}
     saved: list[str] = []
@@ -165,6 +174,12 @@ def open_adapter(path: str | os.PathLike, family: family_lib.Family, model: Any,
             )
     _check_tied(path, raw, saved, family, model)
     ordered = tuple(module for module in known if module in adapted)
+    if lora.dropout and any(known[module].is_experts for module in ordered):
+        warnings.warn(
+            f"{path / CONFIG}: lora_dropout={lora.dropout} has no effect here, since adapters of experts have none",
+            stacklevel=2,
+        )
+        lora = dataclasses.replace(lora, dropout=0.0)
     chosen = targets.Targets(_with_targets(lora, known, ordered), known, ordered, tuple(saved))
     if not ordered:
         raise UserError(f"{path / WEIGHTS}: holds no adapter; name a folder that save_pretrained of PEFT wrote")
@@ -274,7 +289,7 @@ def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: Any) -
         name = PREFIX + chosen.linear[path].name
         for leaf, shape in zip((targets.A, targets.B), chosen.shapes(path)):
             entry = family_lib.Tensor(name + _NAMES[leaf], 1)
-            found.append(layout.ModelTensor(entry.name, f"{path}/{leaf}", shape, entry))
+            found.append(layout.ModelTensor(entry.name, f"{chosen.adapter(path)}/{leaf}", shape, entry))
     saved = [tensor for tensor in layout.tensors(family, model) if tensor.path in chosen.saved]
     return found + [tensor._replace(name=PREFIX + tensor.name) for tensor in saved]
 
@@ -310,7 +325,8 @@ def export(
             )
     fetch = huggingface.make_fetch(jax.process_index() == 0)
     tensors += _copies(tensors, chosen, family, model)
-    arrays = [fetch(leaves[tensor.path], np.dtype(leaves[tensor.path].dtype)) for tensor in tensors]
+    tensors = [member for stack in tensors for member in stack.members]
+    arrays = [fetch(leaves[tensor.path], np.dtype(leaves[tensor.path].dtype), tensor.part) for tensor in tensors]
     with huggingface.writing(path) as partial:
         if jax.process_index() == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -342,7 +358,7 @@ def _write(path: pathlib.Path, tensors: list[layout.ModelTensor], arrays: list[A
 def config_of(chosen: targets.Targets, family: family_lib.Family, model: Any, base: str | None) -> dict[str, Any]:
     """Returns the contents of adapter_config.json."""
     lora, others = chosen.lora, [path for path in chosen.linear if path not in chosen.adapted]
-    meant = [chosen.linear[path].name for path in chosen.adapted]
+    meant = _names(chosen.linear, chosen.adapted)
     return {
         "peft_type": "LORA",
         "task_type": task_type(family),
@@ -350,7 +366,7 @@ def config_of(chosen: targets.Targets, family: family_lib.Family, model: Any, ba
         "r": lora.r,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": list(settings.shortest_ends(meant, [chosen.linear[path].name for path in others])),
+        "target_modules": list(settings.shortest_ends(meant, _names(chosen.linear, others))),
         "exclude_modules": None,
         "use_rslora": lora.rslora,
         "modules_to_save": list(lora.modules_to_save) or None,
@@ -387,13 +403,18 @@ def _with_targets(
     lora: settings.Lora, known: Mapping[str, targets.LinearModule], adapted: tuple[str, ...]
 ) -> settings.Lora:
     """Returns the settings with targets that mean the modules whose tensors the folder holds."""
-    if lora.target_modules is not None and lora.target_modules != settings.ALL_LINEAR:
-        meant = [path for path, found in known.items() if settings.matches(lora.target_modules, found.name)]
+    wanted = lora.target_modules
+    if wanted is not None and wanted != settings.ALL_LINEAR:
+        meant = [path for path, one in known.items() if all(settings.matches(wanted, name) for name in one.names)]
         if tuple(meant) == adapted and not lora.exclude_modules:
             return lora
-    others = [found.name for path, found in known.items() if path not in adapted]
-    ends = settings.shortest_ends([known[path].name for path in adapted], others)
+    others = [path for path in known if path not in adapted]
+    ends = settings.shortest_ends(_names(known, adapted), _names(known, others))
     return dataclasses.replace(lora, target_modules=ends, exclude_modules=())
+
+
+def _names(known: Mapping[str, targets.LinearModule], paths: Iterable[str]) -> list[str]:
+    return [name for path in paths for name in known[path].names]
 
 
 def _parsed(path: pathlib.Path, name: str) -> tuple[str, str]:
@@ -412,7 +433,7 @@ def _parsed(path: pathlib.Path, name: str) -> tuple[str, str]:
 def _check(
     path: pathlib.Path, tensors: Mapping[str, layout.ModelTensor], entries: Mapping[str, tensor_files.Entry]
 ) -> None:
-    for tensor in tensors.values():
+    for tensor in (member for stack in tensors.values() for member in stack.members):
         entry = entries.get(tensor.name)
         if entry is None:
             raise UserError(f"{path / WEIGHTS}: tensor {tensor.name} is missing; copy the folder again")

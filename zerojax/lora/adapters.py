@@ -1,7 +1,8 @@
 """The weights of adapters. This module draws them, adds them to a model's weights, and merges them into the kernels.
 
 An adapter's two weights are beside the kernel: `.../q/kernel`, `.../q/lora_a` float[inputs, r], `.../q/lora_b` float[r, outputs].
-A stack of layers has one pair for each layer, stacked as its kernels are.
+A stack of layers has one pair for each layer, stacked as its kernels are, and so has a stack of experts `.../experts/gate`: its pair is
+`.../experts/gate_adapter/lora_a` float[experts, inputs, r] and `.../lora_b`.
 """
 
 import functools
@@ -15,7 +16,7 @@ import numpy as np
 
 from zerojax import tree
 from zerojax.lora import targets as targets_lib
-from zerojax.lora.targets import KERNEL, A, B
+from zerojax.lora.targets import A, B
 from zerojax.ops import quantized
 from zerojax.tree import PyTree
 
@@ -24,7 +25,8 @@ def shapes(targets: targets_lib.Targets) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each adapter's weights, by path."""
     found = {}
     for path in targets.adapted:
-        found[f"{path}/{A}"], found[f"{path}/{B}"] = targets.shapes(path)
+        module = targets.adapter(path)
+        found[f"{module}/{A}"], found[f"{module}/{B}"] = targets.shapes(path)
     return found
 
 
@@ -47,12 +49,11 @@ def number_of(path: str) -> int:
 def add(params: PyTree, targets: targets_lib.Targets, key: jax.Array) -> PyTree:
     """Returns weights with fresh adapters, as nested dicts. Frozen kernels are quantized as the settings say; weights trained in full are
     at least float32."""
-    quantize = {f"{path}/{KERNEL}" for path in targets.quantized}
+    quantize = {targets.kernel(path): len(targets.linear[path].stack) for path in targets.quantized}
     found: dict[str, Any] = {}
     for path, leaf in targets_lib.flat(params).items():
         if path in quantize:
-            stack = targets.linear[path.rpartition("/")[0]].stack
-            stored = quantize_stack(leaf, targets.lora.quantize, len(stack))
+            stored = quantize_stack(leaf, targets.lora.quantize, quantize[path])
             found |= {f"{path}/{name}": part for name, part in stored.items()}
         else:
             found[path] = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) if path in targets.saved else leaf
@@ -69,6 +70,11 @@ def quantize_stack(kernel: jax.Array, kind: str, dims: int) -> dict[str, jax.Arr
     return one(kernel)
 
 
+def abstract_stack(shape: tuple[int, ...], kind: str, dims: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns what `quantize_stack` returns for a stack of this shape."""
+    return jax.eval_shape(lambda kernel: quantize_stack(kernel, kind, dims), jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
 def merged(kernel: Any, a: Any, b: Any, scale: float) -> Any:
     """Returns kernel + scale * A B in float32, as the kernel's shape. Takes arrays of JAX or NumPy."""
     xp = np if isinstance(kernel, np.ndarray) else jnp
@@ -80,8 +86,8 @@ def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
-def split(params: PyTree) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
-    """Returns the weights of the model itself by path, quantized kernels as nodes, and the adapters' A and B by module path."""
+def split(params: PyTree, targets: targets_lib.Targets) -> tuple[dict[str, Any], dict[str, tuple[str, Any, Any]]]:
+    """Returns the weights of the model itself by path, quantized kernels as nodes, and its module's path, A and B by path of a kernel."""
     own: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
     nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=quantized.is_quantized)[0]
@@ -92,7 +98,8 @@ def split(params: PyTree) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
             parts.setdefault(module, {})[name] = leaf
         else:
             own[path] = leaf
-    return own, {module: (found[A], found[B]) for module, found in parts.items()}
+    pairs = {path: parts[targets.adapter(path)] for path in targets.adapted}
+    return own, {targets.kernel(path): (path, found[A], found[B]) for path, found in pairs.items()}
 
 
 def merge(params: PyTree, targets: targets_lib.Targets) -> dict[str, Any]:
@@ -100,11 +107,10 @@ def merge(params: PyTree, targets: targets_lib.Targets) -> dict[str, Any]:
 
     Quantized kernels are dequantized to float32.
     """
-    own, found = split(params)
+    own, found = split(params, targets)
     for path, leaf in own.items():
         if quantized.is_quantized(leaf):
             own[path] = quantized.dequantize(leaf, jnp.float32)
-    for path, (a, b) in found.items():
-        kernel = own[f"{path}/{KERNEL}"]
-        own[f"{path}/{KERNEL}"] = merged(kernel, a, b, targets.scale(path)).astype(kernel.dtype)
+    for path, (module, a, b) in found.items():
+        own[path] = merged(own[path], a, b, targets.scale(module)).astype(own[path].dtype)
     return tree.nested(own)

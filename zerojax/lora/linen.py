@@ -1,6 +1,7 @@
 """Runs adapters in Linen models that know nothing of them. This module intercepts the calls to linear modules.
 
-A linear module whose weights have an adapter beside the kernel returns W x + scale * B A dropout(x). A quantized kernel is dequantized
+A linear module whose weights have an adapter beside the kernel returns W x + scale * B A dropout(x), and so do the experts of a mixture
+(`models.experts.Experts`), each with its own adapter and without dropout. A quantized kernel is dequantized
 where its module multiplies, so at any time about one exists, and none is kept for the backward pass. No other module changes.
 """
 
@@ -20,8 +21,8 @@ from zerojax.lora import adapters
 from zerojax.lora import settings as settings_lib
 from zerojax.lora import targets as targets_lib
 from zerojax.lora.targets import KERNEL, A, B
-from zerojax.models import layers
-from zerojax.ops import quantized, tiles
+from zerojax.models import experts, layers
+from zerojax.ops import expert_matrices, quantized, tiles
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import marks
 from zerojax.zero.sharded_batch import keys
@@ -44,6 +45,8 @@ def find(function: Callable[..., Any], params: PyTree, *args: Any) -> dict[str, 
         module = context.module
         inputs = _inputs_of(module) if context.method_name == "__call__" else None
         result = call(*args, **kwargs)
+        if _is_mixture(module, context.method_name):
+            found.update(_stacks_of(module))
         if inputs is not None and module.scope is not None and module.scope.has_variable("params", KERNEL):
             kernel = module.scope.get_variable("params", KERNEL)
             path = "/".join(module.path)
@@ -131,6 +134,8 @@ class _Interceptor:
         scope = module.scope
         if scope is None:
             return call(*args, **kwargs)
+        if _is_mixture(module, method):
+            return self._mixed(module, call, args, kwargs)
         if method == "setup" or not hasattr(type(module), method) or not scope.has_variable("params", KERNEL):
             return call(*args, **kwargs)
         kernel = scope.get_variable("params", KERNEL)
@@ -152,6 +157,27 @@ class _Interceptor:
         seen = self._dropped(module, x) if self._dropout and scope.has_rng(RNG) else x
         weights = scope.get_variable("params", A), scope.get_variable("params", B)
         return (y + output(seen, *weights, self._scale("/".join(module.path)), y.shape)).astype(y.dtype)
+
+    def _mixed(self, module: nn.Module, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs a mixture whose experts have adapters, or are quantized."""
+        scope = module.scope
+        assert scope is not None
+        own = [name for name in experts.MATRICES if _is_special(scope.get_variable("params", name), name, scope)]
+        if not own:
+            return call(*args, **kwargs)
+
+        def beside(variables: PyTree) -> PyTree:
+            params = dict(variables["params"])
+            for name in own:
+                pair = params.pop(f"{name}{targets_lib.BESIDE}", {})
+                scale = self._scale("/".join((*module.path, name))) if pair else 1.0
+                params[name] = expert_matrices.StoredMatrices(params[name], pair.get(A), pair.get(B), scale)
+            return {**variables, "params": params}
+
+        def run(bound: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return bound(*args, **kwargs)
+
+        return nn.map_variables(run, "params", trans_in_fn=beside)(module, *args, **kwargs)
 
     def _dropped(self, module: nn.Module, x: jax.Array) -> jax.Array:
         scope = module.scope
@@ -239,6 +265,28 @@ def _inputs_of(module: nn.Module) -> int | None:
         axis = (module.axis,) if isinstance(module.axis, int) else tuple(module.axis)
         return len(axis) if axis == tuple(range(-len(axis), 0)) else None
     return None
+
+
+def _is_mixture(module: nn.Module, method: str) -> bool:
+    return isinstance(module, experts.Experts) and method == "__call__"
+
+
+def _is_special(stored: Any, name: str, scope: Any) -> bool:
+    return quantized.is_quantized(stored) or scope.has_variable("params", f"{name}{targets_lib.BESIDE}")
+
+
+def _stacks_of(module: nn.Module) -> dict[str, targets_lib.LinearModule]:
+    """Returns the experts of a mixture that was called, by path."""
+    found = {}
+    for name in experts.MATRICES:
+        stored: Any = module.get_variable("params", name)
+        if stored is not None and stored.ndim == 3:
+            path = "/".join((*module.path, name))
+            (count, *shape) = stored.shape
+            found[path] = targets_lib.LinearModule(
+                path.replace("/", "."), tuple(shape), 1, stack=(count,), is_experts=True
+            )
+    return found
 
 
 def _linear(module: nn.Module, x: jax.Array, stored: Mapping[str, jax.Array], inputs: int) -> jax.Array:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import layers
-from zerojax.ops import experts
+from zerojax.ops import expert_matrices, experts
 
+MATRICES = ("gate", "up", "down")  # the names of the stacked weights that adapters go beside
 ROUTING = (
     "routing"  # the name under which each call gives its `ops.experts.Routing`, in Linen's collection "intermediates"
 )
@@ -58,7 +59,7 @@ class Experts(nn.Module):
         activation: Any = layers.ACTIVATIONS[self.activation]
         biases = None
         if self.clamp is None:
-            gate_EDF, up_EDF = (self.param(name, inner, (count, dim, self.width)) for name in ("gate", "up"))
+            gate_EDF, up_EDF = (self._matrices(name, inner, (count, dim, self.width)) for name in ("gate", "up"))
         else:
             gate_EDF, up_EDF = self.param("gate_up", inner, (count, dim, self.width, 2)), None
             biases = (
@@ -66,7 +67,7 @@ class Experts(nn.Module):
                 self.param("down_bias", zeros, (count, dim)),
             )
             activation = functools.partial(clamped_gate, *self.clamp)
-        down_EFD = self.param("down", out, (count, self.width, dim))
+        down_EFD = self._matrices("down", out, (count, self.width, dim))
         x_TD = x_BTD.reshape(-1, dim)
         settings = dict(self.router)
         if self.has_bias:
@@ -84,6 +85,10 @@ class Experts(nn.Module):
             room = experts.capacity(len(x_TD), self.top_k, count, self.capacity_factor)
         y_TD = experts.apply(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation, capacity=room, biases=biases)
         return y_TD.reshape(*kept, dim)
+
+    def _matrices(self, name: str, init: Any, shape: tuple[int, ...]) -> expert_matrices.Matrices:
+        found: Any = self.get_variable("params", name)
+        return found if isinstance(found, expert_matrices.StoredMatrices) else self.param(name, init, shape)
 
 
 def clamped_gate(limit: float, slope: float, gate: jax.Array, up: jax.Array) -> jax.Array:

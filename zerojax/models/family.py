@@ -62,6 +62,9 @@ class Tensor(NamedTuple):
     inputs_first: bool = False
 
 
+EXPERT = "{expert}"  # in a name of a tensor or module: an expert's number
+
+
 @dataclasses.dataclass(frozen=True)
 class HuggingFace:
     """Hugging Face's names and layouts of the family's weights.

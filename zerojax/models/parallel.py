@@ -15,8 +15,9 @@ WEIGHTS: Table = (
     (r"/(q|k|v|gate|up)/(kernel|lora_b)", (None, "model")),
     (r"/(q|k|v|gate|up)/bias", ("model",)),
     (r"/(o|down)/(kernel|lora_a)", ("model",)),
-    (r"/experts/(gate|up)$", ("expert", None, "model")),  # [experts, inputs, width]
-    (r"/experts/down$", ("expert", "model")),
+    (r"/experts/(gate|up)(/|_adapter/lora_b|$)", ("expert", None, "model")),  # [experts, inputs, width]
+    (r"/experts/down(/|_adapter/lora_a|$)", ("expert", "model")),
+    (r"/experts/\w+_adapter/", ("expert",)),
     (r"/(qkv|gate_up)/kernel", (None, None, "model")),  # [inputs, parts, heads or width, ...]
     (r"/(qkv|gate_up)/bias", (None, "model")),
 )

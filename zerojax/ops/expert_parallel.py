@@ -25,13 +25,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import grouped
 from zerojax import mesh as mesh_lib
 from zerojax import roles, specs
 from zerojax.errors import UserError
-from zerojax.ops import columns, stand_ins
+from zerojax.ops import columns, expert_matrices, stand_ins
+from zerojax.ops.expert_matrices import Matrices, multiply
 
 LOAD = 1.5  # a room, over what a balanced router sends
+ALL = (
+    "overrides: gate, up and down of experts are all to be sharded over `expert`, with their biases, adapters and codes, and some are not; "
+    "name all, or use a mesh without `expert`"
+)
 
 
 @jax.tree_util.register_dataclass
@@ -40,18 +44,28 @@ class Stack:
     """A device's experts' matrices of one kind.
 
     Attributes:
-      shard: float[e, inputs, outputs].
+      shard: float[e, inputs, outputs], or what is in its place.
       axes: the mesh axes over which experts are sharded.
-      spec: how the compiler shards the matrices over its axes.
+      specs: how the compiler shards each array of `shard` over its axes, the matrices first.
       load: see `LOAD`.
       parts: the tokens travel in as many parts, one beside the matmuls of another.
     """
 
-    shard: jax.Array
+    shard: Matrices
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    spec: P = dataclasses.field(metadata={"static": True})
+    specs: tuple[P, ...] = dataclasses.field(metadata={"static": True})
     load: float = dataclasses.field(default=LOAD, metadata={"static": True})
     parts: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def spec(self) -> P:
+        """Returns how the compiler shards the matrices."""
+        return self.specs[0]
+
+    @property
+    def in_specs(self) -> Any:
+        """Returns `specs` in the structure of `shard`."""
+        return jax.tree.unflatten(jax.tree.structure(self.shard), self.specs)
 
 
 _STACKS = stand_ins.StandIns[Stack](
@@ -60,12 +74,29 @@ _STACKS = stand_ins.StandIns[Stack](
     "expert: {} is also computed with, beside an operation that sends tokens to their experts; a penalty on the weight needs all experts; "
     "omit `expert` from its override",
 )
-used, take = _STACKS.used, _STACKS.take
+used = _STACKS.used
+
+
+def take(matrices: Matrices) -> Stack | None:
+    """Returns what this device has of a mixture's matrices, or None if it has all.
+
+    Raises:
+      UserError: of what is beside the matrices it has some, and all of the rest.
+    """
+    arrays, structure = jax.tree.flatten(matrices)
+    stacks = [stack for stack in map(_STACKS.take, arrays) if stack is not None]
+    if not stacks:
+        return None
+    if len(stacks) < len(arrays):
+        raise UserError(ALL)
+    shard = jax.tree.unflatten(structure, [stack.shard for stack in stacks])
+    return dataclasses.replace(stacks[0], shard=shard, specs=tuple(stack.spec for stack in stacks))
 
 
 def add(path: str, share: Stack) -> jax.Array:
-    """Returns what a model sees in place of a stack of matrices, and makes it known (`stand_ins`)."""
+    """Returns what a model sees in place of a stack of arrays, and makes it known (`stand_ins`)."""
     ways = jax.lax.axis_size(share.axes)
+    assert isinstance(share.shard, jax.Array)
     shape = (share.shard.shape[0] * ways, *share.shard.shape[1:])
     return _STACKS.add(path, share, share.shard, shape, share.shard.dtype)
 
@@ -104,7 +135,7 @@ class _Travel:
     has_up: bool
     share: float = 1.0
 
-    def sides(self, first: jax.Array, second: jax.Array, *rest: jax.Array) -> tuple[tuple, tuple]:
+    def sides(self, first: Matrices, second: Matrices, *rest: Matrices) -> tuple[tuple, tuple]:
         """Returns what comes before the activation, gate with up or with the bias of both, and what after it, down with its bias."""
         if self.has_up:
             return (first, second), rest
@@ -159,7 +190,7 @@ def apply(
       activation: as of `experts.apply`.
       capacity: the most rows of an expert of one device; None: any.
     """
-    ways, own = jax.lax.axis_size(gate.axes), len(gate.shard)
+    ways, own = jax.lax.axis_size(gate.axes), gate.shard.shape[0]
     parts = gate.parts if len(x_TD) % gate.parts == 0 else 1
     rows = experts_TK.size // parts
     most = rows if capacity is None else min(rows, own * capacity)
@@ -168,7 +199,7 @@ def apply(
     share = 1.0 / mesh_lib.size(jax.sharding.get_abstract_mesh(), width)
     call = _Travel(gate.axes, ways, length, ways * length / rows, activation, up is not None, share)
 
-    def on_shards(x_TD: jax.Array, experts_TK: jax.Array, weights_TK: jax.Array, *matrices: jax.Array) -> jax.Array:
+    def on_shards(x_TD: jax.Array, experts_TK: jax.Array, weights_TK: jax.Array, *matrices: Matrices) -> jax.Array:
         plan = _plan(call, jnp.split(experts_TK, parts), own)
         further_TD, first_TD = None, x_TD
         if call.room < most:
@@ -180,7 +211,7 @@ def apply(
         return (jax.lax.psum(y_TD, width) if width else y_TD).astype(x_TD.dtype)
 
     stacks = [stack for stack in (gate, up, down, *(biases or ())) if stack is not None]
-    in_specs = (P(), P(), P(), *[stack.spec for stack in stacks])
+    in_specs = (P(), P(), P(), *[stack.in_specs for stack in stacks])
     with jax.named_scope("experts"):
         run = mesh_lib.manual_over_rest(on_shards, in_specs, P())
         return run(x_TD, experts_TK, weights_TK, *[stack.shard for stack in stacks])
@@ -236,7 +267,7 @@ class _Part(NamedTuple):
 
 
 def _round(
-    call: _Travel, plan: _Plan, number: int | jax.Array, x_TD: jax.Array, weights_TK: jax.Array, *matrices: jax.Array
+    call: _Travel, plan: _Plan, number: int | jax.Array, x_TD: jax.Array, weights_TK: jax.Array, *matrices: Matrices
 ) -> jax.Array:
     """Returns what the rows of one round add to each token: float32[T, D].
 
@@ -295,16 +326,17 @@ def _arrived(call: _Travel, seats: _Seats, number: int | jax.Array, x_TD: jax.Ar
     return _Part(x_SD, weight_S, expert_S[order_S], sizes_e, order_S, back_S, row_S, slot_TK)
 
 
-def _hidden(call: _Travel, part: _Part, gate: jax.Array, inner: jax.Array | None) -> jax.Array:
+def _hidden(call: _Travel, part: _Part, gate: Matrices, inner: Matrices | None) -> jax.Array:
     """Returns what this device's experts make of its rows before their last matmul, times the rows' weights: float[S, F]."""
     x_SD, weight_S = (_moved(values, part.order_S, part.back_S) for values in (part.x_SD, part.weight_S))
     with _room(call):
         if call.has_up:
             assert inner is not None
-            gate_SF, up_SF = (_grouped(x_SD, matrices, part.sizes_e) for matrices in (gate, inner))
+            gate_SF, up_SF = (multiply(x_SD, matrices, part.sizes_e) for matrices in (gate, inner))
             hidden_SF = call.activation(gate_SF) * up_SF
         else:
-            both_SG = _grouped(x_SD, gate.reshape(*gate.shape[:2], -1), part.sizes_e)
+            assert isinstance(gate, jax.Array) and not isinstance(inner, expert_matrices.StoredMatrices)
+            both_SG = multiply(x_SD, gate.reshape(*gate.shape[:2], -1), part.sizes_e)
             both_SF2 = both_SG.reshape(-1, *gate.shape[2:])
             if inner is not None:
                 both_SF2 = (both_SF2 + _of_rows(inner, part)).astype(both_SF2.dtype)
@@ -313,11 +345,11 @@ def _hidden(call: _Travel, part: _Part, gate: jax.Array, inner: jax.Array | None
 
 
 def _result(
-    call: _Travel, part: _Part, hidden_SF: jax.Array, down: jax.Array, bias: jax.Array | None = None
+    call: _Travel, part: _Part, hidden_SF: jax.Array, down: Matrices, bias: jax.Array | None = None
 ) -> jax.Array:
     """Returns the experts' results for a part's rows, by the device that sent them: float[S, D]."""
     with _room(call):
-        y_SD = _grouped(hidden_SF, down, part.sizes_e)
+        y_SD = multiply(hidden_SF, down, part.sizes_e)
     if bias is not None:
         weight_S = _moved(part.weight_S, part.order_S, part.back_S)
         y_SD = (y_SD + _of_rows(bias, part) * weight_S[:, None] * call.share).astype(y_SD.dtype)
@@ -341,35 +373,40 @@ def _sent(call: _Travel, x: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(by_device, specs.entry(call.axes), split_axis=0, concat_axis=0).reshape(x.shape)
 
 
-def _grouped(x: jax.Array, matrices: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    return grouped.grouped_matmul(x, matrices, sizes_e, grouped.BY_PLATFORM)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _later(call: _Travel, plan: _Plan, *arrays: jax.Array) -> jax.Array:
+def _later(call: _Travel, plan: _Plan, x_TD: jax.Array, *arrays: Any) -> jax.Array:
     """Returns the sum of all rounds but the first: float32[T, D]."""
 
     def add(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, y_TD = carry
-        return number + 1, y_TD + _round(call, plan, number, *arrays)
+        return number + 1, y_TD + _round(call, plan, number, x_TD, *arrays)
 
-    first = (jnp.ones_like(plan.rounds), jnp.zeros(arrays[0].shape, jnp.float32))
+    first = (jnp.ones_like(plan.rounds), jnp.zeros(x_TD.shape, jnp.float32))
     with jax.named_scope(roles.FURTHER_ROUNDS):
         return jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, add, first)[1]
 
 
-def _later_backward(call: _Travel, saved: tuple[_Plan, tuple[jax.Array, ...]], d_TD: jax.Array) -> tuple[Any, ...]:
-    plan, arrays = saved
+def _later_backward(call: _Travel, saved: tuple[_Plan, tuple[Any, ...]], d_TD: jax.Array) -> tuple[Any, ...]:
+    plan, given = saved
+    leaves, structure = jax.tree.flatten(given)
+    learned = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]  # codes have no gradient
+    arrays = [leaves[i] for i in learned]
+
+    def round_of(number: jax.Array, *arrays: jax.Array) -> jax.Array:
+        own = dict(zip(learned, arrays))
+        both = jax.tree.unflatten(structure, [own.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return _round(call, plan, number, *both)
 
     def add(carry: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
         number, sums = carry
-        _, pull = jax.vjp(lambda *arrays: _round(call, plan, number, *arrays), *arrays)
+        _, pull = jax.vjp(functools.partial(round_of, number), *arrays)
         return number + 1, [total + own.astype(jnp.float32) for total, own in zip(sums, pull(d_TD))]
 
     first = (jnp.ones_like(plan.rounds), [jnp.zeros(array.shape, jnp.float32) for array in arrays])
     with jax.named_scope(roles.FURTHER_ROUNDS):
         sums = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, add, first)[1]
-    return None, *[total.astype(array.dtype) for total, array in zip(sums, arrays)]
+    grads = {i: total.astype(array.dtype) for i, total, array in zip(learned, sums, arrays)}
+    return None, *jax.tree.unflatten(structure, [grads.get(i) for i in range(len(leaves))])
 
 
 _later.defvjp(lambda call, plan, *arrays: (_later(call, plan, *arrays), (plan, arrays)), _later_backward)

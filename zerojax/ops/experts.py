@@ -18,11 +18,11 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import grouped
 from zerojax import mesh as mesh_lib
 from zerojax import traces
 from zerojax.errors import UserError
-from zerojax.ops import expert_parallel
+from zerojax.ops import expert_matrices, expert_parallel
+from zerojax.ops.expert_matrices import Matrices, multiply
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -98,9 +98,9 @@ def route(
 def apply(
     x_TD: jax.Array,
     routing: Routing,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array | None,
-    down_EFD: jax.Array,
+    gate_EDF: Matrices,
+    up_EDF: Matrices | None,
+    down_EFD: Matrices,
     activation: Callable[..., jax.Array] = jax.nn.silu,
     *,
     capacity: int | None = None,
@@ -111,8 +111,8 @@ def apply(
     Args:
       x_TD: the tokens.
       routing: from `route`.
-      gate_EDF, up_EDF, down_EFD: the experts' matrices. Without `up_EDF` the first is both, float[E, D, F, 2], which is one matmul; its
-        entries alternate.
+      gate_EDF, up_EDF, down_EFD: the matrices, arrays or `expert_matrices.StoredMatrices`. Without `up_EDF` the first is both, an array
+        [E, D, F, 2], which is one matmul; its entries alternate.
       activation: of the gate; without `up_EDF` a function of gate and up.
       capacity: the most tokens of an expert; later ones skip it (`kept`). None: no token skips one. Where devices have tokens of their
         own it is that of a device's.
@@ -128,13 +128,10 @@ def apply(
     stacks = [stack for stack in taken if stack is not None]
     if stacks:
         if len(stacks) < len(taken):
-            raise UserError(
-                "overrides: gate, up and down of experts are all to be sharded over `expert`, with their biases, and some are not; name "
-                "all, or use a mesh without `expert`"
-            )
+            raise UserError(expert_parallel.ALL)
         experts_TK = routing.experts_TK
         if capacity is not None:
-            experts_TK = jnp.where(kept(routing, capacity), experts_TK, len(gate_EDF))
+            experts_TK = jnp.where(kept(routing, capacity), experts_TK, gate_EDF.shape[0])
         up = None if up_EDF is None else stacks.pop(1)
         gate, down, *own = stacks
         own_biases = (own[0], own[1]) if own else None
@@ -154,20 +151,22 @@ def apply(
         x_RD = _spread(x_TD, order_R, place_TK)
         added = _no_bias if biases is None else functools.partial(_with_bias, expert_R[order_R])
         if up_EDF is None:
+            assert isinstance(gate_EDF, jax.Array)
             flat_EDG = gate_EDF.reshape(*gate_EDF.shape[:2], -1)
-            both_RF2 = added(_grouped(x_RD, flat_EDG, sizes_E).reshape(-1, *gate_EDF.shape[2:]), biases and biases[0])
+            both_RF2 = added(multiply(x_RD, flat_EDG, sizes_E).reshape(-1, *gate_EDF.shape[2:]), biases and biases[0])
             hidden_RF = activation(both_RF2[..., 0], both_RF2[..., 1])
         else:
-            hidden_RF = activation(_grouped(x_RD, gate_EDF, sizes_E)) * _grouped(x_RD, up_EDF, sizes_E)
-        y_RD = added(_grouped(hidden_RF, down_EFD, sizes_E), biases and biases[1])
+            hidden_RF = activation(multiply(x_RD, gate_EDF, sizes_E)) * multiply(x_RD, up_EDF, sizes_E)
+        y_RD = added(multiply(hidden_RF, down_EFD, sizes_E), biases and biases[1])
         y_TKD = _sorted_back(y_RD, order_R, place_TK).astype(jnp.float32)
     return jnp.einsum("tkd,tk->td", y_TKD, weights_TK).astype(x_TD.dtype)
 
 
 def _of_each_token(
-    x_TD: jax.Array, routing: Routing, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array, activation: Callable
+    x_TD: jax.Array, routing: Routing, gate: Matrices, up: Matrices, down: Matrices, activation: Callable
 ) -> jax.Array:
     """Returns the same of all experts on all tokens, which shows a reader of the trace that no token reads another."""
+    gate_EDF, up_EDF, down_EFD = map(expert_matrices.merged, (gate, up, down))
     chosen_TKE = jax.nn.one_hot(routing.experts_TK, len(gate_EDF), dtype=x_TD.dtype)
     hidden_TEF = activation(jnp.einsum("td,edf->tef", x_TD, gate_EDF)) * jnp.einsum("td,edf->tef", x_TD, up_EDF)
     y_TED = jnp.einsum("tef,efd->ted", hidden_TEF, down_EFD)
@@ -243,10 +242,6 @@ def _with_bias(expert_R: jax.Array, y_RN: jax.Array, bias_EN: jax.Array | None) 
     """Adds the bias of each row's expert. Its gradient is added up in float32."""
     assert bias_EN is not None
     return (y_RN + bias_EN.astype(jnp.float32)[expert_R]).astype(y_RN.dtype)
-
-
-def _grouped(x_RK: jax.Array, matrices_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return grouped.grouped_matmul(x_RK, matrices_EKN, sizes_E, grouped.BY_PLATFORM)
 
 
 @jax.custom_vjp

@@ -84,7 +84,7 @@ class StandIns(Generic[Part]):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _in_place_of(computed: str, shape: tuple[int, ...], dtype: DTypeLike, anchor: jax.Array) -> jax.Array:
-    return jnp.full(shape, jnp.nan, dtype)
+    return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 0, dtype)  # codes: their scales are NaN
 
 
 def _forward(computed: str, shape: tuple[int, ...], dtype: DTypeLike, anchor: jax.Array) -> tuple[jax.Array, None]:

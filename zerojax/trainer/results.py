@@ -9,7 +9,6 @@ from zerojax import errors, precision
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.inference import generate, sampling
 from zerojax.interop import deltas, hub, huggingface, merged, peft
-from zerojax.lora import targets
 from zerojax.models import family as family_lib
 from zerojax.train_state import State
 from zerojax.trainer import metrics, plot, resume
@@ -73,7 +72,7 @@ def publish(program: program_lib.Program, state: State, folder: pathlib.Path, st
     if weights.adapted is not None:
         chosen = weights.adapted.chosen
         params = merged.of_params(params, chosen)
-        changing = {*(f"{path}/{targets.KERNEL}" for path in chosen.adapted), *chosen.saved}
+        changing = {*map(chosen.kernel, chosen.adapted), *chosen.saved}
     return deltas.publish(
         params,
         weights.family,

@@ -16,9 +16,8 @@ from zerojax.errors import UserError
 from zerojax.interop import adapted as adapted_lib
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, peft
-from zerojax.lora import settings, targets
+from zerojax.lora import adapters, settings, targets
 from zerojax.models import family as family_lib
-from zerojax.ops import quantized
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.tree import PyTree
@@ -103,13 +102,16 @@ class Weights:
         found: dict[str, jax.Array] = {}
         chosen = None if self.adapted is None else self.adapted.chosen
         kind = "" if chosen is None else chosen.lora.quantize
-        coded = set() if chosen is None else {f"{path}/{targets.KERNEL}" for path in chosen.quantized}
+        coded = {} if chosen is None else {chosen.kernel(p): len(chosen.linear[p].stack) for p in chosen.quantized}
         parts = family_lib.parts_to_initialise(self.family.parts, self.model)
         for number, (name, (module, inputs)) in enumerate(parts.items()):
             own = {path.removeprefix(f"{name}/"): like for path, like in wanted.items() if path.startswith(f"{name}/")}
             likes = {path: like for path, like in own.items() if path.rpartition("/")[2] not in (targets.A, targets.B)}
             if likes:
-                quantizes = frozenset(path.removeprefix(f"{name}/") for path in coded if path.startswith(f"{name}/"))
+                inside = {
+                    path.removeprefix(f"{name}/"): dims for path, dims in coded.items() if path.startswith(f"{name}/")
+                }
+                quantizes = frozenset(inside.items())
                 leaves = [(path, like.shape, like.dtype, like.sharding) for path, like in likes.items()]
                 for mesh in dict.fromkeys(like.sharding.mesh for like in likes.values()):
                     here = tuple(leaf for leaf in leaves if leaf[3].mesh == mesh)
@@ -166,15 +168,17 @@ def _check_same(group: settings_lib.LoraSettings, own: settings.Lora) -> None:
 
 @functools.lru_cache
 def _part_maker(
-    module: nn.Module, inputs: family_lib.Inputs, leaves: tuple, coded: frozenset[str], kind: str
+    module: nn.Module, inputs: family_lib.Inputs, leaves: tuple, coded: frozenset[tuple[str, int]], kind: str
 ) -> Callable[..., dict[str, jax.Array]]:
     """Returns f(key, number) -> the leaves of a part by path, cast or quantized, with zeros where the partition pads them."""
+
+    stacked = dict(coded)  # {path of a kernel that is quantized: the dims that count its stack}
 
     def run(key: jax.Array, number: int | jax.Array) -> dict[str, jax.Array]:
         arrays = [jnp.zeros(like.shape, like.dtype) for like in inputs]
         made: dict[str, jax.Array] = {}
         for path, leaf in tree.flatten(module.init(jax.random.fold_in(key, number), *arrays)["params"]):
-            parts = quantized.quantize(leaf, kind) if path in coded else {}
+            parts = adapters.quantize_stack(leaf, kind, stacked[path]) if path in stacked else {}
             made |= {f"{path}/{name}": part for name, part in parts.items()} or {path: leaf}
         return {
             path: jnp.pad(made[path].astype(dtype), [(0, want - have) for want, have in zip(shape, made[path].shape)])

@@ -132,8 +132,7 @@ def memory_table(
     """Returns a table of the bytes of a partition and of `baseline`, the same run at stage 0; see `bytes_per_device`."""
     how: dict[str, Any] = {"accumulates": accumulates, "by_hand": by_hand, "in_16_bits": in_16_bits}
     here, there = bytes_per_device(partition, one_block=one_block, **how), bytes_per_device(baseline, **how)
-    sizes_of = mesh_lib.text(partition.mesh, mesh_lib.STATE)
-    table = Table(title=f"Bytes on each device: stage {partition.stage}, {sizes_of}")
+    table = Table(title=f"Bytes on each device: stage {partition.stage}, {_axes(partition)}")
     for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):
         table.add_column(column, justify="left" if column == "role" else "right")
     for role in (role for role in ROLES if role != roles.FROZEN or here[role] or there[role]):
@@ -147,6 +146,16 @@ def memory_table(
     if partition.kept_whole and partition.stage:
         table.caption = _caption(partition.kept_whole)
     return table
+
+
+def _axes(partition: placement.Partition) -> str:
+    """Returns the sizes of the axes over which a partition shards, those of experts beside those of all else."""
+    mesh, of_all = partition.mesh, mesh_lib.text(partition.mesh, mesh_lib.STATE)
+    over = next((weight.over for weight in partition.placements.values() if weight.is_experts), None)
+    if over is None:
+        return of_all
+    rest = f" x {mesh_lib.text(mesh, over)}" if mesh_lib.size(mesh, over) > 1 else ""
+    return f"{of_all}, experts {mesh_lib.text(mesh, mesh_lib.EXPERT)}{rest}"
 
 
 def measured_bytes(state: State, device: jax.Device) -> int:

@@ -35,6 +35,7 @@ class Here(gather.Plain):
         return self._share(gather.all_gather(shard, placement, dtype), placement)
 
     def differentiated(self, sent: expert_parallel.Stack, dtype: DTypeLike | None) -> jax.Array:
+        assert isinstance(sent.shard, jax.Array)
         return sent.shard
 
     def used(
@@ -57,7 +58,7 @@ class Here(gather.Plain):
     def _share(self, shard: jax.Array, placement: placement.Placement) -> expert_parallel.Stack:
         spec = placement.used.spec
         axes = tuple(axis for axis in mesh_lib.EXPERT if axis in specs.axes(spec))
-        return expert_parallel.Stack(shard, axes, specs.only(spec, mesh_lib.COMPILER), self.load, self.parts)
+        return expert_parallel.Stack(shard, axes, (specs.only(spec, mesh_lib.COMPILER),), self.load, self.parts)
 
 
 HERE = Here()
