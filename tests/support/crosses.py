@@ -70,7 +70,8 @@ BASE: Mapping[str, Any] = {
     "metrics.to": "",
 }
 
-MODELS = {"llama": "test", "t5": "t5_test", "bart": "bart_test"}
+MODELS = {"llama": "test", "t5": "t5_test", "bart": "bart_test", "moe": "moe_test"}
+FOLDERS = {"moe": "mixtral"}  # of weights that are read, where the family's name is not theirs
 
 
 def _axes(replica: int, data: int, model: int, context: int = 1, pipe: int = 1) -> dict[str, Any]:
@@ -101,7 +102,10 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "context": _axes(1, 2, 1, context=4),
         "pipe": _axes(1, 4, 1, pipe=2),
         "zero_bubble": {**_axes(1, 4, 1, pipe=2), "pipeline.schedule": "zero_bubble", "grad_accum": 2},
+        "expert": {**_axes(1, 8, 1), "mesh.expert": 4},
     },
+    "load": {"1.5": {}, "1": {"experts.load": 1.0}},
+    "parts": {"1": {}, "2": {"experts.parts": 2}},
     "wire": {
         "plain": {},
         "int8": {"wire.weights": "int8", "wire.gradients": "int8"},
@@ -139,7 +143,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "layers": {"model.offload": r"(layer|encoder|decoder)_\d+"},
     },
     "tile_tokens": {"0": {}, "24": {"model.tile_tokens": 24}},
-    "family": {"llama": {}, "t5": {}, "bart": {}},
+    "family": {"llama": {}, "t5": {}, "bart": {}, "moe": {}},
     "weights": {"drawn": {}, "read": {}},
     "dropout": {"0": {}, "0.1": {"model.dropout": 0.1}},
     "lora": {"off": {}, "on": {"lora.r": 16}},
@@ -172,7 +176,8 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "some": {"fp8.filter": ".*/mlp/.*"},
     },
     "task": {name: {"data.task": name} for name in ("text", "seq2seq", "classification", "chat")}
-    | {"dpo": {"data.task": "dpo", "data.rejected": "un{label}"}},
+    | {"dpo": {"data.task": "dpo", "data.rejected": "un{label}"}}
+    | {"grpo": {"data.task": "grpo", "data.answer_len": 4, "grpo.reward": "crosses:spread"}},
     "pack": {"yes": {}, "no": {"data.pack": False}},
     "evaluate": {"no": {}, "yes": {"data.eval_file": "tests/golden/crosses/eval.jsonl"}},
     "checkpoint": {"no": {}, "yes": {"checkpoint.at_end": True}},
@@ -182,13 +187,18 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
 
 # The settings that must not change the losses: those of where and how a run computes, and what it writes.
 PLAIN = (
-    "grad_accum stage mesh wire min_size indivisible overrides optimizer_offload params_offload fraction params_fraction params_on_device "
-    "chunk_bytes in_flight by_block nvme_buffers remat recompute by_columns activations tile_tokens "
+    "grad_accum stage mesh load parts wire min_size indivisible overrides optimizer_offload params_offload fraction params_fraction "
+    "params_on_device chunk_bytes in_flight by_block nvme_buffers remat recompute by_columns activations tile_tokens "
     "pack evaluate checkpoint export sample".split()
 )
 
 
 PIPES = ("pipe", "zero_bubble")
+
+
+def spread(prompt: str, answer: str, label: str) -> float:
+    """Returns a reward that differs between random answers."""
+    return sum(map(ord, answer)) % 97 / 97
 
 
 def _but(name: str, *values: str) -> tuple[str, ...]:
@@ -244,8 +254,16 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("by_columns", by_columns=("head", "both"), task=_but("task", "text")),
     covering.never("by_columns", by_columns=("head", "both"), family="bart"),
     covering.never("by_columns", by_columns=("head", "both"), lora="on"),
-    covering.never("config.mesh.context", mesh="context", task="dpo"),
-    covering.never("config.precision", precision="fp8", task="dpo"),
+    covering.never("config.mesh.context", mesh="context", task=("dpo", "grpo")),
+    covering.never("config.precision", precision="fp8", task=("dpo", "grpo")),
+    covering.never("config.offload.params", params_offload=("host", "nvme"), task="grpo"),
+    covering.never("config.mesh.pipe", mesh=PIPES, task="grpo"),
+    covering.never("config.mesh.expert", mesh="expert", task="grpo"),
+    covering.never("config.mesh.expert", mesh="expert", family=_but("family", "moe")),
+    covering.never("wire: does not go together with a mesh", mesh="expert", wire=("int8", "hosts")),
+    covering.never("offload.params", mesh="expert", params_offload=("host", "nvme")),
+    covering.never("offload.late_norm", mesh="expert", late_norm="yes"),
+    covering.never("offload.by_block", mesh="expert", by_block="on"),
     covering.never("config.model.tile_tokens", tile_tokens="24", family=("t5", "bart")),
     covering.never("config.model.offload", tile_tokens="24", activations="mlp"),
     covering.never("fp8.recipe", tile_tokens="24", precision="fp8", fp8="delayed"),
@@ -260,7 +278,7 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("fp8", fp8="delayed", precision="fp8", params_offload=("host", "nvme")),
     covering.never("fp8", fp8="delayed", precision="fp8", late_norm="yes"),
     covering.never("fp8", fp8="delayed", precision="fp8", by_block="on"),
-    covering.never("config.model.dropout", dropout="0.1", family="llama"),
+    covering.never("config.model.dropout", dropout="0.1", family=("llama", "moe")),
     covering.never("config.lora.init_from", lora_from="folder", weights="drawn"),
     covering.never("config.lora.init_from", lora_from="folder", rslora="yes"),
     covering.never("config.lora.init_from", lora_from="folder", lora_targets="all"),
@@ -296,7 +314,11 @@ UNREAD: list[covering.Rule] = [
         }.items()
     ),
     covering.never("fp8", fp8=_but("fp8", "tensorwise"), precision=_but("precision", "fp8")),
-    covering.never("data.pack", pack="no", task=("text", "dpo")),
+    covering.never("data.pack", pack="no", task=("text", "dpo", "grpo")),
+    *(
+        covering.never(f"experts.{name}", **{name: value}, mesh=_but("mesh", "expert"))
+        for name, value in (("load", "1"), ("parts", "2"))
+    ),
     covering.never("sample", sample="yes", task=_but("task", "text")),
 ]
 # Values of this tool that set nothing beside others.
@@ -310,6 +332,13 @@ HOLLOW: list[covering.Rule] = [
     covering.never(
         "", wire=("int8", "hosts"), mesh="1x6x1", indivisible="whole"
     ),  # six divide few of the small models' dims
+    covering.never("", family="moe", lora_from="folder"),
+    covering.never("", family="moe", overrides="model"),  # whose matrices have other names
+    # Weights that are rounded otherwise draw other answers.
+    covering.never("", task="grpo", precision=_but("precision", "fp32")),
+    covering.never("", task="grpo", reduce_dtype="bf16"),
+    covering.never("", task="grpo", accum_dtype="bf16"),
+    covering.never("", task="grpo", wire=("int8", "hosts")),
 ]
 SPACE = covering.Space(
     {name: tuple(values) for name, values in SETTINGS.items()},
@@ -324,11 +353,12 @@ def changes(row: covering.Row) -> dict[str, Any]:
     for name, value in row.items():
         found |= SETTINGS[name][value]
     family, is_read, adapts = row["family"], row["weights"] == "read", row["lora"] != "off"
-    found |= {"init_from": f"{GOLDEN}/{family}", "model.num_layers": 0} if is_read else {"model.preset": MODELS[family]}
+    folder = f"{GOLDEN}/{FOLDERS.get(family, family)}"
+    found |= {"init_from": folder, "model.num_layers": 0} if is_read else {"model.preset": MODELS[family]}
     if row["lora_from"] == "folder" and adapts:
         found |= {"lora.init_from": f"{GOLDEN}/{family}/lora", "lora.r": 0}
     if row["modules_to_save"] == "yes" and adapts:
-        found["lora.modules_to_save"] = "lm_head" if family == "llama" else "shared"
+        found["lora.modules_to_save"] = "lm_head" if family in ("llama", "moe") else "shared"
     if row["task"] == "chat":
         found["data.chat_template"] = "plain"
     return found
@@ -384,9 +414,9 @@ class End:
     seconds: float = 0.0
 
     def read(self, folder: pathlib.Path) -> None:
-        """Reads the numbers of a run that ended well."""
+        """Reads the numbers of a run that ended well: rewards of drawn answers, whose first losses are 0, or losses."""
         lines = metrics.read(folder)
-        self.losses = [line["loss"] for line in lines if "loss" in line]
+        self.losses = [line.get("reward", line["loss"]) for line in lines if "loss" in line]
         self.norms = [line["grad_norm"] for line in lines if "loss" in line]
         self.evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
 
@@ -402,7 +432,7 @@ def attempt(row: covering.Row, folder: pathlib.Path) -> End:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # the command prints them
-            with runs.on_devices(changes(row)["emulate_devices"]):
+            with runs.on_devices(changes(row)["emulate_devices"]), runs.spared():
                 train.train(config(row), folder)
         end.read(folder)
     except (Exception, SystemExit) as error:

@@ -3,6 +3,7 @@
 Importing the module registers the builder, so that `tfds.builder("python_stdlib")` finds it by name.
 """
 
+import os
 import pathlib
 import sysconfig
 import zlib
@@ -50,8 +51,12 @@ class PythonStdlib(tfds.core.GeneratorBasedBuilder):
 
 def list_files(root: pathlib.Path) -> list[str]:
     """Lists the .py files below `root`, sorted, relative to it, without installed packages and tests."""
-    relative = (path.relative_to(root) for path in root.rglob("*.py"))
-    return sorted(path.as_posix() for path in relative if SKIPPED_DIRS.isdisjoint(path.parts))
+    found: list[str] = []
+    for place, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_DIRS]  # `walk` enters these alone
+        below = pathlib.PurePath(place).relative_to(root)
+        found += ((below / name).as_posix() for name in names if name.endswith(".py"))
+    return sorted(found)
 
 
 def is_held_out(path: str) -> bool:
