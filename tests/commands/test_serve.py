@@ -15,7 +15,6 @@ import browser
 import golden_models
 import hostile_clients
 import httpx
-import openai
 import pytest
 import runs
 from programs import free_port
@@ -92,6 +91,8 @@ def test_a_server_answers_openais_client_and_clients_that_leave_and_drains(comma
 
 def openais_client_gets_the_tokens_of_transformers_whole_and_as_a_stream(url):
     """They are also those of `zerojax generate`; see tests/commands/test_generate.py."""
+    import openai  # takes seconds, of each process that collects tests
+
     expected = golden_models.expected("llama")
     prompts = [row.tolist() for row in expected["input_ids"]]
     wanted = [row[len(prompts[0]) :].tolist() for row in expected["generated"]]

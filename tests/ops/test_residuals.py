@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from zerojax.ops import residuals
 from zerojax.zero import remat
 
-X, W = jnp.ones((3, 4)), jnp.ones((4, 5))
+X, W = np.ones((3, 4), np.float32), np.ones((4, 5), np.float32)
 
 
 @pytest.mark.parametrize("name, in_place, adds", [("dots", True, 1), ("dots", False, 2), ("full", True, 2)])

@@ -27,7 +27,8 @@ class Branch(nn.Module):
         return x + layers.Linear((WIDTH,), name="down", stddev=0.3)(nn.silu(y))
 
 
-PARAMS = Branch().init(jax.random.key(0), jnp.ones((1, WIDTH)))
+SHAPES = jax.eval_shape(Branch().init, jax.random.key(0), np.ones((1, WIDTH), np.float32))
+PARAMS = jax.tree.map(lambda leaf: 0.3 * arrays.normal(sum(leaf.shape), leaf.shape), SHAPES)
 
 
 def loss(tile):

@@ -1,6 +1,5 @@
 """Checks that a plot shows the records that exist. This module tests zerojax.trainer.plot."""
 
-import matplotlib.image
 import numpy as np
 import pytest
 
@@ -13,6 +12,8 @@ EVALUATION = [{"step": s, "eval_loss": 5.0 / s} for s in (5, 10)]
 
 def pixels(path, color: str) -> int:
     """Counts pixels of nearly the given colour."""
+    import matplotlib.image  # takes a second, of each process that collects tests
+
     rgb = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     return int((abs(matplotlib.image.imread(path)[..., :3] - rgb).max(-1) < 0.02).sum())
 

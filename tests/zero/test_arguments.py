@@ -12,7 +12,7 @@ import zerojax
 from zerojax.errors import UserError
 from zerojax.zero import arguments
 
-BATCH = jnp.ones((8, 64))
+BATCH = np.ones((8, 64), np.float32)
 TX = optax.adam(1e-3)
 
 

@@ -3,12 +3,13 @@
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from zerojax.ops import fp8, residuals
 from zerojax.zero import marks, remat
 
-X, W = jnp.ones((3, 4)), jnp.ones((4, 5))
+X, W = np.ones((3, 4), np.float32), np.ones((4, 5), np.float32)
 
 
 def kept(policy, marked=False):

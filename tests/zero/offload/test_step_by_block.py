@@ -26,7 +26,7 @@ from zerojax.zero.offload import step_by_block, storage
 
 NET = Net(2)
 SPECS = [("", P(("replica", "data")))]  # all leaves count examples, though the loss reads one factor
-SCALE = jnp.linspace(0.5, 1.5, 16)[:, None]
+SCALE = np.linspace(0.5, 1.5, 16, dtype=np.float32)[:, None]
 BOTH = {"optimizer": "host", "params": "host", "chunk_bytes": 600}
 DISK = {"optimizer": "nvme", "params": "nvme", "chunk_bytes": 600, "nvme_buffers": 2}
 
