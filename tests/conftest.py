@@ -4,6 +4,7 @@ Most tests spend most of their time compiling. Without LLVM's optimizations and 
 quarter of the time. Shardings do not change.
 """
 
+import contextlib
 import gc
 import itertools
 import os
@@ -23,6 +24,7 @@ from jax.interpreters import mlir
 from zerojax.data import source
 
 PROGRAMS_OF_A_CONTEXT = 50
+DRAWN_SHARDED = [runs.ROOT / "tests" / "trainer" / name for name in ("test_state.py", "test_weights.py")]
 gc.disable()  # until tests are collected: what they load stays
 
 
@@ -82,6 +84,13 @@ def compiled_once(tmp_path_factory, pytestconfig):
     """Compiles each program of this test worker once."""
     folder = pytestconfig.getoption("--programs") or tmp_path_factory.mktemp("programs")
     with runs.jax_settings(jax_compilation_cache_dir=str(folder), **CACHED):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def draws(request):
+    """Draws first weights on one device, but for the tests of what draws them."""
+    with contextlib.nullcontext() if request.path in DRAWN_SHARDED else runs.drawn_once():
         yield
 
 

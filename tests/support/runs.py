@@ -30,7 +30,7 @@ from zerojax.data import parts, tokenizer
 from zerojax.launch import start_up
 from zerojax.optim import schedules
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import metrics, program, results, resume
+from zerojax.trainer import metrics, program, results, resume, weights
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import state as state_lib
 
@@ -118,6 +118,25 @@ def run(folder: pathlib.Path, *, devices: int = 8, draws: bool = False, **change
 def spared() -> Any:
     """Leaves it to conftest what Python's garbage collector skips. To count what it has spared takes a run 0.1 s and more."""
     return mock.patch.object(start_up, "collector_restored", contextlib.nullcontext)
+
+
+_part_maker = weights._part_maker
+
+
+def drawn_once() -> Any:
+    """Draws a model's first weights on one device. To draw them sharded, each mesh and stage would lower and compile its own programs."""
+
+    def placed(module: Any, inputs: Any, leaves: tuple, coded: frozenset[str], kind: str) -> Any:
+        one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        make = _part_maker(module, inputs, tuple((*leaf[:3], one) for leaf in leaves), coded, kind)
+
+        def place(key: jax.Array, number: int) -> dict[str, jax.Array]:
+            made = {path: np.array(leaf) for path, leaf in make(key, number).items()}
+            return {path: jax.device_put(made[path], sharding) for path, _, _, sharding in leaves}
+
+        return place
+
+    return mock.patch.object(weights, "_part_maker", placed)
 
 
 # What the program of a run does not depend on: how long it is, where its text is, and what it writes.
