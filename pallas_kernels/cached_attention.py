@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 BLOCK = 64  # slots that are read at a time
 PROGRAMS = 512  # about as many keep the memory of an H200 busy
 LEAST_ROWS = 16  # of a matmul in a kernel
+JOINED = 8  # ranges that are read at a time when they are joined
 NOTHING = -1e30  # a score that has no weight
 
 
@@ -224,7 +225,7 @@ def _kernel(
     if joined:
         _join(
             row * kv_heads + head,
-            (group, head_dim, ranges, rows_G.shape[0]),
+            (group, head_dim, ranges, pl.next_power_of_2(group)),
             (o_ref, most_ref, sum_ref),
             (joined[0], joined[1]),
             interpret,
@@ -246,24 +247,30 @@ def _join(
         row_G, dim_N = jnp.arange(rows), jnp.arange(head_dim)
         is_own_G = row_G < group
 
-        def add(part: jax.Array, carry: tuple) -> tuple:
-            o_GN, most_G, sum_G = carry
-            at_G = (number * ranges + part) * group + row_G
+        def stored(ref: Any, part_P: jax.Array) -> jax.Array:
+            at_PG = (number * ranges + part_P[:, None]) * group + row_G[None, :]
+            mask = (part_P < ranges)[:, None] & is_own_G[None, :]
             # Not from this multiprocessor's own cache.
-            own_G = pltriton.load(most_ref.at[at_G], mask=is_own_G, other=NOTHING, volatile=True)
-            total_G = pltriton.load(sum_ref.at[at_G], mask=is_own_G, other=0.0, volatile=True)
-            mask = is_own_G[:, None] & (dim_N >= 0)[None, :]
-            own_GN = pltriton.load(
-                o_ref.at[at_G[:, None] * head_dim + dim_N[None, :]], mask=mask, other=0.0, volatile=True
-            )
-            new_G = jnp.maximum(most_G, own_G)
-            kept_G, share_G = jnp.exp(most_G - new_G), jnp.where(total_G > 0, jnp.exp(own_G - new_G), 0.0)
-            o_GN = o_GN * kept_G[:, None] + own_GN * share_G[:, None]
-            return o_GN, new_G, sum_G * kept_G + total_G * share_G
+            return pltriton.load(ref.at[at_PG], mask=mask, other=NOTHING, volatile=True)
 
-        zeros_GN = jnp.zeros((rows, head_dim), jnp.float32)
-        start = zeros_GN, jnp.full((rows,), NOTHING, jnp.float32), jnp.zeros((rows,), jnp.float32)
-        o_GN, _, sum_G = jax.lax.fori_loop(0, ranges, add, start)
+        most_G = jnp.max(stored(most_ref, jnp.arange(pl.next_power_of_2(ranges))), axis=0)
+
+        def add(number_of: jax.Array, carry: tuple) -> tuple:
+            o_GN, sum_G = carry
+            part_P = number_of * JOINED + jnp.arange(JOINED)
+            total_PG = stored(sum_ref, part_P)
+            share_PG = jnp.where(total_PG > 0, jnp.exp(stored(most_ref, part_P) - most_G[None, :]), 0.0)
+            at_PG = (number * ranges + part_P[:, None]) * group + row_G[None, :]
+            mask = ((part_P < ranges)[:, None] & is_own_G[None, :])[:, :, None] & (dim_N >= 0)[None, None, :]
+            own_PGN = pltriton.load(
+                o_ref.at[at_PG[:, :, None] * head_dim + dim_N[None, None, :]], mask=mask, other=0.0, volatile=True
+            )
+            return o_GN + jnp.sum(own_PGN * share_PG[:, :, None], axis=0), sum_G + jnp.sum(
+                jnp.maximum(total_PG, 0.0) * share_PG, axis=0
+            )
+
+        start = jnp.zeros((rows, head_dim), jnp.float32), jnp.zeros((rows,), jnp.float32)
+        o_GN, sum_G = jax.lax.fori_loop(0, pl.cdiv(ranges, JOINED), add, start)
         o_GN = o_GN / jnp.where(sum_G > 0, sum_G, 1.0)[:, None]
         at = (number * group + row_G)[:, None] * head_dim + dim_N[None, :]
         pltriton.store(joined_ref.at[at], o_GN.astype(joined_ref.dtype), mask=is_own_G[:, None] & (dim_N >= 0)[None, :])

@@ -28,6 +28,7 @@ from pallas_kernels import cached_attention
 
 BLOCK = 64  # weights of a scale
 READ = 16  # bytes that a thread reads at once
+MANY = 8192  # columns, of which a program of 256 leaves enough programs
 COUNTERS = 4096  # the most column groups of a kernel that has parts
 MOST_GATES = COUNTERS * BLOCK // 2  # columns of each weight of `gate`
 
@@ -104,25 +105,25 @@ def form(
     columns: Sequence[int],
     itemsize: int,
     *,
-    width: int = 128,
-    ahead: int = 4,
-    warps: int = 8,
-    programs: int = 528,
+    width: int | None = None,
+    ahead: int = 2,
+    warps: int = 4,
+    programs: int = 1056,
 ) -> Portions:
-    """Returns how products of weights of these columns are divided.
-
-    By default as in the kernels that were compared with their twins on an H100. Faster forms (docs/benchmarks/raw/token_1xh100.txt) are
-    candidates in scripts/bench_token.py until they are compared.
+    """Returns how products of weights of these columns are divided. The defaults are near the fastest of each product on an
+    H100 and an H200 (docs/benchmarks/raw/token_1xh100.txt, token_1xh200.txt).
 
     Args:
       inputs: K.
       columns: of each weight.
       itemsize: bytes of a code.
-      width: the columns of a program, if they divide.
+      width: the columns of a program, if they divide; None for 256 of many columns and 128 of few.
       ahead: the most tiles that are read before one is used.
       warps: of a program.
       programs: the most.
     """
+    if width is None:
+        width = 256 if min(columns) >= MANY else 128
     while width > BLOCK and any(n % width for n in columns):
         width //= 2
     blocks = width // BLOCK

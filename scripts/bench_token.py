@@ -37,9 +37,9 @@ KINDS = ("int8", "bf16", "fp8")
 # warps, ahead, most programs, columns; None: `one_token.form`'s own
 FORMS: tuple[tuple[int, int, int, int] | None, ...] = (
     None,
-    (4, 2, 1056, 256),
+    (8, 4, 528, 128),
+    (4, 2, 1056, 128),
     (8, 4, 264, 128),
-    (8, 2, 528, 256),
     (4, 4, 1056, 256),
 )
 PRODUCTS = ("project", "attend", "o", "gate", "down", "head")
