@@ -113,8 +113,9 @@ def _refit(config: settings_lib.Config) -> settings_lib.Config:
     devices_now = jax.device_count()
     fitted = config_lib.refit(config, devices_now, jax.local_device_count() * started.full_processes)
     batch = f"{fitted.global_batch_size} = {fitted.micro_batch_size} x {fitted.grad_accum} passes"
+    pipe = f"mesh.pipe={fitted.mesh.pipe}, " if config.mesh.pipe > 1 else ""
     say(
-        f"hosts are missing: mesh.replica={fitted.mesh.replica}, mesh.data={fitted.mesh.data}; the global batch stays {batch}"
+        f"hosts are missing: {pipe}mesh.replica={fitted.mesh.replica}, mesh.data={fitted.mesh.data}; the global batch stays {batch}"
     )
     return fitted
 

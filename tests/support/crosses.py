@@ -270,7 +270,7 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.zero.overrides", overrides="features", mesh="1x6x1"),
     covering.never("offload.optimizer", mesh=PIPES, optimizer_offload=("host", "nvme")),
     covering.never("offload.optimizer", mesh=PIPES, params_offload=("host", "nvme"), lora="on"),
-    covering.never("config.precision", mesh=PIPES, precision="fp8"),
+    covering.never("config.fp8.recipe", mesh=PIPES, precision="fp8", fp8="delayed"),
     covering.never("config.model.by_columns", mesh=PIPES, by_columns=("head", "both")),
     covering.never("config.model.offload", mesh=PIPES, activations=("mlp", "layers")),
     covering.never("config.accum_dtype", mesh=PIPES, accum_dtype="bf16", grad_accum="2"),

@@ -258,6 +258,36 @@ def test_a_refit_keeps_axes_along_which_examples_are_the_same_and_derives_data(a
         config_lib.refit(config, 3, 8)
 
 
+@pytest.mark.parametrize(
+    "now, full, sizes, pipe, found",
+    [
+        (4, 8, (2, 1), 4, (4, 1, 1)),  # its groups share the devices of the hosts that are left
+        (3, 4, (1, 1), 4, (3, 1, 1)),  # groups of one device: there are fewer
+        (6, 8, (1, 2), 4, (3, 1, 2)),
+        (1, 2, (1, 1), 2, (1, 1, 1)),
+    ],
+)
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 2)])
+def test_a_refit_keeps_the_groups_of_a_pipeline_or_as_many_as_there_is_room_for(
+    now, full, sizes, pipe, found, schedule, chunks
+):
+    data, model = sizes
+    config = runs.config(
+        global_batch_size=24,
+        grad_accum=12 // data,
+        mesh__pipe=pipe,
+        mesh__data=data,
+        mesh__model=model,
+        pipeline__schedule=schedule,
+        pipeline__chunks=chunks,
+    )
+    fitted = config_lib.refit(config, now, full)
+    assert (fitted.mesh.pipe, fitted.mesh.data, fitted.mesh.model) == found
+    assert fitted.global_batch_size == 24 == fitted.micro_batch_size * fitted.grad_accum * fitted.mesh.data
+    assert fitted.micro_batch_size <= 2 and (chunks == 1 or fitted.grad_accum % fitted.mesh.pipe == 0)
+    assert fitted.pipeline == (config.pipeline if fitted.mesh.pipe > 1 else type(config.pipeline)())
+
+
 @pytest.mark.parametrize("value", [1.0, -0.1, 2.0])
 def test_averages_forget_at_a_rate_below_one(value):
     raw = importlib.import_module("configs.base").get_config()

@@ -10,6 +10,7 @@ import safetensors.numpy
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision
+from zerojax.errors import UserError
 from zerojax.interop import folder
 from zerojax.models.llama import model as llama
 from zerojax.trainer import program
@@ -131,3 +132,9 @@ def test_a_program_for_gpus_counts_its_operations_and_describes_its_export():
     assert built.flops_per_token == here.flops_per_token > 0
     table = built.family.huggingface
     assert table.write(built.model) == table.write(here.model)
+
+
+def test_delayed_scales_have_no_place_in_the_stages_of_a_pipeline():
+    config = runs.config(mesh__pipe=2, mesh__data=1, grad_accum=2, precision="fp8", fp8__recipe="delayed")
+    with pytest.raises(UserError, match=r"fp8\.recipe: 'delayed' keeps magnitudes in the state"):
+        program.build(config, devices=jax.devices()[:2])

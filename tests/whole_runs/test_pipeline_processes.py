@@ -6,8 +6,11 @@ import sys
 import time
 
 import golden_models
+import launches
 import pytest
 import runs
+
+from zerojax.cluster import attempt, supervisor
 
 PIPE = {"mesh__pipe": 2, "model__num_layers": 2, "grad_accum": 4, "checkpoint__every": 2, "steps": 8}
 NAMED = 60.0  # seconds in which a lost stage is named
@@ -89,3 +92,48 @@ def test_adapters_of_a_folders_model_are_those_of_one_process(cache_dir, tmp_pat
     assert runs.numbers(tmp_path / "two") == runs.numbers(alone(cache_dir, tmp_path / "one", **how))
     exported = [(tmp_path / name / "export" / "model.safetensors").read_bytes() for name in ("two", "one")]
     assert exported[0] == exported[1]
+
+
+# Host node-b fails before its last steps, after the first checkpoint, and does not come back.
+GONE = """
+import os, pathlib, sys, time
+from zerojax import train
+from zerojax.checkpoint import files
+from zerojax.data import feed
+following, taken = feed.Feed.next, []
+down, folder = pathlib.Path(sys.argv.pop(1)), pathlib.Path(sys.argv[-1].removeprefix("--workdir="))
+def lost(streams):
+    taken.append(streams)
+    if len(taken) == 4 and os.environ["ZEROJAX_ATTEMPT"] == "0" and os.environ["ZEROJAX_PROCESS_ID"] == "1":
+        while not files.steps(folder / "checkpoints"):
+            time.sleep(0.05)
+        down.touch()
+        os._exit(9)
+    return following(streams)
+feed.Feed.next = lost
+train.main()
+"""
+
+
+@pytest.mark.parametrize("devices, pipe", [(2, 2), (1, 1)])
+def test_a_restart_without_a_host_has_the_groups_that_there_is_room_for(
+    cache_dir, tmp_path, monkeypatch, capfd, devices, pipe
+):
+    folder = launches.fake_ssh(tmp_path / "bin", monkeypatch)
+    how = {**PIPE, "steps": 4, "checkpoint__every": 1}
+    settings = runs.flags(**how, emulate_devices=devices)
+    command = [sys.executable, "-c", GONE, str(folder / "node-b.down"), *settings, f"--workdir={tmp_path / 'run'}"]
+    order = attempt.Order(
+        command=command,
+        hosts=launches.nodes("localhost", "node-b"),
+        max_restarts=1,
+        min_nodes=1,
+        rejoin_seconds=1.0,
+        variables=runs.environment(cache_dir) | {"PYTHONPATH": str(runs.ROOT)},
+    )
+    monkeypatch.chdir(runs.ROOT)
+    assert supervisor.Supervisor(order).run() == 0
+    text = "".join(capfd.readouterr())
+    assert f"hosts are missing: mesh.pipe={pipe}, mesh.replica=1, mesh.data=1; the global batch stays 8" in text
+    whole = runs.run(tmp_path / "whole", devices=2 * devices, **how, emulate_devices=2 * devices)
+    assert runs.numbers(tmp_path / "run") == pytest.approx(runs.numbers(whole), rel=1e-5)

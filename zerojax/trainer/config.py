@@ -231,8 +231,8 @@ def per_example(mesh: settings.MeshSettings) -> int:
 def refit(config: settings.Config, devices: int, full_devices: int) -> settings.Config:
     """Returns the config for `devices` of the `full_devices` for which it was written: a restart may lack hosts.
 
-    The global batch stays, and the sequences per device and pass do not grow: there are more passes. The mesh keeps `pipe`, `context` and
-    `model`, and `data` as long as it divides what is left; `replica` shrinks.
+    The global batch stays, and the sequences per device and pass do not grow: there are more passes. The mesh keeps `context` and `model`,
+    `pipe` if it fits what is left, or else the most groups that do, and `data` as long as it divides what is left; `replica` shrinks.
 
     Raises:
       UserError: the global batch or the mesh cannot be kept.
@@ -243,22 +243,27 @@ def refit(config: settings.Config, devices: int, full_devices: int) -> settings.
     one = per_example(old)
     data = full_devices // (old.replica * one) if old.data == -1 else old.data
     sizes = batch_sizes(config, data * old.replica)
-    ways = devices // one
-    if devices % one or sizes.global_batch_size % ways:
+    for pipe in range(old.pipe, 0, -1):
+        ways, left = divmod(devices, pipe * one // old.pipe)
+        rows, more = divmod(sizes.global_batch_size, max(1, ways))
+        whole = pipe if config.pipeline.chunks > 1 else 1  # interleaved stages take their micro-batches in rounds
+        micro = [n for n in range(1, min(sizes.micro_batch_size, rows) + 1) if rows % (n * whole) == 0]
+        if ways and not left and not more and micro:
+            break
+    else:
         raise UserError(
             f"config.global_batch_size: {sizes.global_batch_size} cannot be kept on {devices} of {full_devices} devices with "
-            f"mesh.pipe={old.pipe}, mesh.context={old.context} and mesh.model={old.model}; choose one that {ways} divides, or raise "
-            "--min_nodes so that the run waits for all hosts"
+            f"mesh.pipe={old.pipe}, mesh.context={old.context} and mesh.model={old.model}; choose one that {devices // one} divides, or "
+            "raise --min_nodes so that the run waits for all hosts"
         )
-    rows = sizes.global_batch_size // ways
-    micro = max(size for size in range(1, min(sizes.micro_batch_size, rows) + 1) if rows % size == 0)
     replica = ways // data if ways % data == 0 else 1
     return dataclasses.replace(
         config,
-        mesh=dataclasses.replace(old, replica=replica, data=ways // replica),
+        mesh=dataclasses.replace(old, pipe=pipe, replica=replica, data=ways // replica),
+        pipeline=config.pipeline if pipe > 1 else settings.PipelineSettings(),
         global_batch_size=sizes.global_batch_size,
-        micro_batch_size=micro,
-        grad_accum=rows // micro,
+        micro_batch_size=max(micro),
+        grad_accum=rows // max(micro),
     )
 
 

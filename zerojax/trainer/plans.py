@@ -12,7 +12,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
-from zerojax.ops import expert_parallel, tiles
+from zerojax.ops import expert_parallel, fp8, tiles
 from zerojax.plan import arithmetic, scale, search, step_plan, targets, traced
 from zerojax.trainer import activations
 from zerojax.trainer import config as config_lib
@@ -251,7 +251,7 @@ def _grid_of_axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[s
 def _refuses_pipe(config: settings_lib.Config) -> bool:
     """Returns whether a setting of a config is one that no pipeline has (`zero.pipeline.step.of`)."""
     return bool(
-        precision.PRECISIONS[config.precision].has_fp8
+        (precision.PRECISIONS[config.precision].has_fp8 and config.fp8.recipe == fp8.DELAYED)
         or config.mesh.expert > 1
         or config.accum_dtype == "bf16"
         or config_lib.make_wires(config).is_on

@@ -13,7 +13,6 @@ from zerojax import precision, xla_flags
 from zerojax.clock import rates as rates_lib
 from zerojax.data import parts
 from zerojax.data.pairs import tasks
-from zerojax.errors import UserError
 from zerojax.models import family as family_lib
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import schedules
@@ -80,11 +79,6 @@ def pipeline(
     """Returns how the layers of a run are divided into stages, or None if its mesh has none; `batch` is one micro-batch, abstract."""
     if mesh_lib.PIPE not in mesh.shape:
         return None
-    if precision.PRECISIONS[config.precision].has_fp8:
-        raise UserError(
-            f"config.precision: is {config.precision!r}, and the stages of a pipeline have no fp8 matmuls; set it to bf16, or "
-            "config.mesh.pipe=1"
-        )
     how = {"batch_specs": _batch_specs(mesh), **_how(config, family, model), **vars(config.pipeline)}
     rates = rates_lib.of(targets.of_device(mesh.devices.flat[0]))
     how["costs"] = None if rates is None else traced.cost(rates)

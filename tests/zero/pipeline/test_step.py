@@ -38,9 +38,10 @@ def test_a_step_over_a_pipeline_is_that_of_one_device(mesh, stage, schedule, chu
 
 
 @pytest.mark.long
-def test_with_one_device_a_group_it_is_so_to_the_last_bit():
-    metrics, params, _ = trained({"pipe": 2}, schedule="interleaved", chunks=2)
-    expected = on_one_device()
+@pytest.mark.parametrize("how", [{}, {"fp8": zerojax.Fp8("tensorwise")}, {"fp8": zerojax.Fp8("rowwise", first=1)}])
+def test_with_one_device_a_group_it_is_so_to_the_last_bit(how):
+    metrics, params, _ = trained({"pipe": 2}, schedule="interleaved", chunks=2, **how)
+    expected = trained({}, **how)
     assert metrics == expected[0]
     jax.tree.map(np.testing.assert_array_equal, params, expected[1])
 

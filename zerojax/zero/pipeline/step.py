@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.ops import fp8 as fp8_ops
 from zerojax.zero import block_settings, placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.pipeline import group_update, passes, stage_programs, state
@@ -63,7 +64,8 @@ def of(
         is None,
         "accum_dtype: is bfloat16, and the stages of a pipeline add up in float32; omit it": in_16_bits,
         f"by_columns: {by_columns!r} needs all devices of the mesh in one program; omit it, or set `pipe=1`": by_columns,
-        "fp8: the stages of a pipeline have no fp8 matmuls; omit it, or set `pipe=1`": fp8 is not None,
+        f"fp8.recipe: {fp8_ops.DELAYED!r} keeps magnitudes in the state, which each micro-batch would need from the one before; take "
+        f"{fp8_ops.TENSORWISE!r}": fp8 is not None and fp8.recipe == fp8_ops.DELAYED,
         "wire: the stages of a pipeline send weights as they are; omit wires, or set `pipe=1`": wires is not None
         and wires.is_on,
         f"offload: {how.offload!r} keeps activations in host memory within one program; omit it": how.offload,
