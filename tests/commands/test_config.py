@@ -281,3 +281,27 @@ def test_several_hosts_are_told_which_axes_suit_their_network(run, monkeypatch):
     assert out.index("pipe 2: 8,192 tokens/s/device") < out.index("stage 3, replica 2: 4,096 tokens/s/device")
     status, _, errors, _ = run(*flags, "8", "--network", "100", "--force")
     assert status == 2 and "--network: the topology has one host" in errors
+
+
+@pytest.mark.parametrize(
+    "seconds, axis, more, expected",
+    [
+        (1.0, "pipe", (), (2, 1, 4, 1)),
+        (1.0, "replica", (), (1, 2, 4, 1)),
+        (0.98, "pipe", (), (1, 1, 1, None)),  # arithmetic is no more exact
+        (1.0, "pipe", ("--grad_accum", "2"), (1, 1, 2, None)),
+        (1.0, "pipe", ("--tensor", "2"), (1, 1, 1, None)),
+    ],
+)
+def test_axes_between_hosts_are_written_where_they_are_clearly_faster(run, monkeypatch, seconds, axis, more, expected):
+    sizes = {f"mesh.{name}": 1 for name in ("pipe", "replica", "context", "model")}
+    places = {"zero.stage": 1, "model.remat": "none", "micro_batch_size": 1, "grad_accum": 4}
+    plain = arithmetic.AxisCost("plain", arithmetic.Guess(1.04 * seconds, 1.0, {}), 8192.0, {**sizes, **places})
+    guess = arithmetic.Guess(1.0, 1.0, {})
+    other = arithmetic.AxisCost("other", guess, 8192.0, {**sizes, **places, f"mesh.{axis}": 2})
+    monkeypatch.setattr(config.plans, "axes_config", lambda *given: [plain, other])
+    flags = ("--quick", "--yes", "--model", "test", "--target", "cpu", "--topology", "2x4", "--network", "100", *more)
+    status, out, errors, written = run(*flags)
+    assert (status, errors) == (0, "") and ("The config takes other" in out) == (expected[3] is not None)
+    assert (written.mesh.pipe, written.mesh.replica, written.grad_accum) == expected[:3]
+    assert expected[3] in (None, written.zero.stage)

@@ -123,6 +123,8 @@ def _count_or(name: str, other: str, value: int) -> Callable[[str], int]:
 
 _LAST = "stage"  # the question beside which the plan's advice is shown
 _NETWORK = "network"  # asked of several hosts alone
+_BETWEEN, _INSIDE = ("mesh.pipe", "mesh.replica"), ("mesh.context", "mesh.model")
+FASTER = 1.03  # from which on axes between hosts are taken: arithmetic is no more exact
 _KINDS = offload_lib.KINDS
 _MODEL, _WEIGHTS = "model", "init_from"
 _PARAMS = (
@@ -206,8 +208,7 @@ def _config() -> None:
         {question.name: getattr(given, question.name) for question in QUESTIONS}, asks, given.quick
     )
     settings = _settings(answers, advice)
-    _tell_of_axes(answers, settings)
-    _write(given.out, settings)
+    _write(given.out, _for_network(answers, settings, advice))
 
 
 def _hosts(answers: Mapping[str, Any]) -> int:
@@ -217,20 +218,38 @@ def _hosts(answers: Mapping[str, Any]) -> int:
     return int(dims[0]) if len(dims) == 2 and not is_tpu else 1
 
 
-def _tell_of_axes(answers: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Prints which axes arithmetic puts first for the network between hosts; nothing where it has no rates or no such model."""
+def _for_network(answers: Mapping[str, Any], settings: dict[str, Any], advice: Advice) -> dict[str, Any]:
+    """Returns the settings with `mesh.pipe` or `mesh.replica`, if arithmetic finds the step clearly faster so on the network between hosts.
+
+    Prints which axes it puts first. Where it has no rates or no such model it says nothing. Answers that differ from the advice stay.
+    """
     if _NETWORK not in answers:
-        return
+        return settings
     try:
         network = scale.Network(adapter_gbps=answers[_NETWORK])
         config = config_lib.from_dict(_raw(settings))
         ways = plans.axes_config(config, answers["target"], answers["topology"], network)
     except UserError:
-        return
+        return settings
     say(f"By arithmetic for {answers[_NETWORK]:g} Gbit/s between hosts, the fastest first:")
     for way in sorted(ways, key=lambda own: own.guess.seconds)[:3]:
         say(f"  {way.text}: {way.tokens / way.guess.seconds:,.0f} tokens/s/device")
-    say("The config keeps the axes of the answers; `zerojax plan --search --cluster FILE` compiles others.")
+    plain = [way for way in ways if way.settings and all(way.settings[place] == 1 for place in (*_BETWEEN, *_INSIDE))]
+    able = [way for way in ways if way.settings and all(way.settings[place] == 1 for place in _INSIDE)]
+    best = min(able, key=lambda own: own.guess.seconds, default=None)
+    as_advised = int(answers[_LAST]) == advice.stage and not answers["grad_accum"] and not _keeps_from_pipe(answers)
+    if not best or not plain or not as_advised or plain[0].guess.seconds < FASTER * best.guess.seconds:
+        say("The config keeps the axes of the answers; `zerojax plan --search --cluster FILE` compiles others.")
+        return settings
+    say(f"The config takes {best.text}; `zerojax plan --search --cluster FILE` compiles others.")
+    taken = {place: value for place, value in best.settings.items() if value != 1 or not place.startswith("mesh.")}
+    return {**settings, **taken, "micro_batch_size": 0}
+
+
+def _keeps_from_pipe(answers: Mapping[str, Any]) -> bool:
+    """Returns whether answers name axes inside a host, or memory outside of the devices."""
+    none = offload_lib.NONE
+    return (answers["tensor"], answers["context"], answers["offload"], answers["offload_params"]) != (1, 1, none, none)
 
 
 def _ask_all(flags: Mapping[str, str | None], asks: bool, quick: bool) -> tuple[dict[str, Any], Advice]:

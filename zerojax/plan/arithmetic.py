@@ -11,7 +11,7 @@ first.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -101,11 +101,12 @@ COMPUTE, TENSOR, WEIGHTS, BUBBLE, SENDS, UPDATE = (
 
 
 class AxisCost(NamedTuple):
-    """Settings as text, their estimate, and the tokens of a device."""
+    """Settings as text, their estimate, the tokens of a device, and the settings by place."""
 
     text: str
     guess: Guess
     tokens: float
+    settings: Mapping[str, Any] = {}
 
 
 def table(ways: Sequence[AxisCost]) -> Table:
@@ -118,7 +119,7 @@ def table(ways: Sequence[AxisCost]) -> Table:
     shown.add_column("settings")
     for column in ("step", *parts, "tokens/s/device", "peak"):
         shown.add_column(column, justify="right")
-    for text, own, tokens in ways:
+    for text, own, tokens, _ in ways:
         spent = [f"{own.parts.get(part, 0.0) * 1e3:,.0f}" for part in parts]
         shown.add_row(
             text, f"{own.seconds * 1e3:,.0f}", *spent, f"{tokens / own.seconds:,.0f}", display.human(own.peak)

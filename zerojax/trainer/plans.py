@@ -229,7 +229,8 @@ def axes_config(
         guess = arithmetic.guess(work, _sizes(candidate, len(devices)), rates, per_host)
         is_fastest = axes not in best or guess.seconds < best[axes].guess.seconds
         if len(axes) < 2 and guess.peak <= memory and is_fastest:
-            best[axes] = arithmetic.AxisCost(search.words(candidate), guess, batch * config.seq_len / len(devices))
+            tokens = batch * config.seq_len / len(devices)
+            best[axes] = arithmetic.AxisCost(search.words(candidate), guess, tokens, _places(candidate))
     return [
         best[axes] for axes in sorted(best, key=lambda own: [(search.AXES.index(axis), size) for axis, size in own])
     ]
@@ -424,6 +425,20 @@ def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settin
         else settings_lib.PipelineSettings("interleaved" if candidate.chunks > 1 else "1f1b", candidate.chunks),
         offload=dataclasses.replace(config.offload, optimizer=candidate.offload, params=candidate.params),
     )
+
+
+def _places(candidate: search.Candidate) -> dict[str, Any]:
+    """Returns a candidate's settings that all keep on the device, by place."""
+    found = {
+        "zero.stage": candidate.stage,
+        "model.remat": candidate.remat,
+        "micro_batch_size": candidate.micro_batch_size,
+        "grad_accum": candidate.grad_accum,
+        **{f"mesh.{axis}": getattr(candidate, axis) for axis in search.AXES},
+    }
+    if candidate.chunks > 1:
+        found |= {"pipeline.schedule": "interleaved", "pipeline.chunks": candidate.chunks}
+    return found
 
 
 def _own_axes(config: settings_lib.Config) -> dict[str, Sequence[int]]:
