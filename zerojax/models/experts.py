@@ -33,6 +33,7 @@ class Experts(nn.Module):
       has_bias: whether experts are chosen by scores with a bias. It is the variable "bias" of the collection "router", which is not
         trained; see `ops.experts.balanced_bias`.
       has_fixed_bias: that bias is the weight "choice_bias" instead, as files hold it. It has no gradient.
+      counts: whether that weight's gradient is the load of each expert; see `optim.balance`.
       has_router_bias: the router's output has a bias.
       clamp: (limit, slope) of the activation of gpt-oss, `clamped_gate`; gate and up are then one array "gate_up" [E, D, F, 2], and both
         matmuls have biases. None: `activation`, without biases.
@@ -47,6 +48,7 @@ class Experts(nn.Module):
     capacity_factor: float = 0.0
     has_bias: bool = False
     has_fixed_bias: bool = False
+    counts: bool = False
     has_router_bias: bool = False
     clamp: tuple[float, float] | None = None
     stddevs: tuple[float, float, float] = (0.02, 0.02, 0.02)
@@ -73,7 +75,7 @@ class Experts(nn.Module):
         if self.has_bias:
             settings["bias_E"] = self.variable("router", "bias", jnp.zeros, (count,)).value
         if self.has_fixed_bias:
-            settings["bias_E"] = self.param("choice_bias", zeros, (count,))
+            settings |= {"bias_E": self.param("choice_bias", zeros, (count,)), "counts": self.counts}
         with jax.named_scope("router"):
             logits_TE = jnp.dot(x_TD, router_DE, preferred_element_type=jnp.float32)
             if self.has_router_bias:

@@ -25,6 +25,7 @@ from zerojax.ops import expert_matrices, expert_parallel
 from zerojax.ops.expert_matrices import Matrices, multiply
 
 Score = Literal["softmax", "sigmoid"]
+COUNT = 2.0**-60  # a row in the gradient of a bias that counts: exact, and nothing beside the gradients in a norm
 
 
 class Routing(NamedTuple):
@@ -49,6 +50,7 @@ def route(
     *,
     score: Score = "softmax",
     bias_E: jax.Array | None = None,
+    counts: bool = False,
     groups: int = 1,
     top_groups: int = 1,
     best_of_group: int = 2,
@@ -62,6 +64,7 @@ def route(
       top_k: experts of a token.
       score: of an expert: "softmax" over all of them, or its own "sigmoid".
       bias_E: added to the scores by which experts are chosen, not to the weights; it has no gradient. None for none.
+      counts: whether the gradient of `bias_E` is `COUNT` for each row of an expert, whatever the loss, for `optim.balance`.
       groups: the experts are in groups of equal size, and a token chooses from its best `top_groups` of these alone (arXiv:2412.19437,
         section 2.1.2). A group's score is the sum of its `best_of_group` best.
       top_groups, best_of_group: see `groups`.
@@ -91,8 +94,25 @@ def route(
     weights_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
     if normalised:
         weights_TK /= jnp.sum(weights_TK, axis=-1, keepdims=True) + 1e-20
+    if counts and bias_E is not None:
+        weights_TK = _counted(weights_TK, bias_E, experts_TK)
     probs_TE = scores_TE if score == "softmax" else scores_TE / (jnp.sum(scores_TE, axis=-1, keepdims=True) + 1e-20)
     return Routing(experts_TK, weights_TK * scale, probs_TE, logits_TE)
+
+
+@jax.custom_vjp
+def _counted(weights_TK: jax.Array, bias_E: jax.Array, experts_TK: jax.Array) -> jax.Array:
+    """Returns the weights; the gradient of the bias is the number of rows that chose each expert, times `COUNT`."""
+    return weights_TK
+
+
+def _counted_backward(saved: tuple[jax.Array, jax.Array], grad_TK: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    experts_TK, like_E = saved
+    count_E = jnp.zeros(like_E.shape, jnp.float32).at[experts_TK.reshape(-1)].add(1.0)
+    return grad_TK, (COUNT * count_E).astype(like_E.dtype), None
+
+
+_counted.defvjp(lambda weights, bias, experts: (weights, (experts, jnp.zeros_like(bias))), _counted_backward)
 
 
 def apply(

@@ -28,7 +28,7 @@ from zerojax.launch import watch
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
 from zerojax.ops import context_attention, token_order
-from zerojax.optim import master_weights, muon, registry, schedules
+from zerojax.optim import balance, master_weights, muon, registry, schedules
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import forward as forward_lib
@@ -36,7 +36,7 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import steps
 from zerojax.trainer import weights as weights_lib
-from zerojax.trainer.checks import names
+from zerojax.trainer.checks import names, ranges
 from zerojax.tree import PyTree
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import placement, shard_state, stages, state_bytes, tensor_parallel
@@ -168,6 +168,9 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
     _tell_of_no_effect(config, sizes, model, mesh)
     way = model_lib.way(config, family, model, mesh, sizes.micro_batch_size)
     in_parts = model if way is None else dataclasses.replace(model, way=way)
+    if config.optimizer.router_bias_rate:
+        ranges.check_router_bias(config, model)
+        in_parts = dataclasses.replace(in_parts, counts_choices=True)
     schedule, inner = _optimizer(config, policy)
     offload = config_lib.make_offload(config.offload, config.zero.stage)
     # Params in host memory are sent in 16 bits, so these are stored beside the master weights. Adapters are few: they have no copy.
@@ -418,4 +421,4 @@ def _optimizer(
         adamw_on=chosen.adamw_on or muon.ADAMW,
         in_float32=policy.compute_dtype == jnp.float32,
     )
-    return schedule, tx
+    return schedule, balance.with_balance(tx, chosen.router_bias_rate) if chosen.router_bias_rate else tx

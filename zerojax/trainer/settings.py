@@ -306,6 +306,8 @@ class OptimizerSettings:
     weight_decay_on: str = setting("matrices", tuple(registry.DECAYS), 'leaves with two or more dims; "all": biases and scales too')
     clip_norm: float = setting(1.0, NOT_NEGATIVE.at_least(1e-6, "gradients of that norm change nothing; 0 turns clipping off"),
         "maximum of the global gradient norm, above eps; 0: no clipping")
+    router_bias_rate: float = setting(0.0, NOT_NEGATIVE.up_to(1, "scores are at most 1"),
+        "a step's change of a bias by which experts are chosen (DeepSeek-V3: 0.001), towards a balanced load; 0: it stays")
     moments: str = setting("fp32", tuple(fused.MOMENTS),
         'stored in "fp32", "bf16" or "int8": 4, 2 or 1 bytes; only for adam, adamw and lion')
 

@@ -63,6 +63,7 @@ class LlamaConfig:
       router_score, router_groups, router_scale: see `ops.experts.route`: the score, the number of groups and those of a token, and what
         multiplies weights.
       has_choice_bias: whether experts are chosen by scores with a bias, a weight without a gradient.
+      counts_choices: whether its gradient is the load of each expert instead (`optim.balance`).
       is_shared_gated: whether the expert that all tokens take has a weight of its own.
       clamp: (limit, slope) of the activation of gpt-oss's experts (`experts.clamped_gate`), which have biases, as their router has; None:
         they are down(activation(gate) * up) without biases.
@@ -119,6 +120,7 @@ class LlamaConfig:
     router_groups: tuple[int, int] = (1, 1)
     router_scale: float = 1.0
     has_choice_bias: bool = False
+    counts_choices: bool = False
     is_shared_gated: bool = True
     clamp: tuple[float, float] | None = None
 
@@ -268,6 +270,7 @@ class Mixture(nn.Module):
             c.activation,
             router,
             has_fixed_bias=c.has_choice_bias,
+            counts=c.counts_choices,
             has_router_bias=c.clamp is not None,
             clamp=c.clamp,
             stddevs=stddevs,

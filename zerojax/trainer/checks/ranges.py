@@ -112,6 +112,30 @@ def _check_rollouts(config: settings.Config) -> None:
             )
 
 
+def check_router_bias(config: settings.Config, model: Any) -> None:
+    """Raises a UserError if the biases by which experts are chosen cannot be moved by the load."""
+    for place, is_wrong, why, way_out in (
+        ("model.preset", not getattr(model, "has_choice_bias", False), "its experts are chosen without a bias", "set it to 0"),
+        ("precision", config.precision == "bf16_sr", "a bias in 16 bits does not move by so little", "set --config.precision=bf16"),
+        ("lora.r", config.lora.is_on, "biases are frozen beside adapters", "set it to 0"),
+        ("mesh.pipe", config.mesh.pipe > 1, "the stages of a pipeline do not count rows", "set --config.mesh.pipe=1"),
+        ("offload.optimizer", config.offload.optimizer != "none", "pieces of an offloaded state do not count rows",
+         "set --config.offload.optimizer=none"),
+        ("offload.params", config.offload.params != "none", "blocks with fetched weights do not count rows",
+         "set --config.offload.params=none"),
+        ("zero.indivisible", config.zero.indivisible == "pad", "an expert that pads a bias would count",
+         "set --config.zero.indivisible=whole"),
+        ("reduce_dtype", config.reduce_dtype == "bf16", "counts are not exact in 16 bits", "set --config.reduce_dtype=fp32"),
+        ("accum_dtype", config.accum_dtype == "bf16", "counts are not exact in 16 bits", "set --config.accum_dtype=fp32"),
+        ("wire.gradients", config.wire.gradients != "plain", "counts are not exact in few bits", "omit it"),
+    ):  # fmt: skip
+        if is_wrong:
+            rate, found = config.optimizer.router_bias_rate, errors.shown(settings.lookup(config, place))
+            raise UserError(
+                f"config.optimizer.router_bias_rate: is {rate}, and config.{place} is {found}: {why}; {way_out}"
+            )
+
+
 def not_a_choice(place: str, value: Any) -> str:
     """Returns the rule, the value and the way out for a value that is not among the choices of its place."""
     choices = settings.table()[place].choices
