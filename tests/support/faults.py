@@ -46,6 +46,14 @@ ALSO = {
     "migration/": ["tests/migration", "tests/commands/test_import_deepspeed.py"],
     "data/": ["tests/data/test_batches.py", "tests/data/test_source.py", "tests/data/test_feed.py"],
     "data/pairs/": ["tests/data/pairs"],
+    "zero/pipeline/": ["tests/zero/pipeline"],
+    "zero/wires/": ["tests/zero/wires", "tests/whole_steps/test_packed_wires.py"],
+    "zero/wires/experts": ["tests/whole_steps/test_expert_parallel.py"],
+    "ops/expert_parallel": ["tests/whole_steps/test_expert_parallel.py"],
+    "ops/preferences": ["tests/trainer/tuning"],
+    "optim/": ["tests/whole_steps/test_muon.py"],
+    "trainer/tuning/": ["tests/trainer/tuning"],
+    "inference/engine/": ["tests/inference/engine"],
 }
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

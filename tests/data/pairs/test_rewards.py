@@ -1,5 +1,7 @@
 """Checks rewards of answers. This module tests zerojax.data.pairs.rewards."""
 
+import sys
+
 import pytest
 
 from zerojax.data.pairs import rewards
@@ -26,7 +28,9 @@ def test_a_reward_compares_the_answer_with_the_label(name, answer, label, wanted
 def test_a_function_is_found_by_its_module_and_name_also_in_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "my_rewards_here.py").write_text("def long(prompt, answer, label): return len(answer)")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    monkeypatch.setattr(
+        "sys.path", [place for place in sys.path if place]
+    )  # "", of `python -m`, is the current folder too
     assert rewards.find("my_rewards_here:long")("", "abc", "") == 3
 
 

@@ -1,5 +1,6 @@
 """Checks the weights that an engine reads. This module tests zerojax.inference.engine.weights."""
 
+import compile_only
 import golden_models
 import jax
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from small_engine import CONFIG, DECODER, LENGTH, NEW, engine, model
 
+import zerojax
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import weights
 from zerojax.ops import quantized
@@ -73,3 +75,10 @@ def test_weights_that_are_where_decoding_wants_them_are_not_copied():
     placed = weights.placed(DECODER, CONFIG, made.params, made.partition.mesh, None, "none")
     for leaf, other in zip(jax.tree.leaves(placed), jax.tree.leaves(made.params)):
         assert leaf.unsafe_buffer_pointer() == other.unsafe_buffer_pointer()
+
+
+def test_kernels_run_on_one_gpu_alone():
+    """The compiler does not shard them."""
+    on_gpus = [zerojax.make_mesh(devices=compile_only.devices()[:count]) for count in (1, 2)]
+    assert [weights.kernels_of(mesh) for mesh in on_gpus] == ["pallas", None]
+    assert weights.kernels_of(zerojax.make_mesh(devices=jax.devices()[:1])) is None

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import types
 from unittest import mock
 
 import jax
@@ -12,6 +13,7 @@ import runs
 from zerojax.data import tokenizer
 from zerojax.errors import UserError
 from zerojax.launch import signals
+from zerojax.models import family
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
@@ -98,6 +100,21 @@ def test_answers_are_drawn_by_the_weights_as_they_are_and_are_the_same_on_one_de
         np.testing.assert_allclose(
             found[0][rewarded.OLD].view(np.float32), found[0][rewarded.REFERENCE].view(np.float32), rtol=ROUNDING
         )
+
+
+def test_tokens_that_a_model_always_gives_are_no_labels():
+    """The first of an answer to no text, and the last of one that is as long as it may be."""
+    special = family.SpecialTokens(start=9, forced_first=7, forced_last=2)
+    for is_pair, prompt, new, labeled in (
+        (False, [1], [7, 5, 2], [False, False, True, False]),
+        (False, [1, 4], [7, 5, 2], [False, False, True, True, False]),
+        (False, [1, 4], [7, 2], [False, False, True, True]),
+        (True, [4], [7, 5, 2], [False, False, True, False]),
+    ):
+        own = types.SimpleNamespace(_prompts=[np.array(prompt, np.int32)], _special=special, _is_pair=is_pair)
+        example = rollouts.Rollouts._example(own, 0, types.SimpleNamespace(tokens=new, most=3))
+        assert example.labeled.tolist() == labeled
+        assert (example.targets if is_pair else example.inputs).tolist() == ([9] if is_pair else prompt) + new
 
 
 def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_file, cache_dir, tmp_path):

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import math
 
 import jax
 import pytest
@@ -83,5 +84,9 @@ def test_1f1b_keeps_fewer_values_than_gpipe_and_sends_the_same():
         found[schedule] = memory.of_groups(step.placed, sent, programs, leaves, [0, 0])
     assert step.sent == order.sent(order.make("1f1b", 2, PASSES))
     assert [own.sent for own in found["1f1b"]] == [own.sent for own in found["gpipe"]]
+    activation = 4 * math.prod(
+        (4, 4, 16)
+    )  # bytes of a micro-batch's examples, tokens and features on a device; back comes its gradient
+    assert all(PASSES * activation <= own.sent for own in found["1f1b"])
     assert all(a.values < b.values for a, b in zip(found["1f1b"], found["gpipe"]))
     assert order.make("1f1b", 2, 4).alive(1) == 1
