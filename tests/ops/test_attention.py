@@ -66,7 +66,7 @@ def test_heads_are_sharded_over_model_where_it_is_left_to_the_compiler(heads, kv
 
     mesh = mesh_lib.make_mesh(data=2, model=2, devices=jax.devices()[:4])
     by_row = [jax.tree.map(lambda a, row=row: a[row : row + 1], (q, k, v, bias, mask)) for row in (0, 1)]
-    expected = jax.tree.map(lambda *rows: jnp.concatenate(rows), *(value_and_grads(*row) for row in by_row))
+    expected = jax.tree.map(lambda *rows: jnp.concatenate(rows), *(jax.jit(value_and_grads)(*row) for row in by_row))
     found = over_data(value_and_grads, mesh)(q, k, v, bias, mask)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=ROUNDING), found, expected)
 

@@ -70,7 +70,7 @@ def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, m
         memory_guard, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=no_room)
     )
     with pytest.raises(zerojax.UserError, match="out of device memory"):
-        train.train(runs.config(), tmp_path)
+        runs.run(tmp_path)
     out = capsys.readouterr().out
     assert out.index(memory_guard.SHORT) < out.index("Memory on each device")
 
@@ -92,7 +92,7 @@ def test_a_step_that_needs_more_than_may_be_allocated_ends_before_anything_is(tm
     monkeypatch.setattr(plans, "plan_program", plan_on_less)
     monkeypatch.setattr(train.state_lib, "first", init_state)
     with pytest.raises(zerojax.UserError if is_pool else KeyError, match="the step needs" if is_pool else "made"):
-        train.train(runs.config(), tmp_path)
+        runs.run(tmp_path)
     assert bool(made) != is_pool
     assert (memory_guard.SHORT in capsys.readouterr().out) == is_pool
 
@@ -103,7 +103,7 @@ def test_a_state_is_made_after_the_plan_and_is_explained_by_it_if_it_does_not_fi
 
     monkeypatch.setattr(train.state_lib, "first", no_room)
     with pytest.raises(zerojax.UserError, match="out of device memory: the step needs"):
-        train.train(runs.config(), tmp_path)
+        runs.run(tmp_path)
     out = capsys.readouterr().out
     assert "compiled in" in out and "starts at step" not in out
 
@@ -117,7 +117,7 @@ def test_another_runtime_error_is_not_taken_for_out_of_memory(tmp_path, monkeypa
         memory_guard, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=broken)
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        train.train(runs.config(), tmp_path)
+        runs.run(tmp_path)
 
 
 def test_a_full_host_is_told_as_such_and_not_as_a_device(built, plan):

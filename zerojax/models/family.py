@@ -194,6 +194,6 @@ def count_params(parts: Callable[[Any], Parts], config: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(parts, config)))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def _abstract_part(module: nn.Module, inputs: Inputs) -> Any:
     return jax.eval_shape(lambda *arrays: module.init(jax.random.key(0), *arrays), *inputs)["params"]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 
 from zerojax.models.llama import family as presets
 from zerojax.models.llama import model as llama
@@ -19,7 +20,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", runs.cases(PUBLISHED, long=["llama3_1b", "llama3_70b"]))
 def test_big_presets_have_their_published_number_of_weights(name):
     shape = presets.PRESETS[name]
     parts, sizes = llama.parts(shape).values(), {}

@@ -45,7 +45,8 @@ def test_the_loss_is_the_equations_mean_over_all_answers(cache_dir, changes):
         batch["mask"] = np.ones_like(batch["mask"])
     read = batch["targets" if is_pair else "tokens"]
     inputs = {"inputs": batch["inputs"]} if is_pair else {}
-    logs = jax.nn.log_softmax(built.family.logits(built.model, params, inputs, read[:, :-1]))
+    logits = jax.jit(lambda *arrays: built.family.logits(built.model, *arrays))
+    logs = jax.nn.log_softmax(logits(params, inputs, read[:, :-1]))
     own = np.take_along_axis(np.asarray(logs, np.float64), read[:, 1:, None], axis=-1)[..., 0]
     counts = batch["labeled"][:, 1:]
     for name in (rewarded.OLD, rewarded.REFERENCE):
