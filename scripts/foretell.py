@@ -2,12 +2,14 @@
 
     python scripts/foretell.py --texts FOLDER
     python scripts/foretell.py --texts FOLDER --fit
+    python scripts/foretell.py --texts FOLDER --start
 
 `docs/benchmarks/raw/clock_settings.json` names the settings. FOLDER holds the compiled program of each. A missing one is compiled by
 `zerojax.plan` with the code of the commit that was measured, for GPUs that need not exist (30 to 260 s of CPU each), and kept there.
 
 Measured is the median over the runs of a setting, each the median over its steps. `--fit` fits those figures of the tables in
 `zerojax/clock/tables` whose source says so to the settings that are not held out, and writes them. The others' errors are the proof.
+`--start` compares seconds of compiling, and to the first step, where a run of a setting found nothing in the compilation cache.
 """
 
 import argparse
@@ -32,7 +34,7 @@ RAW = ROOT / "docs" / "benchmarks" / "raw"
 TABLES = ROOT / "zerojax" / "clock" / "tables"
 sys.path.insert(0, str(ROOT))
 
-from zerojax.clock import rates, walk  # noqa: E402
+from zerojax.clock import rates, start, walk  # noqa: E402
 from zerojax.hlo import flow, syntax  # noqa: E402
 
 FITTED = re.compile(r"fitted from ([\d.e+]+) within (\d+)%")  # the beginning of such a figure's source
@@ -60,6 +62,7 @@ class Row:
     setting: Mapping[str, Any]
     seconds: float
     program: flow.Flow
+    lines: int = 0
     known: walk.Known = dataclasses.field(default_factory=dict)
 
     def foretold(self, figures: rates.GpuRates) -> walk.StepTime:
@@ -75,6 +78,7 @@ def main() -> None:
     parser.add_argument("--known", action="store_true", help="compile nothing")
     parser.add_argument("--fit", action="store_true", help="fit figures and write the tables")
     parser.add_argument("--parts", action="store_true", help="print where the time goes, too")
+    parser.add_argument("--start", action="store_true", help="print seconds to the first step instead")
     options = parser.parse_args()
     settings = json.loads((RAW / "clock_settings.json").read_text())["settings"]
     chosen = [one for one in settings if not options.only or one["file"] in options.only]
@@ -84,7 +88,9 @@ def main() -> None:
         if path.exists() or (not options.known and compiled(setting, path)):
             with lzma.open(path, "rt") as file:
                 module = syntax.parse(file.read())
-            rows.append(Row(setting, measured(setting), flow.flow(module)))
+            rows.append(Row(setting, measured(setting), flow.flow(module), module.text.count("\n")))
+    if options.start:
+        return print("\n".join(starts(rows)))
     if options.fit:
         for target in dict.fromkeys(row.setting["target"] for row in rows):
             fit(target, [row for row in rows if row.setting["target"] == target and row.setting["fitted"]])
@@ -132,12 +138,63 @@ def _runs(document: Any, name: str) -> list[float]:
     if "steps" in document:
         kind, layers = name.split("/")
         return [document["steps"][kind][layers]["ms"] / 1e3]
+    return [statistics.median(run["step_s"][2:-1]) for run in _of_name(document, name) if "step_s" in run]
+
+
+def _of_name(document: Any, name: str) -> list[Mapping[str, Any]]:
+    """Returns the runs of a name in a file of `bench_train.py`."""
     if "machines" in document:
         document = next(one for one in document["machines"] if name in one["settings"])
     *part, last = name.split("/")
     for key in part:
         document = document[key]
-    return [statistics.median(run["step_s"][2:-1]) for run in document["settings"][last]["runs"] if "step_s" in run]
+    return document["settings"][last]["runs"]
+
+
+def starts(rows: Sequence[Row]) -> list[str]:
+    """Returns the lines of a table of seconds to the first step, of the errors, and of the figures that fit best."""
+    import numpy as np
+
+    lines = [
+        "| setting | GPUs | lines | compile s | foretold | first step s | foretold |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found: list[tuple[int, float, float, start.Start, int]] = []
+    for row in rows:
+        setting = row.setting
+        document = json.loads((RAW / setting["raw"]).read_text()) if setting["raw"].endswith(".json") else {}
+        if not isinstance(setting["pick"], list) or "steps" in document:
+            continue
+        runs = [run for name in setting["pick"] for run in _of_name(document, name) if run.get("compile_s")]
+        cold = max(runs, key=lambda run: run["compile_s"], default=None)
+        if cold is None:
+            continue
+        own = start.foretold(row.lines, setting["devices"], _pinned(row.program.module))
+        found.append((row.lines, cold["compile_s"], cold["first_step_s"], own, setting["devices"]))
+        cells = f"{cold['compile_s']:.1f} | {own.compile:.1f} | {cold['first_step_s']:.1f} | {own.first_step:.1f}"
+        lines.append(
+            f"| {setting['name']} | {setting['devices']} {setting['target'].upper()} | {row.lines:,} | {cells} |"
+        )
+    if not found:
+        return ["no setting has seconds of compiling"]
+    for name, pairs in (
+        ("compile", [(own.compile, took) for _, took, _, own, _ in found]),
+        ("first step", [(own.first_step, took) for _, _, took, own, _ in found]),
+    ):
+        errors = [abs(foretold / took - 1) for foretold, took in pairs]
+        lines.append(
+            f"\n{name}: {len(errors)} settings, median error {statistics.median(errors):.0%}, worst {max(errors):.0%}"
+        )
+    size, took = np.array([[1.0, n] for n, *_ in found]), np.array([took for _, took, *_ in found])
+    fixed, each = np.linalg.lstsq(size / took[:, None], np.ones(len(found)), rcond=None)[0]
+    lines.append(f"\nbest: {fixed:.2f} s + {each * 1e3:.3f} ms a line")
+    return lines
+
+
+def _pinned(module: syntax.Module) -> float:
+    """Returns the bytes that a step copies to host memory, about those that it has there at its peak."""
+    copies = [i for i in module.entry.instructions if i.opcode == "copy-start" and i.arrays[0].is_on_host]
+    return float(sum(copy.arrays[0].nbytes for copy in copies))
 
 
 def fit(target: str, rows: Sequence[Row]) -> None:

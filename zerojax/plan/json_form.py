@@ -65,6 +65,7 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
         "experts": None if plan.exchange is None else dataclasses.asdict(plan.exchange),
         "stream": None if plan.stream is None else _stream(plan),
         "compile_seconds": plan.compile_seconds,
+        "start": None if plan.start is None else plan.start._asdict(),
     }
 
 

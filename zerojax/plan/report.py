@@ -131,6 +131,11 @@ def _lines(plan: step_plan.Plan) -> list[str]:
         lines.append(_bubble(plan.pipeline))
     if plan.foretold is not None:
         lines.append(_foretold(plan))
+    if plan.start is not None:
+        lines.append(
+            f"with an empty compilation cache a run should compile in some {plan.start.compile:.0f} s, and end its first step some "
+            f"{plan.start.first_step:.0f} s after its start; machines differ by half of that"
+        )
     if plan.bound is not None:
         terms = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in plan.bound.seconds.items())
         line = f"a step takes at least {plan.bound.step_seconds * 1e3:.1f} ms, bound by {plan.bound.binds} ({terms})"

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from zerojax import errors, roles, specs, tree
 from zerojax import mesh as mesh_lib
 from zerojax.clock import rates as rates_lib
+from zerojax.clock import start as start_lib
 from zerojax.clock import walk
 from zerojax.hlo import buffer_roles, traffic
 from zerojax.hlo import buffers as buffers_lib
@@ -121,6 +122,14 @@ class Plan:
         return (
             self.stream.peak if self.stream.by_block else max(self.buffers.peak + self.stream.before, self.stream.peak)
         )
+
+    @property
+    def start(self) -> start_lib.Start | None:
+        """Returns how long a run takes to its first step; None of steps of several programs, and off GPUs."""
+        if self.target.kind != "gpu" or self.stream is not None or self.pipeline is not None:
+            return None
+        here = max(bound_lib.hosts(self.ledger.mesh, self.ledger.mesh.axis_names).values())
+        return start_lib.foretold(self.buffers.hlo_text.count("\n"), here, self.buffers.host)
 
     @property
     def usable(self) -> int | None:
