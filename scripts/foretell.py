@@ -159,7 +159,7 @@ def starts(rows: Sequence[Row]) -> list[str]:
         "| setting | GPUs | lines | compile s | foretold | first step s | foretold |",
         "|---|---|---|---|---|---|---|",
     ]
-    found: list[tuple[int, float, float, start.Start, int]] = []
+    found: list[tuple[int, float, float, start.StartTimes, int]] = []
     for row in rows:
         setting = row.setting
         document = json.loads((RAW / setting["raw"]).read_text()) if setting["raw"].endswith(".json") else {}

@@ -33,6 +33,12 @@ def test_a_gather_over_more_hosts_brings_the_same_array_over_more_hops():
         assert seconds(gpus, 2, whole / 2, 1) == pytest.approx(hops + received / FAR, rel=1e-9)
 
 
+def test_an_all_to_all_sends_directly_to_some_at_a_time():
+    kernel = kernels.KernelWork(kernels.COLLECTIVE, "all-to-all", nbytes=1.0, group=(0, 1))
+    times = [scale.OnCluster("fake", H200.figures, {}, CLUSTER, gpus, 16).seconds(kernel, 1) for gpus in (16, 512)]
+    assert times == pytest.approx([10e-6, 8 * 10e-6], rel=1e-3)  # one host, and 63 others
+
+
 def test_a_collective_inside_a_host_and_links_of_one_part_of_the_network_stay_what_they_are():
     work = kernels.KernelWork(kernels.COLLECTIVE, "all-gather", nbytes=1e9, group=tuple(range(8)))
     assert seconds(4096, 8, 1e9, 0) == H200.seconds(work)

@@ -17,14 +17,14 @@ ALONE, BESIDE = (
 PINNED = 3e9  # bytes a second
 
 
-class Start(NamedTuple):
+class StartTimes(NamedTuple):
     """Seconds of compiling, and those from the start of the processes to the end of the first step."""
 
     compile: float
     first_step: float
 
 
-def foretold(lines: int, devices: int, pinned: float = 0.0) -> Start:
+def foretold(lines: int, devices: int, pinned: float = 0.0) -> StartTimes:
     """Returns the times of a run that finds nothing in the compilation cache.
 
     Args:
@@ -33,4 +33,4 @@ def foretold(lines: int, devices: int, pinned: float = 0.0) -> Start:
       pinned: bytes of host memory that the step uses, on each device.
     """
     compiled = FIXED + EACH * lines
-    return Start(compiled, compiled + ALONE + BESIDE * devices + devices * pinned / PINNED)
+    return StartTimes(compiled, compiled + ALONE + BESIDE * devices + devices * pinned / PINNED)

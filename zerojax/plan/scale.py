@@ -5,7 +5,8 @@ The tokens of a GPU stay (weak scaling), so its matmuls do. A collective inside 
     bytes      all - all / n, of n devices
     time       hops x latency + max( bytes / NVLink,  bytes / devices on a host / adapter / oversubscription )
 
-A ring over h hosts has h - 1 hops between hosts, and one for each further device. All wait for the slowest device. A job that fails at
+A ring over h hosts has h - 1 hops between hosts, and one for each further device. An all-to-all sends to each of them directly, to `AT_A_TIME`
+in one hop. All wait for the slowest device. A job that fails at
 random, every M seconds, saves for C and restarts in R does best if it saves every T = sqrt(2 C M) seconds (Young, 1974; Daly, 2006). The
 share of its time that is useful is then
 
@@ -29,6 +30,7 @@ from zerojax.plan import bound as bound_lib
 from zerojax.plan import step_plan
 
 MOST = 1e12
+AT_A_TIME = 8  # messages of an all-to-all, assumed
 REACHED = 0.8  # of an adapter's rate, by NCCL; assumed, as `clock`'s rates do
 
 
@@ -120,7 +122,10 @@ class OnCluster(rates_lib.GpuRates):
         many = ways * self.gpus // self.compiled
         received = kernel.nbytes * ways / (ways - 1) * (many - 1) / many
         hosts, c = many // per_host, self.cluster
-        hops = ((hosts - 1) * c.hop_us + (many - hosts) * c.near_hop_us) * 1e-6
+        far_hops, near_hops = hosts - 1, many - hosts
+        if kernel.form == "all-to-all":
+            far_hops, near_hops = (math.ceil(hops / AT_A_TIME) for hops in (far_hops, near_hops))
+        hops = (far_hops * c.hop_us + near_hops * c.near_hop_us) * 1e-6
         crosses = c.pod_hosts and self.gpus // c.gpus_per_host > c.pod_hosts
         far = received / per_host / (c.adapter_gbps / 8 * 1e9 * REACHED) * (c.oversubscription if crosses else 1.0)
         near = received / self.figures["beta"]

@@ -124,7 +124,7 @@ class Plan:
         )
 
     @property
-    def start(self) -> start_lib.Start | None:
+    def start(self) -> start_lib.StartTimes | None:
         """Returns how long a run takes to its first step; None of steps of several programs, and off GPUs."""
         if self.target.kind != "gpu" or self.stream is not None or self.pipeline is not None:
             return None
