@@ -5,10 +5,10 @@ The tokens of a GPU stay (weak scaling), so its matmuls do. A collective inside 
     bytes      all - all / n, of n devices
     time       hops x latency + max( bytes / NVLink,  bytes / devices on a host / adapter / oversubscription )
 
-A ring over h hosts has h - 1 hops between hosts, and one for each further device. An all-to-all sends to each of them directly, to `AT_A_TIME`
-in one hop. All wait for the slowest device. A job that fails at
-random, every M seconds, saves for C and restarts in R does best if it saves every T = sqrt(2 C M) seconds (Young, 1974; Daly, 2006). The
-share of its time that is useful is then
+A ring over h hosts has h - 1 hops between hosts, and one for each further device. An all-to-all sends to all others directly, to
+`AT_A_TIME` in one hop. Small arrays take NCCL's protocol LL, whose hops are shorter, at half the bandwidth. All wait for the slowest
+device. A job that fails at random, every M seconds, saves for C and restarts in R does best if it saves every T = sqrt(2 C M) seconds
+(Young, 1974; Daly, 2006). The share of its time that is useful is then
 
     T / ((M + R) (exp((T + C) / M) - 1))
 """
@@ -31,6 +31,8 @@ from zerojax.plan import step_plan
 
 MOST = 1e12
 AT_A_TIME = 8  # messages of an all-to-all, assumed
+# Of NCCL's protocol LL beside Simple: its hops (2.7 of 14 us, 0.6 of 3.4; src/graph/tuning.cc), and its bandwidth.
+LL_HOP, LL_RATE = 0.19, 0.5
 REACHED = 0.8  # of an adapter's rate, by NCCL; assumed, as `clock`'s rates do
 
 
@@ -129,7 +131,8 @@ class OnCluster(rates_lib.GpuRates):
         crosses = c.pod_hosts and self.gpus // c.gpus_per_host > c.pod_hosts
         far = received / per_host / (c.adapter_gbps / 8 * 1e9 * REACHED) * (c.oversubscription if crosses else 1.0)
         near = received / self.figures["beta"]
-        return hops + (far if per_host == 1 else max(near, far))
+        sent = far if per_host == 1 else max(near, far)
+        return min(hops + sent, LL_HOP * hops + sent / LL_RATE)
 
     def spread(self, devices: int) -> float:
         return super().spread(self.gpus)
