@@ -256,7 +256,7 @@ def manual_over_rest(function: Callable[..., Any], in_specs: PyTree, out_specs: 
 def rest() -> tuple[str, ...]:
     """Returns the axes, of a size above 1, that an outer `jax.shard_map` leaves to the compiler; () anywhere else."""
     around = jax.sharding.get_abstract_mesh()
-    if not around.manual_axes:
+    if not around.manual_axes or {*COMPILER} <= {*around.manual_axes}:
         return ()
     return tuple(axis for axis in COMPILER if around.shape.get(axis, 1) > 1 and axis not in around.manual_axes)
 

@@ -4,18 +4,6 @@ Rematerialisation by `dots` keeps the results of matmuls. If the backward pass r
 array, then the rotated array takes as much memory, and need not be computed again.
 """
 
-import jax
-from jax.ad_checkpoint import checkpoint_name
-
-ATTENTION = "zerojax: attention that is added up block by block"
-IN_PLACE = "zerojax: kept in place of a matmul"
-
-
-def in_place(x: jax.Array) -> jax.Array:
-    """Returns `x`, which remat="dots" keeps for the backward pass. A matmul's result that is not read beside it is then not kept."""
-    return checkpoint_name(x, IN_PLACE)
-
-
-def of_attention(x: jax.Array) -> jax.Array:
-    """Returns `x`, what attention made of several kernels returns. Policies that keep what fused attention returns keep it."""
-    return checkpoint_name(x, ATTENTION)
+# Names that `jax.ad_checkpoint.checkpoint_name` gives.
+IN_PLACE = "zerojax: kept in place of a matmul"  # by "dots", which then does not keep the matmul's result unless it is read beside it
+ATTENTION = "zerojax: attention that is added up block by block"  # by policies that keep what fused attention returns

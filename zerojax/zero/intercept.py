@@ -16,7 +16,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import flax.core
 import flax.errors
@@ -48,9 +48,7 @@ def by_block(
     With `run` the loss gets gathered arrays, and a block finds its shards by the identity of these arrays. This relies on JAX passing a
     traced array on as the same Python object. Where it does not, a warning reports the weights that stay gathered.
     """
-    policy = remat.policy(
-        how.remat, offloads=bool(how.offload), in_place=not (how.recompute or how.offload), moves=moves
-    )
+    policy = block_settings.policy(how, moves=moves)
 
     def loss_of_stored(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
         stacks, has_nnx = set[str](), holds_nnx(params)
@@ -142,24 +140,6 @@ def unboxed(params: PyTree) -> PyTree:
         return jax.tree.leaves(node, is_leaf=lambda part: part is not node)[0] if is_box(node) else node
 
     return jax.tree.map(inside, params, is_leaf=is_box)
-
-
-class AsFunction(Protocol):
-    """A call of a module as a function of its weights.
-
-    Attributes:
-      known: {path in the params: stored weight}.
-      inputs: the arrays that it reads beside its arguments.
-    """
-
-    @property
-    def known(self) -> Mapping[str, Any]: ...
-
-    @property
-    def inputs(self) -> Sequence[Any]: ...
-
-    def run(self, used: Mapping[str, Any], inputs: Sequence[Any], args: tuple, kwargs: dict) -> Any:
-        """Returns the result of the call with gathered weights."""
 
 
 class Interceptor:
@@ -303,7 +283,13 @@ class Interceptor:
         return {leaf: find(_join(path, leaf), value) for leaf, value in leaves}
 
     def _run_block(
-        self, run: Run, block: AsFunction, path: str, root: tuple[str, ...], args: tuple, kwargs: dict
+        self,
+        run: Run,
+        block: "_LinenBlock | nnx_blocks.Block",
+        path: str,
+        root: tuple[str, ...],
+        args: tuple,
+        kwargs: dict,
     ) -> Any:
         given, result, names, hooks = tree.NonArrays(), tree.NonArrays(), list(block.known), self._how.hooks
         arrays = given.take((args, kwargs))
@@ -361,7 +347,7 @@ class Interceptor:
 
 
 class _LinenBlock:
-    """A call that reads the module's own params, its random keys and its inputs alone; see `AsFunction`."""
+    """A call that reads the module's own params, its random keys and its inputs alone, as a function of arrays; see `nnx_blocks.Block`."""
 
     def __init__(self, module: nn.Module, method: str, known: lifted_blocks.Known, is_leaf: tree.IsLeaf):
         self._alone, self._path, self._method, scope = module.clone(parent=None), module.path, method, module.scope

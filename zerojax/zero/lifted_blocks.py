@@ -45,12 +45,7 @@ def run(
       inputs: f(arrays of the arguments) -> those that the block is called with.
       is_made: whether the module's weights are arrays that were made from stored ones, which take their place here.
     """
-    given, result = tree.NonArrays(), tree.NonArrays()
-    arrays = given.take((args, kwargs))
-
-    def called(bound: nn.Module, *values: Any) -> list[Any]:
-        inner_args, inner_kwargs = given.give(inputs(values))
-        return result.take(getattr(bound, method)(*inner_args, **inner_kwargs))
+    called, arrays, result = _of_arrays(method, args, kwargs, inputs)
 
     def gather_block(variables: PyTree) -> PyTree:
         def gather(leaf: str, value: Any) -> Leaf:
@@ -77,15 +72,23 @@ def run_with_stacks(
     module: nn.Module, method: str, args: tuple, kwargs: dict, stacks: Known, *, is_leaf: tree.IsLeaf
 ) -> Any:
     """Runs a model with the stacks that `nn.scan` cuts into layers as they are stored, so that each layer gathers its own slice."""
+    called, arrays, result = _of_arrays(method, args, kwargs, lambda values: values)
+    as_stored = functools.partial(_as_stored, stacks, is_leaf=is_leaf)
+    return result.give(nn.map_variables(called, "params", trans_in_fn=as_stored)(module, *arrays))
+
+
+def _of_arrays(
+    method: str, args: tuple, kwargs: dict, inputs: Callable[[Sequence[Any]], Sequence[Any]]
+) -> tuple[Callable[..., list[Any]], list[Any], tree.NonArrays]:
+    """Returns a call as a function of a module and arrays, these arrays, and what of its result is none."""
     given, result = tree.NonArrays(), tree.NonArrays()
     arrays = given.take((args, kwargs))
 
     def called(bound: nn.Module, *values: Any) -> list[Any]:
-        inner_args, inner_kwargs = given.give(values)
+        inner_args, inner_kwargs = given.give(inputs(values))
         return result.take(getattr(bound, method)(*inner_args, **inner_kwargs))
 
-    as_stored = functools.partial(_as_stored, stacks, is_leaf=is_leaf)
-    return result.give(nn.map_variables(called, "params", trans_in_fn=as_stored)(module, *arrays))
+    return called, arrays, result
 
 
 def _as_stored(known: Known, variables: PyTree, *, is_leaf: tree.IsLeaf) -> PyTree:

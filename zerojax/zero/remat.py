@@ -50,7 +50,7 @@ def policy(name: str, *, offloads: bool = False, in_place: bool = True, moves: b
     Args:
       name: of the policy.
       offloads: arrays named by `marks.for_host` are kept in host memory.
-      in_place: "dots" keeps arrays named by `residuals.in_place`. False where `recompute` or `offload` name modules whose results are not
+      in_place: "dots" keeps arrays named `residuals.IN_PLACE`. False where `recompute` or `offload` name modules whose results are not
         kept on the device: arrays kept in place of these results would take their memory.
       moves: whether any weight is gathered; gathered weights are never kept.
     """

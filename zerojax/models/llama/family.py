@@ -3,16 +3,13 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import jax
-
-from zerojax.models import config_json, decoding, family, parallel
+from zerojax.models import config_json, family, parallel
 from zerojax.models.family import Tensor
 from zerojax.models.llama import mla, model, one_row, published, rope
 from zerojax.models.llama.model import LlamaConfig
 from zerojax.models.llama.rows import ROWS
-from zerojax.tree import PyTree
 
 # The rotary base of 500,000 supports up to 32,768 positions (arXiv:2407.21783, section 3.2).
 _llama3 = functools.partial(LlamaConfig, 128256, rope_theta=500000.0, max_seq_len=32768)
@@ -165,39 +162,6 @@ def _norms(config: LlamaConfig) -> list[tuple[str, str]]:
 def _linear(ours: str, theirs: str, inputs: int, has_bias: bool) -> dict[str, Tensor]:
     found = {f"{ours}/kernel": Tensor(f"{theirs}.weight", inputs)}
     return found | {f"{ours}/bias": Tensor(f"{theirs}.bias", form="flat")} if has_bias else found
-
-
-def _loss(
-    config: LlamaConfig,
-    params: PyTree,
-    batch: Mapping[str, jax.Array],
-    key: jax.Array | None = None,
-    *,
-    by_token: bool = False,
-) -> jax.Array:
-    """Returns the mean loss of the next tokens, or the loss of each. There is no dropout, for which `key` would be."""
-    arrays = (batch["tokens"], *map(batch.get, ("segments", "labeled", "labels", "positions")), by_token)
-    return cast(jax.Array, model.Llama(config).apply({"params": params}, *arrays, method="loss"))
-
-
-def _logits(config: LlamaConfig, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
-    return cast(jax.Array, model.Llama(config).apply({"params": params}, tokens, inputs.get("mask")))
-
-
-def _start(
-    config: LlamaConfig,
-    params: PyTree,
-    inputs: Mapping[str, jax.Array],
-    tokens: jax.Array,
-    lengths: jax.Array,
-    slots: int,
-) -> PyTree:
-    assert not inputs, "a decoder's prompt has no other arrays than its tokens"
-    return model.Llama(config).apply({"params": params}, tokens, lengths, slots, method="start")
-
-
-def _extend(config: LlamaConfig, params: PyTree, caches: PyTree, step: decoding.Step, tokens: jax.Array) -> PyTree:
-    return model.Llama(config).apply({"params": params}, caches, step, tokens, method="extend")
 
 
 def _flops_per_token(config: LlamaConfig, lengths: Mapping[str, int], per_weight: float = 6.0) -> float:
@@ -634,10 +598,10 @@ FAMILY = family.Family(
     presets=PRESETS,
     parts=model.parts,
     objective="next_token",
-    loss=_loss,
-    logits=_logits,
-    start=_start,
-    extend=_extend,
+    loss=model.loss,
+    logits=model.logits,
+    start=model.start,
+    extend=model.extend,
     one_row=lambda config, params: one_row.extend if one_row.takes(config, params, 1) else None,
     positions=lambda config: config.max_seq_len if config.has_positions else None,
     is_encoder_decoder=False,

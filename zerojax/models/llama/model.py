@@ -10,12 +10,13 @@ Shapes: B batch, T length, D embed, H query heads, K key and value heads, N head
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
@@ -191,7 +192,7 @@ class Attention(nn.Module):
             else:
                 k_BTKN = turn(k_BTKN, positions_BT)
         if not c.qk_norm:  # the norms' gradients read the matmuls' results
-            q_BTHN, k_BTKN, v_BTKN = map(residuals.in_place, (q_BTHN, k_BTKN, v_BTKN))
+            q_BTHN, k_BTKN, v_BTKN = (checkpoint_name(x, residuals.IN_PLACE) for x in (q_BTHN, k_BTKN, v_BTKN))
         sinks_H = self.param("sinks", nn.initializers.normal(0.02), (c.num_heads,)) if c.has_sinks else None
         with jax.named_scope("attention"):
             given: dict[str, Any] = {
@@ -211,6 +212,7 @@ class Attention(nn.Module):
         out = layers.Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), use_bias=c.o_bias, name="o")
         return out(y_BTHN), keys
 
+    @nn.nowrap
     def _turn(self, length: int, positions_BT: jax.Array | None, past: decoding.Past | None) -> Turn:
         """Returns (queries or keys, their positions) -> these, rotated as in texts that end with this call's tokens."""
         assert self.rotation is not None
@@ -313,13 +315,14 @@ class Layer(nn.Module):
         c = self.config
         before, after = self._norms("attention")
         y_BTD, keys = self._attention()(before(x_BTD), mask_BT, past, segments_BT, positions_BT)
-        x_BTD = residuals.in_place(x_BTD + after(y_BTD))
+        x_BTD = checkpoint_name(x_BTD + after(y_BTD), residuals.IN_PLACE)
         mlp, (norm, mlp_after) = (Mixture if self.has_experts else MLP)(c, name="mlp"), self._norms("mlp")
         tile = 0 if self.is_initializing() else c.tile_tokens
         branch = lambda x_BTD: x_BTD + mlp_after(mlp(norm(x_BTD)))  # noqa: E731
         x_BTD = tiles.over_tiles(branch, x_BTD, tile) if tile else branch(x_BTD)
         return x_BTD if past is None else (x_BTD, keys)
 
+    @nn.nowrap
     def _attention(self) -> nn.Module:
         c = self.config
         if c.latent is None:
@@ -339,6 +342,7 @@ class Layer(nn.Module):
             name="attention",
         )
 
+    @nn.nowrap
     def _norms(self, branch: str) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
         """Returns what a branch reads of the residual stream, and what is added to it of what the branch returns."""
         c = self.config
@@ -366,6 +370,7 @@ class Llama(nn.Module):
         if not self.config.tie_embeddings:
             self.head = modules["head"]
 
+    @nn.nowrap
     def hidden(
         self,
         tokens_BT: jax.Array,
@@ -407,6 +412,7 @@ class Llama(nn.Module):
         x_BTD, caches = self._through(x_BTD, caches, step)
         return self._logits(self.norm(step.last(x_BTD)))[:, 0], caches
 
+    @nn.nowrap
     def _through(self, x_BTD: jax.Array, caches: PyTree, step: decoding.Step) -> tuple[jax.Array, list]:
         after = []
         for layer, keys in zip(self.layer, caches):
@@ -414,6 +420,7 @@ class Llama(nn.Module):
             after.append(keys)
         return x_BTD, after
 
+    @nn.nowrap
     def _embedded(self, tokens_BT: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
         """Returns the first layer's input, float[B, T, D]. Positions: by default 0, 1, ..."""
         c, x_BTD = self.config, self.embed(tokens_BT)
@@ -423,14 +430,17 @@ class Llama(nn.Module):
             return x_BTD
         return x_BTD + self.positions(jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT)
 
+    @nn.nowrap
     def _scaled(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the head's input of which its output are the scaled logits."""
         scale = self.config.logits_scale
         return x_BTD if scale == 1 else x_BTD * jnp.asarray(scale, x_BTD.dtype)
 
+    @nn.nowrap
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         return softcap.softcap(layers.next_logits(self._head(), self._scaled(x_BTD)), self.config.logits_cap)
 
+    @nn.nowrap
     def _head(self) -> nn.Module:
         return self.embed if self.config.tie_embeddings else self.head
 
@@ -455,6 +465,42 @@ class Llama(nn.Module):
         x_BTD = self.hidden(tokens_BT, segments_BT=segments_BT, positions_BT=positions_BT)
         cap = self.config.logits_cap
         return layers.next_loss(self._head(), self._scaled(x_BTD), labels_BT, ignored, cap=cap, by_token=by_token)
+
+
+def loss(
+    config: LlamaConfig,
+    params: PyTree,
+    batch: Mapping[str, jax.Array],
+    key: jax.Array | None = None,
+    *,
+    by_token: bool = False,
+) -> jax.Array:
+    """Returns the mean loss of the next tokens, or the loss of each. There is no dropout, for which `key` would be."""
+    arrays = (batch["tokens"], *map(batch.get, ("segments", "labeled", "labels", "positions")), by_token)
+    return cast(jax.Array, Llama(config).apply({"params": params}, *arrays, method="loss"))
+
+
+def logits(config: LlamaConfig, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+    """Returns the logits after each token, float32[B, T, V]; `inputs` may have a mask."""
+    return cast(jax.Array, Llama(config).apply({"params": params}, tokens, inputs.get("mask")))
+
+
+def start(
+    config: LlamaConfig,
+    params: PyTree,
+    inputs: Mapping[str, jax.Array],
+    tokens: jax.Array,
+    lengths: jax.Array,
+    slots: int,
+) -> PyTree:
+    """Returns `Llama.start`."""
+    assert not inputs, "a decoder's prompt has no other arrays than its tokens"
+    return Llama(config).apply({"params": params}, tokens, lengths, slots, method="start")
+
+
+def extend(config: LlamaConfig, params: PyTree, caches: PyTree, step: decoding.Step, tokens: jax.Array) -> PyTree:
+    """Returns `Llama.extend`."""
+    return Llama(config).apply({"params": params}, caches, step, tokens, method="extend")
 
 
 def make_norm(config: LlamaConfig, name: str | None = None) -> nn.Module:
