@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import errors, roles
 from zerojax.errors import UserError
@@ -310,9 +309,7 @@ def _ulysses(
     if heads % call.ways:
         raise UserError(_INDIVISIBLE.format(ways=call.ways, heads=heads))
     kv_2BSKN = jnp.repeat(jnp.stack([k_BSKN, v_BSKN]), _copies(kv_heads, call.ways), axis=3)
-    q_BLHN, kv_2BLKN = (
-        checkpoint_name(_tokens_for_heads(call, x, x.ndim - 3), residuals.IN_PLACE) for x in (q_BTHN, kv_2BSKN)
-    )
+    q_BLHN, kv_2BLKN = (residuals.in_place(_tokens_for_heads(call, x, x.ndim - 3)) for x in (q_BTHN, kv_2BSKN))
     if bias is not None:
         bias = jnp.swapaxes(_tokens_for_heads(call, jnp.swapaxes(bias, 1, 2), 1), 1, 2)
     mask, segments_BL = call.all_tokens(mask_BT), call.all_tokens(segments_BT)

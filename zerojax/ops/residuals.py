@@ -4,6 +4,14 @@ Rematerialisation by `dots` keeps the results of matmuls. If the backward pass r
 array, then the rotated array takes as much memory, and need not be computed again.
 """
 
-# Names that `jax.ad_checkpoint.checkpoint_name` gives.
-IN_PLACE = "zerojax: kept in place of a matmul"  # by "dots", which then does not keep the matmul's result unless it is read beside it
-ATTENTION = "zerojax: attention that is added up block by block"  # by policies that keep what fused attention returns
+import functools
+
+from jax.ad_checkpoint import checkpoint_name
+
+ATTENTION = "zerojax: attention that is added up block by block"
+IN_PLACE = "zerojax: kept in place of a matmul"
+
+# f(x) -> x. remat="dots" keeps it for the backward pass; a matmul's result that is not read beside it is then not kept.
+in_place = functools.partial(checkpoint_name, name=IN_PLACE)
+# f(x) -> x, what attention made of several kernels returns. Policies that keep what fused attention returns keep it.
+of_attention = functools.partial(checkpoint_name, name=ATTENTION)

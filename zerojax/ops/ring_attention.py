@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.ops import attention, residuals, token_order
 from zerojax.ops import attention_blocks as blocks
@@ -127,7 +126,7 @@ def _forward(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, about: Any) -
         ys, ls = zip(*sums)
         total = jnp.concatenate(ys, 1), jnp.concatenate(ls, 2)
     y, l = blocks.finished(total)
-    y, l = (checkpoint_name(x, residuals.ATTENTION) for x in (y.astype(q.dtype), l))
+    y, l = residuals.of_attention(y.astype(q.dtype)), residuals.of_attention(l)
     return y, (q, k, v, about, y, l)
 
 

@@ -14,7 +14,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.ops import attention, attention_blocks, residuals
 
@@ -90,7 +89,7 @@ def _forward(
     block = attention_blocks.forward(q_BTHN, k_BSKN, v_BSKN, seen, kernel, scale, is_causal=is_causal, window=window)
     sink_BHT = jnp.broadcast_to(sinks_H[:, None], block[1].shape)
     y_BTHN, l_BHT = attention_blocks.merged((jnp.zeros_like(block[0]), sink_BHT), block)
-    y_BTHN, l_BHT = (checkpoint_name(x, residuals.ATTENTION) for x in (y_BTHN.astype(q_BTHN.dtype), l_BHT))
+    y_BTHN, l_BHT = residuals.of_attention(y_BTHN.astype(q_BTHN.dtype)), residuals.of_attention(l_BHT)
     return y_BTHN, (q_BTHN, k_BSKN, v_BSKN, sinks_H, seen, y_BTHN, l_BHT)
 
 

@@ -16,7 +16,6 @@ from typing import Any, Literal, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
@@ -192,7 +191,7 @@ class Attention(nn.Module):
             else:
                 k_BTKN = turn(k_BTKN, positions_BT)
         if not c.qk_norm:  # the norms' gradients read the matmuls' results
-            q_BTHN, k_BTKN, v_BTKN = (checkpoint_name(x, residuals.IN_PLACE) for x in (q_BTHN, k_BTKN, v_BTKN))
+            q_BTHN, k_BTKN, v_BTKN = map(residuals.in_place, (q_BTHN, k_BTKN, v_BTKN))
         sinks_H = self.param("sinks", nn.initializers.normal(0.02), (c.num_heads,)) if c.has_sinks else None
         with jax.named_scope("attention"):
             given: dict[str, Any] = {
@@ -315,7 +314,7 @@ class Layer(nn.Module):
         c = self.config
         before, after = self._norms("attention")
         y_BTD, keys = self._attention()(before(x_BTD), mask_BT, past, segments_BT, positions_BT)
-        x_BTD = checkpoint_name(x_BTD + after(y_BTD), residuals.IN_PLACE)
+        x_BTD = residuals.in_place(x_BTD + after(y_BTD))
         mlp, (norm, mlp_after) = (Mixture if self.has_experts else MLP)(c, name="mlp"), self._norms("mlp")
         tile = 0 if self.is_initializing() else c.tile_tokens
         branch = lambda x_BTD: x_BTD + mlp_after(mlp(norm(x_BTD)))  # noqa: E731
