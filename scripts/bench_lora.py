@@ -22,6 +22,11 @@ import bench_child  # in this folder
 
 LLAMA = {"data.name": "random", "data.eval_split": "", "steps": 1000}
 ALL_WEIGHTS = {"lora.r": 0, "lora.alpha": 0.0, "lora.target_modules": "", "export.format": "none"}
+EXPERTS = {
+    "lora.r": 8,
+    "lora.alpha": 16.0,
+    "lora.target_modules": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+}
 BART = {"epochs": 0.0, "steps": 1000, "data.eval_split": ""}
 # case -> (config, changes, steps)
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -45,6 +50,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "qwen3_30b": ("lora_qwen3_30b", LLAMA, 10),
     "qwen3_8_layers": ("lora_qwen3_30b", LLAMA | {"model.num_layers": 8}, 10),
+    "qwen3_8_layers_experts": ("lora_qwen3_30b", LLAMA | EXPERTS | {"model.num_layers": 8}, 10),
+    "qlora_qwen3_8_layers": ("qlora_qwen3_30b", LLAMA | {"model.num_layers": 8}, 10),
+    "qlora_qwen3_30b": ("qlora_qwen3_30b", LLAMA, 10),
     "qwen3_8_layers_full": (
         "lora_qwen3_30b",
         LLAMA | ALL_WEIGHTS | {"model.num_layers": 8},

@@ -1,0 +1,15 @@
+"""Qwen3-30B-A3B's shapes (30.5B weights) in 4 bits, with LoRA adapters on attention and on each of its experts (r 8), on one GPU.
+
+    python -m zerojax.train --config configs/qlora_qwen3_30b.py --config.init_from=opt/Qwen3-30B-A3B
+
+Devices: 1 GPU of 80 GB. Result: as configs/lora_qwen3_30b.py.
+"""
+
+from zerojax.configs import lora_qwen3_30b
+
+
+def get_config():
+    c = lora_qwen3_30b.get_config()
+    c.lora.r, c.lora.alpha, c.lora.quantize = 8, 16.0, "nf4"
+    c.lora.target_modules = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    return c
