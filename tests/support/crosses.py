@@ -279,6 +279,7 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("fp8", fp8="delayed", precision="fp8", late_norm="yes"),
     covering.never("fp8", fp8="delayed", precision="fp8", by_block="on"),
     covering.never("config.model.dropout", dropout="0.1", family=("llama", "moe")),
+    covering.never("config.lora.dropout", lora="on", lora_dropout="0.1", lora_targets="all", family="moe"),
     covering.never("config.lora.init_from", lora_from="folder", weights="drawn"),
     covering.never("config.lora.init_from", lora_from="folder", rslora="yes"),
     covering.never("config.lora.init_from", lora_from="folder", lora_targets="all"),
