@@ -164,7 +164,7 @@ def _built_once(config: settings_lib.Config, tokenizer_vocab: int, devices: Any)
     settings["warmup"] = schedules.fitting_warmup(chosen.schedule, chosen.warmup_steps, config.steps)
     is_plain = {config.offload.optimizer, config.offload.params} == {"none"} and chosen.schedule == "constant"
     tells = config.model.remat == "attention" or config.model.tile_tokens or config.mesh.model > 1
-    if not is_plain or tells or config.init_from or config.lora.r:
+    if not is_plain or tells or config.init_from or config.lora.init_from:
         return _build(config, tokenizer_vocab, devices)
     key = repr((settings, tokenizer_vocab, len(jax.devices()), devices))
     if key not in _programs:
