@@ -5,6 +5,7 @@ import pytest
 import runs
 
 import zerojax
+from zerojax import roles
 from zerojax.plan import scale, search
 from zerojax.trainer import plans
 
@@ -134,3 +135,17 @@ def test_arithmetic_does_not_judge_tokens_that_travel_to_their_experts():
     compile_only.gpus()
     with pytest.raises(zerojax.UserError, match=r"--axes: needs .* mesh\.expert=1"):
         plans.axes_config(runs.config(model__num_layers=12, mesh__expert=2), "h200", "1x8")
+
+
+@pytest.mark.long
+def test_a_plan_knows_what_packed_wires_should_send():
+    compile_only.gpus()
+    packed = {"wire__weights": "int8", "wire__gradients": "int4", "wire__second_copy": True}
+    for wires in ({}, packed):
+        plan = plans.plan_config(
+            runs.config(zero__stage=3, model__num_layers=2, precision="bf16", reduce_dtype="fp32", **wires),
+            "h200",
+            "2x4",
+        )
+        sent = {row.dtype for row in plan.ledger.rows if row.role in roles.SENT_OF_WEIGHTS}
+        assert ("s8" in sent) == bool(wires) and plan.departures == ()

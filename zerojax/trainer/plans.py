@@ -14,7 +14,7 @@ from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
 from zerojax.ops import expert_parallel, fp8, tiles
 from zerojax.plan import arithmetic, scale, search, step_plan, targets, traced
-from zerojax.trainer import activations
+from zerojax.trainer import activations, steps
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
@@ -81,7 +81,7 @@ def plan_program(
             program.abstract_batch,
             mesh=program.mesh,
             target=target,
-            placement=program.partition,
+            placement=steps.as_sent(config, program.family, program.partition),
             tokens=program.tokens_per_step,
             compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
             passes=sizes.grad_accum,

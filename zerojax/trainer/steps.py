@@ -1,5 +1,6 @@
 """Makes the steps of a run. This module puts its model's loss, with labels and dropout, into a train and an evaluation step."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import fetched_params, selection
 from zerojax.zero.pipeline import state as pipeline_state
 from zerojax.zero.sharded_batch import outputs
+from zerojax.zero.wires import columns, packed
 
 DROPOUT = 1  # folded into the random key of a step
 
@@ -113,6 +115,17 @@ def train_step(
         expert_parts=config.experts.parts,
         **_how(config, family, model),
     )
+
+
+def as_sent(config: settings.Config, family: family_lib.Family, partition: placement.Partition) -> placement.Partition:
+    """Returns a partition whose weights have a step's packed wires, by which a plan knows what the step should send."""
+    wires, reduce_dtype = config_lib.make_wires(config), precision.DTYPES[config.reduce_dtype]
+    if not wires.is_on or partition.pipeline:
+        return partition
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step has said it
+        sent = columns.marked(partition, config.model.by_columns, family.blocks, reduce_dtype)
+        return packed.marked(sent, wires, family.blocks, reduce_dtype)
 
 
 def eval_loss(
