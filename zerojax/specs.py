@@ -5,6 +5,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+Entry = str | tuple[str, ...] | None  # of a spec, or what a collective runs over; P.UNCONSTRAINED beside
+
 
 def axes(spec: P) -> set[str]:
     """Returns the mesh axes that a spec names."""
@@ -25,7 +27,7 @@ def only(spec: P, kept: Collection[str]) -> P:
     return trimmed([of_dim(own) for own in spec])
 
 
-def entry(found: tuple[str, ...]) -> Any:
+def entry(found: tuple[str, ...]) -> Entry:
     """Returns the entry of a spec, or the argument of a collective, that names these axes."""
     return found[0] if len(found) == 1 else found or None
 

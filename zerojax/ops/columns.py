@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax import roles
+from zerojax import roles, specs
 from zerojax.ops import stand_ins
 
 
@@ -25,7 +25,7 @@ class Columns:
     """
 
     shard: jax.Array
-    axis: str = dataclasses.field(metadata={"static": True})
+    axis: specs.Entry = dataclasses.field(metadata={"static": True})
     ways: int = dataclasses.field(metadata={"static": True})
 
 
@@ -58,6 +58,6 @@ def scope() -> Any:
     return jax.named_scope(roles.BY_COLUMNS)
 
 
-def sent_to_all(array: jax.Array, axis: str, ways: int) -> jax.Array:
+def sent_to_all(array: jax.Array, axis: specs.Entry, ways: int) -> jax.Array:
     """Returns all devices' arrays, stacked. XLA would merge a gather with that of a block's weights, and wait for both."""
     return jax.lax.all_to_all(jnp.broadcast_to(array, (ways, *array.shape)), axis, split_axis=0, concat_axis=0)

@@ -13,14 +13,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax import errors, roles
+from zerojax import errors, roles, specs
 from zerojax.errors import UserError
 from zerojax.ops import attention, residuals, ring_attention, token_order
+
+Masks = tuple[jax.Array | None, jax.Array | None]  # the numbers of tokens' texts, and the keys that queries see
 
 _TILE = 128  # tokens that kernels take at a time
 _GATHERED = 2**30  # bytes of a layer's keys, values and their gradients, above which they are not gathered
@@ -183,7 +184,7 @@ def attend(
     v_BSKN: jax.Array,
     kernel: attention.Kernel,
     *,
-    axis: str,
+    axis: specs.Entry,
     way: Way,
     order: token_order.Order,
     is_causal: bool,
@@ -232,7 +233,7 @@ class _Call:
     """What does not depend on arrays: arguments of `attend`, and the number of devices."""
 
     kernel: attention.Kernel
-    axis: str
+    axis: specs.Entry
     ways: int
     order: token_order.Order
     is_causal: bool
@@ -250,7 +251,7 @@ class _Call:
 
 
 def _gather(
-    call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: jax.Array | None, masks: Any
+    call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: jax.Array | None, masks: Masks
 ) -> jax.Array:
     if call.is_causal and bias is None:
         return _ring(call, q_BTHN, k_BSKN, v_BSKN, None, masks, gathers=True)
@@ -288,12 +289,12 @@ def _seen(call: _Call, queries: tuple, keys: tuple) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gathered(x_2BSKN: jax.Array, axis: str) -> jax.Array:
+def _gathered(x_2BSKN: jax.Array, axis: specs.Entry) -> jax.Array:
     """Returns all devices' keys and values in their own dtype, as fed; their gradients are summed over devices in float32."""
     return jax.lax.all_gather(x_2BSKN, axis, axis=2, tiled=True)
 
 
-def _summed(axis: str, _: None, grad: jax.Array) -> tuple[jax.Array]:
+def _summed(axis: specs.Entry, _: None, grad: jax.Array) -> tuple[jax.Array]:
     total = jax.lax.psum_scatter(grad.astype(jnp.float32), axis, scatter_dimension=2, tiled=True)
     return (total.astype(grad.dtype),)
 
@@ -302,7 +303,7 @@ _gathered.defvjp(lambda x, axis: (_gathered(x, axis), None), _summed)
 
 
 def _ulysses(
-    call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: jax.Array | None, masks: Any
+    call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: jax.Array | None, masks: Masks
 ) -> jax.Array:
     segments_BT, mask_BT = masks
     heads, kv_heads = q_BTHN.shape[2], k_BSKN.shape[2]
@@ -349,7 +350,7 @@ def _before(window: int, chunk: int) -> int:
     return min(chunk, -((1 - window) // _TILE) * _TILE)
 
 
-def _halo(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, _: None, masks: Any) -> jax.Array:
+def _halo(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, _: None, masks: Masks) -> jax.Array:
     """Attends in each chunk of tokens, as rows of a batch, to it and to what precedes it.
 
     The row of a chunk is the tokens before it, then its own. Of the first chunk, which has none before it, it is its own, then tokens that
@@ -411,7 +412,7 @@ def _ring(
     k_BSKN: jax.Array,
     v_BSKN: jax.Array,
     bias: jax.Array | None,
-    masks: Any,
+    masks: Masks,
     gathers: bool = False,
 ) -> jax.Array:
     if bias is not None:

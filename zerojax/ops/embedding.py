@@ -71,18 +71,22 @@ def _from_rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _from_columns(sink: jax.Array, shard: jax.Array, tokens: jax.Array, axis: str, ways: int) -> jax.Array:
+def _from_columns(sink: jax.Array, shard: jax.Array, tokens: jax.Array, axis: specs.Entry, ways: int) -> jax.Array:
     return _forward(sink, shard, tokens, axis, ways)[0]
 
 
-def _forward(sink: jax.Array, shard: jax.Array, tokens: jax.Array, axis: str, ways: int) -> tuple[jax.Array, Any]:
+def _forward(
+    sink: jax.Array, shard: jax.Array, tokens: jax.Array, axis: specs.Entry, ways: int
+) -> tuple[jax.Array, Any]:
     all_tokens = columns_lib.sent_to_all(tokens, axis, ways).reshape(-1)
     rows = jnp.take(shard, all_tokens, axis=0)
     counted = jnp.zeros((shard.shape[0], 0), jnp.float32)  # a sink as a residual might live through the whole step
     return jax.lax.all_to_all(rows, axis, split_axis=0, concat_axis=1, tiled=True), (counted, all_tokens)
 
 
-def _backward(axis: str, ways: int, residuals: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[Any, None, None]:
+def _backward(
+    axis: specs.Entry, ways: int, residuals: tuple[jax.Array, jax.Array], grad: jax.Array
+) -> tuple[Any, None, None]:
     counted, all_tokens = residuals
     grad = jax.lax.all_to_all(grad, axis, split_axis=1, concat_axis=0, tiled=True).astype(jnp.float32)
     return jnp.zeros((counted.shape[0], grad.shape[1])).at[all_tokens].add(grad), None, None

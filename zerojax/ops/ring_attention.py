@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax import specs
 from zerojax.ops import attention, residuals, token_order
 from zerojax.ops import attention_blocks as blocks
 
@@ -40,7 +41,7 @@ class Ring:
       cap: bounds the scores; 0 for no bound.
     """
 
-    axis: str
+    axis: specs.Entry
     ways: int
     order: token_order.Order
     is_causal: bool

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from zerojax import mesh as mesh_lib
 from zerojax import precision, traces
 from zerojax.errors import UserError
+from zerojax.tree import PyTree
 
 USUAL = 8192  # tokens of a tile: enough for matmuls at their full rate
 MANY = 4 * USUAL  # tokens of a pass from which tiles pay
@@ -79,7 +80,7 @@ def tokens() -> jax.Array | None:
     return _tokens.get()
 
 
-def _check(closed: Any, made: Any, like: jax.ShapeDtypeStruct) -> None:
+def _check(closed: jex.ClosedJaxpr, made: PyTree, like: jax.ShapeDtypeStruct) -> None:
     dims = like.ndim - 1
     if odd := [leaf for leaf in jax.tree.leaves(made) if leaf.ndim <= dims or leaf.shape[:dims] != like.shape[:dims]]:
         raise UserError(
@@ -149,7 +150,7 @@ class _Cut(NamedTuple):
 class _Body:
     """The function of a tile as a trace; what it read from outside are arguments."""
 
-    def __init__(self, closed: Any):
+    def __init__(self, closed: jex.ClosedJaxpr):
         self._closed = closed
 
     def __call__(self, consts: Mapping[int, Any], number: jax.Array, tile: jax.Array) -> list[jax.Array]:

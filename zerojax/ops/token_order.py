@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import errors
+from zerojax import errors, specs
 from zerojax.errors import UserError
 
 Order = Literal["contiguous", "zigzag"]
@@ -44,7 +44,7 @@ def permutation(length: int, ways: int, order: Order) -> np.ndarray:
     return np.arange(length, dtype=np.int32).reshape(ways * CHUNKS[order], -1)[_chunks(ways, order)].reshape(-1)
 
 
-def positions(local: int, axis: str, order: Order, device: jax.Array | None = None) -> jax.Array:
+def positions(local: int, axis: specs.Entry, order: Order, device: jax.Array | None = None) -> jax.Array:
     """Returns int32[local]: the positions of a device's tokens, by default this one's, inside a `jax.shard_map` over `axis`."""
     ways, count = jax.lax.axis_size(axis), CHUNKS[order]
     own = jnp.asarray(_chunks(ways, order).reshape(ways, count), jnp.int32)[

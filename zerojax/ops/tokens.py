@@ -197,7 +197,7 @@ def _is_sharded() -> bool:
     return mesh_lib.size(jax.sharding.get_abstract_mesh(), mesh_lib.around(mesh_lib.TOKENS)) > 1
 
 
-def _axis() -> Any:
+def _axis() -> specs.Entry:
     """Returns the axis over which tokens are sharded, as collectives name it."""
     if traces.is_read():
         return mesh_lib.TOKENS
