@@ -77,6 +77,14 @@ def test_a_lost_stage_is_named_in_a_minute_and_the_run_goes_on_bit_for_bit(
     assert runs.numbers(tmp_path) == runs.numbers(one_process), "the same bits as one process that nothing happened to"
 
 
+@pytest.mark.parametrize("axis", ["data", "replica", "context", "model"])
+def test_groups_of_several_devices_in_two_processes_are_those_of_one(cache_dir, tmp_path, axis):
+    how = {"mesh__data": 1, f"mesh__{axis}": 2, "steps": 3, "zero__stage": 1}
+    launch(cache_dir, tmp_path / "two", ["-m", "zerojax.train"], emulate_devices=2, **how)
+    runs.run(tmp_path / "one", devices=4, **{**PIPE, **how}, emulate_devices=4)
+    np.testing.assert_allclose(runs.numbers(tmp_path / "two"), runs.numbers(tmp_path / "one"), rtol=1e-6)
+
+
 def test_evaluation_export_and_a_checkpoint_of_two_processes_serve_one(cache_dir, tmp_path, one_process):
     how = {"export__format": "huggingface", "sample__length": 4}
     _, text = launch(cache_dir, tmp_path, ["-m", "zerojax.train"], **how)

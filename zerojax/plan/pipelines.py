@@ -222,6 +222,9 @@ def _linked(
         named = {f"sums/{path}": sums[path] for path in own.sums} | (
             {} if own.weight is None else {"factor": own.weight}
         )
+        if own.is_seeded:
+            number = named["seed"] = next(fresh)
+            arguments[number] = ("pass", syntax.Array("u32", (), False))
         writes = (*own.writes, *(sums[path] for path in sorted(own.sums)))
         row.append(linked.LinkedProgram(modules[key], tuple(own.reads), writes, named=named))
     known = {path: number for number, (path, _) in arguments.items()}

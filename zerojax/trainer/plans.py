@@ -254,7 +254,6 @@ def _refuses_pipe(config: settings_lib.Config) -> bool:
     return bool(
         (precision.PRECISIONS[config.precision].has_fp8 and config.fp8.recipe == fp8.DELAYED)
         or config.mesh.expert > 1
-        or config.accum_dtype == "bf16"
         or config_lib.make_wires(config).is_on
         or precision.DTYPES[config.reduce_dtype] is None
     )

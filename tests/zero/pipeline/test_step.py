@@ -13,6 +13,8 @@ from pipelines import BLOCKS, TENSOR, Block, Net, abstract, assert_equal, on_one
 import zerojax
 from zerojax.errors import UserError
 
+HALF = 2e-3  # 8 bits of mantissa, through two steps of Adam
+
 
 @pytest.mark.parametrize(
     "mesh, stage, schedule, chunks, layers",
@@ -64,6 +66,17 @@ def test_other_settings_are_those_of_one_device(mesh, how):
     assert_equal(trained(mesh, 3, schedule="1f1b", **how), expected)
 
 
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=runs.LONG), 3])
+def test_sums_in_16_bits_are_near_those_in_32_and_take_half_of_their_memory(stage):
+    mesh, how = {"pipe": 2, "data": 2}, {"schedule": "1f1b", "accum_dtype": jnp.bfloat16, "net": Net(layers=2)}
+    found, exact = trained(mesh, stage, **how), on_one_device(net=Net(layers=2))
+    assert_equal(found, exact, tolerance=HALF)
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(exact[1])))
+    (_, _), step = prepared(mesh, stage, shard=abstract, **how)
+    sums = [own for group in step.updates for own in map(step._of_groups[0].summed, group.trained)]
+    assert {own.dtype for own in sums} == {jnp.dtype(jnp.bfloat16)}
+
+
 @pytest.mark.long
 def test_masks_of_dropout_are_those_without_a_pipeline():
     found, expected = (
@@ -77,7 +90,6 @@ def test_masks_of_dropout_are_those_without_a_pipeline():
     "how, message",
     [
         ({"reduce_dtype": None}, "reduce_dtype: is None"),
-        ({"accum_dtype": jnp.bfloat16}, "accum_dtype: is bfloat16"),
         ({"offload": "up"}, "offload: 'up' keeps activations"),
         ({"by_columns": "head"}, "by_columns: 'head' needs all devices"),
     ],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -81,6 +82,7 @@ class Pass:
       layout: of the batch of one pass.
       reduce_dtype, compute_dtype: as of `one_pass.one_pass`.
       passes: of a step.
+      in_16_bits: whether gradients of several passes add up in bf16.
     """
 
     loss_fn: Callable[..., Any]
@@ -90,6 +92,7 @@ class Pass:
     reduce_dtype: Any
     compute_dtype: Any = None
     passes: int = 1
+    in_16_bits: bool = False
 
     @functools.cached_property
     def reduction(self) -> gather.Reduction:
@@ -103,7 +106,8 @@ class Pass:
         if self.reduction.waits(weight):
             sharding = one_pass.unsummed(weight)
             shape = (mesh_lib.size(self.partition.mesh, sharding.spec[0]), *shape)
-        return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+        is_halved = self.in_16_bits and not weight.overwritten
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16 if is_halved else np.float32, sharding=sharding)
 
     def traced(self, micro: Any) -> Trace:
         """Returns the trace of a micro-batch, abstract or not."""

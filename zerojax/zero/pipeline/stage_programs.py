@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.errors import UserError
@@ -28,8 +29,9 @@ class StageProgram:
       writes: the numbers of the values that it returns.
       sums: what it adds up, abstract, by the path of the weight.
       weight: the number of the weight of the micro-batch, if it takes it.
-      run: f(values, sums, the weight or None) -> (values, sums), compiled; it reuses the memory of the sums. None for a group that
-        another process runs.
+      is_seeded: whether it takes a seed, by which its sums are rounded to bf16.
+      run: f(values, sums, the weight or None, the seed or None) -> (values, sums), compiled; it reuses the memory of the sums. None for
+        a group that another process runs.
       part: its operations in the trace.
     """
 
@@ -38,6 +40,7 @@ class StageProgram:
     writes: Sequence[int]
     sums: Mapping[str, jax.ShapeDtypeStruct]
     weight: int | None
+    is_seeded: bool
     run: Any
     part: cut.StepPart
 
@@ -188,12 +191,14 @@ def _program(
     run = mapped.program(part, (), lambda *arrays: ())
     taken_weight = weight if own and weight not in writes else None
 
-    def program(read: list[jax.Array], sums: dict[str, jax.Array], factor: Any) -> tuple[list[jax.Array], dict]:
+    def program(
+        read: list[jax.Array], sums: dict[str, jax.Array], factor: Any, seed: Any
+    ) -> tuple[list[jax.Array], dict]:
         made = dict(zip(writes, run(*read)))
         if weight is not None and weight in made:
             factor = made[weight]
         grads = {path: made[number] for path, number in own.items()}
-        return [made[number] for number in kept], accumulate.added(sums, grads, factor)
+        return [made[number] for number in kept], accumulate.added(sums, grads, factor, seed)
 
     taken = [on_mesh(values[number], mesh) for number in reads]
     sums = {path: of_group.summed(path) for path in own}
@@ -203,17 +208,19 @@ def _program(
     shardings = (known, {path: like.sharding for path, like in sums.items()})
     program.__name__ = program.__qualname__ = f"stage_{key[1]}_{key[0]}"
     factor = None if taken_weight is None else on_mesh(values[taken_weight], mesh)
+    is_seeded = of_group.in_16_bits and bool(own)
+    seed = jax.ShapeDtypeStruct((), np.uint32, sharding=NamedSharding(mesh, P())) if is_seeded else None
     if alike is None and not placed.is_here(group):
-        made, _ = jax.eval_shape(program, taken, sums, factor)
+        made, _ = jax.eval_shape(program, taken, sums, factor, seed)
         for number, like in zip(kept, made):
             sharding = NamedSharding(mesh, specs[number])
             values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
-        return StageProgram(group, reads, kept, sums, taken_weight, None, part)
-    lowered = jax.jit(program, donate_argnums=1, out_shardings=shardings).lower(taken, sums, factor)
+        return StageProgram(group, reads, kept, sums, taken_weight, is_seeded, None, part)
+    lowered = jax.jit(program, donate_argnums=1, out_shardings=shardings).lower(taken, sums, factor, seed)
     done = together(lowered, program.__name__, alike, options)
     for number, like, sharding in zip(kept, done.out_info[0], done.output_shardings[0]):
         values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
-    return StageProgram(group, reads, kept, sums, taken_weight, done, part)
+    return StageProgram(group, reads, kept, sums, taken_weight, is_seeded, done, part)
 
 
 def together(

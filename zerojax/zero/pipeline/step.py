@@ -25,6 +25,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8 as fp8_ops
+from zerojax.optim import rounded
 from zerojax.zero import block_settings, placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.pipeline import group_update, passes, stage_programs, state
@@ -62,7 +63,6 @@ def of(
     wrong = {
         "reduce_dtype: is None, and a pipeline sums gradients by collectives of its own; pass reduce_dtype=jnp.float32": reduce_dtype
         is None,
-        "accum_dtype: is bfloat16, and the stages of a pipeline add up in float32; omit it": in_16_bits,
         f"by_columns: {by_columns!r} needs all devices of the mesh in one program; omit it, or set `pipe=1`": by_columns,
         f"fp8.recipe: {fp8_ops.DELAYED!r} keeps magnitudes in the state, which each micro-batch would need from the one before; take "
         f"{fp8_ops.TENSORWISE!r}": fp8 is not None and fp8.recipe == fp8_ops.DELAYED,
@@ -82,6 +82,7 @@ def of(
             reduce_dtype,
             compute_dtype,
             layout.passes,
+            in_16_bits and layout.passes > 1,
         )
         for group in partition.pipeline.groups
     ]
@@ -221,7 +222,8 @@ class PipelineStep:
             if self.travel.here[group]:
                 given = None if program.weight is None else values[program.weight, group]
                 own = {path: sums.pop(path) for path in program.sums}
-                written, own = program.run([values[number, group] for number in program.reads], own, given)
+                seed = self._seed(leaves, op, group) if program.is_seeded else None
+                written, own = program.run([values[number, group] for number in program.reads], own, given, seed)
                 sums |= own
                 values.update({(number, group): value for number, value in zip(program.writes, written)})
                 if self.travel.is_one:
@@ -358,6 +360,12 @@ class PipelineStep:
             self._numbers[key] = jax.device_put(np.int32(number), NamedSharding(self._meshes[group], P()))
         return self._numbers[key]
 
+    def _seed(self, leaves: Mapping[str, jax.Array], op: order_lib.Op, group: int) -> jax.Array:
+        """Returns what tells the rounding of a pass from that of others."""
+        step = leaves.get("step")
+        step = self._number(0, group) if step is None else state.view(step, self._meshes[group])
+        return _seed_of(step, self._number(op.micro, group), op.stage)
+
     def _moved(self, x: jax.Array, group: int) -> jax.Array:
         return jax.device_put(x, NamedSharding(self._meshes[group], state.spec(x)))
 
@@ -381,6 +389,9 @@ def _micro_batches(layout: inputs.Layout, dtype: Any, batch: Any) -> list[Any]:
     if layout.passes == 1:
         return [constrained(placed)]
     return [constrained(jax.tree.map(lambda leaf, n=n: leaf[n], placed)) for n in range(layout.passes)]
+
+
+_seed_of = jax.jit(rounded.seed)
 
 
 @jax.jit
