@@ -135,7 +135,7 @@ def test_all_leaves_of_one_weight_are_sharded_on_one_dim(shapes, ways, stage, na
         assert part.leaves[f"params/{chosen}"].sharded == override
 
 
-@FAST
+@hypothesis.settings(FAST, max_examples=25)
 @hypothesis.given(PARAMS, WAYS, st.sampled_from([1, 2, 3]), st.sampled_from([0, 20]), st.sampled_from(["whole", "pad"]))
 def test_a_leaf_is_sharded_unless_a_reason_is_given(shapes, ways, stage, min_size, indivisible):
     state = abstract_state(shapes, optax.adam(1e-3))
