@@ -346,6 +346,7 @@ OFF = {
     "nnx_blocks.py",
     "lifted_blocks.py",
     "block_keys.py",
+    "block_settings.py",
 }
 
 

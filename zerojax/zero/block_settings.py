@@ -48,11 +48,6 @@ class How:
             )
 
 
-def policy(how: How, *, moves: bool) -> remat.Policy:
-    """Returns the policy of a block; `moves`: whether any weight is gathered."""
-    return remat.policy(how.remat, offloads=bool(how.offload), in_place=not (how.recompute or how.offload), moves=moves)
-
-
 def check_regex(name: str, pattern: Any, example: str, blocks: str) -> None:
     """Raises a UserError if an argument is no regex over module paths, or needs `blocks` and there are none."""
     if not isinstance(pattern, str | re.Pattern):

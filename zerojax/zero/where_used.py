@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import block_settings, gather, intercept, nnx_blocks, placement
+from zerojax.zero import block_settings, gather, intercept, nnx_blocks, placement, remat
 
 Loss = Callable[..., Any]
 
@@ -144,7 +144,9 @@ def wrap(
     """
     if how.blocks:
         return intercept.by_block(loss_fn, gather_leaf, how, moves=moves, run=run, is_weight=is_weight)
-    policy = block_settings.policy(how, moves=moves)
+    policy = remat.policy(
+        how.remat, offloads=bool(how.offload), in_place=not (how.recompute or how.offload), moves=moves
+    )
 
     def at_top(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
         has_nnx = intercept.holds_nnx(params)
