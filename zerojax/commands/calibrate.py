@@ -337,16 +337,17 @@ def _product(bench: Bench, table: rates_lib.GpuRates, name: str) -> Figures:
     flops = 2.0 * m * n * k
     count = max(1, min(16, math.ceil(bench.sizes.program_s * 7e14 / flops)))
     left = [bench.normal((m, k), dtype, seed=seed) for seed in range(count)]
-    right = [bench.normal((k, n), dtype, seed=seed + count) for seed in range(count)]
+    in_fp8 = form == "fp8"  # which cuBLASLt sums over the last dim of both, so that nothing is transposed here
+    right = [bench.normal((n, k) if in_fp8 else (k, n), dtype, seed=seed + count) for seed in range(count)]
 
     def run(left: Any, right: Any) -> Any:
         result = jnp.float32 if form == "fp32" else jnp.bfloat16
         return [
-            jax.lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=result)
+            jax.lax.dot_general(x, y, (((1,), (int(in_fp8),)), ((), ())), preferred_element_type=result)
             for x, y in zip(left, right)
         ]
 
-    how = xla_options.for_fp8(bench.mesh(1)) if form == "fp8" else {}
+    how = xla_options.for_fp8(bench.mesh(1)) if in_fp8 else {}
     seconds = bench.among_passes(name, run, (left, right), compiler_options=how) / count
     rate = flops / seconds / rates_lib.filled(1, m, n, k, int(table.figures["cores"]))
     return {name: (rate, f"{m} x {n}, summed over {k}")}
