@@ -3,16 +3,16 @@
     python scripts/at_scale.py weak --config llama3_8b --hosts 1 64 --adapter_gbps 400
     python scripts/at_scale.py wires --config llama3_70b --hosts 64 --adapter_gbps 100 seq_len=2048
 
-`weak` prints the tokens a second of a GPU in the settings that `plan --search` finds for each number of hosts, where a GPU has as many
-tokens in each row. `wires` compares a step with plain and with packed wires, and the bytes of its program with theory. Models of --layers
-are compiled, and a straight line continues their times and bytes to the config's layers, as `plan --search` does.
+`weak` prints the tokens a second of a GPU in the settings that arithmetic puts first for each number of hosts (`plan --axes`), where a GPU
+has as many tokens in each row; it compiles nothing. `wires` compares a step with plain and with packed wires, and the bytes of its program
+with theory. Models of --layers are compiled, and a straight line continues their times and bytes to the config's layers, as `plan --search`
+does.
 """
 
 import argparse
 import dataclasses
 import pathlib
 import sys
-import time
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from zerojax import configs, roles  # noqa: E402
 from zerojax.clock import rates as rates_lib  # noqa: E402
 from zerojax.clock import walk  # noqa: E402
-from zerojax.plan import scale, search  # noqa: E402
+from zerojax.plan import scale  # noqa: E402
 from zerojax.trainer import config as config_lib  # noqa: E402
 from zerojax.trainer import model as model_lib  # noqa: E402
 from zerojax.trainer import plans  # noqa: E402
@@ -40,7 +40,6 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--gpus_per_host", type=int, default=8)
     parser.add_argument("--adapter_gbps", type=float, default=400.0, help="of a GPU")
-    parser.add_argument("--most_compiles", type=int, default=4, help="of a search of `weak`")
     parser.add_argument("--layers", type=int, nargs=2, default=[2, 4], help="of `wires`")
     parser.add_argument("changes", nargs="*", help="key=value, of the config")
     given = parser.parse_intermixed_args()
@@ -62,27 +61,15 @@ def config_of(given: argparse.Namespace) -> Any:
 def weak(given: argparse.Namespace, config: Any) -> None:
     """Prints a row for each number of hosts."""
     cluster = scale.Network(gpus_per_host=given.gpus_per_host, adapter_gbps=given.adapter_gbps)
-    print(
-        "| GPUs | settings | step ms | tokens/s/GPU | efficiency | searched for |\n|---|---|---|---|---|---|",
-        flush=True,
-    )
+    print("| GPUs | settings | step ms | tokens/s/GPU | efficiency |\n|---|---|---|---|---|", flush=True)
     first = None
     for hosts in given.hosts:
-        began, gpus = time.monotonic(), hosts * given.gpus_per_host
-        found = plans.search_config(
-            config,
-            given.target,
-            f"{hosts}x{given.gpus_per_host}",
-            most_compiles=given.most_compiles,
-            cluster=cluster,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-        )
-        best = next(outcome for outcome in found if not outcome.reason)
-        assert best.tokens_per_second is not None and best.seconds is not None
-        rate = best.tokens_per_second / gpus
+        ways = plans.axes_config(config, given.target, f"{hosts}x{given.gpus_per_host}", cluster)
+        best = max(ways, key=lambda way: way.tokens / way.guess.seconds)
+        rate = best.tokens / best.guess.seconds
         first = first or rate
-        cells = search.words(best.candidate), f"{best.seconds * 1e3:,.0f}", f"{rate:,.0f}", f"{rate / first:.1%}"
-        print(f"| {gpus} | {' | '.join(cells)} | {time.monotonic() - began:.0f} s |", flush=True)
+        cells = best.text, f"{best.guess.seconds * 1e3:,.0f}", f"{rate:,.0f}", f"{rate / first:.1%}"
+        print(f"| {hosts * given.gpus_per_host} | {' | '.join(cells)} |", flush=True)
 
 
 def wires(given: argparse.Namespace, config: Any) -> None:
