@@ -1,5 +1,7 @@
 """Checks that a step over a pipeline is the step of one device. This module tests zerojax.zero.pipeline.step."""
 
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from pipelines import BLOCKS, TENSOR, Block, Net, abstract, assert_equal, on_one
 
 import zerojax
 from zerojax.errors import UserError
+from zerojax.zero.pipeline import order
 
 HALF = 2e-3  # 8 bits of mantissa, through two steps of Adam
 
@@ -46,6 +49,17 @@ def test_with_one_device_a_group_it_is_so_to_the_last_bit(how):
     expected = trained({}, **how)
     assert metrics == expected[0]
     jax.tree.map(np.testing.assert_array_equal, params, expected[1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "pipe, axis, stage", itertools.product((2, 4), ("replica", "data", "context", "model"), range(4))
+)
+def test_each_axis_at_each_stage_is_that_of_one_device(pipe, axis, stage):
+    how = {"overrides": TENSOR} if axis == "model" else {}
+    schedule = (order.KINDS if pipe == 2 else ("1f1b", "zero_bubble", "gpipe", "1f1b"))[stage]
+    found = trained({"pipe": pipe, axis: 2}, stage, schedule=schedule, chunks=1 + (schedule == "interleaved"), **how)
+    assert_equal(found, on_one_device())
 
 
 @pytest.mark.long
