@@ -62,6 +62,15 @@ def test_a_gather_without_a_name_belongs_to_the_forward_pass_if_it_comes_before_
     assert [role for role, _ in roles(body, w=UP)] == [WEIGHTS_FORWARD, UPDATED_WEIGHTS]
 
 
+def test_a_gather_of_a_weights_codes_is_of_the_weight_and_one_of_other_integers_is_not():
+    codes = {"up/kernel/nf4": weight("up/kernel/nf4", 64, 2048)}
+    name = 'metadata={op_name="jit(step)/jvp(Net)/up/all_gather"}'
+    body = f"""  %ag = u8[64,2048] all-gather(%w), {GROUPS}, dimensions={{0}}, {name}
+  %ag.2 = s32[64,2048] all-gather(%tokens), {GROUPS}, dimensions={{0}}, {name}"""
+    shapes = {"w": ("u8[8,2048]", "state.params['up']['kernel']['nf4']"), "tokens": ("s32[8,2048]", "batch['tokens']")}
+    assert roles(body, codes, **shapes) == [(WEIGHTS_FORWARD, ("up/kernel/nf4",)), (OTHER, ())]
+
+
 def test_a_gather_of_a_computed_value_moves_activations_even_with_a_weights_shape():
     body = f"""  %y = f32[8,4096] dot(%w, %w)
   %ag = f32[64,4096] all-gather(%y), {GROUPS}, dimensions={{0}}, metadata={{op_name="jit(step)/jvp(Net)/dot"}}"""

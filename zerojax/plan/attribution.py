@@ -76,7 +76,8 @@ class Attribution:
             role = roles.GRADIENTS if scope[1] == roles.PACKED_GRADIENT else self._phase(found, part.op_name)
             return role, (path,) if path else ()
         if not part.taken.dtype.startswith(("f", "bf")):
-            return roles.OTHER, ()
+            codes = self._origin(found, part) if found.kind == "all-gather" else ()
+            return (self._phase(found, part.op_name), codes) if codes else (roles.OTHER, ())
         if re.search(rf"\b{roles.TO_OWNERS}\b", part.op_name):
             return roles.MATRICES, ()
         if re.search(
