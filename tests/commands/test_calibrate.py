@@ -54,7 +54,7 @@ def test_what_is_measured_is_in_the_file_beside_the_table_and_what_fails_or_has_
 
 
 @pytest.mark.long
-def test_every_case_runs_on_two_emulated_devices(run):
+def test_every_case_runs_on_emulated_devices(run):
     status, out, _, document = run("--emulate_devices=2", "--limit_s=10000")
     assert status == 0 and not document["not measured"], out
     measured = {name for name, (_, source) in document["figures"].items() if source.startswith(rates.MEASURED)}
