@@ -8,7 +8,7 @@ Bytes per parameter with Adam and float32 moments, N-way `data` (ZeRO, arXiv:191
     fp8          as bf16
     bf16_sr      2 + 8     2 + 8/N       10/N      no master: 16-bit weights are updated and rounded stochastically
 
-bf16 moments save 4 bytes, and int8 moments about 6; `memory.bytes_per_parameter` computes all of these.
+bf16 moments save 4 bytes, and int8 moments about 6; `zero.state_bytes.bytes_per_parameter` computes all of these.
 """
 
 import dataclasses

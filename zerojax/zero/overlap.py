@@ -9,7 +9,7 @@ gradients off to the end, and keeps everything that they read.
 
 A head's backward pass may be short, because the head is not rematerialised. The block before it gathers beside the head's forward pass.
 
-Arrays that a block keeps in host memory (`remat.for_host`) are copied to the host beside the next block. They are copied back beside the
+Arrays that a block keeps in host memory (`marks.for_host`) are copied to the host beside the next block. They are copied back beside the
 backward pass of the next block, or of the one before it.
 
 `jax.lax.optimization_barrier` sets the order, and XLA's scheduler honours it: each output of a barrier waits for all of its inputs.
