@@ -4,10 +4,18 @@ import itertools
 import json
 import sys
 
+import compile_only
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax.clock import rates
 from zerojax.commands import calibrate
+from zerojax.hlo import syntax
+from zerojax.plan import targets
 
 
 @pytest.fixture
@@ -70,3 +78,26 @@ def test_two_programs_tell_the_rate_of_a_collective_beside_matmuls_and_their_slo
         other = beside + later_alone - beside * rate
         found = calibrate.solved(both - long, other - later_alone, alone, short)
         assert found == pytest.approx((rate, speed), rel=1e-9)
+
+
+def test_a_rate_of_copies_beyond_the_links_is_not_measured():
+    figures = {
+        "link.to host": 9e10,
+        "link.both": 4e10,
+        "host.to host.2": 1.7e11,
+        "host.both.2": 1.1e11,
+        "bandwidth": 3e12,
+    }
+    figures = {name: (value, "") for name, value in figures.items()}
+    link = targets.get("h100").host_link
+    assert set(calibrate.beyond(figures, link)) == {"link.to host", "host.to host.2"}
+    assert calibrate.beyond(figures, None) == {}
+
+
+def test_a_program_copies_each_array_to_the_host():
+    devices = np.asarray(compile_only.gpus("h100", "1x2"))
+    sharding = NamedSharding(Mesh(devices, "x"), P("x"))
+    here = [jax.ShapeDtypeStruct((2, 1024), jnp.float32, sharding=sharding)] * 2
+    text = compile_only.compile_gpu(jax.jit(calibrate.copied).lower(here, []))
+    copies = [i for i in syntax.parse(text).entry.instructions if i.opcode == "copy-start"]
+    assert [copy.arrays[0].is_on_host for copy in copies] == [True, True]

@@ -28,7 +28,7 @@ from zerojax.errors import UserError
 
 HALF_TILE = {"grouped_rows": 64, "grouped_matrices": 32}  # rows, of the tiles of `pallas_kernels.grouped`
 MEASURED = "measured: "  # the beginning of the source of a figure of `zerojax calibrate`
-SHORT = 512  # elements that a matmul sums over; of so few it is slower ("matmul.short")
+SHORT = 512  # elements that a matmul sums over; of so few it is slower in a step ("matmul.short"), though not alone in `zerojax calibrate`
 
 
 @dataclasses.dataclass(frozen=True)
