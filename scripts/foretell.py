@@ -154,6 +154,7 @@ def _of_name(document: Any, name: str) -> list[Mapping[str, Any]]:
 def starts(rows: Sequence[Row]) -> list[str]:
     """Returns the lines of a table of seconds to the first step, of the errors, and of the figures that fit best."""
     import numpy as np
+    from scipy import optimize
 
     lines = [
         "| setting | GPUs | lines | compile s | foretold | first step s | foretold |",
@@ -185,9 +186,16 @@ def starts(rows: Sequence[Row]) -> list[str]:
         lines.append(
             f"\n{name}: {len(errors)} settings, median error {statistics.median(errors):.0%}, worst {max(errors):.0%}"
         )
-    size, took = np.array([[1.0, n] for n, *_ in found]), np.array([took for _, took, *_ in found])
-    fixed, each = np.linalg.lstsq(size / took[:, None], np.ones(len(found)), rcond=None)[0]
-    lines.append(f"\nbest: {fixed:.2f} s + {each * 1e3:.3f} ms a line")
+    compiled, rest = (
+        optimize.nnls(np.array(sizes) / np.array(took)[:, None], np.ones(len(found)))[0]
+        for sizes, took in (
+            ([[1.0, n] for n, *_ in found], [took for _, took, *_ in found]),
+            ([[1.0, devices] for *_, devices in found], [first - took for _, took, first, *_ in found]),
+        )
+    )
+    lines.append(
+        f"\nbest: {compiled[0]:.1f} s + {compiled[1] * 1e3:.2f} ms a line, then {rest[0]:.1f} s + {rest[1]:.1f} s a GPU"
+    )
     return lines
 
 
