@@ -51,6 +51,22 @@ def replace(path: str | os.PathLike, text: str) -> None:
     os.replace(new, path)
 
 
+def check_replaceable(path: str | os.PathLike, place: str) -> None:
+    """Checks, before long work, that `replace` can write a file, whose folder is made.
+
+    Raises:
+      UserError: it cannot.
+    """
+    path = pathlib.Path(path)
+    new = path.with_name(f"{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.touch()
+        new.unlink()
+    except OSError as error:
+        raise UserError(f"{place} {path}: cannot be written ({error.strerror}); choose another path") from error
+
+
 @contextlib.contextmanager
 def writing(path: str | os.PathLike, way_out: str = "make room, then run again to resume") -> Iterator[None]:
     """Turns an OSError of the block, which writes `path`, into a UserError that names the path, the reason and the way out."""

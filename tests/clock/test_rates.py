@@ -112,12 +112,25 @@ def test_a_file_of_rates_is_of_the_target_and_complete_or_refused_in_one_line(tm
     path = tmp_path / "rates.json"
     path.write_text(rates.as_text(table | {"figures": figures}))
     found = rates.measured(path, "h100")
+    path.write_text(rates.as_text(table | {"figures": {**figures, "error.worst": [0.1, ""]}}))
+    assert rates.measured(path, "h100").errors is None
+    without_fp8 = json.loads((TABLES[0].parent / "a100.json").read_text())
+    (tmp_path / "a100.json").write_text(rates.as_text(without_fp8))
+    assert rates.measured(tmp_path / "a100.json", "a100").name == "a100"
     assert found.figures["alpha"] == 1e-6 and found.sources["alpha"] == "measured: here" and found.name == "h100"
     less = {name: figure for name, figure in figures.items() if name != "alpha"}
     for target, content, why in (
         ("h200", table, "holds rates of 'h100', and --target is h200"),
         ("h100", table | {"figures": less}, "has no figure 'alpha'"),
         ("h100", table | {"figures": {**figures, "beta": [0, ""]}}, "'beta' must be above 0"),
+        ("h100", table | {"figures": {**figures, "beta": [True, ""]}}, "is no table of rates .*True.* is no number"),
+        ("h100", table | {"figures": {**figures, "cores": [0.5, ""]}}, "'cores' must be above 0, from 1 to"),
+        (
+            "h100",
+            table | {"figures": {**figures, "matmul.bf16.\u00b2": [1, ""]}},
+            "is no figure of a table of rates; remove",
+        ),
+        ("h100", table | {"figures": {**figures, "host.both.0": [1, ""]}}, "'host.both.0' is no figure"),
         ("h100", {"name": "h100"}, "is no table of rates"),
         ("h100", [], "is no table of rates"),
     ):

@@ -1,5 +1,6 @@
 """Checks how commands refuse and end. This module tests zerojax.commands.arguments."""
 
+import os
 import subprocess
 import sys
 
@@ -46,6 +47,9 @@ def test_a_file_that_exists_and_a_folder_are_not_written_over(tmp_path):
         arguments.check_new(tmp_path, force=True)
     with pytest.raises(UserError, match="--out: is empty"):
         arguments.check_new("", force=True)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is a device or a pipe"):
+        arguments.check_new(tmp_path / "pipe", force=True)
     arguments.check_new(tmp_path / "a.py", force=True)
     arguments.check_new(tmp_path / "new" / "b.py", force=False)
 

@@ -1,5 +1,6 @@
 """Checks the command `zerojax calibrate`. This module tests zerojax.commands.calibrate."""
 
+import errno
 import itertools
 import json
 import sys
@@ -57,7 +58,20 @@ def test_what_is_measured_is_in_the_file_beside_the_table_and_what_fails_or_has_
     assert document["versions"].startswith("jax ") and document["date"] and "cpu" in document["machine"]
     status, out, err, _ = run()
     assert status == 2 and "exists" in err
-    status, out, _, document = run("--force", "--limit_s=0.001")
+
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate.files, "replace", full)
+        status, out, err, _ = run("--force", "--limit_s=1e-9")
+    assert (
+        status == 2
+        and "a case (no time left)" in out
+        and err.count("\n") == 1
+        and "No space left on device); make room" in err
+    )
+    status, out, _, document = run("--force", "--limit_s=1e-9")
     assert status == 0 and set(document["not measured"].values()) == {"no time left"}
 
 
@@ -101,3 +115,11 @@ def test_a_program_copies_each_array_to_the_host():
     text = compile_only.compile_gpu(jax.jit(calibrate.copied).lower(here, []))
     copies = [i for i in syntax.parse(text).entry.instructions if i.opcode == "copy-start"]
     assert [copy.arrays[0].is_on_host for copy in copies] == [True, True]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "cases", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / ("x" * 252), tmp_path / "file" / "rates.json"):
+        status, _, err, _ = run(f"--out={path}")
+        assert status == 2 and "cannot be " in err and "choose another path" in err and err.count("\n") == 1

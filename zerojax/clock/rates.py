@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import os
+import re
 import statistics
 from collections.abc import Mapping
 from importlib import resources
@@ -27,6 +28,12 @@ from zerojax.clock import kernels as kernels_lib
 from zerojax.errors import UserError
 
 HALF_TILE = {"grouped_rows": 64, "grouped_matrices": 32}  # rows, of the tiles of `pallas_kernels.grouped`
+_SIZE = r"[1-9][0-9]{0,8}"
+# names of figures whose last parts are sizes, and of those of kinds of collectives
+_SIZED = re.compile(
+    rf"(alpha|beta|beta\.alone)(\.[a-z-]+(\.{_SIZE})?)?|matmul\.(bf16|fp8|fp32)\.{_SIZE}|attention\.(forward|backward)\.{_SIZE}\.{_SIZE}"
+    rf"|host\.(both|to host|from host)\.{_SIZE}"
+)
 MEASURED = "measured: "  # the beginning of the source of a figure of `zerojax calibrate`
 SHORT = 512  # elements that a matmul sums over; of so few it is slower in a step ("matmul.short"), though not alone in `zerojax calibrate`
 
@@ -224,7 +231,7 @@ def measured(path: str | os.PathLike, target: str) -> GpuRates:
     place = f"--rates {path}"
     try:
         document = bounded.parse_json(bounded.read_text(path), is_finite=True)
-        figures = {name: (float(value), str(source)) for name, (value, source) in document["figures"].items()}
+        figures = {one: (_number(value), str(source)) for one, (value, source) in document["figures"].items()}
         name = str(document["name"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise UserError(
@@ -234,10 +241,27 @@ def measured(path: str | os.PathLike, target: str) -> GpuRates:
         raise UserError(
             f"{place}: holds rates of {errors.shown(name)}, and --target is {target}; measure that kind of GPU"
         )
-    table = of("h200")
-    assert table is not None
-    if missing := [one for one in table.figures if one not in figures and not one.startswith("error.")]:
+    common, own = of("h200"), of(target)
+    assert common is not None
+    table = common if own is None else own  # an A100 has no fp8
+    needed = [one for one in common.figures if one in table.figures and not one.startswith("error.")]
+    if missing := [one for one in needed if one not in figures]:
         raise UserError(f"{place}: has no figure {missing[0]!r}; zerojax calibrate writes all of them")
-    if wrong := next((one for one, (value, _) in figures.items() if not 0 < value < 1e30), None):
-        raise UserError(f"{place}: {errors.shown(wrong)} must be above 0, and is {figures[wrong][0]}")
+    # errors are those of the table's own rates
+    figures = {one: figure for one, figure in figures.items() if not one.startswith("error.")}
+    if unknown := next((one for one in figures if one not in table.figures and not _SIZED.fullmatch(one)), None):
+        raise UserError(f"{place}: {errors.shown(unknown)} is no figure of a table of rates; remove it")
+    for one, (value, _) in figures.items():
+        least = 1.0 if one == "cores" else 1e-30
+        if not least <= value < 1e30:
+            rule = f"must be above 0, from {least:g} to 1e30"
+            raise UserError(
+                f"{place}: {errors.shown(one)} {rule}, and is {value}; measure again with zerojax calibrate"
+            )
     return read(json.dumps({"name": name, "figures": figures}))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{errors.shown(value)} is no number")
+    return float(value)

@@ -47,6 +47,8 @@ def check_new(path: pathlib.Path, *, force: bool) -> None:
     files.check_path(path, "--out")
     if path.is_dir():
         raise UserError(f"--out {path}: is a folder; name a file in it, such as {path / 'mine.py'}")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--out {path}: is a device or a pipe, which a file would replace; choose another path")
     if os.path.lexists(path) and not force:
         raise UserError(f"--out {path}: exists; choose another file, or add --force to replace it")
 

@@ -174,11 +174,15 @@ def _calibrate() -> None:
     document = as_document(name or bench.devices[0].platform, table, found, is_known=known is not None)
     document["not measured"] = left
     document["samples"] = bench.samples
+    shown = text(document, table, time.monotonic() - began)
     try:
         files.replace(given.out, rates_lib.as_text(document))
     except OSError as error:
-        raise UserError(f"--out {given.out}: cannot be written ({errors.one_line(error)})") from error
-    print(text(document, table, time.monotonic() - began), flush=True)
+        print(shown, flush=True)
+        raise UserError(
+            f"--out {given.out}: cannot be written ({error.strerror}); make room or choose another path, and measure again"
+        ) from error
+    print(shown, flush=True)
 
 
 def beyond(figures: Figures, link: targets.Figure | None) -> dict[str, str]:
@@ -562,8 +566,10 @@ def _beside_matmuls(bench: Bench, kind: str, ways: int) -> Figures:
         del x
     a, b = both_s[0] - short_s[0], both_s[1] - alone_s[1]
     rate, speed = solved(a, b, alone_s[0], short_s[1])
-    if not (0.02 < rate < 1.2 and 0.2 < speed < 1.2) and bench.is_gpu:
-        raise ValueError(f"times that no rates explain: {rate:.3g} and {speed:.3g} of those alone")
+    if not (0.02 < rate < 1.2 and 0.2 < speed < 1.2):
+        if bench.is_gpu:
+            raise ValueError(f"times that no rates explain: {rate:.3g} and {speed:.3g} of those alone")
+        rate, speed = 1.0, 1.0  # of tiny arrays on a CPU
     bench.kept(_SLOWED.format(kind), 1 / rate)
     how = f"{kind} beside matmuls of {side}"
     return {
@@ -670,7 +676,8 @@ def _parse(words: list[str]) -> argparse.Namespace:
     given = parser.parse_args(words)
     arguments.check_new(given.out, force=given.force)
     if not 0 < given.limit_s < math.inf:
-        raise UserError(f"--limit_s: must be above 0, and is {given.limit_s}")
+        raise UserError(f"--limit_s: must be above 0 and finite, and is {given.limit_s}; omit it for {LIMIT_S:.0f}")
+    files.check_replaceable(given.out, "--out")
     return given
 
 
