@@ -20,7 +20,7 @@ def apart(load, x, logits, *matrices):
 
     def on_device(x, logits, *matrices):
         with expert_parallel.used():
-            shares = [expert_parallel.Stack(own, ("expert",), P(), load) for own in matrices]
+            shares = [expert_parallel.Stack(own, ("expert",), (P(),), load) for own in matrices]
             seen = [expert_parallel.add(str(number), share) for number, share in enumerate(shares)]
             return experts.apply(x, experts.route(logits, TOP), *seen)
 

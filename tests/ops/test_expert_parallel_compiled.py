@@ -28,7 +28,7 @@ def compiled(load, parts):
 
     def mixture(x, logits, first, second, *matrices):
         with expert_parallel.used():
-            shares = [expert_parallel.Stack(own, ("expert",), P(), load, parts) for own in matrices]
+            shares = [expert_parallel.Stack(own, ("expert",), (P(),), load, parts) for own in matrices]
             seen = [expert_parallel.add(str(number), share) for number, share in enumerate(shares)]
             return experts.apply(x, experts.route(logits, TOP), *seen) + jax.nn.silu(x @ first) @ second
 
