@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from zerojax.commands import facts as facts_lib
 from zerojax.commands import report
 from zerojax.commands.report import NOTE, OK, WRONG, Fact
 
@@ -44,9 +45,9 @@ def test_json_has_every_fact(monkeypatch, capsys):
 
 def test_versions_are_those_that_are_required(monkeypatch):
     assert {fact.verdict for fact in report._versions()} == {OK}
-    true = report._version
+    true = facts_lib.version
     old = {"optax": "0.1.0", "jaxlib": "0.1.0", "flax": None}
-    monkeypatch.setattr(report, "_version", lambda name: old.get(name, true(name)))
+    monkeypatch.setattr(facts_lib, "version", lambda name: old.get(name, true(name)))
     found = by_name(report._versions())
     assert found["optax"].verdict == WRONG and "pip install 'optax>=" in found["optax"].remedy
     assert found["flax"].value.startswith("missing, wants") and "the version of jax" in found["jaxlib"].remedy
@@ -55,7 +56,7 @@ def test_versions_are_those_that_are_required(monkeypatch):
 def test_devices_that_are_here_and_not_used_are_wrong_unless_hidden(monkeypatch):
     answer = {"backend": "cpu", "runtime": "cpu", "devices": [{"kind": "cpu", "memory": None}]}
     monkeypatch.setattr(report, "_ask", lambda *words: (answer, ""))
-    monkeypatch.setattr(report, "_lines", lambda command: [])
+    monkeypatch.setattr(facts_lib, "lines", lambda command: [])
     monkeypatch.setattr(report.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
@@ -71,7 +72,7 @@ def test_devices_that_are_here_and_not_used_are_wrong_unless_hidden(monkeypatch)
 @pytest.mark.parametrize("link, verdict", [("NV18", OK), ("PHB", NOTE)])
 def test_links_are_read_off_the_matrix_of_the_driver(monkeypatch, link, verdict):
     rows = ["\tGPU0\tGPU1\tNIC0", f"GPU0\t X \t{link}\tSYS", f"GPU1\t{link}\t X \tSYS", "NIC0\tSYS\tSYS\t X "]
-    monkeypatch.setattr(report, "_lines", lambda command: rows)
+    monkeypatch.setattr(facts_lib, "lines", lambda command: rows)
     found = by_name(report._links())["between GPUs"]
     assert (found.value, found.verdict) == (f"{link} between 1 pairs", verdict)
 

@@ -3,17 +3,15 @@
     compile     FIXED + EACH x lines of the compiled program          with an empty compilation cache
     first step  compile + ALONE + BESIDE x GPUs of a host + bytes of the host's pinned memory / PINNED
 
-The figures are fitted to the first steps of measured runs: `scripts/foretell.py --start` prints them, and the errors
+The figures were set by hand between the first steps of measured runs: `scripts/foretell.py --start` prints those and the errors
 (docs/benchmarks/clock.md). Machines differ: the same step of 1B took 12 to 23 s to compile.
 """
 
 from typing import NamedTuple
 
 FIXED, EACH = 7.0, 0.6e-3  # seconds
-ALONE, BESIDE = (
-    9.0,
-    2.5,
-)  # seconds: Python's imports, CUDA, data, the state's arrays; NCCL's connections and processes that share CPUs
+ALONE = 9.0  # seconds: Python's imports, CUDA, data, the state's arrays
+BESIDE = 2.5  # seconds: NCCL's connections, and processes that share CPUs
 PINNED = 3e9  # bytes a second
 
 

@@ -15,11 +15,9 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import importlib.metadata
 import math
 import pathlib
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +35,7 @@ from zerojax import display, errors, files
 from zerojax.clock import kernels as kernels_lib
 from zerojax.clock import rates as rates_lib
 from zerojax.clock import walk
-from zerojax.commands import arguments
+from zerojax.commands import arguments, facts
 from zerojax.errors import UserError
 from zerojax.hlo import flow, syntax
 from zerojax.launch import devices as devices_lib
@@ -209,12 +207,14 @@ def as_document(name: str, table: rates_lib.GpuRates, found: Figures, *, is_know
     whose = "not measured" if is_known else "not measured, an H200's"
     figures: Figures = {one: (value, f"{whose}: {table.sources[one]}") for one, value in kept.items()}
     figures |= {one: (float(f"{value:.4g}"), how) for one, (value, how) in found.items()}
-    gpus = _nvidia_smi("name,driver_version,clocks.sm,clocks.max.sm,power.limit")
+    query = "name,driver_version,clocks.sm,clocks.max.sm,power.limit"
+    gpus = facts.lines(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
+    versions = {name: facts.version(name) for name in _PACKAGES.split()}
     machine = f"{len(gpus)} GPUs (name, driver, clock at the end, highest clock, power limit): {'; '.join(gpus)}"
     return {
         "name": name,
         "machine": machine if gpus else f"{jax.local_device_count()} {jax.local_devices()[0].device_kind}",
-        "versions": ", ".join(_versions()),
+        "versions": ", ".join(f"{name} {found}" for name, found in versions.items() if found),
         "date": datetime.date.today().isoformat(),
         "figures": dict(sorted(figures.items())),
     }
@@ -641,25 +641,6 @@ def _both(bench: Bench, kind: str, ways: int, x: jax.Array, run: Callable[..., A
     name = f"{kind} of {ways}, {x.nbytes:,} bytes, beside {len(jax.tree.leaves(args))} arrays"
     both = _over(bench, ways, lambda x, *args: (_SENT[kind](x, ways), run(*args)))
     return bench.alone(name, both, (x, *args), **_options(bench, ways))
-
-
-def _versions() -> Iterator[str]:
-    for name in _PACKAGES.split():
-        try:
-            yield f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-
-
-def _nvidia_smi(query: str) -> list[str]:
-    """Returns a line a GPU; none if the command does not answer."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

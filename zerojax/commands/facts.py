@@ -1,9 +1,12 @@
-"""Facts about machines, with a verdict and a remedy each. This module prints those of `zerojax report` and `zerojax doctor`."""
+"""Facts about machines, with a verdict and a remedy each. This module prints those of `zerojax report` and `zerojax doctor`, and asks
+packages and commands for them."""
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import shutil
+import subprocess
 import sys
 import textwrap
 
@@ -66,3 +69,20 @@ def text(facts: list[Fact], *, colours: bool = False, columns: int = 0) -> str:
 def _wrapped(words: str, width: int) -> list[str]:
     """Returns a text in lines of at most `width`, unless that is too narrow for a column of its own."""
     return textwrap.wrap(words, width, break_on_hyphens=False) or [""] if width >= _NARROWEST else [words]
+
+
+def version(name: str) -> str | None:
+    """Returns a package's version; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def lines(command: list[str]) -> list[str]:
+    """Returns the lines that a command prints, or [] if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []

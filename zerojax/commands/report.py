@@ -115,11 +115,11 @@ def _versions() -> Iterator[Fact]:
         OK if is_new else WRONG,
         "" if is_new else "install Python 3.11 or newer",
     )
-    yield Fact("versions", "zerojax", _version("zerojax") or "not installed; run from a checkout")
-    for text in importlib.metadata.requires("zerojax") or [] if _version("zerojax") else []:
+    yield Fact("versions", "zerojax", facts.version("zerojax") or "not installed; run from a checkout")
+    for text in importlib.metadata.requires("zerojax") or [] if facts.version("zerojax") else []:
         wanted = requirements.Requirement(text)
         if wanted.marker is None:
-            found = _version(wanted.name)
+            found = facts.version(wanted.name)
             fits = found is not None and wanted.specifier.contains(found, prereleases=True)
             remedy = "" if fits else f"pip install '{wanted.name}{wanted.specifier}'"
             value = found or "missing"
@@ -130,9 +130,9 @@ def _versions() -> Iterator[Fact]:
                 OK if fits else WRONG,
                 remedy,
             )
-    jax_version = _version("jax") or ""
+    jax_version = facts.version("jax") or ""
     for name in _BESIDE:
-        found = _version(name)
+        found = facts.version(name)
         if found is None:
             continue
         is_of_jax = name == "jaxlib" or name.startswith("jax-")
@@ -141,13 +141,6 @@ def _versions() -> Iterator[Fact]:
         yield Fact(
             "versions", name, found if fits else f"{found}, and jax is {jax_version}", OK if fits else WRONG, remedy
         )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _machine() -> Iterator[Fact]:
@@ -227,7 +220,7 @@ def _unused(present: list[str]) -> Iterator[Fact]:
 
 def _driver(present: list[str]) -> Iterator[Fact]:
     """Yields the GPUs' driver."""
-    rows = _lines(
+    rows = facts.lines(
         ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max", "--format=csv,noheader"]
     )
     if rows:
@@ -249,7 +242,7 @@ def _driver(present: list[str]) -> Iterator[Fact]:
 def _links() -> Iterator[Fact]:
     """Yields how GPUs and hosts are connected."""
     matrix = [
-        line.split() for line in _lines(["nvidia-smi", "topo", "-m"]) if re.match(r"GPU\d+\s", line)
+        line.split() for line in facts.lines(["nvidia-smi", "topo", "-m"]) if re.match(r"GPU\d+\s", line)
     ]  # the header is indented
     pairs = [word for row in matrix for word in row[1 : 1 + len(matrix)] if word != "X"]
     if pairs:
@@ -340,15 +333,6 @@ def _ask(script: str, *words: str) -> tuple[Any, str]:
     except (ValueError, IndexError):
         lines = [line.strip() for line in done.stderr.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
         return None, (lines[-1] if lines else f"the process ended with status {done.returncode}")[:300]
-
-
-def _lines(command: list[str]) -> list[str]:
-    """Returns the lines that a command prints, or [] if it is missing or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -51,11 +51,11 @@ def abstract(
       frozen: f(path) -> the dtype of a frozen weight.
       trained: the dtype of adapters and of weights that are trained in full.
     """
-    coded = {chosen.kernel(path): chosen.linear[path].stack for path in chosen.quantized}
+    coded = chosen.coded
     found: dict[str, Any] = {}
     for path, leaf in tree.flatten(family_lib.abstract_params(family.parts, model)):
         if path in coded:
-            parts = adapters.abstract_stack(leaf.shape, chosen.lora.quantize, len(coded[path]))
+            parts = adapters.abstract_stack(leaf.shape, chosen.lora.quantize, coded[path])
             found |= {f"{path}/{name}": part for name, part in parts.items()}
         else:
             found[path] = jax.ShapeDtypeStruct(leaf.shape, trained if path in chosen.saved else frozen(path))

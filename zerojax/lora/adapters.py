@@ -49,11 +49,11 @@ def number_of(path: str) -> int:
 def add(params: PyTree, targets: targets_lib.Targets, key: jax.Array) -> PyTree:
     """Returns weights with fresh adapters, as nested dicts. Frozen kernels are quantized as the settings say; weights trained in full are
     at least float32."""
-    quantize = {targets.kernel(path): len(targets.linear[path].stack) for path in targets.quantized}
+    coded = targets.coded
     found: dict[str, Any] = {}
     for path, leaf in targets_lib.flat(params).items():
-        if path in quantize:
-            stored = quantize_stack(leaf, targets.lora.quantize, quantize[path])
+        if path in coded:
+            stored = quantize_stack(leaf, targets.lora.quantize, coded[path])
             found |= {f"{path}/{name}": part for name, part in stored.items()}
         else:
             found[path] = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) if path in targets.saved else leaf

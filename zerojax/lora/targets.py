@@ -77,6 +77,11 @@ class Targets:
             if not found.is_output and self.kernel(path) not in self.saved and quantized.takes(found.shape)
         )
 
+    @property
+    def coded(self) -> dict[str, int]:
+        """Returns the paths of quantized kernels, and how many of a kernel's dims count its stack."""
+        return {self.kernel(path): len(self.linear[path].stack) for path in self.quantized}
+
     def kernel(self, path: str) -> str:
         """Returns the path of a module's kernel."""
         return path if self.linear[path].is_experts else f"{path}/{KERNEL}"

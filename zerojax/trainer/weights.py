@@ -102,7 +102,7 @@ class Weights:
         found: dict[str, jax.Array] = {}
         chosen = None if self.adapted is None else self.adapted.chosen
         kind = "" if chosen is None else chosen.lora.quantize
-        coded = {} if chosen is None else {chosen.kernel(p): len(chosen.linear[p].stack) for p in chosen.quantized}
+        coded = {} if chosen is None else chosen.coded
         parts = family_lib.parts_to_initialise(self.family.parts, self.model)
         for number, (name, (module, inputs)) in enumerate(parts.items()):
             own = {path.removeprefix(f"{name}/"): like for path, like in wanted.items() if path.startswith(f"{name}/")}
