@@ -67,9 +67,9 @@ def value_and_grad(
 
     def accumulated(params: PyTree, batch: PyTree, state: State) -> PyTree:
         first = jax.tree.map(lambda leaf: leaf[0], batch)
-        (loss, aux), grads = jax.eval_shape(one_pass, params, first, state)
+        loss, aux = jax.eval_shape(loss_fn, params, first, state)  # gradients have the types of the params
         fields = {name: getattr(state, name) for name in aux.pop("state", {})}
-        sums = (*jax.tree.map(_zeros, (loss, aux)), zeros(grads, in_16_bits=in_16_bits))
+        sums = (*jax.tree.map(_zeros, (loss, aux)), zeros(params, in_16_bits=in_16_bits))
 
         def add(carry: PyTree, numbered: PyTree) -> Any:
             (loss_sum, aux_sum, grad_sum), fields = carry

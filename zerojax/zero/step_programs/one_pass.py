@@ -56,15 +56,16 @@ def one_pass(
     def on_device(
         program: explicit.Program, own_keys: keys.Paths, params: PyTree, batch: PyTree, state: State, number: jax.Array
     ) -> PyTree:
-        run = jax.value_and_grad(of_device.of_sinks(program, own_keys, params), has_aux=True)
+        of_sinks = of_device.of_sinks(program, own_keys, params)
         nothing: list[Any] = [{} for _ in how.hooks]  # no hook that reads the state runs here
         folded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if passes > 1:
-            (_, aux), _ = jax.eval_shape(run, (*of_device.sinks(params), nothing), batch, state)
+            _, aux = jax.eval_shape(of_sinks, (*of_device.sinks(params), nothing), batch, state)
             batch, state = accumulate.of_pass(batch, state, own_keys, aux.get("state", {}), number)
             folded = accumulate.keys_of_pass(own_keys, aux.get("state", {}), number)
         with explicit.leaks_named(), folded:
-            (loss, aux), (grads, tokens, _) = run((*of_device.sinks(params), nothing), batch, state)
+            gradients = jax.value_and_grad(of_sinks, has_aux=True)
+            (loss, aux), (grads, tokens, _) = gradients((*of_device.sinks(params), nothing), batch, state)
         grads = explicit.with_tokens((tokens, aux.pop("tokens")), grads)
         aux["metrics"] = outputs.of_all_devices(aux["metrics"])
         return (jax.lax.psum(loss, mesh_lib.SUMMED), aux), tree.map_with_path(returned, grads)
