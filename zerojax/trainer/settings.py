@@ -343,7 +343,8 @@ class DataSettings:
     task: str = setting("text", tasks.TASKS,
         '"text" learns windows of documents; "seq2seq", "classification" and "chat" learn answers (docs/fine_tuning.md), "dpo" which of '
         "two is better (config.dpo), \"grpo\" what is rewarded (config.grpo), and read the rest")
-    prompt: str = setting("{text}", ANY, "a template with fields in braces")
+    prompt: str = setting("{text}", ANY,
+        'a template with fields in braces; one field alone may hold messages, as of a chat. Of dpo: "" takes what both answers begin with')
     answer: str = setting("{label}", ANY, "a template of the answer; of dpo: of the chosen one")
     rejected: str = setting("{rejected}", ANY, "of dpo: a template of the other answer")
     labels: tuple = setting((), ANY,

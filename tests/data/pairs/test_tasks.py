@@ -119,6 +119,97 @@ def test_the_tokens_of_a_tokenizers_template_are_one_id_each_and_its_end_ends_an
     assert own.encode("[U]").tolist() == [0]  # in a document these letters are no token
 
 
+DPO = dataclasses.replace(SETTINGS, task="dpo", prompt="{prompt}", answer="{chosen}", rejected="{rejected}")
+
+
+def both(example, form=ONE, settings=DPO):
+    """Returns the chosen and the rejected answer of a pair, encoded."""
+    form = dataclasses.replace(form, seq_len=200, answer_len=200)
+    return [encode([example], form, settings, answer=key).examples[0] for key in ("answer", "rejected")]
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+ASKED = [said("system", "S"), said("user", "U1"), said("assistant", "A1"), said("user", "U2")]
+GOOD, BAD = said("assistant", "good"), said("assistant", "bad")
+
+
+@pytest.mark.parametrize("form", [ONE, PAIR], ids=["decoder", "encoder-decoder"])
+def test_pairs_of_conversations_are_read_in_all_forms_and_their_answers_alone_are_labels(form):
+    text = "### system\nS\n\n### user\nU1\n\n### assistant\nA1\n\n### user\nU2\n\n### assistant\n"
+    whole = {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
+    forms = [
+        {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]},
+        whole,
+        {"prompt": "U2", **whole},
+        {"prompt": ASKED, **whole},
+        {"prompt": ASKED, "chosen": "good", "rejected": "bad"},
+        {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+    ]
+    for example in forms:
+        for found, answer in zip(both(example, form), ("good", "bad")):
+            prompt = found.inputs if form.is_encoder_decoder else found.inputs[: found.prompt]
+            assert (BYTES.decode(prompt), labels(found), found.answer) == (text, answer, answer)
+    (asked,) = tasks.ask([forms[0]], BYTES, DPO, dataclasses.replace(form, seq_len=200), name="file").prompts
+    assert BYTES.decode(asked) == text
+    asked = tasks.ask([{"prompt": ASKED}, whole], BYTES, DPO, dataclasses.replace(form, seq_len=200), name="file")
+    assert asked.labels == [None, "good"] and {BYTES.decode(ids) for ids in asked.prompts} == {text}
+
+
+def test_a_text_before_answers_that_are_messages_is_the_users():
+    for found, answer in zip(both({"prompt": "U", "chosen": [GOOD], "rejected": [BAD]}), ("good", "bad")):
+        assert BYTES.decode(found.inputs) == f"### user\nU\n\n### assistant\n{answer}" and labels(found) == answer
+
+
+def test_answers_of_several_turns_have_all_their_answers_as_labels_and_an_encoder_refuses_them():
+    more = {"prompt": ASKED, "chosen": [GOOD, said("user", "U3"), GOOD], "rejected": [BAD]}
+    assert list(map(labels, both(more))) == ["goodgood", "bad"]
+    with pytest.raises(UserError, match="`answer` has 3 messages after the prompt, and an encoder reads one"):
+        both(more, PAIR)
+
+
+def test_pairs_of_texts_without_a_prompt_share_the_words_with_which_they_begin():
+    own = dataclasses.replace(DPO, prompt="")
+    for chosen, rejected, prompt in (
+        ("The sky is blue", "The sky is black", "The sky is"),
+        ("yes", "no", ""),
+        ("a b", "a b c", "a"),
+        ("same words", "same words", "same"),
+    ):
+        for found, answer in zip(both({"chosen": chosen, "rejected": rejected}, settings=own), (chosen, rejected)):
+            assert BYTES.decode(found.inputs) == answer and labels(found) == answer[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "example, line",
+    [
+        ({"prompt": [1, 2], "chosen": "a", "rejected": "b"}, 'prompt must be a list of {"role"'),
+        ({"prompt": ASKED, "chosen": [], "rejected": "b"}, 'chosen must be a list of {"role"'),
+        (
+            {"prompt": ASKED, "chosen": [said("user", "x")], "rejected": [BAD]},
+            "no message of `answer` after the prompt",
+        ),
+        ({"prompt": ASKED, "chosen": [GOOD]}, "has no field 'rejected'"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "has no field 'prompt', which `prompt` names"),
+    ],
+)
+def test_pairs_that_are_no_conversations_are_refused_with_their_place(example, line):
+    with pytest.raises(UserError, match=re.escape(line)) as caught:
+        both(example)
+    assert str(caught.value).startswith("task='dpo': file, example 0: ") and "\n" not in str(caught.value)
+
+
+def test_a_prompt_of_messages_and_an_answer_of_text_are_a_conversation_and_a_template_without_one_is_told():
+    settings = dataclasses.replace(SETTINGS, prompt="{text}")
+    found = encode([{"text": ASKED, "label": "yes"}], dataclasses.replace(ONE, seq_len=200), settings)
+    assert labels(found.examples[0]) == "yes" and found.notes == [
+        "conversations are written in zerojax's plain chat template"
+    ]
+    assert "`chat_template=plain` has no effect: file has no conversation" in encode(EXAMPLES, ONE).notes
+
+
 def test_answers_of_a_classification_are_those_of_the_training_examples():
     settings = dataclasses.replace(SETTINGS, task="classification", labels=("no", "yes"))
     found = encode([{"text": "a", "label": 1}, {"text": "b", "label": 0}], ONE, settings)

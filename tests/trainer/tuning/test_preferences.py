@@ -23,7 +23,7 @@ TASK = {
     "data__task": "dpo",
     "data__answer": "{chosen}",
     "data__answer_len": 8,
-    "seq_len": 24,
+    "seq_len": 48,
     "dpo__beta": BETA,
     "evaluate__batches": 0,
     "global_batch_size": 8,
@@ -32,9 +32,12 @@ TASK = {
 
 @pytest.fixture(scope="module")
 def pairs_file(tmp_path_factory):
-    """Returns a file of 13 pairs of several lengths, so that the last batch is not full."""
+    """Returns a file of 13 pairs of several lengths, so that the last batch is not full. Each third one is a conversation."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     words = [{"text": "x" * (i % 5 + 1), "chosen": f"y{i}", "rejected": "no" * (i % 3 + 1)} for i in range(13)]
+    for word in words[::3]:
+        word["text"] = [{"role": "user", "content": word["text"]}]
+        word["chosen"] = [{"role": "assistant", "content": word["chosen"]}]
     path.write_text("".join(json.dumps(word) + "\n" for word in words))
     return str(path)
 

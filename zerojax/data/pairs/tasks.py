@@ -1,12 +1,13 @@
 """Turns examples into tokens whose labels are the answers. This module holds the tasks, and encodes all examples of a split.
 
 A decoder reads the prompt and its answer as one text, of which the answer and the token that ends it are labels. An encoder-decoder
-reads the prompt, and its decoder learns the answer. A classifier reads the prompt and learns its class. All
-examples are encoded once, before anything is compiled, so that a damaged one is
+reads the prompt, and its decoder learns the answer. A classifier reads the prompt and learns its class. Prompt and answer are texts, or
+messages of a conversation. All examples are encoded once, before anything is compiled, so that a damaged one is
 an error then, and what had to be cut is known.
 """
 
 import dataclasses
+import functools
 import pathlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from zerojax.errors import UserError
 
 TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO = "text", "seq2seq", "classification", "chat", "dpo", "grpo"
 TASKS = (TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO)
+BETWEEN_WORDS = " \n\t"
 ANSWERS = {DPO: 2, GRPO: 1}  # of the tasks that compare answers: how many are beside each other in a row
 
 
@@ -30,7 +32,8 @@ class TaskSettings:
 
     Attributes:
       task: one of TASKS but TEXT.
-      prompt, answer: templates; see `templates.Template`. A chat does not read them. The answer of DPO is the chosen one.
+      prompt, answer: templates; see `templates.Template`. A chat does not read them. A field alone may hold messages. The answer of DPO is
+        the chosen one.
       labels: the text of each number in the answer's field; () takes the dataset's own names, if it has some.
       messages: the field with a conversation.
       chat_template: see `templates.chat_of`.
@@ -162,7 +165,10 @@ def encode(
                 )
             answers[example.answer] = None
         found.append(example)
-    return Encoded(found, tuple(answers), [*encoder.notes, *counts.notes(len(found))])
+    notes = [*encoder.notes, *counts.notes(len(found))]
+    if settings.chat_template != templates.AUTO and not encoder.notes:
+        notes.append(f"`chat_template={settings.chat_template}` has no effect: {name} has no conversation")
+    return Encoded(found, tuple(answers), notes)
 
 
 class Asked(NamedTuple):
@@ -239,20 +245,27 @@ class _Encoder:
     ):
         self._tokenizer, self._settings, self._form = tokenizer, settings, form
         self.notes: list[str] = []
+        self._folder = folder
         if settings.task == CHAT:
-            self._chat, note = templates.chat_of(folder, settings.chat_template)
-            self._is_plain = self._chat is templates.plain_chat
-            self.notes.append(note)
             return
         self._prompt = templates.Template(settings.prompt, "prompt")
-        self._answer = templates.Template(getattr(settings, answer), answer)
+        others = ("answer", "rejected") if settings.task == DPO else ()
+        self._answers = [templates.Template(getattr(settings, key), key) for key in dict.fromkeys((answer, *others))]
+        self._answer = self._answers[0]
         if not self._answer.fields:
             raise UserError(
                 f"{answer}: {getattr(settings, answer)!r} names no field, so all answers would be one; write '{{label}}'"
             )
         self._names = dict(names or {})
         if settings.labels:
-            self._names |= dict.fromkeys(self._answer.fields, settings.labels)
+            self._names |= dict.fromkeys((field for own in self._answers for field in own.fields), settings.labels)
+
+    @functools.cached_property
+    def _chat(self) -> templates.Chat:
+        """The template of conversations, which is looked for when the first one is read."""
+        chat, note = templates.chat_of(self._folder, self._settings.chat_template)
+        self.notes.append(note)
+        return chat
 
     def encode(self, example: Mapping[str, Any], place: str, counts: _Counts) -> Example:
         """Returns an example in the form of the model's rows."""
@@ -269,15 +282,19 @@ class _Encoder:
         """Returns the tokens of an example's prompt, and its label; None if it has none."""
         told = f"task={self._settings.task!r}: {place}"
         label: str | None = None
-        if self._settings.task != CHAT:
-            if all(field in example for field in self._answer.fields):
-                label = self._answer.fill(example, told, self._names)
-            pieces: list[Piece] = [(self._prompt.fill(example, told, self._names), False, False)]
-        else:
+        if self._settings.task == CHAT:
             messages = self._messages(example, told, is_answered=False)
-            if messages[-1][0] == templates.ASSISTANT:
-                label = messages.pop()[1]
-            pieces = self._turns([*messages, (templates.ASSISTANT, "")], told)[0][:-1]
+            begin = len(messages) - (messages[-1][0] == templates.ASSISTANT)
+            talk: tuple[list[tuple[str, str]], int] | None = messages, begin
+        else:
+            talk = self._talk(example, told, is_answered=False)
+        if talk is None:
+            prompt, label = self._texts(example, told, is_answered=False)
+            pieces: list[Piece] = [(prompt, False, False)]
+        else:
+            messages, begin = talk
+            label = messages[begin][1] if len(messages) == begin + 1 else None
+            pieces = self._turns([*messages[:begin], (templates.ASSISTANT, "")], told)[0][:-1]
         if self._form.classes:
             return self._read_prompt(pieces[0][0], place, counts), label
         pieces = [*pieces, ("", True, False)]
@@ -289,10 +306,65 @@ class _Encoder:
     def _pieces(self, example: Mapping[str, Any], place: str) -> tuple[list[Piece], str]:
         """Returns an example's texts in order, and the last answer."""
         place = f"task={self._settings.task!r}: {place}"
-        if self._settings.task != CHAT:
-            answer = self._answer.fill(example, place, self._names)
-            return [(self._prompt.fill(example, place, self._names), False, False), (answer, True, False)], answer
-        return self._turns(self._messages(example, place), place)
+        if self._settings.task == CHAT:
+            return self._turns(self._messages(example, place), place)
+        talk = self._talk(example, place)
+        if talk is None:
+            prompt, text = self._texts(example, place)
+            return [(prompt, False, False), (text or "", True, False)], text or ""
+        return self._turns(talk[0], place, talk[1])
+
+    def _texts(self, example: Mapping[str, Any], place: str, *, is_answered: bool = True) -> tuple[str, str | None]:
+        """Returns the texts of the prompt and of the answer, which may be missing if `is_answered` is not set.
+
+        Pairs without a template of the prompt have the words with which both answers begin as their prompt.
+        """
+        if self._settings.task == DPO and not self._settings.prompt:
+            both = [template.fill(example, place, self._names) for template in self._answers]
+            shared = both[0][: _shared(both)]
+            end = max(0, *map(shared.rfind, BETWEEN_WORDS))
+            return both[0][:end], both[0][end:]
+        answer = self._answer.fill(example, place, self._names) if is_answered or self._has_answer(example) else None
+        return self._prompt.fill(example, place, self._names), answer
+
+    def _has_answer(self, example: Mapping[str, Any]) -> bool:
+        return all(field in example for template in self._answers for field in template.fields)
+
+    def _talk(
+        self, example: Mapping[str, Any], place: str, *, is_answered: bool = True
+    ) -> tuple[list[tuple[str, str]], int] | None:
+        """Returns the messages of the prompt and of the answer, and how many are the prompt's; None where all are texts.
+
+        The prompt is the messages of its field, else those with which all answers begin, else its text as the user's message.
+        """
+        prompt, *answers = (template.messages(example, place) for template in (self._prompt, *self._answers))
+        if prompt is None and not any(answers):
+            return None
+        found: list[list[tuple[str, str]]] = [[]]
+        if is_answered or self._has_answer(example):
+            found = [
+                messages or [(templates.ASSISTANT, template.fill(example, place, self._names))]
+                for template, messages in zip(self._answers, answers)
+            ]
+        shared = found[0][: _shared([messages[:-1] for messages in found])]
+        if prompt is None:
+            begin = len(shared)
+            text = "" if shared else self._prompt.fill(example, place, self._names)
+            prompt = shared or ([(templates.USER, text)] if text else [])
+        else:
+            begin = len(prompt) if shared[: len(prompt)] == prompt else 0  # a field with the whole conversation
+        answer = found[0][begin:]
+        if is_answered and all(role != templates.ASSISTANT for role, _ in answer):
+            raise UserError(
+                f"{place}: no message of `{self._answer.key}` after the prompt is the {templates.ASSISTANT}'s, so there is no answer to "
+                "learn; remove the example"
+            )
+        if self._form.reads_prompt and len(answer) > 1:
+            raise UserError(
+                f"{place}: `{self._answer.key}` has {len(answer)} messages after the prompt, and an encoder reads one prompt for one "
+                "answer; end the conversation after the first, or train a decoder"
+            )
+        return [*prompt, *answer], len(prompt)
 
     def _messages(self, example: Mapping[str, Any], place: str, *, is_answered: bool = True) -> list[tuple[str, str]]:
         """Returns the conversation of an example."""
@@ -303,15 +375,16 @@ class _Encoder:
             )
         return templates.messages_of(example[key], place, key, is_answered=is_answered)
 
-    def _turns(self, messages: list[tuple[str, str]], place: str) -> tuple[list[Piece], str]:
-        """Returns the texts of a conversation. Each message of the assistant is an answer, and nothing follows the last one."""
+    def _turns(self, messages: list[tuple[str, str]], place: str, begin: int = 0) -> tuple[list[Piece], str]:
+        """Returns the texts of a conversation. Each message of the assistant from `begin` on is an answer, and nothing follows the last."""
         pieces: list[Piece] = []
-        done, answer, has_special = "", "", not self._is_plain
+        is_plain = self._chat is templates.plain_chat
+        done, answer, has_special = "", "", not is_plain
         for number, (role, content) in enumerate(messages):
-            if role != templates.ASSISTANT:
+            if role != templates.ASSISTANT or number < begin:
                 continue
             before = self._chat(messages[:number], True)
-            after = before + content if self._is_plain else self._chat(messages[: number + 1], False)
+            after = before + content if is_plain else self._chat(messages[: number + 1], False)
             if not before.startswith(done) or not after.startswith(before):
                 raise UserError(
                     f"{place}: the tokenizer's chat template changes earlier messages when later ones follow, so its answers cannot "
@@ -401,6 +474,12 @@ class _Encoder:
 
     def _begins(self, token: int) -> bool:
         return token == self._form.bos or token == self._tokenizer.bos_id
+
+
+def _shared(several: Sequence[Sequence[Any]]) -> int:
+    """Returns with how many equal elements all begin."""
+    least = min(map(len, several))
+    return next((at for at in range(least) if any(one[at] != several[0][at] for one in several)), least)
 
 
 def prompts(examples: Sequence[Example], form: RowForm) -> Iterator[np.ndarray]:

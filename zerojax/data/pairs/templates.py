@@ -22,15 +22,18 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from zerojax import bounded, errors
 from zerojax.data.pairs import chat_child
 from zerojax.errors import UserError
 
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _WHOLE = re.compile(r"\s*-?[0-9]{1,9}\s*")  # a number in a table of texts
-ASSISTANT = "assistant"
-CHOICES = ("auto", "own", "plain")  # of chat templates
-ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}  # other names for a role
+USER, ASSISTANT = "user", "assistant"
+AUTO = "auto"
+CHOICES = (AUTO, "own", "plain")  # of chat templates
+ROLES = {"human": USER, "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}  # other names for a role
 TOKENIZER_CONFIG, JINJA_FILE = "tokenizer_config.json", "chat_template.jinja"
 _MOST_BYTES = 2**20  # of a chat template; the longest known ones have a few thousand
 # Variables of a template.
@@ -72,6 +75,18 @@ class Template:
     def fields(self) -> list[str]:
         """Returns the names of the fields."""
         return [field for _, field in self._parts if field is not None]
+
+    def messages(self, example: Mapping[str, Any], place: str) -> list[tuple[str, str]] | None:
+        """Returns the messages that an example has in the field, if the template is nothing else; None for a text.
+
+        Raises:
+          UserError: it has a list that is no conversation.
+        """
+        (before, field), *rest = self._parts
+        value = example.get(field) if field is not None and not before and rest == [("", None)] else None
+        if not isinstance(value, Mapping | Sequence | np.ndarray) or isinstance(value, str | bytes):
+            return None
+        return messages_of(value, place, str(field), is_answered=False)
 
     def fill(self, example: Mapping[str, Any], place: str, names: Mapping[str, Sequence[str]] | None = None) -> str:
         """Returns the text for an example.
@@ -122,7 +137,7 @@ def messages_of(value: Any, place: str, key: str, *, is_answered: bool = True) -
     """Returns the messages of a conversation.
 
     Args:
-      value: a list of {"role": ..., "content": ...} or of {"from": ..., "value": ...}, or a table of such columns.
+      value: a list of {"role": ..., "content": ...} or of {"from": ..., "value": ...}, one of these, or a table of such columns.
       place: of the example, for errors.
       key: the name of its field.
       is_answered: whether a message must be the assistant's.
@@ -130,6 +145,8 @@ def messages_of(value: Any, place: str, key: str, *, is_answered: bool = True) -
     Raises:
       UserError: it is not one of them, or lacks a message of the assistant.
     """
+    if isinstance(value, Mapping) and all(isinstance(part, str) for part in value.values()):
+        value = [value]
     if isinstance(value, Mapping):  # columns, as tensorflow-datasets gives sequences of features
         value = [dict(zip(value, row)) for row in zip(*value.values())]
     form = f'{key} must be a list of {{"role": ..., "content": ...}}'

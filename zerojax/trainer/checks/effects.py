@@ -70,7 +70,7 @@ def _of_task(config: settings.Config) -> dict[str, tuple[str, ...]]:
     elif task == tasks.CHAT:
         unread = (*unread, *of_pairs)
     else:
-        unread = (*unread, *of_chat)
+        unread = (*unread, "messages")  # whether there are conversations is known when the examples are read
     if task in tasks.ANSWERS:
         unread = (*unread, "pack")
     if task != tasks.DPO:
