@@ -122,9 +122,20 @@ def test_a_file_of_rates_is_of_the_target_and_complete_or_refused_in_one_line(tm
     for target, content, why in (
         ("h200", table, "holds rates of 'h100', and --target is h200"),
         ("h100", table | {"figures": less}, "has no figure 'alpha'"),
-        ("h100", table | {"figures": {**figures, "beta": [0, ""]}}, "'beta' must be above 0"),
+        ("h100", table | {"figures": {**figures, "beta": [0, ""]}}, "'beta' must be from .*, and is 0;"),
         ("h100", table | {"figures": {**figures, "beta": [True, ""]}}, "is no table of rates .*True.* is no number"),
-        ("h100", table | {"figures": {**figures, "cores": [0.5, ""]}}, "'cores' must be above 0, from 1 to"),
+        ("h100", table | {"figures": {**figures, "cores": [0.5, ""]}}, "'cores' must be from 1.32 to"),
+        (
+            "h100",
+            table | {"figures": {**figures, "matmul.bf16.512": [700.0, ""]}},
+            "'matmul.bf16.512' must be from 6.62e",
+        ),
+        (
+            "h100",
+            table | {"figures": {**figures, "beta.all-gather.8": [1.0, ""]}},
+            "'beta.all-gather.8' must be from 1.29e",
+        ),
+        ("h100", table | {"figures": {**figures, "gap": [1.0, ""]}}, "'gap' must be from 1e-08 to 0.0001"),
         (
             "h100",
             table | {"figures": {**figures, "matmul.bf16.\u00b2": [1, ""]}},

@@ -33,6 +33,7 @@ BAD = {
     "--axes: needs a decoder of 10 or more equal layers": ["--target=cpu", "--topology=1x8", "--axes"],
     "--topology: --serve does not use it": ["--target=h200", "--topology=1x8", "--serve"],
     "--format: only --serve uses it": ["--target=cpu", "--topology=1x4", "--format=int8"],
+    "--rates: is empty; name a file": ["--target=cpu", "--topology=1x8", "--rates="],
     "config.zero.stage": ["--target=cpu", "--topology=1x8", "--config.zero.stage=4"],
 }
 

@@ -132,9 +132,18 @@ BAD = {
         {"model.remat": "all"},
         r"^config\.model\.remat: must be one of none, dots, attention, full, and is 'all'",
     ),
-    "zero steps": ({"steps": 0}, r"^config\.steps: must be above 0, and is 0$"),
-    "negative": ({"optimizer.clip_norm": -1.0}, r"^config\.optimizer\.clip_norm: must not be negative, and is -1\.0$"),
-    "data axis 0": ({"mesh.data": 0}, r"^config\.mesh\.data: must be above 0, or -1 for all devices left, and is 0$"),
+    "zero steps": (
+        {"steps": 0},
+        r"^config\.steps: must be above 0, and is 0; omit it, or set --config\.steps=\d+, its default$",
+    ),
+    "negative": (
+        {"optimizer.clip_norm": -1.0},
+        r"^config\.optimizer\.clip_norm: must not be negative, and is -1\.0; omit it",
+    ),
+    "data axis 0": (
+        {"mesh.data": 0},
+        r"^config\.mesh\.data: must be above 0, or -1 for all devices left, and is 0; omit it, or set --config\.mesh\.data=-1",
+    ),
     "override": ({"zero.overrides": ("kernel",)}, r"^config\.zero\.overrides: must be .* one of them is 'kernel'$"),
     "offload at stage 0": (
         {"offload.optimizer": "host", "zero.stage": 0},
@@ -160,7 +169,7 @@ BAD = {
     ),
     "a number that Python does not print": (
         {"steps": 10**5000},
-        r"^config\.steps: must be below 2\*\*31, and is int of 16610 bits$",
+        r"^config\.steps: must be below 2\*\*31, and is int of 16610 bits;",
     ),
     "a key that is no text": ({7: 1}, r"^config\.7: unknown config key; known: seed"),
     "no regex at all": ({"zero.overrides": ((b"x", ()),)}, r"b'x' is not a regex \(it is not text\)"),

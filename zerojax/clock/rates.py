@@ -35,6 +35,10 @@ _SIZED = re.compile(
     rf"|host\.(both|to host|from host)\.{_SIZE}"
 )
 MEASURED = "measured: "  # the beginning of the source of a figure of `zerojax calibrate`
+USUAL, FAR = (
+    100,
+    {"network": 10_000},
+)  # times that a figure may be less or more than its table's; some hosts share 1 Gbit/s
 SHORT = 512  # elements that a matmul sums over; of so few it is slower in a step ("matmul.short"), though not alone in `zerojax calibrate`
 
 
@@ -252,13 +256,21 @@ def measured(path: str | os.PathLike, target: str) -> GpuRates:
     if unknown := next((one for one in figures if one not in table.figures and not _SIZED.fullmatch(one)), None):
         raise UserError(f"{place}: {errors.shown(unknown)} is no figure of a table of rates; remove it")
     for one, (value, _) in figures.items():
-        least = 1.0 if one == "cores" else 1e-30
-        if not least <= value < 1e30:
-            rule = f"must be above 0, from {least:g} to 1e30"
+        least, most = _believed(one, table.figures)
+        if not least <= value <= most:
             raise UserError(
-                f"{place}: {errors.shown(one)} {rule}, and is {value}; measure again with zerojax calibrate"
+                f"{place}: {errors.shown(one)} must be from {least:.3g} to {most:.3g}, which is far from the table's, and is {value:g}; "
+                "measure again with zerojax calibrate"
             )
     return read(json.dumps({"name": name, "figures": figures}))
+
+
+def _believed(name: str, known: Mapping[str, float]) -> tuple[float, float]:
+    """Returns the least and the most that a figure may be: so many times less and more than those of its kind in a table."""
+    far, kind = FAR.get(name, USUAL), name
+    while not (alike := [value for one, value in known.items() if one == kind or one.startswith(f"{kind}.")]):
+        kind = kind.rpartition(".")[0]
+    return min(alike) / far, max(alike) * far
 
 
 def _number(value: Any) -> float:

@@ -80,6 +80,9 @@ def main() -> None:
 
 def _prepare(config: settings_lib.Config) -> None:
     """Hides real accelerators from JAX when it plans for absent devices."""
+    for flag in (_RATES, _CLUSTER, _PICTURE):
+        if flag.present and not flag.value:
+            raise UserError(f"--{flag.name}: is empty; name a file, or omit it")
     if flags.FLAGS["most_compiles"].present and not _SEARCH.value:
         raise UserError("--most_compiles: only --search uses it; add --search, or omit --most_compiles")
     if _SERVE.value:  # over emulated devices, on which nothing runs

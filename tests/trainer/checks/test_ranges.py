@@ -69,7 +69,7 @@ REFUSED = {
         {"loss_scale__min_scale": 1e-40},
         r"min_scale: must be above 1\.2e-38, below which float32 has only 0",
     ),
-    "a number of 33 bits": ({"seed": 2**32}, r"seed: must be below 2\*\*31, and is 4294967296$"),
+    "a number of 33 bits": ({"seed": 2**32}, r"seed: must be below 2\*\*31, and is 4294967296;"),
     "layers without end": (
         {"model__num_layers": 10**6},
         r"num_layers: must be at most 512, since each layer is traced on its own",

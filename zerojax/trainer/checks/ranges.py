@@ -21,7 +21,10 @@ def check(config: settings.Config) -> None:
     for place, value in values.items():
         allowed = settings.table()[place].values
         if isinstance(allowed, settings.Range) and (flaw := allowed.flaw(value)):
-            raise UserError(f"config.{place}: {flaw}, and is {errors.shown(value)}")
+            default = errors.shown(settings.table()[place].default)
+            raise UserError(
+                f"config.{place}: {flaw}, and is {errors.shown(value)}; omit it, or set --config.{place}={default}, its default"
+            )
     _check_task(config)
     _check_compared(config)
     _check_rollouts(config)
