@@ -75,7 +75,7 @@ def test_a_cross_has_the_losses_of_the_same_settings_on_one_device(number, bases
 @runs.LONG
 @pytest.mark.parametrize("part", range(MOST // 8))
 def test_a_cross_in_two_processes_has_the_losses_of_the_same_settings_on_one_device(part, bases, commands, tmp_path):
-    rows = [row for row in crosses.SPACE.rows if crosses.changes(row)["emulate_devices"] == 8 and row["task"] != "grpo"]
+    rows = [row for row in crosses.SPACE.rows if crosses.changes(row)["emulate_devices"] == 8]
     row = row_of(rows[::8], part)
     check(row, crosses.attempt_in_two(row, tmp_path / "run", commands), bases)
 

@@ -33,6 +33,7 @@ TASK = {
     "evaluate__answers": 2,
     "checkpoint__every": 2,
 }
+FINDS_REWARDS = f"import sys; sys.path.append({str(runs.ROOT / 'tests' / 'support')!r})"
 
 
 def long(prompt, answer, label):
@@ -127,6 +128,38 @@ def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_f
     runs.run(parts, devices=2, steps=4, **settings)
     names = ("loss", "reward", "kl", "clipped")
     assert runs.numbers(parts, names=names) == runs.numbers(whole, names=names)
+
+
+@pytest.mark.slow
+@runs.LONG
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero__stage": 3, "lora__r": 4, "grpo__kl": 0.1},
+        {"zero__stage": 2, "model__preset": "t5_test", "mesh__model": 2, "grad_accum": 2},
+    ],
+    ids=["stage 3, LoRA", "T5, tensor parallel"],
+)
+def test_two_processes_answer_and_learn_as_one(prompts_file, commands, tmp_path, changes):
+    task = {**TASK, "data__train_file": prompts_file, "grpo__reward": "crosses:spread", "steps": 4, **changes}
+    flags = [*runs.flags(emulate_devices=2, **task), f"--workdir={tmp_path / 'two'}"]
+    both = commands.start_two(*flags, before=(FINDS_REWARDS, FINDS_REWARDS))
+    assert [command.wait().status for command in both] == [0, 0], both[0].err + both[1].err
+    one = runs.run(tmp_path / "one", devices=4, **task)
+    names = ("loss", "reward", "grad_norm")
+    found, wanted = (runs.numbers(folder, names=names) for folder in (tmp_path / "two", one))
+    np.testing.assert_allclose(found, wanted, rtol=ROUNDING, atol=1e-6)
+    assert len(found) == 4
+
+
+@pytest.mark.slow
+@runs.LONG
+def test_a_reward_that_fails_on_the_first_process_ends_both(prompts_file, commands, tmp_path):
+    task = {**TASK, "data__train_file": prompts_file, "grpo__reward": "json:loads", "steps": 4}
+    both = commands.start_two(*runs.flags(emulate_devices=1, **task), f"--workdir={tmp_path}")
+    assert 0 not in [command.wait().status for command in both]
+    assert "zerojax: config.grpo.reward: json:loads failed for the answer" in both[0].err
+    assert both[1].err.count("\n") == 1, both[1].err
 
 
 @pytest.mark.parametrize(

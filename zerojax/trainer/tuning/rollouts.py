@@ -3,6 +3,7 @@
 The engine reads the weights of the state as they are, sharded as they are: a weight is gathered where it is used, as in a step. A group of
 answers to one prompt is rewarded, and each answer's advantage is its reward less the group's mean, divided by the group's standard
 deviation (arXiv:2402.03300, section 4.1). Prompts and draws depend on the seed and the step alone, so a run that resumes asks the same.
+All processes ask the same; process 0 rewards the answers, and its numbers are those of all.
 """
 
 import math
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,8 +22,10 @@ from zerojax.data import batches, feed
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import rewards, rows, splits, tasks
 from zerojax.errors import UserError
+from zerojax.inference import generate
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import requests
+from zerojax.launch import processes
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
 from zerojax.trainer import config as config_lib
@@ -49,14 +53,8 @@ def check(config: settings_lib.Config, pairs: splits.Splits) -> None:
     """Checks that answers to the prompts can be drawn, before a program is built.
 
     Raises:
-      UserError: there are several processes, the group does not divide the batch, a prompt with its answer is longer than a row, or
-        there is no such reward.
+      UserError: the group does not divide the batch, a prompt with its answer is longer than a row, or there is no such reward.
     """
-    if jax.process_count() > 1:
-        raise UserError(
-            f"config.data.task: is {config.data.task}, whose answers are drawn in one process, and there are {jax.process_count()}; "
-            "start one for all devices of a host"
-        )
     ways = mesh_lib.ways(mesh_lib.make_mesh(**vars(config.mesh)))
     count, group = config_lib.batch_sizes(config, ways).global_batch_size, config.grpo.group
     if count % group:
@@ -125,13 +123,13 @@ class Rollouts:
         text = self._tokenizer.decode
         told = [answers.text_of(self._tokenizer, self._special.stops, np.asarray(request.tokens)) for request in asked]
         labels = [self._pairs.train.examples[index].answer.strip() for index in numbers]
-        scores = np.array(
-            [
+        scores = np.zeros(count, np.float32)
+        if processes.is_primary():
+            scores[:] = [
                 rewards.score(self._reward, config.grpo.reward, text(self._prompts[index]), answer, label)
                 for index, answer, label in zip(numbers, told, labels)
-            ],
-            np.float32,
-        )
+            ]
+        scores = np.asarray(multihost_utils.broadcast_one_to_all(scores))
         made = [self._example(index, request) for index, request in zip(numbers, asked)]
         by_row = rows.Rows(made, self._pairs.form, packs=False)
         arrays = [by_row.arrays(row) for row in range(count)]
@@ -166,7 +164,7 @@ class Rollouts:
         for name in names:
             parts = []
             for at in range(0, self._program.sizes.global_batch_size, size):
-                own = _on_devices({key: batch[key][at : at + size] for key in read}, self._program)
+                own = generate.sharded_rows({key: batch[key][at : at + size] for key in read}, self._program.mesh)
                 parts.append(np.asarray(self._log_probs[name](params, own)))
             found[name] = _bits(np.concatenate(parts))
         return self._streams.placed(found)
@@ -205,10 +203,6 @@ def advantages(scores: np.ndarray, group: int) -> np.ndarray:
 def _bits(values: np.ndarray) -> np.ndarray:
     """Returns float32 numbers as the integers that a batch holds; a step would round floats to its dtype."""
     return np.ascontiguousarray(values, np.float32).view(np.int32)
-
-
-def _on_devices(arrays: Mapping[str, np.ndarray], program: program_lib.Program) -> dict[str, jax.Array]:
-    return {name: jax.device_put(array, mesh_lib.row_sharding(program.mesh)) for name, array in arrays.items()}
 
 
 def _without_adapters(program: program_lib.Program) -> family_lib.Family:
