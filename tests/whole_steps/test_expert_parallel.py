@@ -22,6 +22,7 @@ from zerojax.ops import expert_parallel
 from zerojax.traces import equations
 from zerojax.trainer import plans, program
 from zerojax.zero import forward_only, state_bytes
+from zerojax.zero.offload import fetched_params, selection
 
 F32 = 1e-5  # float32 sums over devices, in another order
 EXPERTS, TOP, DIM, TOKENS, EXAMPLES = 8, 2, 16, 8, 16
@@ -66,7 +67,7 @@ def batch_of(passes=1):
     return {name: value.reshape(passes, -1, *value.shape[1:]) if passes > 1 else value for name, value in batch.items()}
 
 
-def made(mesh, stage=3, bias=0.0, capacity=0.0, table=TABLE, trainable="", clamp=None):
+def made(mesh, stage=3, bias=0.0, capacity=0.0, table=TABLE, trainable="", clamp=None, offload=None):
     """Returns a state and its partition; of a bias all tokens go to experts 3 and 2."""
     net = Net(capacity, clamp)
 
@@ -77,9 +78,8 @@ def made(mesh, stage=3, bias=0.0, capacity=0.0, table=TABLE, trainable="", clamp
             block["experts"]["router"] = router.at[0, 3].add(bias).at[0, 2].add(bias / 2)
         return train_state.TrainState.create(apply_fn=net.apply, params=params, tx=optax.sgd(0.5, momentum=0.9))
 
-    return zerojax.shard_train_state(
-        init, jax.random.key(0), mesh=mesh, stage=stage, min_size=0, overrides=table, trainable=trainable
-    )
+    how = {"stage": stage, "min_size": 0, "overrides": table, "trainable": trainable, "offload": offload}
+    return zerojax.shard_train_state(init, jax.random.key(0), mesh=mesh, **how)
 
 
 def loss_of(capacity, params, batch, *_, clamp=None):
@@ -87,21 +87,35 @@ def loss_of(capacity, params, batch, *_, clamp=None):
 
 
 def trained(
-    mesh, stage=3, *, bias=0.0, capacity=0.0, passes=1, blocks=r"block_\d", table=TABLE, trainable="", clamp=None, **how
+    mesh,
+    stage=3,
+    *,
+    bias=0.0,
+    capacity=0.0,
+    passes=1,
+    blocks=r"block_\d",
+    table=TABLE,
+    trainable="",
+    clamp=None,
+    offload=None,
+    **how,
 ):
     """Returns losses and norms of two steps, the params, and a held-out loss."""
-    state, partition = made(mesh, stage, bias, capacity, table, trainable, clamp)
+    state, partition = made(mesh, stage, bias, capacity, table, trainable, clamp, offload)
     loss_fn = functools.partial(loss_of, capacity, clamp=clamp)
     specs = BATCH_SPECS if partition.mesh.shape["context"] * partition.mesh.shape["expert_context"] > 1 else ()
     how = {"reduce_dtype": jnp.float32, "batch_specs": specs, "blocks": blocks} | how
-    step = zerojax.make_train_step(loss_fn, partition, grad_accum=passes, donate=False, **how)
+    step = zerojax.make_train_step(loss_fn, partition, grad_accum=passes, donate=bool(offload), **how)
     found = []
     for _ in range(2):
         state, metrics = step(state, batch_of(passes))
         found += [float(metrics["loss"]), float(metrics["grad_norm"])]
     if mesh.size > 1:
-        held_out = forward_only.mean(loss_fn, partition, batch_specs=specs, compute_dtype=None, blocks=blocks, heads="")
-        found.append(float(jax.jit(held_out)(state.params, batch_of())))
+        own = {"batch_specs": specs, "compute_dtype": None, "blocks": blocks, "heads": ""}
+        fetches = selection.are_params_on_host(partition)
+        mean = fetched_params.mean_of if fetches else forward_only.mean
+        held_out = mean(loss_fn, partition, **own)
+        found.append(float((held_out if fetches else jax.jit(held_out))(state.params, batch_of())))
     else:
         found.append(float(loss_fn(state.params, batch_of())))
     return found, jax.tree.map(np.asarray, state.params)
@@ -184,6 +198,26 @@ def test_frozen_experts_pass_gradients_on_and_stay_as_they_are(remat):
 def test_a_capacity_drops_what_it_drops_where_devices_have_all_experts(bias):
     how = {"bias": bias, "capacity": 1.0, "stage": 2}
     check(trained(zerojax.make_mesh(expert=4), **how), trained(zerojax.make_mesh(), table=(), **how))
+
+
+BOTH = {"optimizer": "host", "params": "host", "chunk_bytes": 2048, "in_flight": 2}
+FETCHED = {
+    "params": ({"expert": 4}, BOTH, {"expert_parts": 2, "passes": 2, "bias": ONE_EXPERT}),
+    "a disk": ({"expert": 4}, BOTH | {"optimizer": "nvme", "params": "nvme"}, {"remat": "full"}),
+    "of context": ({"context": 4, "expert": 8}, BOTH, {"remat": "full", "bias": ONE_EXPERT}),
+    "model": ({"model": 2, "expert": 2}, BOTH, {"passes": 2}),
+    "frozen": ({"expert": 4}, BOTH, {"trainable": "router", "remat": "full"}),
+    "biases": ({"expert": 2}, BOTH, {"clamp": CLAMP, "table": FUSED}),
+    "by_block": ({"replica": 2, "expert": 2}, {"optimizer": "host", "by_block": "on"}, {"remat": "full", "stage": 1}),
+}
+
+
+@pytest.mark.parametrize("case", runs.cases(FETCHED, long=[case for case in FETCHED if case != "of context"]))
+def test_offloaded_experts_whose_blocks_are_programs_train_as_on_one_device(case, tmp_path):
+    sizes, offload, how = FETCHED[case]
+    offload = offload | ({"nvme_path": str(tmp_path)} if case == "a disk" else {})
+    own = {name: value for name, value in how.items() if name in ("bias", "trainable", "clamp")}
+    check(trained(zerojax.make_mesh(**sizes), offload=offload, **how), of_one_device(**{"bias": 0.0} | own))
 
 
 def traced(mesh, **how):

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -102,6 +102,29 @@ class BlockCall:
                 for path, own in sent.items()
             }
             return self.body(used, *arrays)
+
+    def vjp(
+        self, stored: Mapping[str, jax.Array], sent: Mapping[str, Any], arrays: Iterable[jax.Array]
+    ) -> tuple[Any, list[Any], tuple[int | None, ...], Any]:
+        """Runs the body for a backward pass.
+
+        Returns what it returns, the leaves of the vjp function, which leaf of `sent` each of them is (None: a residual), and their tree.
+        """
+        # Barriers or programs of their own prevent CSE of the two passes; those of jax.checkpoint would also delay copies from the host.
+        body = self.run if self.policy is None else jax.checkpoint(self.run, policy=self.policy, prevent_cse=False)
+        trained, frozen = self.divided(self.differentiated(stored, sent))
+        outputs, pull = jax.vjp(functools.partial(body, frozen, sent), trained, *arrays)
+        leaves, structure = jax.tree.flatten(pull)
+        arrival_of = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(sent))}
+        return outputs, leaves, tuple(arrival_of.get(id(leaf)) for leaf in leaves), structure
+
+    def pulled(self, pull: Callable[..., Any], cotangents: PyTree) -> tuple[dict[str, jax.Array], list[Any]]:
+        """Returns the gradients of `differentiated`, before `reduce`, and of the body's arrays."""
+        if jnp.dtype(self.reduction.dtype) == jnp.float32 and self.placements:
+            mesh = next(iter(self.placements.values())).stored.mesh
+            pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
+        grads, *inputs = pull(cotangents)
+        return grads, [jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, i) for i in inputs]
 
     def divided(self, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the weights that have gradients, and the frozen ones."""
@@ -236,13 +259,7 @@ def _block_forward(
 ) -> tuple[Any, _Residuals]:
     stored = {path: weight.stored for path, weight in weights.items()}
     sent, tokens, arrays, _, near = _begin(plan, stored, known, tokens, arrays, sends_far=True)
-    # The barrier in `_begin` prevents CSE of the two passes; that of jax.checkpoint would also delay copies from the host.
-    body = plan.run if plan.policy is None else jax.checkpoint(plan.run, policy=plan.policy, prevent_cse=False)
-    trained, frozen = plan.divided(plan.differentiated(stored, sent))
-    outputs, pull = jax.vjp(functools.partial(body, frozen, sent), trained, *arrays)
-    leaves, structure = jax.tree.flatten(pull)
-    arrival_of = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(sent))}
-    arrivals = tuple(arrival_of.get(id(leaf)) for leaf in leaves)
+    outputs, leaves, arrivals, structure = plan.vjp(stored, sent, arrays)
     on_device = [leaf if own is None and not _is_on_host(leaf) else None for leaf, own in zip(leaves, arrivals)]
     on_host = [leaf if own is None and _is_on_host(leaf) else None for leaf, own in zip(leaves, arrivals)]
     # A copy to the host may take as long as a block's forward pass, so it ends two blocks later.
@@ -269,14 +286,7 @@ def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[An
         again[own] if own is not None else near if far is None else far
         for own, near, far in zip(residuals.arrivals, on_device, on_host)
     ]
-    pull = jax.tree.unflatten(residuals.structure, leaves)
-    if jnp.dtype(plan.reduction.dtype) == jnp.float32 and plan.placements:
-        mesh = next(iter(plan.placements.values())).stored.mesh
-        pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
-    grads, *inputs = pull(arrived)
-    inputs = [
-        jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, tangent) for tangent in inputs
-    ]
+    grads, inputs = plan.pulled(jax.tree.unflatten(residuals.structure, leaves), arrived)
     # The previous block begins once all matmuls here are done and the next block's gradients are summed.
     grads, inputs, end = jax.lax.optimization_barrier((grads, inputs, tokens.end))
     sums, end = jax.lax.optimization_barrier((plan.reduce(grads), end))

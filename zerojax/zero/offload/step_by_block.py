@@ -102,9 +102,6 @@ def is_chosen(
         "reduce_dtype is not given; pass make_train_step(reduce_dtype=jnp.float32)": reduce_dtype is None,
         f"offload={how.offload!r} keeps activations in host memory within one program; set it to '', and remat to 'full'": how.offload,
         f"by_columns={by_columns!r} needs one program; omit it": by_columns,
-        "experts on devices of their own (`expert`) exchange tokens within one program; set `expert=1`": any(
-            weight.is_experts for weight in partition.placements.values()
-        ),
         "`wire` packs within one program; omit it": wires is not None and wires.is_on,
         "fp8.recipe='delayed' needs one program; take 'tensorwise'": is_delayed,
     }

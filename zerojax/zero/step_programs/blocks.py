@@ -4,17 +4,16 @@ The forward pass of a block and its backward pass are each one `jax.jit` inside 
 compiled program the nested functions are inlined and change nothing. Cut apart, each is a program that reads the weights of one block.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from zerojax import mesh as mesh_lib
 from zerojax.tree import PyTree
-from zerojax.zero import float32_grads, gather, overlap
+from zerojax.zero import gather, overlap
 
 NAME = "zerojax_block"
 
@@ -48,7 +47,8 @@ class ForwardBlocks(NestedBlocks):
 
 def _only_forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
     def run(stored: dict[str, jax.Array], arrays: tuple) -> Any:
-        return plan.body(plan.gather(stored), *arrays)
+        sent = plan.gather(stored)
+        return plan.run({}, sent, plan.differentiated(stored, sent), *arrays)
 
     return _nested("forward", run)({path: weight.stored for path, weight in weights.items()}, arrays)
 
@@ -63,42 +63,30 @@ def _forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], a
     static: dict[str, Any] = {}
 
     def run(stored: dict[str, jax.Array], arrays: tuple) -> tuple[Any, list[jax.Array]]:
-        gathered = plan.gather(stored)
-        body = plan.body if plan.policy is None else jax.checkpoint(plan.body, policy=plan.policy, prevent_cse=False)
-        trained, frozen = plan.divided(gathered)
-        outputs, pull = jax.vjp(lambda trained, *arrays: body({**trained, **frozen}, *arrays), trained, *arrays)
-        leaves, structure = jax.tree.flatten(pull)
-        path_of = {id(weight): path for path, weight in gathered.items()}
-        paths = [path_of.get(id(leaf)) for leaf in leaves]
-        static.update(structure=structure, paths=paths)
-        return outputs, [leaf for leaf, path in zip(leaves, paths) if path is None]
+        outputs, leaves, arrivals, structure = plan.vjp(stored, plan.gather(stored), arrays)
+        static.update(structure=structure, arrivals=arrivals)
+        return outputs, [leaf for leaf, own in zip(leaves, arrivals) if own is None]
 
     outputs, residuals = _nested("forward", run)(stored, arrays)
-    return outputs, _Saved(stored, residuals, static["structure"], tuple(static["paths"]))
+    return outputs, _Saved(stored, residuals, static["arrivals"], static["structure"])
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("stored", "leaves"), meta_fields=("structure", "paths")
-)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class _Saved:
-    """The stored weights of a block, and the leaves of its vjp function that are no gathered weights."""
+    """The stored weights of a block, and the leaves of its vjp function that are nothing that arrived; `arrivals` tells which those are."""
 
-    def __init__(
-        self, stored: dict[str, jax.Array], leaves: list[jax.Array], structure: jax.tree_util.PyTreeDef, paths: tuple
-    ):
-        self.stored, self.leaves, self.structure, self.paths = stored, leaves, structure, paths
+    stored: dict[str, jax.Array]
+    leaves: list[jax.Array]
+    arrivals: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+    structure: Any = dataclasses.field(metadata={"static": True})
 
 
 def _backward(plan: overlap.BlockCall, residuals: _Saved, cotangents: PyTree) -> tuple[Any, Any]:
     def run(stored: dict[str, jax.Array], leaves: list[jax.Array], cotangents: PyTree) -> tuple[Any, list[Any]]:
-        gathered, rest = plan.gather(stored), iter(leaves)
-        filled = [next(rest) if path is None else gathered[path] for path in residuals.paths]
-        pull = jax.tree.unflatten(residuals.structure, filled)
-        if jnp.dtype(plan.reduction.dtype) == jnp.float32 and plan.placements:
-            mesh = next(iter(plan.placements.values())).stored.mesh
-            pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
-        grads, *inputs = pull(cotangents)
-        inputs = [jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, i) for i in inputs]
+        again, rest = jax.tree.leaves(plan.gather(stored)), iter(leaves)
+        filled = [next(rest) if own is None else again[own] for own in residuals.arrivals]
+        grads, inputs = plan.pulled(jax.tree.unflatten(residuals.structure, filled), cotangents)
         return plan.reduce(grads), inputs
 
     sums, inputs = _nested("backward", run)(residuals.stored, residuals.leaves, cotangents)

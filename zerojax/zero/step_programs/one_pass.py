@@ -1,6 +1,7 @@
 """Makes one pass of a step on each device, for a caller that adds up passes itself. This module has the forms that `explicit` has."""
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -115,6 +116,11 @@ def _with_grad_dtype(partition: placement.Partition, blocks: str, dtype: DTypeLi
     Those of other weights stay float32: a table's adds up rows in float32, and an output layer's adds up chunks of tokens.
     """
     inside = re.compile(blocks)
-    of_blocks = [path for path in partition.placements if tree.block_of(path, inside) is not None]
-    trained = [path for path in of_blocks if not partition.placements[path].overwritten]
-    return partition.with_wires(dict.fromkeys(trained, gather.Plain(dtype)))
+    of_blocks = {path: own for path, own in partition.placements.items() if tree.block_of(path, inside) is not None}
+    wires = {
+        # Experts stay where they are; all other weights are sent plainly.
+        path: dataclasses.replace(own.wire if own.is_experts else gather.PLAIN, grad_dtype=dtype)  # type: ignore[type-var]  # a Protocol
+        for path, own in of_blocks.items()
+        if not own.overwritten
+    }
+    return partition.with_wires(wires)
