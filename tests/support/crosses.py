@@ -173,7 +173,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "tensorwise": {},
         "delayed": {"fp8.recipe": "delayed"},
         "rowwise": {"fp8.recipe": "rowwise"},
-        "some": {"fp8.filter": ".*/mlp/.*"},
+        "some": {"fp8.filter": ".*/(mlp/.*|o)"},
     },
     "task": {name: {"data.task": name} for name in ("text", "seq2seq", "classification", "chat")}
     | {"dpo": {"data.task": "dpo", "data.rejected": "un{label}"}}

@@ -66,9 +66,8 @@ def sharded(tx: Any, offload: Any, *, dtype: Any = jnp.float32, scaler: Any = No
         scale = () if scaler is None else scaler.init()
         return State.create(apply_fn=None, params=params, tx=tx, loss_scale=scale)
 
-    return zerojax.shard_train_state(
-        init, jax.random.key(0), mesh=zerojax.make_mesh(), offload=offload, min_size=64, **how
-    )
+    how.setdefault("mesh", zerojax.make_mesh())
+    return zerojax.shard_train_state(init, jax.random.key(0), offload=offload, min_size=64, **how)
 
 
 def trained(tx: Any, offload: Any, steps: int = 5, *, batches: Any = batch_of, step: Any = None, **how: Any):

@@ -72,3 +72,25 @@ def test_a_group_alone_updates_its_weights_as_optax_does(made):
     np.testing.assert_allclose(own[index], (before + change)[index], rtol=0, atol=2 * np.finfo(np.float32).eps)
     rest = np.delete(own, np.r_[index[item.dim]], item.dim)
     np.testing.assert_array_equal(rest, np.delete(before, np.r_[index[item.dim]], item.dim))
+
+
+def test_a_gradient_that_the_compiler_left_replicated_updates_a_weight_that_is_sharded_over_model():
+    over_model = ((".*/wide", jax.sharding.PartitionSpec(None, "model")),)
+    state, partition = offloads.sharded(
+        offloads.adam(), offloads.PIECES, stage=2, mesh=zerojax.make_mesh(model=2), overrides=over_model
+    )
+    found = updates.Updates(partition, may_skip=False)
+    found.set_grad_dtypes(dict.fromkeys(found.weights, jnp.float32))
+    (group,) = (group for group in found.groups if "params/layer_0/wide" in group.weights)
+    leaves = jax.tree.leaves(state.opt_state)
+    replicated = found.handed_shardings.factor
+    ends = []
+    for is_replicated in (False, True):
+        params = {f"params/{path}": leaf + 0 for path, leaf in tree.flatten(state.params)}
+        wanted = {w: replicated if is_replicated else found.handed_shardings.grads[w] for w in group.weights}
+        grads = {w: jax.device_put(jnp.full_like(params[w], 0.25), wanted[w]) for w in group.weights}
+        handed = updates.Handed(
+            grads, [leaves[n] for n in found.shared], jax.device_put(jnp.float32(1), replicated), None
+        )
+        ends.append(found.update(group, found.load(group, leaves), leaves, params, handed).params)
+    jax.tree.map(np.testing.assert_array_equal, *ends)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from zerojax import tree
+from zerojax import mesh as mesh_lib
+from zerojax import specs, tree
 from zerojax.optim import fused, one_pass
 from zerojax.train_state import State
 from zerojax.tree import PyTree
@@ -157,13 +158,19 @@ class Updates(groups_lib.Division):
             host, loaded = loaded[: len(item.host)], loaded[len(item.host) :]
             own = [done.device.get(n, leaves[n]) for n in item.device]
             param = done.params.get(item.weight, params[item.weight])
-            grad, run = handed.grads[item.weight], self.executable(item)
+            grad, run = self._placed(item.weight, handed.grads[item.weight]), self.executable(item)
             number, start = self._scalar(jnp.uint32, item.number), self._scalar(jnp.int32, item.start)
             param, host, own = run(param, list(host), own, grad, [held[n] for n in item.shared], scalars, number, start)
             done.params[item.weight] = param
             done.device.update(zip(item.device, own))
             done.leaving.extend(host)
         return done
+
+    def _placed(self, weight: str, grad: jax.Array) -> jax.Array:
+        """Returns a gradient sharded as the update. The compiler may replicate one that is 0 for all, where it shards the weight."""
+        update = self._partition.placements[weight].update
+        is_certain = specs.axes(update.spec).isdisjoint(mesh_lib.COMPILER)
+        return grad if is_certain or grad.sharding.is_equivalent_to(update, grad.ndim) else jax.device_put(grad, update)
 
     def _scalar(self, dtype: DTypeLike | None, value: int) -> jax.Array:
         """Returns a scalar on the devices. A number from the host would wait for the loads that were sent before it."""
