@@ -3,12 +3,15 @@
 import json
 import pathlib
 import shutil
+import subprocess
 import sys
 import types
 
 import golden_models
 import numpy as np
+import programs
 import pytest
+import runs
 import tokenizers
 
 from zerojax.commands import generate
@@ -87,20 +90,21 @@ def test_answers_of_a_file_in_batches_are_those_of_its_prompts_and_stand_beside_
     "name, flags",
     [("qwen2", ["--temperature", 0.8, "--top_k", 30, "--seed", 3]), ("t5", []), ("qwen2", ["--stage", 3])],
 )
-def test_the_engine_answers_a_file_as_batches_of_one_shape_do(spoken, tmp_path, monkeypatch, command, name, flags):
-    """Two batches, whose rows draw alike, and prompts of unequal lengths."""
+def test_a_file_is_answered_alike_in_any_batches_and_by_two_processes(spoken, tmp_path, command, name, flags):
     folder = tmp_path / "model"
     shutil.copytree(golden_models.FOLDER / name, folder)
     shutil.copy(spoken / "tokenizer.json", folder)
-    texts = ["one two three", "four", "two two", "three " * 20, "one one"]
+    texts = ["one two three", "four", "two two", "three " * 20, "one one", "four"]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    words = ["--file", tmp_path / "in.jsonl", "--template", "{text}", "--max_new_tokens", 6, "--batch_size", 2, *flags]
-    assert command(folder, *words, "--out", tmp_path / "engine.jsonl")[::2] == (0, "")
-    with monkeypatch.context() as patched:
-        patched.setattr(generate, "_is_alone", lambda: False)
-        assert command(folder, *words, "--out", tmp_path / "batches.jsonl")[0] == 0
-    found, wanted = ((tmp_path / f"{kind}.jsonl").read_text() for kind in ("engine", "batches"))
-    assert found == wanted and len(set(found.splitlines())) == 5
+    words = ["--file", tmp_path / "in.jsonl", "--template", "{text}", "--max_new_tokens", 6, *flags]
+    assert command(folder, *words, "--batch_size", 2, "--out", tmp_path / "one.jsonl")[::2] == (0, "")
+    words = [*words, "--batch_size", 3, "--emulate_devices", 1, "--num_processes", 2, "--out", tmp_path / "two.jsonl"]
+    address = f"--coordinator=127.0.0.1:{programs.free_port()}"
+    python = [sys.executable, "-m", "zerojax", "generate", folder, *words, address]
+    both = [subprocess.Popen([*map(str, python), f"--process_id={rank}"], cwd=runs.ROOT) for rank in range(2)]
+    assert [process.wait(runs.LIMIT) for process in both] == [0, 0]
+    one, two = ((tmp_path / f"{kind}.jsonl").read_text() for kind in ("one", "two"))
+    assert one == two and len(set(one.splitlines())) == (6 if "--temperature" in flags else 5)
 
 
 def test_an_example_that_lacks_a_field_is_named_and_an_earlier_result_stays(spoken, tmp_path, command):

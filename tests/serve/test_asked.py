@@ -27,6 +27,7 @@ def test_fields_become_settings_of_the_engine_and_what_is_null_is_not_given():
         "max_tokens": 16,
     }
     assert (found.seed, found.n, found.prompts) == (4, 2, ["x"])
+    assert [read(seed=seed).seed for seed in (-1, 2**40 + 3, None)] == [2**32 - 1, 3, None]
     requests.RequestSettings(**found.settings)
     chat = read(True, max_completion_tokens=5, logprobs=True, top_logprobs=2)
     assert chat.settings == {"max_tokens": 5, "logprobs": 2, "temperature": 1.0}

@@ -47,6 +47,14 @@ def test_logarithms_are_numbers_that_json_has():
         assert str(told.LEAST_LOGPROB) in text and "Infinity" not in text
 
 
+def test_a_part_of_a_letter_has_no_bytes():
+    own = words.Words()
+    own.name_of = lambda token: {5: "é", 6: growing.CUT}.get(token, "")
+    made = told.Writer(own, "m", is_chat=True, prompts=1, choices=[ended([5, 6], logprobs=0)])
+    content = made.whole()["choices"][0]["logprobs"]["content"]
+    assert [token["bytes"] for token in content] == [[195, 169], None]
+
+
 def test_the_kind_of_an_error_follows_from_its_status():
     kinds = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error", 503: "server_error"}
     for status, kind in kinds.items():

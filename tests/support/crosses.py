@@ -442,7 +442,8 @@ def attempt_in_two(row: covering.Row, folder: pathlib.Path, commands: runs.Comma
     """Trains a row in `folder` in two processes, each with half of the devices."""
     settings = changes(row)
     settings["emulate_devices"] //= 2
-    both = commands.start_two("--config=configs/base.py", *flags(settings), f"--workdir={folder}")
+    words = ("--config=configs/base.py", *flags(settings), f"--workdir={folder}")
+    both = commands.start_two(*words, before=(runs.FINDS_SUPPORT, runs.FINDS_SUPPORT))
     statuses = {one.wait().status for one in both}
     end = End(out="".join(one.out + one.err for one in both))
     if statuses == {0}:

@@ -35,6 +35,7 @@ from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import state as state_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
+FINDS_SUPPORT = f"import sys; sys.path.append({str(ROOT / 'tests' / 'support')!r})"  # for rewards that are there
 LONG = pytest.mark.long  # see pyproject.toml
 LIMIT = 240  # seconds; a command that takes longer hangs
 SMALL: Mapping[str, Any] = {

@@ -192,39 +192,22 @@ def _text_of(loaded: pretrained.Pretrained, tokenizer: tokenizer_lib.Tokenizer) 
 def _answered(
     loaded: pretrained.Pretrained, prompts: Sequence[np.ndarray], new_tokens: int, given: argparse.Namespace
 ) -> Iterator[np.ndarray]:
-    """Yields the new tokens of each prompt, or its class.
-
-    The engine answers, `batch_size` at once. For classifiers and on several processes, where it was not tried, each batch is a program.
-    """
-    batch_size, is_pair = given.batch_size, loaded.family.is_encoder_decoder
-    positions = loaded.folder.positions or 1 << 30
+    """Yields the new tokens of each prompt, or its class. `batch_size` are answered at once."""
     if loaded.family.is_classifier:
         classifier = loaded.classifier()
         return predictions.in_batches(
             prompts,
             lambda ids, mask: classifier(loaded.params, ids, mask).argmax(axis=1),
-            most=positions,
-            batch_size=batch_size,
+            most=loaded.folder.positions or 1 << 30,
+            batch_size=given.batch_size,
         )
-    if prompts and _is_alone():
-        return _by_engine(loaded, prompts, new_tokens, given)
-    generator = _generator(loaded, given, new_tokens)
-    return predictions.in_batches(
-        prompts,
-        lambda ids, mask: generator(loaded.params, ids, mask, seed=given.seed)[:, 1 if is_pair else ids.shape[1] :],
-        most=positions if is_pair else positions - new_tokens,
-        batch_size=batch_size,
-    )
-
-
-def _is_alone() -> bool:
-    return jax.process_count() == 1
+    return _by_engine(loaded, prompts, new_tokens, given)
 
 
 def _by_engine(
     loaded: pretrained.Pretrained, prompts: Sequence[np.ndarray], new_tokens: int, given: argparse.Namespace
 ) -> Iterator[np.ndarray]:
-    """Yields the new tokens of each prompt. A row of a batch draws as it does in `inference.generate`."""
+    """Yields the new tokens of each prompt, which depend on the seed and the prompt's number, not on the others."""
     sampling_lib.Sampling(given.temperature, given.top_k, given.top_p)  # refuses what cannot take effect
     longest = max(map(len, prompts))
     text = (1 if loaded.family.is_encoder_decoder else longest) + new_tokens
@@ -235,7 +218,7 @@ def _by_engine(
     engine = engine_lib.Engine(loaded, slots=slots, max_len=text, max_inputs=longest, **how)
     settings = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "seed")}
     asked = [
-        engine.submit(prompt.tolist(), max_tokens=new_tokens, stream=number % given.batch_size, **settings)
+        engine.submit(prompt.tolist(), max_tokens=new_tokens, stream=number, **settings)
         for number, prompt in enumerate(prompts)
     ]
     for request in asked:

@@ -122,7 +122,7 @@ def _asked(given: dict[str, Any], *, is_chat: bool) -> Wanted:
         prompts=given.get("prompt", []),
         messages=given.get("messages", []),
         settings=settings,
-        seed=given.get("seed"),
+        seed=None if "seed" not in given else given["seed"] % 2**32,  # OpenAI's have 64 bits
         n=n,
         is_streamed=given.get("stream", False),
         tells_usage=bool(options.get("include_usage")),

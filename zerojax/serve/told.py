@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax.inference.engine import requests
+from zerojax.inference.engine import growing, requests
 from zerojax.serve import words as words_lib
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -123,7 +123,8 @@ class Writer:
     def _chat_logprobs(self, known: Sequence[tuple[int, requests.LogProb]]) -> dict[str, Any]:
         def told(token: int, logarithm: float) -> dict[str, Any]:
             name = self._words.name_of(token)
-            return {"token": name, "logprob": max(logarithm, LEAST_LOGPROB), "bytes": list(name.encode())}
+            own = None if growing.CUT in name else list(name.encode())  # a part of a letter
+            return {"token": name, "logprob": max(logarithm, LEAST_LOGPROB), "bytes": own}
 
         content = [
             {**told(token, found.own), "top_logprobs": [told(*pair) for pair in found.likeliest.items()]}

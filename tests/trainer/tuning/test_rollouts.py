@@ -33,7 +33,6 @@ TASK = {
     "evaluate__answers": 2,
     "checkpoint__every": 2,
 }
-FINDS_REWARDS = f"import sys; sys.path.append({str(runs.ROOT / 'tests' / 'support')!r})"
 
 
 def long(prompt, answer, label):
@@ -143,7 +142,7 @@ def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_f
 def test_two_processes_answer_and_learn_as_one(prompts_file, commands, tmp_path, changes):
     task = {**TASK, "data__train_file": prompts_file, "grpo__reward": "crosses:spread", "steps": 4, **changes}
     flags = [*runs.flags(emulate_devices=2, **task), f"--workdir={tmp_path / 'two'}"]
-    both = commands.start_two(*flags, before=(FINDS_REWARDS, FINDS_REWARDS))
+    both = commands.start_two(*flags, before=(runs.FINDS_SUPPORT, runs.FINDS_SUPPORT))
     assert [command.wait().status for command in both] == [0, 0], both[0].err + both[1].err
     one = runs.run(tmp_path / "one", devices=4, **task)
     names = ("loss", "reward", "grad_norm")

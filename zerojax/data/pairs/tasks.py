@@ -284,8 +284,7 @@ class _Encoder:
         label: str | None = None
         if self._settings.task == CHAT:
             messages = self._messages(example, told, is_answered=False)
-            begin = len(messages) - (messages[-1][0] == templates.ASSISTANT)
-            talk: tuple[list[tuple[str, str]], int] | None = messages, begin
+            talk: tuple[list[tuple[str, str]], int] | None = (messages, len(messages))
         else:
             talk = self._talk(example, told, is_answered=False)
         if talk is None:
@@ -293,6 +292,7 @@ class _Encoder:
             pieces: list[Piece] = [(prompt, False, False)]
         else:
             messages, begin = talk
+            begin -= begin == len(messages) and messages[-1][0] == templates.ASSISTANT
             label = messages[begin][1] if len(messages) == begin + 1 else None
             pieces = self._turns([*messages[:begin], (templates.ASSISTANT, "")], told)[0][:-1]
         if self._form.classes:
