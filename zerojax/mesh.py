@@ -220,8 +220,7 @@ def with_parts(mesh: Mesh, spec: P) -> P:
 
 def around(axes: Iterable[str]) -> tuple[str, ...]:
     """Returns those of some axes that a surrounding `jax.shard_map` runs over by hand."""
-    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(axis for axis in axes if axis in manual_axes)
+    return tuple(filter(jax.sharding.get_abstract_mesh().manual_axes.__contains__, axes))
 
 
 def ways(mesh: Mesh) -> int:

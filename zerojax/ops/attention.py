@@ -60,7 +60,7 @@ def attend(
     dtype = jnp.float32 if kernel == "xla" and q_BTHN.dtype == jnp.float16 else q_BTHN.dtype
     out_dtype = q_BTHN.dtype
     q_BTHN, k_BSKN, v_BSKN = q_BTHN.astype(dtype), k_BSKN.astype(dtype), v_BSKN.astype(dtype)
-    attended = functools.partial(
+    attended: Callable[..., jax.Array] = functools.partial(
         jax.nn.dot_product_attention,
         scale=scale,
         is_causal=is_causal,
@@ -71,7 +71,9 @@ def attend(
         attended = functools.partial(
             _capped, scale=scale, is_causal=is_causal, window=window if is_limited else 0, cap=cap
         )
-    y_BTHN = of_heads(attended, q_BTHN.shape[2], k_BSKN.shape[2])(
+    if mesh_lib.rest():
+        attended = of_heads(attended, q_BTHN.shape[2], k_BSKN.shape[2])
+    y_BTHN = attended(
         q_BTHN,
         k_BSKN,
         v_BSKN,

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero import accumulate, block_settings, placement, where_used
-from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
+from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, returned_state
 
 
 def value_and_grad(
@@ -44,7 +44,7 @@ def value_and_grad(
                 loss, aux = loss_of_stored(placement.with_frozen(part, params), batch, state)
             loss, weight = outputs.objective(loss, passes)
             metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program, passes)
-            return loss, {"metrics": metrics, "state": outputs.state_of_batch(aux.get("state", {}), state), **weight}
+            return loss, {"metrics": metrics, "state": returned_state.of_batch(aux.get("state", {}), state), **weight}
 
         sums = jax.value_and_grad(loss_of_part, has_aux=True)
         if passes > 1:

@@ -33,7 +33,7 @@ from zerojax.zero import (
     placement,
     where_used,
 )
-from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, parts
+from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, parts, returned_state
 
 Program = Callable[[], dependence.TracedLoss]
 
@@ -138,8 +138,11 @@ class OfDevice:
                     around.enter_context(wire.around())
                 loss, aux = run(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
             ways = mesh_lib.size(self.partition.mesh, mesh_lib.SUMMED)
+            fields = aux.get("state", {})
+            if fields:
+                fields = returned_state.of_devices(fields, state, program)
             loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=self.passes)
-            return loss, {**aux, "tokens": chain.tokens}
+            return loss, {**aux, "state": fields, "tokens": chain.tokens}
 
         return of_sinks
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import DTypeLike
@@ -27,6 +26,7 @@ from jax.typing import DTypeLike
 from zerojax import mesh as mesh_lib
 from zerojax import precision, specs
 from zerojax.tree import PyTree
+from zerojax.zero import tpu_slices
 from zerojax.zero.placement import Placement
 
 STATE = specs.entry(mesh_lib.STATE)  # over which most weights are gathered, as collectives name it
@@ -148,26 +148,8 @@ def sum_over_copies(grad: jax.Array, mesh: Mesh | AbstractMesh, but: tuple[str, 
 
 
 def scatter_sizes(mesh: Mesh | AbstractMesh, over: tuple[str, ...] = mesh_lib.STATE) -> tuple[int, ...]:
-    """Returns the group sizes of the reduce-scatters that sum a gradient over some axes, one after the other.
-
-    It is one group, but on slices of TPUs with three dims. There the compiler (libtpu 0.0.52) makes an all-reduce of a reduce-scatter over
-    three dims, which sends twice as much. It keeps one over the slowest dim followed by one over the two others; together these send what
-    a single one does.
-    """
-    ways, names = mesh_lib.size(mesh, over), list(mesh.shape)
-    dims = [names.index(axis) for axis in over]
-    along = np.moveaxis(mesh.devices, dims, range(-len(dims), 0)).reshape(-1, ways)[0]
-    coords = [tuple(getattr(device, "coords", None) or ()) for device in along]
-    if mesh_lib.platform(mesh) != "tpu" or not coords[0]:
-        return (ways,)
-    lengths = [len(set(values)) for values in zip(*coords)]
-    if sum(length > 1 for length in lengths) < 3:
-        return (ways,)
-    for dim, length in enumerate(lengths):
-        run = ways // length  # devices in a row with one coordinate
-        if length > 1 and all(coords[n][dim] == coords[n - n % run][dim] for n in range(ways)):
-            return (length, run)
-    return (ways,)
+    """Returns the group sizes of the reduce-scatters that sum a gradient over some axes, one after the other: one, but on some TPUs."""
+    return tpu_slices.scatter_sizes(mesh, over) if mesh_lib.platform(mesh) == "tpu" else (mesh_lib.size(mesh, over),)
 
 
 def _scatter(grad: jax.Array, dim: int, over: tuple[str, ...], sizes: tuple[int, ...]) -> jax.Array:

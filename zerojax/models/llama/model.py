@@ -169,9 +169,10 @@ class Attention(nn.Module):
         shape = (groups,) if c.is_fused else ()
         of_x = [layers.Linear((*shape, n, c.head_dim), use_bias=c.qkv_bias, name=name) for name, n in heads.items()]
         # Their three gradients of x are added up in each tile. Where the compiler shards, x is gathered here.
-        tile = 0 if self.is_initializing() or mesh_lib.rest() else c.tile_tokens
-        project = lambda x_BTD: [linear(x_BTD) for linear in of_x]  # noqa: E731
-        found = tiles.over_tiles(project, x_BTD, tile) if tile else project(x_BTD)
+        if c.tile_tokens and not self.is_initializing() and not mesh_lib.rest():
+            found = tiles.over_tiles(lambda x_BTD: [linear(x_BTD) for linear in of_x], x_BTD, c.tile_tokens)
+        else:
+            found = [linear(x_BTD) for linear in of_x]
         if c.is_fused:
             fused_BTXN = found[0].reshape(*x_BTD.shape[:2], -1, c.head_dim)
             found = jnp.split(fused_BTXN, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)

@@ -27,9 +27,11 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
+from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import constraints
@@ -61,11 +63,30 @@ def of_loss(
         return loss_fn(params, batch, state)[1]
 
     params, state = (jax.tree.map(_abstract, part) for part in (params, state))
-    by_count = [layout.of_examples(batch, count * layout.examples(batch)) for count in (1, 2)]
+    by_count = [of_examples(layout, batch, count * layout.examples(batch)) for count in (1, 2)]
     axes = layout.mesh.shape if layout.by_device else {}
     with constraints.dropped(axes):
         found = TracedLoss.of(aux_of, params, by_count[0], state, by_count[1], axes)
     return dataclasses.replace(found, repeated=layout.repeated(batch))
+
+
+def of_examples(
+    layout: inputs.Layout, batch: PyTree, count: int, apart: Mapping[str, int] | None = None, *, tokens_of: int = 1
+) -> PyTree:
+    """Returns the abstract form of one pass over a batch that was placed, with `count` examples; those in `apart` have other rows.
+
+    Of the dims that count tokens it has one of `tokens_of` parts.
+    """
+    whole, before = layout.examples(batch), int(layout.passes > 1)
+
+    def of_count(leaf: Leaf, spec: P, number: int) -> jax.ShapeDtypeStruct:
+        rows, tokens = inputs.example_dims(spec), inputs.dims_of(spec, mesh_lib.TOKENS)
+        shape = [length * number // whole if dim in rows else length for dim, length in enumerate(leaf.shape)]
+        shape = [length // tokens_of if dim in tokens else length for dim, length in enumerate(shape)]
+        return jax.ShapeDtypeStruct(tuple(shape[before:]), tree.dtype_of(leaf))
+
+    specs = dict(tree.flatten(layout.specs(batch), is_leaf=inputs.is_spec))
+    return tree.map_with_path(lambda path, leaf: of_count(leaf, specs[path], (apart or {}).get(path, count)), batch)
 
 
 def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
@@ -90,7 +111,7 @@ def refuse_unsure(
 
     def traced(count: int, names: Sequence[str] = (), rows: int = 0) -> Any:
         """Returns the loss's trace, with another number of rows of these leaves than of examples; None if it does not take that."""
-        batch_of_count = layout.of_examples(batch, count, dict.fromkeys(names, rows))
+        batch_of_count = of_examples(layout, batch, count, dict.fromkeys(names, rows))
         with constraints.dropped(layout.mesh.shape):
             return _tried(loss_fn, layout.mesh.shape, params, batch_of_count, state)
 
@@ -99,7 +120,7 @@ def refuse_unsure(
             break
         for names in _groups([path for path, is_said in counting.items() if not is_said]):
             if traced(count, names, whole) is not None:
-                raise inputs.no_examples(names, whole, is_certain=True)
+                raise _no_examples(names, whole, is_certain=True)
     else:
         return  # the loss's own error, which is raised where it runs
     found = dataclasses.replace(found, batch_paths={path: found.batch_paths[path] for path in counting})
@@ -108,7 +129,19 @@ def refuse_unsure(
     for names in _groups(unsure if any(counting.values()) else unsure[1:]):
         more = traced(count, names, 2 * count)
         if more is not None and not dataclasses.replace(found, like=more.frame, is_additive=True).adds_up():
-            raise inputs.no_examples(names, whole, is_certain=False)
+            raise _no_examples(names, whole, is_certain=False)
+
+
+def _no_examples(paths: Sequence[str], count: int, *, is_certain: bool) -> UserError:
+    """Returns the error for leaves that count no examples, or may count none, though they have `count` rows."""
+    names = paths[0] if len(paths) == 1 else f"({'|'.join(paths)})"
+    why = "the loss needs {count} rows of it with any number of examples, so it counts none; pass {spec}"
+    if not is_certain:
+        why = (
+            "has {count} rows, as many as there are examples, and the loss takes any number of them, so they may be examples or not; "
+            'pass {spec} if not (weights of classes), and else PartitionSpec(("replica", "data")) in its place'
+        )
+    return UserError(f"batch/{paths[0]}: {why.format(count=count, spec=inputs.OWN_SPEC.format(names))}")
 
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:

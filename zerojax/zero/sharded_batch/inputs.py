@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -80,7 +80,7 @@ class Layout:
     def examples(self, batch: PyTree) -> int:
         """Returns the number of examples of one pass over a batch that was placed; 1 if no leaf counts them."""
         for leaf, spec in zip(jax.tree.leaves(batch), jax.tree.leaves(self.specs(batch), is_leaf=is_spec)):
-            for dim in _rows(spec):
+            for dim in example_dims(spec):
                 return leaf.shape[dim]
         return 1
 
@@ -88,7 +88,7 @@ class Layout:
         """Returns the leaves of a batch that was placed that count examples, the largest first: whether `batch_specs` says so."""
         own, specs = self._own(batch), dict(tree.flatten(self.specs(batch), is_leaf=is_spec))
         leaves = sorted(tree.flatten(batch), key=lambda pair: -pair[1].size)
-        return {path: path in own for path, _ in leaves if _rows(specs[path])}
+        return {path: path in own for path, _ in leaves if example_dims(specs[path])}
 
     def repeated(self, batch: PyTree) -> frozenset[str]:
         """Returns the leaves of a batch that was placed of which devices with tokens of their own have the same rows."""
@@ -106,27 +106,6 @@ class Layout:
         """Returns the leaves of a batch that was placed: whether devices that share examples have tokens of their own of it."""
         specs = tree.flatten(self.specs(batch), is_leaf=is_spec)
         return {path: not specs_lib.axes(spec).isdisjoint(mesh_lib.TOKENS) for path, spec in specs}
-
-    def of_examples(
-        self, batch: PyTree, count: int, apart: Mapping[str, int] | None = None, *, tokens_of: int = 1
-    ) -> PyTree:
-        """Returns the abstract form of one pass over a batch that was placed, with `count` examples; those in `apart` have other rows.
-
-        Of the dims that count tokens it has one of `tokens_of` parts.
-        """
-        whole, before = self.examples(batch), int(self.passes > 1)
-
-        def of_count(leaf: Leaf, spec: P, number: int) -> jax.ShapeDtypeStruct:
-            rows = _rows(spec)
-            shape = [length * number // whole if dim in rows else length for dim, length in enumerate(leaf.shape)]
-            shape = [
-                length // tokens_of if dim in _dims_of(spec, mesh_lib.TOKENS) else length
-                for dim, length in enumerate(shape)
-            ]
-            return jax.ShapeDtypeStruct(tuple(shape[before:]), tree.dtype_of(leaf))
-
-        specs = dict(tree.flatten(self.specs(batch), is_leaf=is_spec))
-        return tree.map_with_path(lambda path, leaf: of_count(leaf, specs[path], (apart or {}).get(path, count)), batch)
 
     def _cast(self, batch: PyTree, dtype: DTypeLike | None) -> PyTree:
         if self.cast_batch is False or dtype is None:
@@ -190,7 +169,7 @@ class Layout:
                     'PartitionSpec(("replica", "data")) for those without such a dim'
                 )
             is_keys = jax.dtypes.issubdtype(tree.dtype_of(leaf), jax.dtypes.prng_key)
-            if is_keys and _rows(own[path]):
+            if is_keys and example_dims(own[path]):
                 raise UserError(
                     f"batch/{path}: has a random key of each example, which would draw the same numbers for all parts of it over {sizes}; "
                     "pass one key, with PartitionSpec()"
@@ -231,22 +210,10 @@ class Layout:
                 parts = set(mesh_lib.EXPERT) if {*specs_lib.names(entry)} - {*mesh_lib.EXPERT} else set()
                 what = " * ".join(sorted({*specs_lib.names(entry)} - parts))
                 rest = "" if is_own else f"; pass {OWN_SPEC.format(path)} if it counts none"
-                counted = "examples" if dim in _rows(spec) else "tokens"
+                counted = "examples" if dim in example_dims(spec) else "tokens"
                 raise UserError(
                     f"batch/{path}: dim {dim} of {leaf.shape} does not divide by {what} = {ways}; use a multiple of {ways} {counted}{rest}"
                 )
-
-
-def no_examples(paths: Sequence[str], count: int, *, is_certain: bool) -> UserError:
-    """Returns the error for leaves that count no examples, or may count none, though they have `count` rows."""
-    names = paths[0] if len(paths) == 1 else f"({'|'.join(paths)})"
-    why = "the loss needs {count} rows of it with any number of examples, so it counts none; pass {spec}"
-    if not is_certain:
-        why = (
-            "has {count} rows, as many as there are examples, and the loss takes any number of them, so they may be examples or not; "
-            'pass {spec} if not (weights of classes), and else PartitionSpec(("replica", "data")) in its place'
-        )
-    return UserError(f"batch/{paths[0]}: {why.format(count=count, spec=OWN_SPEC.format(names))}")
 
 
 def _check_regex(name: str, pattern: Any) -> None:
@@ -256,12 +223,12 @@ def _check_regex(name: str, pattern: Any) -> None:
         raise UserError(f"{name}: {pattern!r} is not a regex over paths of the batch's leaves: {error}") from error
 
 
-def _rows(spec: P) -> list[int]:
+def example_dims(spec: P) -> list[int]:
     """Returns the dims that count examples."""
-    return _dims_of(spec, mesh_lib.EXAMPLES)
+    return dims_of(spec, mesh_lib.EXAMPLES)
 
 
-def _dims_of(spec: P, axes: Sequence[str]) -> list[int]:
+def dims_of(spec: P, axes: Sequence[str]) -> list[int]:
     """Returns the dims that are sharded over some axes."""
     return [dim for dim, entry in enumerate(spec) if not set(axes).isdisjoint(specs_lib.names(entry))]
 

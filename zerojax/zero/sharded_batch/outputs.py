@@ -31,7 +31,7 @@ from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero.sharded_batch import dependence
 
-_WAY_OUT = "return zerojax.Mean(total, weight) or zerojax.Sum(total), or a floating value, which is averaged"
+WAY_OUT = "return zerojax.Mean(total, weight) or zerojax.Sum(total), or a floating value, which is averaged"
 
 
 @jax.tree_util.register_dataclass
@@ -102,54 +102,11 @@ def of_device(
 ) -> tuple[jax.Array, dict[str, Any]]:
     """Returns (scalar, aux) of one device's pass; call it inside `jax.shard_map`.
 
-    Summed over devices the scalar is the loss of the pass, and its gradients are those of the loss. `aux` has the state, equal on all
-    devices, the metrics as `terms`, and the weight of the pass (`objective`).
+    Summed over devices the scalar is the loss of the pass, and its gradients are those of the loss. `aux` has the metrics as `terms`, and
+    the weight of the pass (`objective`).
     """
     scalar, weight = objective(loss_over_devices(loss, ways), passes)
-    fields = state_of_devices(aux.get("state", {}), state, program)
-    return scalar, {"metrics": terms(aux["metrics"], state, program, passes), "state": fields, **weight}
-
-
-def state_of_batch(returned: Mapping[str, Any], before: State) -> dict[str, Any]:
-    """Returns the values of the state that a loss returned on the whole batch, in the structure and the dtypes of the state."""
-    return {
-        field: _fitted(field, new, getattr(before, field), lambda path, new, old: value(new))
-        for field, new in returned.items()
-    }
-
-
-def state_of_devices(
-    returned: Mapping[str, Any], before: State, program: Callable[[], dependence.TracedLoss]
-) -> dict[str, Any]:
-    """Returns values of the state that are equal on all devices; call it inside `jax.shard_map`.
-
-    Args:
-      returned: {field: value} of one device.
-      before: the train state that the loss was called with, but for keys of this device alone.
-      program: traces the loss function.
-    """
-
-    def equal(path: str, new: Leaf, old: Leaf) -> Leaf:
-        _refuse_rows(f"state/{path}", new, program)
-        if isinstance(new, Mean):
-            return ratio(*_psum((new.total, new.weight)))
-        if isinstance(new, Sum):
-            return old + _psum(new.total - old)
-        if jnp.issubdtype(new.dtype, jnp.inexact):
-            return jax.lax.pmean(new, mesh_lib.SUMMED)
-        kind = program().kind(f"state/{path}", path)
-        if kind == dependence.SAME:
-            return _whole(program(), f"state/{path}", before, new)
-        _refuse_repeated(f"state/{path}", kind, program)
-        if kind == dependence.GROWN and jnp.issubdtype(new.dtype, jnp.integer):
-            return old + _psum(new - old)
-        what = "neither a mean nor the old value plus a sum over examples"
-        raise UserError(
-            f"loss_fn: returned state/{path}, {_type(new)}, which differs between devices and is {what}; {_WAY_OUT}"
-        )
-
-    returned = jax.tree.map(_without_gradient, dict(returned))
-    return {field: _fitted(field, value, getattr(before, field), equal) for field, value in returned.items()}
+    return scalar, {"metrics": terms(aux["metrics"], state, program, passes), **weight}
 
 
 def terms(metrics: PyTree, before: State, program: Callable[[], dependence.TracedLoss], passes: int) -> PyTree:
@@ -157,18 +114,18 @@ def terms(metrics: PyTree, before: State, program: Callable[[], dependence.Trace
 
     def term(path: str, leaf: Leaf) -> Leaf:
         name = f"metrics/{path}"
-        _refuse_rows(name, leaf, program)
-        leaf = jax.tree.map(lambda part: _without_gradient(jnp.asarray(part)), leaf)
+        refuse_rows(name, leaf, program)
+        leaf = jax.tree.map(lambda part: without_gradient(jnp.asarray(part)), leaf)
         if is_total(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf
         kind = program().kind(name)
         if kind == dependence.SAME and not (passes > 1 and program().reads(name)):
-            return Same(_whole(program(), name, before, leaf))
-        _refuse_repeated(name, kind, program)
+            return Same(of_whole_batch(program(), name, before, leaf))
+        refuse_repeated(name, kind, program)
         if kind == dependence.COUNT and jnp.issubdtype(leaf.dtype, jnp.integer):
             return Sum(leaf)
         raise UserError(
-            f"loss_fn: returned {name}, {_type(leaf)}, which differs between devices or passes and is no sum over examples; {_WAY_OUT}"
+            f"loss_fn: returned {name}, {type_of(leaf)}, which differs between devices or passes and is no sum over examples; {WAY_OUT}"
         )
 
     return tree.map_with_path(term, metrics, is_leaf=is_total)
@@ -189,7 +146,7 @@ def of_all_devices(metrics: PyTree) -> PyTree:
     def added_up(term: Leaf) -> Leaf:
         if isinstance(term, Same):
             return term
-        return _psum(term) if is_total(term) else jax.lax.pmean(term, mesh_lib.SUMMED)
+        return psum(term) if is_total(term) else jax.lax.pmean(term, mesh_lib.SUMMED)
 
     return jax.tree.map(added_up, metrics, is_leaf=_is_term)
 
@@ -262,7 +219,7 @@ def in_float32(loss: Value) -> Value:
         ):
             inside = f" in zerojax.{type(loss).__name__}" if isinstance(loss, Mean | Sum) else ""
             raise UserError(
-                f"loss_fn: returned {_type(part)}{inside} as the loss, and it must be a real scalar; take its mean"
+                f"loss_fn: returned {type_of(part)}{inside} as the loss, and it must be a real scalar; take its mean"
             )
     if isinstance(loss, Mean | Sum):
         return dataclasses.replace(loss, total=jnp.asarray(loss.total, jnp.float32))
@@ -295,14 +252,14 @@ def _read(result: Any, state: State) -> tuple[Any, Mapping[str, Any]]:
         raise UserError(f"loss_fn: returned {len(result)} values; {form}")
     loss, aux = result if isinstance(result, (tuple, list)) else (result, {})
     if not isinstance(aux, Mapping):
-        raise UserError(f"loss_fn: returned {_type(aux)} beside the loss, and needs a dict; {form}")
+        raise UserError(f"loss_fn: returned {type_of(aux)} beside the loss, and needs a dict; {form}")
     if unknown := set(aux) - {"state", "metrics"}:
         raise UserError(
             f"loss_fn: returned {sorted(map(str, unknown))} beside the loss; allowed are 'state' and 'metrics'"
         )
     for name, part in aux.items():
         if not isinstance(part, Mapping):
-            raise UserError(f"loss_fn: returned {_type(part)} as {name!r}, and it must be a dict; {form}")
+            raise UserError(f"loss_fn: returned {type_of(part)} as {name!r}, and it must be a dict; {form}")
     for field in aux.get("state", {}):
         if state is None or not hasattr(state, field):
             raise UserError(
@@ -312,36 +269,7 @@ def _read(result: Any, state: State) -> tuple[Any, Mapping[str, Any]]:
     return loss, aux
 
 
-def _fitted(field: str, returned: PyTree, before: State, combine: Callable[[str, Any, Any], Any]) -> PyTree:
-    """Maps `combine(path, new, old)` over a field of the state; returns the old structure and dtypes."""
-    old = {f"{field}/{path}".rstrip("/"): leaf for path, leaf in tree.flatten(before)}
-    new = {f"{field}/{path}".rstrip("/"): leaf for path, leaf in tree.flatten(returned, is_leaf=is_total)}
-    if odd := sorted(set(old) ^ set(new)):
-        raise UserError(
-            f"loss_fn: returned state.{field} {'without' if odd[0] in old else 'with'} {odd[0]}, and a state keeps its structure; return "
-            "the same leaves that the field has"
-        )
-    return jax.tree.unflatten(
-        jax.tree.structure(before), [_cast(path, combine(path, new[path], leaf), leaf) for path, leaf in old.items()]
-    )
-
-
-def _cast(path: str, new: Leaf, old: Leaf) -> Leaf:
-    """Returns a new value of the state in the dtype of the old one."""
-    dtype = tree.dtype_of(old)
-    new = jnp.asarray(new)
-    kinds = [
-        next((k for k in (jnp.floating, jnp.complexfloating, jnp.integer) if jnp.issubdtype(d, k)), d)
-        for d in (new.dtype, dtype)
-    ]
-    if kinds[0] != kinds[1] or new.shape != jnp.shape(old):
-        raise UserError(
-            f"loss_fn: returned state/{path} as {_type(new)}, and the state holds {_type(old)}; a state keeps its shapes and dtypes"
-        )
-    return new if new.dtype == dtype else new.astype(dtype)
-
-
-def _whole(program: dependence.TracedLoss, path: str, state: State, own: Leaf) -> Leaf:
+def of_whole_batch(program: dependence.TracedLoss, path: str, state: State, own: Leaf) -> Leaf:
     """Returns the value for the whole batch of a result that reads no example."""
     try:
         return program.evaluate(path, state)
@@ -353,7 +281,7 @@ def _whole(program: dependence.TracedLoss, path: str, state: State, own: Leaf) -
         return own  # reads weights, which are equal on all devices
 
 
-def _refuse_rows(name: str, value: Leaf, program: Callable[[], dependence.TracedLoss]) -> None:
+def refuse_rows(name: str, value: Leaf, program: Callable[[], dependence.TracedLoss]) -> None:
     """Raises a UserError for a result that has a dim of examples."""
     for path, part in tree.flatten({name: value}):
         if jnp.ndim(part) and program().shapes[path] != part.shape:
@@ -362,7 +290,7 @@ def _refuse_rows(name: str, value: Leaf, program: Callable[[], dependence.Traced
             )
 
 
-def _refuse_repeated(name: str, kind: str, program: Callable[[], dependence.TracedLoss]) -> None:
+def refuse_repeated(name: str, kind: str, program: Callable[[], dependence.TracedLoss]) -> None:
     """Raises a UserError for a count that devices would add up which have the same examples, and of these no tokens of their own."""
     same = program().reads(name) & program().repeated
     if same and kind in (dependence.COUNT, dependence.GROWN):
@@ -372,7 +300,9 @@ def _refuse_repeated(name: str, kind: str, program: Callable[[], dependence.Trac
         )
 
 
-def _psum(values: PyTree) -> PyTree:
+def psum(values: PyTree) -> PyTree:
+    """Returns values added over devices; of booleans, their number."""
+
     def total(leaf: Leaf) -> Leaf:
         leaf = jnp.asarray(leaf)
         return jax.lax.psum(leaf.astype(jnp.int32) if leaf.dtype == bool else leaf, mesh_lib.SUMMED)
@@ -380,7 +310,8 @@ def _psum(values: PyTree) -> PyTree:
     return jax.tree.map(total, values)
 
 
-def _without_gradient(leaf: Leaf) -> Leaf:
+def without_gradient(leaf: Leaf) -> Leaf:
+    """Returns a value through which no gradient flows."""
     is_inexact = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
     return jax.lax.stop_gradient(leaf) if is_inexact else leaf
 
@@ -389,6 +320,6 @@ def _is_term(node: PyTree) -> bool:
     return is_total(node) or isinstance(node, Same)
 
 
-def _type(value: Any) -> str:
+def type_of(value: Any) -> str:
     """Returns the type of a value as text: `int32[4]` for arrays."""
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__

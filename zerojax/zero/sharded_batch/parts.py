@@ -32,7 +32,7 @@ from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero import constraints
-from zerojax.zero.sharded_batch import inputs, outputs
+from zerojax.zero.sharded_batch import dependence, inputs, outputs
 
 SAME, TOKENS, LINEAR, GROWN, OWN, OTHER = "same", "tokens", "linear", "grown", "own", "other"
 
@@ -121,7 +121,9 @@ def powers(
     """
     ways = mesh_lib.size(layout.mesh, mesh_lib.TOKENS)
     params, state = (jax.tree.map(_abstract, part) for part in (params, state))
-    whole, part = (layout.of_examples(batch, layout.examples(batch), tokens_of=tokens_of) for tokens_of in (1, ways))
+    whole, part = (
+        dependence.of_examples(layout, batch, layout.examples(batch), tokens_of=tokens_of) for tokens_of in (1, ways)
+    )
 
     def aux_of(params: PyTree, batch: PyTree, state: State) -> Any:
         return loss_fn(params, batch, state)[1]
