@@ -1,4 +1,4 @@
-"""Checks the values of the state that a loss returns. This module tests zerojax.zero.sharded_batch.returned_state; `test_outputs` trains."""
+"""Checks the values that a state gets from a loss. This module tests zerojax.zero.sharded_batch.returned_state; `test_outputs` trains."""
 
 import types
 
