@@ -64,7 +64,7 @@ def pytest_collection_finish():
     """Lets Python's garbage collector start seldom and skip what is loaded. Each trace would start it a dozen times."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 10, 10)
+    gc.set_threshold(200_000, 10, 10)
     gc.enable()
 
 

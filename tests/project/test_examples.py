@@ -422,7 +422,10 @@ module.main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", runs.cases([*SMALL, "save_and_restore"], long=["linen_language_model"]))
+# Tests above train the others in this process.
+@pytest.mark.parametrize(
+    "name", runs.cases([*SMALL, "save_and_restore"], long={*SMALL, "save_and_restore"} - {"linen_vision_batch_norm"})
+)
 def test_the_main_function_of_a_small_example_prints_its_memory_and_its_losses(commands, name):
     done = commands.python(MAIN.format(path=str(FOLDER / f"{name}.py"), sizes=SMALL.get(name, {})))
     assert done.status == 0, done.err

@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TRAIN = "python -m zerojax.train --config configs/zero3.py"
-TEST = 'pip install -e ".[test]" && python -m pytest -n 2'
+TEST = 'pip install -e ".[test]" && python -m pytest -n 3'
 LIMIT = 240  # seconds; code that takes longer hangs
 
 

@@ -1,5 +1,7 @@
 import dataclasses
+import functools
 import json
+from unittest import mock
 
 import jax
 import pytest
@@ -11,6 +13,25 @@ from zerojax.models.llama import model as llama
 from zerojax.plan import targets
 from zerojax.trainer import memory_guard, plans, program
 from zerojax.trainer.checks import host
+
+# Other modules compare runs of this process with runs of others to the last bit: all take their programs from one folder.
+pytestmark = pytest.mark.usefixtures("cache_dir")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planned_once():
+    """Plans each program once. The runs of this module share theirs (`runs.run`)."""
+    plan_program, found = plans.plan_program, {}
+
+    @functools.wraps(plan_program)
+    def planned(program, target, *, from_cache=False, **how):
+        key = id(program.train_step), target, from_cache, *sorted(how.items())
+        if key not in found:
+            found[key] = program, plan_program(program, target, from_cache=from_cache, **how)
+        return found[key][1]
+
+    with mock.patch.object(plans, "plan_program", planned):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +69,7 @@ def test_out_of_memory_names_the_changes_that_fit(built, plan, monkeypatch, caps
     search_config = plans.search_config
 
     def with_memory(config, target, **kwargs):
-        grid = {**kwargs.pop("grid"), "stage": (0, 3), "remat": ("none",)}
+        grid = {**kwargs.pop("grid"), "stage": (3,), "remat": ("none",)}
         return search_config(config, target, memory=plan.peak * 0.9, grid=grid, **kwargs)
 
     monkeypatch.setattr(plans, "search_config", with_memory)

@@ -1,5 +1,9 @@
 """Checks programs against plain optax and the table of bytes. This module tests zerojax.trainer.program."""
 
+import contextlib
+import functools
+import io
+
 import compile_only
 import golden_models
 import jax
@@ -93,12 +97,31 @@ def test_odd_shapes_train_evaluate_sample_and_export(tmp_path, name):
     assert (tmp_path / "export" / "model.safetensors").exists()
 
 
-def test_a_model_axis_imports_evaluates_samples_and_exports_as_none_does(tmp_path, capsys):
-    settings = {"init_from": str(LLAMA), "model__num_layers": 0, "sample__length": 3, "export__format": "huggingface"}
+SERVED = {"sample__length": 3, "export__format": "huggingface", **runs.EVALUATED}
+
+
+@pytest.fixture(scope="module")
+def from_folder(tmp_path_factory):
+    """Returns f(model) -> the folder of a run of three steps from a folder of weights, resumed after two, and what it printed last."""
+
+    @functools.cache
+    def run(model):
+        folder = tmp_path_factory.mktemp(f"model_{model}")
+        settings = {"init_from": str(LLAMA), "model__num_layers": 0, "zero__stage": 3, "mesh__model": model}
+        if model == 1:
+            runs.run(folder, **settings, steps=2)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            runs.run(folder, **settings, steps=3, **SERVED)
+        return folder, out.getvalue()
+
+    return run
+
+
+def test_a_model_axis_imports_evaluates_samples_and_exports_as_none_does(from_folder):
     found = []
     for model in (1, 2):
-        own = runs.run(tmp_path / str(model), mesh__model=model, steps=3, **settings, **runs.EVALUATED)
-        sample = capsys.readouterr().out.partition("a sample, from")[2].splitlines()[1]
+        own, out = from_folder(model)
+        sample = out.partition("a sample, from")[2].splitlines()[1]
         weights = safetensors.numpy.load_file(own / "export" / "model.safetensors")
         found.append((runs.numbers(own), runs.evaluations(own), weights, sample))
     *plain, weights, text = found[0]
@@ -114,12 +137,11 @@ def test_a_batch_is_sharded_within_each_pass():
     assert build(global_batch_size=16, grad_accum=2).batch_sharding.spec == jax.P(None, mesh_lib.EXAMPLES)
 
 
-def test_a_run_from_a_folder_resumes_and_exports_with_the_folders_files(tmp_path):
-    settings = {"init_from": str(LLAMA), "model__num_layers": 0, "zero__stage": 3}
-    runs.run(tmp_path, **settings, steps=2)
-    runs.run(tmp_path, **settings, steps=3, export__format="huggingface")
-    assert list(runs.losses(tmp_path)) == [1, 2, 3]
-    exported = folder.open_folder(tmp_path / "export")
+def test_a_run_from_a_folder_resumes_and_exports_with_the_folders_files(from_folder):
+    own, out = from_folder(1)
+    assert "starts at step 2 of 3" in out
+    assert list(runs.losses(own)) == [1, 2, 3]
+    exported = folder.open_folder(own / "export")
     source = folder.open_folder(LLAMA)
     assert (exported.raw, exported.generation) == (source.raw, source.generation)
     assert exported.model == source.model and exported.dtype == np.float32

@@ -157,12 +157,17 @@ def test_a_run_with_its_state_on_a_disk_loses_nothing_by_kills(commands, stdlib_
     assert recorded(killed) == recorded(whole)
 
 
+SIGNALS = [((signal.SIGINT, 2),), ((signal.SIGTERM, 2), (signal.SIGINT, 5))]
+
+
 @pytest.mark.slow
-def test_a_run_stopped_by_signals_saves_ends_with_status_0_and_resumes(commands, uninterrupted, tmp_path):
+@pytest.mark.parametrize("signals", runs.cases(SIGNALS, long=SIGNALS[1:]), ids=["one", "two"])
+def test_a_run_stopped_by_signals_saves_ends_with_status_0_and_resumes(commands, uninterrupted, tmp_path, signals):
+    """A run that SIGTERM stops resumes in the test of an evaluation that is given up, too."""
     settings, numbers = uninterrupted
     settings = {**settings, "checkpoint__every": 0}
     arguments = [*runs.flags(**settings), f"--workdir={tmp_path}"]
-    for number, first in ((signal.SIGTERM, 2), (signal.SIGINT, 5)):
+    for number, first in signals:
         command = commands.start(*arguments, before=SLOW)
         wait_for(lambda first=first: lines(tmp_path) >= first, command)
         command.kill(number)

@@ -36,7 +36,7 @@ def test_a_format_gives_the_tokens_of_its_dequantized_weights(kind):
 
 
 KINDS, WAYS = ("int8", "fp8", "nf4"), (1, 2, 4)
-BY_DEFAULT = {("bart", "fp8")}
+BY_DEFAULT = {("llama", "fp8")}
 # Every model has every format and every number of devices, and some have each pair of them.
 CASES = [
     pytest.param(name, kind, WAYS[(row + column) % 3], marks=() if (name, kind) in BY_DEFAULT else pytest.mark.long)

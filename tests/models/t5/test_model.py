@@ -28,14 +28,15 @@ def logits(params, *arrays, config=CONFIG):
     return t5.T5(config).apply({"params": params}, *arrays)
 
 
-def test_the_loss_is_the_cross_entropy_of_the_next_targets():
-    for config in (CONFIG, dataclasses.replace(CONFIG, tie_embeddings=True)):
-        params = encoder_decoders.make_params(t5.parts, config)
-        inputs, targets = encoder_decoders.make_batch()
-        loss = jax.jit(functools.partial(t5.T5(config).apply, method="loss"))
-        found = loss({"params": params}, inputs, targets)
-        expected = losses.cross_entropy(logits(params, inputs, targets[:, :-1], config=config), targets[:, 1:])
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+@pytest.mark.parametrize("tied", runs.cases([False, True], long=[True]))  # tests/models/bart has tied ones
+def test_the_loss_is_the_cross_entropy_of_the_next_targets(tied):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    params = encoder_decoders.make_params(t5.parts, config)
+    inputs, targets = encoder_decoders.make_batch()
+    loss = jax.jit(functools.partial(t5.T5(config).apply, method="loss"))
+    found = loss({"params": params}, inputs, targets)
+    expected = losses.cross_entropy(logits(params, inputs, targets[:, :-1], config=config), targets[:, 1:])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_parts_make_up_the_models_own_tree():

@@ -43,7 +43,14 @@ def test_a_step_over_a_pipeline_is_that_of_one_device(mesh, stage, schedule, chu
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [{}, {"fp8": zerojax.Fp8("tensorwise")}, {"fp8": zerojax.Fp8("rowwise", first=1)}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        pytest.param({"fp8": zerojax.Fp8("tensorwise")}, marks=runs.LONG),
+        {"fp8": zerojax.Fp8("rowwise", first=1)},
+    ],
+)
 def test_with_one_device_a_group_it_is_so_to_the_last_bit(how):
     metrics, params, _ = trained({"pipe": 2}, schedule="interleaved", chunks=2, **how)
     expected = trained({}, **how)
