@@ -1,7 +1,7 @@
 """Foretells steps on many hosts. Needs no GPU, but the extra `plan-gpu`.
 
     python scripts/at_scale.py weak --config llama3_8b --hosts 1 64 --adapter_gbps 400
-    python scripts/at_scale.py wires --config llama3_70b --hosts 64 --adapter_gbps 100 seq_len=2048
+    python scripts/at_scale.py wires --config llama3_70b --hosts 64 --adapter_gbps 100 seq_len=2048 zero.min_size=65536
 
 `weak` prints the tokens a second of a GPU in the settings that arithmetic puts first for each number of hosts (`plan --axes`), where a GPU
 has as many tokens in each row; it compiles nothing. `wires` compares a step with plain and with packed wires, and the bytes of its program
@@ -80,7 +80,7 @@ def wires(given: argparse.Namespace, config: Any) -> None:
     gpus, layers = given.hosts[-1] * given.gpus_per_host, model_lib.shape(config, None)[1].num_layers
     rates = scale.OnCluster(table.name, table.figures, table.sources, cluster, gpus, gpus)
     print(
-        "| wires | step ms | waits for collectives | GB received by a device | of theory |\n|---|---|---|---|---|",
+        "| wires | step ms | waits for collectives | GB received by a device | of theory | peak GB |\n|---|---|---|---|---|---|",
         flush=True,
     )
     steps = []
@@ -97,13 +97,16 @@ def wires(given: argparse.Namespace, config: Any) -> None:
             sent = sum(row.nbytes for row in plan.ledger.rows if row.role in roles.SENT_OF_WEIGHTS)
             own = [one for one in plan.departures if one.role in roles.SENT_OF_WEIGHTS]
             off = max((abs(one.found / one.expected - 1) for one in own), default=0.0)
-            rows.append((plan.foretold.seconds, plan.foretold.parts[walk.EXPOSED], float(sent), off))
+            rows.append((plan.foretold.seconds, plan.foretold.parts[walk.EXPOSED], float(sent), float(plan.peak), off))
         share = (layers - given.layers[0]) / (given.layers[1] - given.layers[0])
-        seconds, waits, nbytes, _ = (low + (high - low) * share for low, high in zip(*rows))
+        seconds, waits, nbytes, peak, _ = (low + (high - low) * share for low, high in zip(*rows))
         steps.append(seconds)
-        off = max(row[3] for row in rows)
+        off = max(row[-1] for row in rows)
         exact = f"{off:.2%} off" if off else "equal"
-        print(f"| {name} | {seconds * 1e3:,.0f} | {waits * 1e3:,.0f} | {nbytes / 1e9:,.1f} | {exact} |", flush=True)
+        print(
+            f"| {name} | {seconds * 1e3:,.0f} | {waits * 1e3:,.0f} | {nbytes / 1e9:,.1f} | {exact} | {peak / 1e9:,.1f} |",
+            flush=True,
+        )
     print(
         f"\n{steps[0] / steps[1]:.2f} times as fast, on {gpus} {given.target.upper()}s at {given.adapter_gbps:g} Gb/s a GPU"
     )

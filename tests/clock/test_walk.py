@@ -37,7 +37,7 @@ ENTRY %main (a: s8[1000]) -> s8[1000] {{
 """
 
 
-def walked(lines, devices=2, **figures):
+def walked(lines, devices=2, per_host=0, **figures):
     """Returns the time of an entry of these lines. `K 100` is a kernel of 100 seconds."""
     text, fused = [], []
     for number, line in enumerate(lines.strip().splitlines()):
@@ -53,7 +53,7 @@ def walked(lines, devices=2, **figures):
         text.append("  " + line)
     head, entry = PROGRAM.format(lines="\n".join(text)).split("\n\n")
     module = syntax.parse("\n\n".join([head, *fused, entry]))
-    found = walk.walk(flow.flow(module), rates.GpuRates("fake", FIGURES | figures), devices)
+    found = walk.walk(flow.flow(module), rates.GpuRates("fake", FIGURES | figures), devices, per_host)
     assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=ROUNDING)
     return found
 
@@ -81,6 +81,21 @@ def test_a_collective_begins_after_the_kernels_before_its_start_and_after_the_on
     second = START.replace("%g ", "%g2 ")
     found = walked("\n".join([HALF, "K 100", START, second, DONE, DONE.replace("%d", "%d2").replace("%g", "%g2")]))
     assert found.seconds == 100 + 500 + 500
+
+
+@pytest.mark.parametrize(
+    "groups, seconds", [(("0,1},{2,3", "0,2},{1,3"), 500), (("0,2},{1,3",) * 2, 1000), (("0,1},{2,3",) * 2, 1000)]
+)
+def test_collectives_inside_hosts_and_between_them_run_at_once_and_slow_a_kernel_once(groups, seconds):
+    starts = [
+        START.replace("%g ", f"%g{number} ").replace("[1,2]<=[2]", "{{" + group + "}}")
+        for number, group in enumerate(groups)
+    ]
+    dones = [DONE.replace("%d", f"%d{number}").replace("%g", f"%g{number}") for number in range(2)]
+    found = walked("\n".join([HALF, *starts, *dones]), 4, 2)
+    assert found.seconds == seconds and found.busy[kernels.COLLECTIVE] == 1000
+    beside = walked("\n".join([HALF, *starts, "K 1000", *dones]), 4, 2, **{"slowdown.elementwise": 2.0})
+    assert beside.seconds == 1000 + seconds / 2
 
 
 def test_a_synchronous_collective_hides_nothing():

@@ -142,13 +142,15 @@ def staged(
     stage: int, count: int = 8, replica: int = 1, remat: str = "dots", grad_accum: int = 1, reduce_dtype: Any = None
 ):
     """Returns (ledger, partition) of this project's train step on the model."""
-    text, partition = _staged(stage, count, replica, remat, grad_accum, reduce_dtype, "", None)
+    text, partition = _staged(stage, count, replica, remat, grad_accum, reduce_dtype, "", None, None)
     return ledger.ledger(text, partition.mesh, partition.placements), partition
 
 
-def staged_text(stage: int, reduce_dtype: Any = None, offload: str = "", depth: int | None = None) -> str:
+def staged_text(
+    stage: int, reduce_dtype: Any = None, offload: str = "", depth: int | None = None, wires: Any = None
+) -> str:
     """Returns the compiled text of that step."""
-    return _staged(stage, 8, 1, "dots", 1, reduce_dtype, offload, depth)[0]
+    return _staged(stage, 8, 1, "dots", 1, reduce_dtype, offload, depth, wires)[0]
 
 
 @functools.cache  # the key differs for omitted arguments, so callers pass all
@@ -161,6 +163,7 @@ def _staged(
     reduce_dtype: Any,
     offload: str,
     depth: int | None,
+    wires: Any,
 ):
     on = zerojax.make_mesh(replica=replica, devices=devices(count))
     keeps_copy = stage < 3
@@ -180,6 +183,7 @@ def _staged(
         offload=offload,
         grad_accum=grad_accum,
         reduce_dtype=reduce_dtype,
+        wires=wires,
     )
     shape = (16 * count, WIDTH) if grad_accum == 1 else (grad_accum, 16 * count, WIDTH)
     batch = jax.ShapeDtypeStruct(shape, jnp.bfloat16)

@@ -8,6 +8,7 @@ from typing import Any
 import compile_only
 import jax.numpy as jnp
 
+import zerojax
 from configs import llama3_8b
 from zerojax import display
 from zerojax.plan import departures, findings, ledger
@@ -73,6 +74,26 @@ def test_copies_to_and_from_the_host_overlap_the_neighbours():
     for block in range(depth - 2):
         assert max(find(BACKWARD, f"block_{block + 2}/", "dot_general")) < fetched[depth - 1 - block]
         assert fetched[depth - 1 - block] < max(find(BACKWARD, f"block_{block + 1}/", "dot_general"))
+
+
+def test_what_packed_wires_send_between_hosts_and_inside_them_runs_beside_different_blocks():
+    """Of two collectives of which one needs the other none waits for both: the compute stream would wait for the first."""
+    depth, inside, between = 4, "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}"
+    wires = zerojax.PackedWires(weights="int8", gradients="int4", second_copy=True, host_devices=4)
+    options = {"depth": depth, "wires": wires}
+    find, lines = functools.partial(places, **options), schedule(**options)
+    far, near = find("all-gather-start(", between), find("all-gather-start(", inside)
+    assert len(far) == depth and len(near) == 2 * depth - 1  # the last block's arrives once for both passes
+    for block in range(depth - 2):
+        end = max(place for place in find(f"(block_{block})", "dot_general") if BACKWARD not in lines[place])
+        assert near[block + 1] < end and far[block + 1] < far[block + 2] < end < near[block + 2]
+    for block in range(1, depth):
+        before = find(BACKWARD, f"block_{block - 1}/", "dot_general")
+        exchanges = find("all-to-all-start(", f"/block_{block}/")
+        assert {place < min(before) for place in exchanges if inside in lines[place]} == {True}
+        assert {place < min(before) for place in exchanges if between in lines[place]} == {True}
+        done = find("all-to-all-done(", f"/block_{block}/")
+        assert len([place for place in done if place < min(before)]) == len(done) // 2
 
 
 @functools.cache

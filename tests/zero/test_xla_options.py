@@ -19,6 +19,8 @@ def test_gpus_have_options_that_xla_knows_and_cpus_none():
     for count, kind in ((2**28, "all_gather"), (2**29, "all_reduce"), (2**26, "reduce_scatter")):
         assert count < merged[kind] < 2 * count
     assert options == dict(xla_options.OPTIONS["gpu"])
+    assert options.keys() >= xla_options.EXCHANGES.keys()
+    assert xla_options.for_mesh(gpus, exchanges=True).items() >= xla_options.EXCHANGES.items()
     cpus = zerojax.make_mesh()
     assert xla_options.for_mesh(cpus) == xla_options.for_blocks(cpus) == xla_options.for_fp8(cpus) == {}
     assert xla_options.for_fp8(gpus).items() <= xla_options.for_blocks(gpus).items()

@@ -1,7 +1,8 @@
 """Gives each instruction of a scheduled program its time. This module walks the program as a GPU runs it, on several streams.
 
     compute         kernels, one after the other, in the program's order
-    collectives     one after the other, each from its -start on; while one runs, kernels take longer, and without kernels it is faster
+    collectives     one after the other over each link, each from its -start on; while one runs, kernels take longer, and without kernels
+                    it is faster. Links are those inside a host and those between hosts: XLA sends over several streams
     copies          to and from the host, one after the other in each direction
 
 A -done waits on the compute stream. The step ends with its last instruction.
@@ -9,6 +10,7 @@ A -done waits on the compute stream. The step ends with its last instruction.
 
 import bisect
 import dataclasses
+import heapq
 from collections.abc import Mapping
 
 from zerojax.clock import kernels as kernels_lib
@@ -18,6 +20,7 @@ from zerojax.hlo import syntax
 
 GAPS, SLOWED, SLOWEST = "gaps", "slowed by collectives", "slowest device"
 EXPOSED, WAITS = "exposed collectives", "exposed host copies"
+NEAR, FAR = "links inside hosts", "links between hosts"
 PARTS = (kernels_lib.MATMUL, kernels_lib.ATTENTION, kernels_lib.ELEMENTWISE, SLOWED, EXPOSED, WAITS, GAPS, SLOWEST)
 Known = dict[tuple[str, str], tuple[kernels_lib.KernelWork, ...]]
 _SIMULATED = 4  # runs of a loop's body that are walked; further ones take as long as the last
@@ -25,13 +28,15 @@ _SIMULATED = 4  # runs of a loop's body that are walked; further ones take as lo
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """What one instruction did: its kind, when it began and ended in seconds from the step's start, and what it was traced from."""
+    """What one instruction did: its kind, when it began and ended in seconds from the step's start, what it was traced from, and the links
+    over which it sent."""
 
     kind: str
     begin: float
     end: float
     op_name: str = ""
     times: float = 1
+    links: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +82,10 @@ class _Run:
     def __init__(self, flow: hlo_flow.Flow, rates: rates_lib.GpuRates, devices: int, per_host: int, known: Known):
         self.flow, self.rates, self.devices, self.per_host = flow, rates, devices, per_host
         self.now = 0.0  # the compute stream
-        self.free = {kernels_lib.COLLECTIVE: 0.0, kernels_lib.TO_HOST: 0.0, kernels_lib.FROM_HOST: 0.0}
+        self.free = dict.fromkeys((NEAR, FAR, *kernels_lib.COPIES), 0.0)
         self.ends: dict[tuple[str, str], tuple[float, kernels_lib.KernelWork]] = {}  # of what was started: when it ends
-        self.sending: list[tuple[float, float]] = []  # intervals in which collectives run, in order
+        # by link, intervals in which collectives run, in order
+        self.sending: dict[str, list[tuple[float, float]]] = {NEAR: [], FAR: []}
         self.parts: dict[str, float] = {}
         self.busy: dict[str, float] = {}
         self.spans: list[Span] = []
@@ -116,7 +122,7 @@ class _Run:
     ) -> None:
         """Runs an instruction's kernels. What `start` begins runs beside the following instructions."""
         for kernel in self._kernels(where, instruction):
-            if kernel.kind not in self.free:
+            if kernel.kind not in (kernels_lib.COLLECTIVE, *kernels_lib.COPIES):
                 self._compute(kernel)
                 continue
             is_async = start.opcode.endswith("-start") and '"is_sync":true' not in start.attributes
@@ -147,8 +153,10 @@ class _Run:
     def _stretched(self, begin: float, work: float, factor: float) -> float:
         """Returns the end of a kernel that takes `factor` times as long while a collective runs."""
         at = begin
-        first = bisect.bisect_right(self.sending, (begin, float("inf"))) - 1
-        for start, end in self.sending[max(first, 0) :]:
+        later = (
+            own[max(bisect.bisect_right(own, (begin, float("inf"))) - 1, 0) :] for own in self.sending.values() if own
+        )
+        for start, end in heapq.merge(*later):
             if end <= at:
                 continue
             if start > at:
@@ -161,15 +169,23 @@ class _Run:
         return at + work
 
     def _send(self, kernel: kernels_lib.KernelWork) -> float:
-        begin = max(self.now, self.free[kernel.kind])
+        links = self._links(kernel)
+        begin = max(self.now, *(self.free[link] for link in links))
         seconds = self.rates.seconds(kernel, self._hosts(kernel), self._is_duplex(kernel, begin))
         end = begin + seconds
-        self.free[kernel.kind] = end
+        self.free |= dict.fromkeys(links, end)
         self.busy[kernel.kind] = self.busy.get(kernel.kind, 0.0) + seconds
-        if kernel.kind == kernels_lib.COLLECTIVE:
-            self.sending.append((begin, end))
-        self.spans.append(Span(kernel.kind, begin, end, kernel.op_name))
+        for own in (self.sending[link] for link in links if link in self.sending):
+            own.append((begin, end))
+        self.spans.append(Span(kernel.kind, begin, end, kernel.op_name, links=links))
         return end
+
+    def _links(self, kernel: kernels_lib.KernelWork) -> tuple[str, ...]:
+        """Returns the links over which a collective or a copy goes."""
+        if kernel.kind != kernels_lib.COLLECTIVE:
+            return (kernel.kind,)
+        per_host = self._hosts(kernel)
+        return (NEAR,) if not per_host else (FAR,) if per_host == 1 else (NEAR, FAR)
 
     def _hosts(self, kernel: kernels_lib.KernelWork) -> int:
         """Returns how many devices of each host are in a collective's group, or 0 if it stays on one host."""
@@ -193,28 +209,29 @@ class _Run:
         if end <= self.now:
             return
         if kernel.kind == kernels_lib.COLLECTIVE:
-            end = self._hasten(end, self.rates.hastened(kernel, self._hosts(kernel)))
+            end = self._hasten(end, self.rates.hastened(kernel, self._hosts(kernel)), self._links(kernel))
         self._add(EXPOSED if kernel.kind == kernels_lib.COLLECTIVE else WAITS, end - self.now)
         self.now = end
 
-    def _hasten(self, end: float, share: float) -> float:
-        """Lets collectives take a share of their time from now to `end`, since no kernel runs. Returns their new end."""
+    def _hasten(self, end: float, share: float, links: tuple[str, ...]) -> float:
+        """Lets collectives over these links take a share of their time from now to `end`, since no kernel runs. Returns their new end."""
         saved = (end - self.now) * (1 - share)
 
         def moved(at: float) -> float:
             return at - saved if at >= end else self.now + (at - self.now) * share if at > self.now else at
 
         if saved:
-            first = max(0, bisect.bisect_right(self.sending, (self.now, self.now)) - 1)
-            self.sending[first:] = [(moved(begin), moved(until)) for begin, until in self.sending[first:]]
+            for own in map(self.sending.__getitem__, links):
+                first = max(0, bisect.bisect_right(own, (self.now, self.now)) - 1)
+                own[first:] = [(moved(begin), moved(until)) for begin, until in own[first:]]
             self.ends = {
-                key: (moved(until) if kernel.kind == kernels_lib.COLLECTIVE else until, kernel)
+                key: (moved(until) if links == self._links(kernel) else until, kernel)
                 for key, (until, kernel) in self.ends.items()
             }
-            self.free[kernels_lib.COLLECTIVE] = moved(self.free[kernels_lib.COLLECTIVE])
+            self.free |= {link: moved(self.free[link]) for link in links}
             for number in range(len(self.spans) - 1, -1, -1):
                 span = self.spans[number]
-                if span.kind == kernels_lib.COLLECTIVE:
+                if span.links == links:
                     if span.end <= self.now:
                         break
                     self.spans[number] = dataclasses.replace(span, begin=moved(span.begin), end=moved(span.end))
@@ -240,13 +257,16 @@ class _Run:
     def _longest(self, instruction: syntax.Instruction) -> None:
         """Walks the branch that takes longest."""
         branches = [self.flow.module.computation(name) for name in instruction.called]
-        before = self.now, dict(self.parts), dict(self.busy), dict(self.free), len(self.spans), len(self.sending)
+        before = self.now, dict(self.parts), dict(self.busy), dict(self.free), len(self.spans)
+        sent = {link: len(own) for link, own in self.sending.items()}
         found: list[float] = []
         for number in [*range(len(branches)), -1]:
             if number < 0:
                 number = max(range(len(branches)), key=found.__getitem__)
             self.now, self.parts, self.busy, self.free = before[0], dict(before[1]), dict(before[2]), dict(before[3])
-            del self.spans[before[4] :], self.sending[before[5] :]
+            del self.spans[before[4] :]
+            for link, count in sent.items():
+                del self.sending[link][count:]
             self.computation(branches[number])
             found.append(self.now)
 

@@ -182,7 +182,12 @@ def shard_backward(
     placement: Placement, dtype: DTypeLike | None, reduction: Reduction, _: None, grad: jax.Array
 ) -> tuple[Any]:
     """Returns the gradient of a `ShardAndSink` from that of the weight that was made of it."""
-    total = placement.wire.home(grad, placement, reduction) if placement.trainable else optax.MaskedNode()
+    wire = placement.wire
+    total = (
+        wire.home(wire.leave(grad, placement, reduction), placement, reduction)
+        if placement.trainable
+        else optax.MaskedNode()
+    )
     return (ShardAndSink(None, total),)  # type: ignore[arg-type]  # None: no gradient
 
 
@@ -212,6 +217,9 @@ class Plain:
 
     def used(self, path: str, sent: PyTree, differentiated: jax.Array) -> contextlib.AbstractContextManager[jax.Array]:
         return contextlib.nullcontext(differentiated)
+
+    def leave(self, grad: jax.Array, placement: Placement, reduction: Reduction) -> PyTree:
+        return grad
 
     def home(self, grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
         grad = with_padding(grad, placement)

@@ -1,6 +1,7 @@
 """Runs a model's blocks so that their collectives overlap the arithmetic of their neighbours. This module fixes the order of both.
 
     forward    gather(i + 1) beside block i       starts no earlier than block i
+               near(i + 2)   beside block i       likewise, of wires that keep a copy nearer to all (`placement.Wire.near`)
     backward   gather(i - 1) beside block i       likewise
                reduce(i)     beside block i - 1   ends before the backward pass of block i - 1
 
@@ -39,6 +40,7 @@ NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 class Tokens(NamedTuple):
     """The tokens that pass through the blocks, see `Chain`: float32[], all 0."""
 
+    before: jax.Array
     start: jax.Array
     end: jax.Array
     sending: jax.Array
@@ -60,9 +62,10 @@ class BlockCall:
     reduction: gather.Reduction
     policy: Any
 
-    def near(self, stored: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Returns what is kept for the backward pass in place of shards, of the weights whose wires keep it."""
+    def near(self, stored: Mapping[str, jax.Array], after: jax.Array) -> dict[str, Any]:
+        """Returns what is kept for the backward pass in place of shards, of the weights whose wires keep it; `after` is there before."""
         found = {}
+        stored, _ = jax.lax.optimization_barrier((dict(stored), after))
         for path, shard in stored.items():
             own = self.placements[path]
             with jax.named_scope(path):
@@ -119,17 +122,28 @@ class BlockCall:
         return outputs, leaves, tuple(arrival_of.get(id(leaf)) for leaf in leaves), structure
 
     def pulled(self, pull: Callable[..., Any], cotangents: PyTree) -> tuple[dict[str, jax.Array], list[Any]]:
-        """Returns the gradients of `differentiated`, before `reduce`, and of the body's arrays."""
+        """Returns what `leave` leaves of the gradients of `differentiated`, for `reduce`, and the gradients of the body's arrays."""
         if jnp.dtype(self.reduction.dtype) == jnp.float32 and self.placements:
             mesh = next(iter(self.placements.values())).stored.mesh
             pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
         grads, *inputs = pull(cotangents)
-        return grads, [jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, i) for i in inputs]
+        return self.leave(grads), [
+            jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, i) for i in inputs
+        ]
 
     def divided(self, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the weights that have gradients, and the frozen ones."""
         frozen = {path: weight for path, weight in weights.items() if not self.placements[path].trainable}
         return {path: weight for path, weight in weights.items() if path not in frozen}, frozen
+
+    def leave(self, grads: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Returns what is left to reduce of gradients after what their wires send at once, beside this block's own backward pass."""
+        left = {}
+        for path, grad in grads.items():
+            own = self.placements[path]
+            with jax.named_scope(path):
+                left[path] = own.wire.leave(grad, own, self.reduction)
+        return left
 
     def reduce(self, grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the gradients of the weights' sinks."""
@@ -145,7 +159,8 @@ class Chain:
     """Runs blocks so that each block's collectives overlap its neighbours' arithmetic in a fixed order.
 
     Tokens, scalar zeros, pass through the blocks in their order, and their cotangents in the reverse order. A block returns `start` once
-    its input is there, and the next block's gather waits for it. A block returns the cotangent of `end` once its gradients are summed, and
+    its input is there, and the next block's gather waits for it; `before` is the `start` of a block earlier, for which what is near waits.
+    A block returns the cotangent of `end` once its gradients are summed, and
     the end of the next block's backward pass waits for it. `sending` and `sent` do the same for copies to the host. The attribute `tokens`
     holds the last block's tokens. The order is lost unless the program reads them and their cotangents.
     """
@@ -232,8 +247,9 @@ def _begin(
     Returns what arrives of the weights, the tokens, `arrived`, `on_host`, and what is near of the weights: {} unless `sends_far`. Arrays on
     the host may be fetched as early as the weights.
     """
-    (stored, on_host), start = jax.lax.optimization_barrier(((stored, on_host), tokens.start))
-    near = plan.near(stored) if sends_far else {}
+    near = plan.near(stored, tokens.before) if sends_far else {}
+    (stored, near, on_host), start = jax.lax.optimization_barrier(((stored, near, on_host), tokens.start))
+    tokens = tokens._replace(before=start) if sends_far else tokens
     start, arrived, sent = jax.lax.optimization_barrier((start, arrived, plan.gather({**stored, **near}, known)))
     return sent, tokens._replace(start=start), arrived, on_host, near
 

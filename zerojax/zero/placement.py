@@ -57,8 +57,12 @@ class Wire(Protocol):
     def used(self, path: str, sent: PyTree, differentiated: jax.Array) -> AbstractContextManager[jax.Array]:
         """Returns a context of the trace of a block, with the array that the model is given."""
 
-    def home(self, grad: jax.Array, placement: "Placement", reduction: Any) -> jax.Array:
-        """Returns the gradient of a weight's sink from that of `differentiated`; `reduction` is a `gather.Reduction`."""
+    def leave(self, grad: jax.Array, placement: "Placement", reduction: Any) -> PyTree:
+        """Returns what `home` takes from the gradient of `differentiated`, after what is sent of it at once: beside the backward pass of
+        its block. `reduction` is a `gather.Reduction`."""
+
+    def home(self, grad: Any, placement: "Placement", reduction: Any) -> jax.Array:
+        """Returns the gradient of a weight's sink from what left; it is sent beside the backward pass of the block before."""
 
     def outside(
         self, path: str, weight: Any, placement: "Placement", dtype: DTypeLike | None, reduction: Any

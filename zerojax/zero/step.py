@@ -143,7 +143,7 @@ def make_train_step(
     hooked = dataclasses.replace(how, hooks=(*how.hooks, *kept))
     gradients = in_form(loss_fn, sent, hooked, passes=grad_accum, layout=layout, **dtypes)
     clip = late_norm.clip(partition, clip_norm, may_skip=loss_scale is not None)
-    options = _compiler_options(partition, blocks, reduce_dtype, compute_dtype, fp8)
+    options = _compiler_options(partition, blocks, reduce_dtype, compute_dtype, fp8, wires)
     if partition.pipeline:
         given: dict[str, Any] = {
             "by_columns": by_columns,
@@ -205,6 +205,7 @@ def _compiler_options(
     reduce_dtype: DTypeLike | None,
     compute_dtype: DTypeLike | None,
     fp8: Any,
+    wires: packed.PackedWires | None,
 ) -> dict[str, Any]:
     """Returns XLA's options for a step: for matmuls in fp8, and for explicit collectives."""
     options = _fp8_options(partition, fp8)
@@ -215,7 +216,9 @@ def _compiler_options(
     summed = weights * jnp.dtype(reduce_dtype).itemsize
     scattered = summed // mesh_lib.size(partition.mesh, mesh_lib.STATE)
     names = xla_flags.names()
-    return options | xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=scattered, but=names)
+    sizes = {"gathered": gathered, "summed": summed, "kept": scattered}
+    exchanges = wires is not None and wires.gradients != packed.PLAIN
+    return options | xla_options.for_mesh(partition.mesh, **sizes, exchanges=exchanges, but=names)
 
 
 def _fp8_options(partition: placement.Partition, fp8: Any) -> dict[str, Any]:

@@ -26,6 +26,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
     },
 }
+# XLA merges no exchanges, and packed gradients have four of each weight of a block.
+EXCHANGES: Mapping[str, Any] = {"xla_gpu_experimental_parallel_collective_overlap_limit": 32}
 
 
 # By default XLA merges collectives of one kind up to this many bytes of results.
@@ -35,7 +37,13 @@ _ROOM = 9 / 8
 
 
 def for_mesh(
-    mesh: Mesh, *, gathered: int = 0, summed: int = 0, kept: int = 0, but: Collection[str] = ()
+    mesh: Mesh,
+    *,
+    gathered: int = 0,
+    summed: int = 0,
+    kept: int = 0,
+    exchanges: bool = False,
+    but: Collection[str] = (),
 ) -> dict[str, Any]:
     """Returns the options for a step on these devices.
 
@@ -44,13 +52,14 @@ def for_mesh(
       gathered: bytes of the largest block's gathered weights.
       summed: bytes of its unsharded gradients.
       kept: bytes of one device's shard of its gradients.
+      exchanges: whether gradients are summed by all-to-alls.
       but: names of options to omit, because the user has set them (`xla_flags.names`).
     """
     platform = mesh_lib.platform(mesh)
     if mesh.size == 1 or platform not in OPTIONS:
         return {}
     merged = {"all_gather": gathered, "all_reduce": summed, "reduce_scatter": kept}
-    options = dict(OPTIONS[platform])
+    options = {**OPTIONS[platform], **(EXCHANGES if exchanges else {})}
     options |= {
         f"xla_gpu_{kind}_combine_threshold_bytes": max(round(count * _ROOM), _MERGED) for kind, count in merged.items()
     }

@@ -155,12 +155,18 @@ class InBlocks(gather.Plain):
             return super().used(path, sent, differentiated)
         return nullcontext(widened(sent, differentiated))
 
+    @property
+    def _leaves_early(self) -> bool:
+        # XLA starts the second of two exchanges as early as it can, and kernels then wait for the end of the first.
+        return bool(self.bits) and min(self.hosts.count, self.hosts.size) > 1
+
+    def leave(self, grad: jax.Array, placement: Placement, reduction: gather.Reduction) -> jax.Array:
+        return self._inside(grad, placement) if self._leaves_early and not reduction.waits(placement) else grad
+
     def home(self, grad: jax.Array, placement: Placement, reduction: gather.Reduction) -> jax.Array:
         if not self.bits or reduction.waits(placement):
             return super().home(grad, placement, reduction)
-        grad = gather.with_padding(grad, placement)
-        with jax.named_scope(roles.PACKED_GRADIENT):
-            total = gather.of_shards(functools.partial(self._sum, placement=placement), placement)(grad)
+        total = self._between(grad if self._leaves_early else self._inside(grad, placement), placement)
         mesh = placement.update.mesh
         summed = gather.of_shards(functools.partial(gather.sum_over_copies, mesh=mesh), placement)
         return summed(total.astype(reduction.dtype)).astype(self.grad_dtype)
@@ -198,31 +204,46 @@ class InBlocks(gather.Plain):
             return gather.cast(row, placement, dtype), None
         return tuple(packed.pack(row, 8, mesh_lib.platform(placement.stored.mesh)))
 
-    def _sum(self, grad: jax.Array, placement: Placement) -> jax.Array:
-        """Returns this device's shard of the sum over `STATE`, float32."""
+    def _inside(self, grad: jax.Array, placement: Placement) -> jax.Array:
+        """Returns the sums over this device's host of the shards of the devices at its place in each host: [hosts, n]."""
         dim, hosts, platform = gather.data_dim(placement.update), self.hosts, mesh_lib.platform(placement.update.mesh)
         assert dim is not None
         ways = hosts.count * hosts.size
-        shape = (*grad.shape[:dim], grad.shape[dim] // ways, *grad.shape[dim + 1 :])
-        parts = jnp.moveaxis(grad.reshape(*grad.shape[:dim], ways, *shape[dim:]), dim, 0).reshape(ways, -1)
-        n = parts.shape[1]
-        if hosts.size > 1:
+
+        def summed(grad: jax.Array) -> jax.Array:
+            apart = grad.reshape(*grad.shape[:dim], ways, -1, *grad.shape[dim + 1 :])
+            parts = jnp.moveaxis(apart, dim, 0).reshape(ways, -1)
+            if hosts.size == 1:
+                return parts
             own = packed.pack(parts, 8, platform)
             by_place = packed.Packed(*(_by_place(array, hosts) for array in own))
-            parts = packed.sum_of(_exchanged(by_place, hosts.within), 8, n, platform)
-        if hosts.count > 1:
-            far = _exchanged(packed.pack(parts, self.bits, platform), hosts.between)
-            parts = packed.sum_of(far, self.bits, n, platform)[None]
-        return parts.reshape(shape)
+            return packed.sum_of(_exchanged(by_place, hosts.within), 8, parts.shape[1], platform)
+
+        with jax.named_scope(roles.PACKED_GRADIENT):
+            spec = specs.only(placement.stored.spec, mesh_lib.COMPILER)
+            whole = gather.with_padding(grad, placement)
+            return mesh_lib.manual_over_rest(summed, spec, P(None, _names(placement)))(whole)
+
+    def _between(self, parts: jax.Array, placement: Placement) -> jax.Array:
+        """Returns this device's shard of the sum over `STATE`, float32, from the sums over its host."""
+        hosts, platform, shape = self.hosts, mesh_lib.platform(placement.update.mesh), _shard_shape(placement)
+
+        def summed(parts: jax.Array) -> jax.Array:
+            if hosts.count > 1:
+                far = _exchanged(packed.pack(parts, self.bits, platform), hosts.between)
+                parts = packed.sum_of(far, self.bits, parts.shape[1], platform)
+            return parts.reshape(shape)
+
+        with jax.named_scope(roles.PACKED_GRADIENT):
+            spec = specs.only(placement.stored.spec, mesh_lib.COMPILER)
+            return mesh_lib.manual_over_rest(summed, P(None, _names(placement)), spec)(parts)
 
 
 @jax.custom_vjp
 def widened(arrived: Arrived, sink: jax.Array) -> jax.Array:
     """Returns a weight in the dtype of its sink, which gets its gradient, from all its shards."""
     placement = arrived.placement
-    whole_shape = placement.shape or ()
-    on_rest = bool(mesh_lib.rest())
-    shape = placement.stored.shard_shape(whole_shape) if on_rest else gather.local_shape(whole_shape, placement.stored)
+    shape = _shard_shape(placement)
     outer = arrived.codes.ndim - (1 if arrived.scales is None else 2)
 
     def unpacked(codes: jax.Array, scales: jax.Array | None) -> jax.Array:
@@ -418,6 +439,12 @@ def _over_rest(
     form = lambda before: (P(*before, own), P(*before, own) if has_scales else None)  # noqa: E731
     in_specs = (specs.only(placement.stored.spec, mesh_lib.COMPILER),) if taken is None else (form(taken),)
     return mesh_lib.manual_over_rest(function, in_specs, form(lead))
+
+
+def _shard_shape(placement: Placement) -> tuple[int, ...]:
+    """Returns the shape of a device's shard of a weight inside `mesh.manual_over_rest`."""
+    whole = placement.shape or ()
+    return placement.stored.shard_shape(whole) if mesh_lib.rest() else gather.local_shape(whole, placement.stored)
 
 
 def _used_shape(placement: Placement) -> tuple[int, ...]:
