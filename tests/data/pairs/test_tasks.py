@@ -155,6 +155,10 @@ def test_pairs_of_conversations_are_read_in_all_forms_and_their_answers_alone_ar
     (asked,) = tasks.ask([forms[0]], BYTES, DPO, dataclasses.replace(form, seq_len=200), name="file").prompts
     assert BYTES.decode(asked) == text
     asked = tasks.ask([{"prompt": ASKED}, whole], BYTES, DPO, dataclasses.replace(form, seq_len=200), name="file")
+    asked_alone = tasks.ask(
+        [{"chosen": whole["chosen"]}], BYTES, DPO, dataclasses.replace(form, seq_len=200), name="file"
+    )
+    assert asked_alone.labels == ["good"] and BYTES.decode(asked_alone.prompts[0]) == text
     assert asked.labels == [None, "good"] and {BYTES.decode(ids) for ids in asked.prompts} == {text}
 
 

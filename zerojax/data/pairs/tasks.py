@@ -324,11 +324,9 @@ class _Encoder:
             shared = both[0][: _shared(both)]
             end = max(0, *map(shared.rfind, BETWEEN_WORDS))
             return both[0][:end], both[0][end:]
-        answer = self._answer.fill(example, place, self._names) if is_answered or self._has_answer(example) else None
+        has_answer = is_answered or _fits(self._answer, example)
+        answer = self._answer.fill(example, place, self._names) if has_answer else None
         return self._prompt.fill(example, place, self._names), answer
-
-    def _has_answer(self, example: Mapping[str, Any]) -> bool:
-        return all(field in example for template in self._answers for field in template.fields)
 
     def _talk(
         self, example: Mapping[str, Any], place: str, *, is_answered: bool = True
@@ -341,10 +339,11 @@ class _Encoder:
         if prompt is None and not any(answers):
             return None
         found: list[list[tuple[str, str]]] = [[]]
-        if is_answered or self._has_answer(example):
+        if is_answered or _fits(self._answer, example):
             found = [
                 messages or [(templates.ASSISTANT, template.fill(example, place, self._names))]
                 for template, messages in zip(self._answers, answers)
+                if is_answered or _fits(template, example)
             ]
         shared = found[0][: _shared([messages[:-1] for messages in found])]
         if prompt is None:
@@ -474,6 +473,10 @@ class _Encoder:
 
     def _begins(self, token: int) -> bool:
         return token == self._form.bos or token == self._tokenizer.bos_id
+
+
+def _fits(template: templates.Template, example: Mapping[str, Any]) -> bool:
+    return all(field in example for field in template.fields)
 
 
 def _shared(several: Sequence[Sequence[Any]]) -> int:
