@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from zerojax import configs, roles  # noqa: E402
 from zerojax.clock import rates as rates_lib  # noqa: E402
 from zerojax.clock import walk  # noqa: E402
-from zerojax.plan import scale  # noqa: E402
+from zerojax.plan import scale, search  # noqa: E402
 from zerojax.trainer import config as config_lib  # noqa: E402
 from zerojax.trainer import model as model_lib  # noqa: E402
 from zerojax.trainer import plans  # noqa: E402
@@ -40,6 +40,9 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--gpus_per_host", type=int, default=8)
     parser.add_argument("--adapter_gbps", type=float, default=400.0, help="of a GPU")
+    parser.add_argument(
+        "--alone", action="store_true", help="of `weak`: the state is sharded over all GPUs, without other axes"
+    )
     parser.add_argument("--layers", type=int, nargs=2, default=[2, 4], help="of `wires`")
     parser.add_argument("changes", nargs="*", help="key=value, of the config")
     given = parser.parse_intermixed_args()
@@ -65,7 +68,8 @@ def weak(given: argparse.Namespace, config: Any) -> None:
     first = None
     for hosts in given.hosts:
         ways = plans.axes_config(config, given.target, f"{hosts}x{given.gpus_per_host}", cluster)
-        best = max(ways, key=lambda way: way.tokens / way.guess.seconds)
+        alone = [way for way in ways if all(way.settings[f"mesh.{axis}"] == 1 for axis in search.AXES)]
+        best = max(alone if given.alone else ways, key=lambda way: way.tokens / way.guess.seconds)
         rate = best.tokens / best.guess.seconds
         first = first or rate
         cells = best.text, f"{best.guess.seconds * 1e3:,.0f}", f"{rate:,.0f}", f"{rate / first:.1%}"
