@@ -174,11 +174,11 @@ def _kernel(
     ranges: int,
     scale: float,
     interpret: bool,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    firsts_ref: Any,
-    ends_ref: Any,
+    q_ref: jax.Ref,
+    k_ref: jax.Ref,
+    v_ref: jax.Ref,
+    firsts_ref: jax.Ref,
+    ends_ref: jax.Ref,
     *others: Any,
 ) -> None:
     o_ref, most_ref, sum_ref, *joined = others[1:] if len(others) > 3 else others
@@ -247,7 +247,7 @@ def _join(
         row_G, dim_N = jnp.arange(rows), jnp.arange(head_dim)
         is_own_G = row_G < group
 
-        def stored(ref: Any, part_P: jax.Array) -> jax.Array:
+        def stored(ref: jax.Ref, part_P: jax.Array) -> jax.Array:
             at_PG = (number * ranges + part_P[:, None]) * group + row_G[None, :]
             mask = (part_P < ranges)[:, None] & is_own_G[None, :]
             # Not from this multiprocessor's own cache.

@@ -75,7 +75,9 @@ def rows(
     def body(*refs: Any) -> None:
         used_ref, group_ref, start_ref, real_ref, count_ref, skip_ref, lhs_ref, rhs_ref, out_ref = refs
 
-        def scope(lhs_smem: Any, rhs_smem: Any, part_smem: Any, rest_smem: Any, full: Any, free: Any) -> None:
+        def scope(
+            lhs_smem: jax.Ref, rhs_smem: jax.Ref, part_smem: jax.Ref, rest_smem: jax.Ref, full: Any, free: Any
+        ) -> None:
             group_of_threads = lax.axis_index("warpgroup")
             block = lax.axis_index("block")
             mine = _share(used_ref[0], block, tile.blocks)
@@ -166,7 +168,7 @@ def rows(
 
 
 def _write_rows(
-    acc: Any, skip: Any, count: Any, first: Any, column: Any, out_ref: Any, part_smem: Any, rest_smem: Any
+    acc: Any, skip: Any, count: Any, first: Any, column: Any, out_ref: jax.Ref, part_smem: jax.Ref, rest_smem: jax.Ref
 ) -> None:
     """Writes rows `skip` ... `count` - 1 of a warpgroup's half of a tile."""
     (half, columns), parts = acc.shape, part_smem.shape[0]
@@ -208,8 +210,8 @@ def matrices(
     works = groups * down * across
     ends_G = jnp.cumsum(sizes_G.astype(jnp.int32))
 
-    def body(start_ref: Any, end_ref: Any, lhs_ref: Any, dout_ref: Any, out_ref: Any) -> None:
-        def scope(lhs_smem: Any, dout_smem: Any, part_smem: Any, full: Any, free: Any) -> None:
+    def body(start_ref: jax.Ref, end_ref: jax.Ref, lhs_ref: jax.Ref, dout_ref: jax.Ref, out_ref: jax.Ref) -> None:
+        def scope(lhs_smem: jax.Ref, dout_smem: jax.Ref, part_smem: jax.Ref, full: Any, free: Any) -> None:
             group_of_threads = lax.axis_index("warpgroup")
             block = lax.axis_index("block")
             mine = _share(works, block, tile.blocks)
@@ -331,7 +333,7 @@ def _operands(buffers: Any, shape: tuple[int, int], dtype: Any) -> Any:
     return plgpu.SMEM((*((buffers,) if isinstance(buffers, int) else buffers), *shape), dtype, transforms=transforms)
 
 
-def _store_in_rows(ref: Any, values: jax.Array) -> None:
+def _store_in_rows(ref: jax.Ref, values: jax.Array) -> None:
     """Stores values row by row, although banks of memory conflict."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, values, optimized=False)
@@ -339,7 +341,7 @@ def _store_in_rows(ref: Any, values: jax.Array) -> None:
         ref[...] = values
 
 
-def _transposed(ref: Any) -> Any:
+def _transposed(ref: jax.Ref) -> Any:
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))  # JAX before 0.11
 
 

@@ -132,7 +132,7 @@ def _kernel(
 
 
 def _one_row(
-    x_ref: Any, sizes: tuple[int, int, int], tile: Callable[..., tuple], count: int, halves: int, width: int
+    x_ref: jax.Ref, sizes: tuple[int, int, int], tile: Callable[..., tuple], count: int, halves: int, width: int
 ) -> list:
     """Returns the sums [columns] of each half."""
 
@@ -147,7 +147,7 @@ def _one_row(
 
 
 def _rows(
-    x_ref: Any, sizes: tuple[int, int, int], tile: Callable[..., tuple], count: int, halves: int, width: int
+    x_ref: jax.Ref, sizes: tuple[int, int, int], tile: Callable[..., tuple], count: int, halves: int, width: int
 ) -> list:
     """Returns the sums [rows, columns] of each half."""
     rows, padded, inputs = sizes

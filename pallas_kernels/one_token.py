@@ -299,7 +299,7 @@ def project(
     assert how.columns == dims, f"a program has the {dims} columns of a head, not {how.columns}"
     heads, kv_heads = (size // dims for size in sizes[:2])
 
-    def end(group: Any, columns: Any, sums: Callable, outs: Any, turn_ref: Any, slot_ref: Any) -> None:
+    def end(group: Any, columns: Any, sums: Callable, outs: Any, turn_ref: jax.Ref, slot_ref: jax.Ref) -> None:
         q_ref, k_ref, v_ref = outs
         at_F = jnp.arange(half)
         first, second = (sums(group * dims + part * half + at_F).astype(dtype).astype(jnp.float32) for part in range(2))
@@ -452,7 +452,7 @@ def _run(
     return list(found[: len(outs)]), found[len(outs)]
 
 
-def _reader(x_ref: Any, norm_refs: Any, inputs: int, eps: float, dtype: Any) -> Callable[[jax.Array], jax.Array]:
+def _reader(x_ref: jax.Ref, norm_refs: Any, inputs: int, eps: float, dtype: Any) -> Callable[[jax.Array], jax.Array]:
     """Returns f(rows) -> x there, float32, normed if there is a norm."""
     if norm_refs is None:
         return lambda rows: pltriton.load(x_ref.at[rows]).astype(jnp.float32)
@@ -486,15 +486,15 @@ def _sums(
     row_R = jnp.arange(how.tile * how.blocks)
     tile_R, block_R, at_C = row_R // how.blocks, row_R % how.blocks, jnp.arange(BLOCK)
 
-    def rows(number: Any) -> list[jax.Array]:
+    def rows(number: jax.Array | int) -> list[jax.Array]:
         begin = (part * count + number) * how.ahead
         return [(begin + ahead) * how.tile + tile_R for ahead in range(how.ahead)]
 
-    def codes(number: Any) -> list[jax.Array]:
+    def codes(number: jax.Array | int) -> list[jax.Array]:
         at = [k_R * outputs + (group * how.blocks + block_R) * BLOCK for k_R in rows(number)]
         return [pltriton.load(codes_ref.at[at_R[:, None] + at_C[None, :]]) for at_R in at]
 
-    def factors(number: Any) -> list[tuple[jax.Array, ...]]:
+    def factors(number: jax.Array | int) -> list[tuple[jax.Array, ...]]:
         found: list[tuple[jax.Array, ...]] = []
         for k_R in rows(number):
             x_R = read_x(k_R)
@@ -512,7 +512,7 @@ def _sums(
             sums_RC = _fused(kind, codes_RC, factor_R[:, None], sums_RC, interpret)
         return sums_RC
 
-    def step(number: Any, carry: tuple) -> tuple:
+    def step(number: jax.Array | int, carry: tuple) -> tuple:
         later = codes(number + 1), factors(number + 1)
         return use(*carry), *later
 

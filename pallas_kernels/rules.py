@@ -124,7 +124,9 @@ def advance(
     return updated
 
 
-def _adam(s: Scalars, decoupled: bool, decays: bool, g: Any, p: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
+def _adam(
+    s: Scalars, decoupled: bool, decays: bool, g: jax.Array, p: jax.Array, m: jax.Array, v: jax.Array
+) -> tuple[Any, Any, Any]:
     if decays and not decoupled:
         g = g + s.weight_decay * p
     m = s.b1 * m + s.rest1 * g
@@ -135,7 +137,9 @@ def _adam(s: Scalars, decoupled: bool, decays: bool, g: Any, p: Any, m: Any, v: 
     return -s.learning_rate * direction, m, v
 
 
-def _lion(s: Scalars, decoupled: bool, decays: bool, g: Any, p: Any, m: Any, _: Any) -> tuple[Any, Any, None]:
+def _lion(
+    s: Scalars, decoupled: bool, decays: bool, g: jax.Array, p: jax.Array, m: jax.Array, _: Any
+) -> tuple[Any, Any, None]:
     if decays and not decoupled:
         g = g + s.weight_decay * p
     direction = jnp.sign(s.b1 * m + s.rest1 * g)
@@ -152,7 +156,11 @@ def _read(stored: Any) -> jax.Array:
 
 
 def _write(
-    draws: Iterator[jax.Array], scales_of: Callable[..., jax.Array], sqrt: Callable[..., jax.Array], x: Any, like: Any
+    draws: Iterator[jax.Array],
+    scales_of: Callable[..., jax.Array],
+    sqrt: Callable[..., jax.Array],
+    x: jax.Array,
+    like: Any,
 ) -> Any:
     if isinstance(like, tuple):
         scales = scales_of(x)

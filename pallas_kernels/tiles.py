@@ -219,7 +219,7 @@ def _find(tiles: Sequence[Tiles], program: jax.Array) -> tuple[jax.Array, jax.Ar
     return array, own
 
 
-def load(ref: Any, numbers: jax.Array, mask: jax.Array | None, evict: str | None = None) -> jax.Array:
+def load(ref: jax.Ref, numbers: jax.Array, mask: jax.Array | None, evict: str | None = None) -> jax.Array:
     """Reads elements of an array by index; masked elements are 0. `evict` is the L2 cache's eviction policy for them."""
     other = None if mask is None else jnp.zeros((), ref.dtype)
     return pltriton.load(ref.at[numbers], mask=mask, other=other, eviction_policy=evict)

@@ -133,7 +133,7 @@ def _halves(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
     return ((wide & 15) ^ 8) - 8, ((wide >> 4) ^ 8) - 8
 
 
-def _pack(bits: int, blocks: int, x_ref: Any, *refs: Any) -> None:
+def _pack(bits: int, blocks: int, x_ref: jax.Ref, *refs: Any) -> None:
     """Each program packs a tile of blocks. With 4 bits it holds the halves of its blocks apart, since they share bytes."""
     codes_ref, scales_ref = refs[-2:]
     block_T, exists_T = _tile(blocks)
@@ -154,7 +154,9 @@ def _pack(bits: int, blocks: int, x_ref: Any, *refs: Any) -> None:
     pltriton.store(scales_ref.at[block_T], scale_T, mask=exists_T)
 
 
-def _unpack_sum(parts: int, blocks: int, codes_ref: Any, scales_ref: Any, rotation_ref: Any, out_ref: Any) -> None:
+def _unpack_sum(
+    parts: int, blocks: int, codes_ref: jax.Ref, scales_ref: jax.Ref, rotation_ref: jax.Ref, out_ref: jax.Ref
+) -> None:
     """Each program adds up a tile of blocks over all parts, and rotates the sum back."""
     block_T, exists_T = _tile(blocks)
     at = jnp.arange(WIDTH[4])[None, :]
@@ -178,7 +180,7 @@ def _tile(blocks: int) -> tuple[jax.Array, jax.Array]:
     return block_T, block_T < blocks
 
 
-def _rotated_tile(x: jax.Array, rotation_ref: Any) -> jax.Array:
+def _rotated_tile(x: jax.Array, rotation_ref: jax.Ref) -> jax.Array:
     """Returns a tile rotated; on a GPU the matrix units round its values to TF32, to a 2,048th, where a code is a 14th."""
     at = jnp.arange(ROTATED)
     rotation = pltriton.load(rotation_ref.at[at[:, None], at[None, :]])

@@ -80,7 +80,7 @@ def is_host_memory_full(error: BaseException) -> bool:
     )
 
 
-def shown(value: Any, most: int = 120) -> str:
+def shown(value: object, most: int = 120) -> str:
     """Returns a value as it is written in Python, cut to `most` characters. Python refuses to write integers of 4300 digits or more."""
     try:
         text = repr(value)
@@ -91,7 +91,7 @@ def shown(value: Any, most: int = 120) -> str:
     return text if len(text) <= most else f"{text[: most - 20]}...{text[-17:]}"
 
 
-def choose(value: Any, known: Iterable[Any]) -> str:
+def choose(value: object, known: Iterable[Any]) -> str:
     """Returns the way out of a name that is not known: the nearest of `known`, or all of them.
 
     >>> choose("tinny", ["test", "tiny"])

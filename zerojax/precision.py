@@ -87,7 +87,7 @@ def floating(name: str, dtype: DTypeLike | None) -> Any:
 def cast_floating(values: PyTree, dtype: DTypeLike | None) -> PyTree:
     """Casts floating leaves to `dtype`; other leaves, and all if `dtype` is None, are unchanged."""
 
-    def cast(leaf: Leaf) -> Any:
+    def cast(leaf: Leaf) -> Leaf:
         return leaf.astype(dtype) if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     return jax.tree.map(cast, values)

@@ -125,7 +125,7 @@ def bodies(eqn: jex.JaxprEqn) -> list[tuple[Any, Sequence[Any]]]:
     return []
 
 
-def _value(value: Any, aval: Any) -> Any:
+def _value(value: object, aval: Any) -> Any:
     return value
 
 

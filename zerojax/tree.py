@@ -79,7 +79,7 @@ def block_of(leaf_path: str, pattern: re.Pattern) -> str | None:
     return next((prefix for prefix in prefixes if pattern.fullmatch(prefix)), None)
 
 
-def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: Any, is_leaf: IsLeaf = None) -> Any:
+def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: Any, is_leaf: IsLeaf = None) -> PyTree:
     """Maps `function(path, leaf, *others)` over trees of one structure."""
 
     structure: Any
@@ -166,7 +166,7 @@ def longest_suffix(index: dict[str, str], path: str) -> str | None:
 class NonArrays:
     """What of a value is no array (a flag, a name). JAX's transformations would trace or refuse it, so it stays beside them."""
 
-    def take(self, value: Any) -> list[Any]:
+    def take(self, value: object) -> list[Any]:
         """Returns the arrays of a value, and keeps the rest."""
         leaves, self._structure = jax.tree.flatten(value)
         self._is_array = [
@@ -175,7 +175,7 @@ class NonArrays:
         self._rest = [leaf for array, leaf in zip(self._is_array, leaves) if not array]
         return [leaf for array, leaf in zip(self._is_array, leaves) if array]
 
-    def give(self, arrays: Iterable[Any]) -> Any:
+    def give(self, arrays: Iterable[Any]) -> PyTree:
         """Returns the value that was taken, with other arrays."""
         own, rest = iter(arrays), iter(self._rest)
         return jax.tree.unflatten(self._structure, [next(own if array else rest) for array in self._is_array])

@@ -466,7 +466,7 @@ def _is_same_but_for_padding(
     return before == here or (saved_unpadded is None and saved == wanted)
 
 
-def _resized(array: Any, wanted: jax.ShapeDtypeStruct) -> Any:
+def _resized(array: Any, wanted: jax.ShapeDtypeStruct) -> np.ndarray:
     """Returns a numpy array cut or padded to its wanted shape; Orbax resizes the others."""
     if not isinstance(array, np.ndarray) or array.shape == wanted.shape:
         return array

@@ -47,7 +47,7 @@ def from_logical(logical: State, copy_dtype: DTypeLike | None, like: PyTree = No
     return logical.replace(params=params, opt_state=master_weights.MasterWeightsState(master, logical.opt_state))
 
 
-def _master_of(master: Any, param: Any) -> Any:
+def _master_of(master: Any, param: Any) -> Leaf:
     return param if _is_frozen(master) else master
 
 

@@ -273,7 +273,7 @@ def _believed(name: str, known: Mapping[str, float]) -> tuple[float, float]:
     return min(alike) / far, max(alike) * far
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{errors.shown(value)} is no number")
     return float(value)

@@ -89,7 +89,7 @@ class Patience:
         self.seconds, self._clock = 0.0, time.monotonic()
         self._before: Any = None
 
-    def see(self, value: Any) -> float:
+    def see(self, value: object) -> float:
         """Returns the seconds since `value` changed."""
         now = time.monotonic()
         self.seconds += min(now - self._clock, 5 * TICK_SECONDS)

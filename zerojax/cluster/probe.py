@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -99,7 +99,7 @@ def exchange(leaders: Sequence[int], nbytes: int) -> dict[int, float]:
     return found
 
 
-def _swap(mesh: jax.sharding.Mesh, pairs: list[tuple[int, int]]) -> Any:
+def _swap(mesh: jax.sharding.Mesh, pairs: list[tuple[int, int]]) -> Callable[[jax.Array], jax.Array]:
     """Returns a program that sends each host's shard to another host: (from, to)."""
     spec = jax.P("host")
     return jax.jit(
@@ -107,7 +107,7 @@ def _swap(mesh: jax.sharding.Mesh, pairs: list[tuple[int, int]]) -> Any:
     )
 
 
-def _tell(name: str, value: Any) -> None:
+def _tell(name: str, value: object) -> None:
     print(MARK + json.dumps({"rank": processes.rank(), name: value}), flush=True)
 
 

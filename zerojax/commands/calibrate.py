@@ -365,7 +365,7 @@ def _product(bench: Bench, table: rates_lib.GpuRates, name: str) -> Figures:
     in_fp8 = form == "fp8"  # which cuBLASLt sums over the last dim of both, so that nothing is transposed here
     right = [bench.normal((n, k) if in_fp8 else (k, n), dtype, seed=seed + count) for seed in range(count)]
 
-    def run(left: Any, right: Any) -> Any:
+    def run(left: list[jax.Array], right: list[jax.Array]) -> Any:
         result = jnp.float32 if form == "fp32" else jnp.bfloat16
         return [
             jax.lax.dot_general(x, y, (((1,), (int(in_fp8),)), ((), ())), preferred_element_type=result)
@@ -384,7 +384,7 @@ def _bandwidth(bench: Bench) -> Figures:
     held = [bench.normal((n,), jnp.float32, seed=seed) for seed in range(3)]
     grad = bench.normal((n,), jnp.bfloat16, seed=3)
 
-    def run(held: Any, grad: Any) -> Any:
+    def run(held: list[jax.Array], grad: jax.Array) -> Any:
         p, mu, nu = held
         g = grad.astype(jnp.float32)
         mu, nu = 0.9 * mu + 0.1 * g, 0.95 * nu + 0.05 * g * g
@@ -402,7 +402,7 @@ def _attention(bench: Bench, dim: int, length: int, batch: int) -> Figures:
     q, k, v, dy = (bench.normal(shape, jnp.bfloat16, seed=seed) for seed, shape in enumerate(shapes))
     attend = functools.partial(attention.attend, kernel="cudnn" if bench.is_gpu else "xla", is_causal=True)
 
-    def both(q: Any, k: Any, v: Any, dy: Any) -> Any:
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> Any:
         y, pull = jax.vjp(attend, q, k, v)
         return y, pull(dy)
 
@@ -606,12 +606,12 @@ def _slowed(bench: Bench, kind: str, ways: int) -> Figures:
         for seed, count in enumerate((heads, kv, kv))
     )
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         for _ in range(4):
             q = attention.attend(q, k, v, "cudnn" if bench.is_gpu else "xla", is_causal=True)
         return q
 
-    def passes(x: Any) -> Any:
+    def passes(x: jax.Array) -> Any:
         return [jnp.roll(x, count) for count in range(1, 9)]
 
     found: Figures = {}

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import ml_collections
 from rich.table import Table
 
 from zerojax import configs, display, errors, files, precision
@@ -560,7 +561,7 @@ def _at(config: settings_lib.Config, number: int) -> settings_lib.Config:
     return dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=number))
 
 
-def _raw(settings: Mapping[str, Any]) -> Any:
+def _raw(settings: Mapping[str, Any]) -> ml_collections.ConfigDict:
     """Returns the base config with settings."""
     raw = configs.get("base")
     raw.update_from_flattened_dict(dict(settings))

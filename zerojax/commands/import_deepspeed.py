@@ -413,7 +413,7 @@ def _as(dtype: DTypeLike, leaf: Leaf) -> Leaf:
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
-def _read(source: folder_lib.Folder | peft.Adapter, like: PyTree) -> Any:
+def _read(source: folder_lib.Folder | peft.Adapter, like: PyTree) -> PyTree:
     """Returns the weights of a folder in the shardings of `like`."""
     if isinstance(source, folder_lib.Folder):
         return folder_lib.read_params(source, like)
@@ -428,7 +428,7 @@ def _read_moments(
     out: pathlib.Path,
     kind: str,
     like: PyTree,
-) -> Any:
+) -> PyTree:
     """Returns a moment of all weights, laid out as the params: it goes through a folder like theirs."""
     is_model = isinstance(source, folder_lib.Folder)
     raw = tensor_files.read_folder(source.path) if is_model else tensor_files.read_header(source.path / peft.WEIGHTS)

@@ -110,7 +110,7 @@ def _row(line: draft.Line) -> str:
     return f"  {line.key}{value}: {line.text}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = " ".join(json.dumps(value, default=str).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -127,7 +127,7 @@ def _as_json(document: documents.Document, found: draft.Translation, config: str
     }
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Returns a value that JSON can hold."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

@@ -146,13 +146,13 @@ def _group(card: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return _NOTHING if value is None else str(value)
 
 
-def _bytes(value: Any) -> str:
+def _bytes(value: object) -> str:
     return display.human(value) if isinstance(value, int | float) else _NOTHING
 
 
@@ -160,7 +160,7 @@ def _hash(losses: Mapping[str, Any]) -> str:
     return _short(losses.get("sha256"))
 
 
-def _short(digest: Any) -> str:
+def _short(digest: object) -> str:
     return digest[:16] if isinstance(digest, str) and digest else _NOTHING
 
 

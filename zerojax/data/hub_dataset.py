@@ -121,7 +121,7 @@ def _fits_json(kind: Any) -> bool:
     return all(item is not None and _fits_json(item) for item in inner)
 
 
-def _encoded(feature: Any, value: Any) -> Any:
+def _encoded(feature: Any, value: object) -> Any:
     """Returns a value as its feature keeps it. A missing text is empty, and a missing label -1."""
     if isinstance(feature, tfds.features.ClassLabel):
         return -1 if value is None else value

@@ -114,7 +114,7 @@ def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
     return model
 
 
-def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
+def _steps(part: object) -> Iterator[Mapping[str, Any]]:
     """Yields the steps of a normalizer, a pre-tokenizer or a decoder, in which sequences stand open."""
     if isinstance(part, Mapping):
         inner = [value for value in part.values() if isinstance(value, list)]

@@ -171,7 +171,9 @@ def _without_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _buffers(lowered: Any, compiled: Any, dump: Dump | None, roles: Sequence[tuple[str, str]]) -> Buffers:
+def _buffers(
+    lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, dump: Dump | None, roles: Sequence[tuple[str, str]]
+) -> Buffers:
     stats = compiled.memory_analysis()
     analysis = stats.argument_size_in_bytes + stats.temp_size_in_bytes if stats is not None else 0
     analysis += stats.output_size_in_bytes - stats.alias_size_in_bytes if stats is not None else 0

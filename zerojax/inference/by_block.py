@@ -19,6 +19,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.inference import choice as choice_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
 from zerojax.zero import placement
 from zerojax.zero.offload import fetched_params
@@ -32,7 +33,7 @@ class Loop:
     def __init__(
         self,
         family: family_lib.Family,
-        config: Any,
+        config: ModelConfig,
         partition: placement.Partition,
         choice: choice_lib.Choice,
         compute_dtype: DTypeLike,

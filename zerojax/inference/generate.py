@@ -25,6 +25,7 @@ from zerojax.inference import choice as choice_lib
 from zerojax.inference import sampling as sampling_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
 from zerojax.zero import placement, where_used
 from zerojax.zero.offload import budget, selection
@@ -91,7 +92,7 @@ def make_generator(
     return generate
 
 
-def check_length(family: family_lib.Family, config: Any, longest: int) -> None:
+def check_length(family: family_lib.Family, config: ModelConfig, longest: int) -> None:
     """Raises a UserError if the model has no positions for a text of `longest` tokens; warns if it was not trained on so long a text."""
     positions = family.positions(config)
     if positions is not None and longest > positions:
@@ -150,7 +151,7 @@ def sharded_rows(arrays: PyTree, mesh: Mesh) -> Any:
 
 def _make_loop(
     family: family_lib.Family,
-    config: Any,
+    config: ModelConfig,
     partition: placement.Partition,
     choice: choice_lib.Choice,
     compute_dtype: DTypeLike,

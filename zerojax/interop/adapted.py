@@ -20,6 +20,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.interop import layout, peft
 from zerojax.lora import adapters, targets
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.ops import quantized
 from zerojax.tree import PyTree
 
@@ -38,7 +39,7 @@ def dtypes(folder: folder_lib.Folder) -> dict[str, Any]:
 
 def abstract(
     family: family_lib.Family,
-    model: Any,
+    model: ModelConfig,
     chosen: targets.Targets,
     frozen: Callable[[str], Any],
     trained: Any = jnp.float32,

@@ -25,6 +25,7 @@ from zerojax import bounded, errors, files, tree
 from zerojax.errors import UserError
 from zerojax.interop import huggingface, layout, tensor_files
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
 
 INDEX = "index.json"
@@ -42,7 +43,7 @@ class Published(NamedTuple):
 def publish(
     params: PyTree,
     family: family_lib.Family,
-    model: Any,
+    model: ModelConfig,
     folder: str | os.PathLike,
     step: int,
     *,

@@ -135,7 +135,7 @@ def fingerprint(folder: Folder) -> str:
     return found.hexdigest()[:16]
 
 
-def read_params(folder: Folder, abstract: PyTree) -> Any:
+def read_params(folder: Folder, abstract: PyTree) -> PyTree:
     """Reads the weights into their shardings. All processes must call it, and each reads its own shards.
 
     Args:

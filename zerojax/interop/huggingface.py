@@ -27,6 +27,7 @@ from zerojax import bounded, errors, tree
 from zerojax.errors import UserError
 from zerojax.interop import layout, tensor_files
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero.offload import storage
 
@@ -59,7 +60,7 @@ CARRIED = (
 def export(
     params: PyTree,
     family: family_lib.Family,
-    model: Any,
+    model: ModelConfig,
     directory: str | os.PathLike,
     *,
     max_shard_bytes: int = SHARD_BYTES,

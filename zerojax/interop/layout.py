@@ -3,12 +3,13 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from zerojax import tree
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 
 _LAYER = re.compile(r"_(\d+)/")  # the layer number in a path
 
@@ -76,7 +77,7 @@ class ModelTensor(NamedTuple):
         return np.ascontiguousarray(leaf.transpose(order)).reshape(self.shape)
 
 
-def tensors(family: family_lib.Family, model: Any) -> list[ModelTensor]:
+def tensors(family: family_lib.Family, model: ModelConfig) -> list[ModelTensor]:
     """Returns the model's tensors: first those outside layers, then layer by layer. Each group is in the order of the family's table."""
     table = family.huggingface.tensors(model)
     order = list(table)
@@ -96,7 +97,7 @@ def tensors(family: family_lib.Family, model: Any) -> list[ModelTensor]:
     return [tensor for *_, tensor in sorted(found, key=lambda item: item[:2])]
 
 
-def written(family: family_lib.Family, model: Any) -> list[ModelTensor]:
+def written(family: family_lib.Family, model: ModelConfig) -> list[ModelTensor]:
     """Returns the tensors of files that are written: `tensors`, and those that repeat one."""
     found = tensors(family, model)
     by_name = {tensor.name: tensor for tensor in found}

@@ -50,7 +50,7 @@ def export(
     )
 
 
-def of_params(params: PyTree, chosen: targets.Targets) -> Any:
+def of_params(params: PyTree, chosen: targets.Targets) -> PyTree:
     """Returns the weights of a plain model for `huggingface.export`: each is merged, or dequantized, when it is written.
 
     Args:

@@ -24,6 +24,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.interop import hub, huggingface, layout, tensor_files
 from zerojax.lora import settings, targets
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -71,7 +72,7 @@ class Adapter:
     first_read: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
 
 
-def choose(lora: settings.Lora, family: family_lib.Family, model: Any) -> targets.Targets:
+def choose(lora: settings.Lora, family: family_lib.Family, model: ModelConfig) -> targets.Targets:
     """Matches the settings with a model of a family. Names are those of transformers' modules.
 
     Raises:
@@ -87,7 +88,7 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: Any) -> target
 
 
 def start(
-    family: family_lib.Family, model: Any, lora: settings.Lora | None, adapter: str | os.PathLike | None
+    family: family_lib.Family, model: ModelConfig, lora: settings.Lora | None, adapter: str | os.PathLike | None
 ) -> tuple[Adapter | None, targets.Targets]:
     """Returns the opened folder of adapters, if there is one, and the adapters that a model starts with.
 
@@ -118,7 +119,7 @@ def start(
     return opened, chosen
 
 
-def linear(family: family_lib.Family, model: Any) -> dict[str, targets.LinearModule]:
+def linear(family: family_lib.Family, model: ModelConfig) -> dict[str, targets.LinearModule]:
     """Returns a model's linear modules by path, with their names in transformers."""
     found = {}
     for tensor in layout.tensors(family, model):
@@ -134,7 +135,9 @@ def linear(family: family_lib.Family, model: Any) -> dict[str, targets.LinearMod
     return found
 
 
-def open_adapter(path: str | os.PathLike, family: family_lib.Family, model: Any, *, quantize: str = "none") -> Adapter:
+def open_adapter(
+    path: str | os.PathLike, family: family_lib.Family, model: ModelConfig, *, quantize: str = "none"
+) -> Adapter:
     """Reads the config and the header of a folder, and checks that its tensors belong to the model. Reads no weights.
 
     Raises:
@@ -189,7 +192,7 @@ def open_adapter(path: str | os.PathLike, family: family_lib.Family, model: Any,
 
 
 def _check_tied(
-    path: pathlib.Path, raw: Mapping[str, Any], saved: list[str], family: family_lib.Family, model: Any
+    path: pathlib.Path, raw: Mapping[str, Any], saved: list[str], family: family_lib.Family, model: ModelConfig
 ) -> None:
     """Refuses an embedding that is trained in full apart from the output projection that repeats it."""
     if _tied(saved, family, model) and not raw.get(TYING):
@@ -209,7 +212,7 @@ def _trained_apart(path: pathlib.Path) -> UserError:
 
 
 def _copies(
-    tensors: Iterable[layout.ModelTensor], chosen: targets.Targets, family: family_lib.Family, model: Any
+    tensors: Iterable[layout.ModelTensor], chosen: targets.Targets, family: family_lib.Family, model: ModelConfig
 ) -> list[layout.ModelTensor]:
     """Returns the tied embedding once more under the output projection's name, which PEFT expects if both are trained in full."""
     if not _tied(chosen.saved, family, model):
@@ -221,7 +224,7 @@ def _copies(
 
 
 def _without_copies(
-    entries: Mapping[str, tensor_files.Entry], family: family_lib.Family, model: Any
+    entries: Mapping[str, tensor_files.Entry], family: family_lib.Family, model: ModelConfig
 ) -> dict[str, tensor_files.Entry]:
     """Returns the tensors without copies of tied weights that PEFT saves beside them."""
     found = dict(entries)
@@ -234,7 +237,7 @@ def _without_copies(
     return found
 
 
-def _tied(saved: Iterable[str], family: family_lib.Family, model: Any) -> bool:
+def _tied(saved: Iterable[str], family: family_lib.Family, model: ModelConfig) -> bool:
     """Returns whether a weight that is trained in full is the output projection too."""
     return model.tie_embeddings and "embed/embedding" in saved
 
@@ -282,7 +285,7 @@ def read_settings(path: pathlib.Path, raw: Mapping[str, Any], *, quantize: str =
         raise UserError(f"{path / CONFIG}: {error}") from error
 
 
-def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: Any) -> list[layout.ModelTensor]:
+def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: ModelConfig) -> list[layout.ModelTensor]:
     """Returns the tensors of a folder: the adapters' A and B, and those of modules that are trained in full."""
     found = []
     for path in chosen.adapted:
@@ -298,7 +301,7 @@ def export(
     params: PyTree,
     chosen: targets.Targets,
     family: family_lib.Family,
-    model: Any,
+    model: ModelConfig,
     path: str | os.PathLike,
     *,
     base: str | None = None,
@@ -355,7 +358,9 @@ def _write(path: pathlib.Path, tensors: list[layout.ModelTensor], arrays: list[A
             huggingface.write_tensor(file, tensor, array)
 
 
-def config_of(chosen: targets.Targets, family: family_lib.Family, model: Any, base: str | None) -> dict[str, Any]:
+def config_of(
+    chosen: targets.Targets, family: family_lib.Family, model: ModelConfig, base: str | None
+) -> dict[str, Any]:
     """Returns the contents of adapter_config.json."""
     lora, others = chosen.lora, [path for path in chosen.linear if path not in chosen.adapted]
     meant = _names(chosen.linear, chosen.adapted)

@@ -118,7 +118,7 @@ class Peers:
         """Tells the others that this process ends now."""
         self._run(self._send({"status": status, "line": (line or f"status {status}")[:LONGEST_LINE]}))
 
-    def order(self, what: Any) -> None:
+    def order(self, what: object) -> None:
         """On process 0: gives all others a value of JSON, which each gets by `next_order`. Waits only if they are far behind."""
         self._run(self._send({"order": what}))
 

@@ -186,7 +186,7 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def order(what: Any) -> None:
+def order(what: object) -> None:
     """On process 0: gives all others a value of JSON. They get what is ordered in this order, each by `next_order`."""
     if _peers is not None:
         _peers.order(what)

@@ -30,7 +30,7 @@ def shapes(targets: targets_lib.Targets) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def draw(key: jax.Array, number: Any, shape: tuple[int, ...], *, is_b: bool) -> jax.Array:
+def draw(key: jax.Array, number: jax.Array | int, shape: tuple[int, ...], *, is_b: bool) -> jax.Array:
     """Returns the first value of an adapter's weight, float32: B is 0, and A uniform up to 1 / sqrt(inputs), as in PEFT.
 
     `number` (`number_of`) tells adapters apart.

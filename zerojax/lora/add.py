@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 from flax import nnx
 
@@ -11,7 +12,11 @@ from zerojax.lora import linen, nnx_modules, settings
 
 
 def add_lora(
-    model: Any, lora: settings.Lora, key: jax.Array, function: Callable[..., Any] | None = None, *args: Any
+    model: nn.Module | nnx.Module,
+    lora: settings.Lora,
+    key: jax.Array,
+    function: Callable[..., Any] | None = None,
+    *args: Any,
 ) -> Any:
     """Adds fresh adapters beside the kernels of a model's linear modules: Dense and DenseGeneral of Linen, Linear and LinearGeneral of NNX.
 

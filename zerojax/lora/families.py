@@ -9,6 +9,7 @@ import jax
 
 from zerojax.lora import linen, targets
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
 
 
@@ -23,7 +24,9 @@ def with_adapters(family: family_lib.Family, chosen: targets.Targets, share: flo
 
         return run
 
-    def loss(config: Any, params: PyTree, batch: PyTree, key: jax.Array | None = None, **how: bool) -> jax.Array:
+    def loss(
+        config: ModelConfig, params: PyTree, batch: PyTree, key: jax.Array | None = None, **how: bool
+    ) -> jax.Array:
         with linen.dropout_key(key):
             return wrapped(family.loss)(config, params, batch, key, **how)
 

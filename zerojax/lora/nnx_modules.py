@@ -78,7 +78,7 @@ def _linear(path: str, module: Any) -> targets_lib.LinearModule:
     return targets_lib.LinearModule(path.replace("/", "."), shape[dims:], inputs, stack=shape[:dims])
 
 
-def _inputs_of(module: Any) -> int | None:
+def _inputs_of(module: nnx.Module) -> int | None:
     """Returns the number of dims that a linear module contracts, the last of its input; None for others."""
     if isinstance(module, nnx.Linear):
         return 1

@@ -153,5 +153,5 @@ def _check_regexes(field: str, patterns: Iterable[Any]) -> None:
             ) from error
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -60,7 +60,7 @@ def text(
     return "\n".join(lines) + "\n"
 
 
-def _literal(value: Any) -> str:
+def _literal(value: object) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 

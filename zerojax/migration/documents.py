@@ -86,7 +86,7 @@ def translated(document: Document, *, version: tuple[int, ...] = translate.NEWES
         raise UserError(f"{document.name}: {error}") from error
 
 
-def _named(value: Any, folder: pathlib.Path) -> Mapping[str, Any] | None:
+def _named(value: object, folder: pathlib.Path) -> Mapping[str, Any] | None:
     """Returns the DeepSpeed config in a value, or at the path that it is; None if there is none."""
     if isinstance(value, Mapping):
         return value
@@ -177,7 +177,7 @@ def _loader(name: str) -> type[yaml.SafeLoader]:
     return Loader
 
 
-def _check(name: str, content: Any, sizes: dict[int, int | None]) -> int:
+def _check(name: str, content: object, sizes: dict[int, int | None]) -> int:
     """Returns the number of values that a part of a document holds. YAML's aliases may hold a part many times, or inside itself.
 
     Args:

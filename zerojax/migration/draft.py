@@ -164,7 +164,7 @@ class Draft:
             return None if value is None else int(value)
         raise UserError(f"{name}: must be a whole number, and is {self.get(name)!r}; correct it in the file")
 
-    def put(self, place: str, value: Any, *names: str) -> None:
+    def put(self, place: str, value: object, *names: str) -> None:
         """Sets a setting, decided by these canonical names."""
         known = () if place in self.assumed else self.sources.get(place, ())
         self.assumed.discard(place)
@@ -197,12 +197,12 @@ class Draft:
         lines = [self._line(own, canonical, self._given[own]) for own, canonical in self._names.items()]
         return Translation(self.settings, self.sources, (*lines, *self._absent), devices, frozenset(self.assumed))
 
-    def _line(self, own: str, name: str, value: Any) -> Line:
+    def _line(self, own: str, name: str, value: object) -> Line:
         verdict, text = self._account(own, name, value)
         now = f" (now {name})" if name != own else ""
         return Line(own, value, verdict, text + now)
 
-    def _account(self, own: str, name: str, value: Any) -> tuple[str, str]:
+    def _account(self, own: str, name: str, value: object) -> tuple[str, str]:
         """Returns the verdict on a key and its reason."""
         if name in self._said:
             return self._said[name]
@@ -245,7 +245,7 @@ def leaves(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
             yield f"{above}{key}", value
 
 
-def is_true(value: Any) -> bool:
+def is_true(value: object) -> bool:
     """Returns the truth of a value; "no", "false", "off", "none" and "0" are false."""
     if isinstance(value, str):
         return value.strip().lower() not in ("", "no", "false", "off", "none", "0", AUTO)
@@ -275,7 +275,7 @@ def is_off(content: Mapping[str, Any], name: str, auto: Mapping[str, Any] | None
     return isinstance(node, Mapping) and not node
 
 
-def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+def _is_one_of(value: object, values: tuple[Any, ...]) -> bool:
     """Returns whether a value is among others: texts in any case, an empty group or list as None, a truth value never as a number."""
     if isinstance(value, str):
         return value.strip().lower() in (str(other).lower() for other in values)

@@ -194,7 +194,7 @@ def _optimizer(found: Translation, given: _Given) -> tuple[Any, Any, dict[str, L
     return schedule, optax.chain(optax.add_decayed_weights(l2), tx) if l2 else tx, own
 
 
-def _schedule(given: _Given, rate: float, own: dict[str, Line]) -> Any:
+def _schedule(given: _Given, rate: float, own: dict[str, Line]) -> optax.Schedule:
     """Returns the schedule of a config, or a constant rate."""
     kind = given.kind("scheduler")
     if not kind:

@@ -154,7 +154,7 @@ def _put(draft: Draft, name: str, place: str, form: str) -> bool:
     return True
 
 
-def _modules(value: Any) -> str:
+def _modules(value: object) -> str:
     """Returns names of modules as config.lora has them: with commas, and "all-linear" for all."""
     names = [str(one).strip() for one in (value if isinstance(value, list) else str(value).split(","))]
     return "all-linear" if names == ["all"] else ",".join(names)
@@ -245,7 +245,7 @@ def _clients(draft: Draft) -> None:
         draft.say("report_to", UNSUPPORTED, f"there is no client for {', '.join(others)}; {WANTED}")
 
 
-def share(value: Any, steps: Any) -> int | None:
+def share(value: object, steps: Any) -> int | None:
     """Returns a number of steps; a value below 1 is a share of `steps`. None if it is neither."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**31:
         return None

@@ -193,7 +193,7 @@ def _check_opcodes(content: bytes) -> None:
             raise ValueError(f"a pickle of more than {_MOST_OPCODES} objects")
 
 
-def _count_values(part: Any, sizes: dict[int, int | None]) -> int:
+def _count_values(part: object, sizes: dict[int, int | None]) -> int:
     """Returns the number of values in a part. A pickle may name a part many times, or inside itself.
 
     Args:
@@ -331,7 +331,7 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _number(value: Any, *_: Any) -> int:
+def _number(value: object, *_: Any) -> int:
     if not isinstance(value, int):
         raise ValueError("a number that is none")
     return value
@@ -384,7 +384,7 @@ class _NumpyArray:
         pass
 
 
-def _numpy_scalar(of: Any, content: Any = b"") -> Any:
+def _numpy_scalar(of: Any, content: object = b"") -> Any:
     if not isinstance(of, _NumpyDtype) or not isinstance(content, bytes):
         raise ValueError("a scalar of an unknown kind")
     (value,) = np.frombuffer(content, of.__dict__["dtype"])

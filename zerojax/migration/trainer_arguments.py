@@ -288,7 +288,7 @@ def _warmup(arguments: Mapping[str, Any]) -> float:
     return script_arguments.share(chosen, last) or chosen
 
 
-def _say(draft: Draft, name: str, value: Any) -> None:
+def _say(draft: Draft, name: str, value: object) -> None:
     """Says of an argument what the table does not."""
     if name.partition(".")[0] == "fsdp_config":
         draft.say(name, keys_lib.NO_EFFECT, "Trainer reads it with fsdp alone; set config.zero.stage")
@@ -335,6 +335,6 @@ def _holds(deepspeed: Mapping[str, Any] | None, name: str) -> bool:
     return any(key == name or keys_lib.canonical(key) == name for key, _ in draft_lib.leaves(deepspeed or {}))
 
 
-def _is_unset(name: str, value: Any) -> bool:
+def _is_unset(name: str, value: object) -> bool:
     """Returns whether an argument's value is one of its ways of saying "not given"."""
     return value in ("", "auto", None) or (name == "max_steps" and isinstance(value, (int, float)) and value <= 0)

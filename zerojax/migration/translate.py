@@ -156,7 +156,7 @@ def _modern(content: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _device(value: Any) -> Any:
+def _device(value: object) -> Any:
     return ("cpu" if value else "none") if isinstance(value, bool) else value
 
 

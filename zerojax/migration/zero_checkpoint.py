@@ -482,7 +482,7 @@ def _float32(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, np.float32)
 
 
-def _table(path: pathlib.Path, content: Any) -> Mapping[str, Any]:
+def _table(path: pathlib.Path, content: object) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: does not hold what DeepSpeed saves; copy it again")
     return content

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 
 from zerojax.models import decoding, layers
+from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
 
 Module = Callable[[Any], nn.Module]
@@ -18,7 +19,7 @@ Module = Callable[[Any], nn.Module]
 
 def loss(
     module: Module,
-    config: Any,
+    config: ModelConfig,
     params: PyTree,
     batch: Mapping[str, jax.Array],
     key: jax.Array | None = None,
@@ -33,7 +34,7 @@ def loss(
 
 
 def logits(
-    module: Module, config: Any, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array
+    module: Module, config: ModelConfig, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array
 ) -> jax.Array:
     """Returns the scores of the token after each of `tokens`."""
     return cast(jax.Array, module(config).apply({"params": params}, inputs["inputs"], tokens, inputs.get("mask")))
@@ -41,7 +42,7 @@ def logits(
 
 def start(
     module: Module,
-    config: Any,
+    config: ModelConfig,
     params: PyTree,
     inputs: Mapping[str, jax.Array],
     tokens: jax.Array,
@@ -54,14 +55,14 @@ def start(
 
 
 def extend(
-    module: Module, config: Any, params: PyTree, caches: PyTree, step: decoding.Step, tokens: jax.Array
+    module: Module, config: ModelConfig, params: PyTree, caches: PyTree, step: decoding.Step, tokens: jax.Array
 ) -> PyTree:
     """Returns the scores after one more token, and the caches."""
     return module(config).apply({"params": params}, caches, step, tokens, method="extend")
 
 
 def flops_per_token(
-    flops_per_row: Callable[..., float], config: Any, lengths: Mapping[str, int], per_weight: float = 6.0
+    flops_per_row: Callable[..., float], config: ModelConfig, lengths: Mapping[str, int], per_weight: float = 6.0
 ) -> float:
     """Returns the operations of training per token of the inputs. The last target is predicted and not read."""
     return flops_per_row(config, lengths["inputs"], lengths["targets"] - 1, per_weight) / lengths["inputs"]

@@ -14,8 +14,10 @@ import flax.linen as nn
 import jax
 
 from zerojax.models import decoding, parallel
+from zerojax.tree import PyTree
 
 Inputs = tuple[jax.ShapeDtypeStruct, ...]
+ModelConfig = Any  # the frozen dataclass that says what a family's models look like; its fields are the family's own
 # name in the weight tree -> (module, inputs to initialise it with)
 Parts = dict[str, tuple[nn.Module, Inputs]]
 
@@ -162,7 +164,7 @@ class Family:
     one_row: Callable[[Any, Any], Callable[..., tuple[jax.Array, Any]] | None] = lambda config, params: None
 
 
-def heads(family: Family, config: Any) -> str:
+def heads(family: Family, config: ModelConfig) -> str:
     """Returns the regex over the paths of a config's output projections, "" where the embedding table is the projection.
 
     That of a classifier never is.
@@ -170,7 +172,7 @@ def heads(family: Family, config: Any) -> str:
     return "" if config.tie_embeddings and not family.is_classifier else family.heads
 
 
-def parts_to_initialise(parts: Callable[[Any], Parts], config: Any) -> Parts:
+def parts_to_initialise(parts: Callable[[Any], Parts], config: ModelConfig) -> Parts:
     """Returns the parts of a config, with which any device can trace their initialisation.
 
     cuDNN's attention requires GPUs and 16-bit weights. The weights do not depend on the kernel.
@@ -178,7 +180,7 @@ def parts_to_initialise(parts: Callable[[Any], Parts], config: Any) -> Parts:
     return parts(dataclasses.replace(config, attention="xla"))
 
 
-def abstract_params(parts: Callable[[Any], Parts], config: Any) -> dict[str, Any]:
+def abstract_params(parts: Callable[[Any], Parts], config: ModelConfig) -> dict[str, Any]:
     """Returns the weight tree of a config as ShapeDtypeStructs. This is the only source of a model's shapes.
 
     Args:
@@ -189,11 +191,11 @@ def abstract_params(parts: Callable[[Any], Parts], config: Any) -> dict[str, Any
     return {name: _abstract_part(module, inputs) for name, (module, inputs) in found.items()}
 
 
-def count_params(parts: Callable[[Any], Parts], config: Any) -> int:
+def count_params(parts: Callable[[Any], Parts], config: ModelConfig) -> int:
     """Returns the number of weights of a config."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(parts, config)))
 
 
 @functools.lru_cache(maxsize=512)
-def _abstract_part(module: nn.Module, inputs: Inputs) -> Any:
+def _abstract_part(module: nn.Module, inputs: Inputs) -> PyTree:
     return jax.eval_shape(lambda *arrays: module.init(jax.random.key(0), *arrays), *inputs)["params"]

@@ -94,7 +94,7 @@ def _rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> tuple[jax.Arr
 
 
 @rms_norm.defjvp
-def _rms_norm_jvp(eps: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _rms_norm_jvp(eps: float, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     x_BTD, scale_D = primals
     y_BTD, inverse_BT1 = _rms_norm(x_BTD, scale_D, eps)
     x32_BTD, scale32_D, dx_BTD, dscale_D = (a.astype(jnp.float32) for a in (x_BTD, scale_D, *tangents))

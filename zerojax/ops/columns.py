@@ -4,8 +4,9 @@ A train step gives the model an array of the whole matrix's shape that nothing m
 columns, the one-pass loss (`sharded_losses`) or a look-up (`embedding`), takes this device's columns instead.
 """
 
+import contextlib
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ def add(path: str, columns: Columns, sink: jax.Array) -> jax.Array:
     return _MATRICES.add(path, Known(path, columns, sink), sink, (rows, size * columns.ways), columns.shard.dtype)
 
 
-def scope() -> Any:
+def scope() -> contextlib.AbstractContextManager[None]:
     """Returns the scope by which a plan knows collectives of activations from those of weights."""
     return jax.named_scope(roles.BY_COLUMNS)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import grouped
 from zerojax.ops import quantized
@@ -68,7 +69,7 @@ def merged(matrices: Matrices) -> jax.Array:
     return _kernel(matrices, matrices.a.dtype) + matrices.scale * (matrices.a @ matrices.b)
 
 
-def _kernel(matrices: StoredMatrices, dtype: Any) -> jax.Array:
+def _kernel(matrices: StoredMatrices, dtype: DTypeLike) -> jax.Array:
     kernel = matrices.kernel
     return quantized.dequantize(kernel, dtype) if quantized.is_quantized(kernel) else kernel.astype(dtype)
 

@@ -30,6 +30,7 @@ from zerojax import roles, specs
 from zerojax.errors import UserError
 from zerojax.ops import columns, expert_matrices, stand_ins
 from zerojax.ops.expert_matrices import Matrices, multiply
+from zerojax.tree import PyTree
 
 LOAD = 1.5  # a room, over what a balanced router sends
 ALL = (
@@ -63,7 +64,7 @@ class Stack:
         return self.specs[0]
 
     @property
-    def in_specs(self) -> Any:
+    def in_specs(self) -> PyTree:
         """Returns `specs` in the structure of `shard`."""
         return jax.tree.unflatten(jax.tree.structure(self.shard), self.specs)
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from zerojax import specs
 from zerojax.ops import attention, residuals, token_order
 from zerojax.ops import attention_blocks as blocks
+from zerojax.tree import PyTree
 
 # The halves of a device's tokens that a row of a stack may be, each with the condition under which it is.
 Choice = Mapping[int, Any]
@@ -69,7 +70,7 @@ class Ring:
         either = {0: is_before, 1: jnp.logical_not(is_before)}
         return 2, [{1: True}, either], [{0: True}, either]
 
-    def hop(self, x: Any, places: int = 1) -> Any:
+    def hop(self, x: Any, places: int = 1) -> PyTree:
         """Returns the arrays of the device `places` before."""
         return jax.lax.ppermute(x, self.axis, [(i, (i + places) % self.ways) for i in range(self.ways)])
 
@@ -131,7 +132,7 @@ def _forward(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, about: Any) -
     return y, (q, k, v, about, y, l)
 
 
-def _backward(ring: Ring, kept: Any, dy: jax.Array) -> tuple:
+def _backward(ring: Ring, kept: PyTree, dy: jax.Array) -> tuple:
     q, k, v, about, y, l = kept
     # XLA would start the first hop in the forward pass, or keep all gathered keys from there.
     k, v, dy = jax.lax.optimization_barrier((k, v, dy))
@@ -188,7 +189,7 @@ def _hop_of_two(ring: Ring, kv: jax.Array | None, d_kv: jax.Array | None) -> tup
     return jax.lax.bitcast_convert_type(kv_bits, kv.dtype), jax.lax.bitcast_convert_type(d_bits, jnp.float32)
 
 
-def _of_source(ring: Ring, everywhere: Any, step: int) -> Any:
+def _of_source(ring: Ring, everywhere: PyTree, step: int) -> PyTree:
     """Returns the arrays of the device `step` places before, of those of all devices."""
     source = (jax.lax.axis_index(ring.axis) - step) % ring.ways
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, source, keepdims=False), everywhere)

@@ -44,7 +44,14 @@ def cross_entropy(
 
 
 def over_rest(
-    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, total: Any, *, cap: float, chunk_tokens: int
+    hidden: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    total: jax.Array | None,
+    *,
+    cap: float,
+    chunk_tokens: int,
 ) -> jax.Array:
     """Returns the mean cross-entropy, float32[], where each device along the axes that the compiler shards has columns of the kernel, and
     some of the tokens: those of its part of each text if they divide, else those of a part of all.
@@ -67,7 +74,9 @@ def over_rest(
         bias = jnp.zeros((columns,), jnp.float32) if bias is None else bias.astype(jnp.float32)
         kernel, bias = jnp.pad(kernel, ((0, 0), (0, extra))), jnp.pad(bias, (0, extra), constant_values=lowest)
 
-    def of_own(hidden: jax.Array, shard: jax.Array, labels: jax.Array, bias: Any, total: jax.Array) -> jax.Array:
+    def of_own(
+        hidden: jax.Array, shard: jax.Array, labels: jax.Array, bias: jax.Array | None, total: jax.Array
+    ) -> jax.Array:
         chunk = max(1, chunk_tokens // ways)
         own = jax.lax.stop_gradient(shard)
         loss = _one_pass(hidden, shard.astype(jnp.float32), own, labels, bias, total / ways, axis, ways, chunk, cap)

@@ -200,7 +200,7 @@ def _tiled(body: _Body, consts: tuple[Any, ...], tiles: jax.Array) -> list[jax.A
     return body.over(lambda _, number, tile, __: (None, body(known, number, tile)), None, tiles, None)[1]
 
 
-def _forward(body: _Body, consts: tuple[Any, ...], tiles: Any) -> tuple[list[jax.Array], Any]:
+def _forward(body: _Body, consts: tuple[Any, ...], tiles: PyTree) -> tuple[list[jax.Array], Any]:
     """Its arguments say whether they are differentiated: the gradients of frozen weights are not computed."""
     known = {number: const.value for number, const in enumerate(consts)}
     is_trained = [const.perturbed and jnp.issubdtype(const.value.dtype, jnp.inexact) for const in consts]

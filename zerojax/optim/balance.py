@@ -14,6 +14,7 @@ import optax
 
 from zerojax import tree
 from zerojax.optim import one_pass as one_pass_lib
+from zerojax.tree import PyTree
 
 BIAS = "choice_bias"  # the name of such a weight
 State = Any
@@ -31,12 +32,12 @@ def with_balance(inner: optax.GradientTransformation, rate: float) -> optax.Grad
         load = load.astype(jnp.float32)
         return rate * jnp.sign(jnp.mean(load) - load)
 
-    def update(grads: Any, state: State, params: Any = None, **how: Any) -> tuple[Any, Any]:
+    def update(grads: PyTree, state: State, params: PyTree = None, **how: Any) -> tuple[Any, Any]:
         updates, state = inner.update(_others(grads), state, params, **how)
         return tree.map_with_path(lambda path, own, load: step(load) if is_bias(path) else own, updates, grads), state
 
     def apply(
-        grads: Any, state: State, params: Any, *, finite: jax.Array | None = None, **how: Any
+        grads: PyTree, state: State, params: PyTree, *, finite: jax.Array | None = None, **how: Any
     ) -> tuple[Any, Any, Any]:
         new, state, copies = whole.apply(_others(grads), state, params, finite=finite, **how)
 
@@ -62,6 +63,6 @@ def is_bias(path: str) -> bool:
     return path.rpartition("/")[2] == BIAS
 
 
-def _others(grads: Any) -> Any:
+def _others(grads: PyTree) -> PyTree:
     """Returns gradients without loads, so that no moment remembers them."""
     return tree.map_with_path(lambda path, grad: jnp.zeros_like(grad) if is_bias(path) else grad, grads)

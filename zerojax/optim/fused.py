@@ -54,10 +54,10 @@ class _Settings:
 
 def fused_adamw(
     learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 1e-4,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: jax.typing.ArrayLike = 1e-4,
     *,
     mask: Any = None,
     moments: str = "fp32",
@@ -103,9 +103,9 @@ def fused_adamw(
 
 def fused_lion(
     learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9,
-    b2: Any = 0.99,
-    weight_decay: Any = 1e-3,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.99,
+    weight_decay: jax.typing.ArrayLike = 1e-3,
     *,
     mask: Any = None,
     moments: str = "fp32",

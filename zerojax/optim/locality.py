@@ -174,10 +174,10 @@ class _Walk:
     def __init__(self, shapes: Sequence[tuple[int, ...]]):
         self._shapes = shapes
 
-    def run(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
+    def run(self, program: traces.Program, inputs: Sequence[_Value]) -> list[_Value]:
         """Returns the results of a jaxpr, closed or not."""
 
-        def settled(eqn: Any, values: list[_Value]) -> list[_Value]:
+        def settled(eqn: jex.JaxprEqn, values: list[_Value]) -> list[_Value]:
             return [self._settle(*pair) for pair in zip(self._results(eqn, values), eqn.outvars)]
 
         return traces.run(program, inputs, settled, lambda value, _: _constant(value))
@@ -205,13 +205,13 @@ class _Walk:
         is_even &= all(atom.aval.shape == shape for atom, value in zip(eqn.invars, inputs) if value.leaves)
         return [_join(inputs, is_even=is_even, by=name)] * len(eqn.outvars)
 
-    def _cond(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
+    def _cond(self, eqn: jex.JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         chosen, *operands = inputs
         by_branch = [self.run(branch, operands) for branch in eqn.params["branches"]]
         decided = [_mixed(chosen, "cond")] if chosen.leaves else []
         return [_join([*values, *decided], is_even=True) for values in zip(*by_branch)]
 
-    def _while(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
+    def _while(self, eqn: jex.JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         split = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         condition, body, carried = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
         while True:
@@ -223,7 +223,7 @@ class _Walk:
                 return carried
             carried = joined
 
-    def _scan(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
+    def _scan(self, eqn: jex.JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         # Constants, carry and rows, then carry and rows of results; rows have a dim less inside. JAX releases name the counts differently.
         body = traces.opened(eqn.params["jaxpr"])[0]
         rows_in, rows_out = (_has_rows(*pair) for pair in ((eqn.invars, body.invars), (eqn.outvars, body.outvars)))

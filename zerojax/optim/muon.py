@@ -73,7 +73,7 @@ class _MuonSettings:
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     momentum: float = 0.95,
-    weight_decay: Any = 0.0,
+    weight_decay: jax.typing.ArrayLike = 0.0,
     *,
     b1: float = 0.9,
     b2: float = 0.95,

@@ -46,7 +46,7 @@ class Pieces:
         return self.arrays[0].dtype
 
     @property
-    def sharding(self) -> Any:
+    def sharding(self) -> jax.sharding.Sharding:
         """Returns the sharding of each piece, which is one of the leaf too."""
         return self.arrays[0].sharding
 

@@ -126,7 +126,7 @@ def _with_state_of(plain: optax.GradientTransformation, one_pass: one_pass_lib.O
     def find(state: State) -> Any:
         return next(node for node in jax.tree.leaves(state, is_leaf=is_part) if isinstance(node, kinds))
 
-    def put(state: State, inner: Any) -> Any:
+    def put(state: State, inner: PyTree) -> Any:
         def replace(node: PyTree) -> Any:
             return inner if isinstance(node, kinds) else node._replace(count=inner.count) if is_part(node) else node
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
@@ -39,7 +40,7 @@ def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
     return found
 
 
-def _walk(jaxpr: Any, times: float, found: dict[str, float], room: float = 1.0) -> None:
+def _walk(jaxpr: traces.Program, times: float, found: dict[str, float], room: float = 1.0) -> None:
     """Adds the operations of a jaxpr; `room` is what its products have room for, over the rows of a balanced router (`roles.ROOM`)."""
     for eqn in traces.opened(jaxpr)[0].eqns:
         own = max(room, roles.room(str(eqn.source_info.name_stack)))
@@ -54,12 +55,12 @@ def _walk(jaxpr: Any, times: float, found: dict[str, float], room: float = 1.0) 
                 _walk(inner, times * repeats(eqn), found, own)
 
 
-def is_further(eqn: Any) -> bool:
+def is_further(eqn: jex.JaxprEqn) -> bool:
     """Returns whether an equation is a loop of further rounds of tokens to their experts, which a plan counts as none."""
     return eqn.primitive.name == "while" and roles.FURTHER_ROUNDS in str(eqn.source_info.name_stack)
 
 
-def is_counted(eqn: Any) -> bool:
+def is_counted(eqn: jex.JaxprEqn) -> bool:
     """Returns whether an equation's own operations are counted, not those of programs inside it."""
     return _is_stated(eqn) or eqn.primitive.name in _COUNTS
 
@@ -72,7 +73,7 @@ def of_equation(eqn: Any) -> dict[str, float]:
     return {_kind(*[v.aval.dtype for v in eqn.invars[:2]]): operations} if operations else {}
 
 
-def attention(eqn: Any) -> str:
+def attention(eqn: jex.JaxprEqn) -> str:
     """Returns "forward" or "backward" for cuDNN's attention; "" for other equations."""
     name = eqn.params["target_name"] if eqn.primitive.name == "ffi_call" else eqn.primitive.name
     if not name.startswith(("__cudnn$fmha", "dot_product_attention")):
@@ -80,7 +81,7 @@ def attention(eqn: Any) -> str:
     return "backward" if "bwd" in name or name.endswith("Backward") else "forward"
 
 
-def _is_stated(eqn: Any) -> bool:
+def _is_stated(eqn: jex.JaxprEqn) -> bool:
     """Returns whether an equation is a kernel that says how many operations it has."""
     return eqn.primitive.name == "pallas_call" and eqn.params.get("cost_estimate") is not None
 
@@ -97,7 +98,7 @@ def _walk_longest(branches: Any, times: float, found: dict[str, float], room: fl
         found[kind] = found.get(kind, 0.0) + flops
 
 
-def repeats(eqn: Any) -> float:
+def repeats(eqn: jex.JaxprEqn) -> float:
     """Returns how often an equation's inner jaxprs run, on all devices together."""
     if eqn.primitive.name == "scan":
         return eqn.params["length"]

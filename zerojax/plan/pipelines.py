@@ -23,7 +23,8 @@ from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import flops, targets
 from zerojax.plan.offload import streams
-from zerojax.tree import PyTree
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import placement
 from zerojax.zero.pipeline import memory, state
 from zerojax.zero.pipeline import order as order_lib
@@ -78,7 +79,7 @@ class Pipelined:
 
 def read(
     step: pipeline_step.PipelineStep,
-    abstract_state: Any,
+    abstract_state: State,
     batch: PyTree,
     mesh: Mesh,
     target: targets.Target,
@@ -149,7 +150,7 @@ def own(partition: placement.Partition, group: int) -> placement.Partition:
     """Returns how a group holds its own leaves of a state over a pipeline."""
     whole, homes = partition.pipeline.groups[group], partition.pipeline.homes
 
-    def kept(path: str, leaf: Any) -> Any:
+    def kept(path: str, leaf: Leaf) -> Leaf:
         return leaf if homes[path] in (group, state.EVERYWHERE) else optax.MaskedNode()
 
     return dataclasses.replace(
@@ -250,7 +251,7 @@ def _after(
     leaves: Sequence[int],
     sums: Mapping[str, int],
     arguments: dict[int, tuple[str, syntax.Array]],
-    fresh: Any,
+    fresh: PyTree,
     weight: int | None,
 ) -> list[linked.LinkedProgram]:
     """Returns the programs of a group's update, and adds what they read of other groups to `arguments`."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import numpy as np
 
 from zerojax import traces
@@ -21,7 +22,7 @@ _FREE = frozenset("broadcast_in_dim iota reshape squeeze transpose convert_eleme
 Kernels = dict[kernels_lib.KernelWork, float]
 
 
-def kernels(program: Any) -> Kernels:
+def kernels(program: traces.Program) -> Kernels:
     """Returns the kernels of a trace, with how often each runs; elementwise work is one.
 
     Args:
@@ -60,7 +61,7 @@ def less(found: Kernels, other: Kernels) -> Kernels:
 def cost(rates: rates_lib.GpuRates) -> Callable[[Any], float]:
     """Returns f(an operation of a trace) -> its seconds, as `zero.pipeline.state.Pipeline` takes it."""
 
-    def of(eqn: Any) -> float:
+    def of(eqn: jex.JaxprEqn) -> float:
         found: Kernels = {}
         nbytes = _of_equation(eqn, 1.0, found)
         found[kernels_lib.KernelWork(kernels_lib.ELEMENTWISE, nbytes=STORED * nbytes)] = 1.0
@@ -69,12 +70,12 @@ def cost(rates: rates_lib.GpuRates) -> Callable[[Any], float]:
     return of
 
 
-def _walk(jaxpr: Any, times: float, found: Kernels) -> float:
+def _walk(jaxpr: traces.Program, times: float, found: Kernels) -> float:
     """Adds the kernels of a trace, and returns the bytes that its elementwise operations return."""
     return math.fsum(_of_equation(eqn, times, found) for eqn in traces.opened(jaxpr)[0].eqns)
 
 
-def _of_equation(eqn: Any, times: float, found: Kernels) -> float:
+def _of_equation(eqn: jex.JaxprEqn, times: float, found: Kernels) -> float:
     name = eqn.primitive.name
     if flops.is_counted(eqn):
         if kernel := _kernel(eqn):

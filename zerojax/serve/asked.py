@@ -129,29 +129,29 @@ def _asked(given: dict[str, Any], *, is_chat: bool) -> Wanted:
     )
 
 
-def _wrong(name: str, form: str, value: Any) -> NotAnswered:
+def _wrong(name: str, form: str, value: object) -> NotAnswered:
     return NotAnswered(400, f"{name}: must be {form}, and is {errors.shown(value, 60)}", name, "invalid_type")
 
 
-def _flag(name: str, value: Any) -> bool:
+def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _wrong(name, "true or false", value)
     return value
 
 
-def _whole(name: str, value: Any) -> int:
+def _whole(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
         raise _wrong(name, "a whole number", value)
     return value
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e30:
         raise _wrong(name, "a number", value)
     return float(value)
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise _wrong(name, "a text", value)
     try:
@@ -163,7 +163,7 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _ids(name: str, value: Any) -> tuple[int, ...]:
+def _ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise _wrong(name, "a list of token ids", value)
     for token in value:
@@ -174,7 +174,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _stops(name: str, value: Any) -> tuple[str, ...]:
+def _stops(name: str, value: object) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or len(texts) > MOST_STOPS:
         raise _wrong(name, f"a text or up to {MOST_STOPS} texts", value)
@@ -183,7 +183,7 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _prompts(name: str, value: Any) -> list[str | list[int]]:
+def _prompts(name: str, value: object) -> list[str | list[int]]:
     if isinstance(value, str):
         return [_text(name, value)]
     if not isinstance(value, list) or not value:
@@ -193,7 +193,7 @@ def _prompts(name: str, value: Any) -> list[str | list[int]]:
     return [_text(name, part) if isinstance(part, str) else list(_ids(name, part)) for part in value]
 
 
-def _messages(name: str, value: Any) -> list[tuple[str, str]]:
+def _messages(name: str, value: object) -> list[tuple[str, str]]:
     form = '[{"role": ..., "content": ...}, ...]'
     if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
         raise _wrong(name, form, value)
@@ -214,7 +214,7 @@ def _messages(name: str, value: Any) -> list[tuple[str, str]]:
     return found
 
 
-def _content(place: str, value: Any, name: str) -> str:
+def _content(place: str, value: object, name: str) -> str:
     """Returns the text of a message: a text, or parts with texts."""
     parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
     texts = []
@@ -227,7 +227,7 @@ def _content(place: str, value: Any, name: str) -> str:
     return "".join(texts)
 
 
-def _stream_options(name: str, value: Any) -> Mapping[str, bool]:
+def _stream_options(name: str, value: object) -> Mapping[str, bool]:
     if not isinstance(value, Mapping):
         raise _wrong(name, "an object", value)
     for key, part in value.items():
@@ -237,7 +237,7 @@ def _stream_options(name: str, value: Any) -> Mapping[str, bool]:
     return value
 
 
-def _neutral(name: str, value: Any) -> None:
+def _neutral(name: str, value: object) -> None:
     """Refuses a field that is not applied, unless its value changes nothing."""
     neutral = NEUTRAL[name]
     is_same = value is None or neutral is None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
@@ -89,7 +90,7 @@ def residuals(program: program_lib.Program, rows: int, remat: str, depths: Mappi
     return total // mesh_lib.size(program.mesh, mesh_lib.TOKENS)
 
 
-def gradients(program: program_lib.Program, rows: int, depths: Mapping[str, int]) -> Any:
+def gradients(program: program_lib.Program, rows: int, depths: Mapping[str, int]) -> jex.ClosedJaxpr:
     """Returns the trace of the gradients of `rows` sequences through so many blocks on one device, nothing computed again."""
     loss, params, batch = _on_one_device(program, rows, "none", depths)
     return jax.make_jaxpr(jax.grad(loss))(params, batch)

@@ -10,6 +10,7 @@ import sys
 import traceback
 from typing import Any
 
+import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags import tuple_parser
@@ -50,7 +51,7 @@ class _Texts(tuple_parser.TupleParser):
 config_flags.register_flag_parser_for_type(tuple, _Texts())
 
 
-def parse(argv: list[str]) -> Any:
+def parse(argv: list[str]) -> ml_collections.ConfigDict:
     """Reads the flags, in any order. Config files in any folder may import ours as `from zerojax.configs import base`.
 
     Args:

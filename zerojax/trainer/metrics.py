@@ -119,7 +119,7 @@ class MetricsLog:
                 self.close()
             raise
 
-    def note(self, step: int, name: str, value: Any, shown: str) -> None:
+    def note(self, step: int, name: str, value: object, shown: str) -> None:
         """Appends a JSON value of `step` under a name, and `shown`, in Markdown, as a text of TensorBoard.
 
         Raises:

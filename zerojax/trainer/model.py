@@ -16,6 +16,7 @@ from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.models import families
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.ops import attention, context_attention
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.tuning import examples
@@ -66,8 +67,8 @@ def shape(
 
 
 def _with_classes(
-    config: settings_lib.Config, family: family_lib.Family, model: Any, opened: folder_lib.Folder | None
-) -> Any:
+    config: settings_lib.Config, family: family_lib.Family, model: ModelConfig, opened: folder_lib.Folder | None
+) -> ModelConfig:
     """Returns the model with the classes of the run, if it is a classifier.
 
     Raises:
@@ -138,17 +139,17 @@ def choose(
     return family, dataclasses.replace(model, attention=chosen, **{key: value for key, value in asked.items() if value})
 
 
-def is_capped(model: Any) -> bool:
+def is_capped(model: ModelConfig) -> bool:
     """Returns whether scores of attention are bounded, which no fused kernel does."""
     return bool(getattr(model, "score_cap", 0.0))
 
 
-def has_sinks(model: Any) -> bool:
+def has_sinks(model: ModelConfig) -> bool:
     """Returns whether heads have sinks."""
     return bool(getattr(model, "has_sinks", False))
 
 
-def lengths(config: settings_lib.Config, family: family_lib.Family, model: Any) -> Mapping[str, int]:
+def lengths(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Mapping[str, int]:
     """Returns the lengths of the arrays of a batch's rows, by name."""
     if config.data.task == tasks.TEXT:
         return objectives.OBJECTIVES[family.objective].lengths(config.seq_len)
@@ -162,7 +163,7 @@ def lengths_of_answer(config: settings_lib.Config, found: Mapping[str, int]) -> 
 
 
 def way(
-    config: settings_lib.Config, family: family_lib.Family, model: Any, mesh: Mesh, rows: int
+    config: settings_lib.Config, family: family_lib.Family, model: ModelConfig, mesh: Mesh, rows: int
 ) -> context_attention.Way | None:
     """Returns how devices attend that each hold a part of `rows` rows in a pass; None if a device has all tokens of its rows.
 

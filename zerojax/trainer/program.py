@@ -27,6 +27,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.launch import watch
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.ops import context_attention, token_order
 from zerojax.optim import balance, master_weights, muon, registry, schedules
 from zerojax.train_state import State
@@ -374,7 +375,9 @@ def _check_model_axis(partition: placement.Partition) -> None:
         )
 
 
-def _tell_of_no_effect(config: settings_lib.Config, sizes: config_lib.BatchSizes, model: Any, mesh: Mesh) -> None:
+def _tell_of_no_effect(
+    config: settings_lib.Config, sizes: config_lib.BatchSizes, model: ModelConfig, mesh: Mesh
+) -> None:
     """Names settings that the kernel of attention, the length of a pass, or a classifier leaves without effect."""
     if getattr(model, "classes", ()):
         for name in ("answer_len", "pack"):

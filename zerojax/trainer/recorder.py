@@ -69,7 +69,7 @@ class Recorder:
         """Logs numbers of a step that is recorded."""
         self._log.write(step, numbers)
 
-    def note(self, step: int, name: str, value: Any, shown: str) -> None:
+    def note(self, step: int, name: str, value: object, shown: str) -> None:
         """Logs a JSON value under a name, and `shown`, in Markdown, in TensorBoard."""
         self._log.note(step, name, value, shown)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
@@ -99,7 +100,7 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     )
 
 
-def _on_host(config: settings_lib.Config, abstract: Any, mesh: Any) -> frozenset[str]:
+def _on_host(config: settings_lib.Config, abstract: Any, mesh: Mesh) -> frozenset[str]:
     """Returns the paths of the weights that are in host memory."""
     offload = {name: getattr(config.offload, name) for name in ("params", "params_fraction", "params_on_device")}
     partition = stages.partition_state({"params": abstract}, mesh=mesh, stage=3, offload=offload)

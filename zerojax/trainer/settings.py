@@ -525,7 +525,7 @@ def defaults() -> dict[str, Any]:
     return dataclasses.asdict(Config())
 
 
-def lookup(config: Any, place: str) -> Any:
+def lookup(config: "Config", place: str) -> Any:
     """Returns the setting at a dotted place."""
     return functools.reduce(getattr, place.split("."), config)
 
@@ -559,7 +559,7 @@ def text(width: int) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Returns a default as one would give it on the command line."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))

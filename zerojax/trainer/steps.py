@@ -15,6 +15,7 @@ from zerojax.clock import rates as rates_lib
 from zerojax.data import parts
 from zerojax.data.pairs import tasks
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import schedules
 from zerojax.plan import targets, traced
@@ -35,7 +36,7 @@ DROPOUT = 1  # folded into the random key of a step
 
 
 def loss(
-    config: settings.Config, family: family_lib.Family, model: Any, schedule: schedules.Schedule
+    config: settings.Config, family: family_lib.Family, model: ModelConfig, schedule: schedules.Schedule
 ) -> Callable[..., Any]:
     """Returns the loss of a training step, as of `make_train_step`."""
     is_dropped = config.model.dropout or (config.lora.is_on and config.lora.dropout)
@@ -49,12 +50,12 @@ def loss(
     return loss_fn
 
 
-def objective(config: settings.Config, family: family_lib.Family, model: Any) -> Callable[..., Any]:
+def objective(config: settings.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:
     """Returns f(params, batch, *keys) -> (the mean of what the task minimises, metrics)."""
     return _OBJECTIVES.get(config.data.task, _of_labels)(config, family, model)
 
 
-def _of_labels(config: settings.Config, family: family_lib.Family, model: Any) -> Callable[..., Any]:
+def _of_labels(config: settings.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:
     """Returns the objective of tasks that learn their labels."""
 
     def of_labels(params: PyTree, batch: PyTree, *keys: jax.Array) -> tuple[Any, dict[str, Any]]:
@@ -74,7 +75,7 @@ def pipeline(
     config: settings.Config,
     loss_fn: Callable[..., Any],
     family: family_lib.Family,
-    model: Any,
+    model: ModelConfig,
     mesh: Mesh,
     batch: PyTree,
 ) -> pipeline_state.Pipeline | None:
@@ -92,7 +93,7 @@ def train_step(
     grad_accum: int,
     loss_fn: Callable[..., Any],
     family: family_lib.Family,
-    model: Any,
+    model: ModelConfig,
     partition: placement.Partition,
     loss_scale: loss_scale_lib.LossScale | None,
 ) -> Callable[..., Any]:
@@ -129,7 +130,7 @@ def as_sent(config: settings.Config, family: family_lib.Family, partition: place
 
 
 def eval_loss(
-    config: settings.Config, family: family_lib.Family, model: Any, partition: placement.Partition
+    config: settings.Config, family: family_lib.Family, model: ModelConfig, partition: placement.Partition
 ) -> Callable[..., Any]:
     """Returns (params, batch) -> the mean loss over all devices, with the arithmetic of the training step."""
     fp8, how = config_lib.make_fp8(config), _how(config, family, model)
@@ -155,7 +156,7 @@ def _batch_specs(mesh: Mesh) -> list[tuple[str, P]]:
     return [("", mesh_lib.batch_sharding(mesh, has_tokens=True).spec)]
 
 
-def _how(config: settings.Config, family: family_lib.Family, model: Any) -> dict[str, Any]:
+def _how(config: settings.Config, family: family_lib.Family, model: ModelConfig) -> dict[str, Any]:
     """Returns the options that both steps have."""
     compute_dtype = precision.PRECISIONS[config.precision].compute_dtype
     return {"compute_dtype": compute_dtype, "blocks": family.blocks, "heads": family_lib.heads(family, model)}
@@ -166,7 +167,7 @@ def _dropout_key(state: State) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step), DROPOUT)
 
 
-def _weighted(loss: jax.Array, batch: Mapping[str, jax.Array]) -> Any:
+def _weighted(loss: jax.Array, batch: Mapping[str, jax.Array]) -> outputs.Value:
     """Returns the mean over the labels of a batch, such that it stays one over several batches."""
     if "labeled" not in batch:
         return loss

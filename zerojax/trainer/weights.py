@@ -18,6 +18,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, peft
 from zerojax.lora import adapters, settings, targets
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.tree import PyTree
@@ -121,7 +122,7 @@ class Weights:
 
 
 def choose(
-    config: settings_lib.Config, family: family_lib.Family, model: Any, source: folder_lib.Folder | None
+    config: settings_lib.Config, family: family_lib.Family, model: ModelConfig, source: folder_lib.Folder | None
 ) -> Weights:
     """Returns where the weights of a run with this model come from, with the adapters of the group `lora`.
 
@@ -131,7 +132,7 @@ def choose(
     return Weights(family, model, source, _adapted(config.lora, family, model), config.seed)
 
 
-def _adapted(group: settings_lib.LoraSettings, family: family_lib.Family, model: Any) -> Adapted | None:
+def _adapted(group: settings_lib.LoraSettings, family: family_lib.Family, model: ModelConfig) -> Adapted | None:
     """Returns the adapters that the group `lora` describes, or None if it is off."""
     if not group.is_on:
         return None

@@ -27,7 +27,7 @@ def checked(partition: placement.Partition, limit: Any) -> float:
     return clip_norm(limit)
 
 
-def clip_norm(value: Any) -> float:
+def clip_norm(value: object) -> float:
     """Returns a limit of the gradients' global norm.
 
     Raises:
@@ -38,7 +38,7 @@ def clip_norm(value: Any) -> float:
     return 0.0 if math.isinf(value) else float(value)
 
 
-def grad_accum(value: Any) -> None:
+def grad_accum(value: object) -> None:
     """Raises a UserError if a number of passes is not a whole number above 0."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise UserError(f"grad_accum: must be a whole number, and is {errors.shown(value)}")

@@ -45,6 +45,6 @@ class Streams:
         self._scope.rng_counters.update(_copied(counters))
 
 
-def _copied(counters: Any) -> Any:
+def _copied(counters: Any) -> dict[str, Any]:
     """Returns a copy of Linen's counts of draws, of a scope and those inside it."""
     return {key: _copied(count) if isinstance(count, dict) else count for key, count in counters.items()}

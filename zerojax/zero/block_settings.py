@@ -48,7 +48,7 @@ class How:
             )
 
 
-def check_regex(name: str, pattern: Any, example: str, blocks: str) -> None:
+def check_regex(name: str, pattern: object, example: str, blocks: str) -> None:
     """Raises a UserError if an argument is no regex over module paths, or needs `blocks` and there are none."""
     if not isinstance(pattern, str | re.Pattern):
         raise UserError(

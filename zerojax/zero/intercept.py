@@ -279,7 +279,7 @@ class Interceptor:
             return {leaf: (_join(path, leaf), value) for leaf, value in leaves}
         is_stored = self._is_leaf or (lambda value: False)  # as layers of a stack are
 
-        def find(joined: str, value: Any) -> tuple[str, Any] | None:
+        def find(joined: str, value: object) -> tuple[str, Any] | None:
             return (self._path_of[joined], value) if is_stored(value) else self._stored_of(value)  # type: ignore[misc]
 
         return {leaf: find(_join(path, leaf), value) for leaf, value in leaves}
@@ -384,7 +384,7 @@ def _is_plain(module: nn.Module) -> bool:
     return not (shares or scope.mutable or set(module.variables) - {"params"})
 
 
-def _reads_others(value: Any, *, is_field: bool) -> bool:
+def _reads_others(value: object, *, is_field: bool) -> bool:
     """Returns whether fields or arguments hold other values that the call reads: arrays, or modules elsewhere in the model.
 
     Functions may hold them too: in a bound method, in a partial or in a closure.

@@ -48,7 +48,7 @@ def run(
     called, arrays, result = _of_arrays(method, args, kwargs, inputs)
 
     def gather_block(variables: PyTree) -> PyTree:
-        def gather(leaf: str, value: Any) -> Leaf:
+        def gather(leaf: str, value: object) -> Leaf:
             weight = known.get(tree.below_params(leaf))
             return gather_leaf(weight[0], value) if weight else value
 
@@ -94,7 +94,7 @@ def _of_arrays(
 def _as_stored(known: Known, variables: PyTree, *, is_leaf: tree.IsLeaf) -> PyTree:
     """Returns variables with the stored weights in place of the known ones."""
 
-    def stored(leaf: str, value: Any) -> Leaf:
+    def stored(leaf: str, value: object) -> Leaf:
         weight = known.get(tree.below_params(leaf))
         return weight[1] if weight else value
 

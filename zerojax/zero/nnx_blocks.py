@@ -46,7 +46,7 @@ def _classes(cls: type) -> set[Any]:
     return {cls}.union(*(_classes(sub) for sub in below))
 
 
-def _wrapped(call: Any) -> Any:
+def _wrapped(call: Any) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapper(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         bound, around = call.__get__(module, type(module)), _around.get()
@@ -159,7 +159,7 @@ class Block:
             nnx.update(self._module, jax.tree.unflatten(self._rest, leaves))
 
 
-def _structure(value: PyTree) -> Any:
+def _structure(value: PyTree) -> jax.tree_util.PyTreeDef:
     return jax.tree.structure(value)
 
 

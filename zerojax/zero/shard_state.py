@@ -134,7 +134,7 @@ def _close_over_settings(init: Callable[..., Any], args: tuple, trainable: str) 
     """Returns the arguments that are arrays, and `init` as a function of these only; see `_trained`."""
     is_traced = [all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(arg)) for arg in args]
 
-    def closed(*traced: Any) -> Any:
+    def closed(*traced: Any) -> State:
         arrays = iter(traced)
         state = init(*[next(arrays) if is_array else arg for is_array, arg in zip(is_traced, args)])
         return _trained(_checked(state), trainable)

@@ -204,7 +204,7 @@ def _compiler_options(
     blocks: str,
     reduce_dtype: DTypeLike | None,
     compute_dtype: DTypeLike | None,
-    fp8: Any,
+    fp8: fp8_modules.Fp8 | None,
     wires: packed.PackedWires | None,
 ) -> dict[str, Any]:
     """Returns XLA's options for a step: for matmuls in fp8, and for explicit collectives."""
@@ -221,5 +221,5 @@ def _compiler_options(
     return options | xla_options.for_mesh(partition.mesh, **sizes, exchanges=exchanges, but=names)
 
 
-def _fp8_options(partition: placement.Partition, fp8: Any) -> dict[str, Any]:
+def _fp8_options(partition: placement.Partition, fp8: fp8_modules.Fp8 | None) -> dict[str, Any]:
     return {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())

@@ -136,7 +136,7 @@ _moved.defvjp(
 )
 
 
-def _is_floating(arg: Any) -> bool:
+def _is_floating(arg: object) -> bool:
     return isinstance(arg, jax.Array) and jnp.issubdtype(arg.dtype, jnp.floating)
 
 

@@ -74,7 +74,7 @@ def _template(source: str) -> Any:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    def refuse(message: Any) -> None:
+    def refuse(message: object) -> None:
         raise _Refused(str(message)[:300])
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

@@ -32,7 +32,7 @@ NONE = 0  # the number of no adapter
 LowRank = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
-def added(params: PyTree, given: Mapping[str, LowRank], known: set[str], mesh: Mesh) -> Any:
+def added(params: PyTree, given: Mapping[str, LowRank], known: set[str], mesh: Mesh) -> PyTree:
     """Returns weights with adapters beside the kernels, replicated. The first of `given` has number 1.
 
     Args:

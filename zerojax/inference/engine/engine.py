@@ -27,6 +27,7 @@ from zerojax.inference.engine import adapters as adapters_lib
 from zerojax.inference.engine import draws as draws_lib
 from zerojax.inference.engine import growing, programs, requests, streamed, weights
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.ops import attention
 from zerojax.tree import PyTree
 from zerojax.zero import where_used
@@ -75,7 +76,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Any,
+        model: ModelConfig,
         params: PyTree = None,
         *,
         format: str = "none",
@@ -471,7 +472,7 @@ class Engine:
             self._sent = self._put(draws_lib.Draws(*(array.copy() for array in self._draws)))
         return self._sent
 
-    def _put(self, arrays: PyTree) -> Any:
+    def _put(self, arrays: PyTree) -> PyTree:
         """Returns host arrays on all devices; they are equal on all processes."""
         same = NamedSharding(self._mesh, P())
         if jax.process_count() == 1:

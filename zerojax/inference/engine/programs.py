@@ -26,6 +26,7 @@ from zerojax.inference.engine import adapters, requests, weights
 from zerojax.inference.engine import draws as draws_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.tree import Leaf, PyTree
 
 
@@ -80,7 +81,7 @@ class Programs:
     def __init__(
         self,
         family: family_lib.Family,
-        config: Any,
+        config: ModelConfig,
         mesh: Mesh,
         shape: Shape,
         special: family_lib.SpecialTokens,
@@ -293,7 +294,7 @@ class Programs:
         has_heads = leaf.ndim == 4 and ways > 1 and leaf.shape[2] % ways == 0
         return NamedSharding(self._mesh, P(rows, None, axes) if has_heads else P(rows))
 
-    def _placed(self, caches: PyTree) -> Any:
+    def _placed(self, caches: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, self._sharding(leaf)), caches)
 
     def _same(self, told: Told) -> Told:

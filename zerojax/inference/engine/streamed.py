@@ -20,6 +20,7 @@ from zerojax.errors import UserError
 from zerojax.inference.engine import draws as draws_lib
 from zerojax.inference.engine import programs
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
 from zerojax.zero import placement
 from zerojax.zero.offload import fetched_params, selection
@@ -55,7 +56,7 @@ class StreamedPrograms(programs.Programs):
     def __init__(
         self,
         family: family_lib.Family,
-        config: Any,
+        config: ModelConfig,
         mesh: Mesh,
         shape: programs.Shape,
         special: family_lib.SpecialTokens,

@@ -20,6 +20,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.models import family as family_lib
 from zerojax.models import layers
+from zerojax.models.family import ModelConfig
 from zerojax.ops import quantized
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import tensor_parallel
@@ -35,8 +36,8 @@ def check_format(name: str) -> None:
 
 
 def placed(
-    family: family_lib.Family, config: Any, params: PyTree, mesh: Mesh, dtype: DTypeLike | None, kind: str
-) -> Any:
+    family: family_lib.Family, config: ModelConfig, params: PyTree, mesh: Mesh, dtype: DTypeLike | None, kind: str
+) -> PyTree:
     """Returns the weights for decoding: sharded over the compiler's axes by the family's table, replicated over the others.
 
     A weight that is there already, in its dtype, is not copied.
@@ -50,7 +51,7 @@ def placed(
     """
     rule = _rule(family, config, params, mesh, dtype, kind)
 
-    def place(path: str, leaf: jax.Array) -> Any:
+    def place(path: str, leaf: jax.Array) -> PyTree:
         wanted, spec, is_coded = rule(path, leaf)
         if is_coded:
             shardings = _code_shardings(leaf.shape, kind, mesh, spec)
@@ -61,12 +62,12 @@ def placed(
 
 
 def abstract(
-    family: family_lib.Family, config: Any, params: PyTree, mesh: Mesh, dtype: DTypeLike | None, kind: str
-) -> Any:
+    family: family_lib.Family, config: ModelConfig, params: PyTree, mesh: Mesh, dtype: DTypeLike | None, kind: str
+) -> PyTree:
     """Returns what `placed` returns, as ShapeDtypeStructs with shardings. Takes abstract weights, and allocates nothing."""
     rule = _rule(family, config, params, mesh, dtype, kind)
 
-    def describe(path: str, leaf: Leaf) -> Any:
+    def describe(path: str, leaf: Leaf) -> PyTree:
         wanted, spec, is_coded = rule(path, leaf)
         if is_coded:
             shardings = _code_shardings(leaf.shape, kind, mesh, spec)
@@ -81,7 +82,7 @@ def abstract(
 
 
 def _rule(
-    family: family_lib.Family, config: Any, params: PyTree, mesh: Mesh, dtype: DTypeLike | None, kind: str
+    family: family_lib.Family, config: ModelConfig, params: PyTree, mesh: Mesh, dtype: DTypeLike | None, kind: str
 ) -> Callable[[str, Leaf], tuple[Any, P, bool]]:
     """Returns f(path, leaf) -> the weight's dtype, its spec, and whether it is quantized."""
     shapes = {path: leaf.shape for path, leaf in tree.flatten(params)}
@@ -119,7 +120,7 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def linear_modules(family: family_lib.Family, config: Any, params: PyTree) -> set[str]:
+def linear_modules(family: family_lib.Family, config: ModelConfig, params: PyTree) -> set[str]:
     """Returns the paths of the modules whose kernels a quantized form can replace. Computes nothing."""
     found: set[str] = set()
 

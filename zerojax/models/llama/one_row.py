@@ -22,7 +22,7 @@ from zerojax.tree import PyTree
 KERNEL = "kernel"
 
 
-def takes(config: Any, params: PyTree, slots: int) -> bool:
+def takes(config: LlamaConfig, params: PyTree, slots: int) -> bool:
     """Returns whether `extend` computes this model's next token: one row of a plain Llama in bf16, with weights that the kernels read."""
     if slots != 1 or not isinstance(config, LlamaConfig):
         return False
@@ -112,7 +112,7 @@ def extend(
 
 
 def _scores(
-    config: Any, params: PyTree, x_D: jax.Array, squares: jax.Array, counts: jax.Array, run: Mapping[str, Any]
+    config: LlamaConfig, params: PyTree, x_D: jax.Array, squares: jax.Array, counts: jax.Array, run: Mapping[str, Any]
 ) -> jax.Array:
     """Returns the logits: float32[1, V]."""
     c, norm = config, one_token.Norm(params["norm"]["scale"], config.norm_eps)

@@ -66,7 +66,7 @@ def write(folder: pathlib.Path, card: Mapping[str, Any]) -> None:
         files.replace(folder / FILE, text(card))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

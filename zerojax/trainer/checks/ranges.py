@@ -1,11 +1,10 @@
 """Checks the values of a config. This module compares each with what its declaration allows, and some with each other."""
 
-from typing import Any
-
 from zerojax import errors, precision
 from zerojax.data import batches
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
+from zerojax.models.family import ModelConfig
 from zerojax.optim import registry
 from zerojax.trainer import settings
 
@@ -115,7 +114,7 @@ def _check_rollouts(config: settings.Config) -> None:
             )
 
 
-def check_router_bias(config: settings.Config, model: Any) -> None:
+def check_router_bias(config: settings.Config, model: ModelConfig) -> None:
     """Raises a UserError if the biases by which experts are chosen cannot be moved by the load."""
     for place, is_wrong, why, way_out in (
         ("model.preset", not getattr(model, "has_choice_bias", False), "its experts are chosen without a bias", "set it to 0"),
@@ -139,7 +138,7 @@ def check_router_bias(config: settings.Config, model: Any) -> None:
             )
 
 
-def not_a_choice(place: str, value: Any) -> str:
+def not_a_choice(place: str, value: object) -> str:
     """Returns the rule, the value and the way out for a value that is not among the choices of its place."""
     choices = settings.table()[place].choices
     near = errors.choose(value, choices)

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pathlib
-from typing import Any
 
 from zerojax import mesh as mesh_lib
 from zerojax.data import objectives
@@ -13,6 +12,7 @@ from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import pretrained
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.tuning import rewarded
@@ -59,7 +59,7 @@ def classes(
     return tuple(config.data.labels) if source is None else source.model.classes
 
 
-def lengths(config: settings_lib.Config, family: family_lib.Family, model: Any) -> dict[str, int]:
+def lengths(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> dict[str, int]:
     """Returns the lengths of the arrays of a run's rows, by name.
 
     Raises:

@@ -196,7 +196,7 @@ def replacing(path: pathlib.Path) -> Iterator[TextIO]:
             raise
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Returns what JSON can hold of a value that a parquet file may have."""
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from zerojax.data import parts
 from zerojax.data.pairs import rows
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.ops import preferences
 from zerojax.trainer import settings as settings_lib
 from zerojax.tree import PyTree
@@ -22,7 +23,9 @@ from zerojax.zero.sharded_batch import outputs
 Batch = Mapping[str, jax.Array]
 
 
-def log_probs(family: family_lib.Family, model: Any, params: PyTree, batch: Batch, *keys: jax.Array) -> jax.Array:
+def log_probs(
+    family: family_lib.Family, model: ModelConfig, params: PyTree, batch: Batch, *keys: jax.Array
+) -> jax.Array:
     """Returns the log-probabilities of both answers of pairs: float32[pairs, 2], the chosen one first."""
 
     def apart(name: str, array: jax.Array) -> jax.Array:
@@ -32,7 +35,7 @@ def log_probs(family: family_lib.Family, model: Any, params: PyTree, batch: Batc
     return -jnp.sum(family.loss(model, params, answers, *keys, by_token=True), axis=-1).reshape(-1, 2)
 
 
-def loss(config: settings_lib.Config, family: family_lib.Family, model: Any) -> Callable[..., Any]:
+def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:
     """Returns f(params, batch, *keys) -> (the mean over pairs, metrics); see `ops.preferences`. Pairs without labels do not count."""
     chosen = config.dpo
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from zerojax.data import parts
 from zerojax.models import family as family_lib
+from zerojax.models.family import ModelConfig
 from zerojax.ops import preferences
 from zerojax.trainer import settings as settings_lib
 from zerojax.tree import PyTree
@@ -34,7 +35,7 @@ def lengths(config: settings_lib.Config, of_rows: Mapping[str, int]) -> dict[str
     return {**of_rows, REWARD: 1, ADVANTAGE: 1, **old, **reference}
 
 
-def loss(config: settings_lib.Config, family: family_lib.Family, model: Any) -> Callable[..., Any]:
+def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:
     """Returns f(params, batch, *keys) -> (the mean over answers, metrics)."""
     chosen = config.grpo
 

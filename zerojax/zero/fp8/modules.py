@@ -237,7 +237,7 @@ class _Matmuls:
 
 
 @contextlib.contextmanager
-def _field(module: nn.Module, value: Any) -> Any:
+def _field(module: nn.Module, value: object) -> Any:
     """Sets the field of a bound module, which belongs to this trace, for one call."""
     before = getattr(module, FIELD)
     object.__setattr__(module, FIELD, value)

@@ -72,7 +72,7 @@ class Offload:
         return self != Offload() and (self.optimizer, self.params) != (NONE, NONE)
 
 
-def read(value: Any) -> Offload:
+def read(value: object) -> Offload:
     """Returns the settings that an argument `offload` means: an Offload, a dict of its fields, a kind for the optimizer, or None.
 
     Raises:

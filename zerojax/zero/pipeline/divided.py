@@ -139,7 +139,7 @@ class _WrittenOut:
             if traces.is_var(var) and var in inside and not isinstance(outer, jex.DropVar):
                 names.setdefault(var, outer)
 
-        def of(atom: Any) -> Any:
+        def of(atom: traces.Atom) -> traces.Atom:
             return names.setdefault(atom, jex.Var(atom.aval)) if traces.is_var(atom) else atom
 
         stack = eqn.source_info.name_stack
@@ -157,5 +157,5 @@ class _WrittenOut:
                 self.known[outer] = atom
         return found
 
-    def _of(self, atom: Any) -> Any:
+    def _of(self, atom: traces.Atom) -> traces.Atom:
         return self.known.get(atom, atom) if traces.is_var(atom) else atom

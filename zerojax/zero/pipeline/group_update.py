@@ -12,6 +12,8 @@ import optax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import fused, locality
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import accumulate, gather, placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.pipeline import state
@@ -111,18 +113,20 @@ class GroupUpdate:
         """Returns the mean gradients and their sums of squares, by path, from sums over passes; `count` as of `accumulate.averaged`."""
         return self._squares(read, {path: sums[path] for path in self.trained}, count)
 
-    def apply(self, read: list[jax.Array], grads: Any, squares: Any) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    def apply(
+        self, read: list[jax.Array], grads: PyTree, squares: PyTree
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         """Returns the new leaves, by path, and the metrics; `squares` are those of all groups, on this one."""
         new, metrics = self._apply(read, grads, squares)
         return dict(zip(self.reads, new)), metrics
 
-    def _only(self, values: Mapping[str, Any]) -> Any:
+    def _only(self, values: Mapping[str, Any]) -> PyTree:
         """Returns a tree like the params with the group's trained ones of `values`, and `optax.MaskedNode()` for the others."""
         own = set(self.trained)
         leaves = [values[path] if path in own else optax.MaskedNode() for path in self._params]
         return jax.tree.unflatten(self._structures["params"], leaves)
 
-    def _state(self, values: Mapping[str, Any]) -> Any:
+    def _state(self, values: Mapping[str, Any]) -> State:
         """Returns a train state of the group's own leaves."""
         made = {
             part: jax.tree.unflatten(self._structures[part], [values[path] for path in names])

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
+from zerojax.tree import PyTree
 from zerojax.zero import block_settings, gather, placement
 from zerojax.zero.pipeline import segments
 from zerojax.zero.sharded_batch import inputs
@@ -47,7 +48,7 @@ class Trace:
         """Returns the number of each param, by path from the state."""
         return {f"params/{path[2:]}": number for number, path in self.paths.items() if path.startswith("0/")}
 
-    def results(self, cut: segments.Segments) -> Any:
+    def results(self, cut: segments.Segments) -> PyTree:
         """Returns the tree of its results, with `Result`s as leaves."""
         found = [Result(cut.number_of[atom] if traces.is_var(atom) else None, atom) for atom in cut.results]
         return jax.tree.unflatten(self.structure, found)
@@ -109,7 +110,7 @@ class Pass:
         is_halved = self.in_16_bits and not weight.overwritten
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16 if is_halved else np.float32, sharding=sharding)
 
-    def traced(self, micro: Any) -> Trace:
+    def traced(self, micro: PyTree) -> Trace:
         """Returns the trace of a micro-batch, abstract or not."""
         mesh, state = self.partition.mesh, self.partition.abstract_state
         specs = self.layout.specs(micro)

@@ -207,7 +207,7 @@ class _Places:
         order = [*self._jaxpr.invars, *self._jaxpr.constvars, *(var for eqn in self._eqns for var in eqn.outvars)]
         return Segments(found, results, {var: number for number, var in enumerate(order)}, ())
 
-    def _original(self, atom: Any) -> Any:
+    def _original(self, atom: traces.Atom) -> traces.Atom:
         return self._alias.get(atom, atom) if traces.is_var(atom) else atom
 
     def _placed(self, eqn: jex.JaxprEqn, kind: str, stage: int | None, *, is_late: bool) -> tuple[str, int] | None:

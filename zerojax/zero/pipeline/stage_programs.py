@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import accumulate
 from zerojax.zero.pipeline import divided, passes, segments, state
 from zerojax.zero.pipeline.order import BACKWARD, DIVIDED, FORWARD, WEIGHTS
@@ -90,7 +91,7 @@ class StagePrograms:
 def compiled(
     of_groups: Sequence[passes.Pass],
     placed: state.Placed,
-    micro: Any,
+    micro: PyTree,
     options: Mapping[str, Any],
     alike: dict[str, jax.stages.Compiled] | None = None,
 ) -> StagePrograms:
@@ -239,6 +240,6 @@ def together(
     return alike[text]
 
 
-def on_mesh(like: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def on_mesh(like: Leaf, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Returns an abstract array of a group on another one."""
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(mesh, like.sharding.spec))

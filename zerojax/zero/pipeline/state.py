@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import precision, roles, specs, tree
 from zerojax.errors import UserError
-from zerojax.tree import PyTree
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import block_settings, placement
 from zerojax.zero.pipeline import passes, segments, travel
 from zerojax.zero.sharded_batch import inputs, outputs
@@ -99,7 +100,7 @@ class Placed:
 
 
 def partitioned(
-    abstract_state: Any, pipeline: Pipeline, mesh: Mesh, partition: Callable[[Mesh], placement.Partition]
+    abstract_state: State, pipeline: Pipeline, mesh: Mesh, partition: Callable[[Mesh], placement.Partition]
 ) -> placement.Partition:
     """Returns the partition of a state over the groups of a mesh.
 
@@ -162,7 +163,7 @@ def partitioned(
 
 
 def created(
-    init: Callable[..., Any], args: Sequence[Any], wanted: Any, placed: Placed, params: Any = None
+    init: Callable[..., Any], args: Sequence[Any], wanted: PyTree, placed: Placed, params: PyTree = None
 ) -> list[jax.Array]:
     """Returns the leaves of a state, each where it lives: a program for each group makes its own.
 
@@ -207,7 +208,7 @@ def spread(values: PyTree, placed: Placed | None) -> PyTree:
     if placed is None or placed.travel.is_one:
         return values
 
-    def of(leaf: Any) -> Any:
+    def of(leaf: Leaf) -> Leaf:
         home = _home(leaf, placed)
         if home == EVERYWHERE:
             return leaf
@@ -224,19 +225,19 @@ def settled(values: PyTree, likes: PyTree, placed: Placed | None) -> PyTree:
     if placed is None or placed.travel.is_one:
         return values
 
-    def of(leaf: Any, like: Any) -> Any:
+    def of(leaf: Leaf, like: Leaf) -> Leaf:
         home = _home(like, placed)
         return leaf if home == EVERYWHERE else placed.travel.settled(leaf, like, home)
 
     return jax.tree.map(of, values, likes)
 
 
-def _home(leaf: Any, placed: Placed) -> int:
+def _home(leaf: Leaf, placed: Placed) -> int:
     mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
     return next((number for number, group in enumerate(placed.groups) if group.mesh == mesh), EVERYWHERE)
 
 
-def _over_groups(leaf: Any, mesh: Mesh) -> NamedSharding:
+def _over_groups(leaf: Leaf, mesh: Mesh) -> NamedSharding:
     """Returns a leaf's sharding over all groups: its own, with another dim over `pipe` where that divides one."""
     entries = [*leaf.sharding.spec, *[None] * (len(leaf.shape) - len(leaf.sharding.spec))]
     for dim, (entry, length) in enumerate(zip(entries, leaf.shape)):

@@ -20,12 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import rounded
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import block_settings, placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.pipeline import group_update, passes, stage_programs, state
@@ -44,9 +47,9 @@ def of(
     layout: inputs.Layout,
     scaling: update_lib.Unscaled,
     clip: update_lib.Clip,
-    reduce_dtype: Any,
+    reduce_dtype: DTypeLike | None,
     *,
-    compute_dtype: Any,
+    compute_dtype: DTypeLike | None,
     in_16_bits: bool,
     by_columns: str,
     fp8: Any,
@@ -139,7 +142,7 @@ class PipelineStep:
         self._numbers: dict[tuple[int, int], jax.Array] = {}
         self._names = [path for path, _ in tree.flatten(partition.abstract_state)]
 
-    def __call__(self, train_state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+    def __call__(self, train_state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the devices, and returns the new state and the metrics."""
         leaves = dict(tree.flatten(train_state))
         if list(leaves) != self._names:
@@ -161,11 +164,11 @@ class PipelineStep:
         new_state = tree.map_with_path(lambda path, _: leaves[path], train_state)
         return new_state, {**metrics, **of_update}
 
-    def micro(self, batch: Any) -> Any:
+    def micro(self, batch: PyTree) -> PyTree:
         """Returns one micro-batch of an abstract batch."""
         return jax.eval_shape(self._prepare, batch)[0]
 
-    def programs(self, micro: Any, options: Mapping[str, Any] | None = None) -> stage_programs.StagePrograms:
+    def programs(self, micro: PyTree, options: Mapping[str, Any] | None = None) -> stage_programs.StagePrograms:
         """Returns the programs for a micro-batch of all devices, abstract or not. This process' own are compiled, once for each shape.
 
         Args:
@@ -180,7 +183,7 @@ class PipelineStep:
         return self._programs[key]
 
     def stand_ins(
-        self, micro: Any, options: Mapping[str, Any] | None, alike: dict[str, jax.stages.Compiled]
+        self, micro: PyTree, options: Mapping[str, Any] | None, alike: dict[str, jax.stages.Compiled]
     ) -> stage_programs.StagePrograms:
         """Returns `programs` where not all devices are here: all for one group's that are, and equal ones compiled once, in `alike`."""
         every = {**self._options, **(options or {})}
@@ -249,7 +252,7 @@ class PipelineStep:
             values.update({(number, other): own for number, own in zip(numbers, sent) if own is not None})
 
     def _totals(
-        self, found: stage_programs.StagePrograms, totals: Any, weights: Sequence[jax.Array], count: int
+        self, found: stage_programs.StagePrograms, totals: PyTree, weights: Sequence[jax.Array], count: int
     ) -> tuple[Any, Mapping[int, Any]]:
         """Returns the metrics of a step, and how much its passes count together on each group, from the sums on the first group."""
         metrics = None if totals is None else _means(totals, count)
@@ -262,10 +265,10 @@ class PipelineStep:
             return metrics, {group: self._moved(weight, group) for group in self._here}
         return metrics, {group: state.view(weight, self._meshes[group]) for group in self._here}
 
-    def _shared_totals(self, found: stage_programs.StagePrograms, metrics: Any, weight: Any, count: int) -> Any:
+    def _shared_totals(self, found: stage_programs.StagePrograms, metrics: PyTree, weight: Any, count: int) -> Any:
         """Returns metrics and weight on all devices. Processes without the first group know their shapes alone."""
 
-        def abstract(own: passes.Result) -> Any:
+        def abstract(own: passes.Result) -> Leaf:
             return own.atom.aval if own.number is None else found.values[own.number]
 
         likes = jax.tree.map(abstract, found.metrics, is_leaf=passes.is_result)
@@ -312,7 +315,7 @@ class PipelineStep:
     def _arguments(
         self,
         found: stage_programs.StagePrograms,
-        micro: Any,
+        micro: PyTree,
         number: int,
         copies: Values,
     ) -> Values:
@@ -376,11 +379,11 @@ def _value(values: Values, own: passes.Result) -> jax.Array:
     return values[own.number, 0]
 
 
-def _micro_batches(layout: inputs.Layout, dtype: Any, batch: Any) -> list[Any]:
+def _micro_batches(layout: inputs.Layout, dtype: DTypeLike, batch: PyTree) -> list[Any]:
     """Returns the micro-batches of a batch, each sharded over the devices of a group and equal on all groups."""
     placed, one = layout.place(batch, dtype), dataclasses.replace(layout, passes=1)
 
-    def constrained(micro: Any) -> Any:
+    def constrained(micro: PyTree) -> PyTree:
         specs = one.specs(micro)
         return jax.tree.map(
             lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(layout.mesh, spec)), micro, specs
@@ -395,10 +398,10 @@ _seed_of = jax.jit(rounded.seed)
 
 
 @jax.jit
-def _added(totals: Any, new: Any) -> Any:
+def _added(totals: PyTree, new: PyTree) -> PyTree:
     return outputs.added(totals, new)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _means(metrics: Any, count: int) -> Any:
+def _means(metrics: PyTree, count: int) -> PyTree:
     return outputs.values(outputs.divided(metrics, count) if count > 1 else metrics, over_devices=False)

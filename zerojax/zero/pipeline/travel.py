@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
+from zerojax.tree import Leaf
 
 
 def is_here(mesh: Mesh) -> bool:
@@ -26,7 +27,7 @@ def is_here(mesh: Mesh) -> bool:
     return jax.process_count() == 1 or bool(NamedSharding(mesh, P()).addressable_devices)
 
 
-def absent(like: Any) -> jax.Array:
+def absent(like: Leaf) -> jax.Array:
     """Returns an array of devices of other processes; `like` has its shape, dtype and sharding."""
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, [], dtype=like.dtype)
 
@@ -88,11 +89,11 @@ class Travel:
         stacked = [_stacked(self._mesh, self._groups, *own) for own in zip(x, likes, homes)]
         return _picked(tuple(homes), tuple(NamedSharding(self._mesh, P()) for _ in likes))(stacked)
 
-    def spread(self, x: Any, like: Any, home: int, sharding: NamedSharding) -> jax.Array:
+    def spread(self, x: Any, like: Leaf, home: int, sharding: NamedSharding) -> jax.Array:
         """Returns an array of a group with a sharding over all devices."""
         return _picked((home,), (sharding,))([_stacked(self._mesh, self._groups, x, like, home)])[0]
 
-    def settled(self, x: jax.Array, like: Any, home: int) -> jax.Array:
+    def settled(self, x: jax.Array, like: Leaf, home: int) -> jax.Array:
         """Returns an array over all devices on the group of `like`, which is `home`."""
         spec = like.sharding.spec
         whole = jax.device_put(x, NamedSharding(self._mesh, spec))
@@ -106,7 +107,7 @@ def _picked(homes: tuple[int, ...], shardings: tuple[NamedSharding, ...]) -> Cal
     return jax.jit(lambda xs: [x[home] for x, home in zip(xs, homes)], out_shardings=list(shardings))
 
 
-def _stacked(mesh: Mesh, groups: Sequence[Mesh], x: Any, like: Any, home: int) -> jax.Array:
+def _stacked(mesh: Mesh, groups: Sequence[Mesh], x: Any, like: Leaf, home: int) -> jax.Array:
     """Returns arrays of groups with a leading dim that counts these: `x` at `home`, and zeros."""
     sharding = NamedSharding(mesh, P(mesh_lib.PIPE, *like.sharding.spec))
     known = {} if x is None else {shard.device: shard.data for shard in x.addressable_shards}
@@ -119,6 +120,6 @@ def _stacked(mesh: Mesh, groups: Sequence[Mesh], x: Any, like: Any, home: int) -
     return jax.make_array_from_single_device_arrays((len(groups), *like.shape), sharding, parts)
 
 
-def _unstacked(x: jax.Array, like: Any, sharding: NamedSharding) -> jax.Array:
+def _unstacked(x: jax.Array, like: Leaf, sharding: NamedSharding) -> jax.Array:
     parts = [shard.data[0] for shard in x.addressable_shards if shard.device in sharding.device_set]
     return jax.make_array_from_single_device_arrays(like.shape, sharding, parts)

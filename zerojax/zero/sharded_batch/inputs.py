@@ -180,7 +180,7 @@ class Layout:
                 f"a mesh without {axis}"
             )
 
-    def _placed(self, own: dict[str, P], path: str, leaf: Leaf) -> Any:
+    def _placed(self, own: dict[str, P], path: str, leaf: Leaf) -> Leaf:
         before = int(self.passes > 1)
         if path in own and not specs_lib.axes(own[path]):
             leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, P()))

@@ -30,7 +30,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
-from zerojax.tree import PyTree
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import constraints
 from zerojax.zero.sharded_batch import dependence, inputs, outputs
 
@@ -196,7 +196,7 @@ def exact(powers: Mapping[str, int], ways: int, loss: Any, aux: Any, before: Any
             return outputs.Sum(old + own * _factor(ways, power - 1))
         return value * _factor(ways, power) if jnp.issubdtype(jnp.result_type(value), jnp.inexact) else value
 
-    def of_field(field: str, value: Any) -> Any:
+    def of_field(field: str, value: object) -> PyTree:
         old = dict(tree.flatten({field: getattr(before, field)}))
         return tree.map_with_path(
             lambda path, leaf: one(f"state/{path}", leaf, old[path]), {field: value}, is_leaf=outputs.is_total
@@ -217,7 +217,7 @@ def _begin(layout: inputs.Layout) -> str:
     return f"loss_fn: is another one where tokens are sharded over {mesh_lib.text(layout.mesh, mesh_lib.TOKENS)}"
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), tree.dtype_of(leaf))
 
 
@@ -274,7 +274,7 @@ class _Reader:
     def _other(self, why: str) -> Kind:
         return Kind(OTHER, why=why, line=self._lines[-1])
 
-    def _constant(self, value: Any, of_twin: Any) -> Kind:
+    def _constant(self, value: object, of_twin: traces.Atom) -> Kind:
         own, all_tokens = np.asarray(value), np.asarray(of_twin)
         if own.shape == all_tokens.shape and (own == all_tokens).all():
             return Kind(SAME, is_zero=not own.any())

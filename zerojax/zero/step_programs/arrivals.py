@@ -77,7 +77,7 @@ class ArgumentSource:
 
     paths: Collection[str] = frozenset()
 
-    def used(self, leaf: Leaf) -> Any:
+    def used(self, leaf: Leaf) -> Leaf:
         """Returns an abstract argument as programs read it."""
         return leaf
 

@@ -97,7 +97,7 @@ def _renamed(parts: Iterable[StepPart]) -> list[StepPart]:
     """Returns parts that read the original of each variable that a part returns as it came in."""
     original: dict[Any, Any] = {}
 
-    def of(atom: traces.Atom) -> Any:
+    def of(atom: traces.Atom) -> traces.Atom:
         return original.get(atom, atom) if traces.is_var(atom) else atom
 
     named = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from zerojax.tree import PyTree
 from zerojax.zero.step_programs import programs as programs_lib
 from zerojax.zero.step_programs.arrivals import NOTHING, STEP
 
@@ -33,7 +34,7 @@ class Schedule:
         self._smallest = [min(program.writes, key=cut.nbytes, default=-1) for program in cut.programs]
         self._constants: dict[int, jax.Array] | None = None
 
-    def __call__(self, *args: Any, done: Done | None = None, follows: str = NOTHING) -> Any:
+    def __call__(self, *args: Any, done: Done | None = None, follows: str = NOTHING) -> PyTree:
         """Returns the step's result.
 
         Args:

@@ -424,7 +424,7 @@ def _exchanged(parts: packed.Packed, groups: list[list[int]] | None) -> packed.P
     return packed.Packed(*map(exchange, parts))
 
 
-def _names(placement: Placement) -> Any:
+def _names(placement: Placement) -> specs.Entry:
     """Returns the compiler's axes over which a weight is sharded, as an entry of a spec."""
     used = specs.axes(placement.stored.spec)
     return specs.entry(tuple(axis for axis in mesh_lib.COMPILER if axis in used))
