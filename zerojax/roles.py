@@ -45,7 +45,9 @@ CONTEXT_PARALLEL = "context_parallel"  # the scope of attention over tokens that
 EXPERT_PARALLEL = (
     "expert_parallel"  # the scope of all-to-alls of tokens to their experts and back (`ops.expert_parallel`)
 )
-FURTHER_ROUNDS = "further_rounds"  # the scope of loops over tokens for which these have no room; a plan counts none
+FURTHER_ROUNDS = (
+    "further_rounds"  # the scope of what takes tokens for which these have no room; a plan counts no loop of them
+)
 ROOM = "room"  # "room_1.5": the scope of products of a room for 1.5 times the rows that a balanced router sends
 PACKED_WEIGHT = "packed_weight"  # the scope of collectives of weights as blocks of 8 bits (`zero.wires.packed`)
 PACKED_GRADIENT = "packed_gradient"  # of their gradients

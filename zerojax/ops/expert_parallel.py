@@ -8,8 +8,9 @@ the same way, and one brings the rows again, which are not kept.
 
 The room is `load` times what a balanced router sends, so memory and bytes do not depend on the router. No row is lost where one sends
 more: further rounds take what is left, as many as the fullest buffer of all devices needs, so that every device takes part in each. Their
-backward pass is written by hand: it computes a round again, and keeps nothing of it. A row's weight travels with it and multiplies
-between the matmuls, since down(w h) = w down(h): then no result is read in the backward pass, and none is sent again.
+backward pass is written by hand: it computes a round again, and keeps nothing of it. On CPUs one round has room for all that is left
+(`Stack.loops`). A row's weight travels with it and multiplies between the matmuls, since down(w h) = w down(h): then no result is read in
+the backward pass, and none is sent again.
 
 Shapes: T tokens, D embed, E experts, K experts of a token, R = T K rows, N devices, e = E / N experts of a device, S = N room rows
 that a device sends and gets in a round.
@@ -50,6 +51,8 @@ class Stack:
       specs: how the compiler shards each array of `shard` over its axes, the matrices first.
       load: see `LOAD`.
       parts: the tokens travel in as many parts, one beside the matmuls of another.
+      loops: whether further rounds are a loop. On CPUs XLA (2026) starts collectives after a loop before those in it have ended. Those of
+        several devices then mix: a step aborts, or returns wrong numbers. So there one round takes all that is left, needed or not.
     """
 
     shard: Matrices
@@ -57,6 +60,7 @@ class Stack:
     specs: tuple[P, ...] = dataclasses.field(metadata={"static": True})
     load: float = dataclasses.field(default=LOAD, metadata={"static": True})
     parts: int = dataclasses.field(default=1, metadata={"static": True})
+    loops: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
     def spec(self) -> P:
@@ -126,7 +130,8 @@ def cost(
 
 @dataclasses.dataclass(frozen=True)
 class _Travel:
-    """What all rounds of a mixture share; `share` is the share of a bias that each device along the axes of `_width` adds."""
+    """What all rounds of a mixture share; `share` is the share of a bias that each device along the axes of `_width` adds, and `begin` the
+    first row for a device in round 0."""
 
     axes: tuple[str, ...]
     ways: int
@@ -135,6 +140,7 @@ class _Travel:
     activation: Callable[..., jax.Array]
     has_up: bool
     share: float = 1.0
+    begin: int = 0
 
     def sides(self, first: Matrices, second: Matrices, *rest: Matrices) -> tuple[tuple, tuple]:
         """Returns what comes before the activation, gate with up or with the bias of both, and what after it, down with its bias."""
@@ -204,7 +210,8 @@ def apply(
         plan = _plan(call, jnp.split(experts_TK, parts), own)
         further_TD, first_TD = None, x_TD
         if call.room < most:
-            further_TD = _later(call, plan, x_TD, weights_TK, *matrices)
+            rest = call if gate.loops else dataclasses.replace(call, room=most - call.room, begin=call.room)
+            further_TD = _later(rest, plan, x_TD, weights_TK, *matrices)
             # Backward, further rounds follow the first one, which then keeps nothing beside them.
             first_TD, further_TD = _backward_in_turn(x_TD, further_TD)
         y_TD = _round(call, plan, 0, first_TD, weights_TK, *matrices)
@@ -308,7 +315,7 @@ _backward_in_turn.defvjp(
 
 def _arrived(call: _Travel, seats: _Seats, number: int | jax.Array, x_TD: jax.Array, weights_TK: jax.Array) -> _Part:
     """Returns the rows that come to this device in one round."""
-    rows, begin, slots = seats.order_R.size, number * call.room, call.ways * call.room
+    rows, begin, slots = seats.order_R.size, call.begin + number * call.room, call.ways * call.room
     # What a slot sends: a row, or R for none. Where a row is: a slot, or S for none.
     place = begin + jnp.arange(call.room)
     sorted_NS = jnp.where(place < seats.count_N[:, None], seats.first_N[:, None] + place, rows)
@@ -382,9 +389,17 @@ def _later(call: _Travel, plan: _Plan, x_TD: jax.Array, *arrays: Any) -> jax.Arr
         number, y_TD = carry
         return number + 1, y_TD + _round(call, plan, number, x_TD, *arrays)
 
-    first = (jnp.ones_like(plan.rounds), jnp.zeros(x_TD.shape, jnp.float32))
+    return _repeated(call, plan, add, jnp.zeros(x_TD.shape, jnp.float32))
+
+
+def _repeated(
+    call: _Travel, plan: _Plan, add: Callable[[tuple[jax.Array, Any]], tuple[jax.Array, Any]], sums: Any
+) -> Any:
+    """Returns `sums` after all rounds but the first; `add` takes and returns the number of a round, and sums."""
     with jax.named_scope(roles.FURTHER_ROUNDS):
-        return jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, add, first)[1]
+        if call.begin:
+            return add((jnp.zeros_like(plan.rounds), sums))[1]
+        return jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, add, (jnp.ones_like(plan.rounds), sums))[1]
 
 
 def _later_backward(call: _Travel, saved: tuple[_Plan, tuple[Any, ...]], d_TD: jax.Array) -> tuple[Any, ...]:
@@ -403,9 +418,7 @@ def _later_backward(call: _Travel, saved: tuple[_Plan, tuple[Any, ...]], d_TD: j
         _, pull = jax.vjp(functools.partial(round_of, number), *arrays)
         return number + 1, [total + own.astype(jnp.float32) for total, own in zip(sums, pull(d_TD))]
 
-    first = (jnp.ones_like(plan.rounds), [jnp.zeros(array.shape, jnp.float32) for array in arrays])
-    with jax.named_scope(roles.FURTHER_ROUNDS):
-        sums = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, add, first)[1]
+    sums = _repeated(call, plan, add, [jnp.zeros(array.shape, jnp.float32) for array in arrays])
     grads = {i: total.astype(array.dtype) for i, total, array in zip(learned, sums, arrays)}
     return None, *jax.tree.unflatten(structure, [grads.get(i) for i in range(len(leaves))])
 

@@ -10,6 +10,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
@@ -58,10 +59,17 @@ class Here(gather.Plain):
     def _share(self, shard: jax.Array, placement: placement.Placement) -> expert_parallel.Stack:
         spec = placement.used.spec
         axes = tuple(axis for axis in mesh_lib.EXPERT if axis in specs.axes(spec))
-        return expert_parallel.Stack(shard, axes, (specs.only(spec, mesh_lib.COMPILER),), self.load, self.parts)
+        own = (specs.only(spec, mesh_lib.COMPILER),)
+        return expert_parallel.Stack(shard, axes, own, self.load, self.parts, loops_on(placement.used.mesh))
 
 
 HERE = Here()
+
+
+def loops_on(mesh: Mesh | AbstractMesh) -> bool:
+    """Returns whether tokens that find no room travel in a loop; see `expert_parallel.Stack.loops`."""
+    assert isinstance(mesh, Mesh)
+    return mesh_lib.platform(mesh) != "cpu"
 
 
 def marked(
