@@ -4,13 +4,15 @@ import json
 import shutil
 
 import golden_models
+import numpy as np
 import pytest
 import tokenizers
 
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
+from zerojax.inference.engine import growing, requests
 from zerojax.interop import folder as folder_lib
-from zerojax.serve import words
+from zerojax.serve import told, words
 
 WORDS = ["<s>", "</s>", "<pad>", "one", "two", "three", "user", "assistant", "#"]
 TALK = [("system", "one"), ("user", "two </s>"), ("assistant", "three"), ("user", "one")]
@@ -51,6 +53,20 @@ def test_texts_are_read_and_written_as_generate_does(spoken):
     assert made.text_of([3, 1, 4]) == "one two" and made.name_of(1) == "</s>"
     with pytest.raises(UserError, match="prompt: a text without any token"):
         made.ids_of(" ")
+
+
+def test_a_completion_begins_with_the_space_that_its_tokenizer_leaves_out_at_the_beginning_of_a_text(spoken):
+    pieces = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁one": 0, "two": 1, "<unk>": 2}, unk_token="<unk>"))
+    pieces.pre_tokenizer, pieces.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    pieces.save(str(spoken / "tokenizer.json"))
+    made = of(spoken)
+    assert [made.text_of([0, 1]), made.before(0), made.before(1)] == ["onetwo", " ", ""]
+    asked = requests.Request(np.array([0]), requests.RequestSettings(), 2, so_far=growing.Growing(made.text_of))
+    for token in (0, 1):
+        asked.add(token, None, ())
+    for is_chat, text in ((False, " onetwo"), (True, "onetwo")):
+        answer = told.Writer(made, "m", is_chat=is_chat, prompts=1, choices=[asked]).whole()["choices"][0]
+        assert (answer["message"]["content"] if is_chat else answer["text"]) == text
 
 
 def test_a_conversation_has_the_folders_template_in_which_special_tokens_are_written_out(spoken):

@@ -112,6 +112,8 @@ class Writer:
         request, before = choice.request, choice.letters
         text = request.settled[before:]
         choice.letters += len(text)
+        if text and not before and not self._is_chat:  # it goes on with the prompt
+            text = self._words.before(request.tokens[0]) + text
         if request.settings.logprobs is None:
             return text, None
         known = list(zip(request.tokens, request.logprobs))[choice.tokens :]

@@ -37,6 +37,10 @@ class Words:
         """Returns the text of one token, also of a special one."""
         return str(token)
 
+    def before(self, token: int) -> str:
+        """Returns what is between a prompt and an answer that begins with a token: a space, or nothing."""
+        return ""
+
     def conversation(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Returns the ids of a conversation (role, content), after which an answer begins. Raises UserError if it has none."""
         raise UserError("messages: the model's folder has no tokenizer.json; ask /v1/completions with token ids")
@@ -70,6 +74,12 @@ class TokenizerWords(Words):
     def name_of(self, token: int) -> str:
         """Returns the text of one token, also of a special one."""
         return self._model.decode([token], skip_special_tokens=False)
+
+    def before(self, token: int) -> str:
+        """Returns the space that some tokenizers leave out where a text begins; nothing where an answer is a text of its own."""
+        alone = self.text_of([token])
+        is_left_out = self.text_of([token, token]) == f"{alone} {alone}"
+        return " " if is_left_out and not self._folder.family.is_encoder_decoder else ""
 
     def conversation(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Returns the ids of a conversation (role, content), after which an answer begins.
