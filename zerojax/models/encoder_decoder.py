@@ -9,12 +9,57 @@ from typing import Any, cast
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from zerojax.models import decoding, layers
 from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
 
 Module = Callable[[Any], nn.Module]
+
+
+class EncoderDecoder(nn.Module):
+    """Logits and loss of an encoder-decoder. A subclass has a config, the modules `embed` and, unless embeddings are tied, `head`, and the
+    method `hidden(inputs, targets, mask, positions, positions of targets)`, which returns the head's input."""
+
+    config: Any
+
+    def __call__(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        """Returns logits of the token after each target: float32[B, T, V] from int32[B, S] and int32[B, T]."""
+        return self._logits(self.hidden(inputs_BS, targets_BT, mask_BS))
+
+    def bias_of_logits(self) -> jax.Array | None:
+        """Returns float[V], or None."""
+        return None
+
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        logits_BTV, bias_V = layers.next_logits(self._head(), x_BTD), self.bias_of_logits()
+        return logits_BTV if bias_V is None else logits_BTV + bias_V.astype(jnp.float32)
+
+    def _head(self) -> nn.Module:
+        return self.embed if self.config.tie_embeddings else self.head
+
+    def loss(
+        self,
+        inputs_BS: jax.Array,
+        targets: jax.Array,
+        mask_BS: jax.Array | None = None,
+        labeled: jax.Array | None = None,
+        labels_BT: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
+        by_token: bool = False,
+    ) -> jax.Array:
+        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1], or int32[B, T] with `labels_BT`.
+
+        With `by_token` it returns the loss of each target, float32[B, T].
+
+        Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and labels with `labeled` 0 are not learned.
+        """
+        mask_BS = None if mask_BS is None else mask_BS > 0
+        targets_BT, labels_BT, ignored = layers.read_and_labels(targets, labeled, labels_BT)
+        x_BTD = self.hidden(inputs_BS, targets_BT, mask_BS, positions_BS, positions_BT)
+        return layers.next_loss(self._head(), x_BTD, labels_BT, ignored, self.bias_of_logits(), by_token=by_token)
 
 
 def loss(

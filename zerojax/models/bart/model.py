@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from zerojax.models import decoding, family, layers
+from zerojax.models import decoding, encoder_decoder, family, layers
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
 from zerojax.tree import PyTree
@@ -163,7 +163,7 @@ def _added(
     return x_BTD if config.norm_first else norm(x_BTD), other
 
 
-class Bart(nn.Module):
+class Bart(encoder_decoder.EncoderDecoder):
     """The full model. Weights are under embed, encoder_positions, encoder_norm, encoder_0, ..., the same for decoder_, and logits_bias."""
 
     config: BartConfig
@@ -217,32 +217,6 @@ class Bart(nn.Module):
             x_BTD = layer(x_BTD, encoded_BSD, *masks)
         return self._final("decoder", x_BTD)
 
-    def __call__(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        """Returns logits of the token after each target: float32[B, T, V] from int32[B, S] and int32[B, T]."""
-        return self._logits(self.hidden(inputs_BS, targets_BT, mask_BS))
-
-    def loss(
-        self,
-        inputs_BS: jax.Array,
-        targets: jax.Array,
-        mask_BS: jax.Array | None = None,
-        labeled: jax.Array | None = None,
-        labels_BT: jax.Array | None = None,
-        positions_BS: jax.Array | None = None,
-        positions_BT: jax.Array | None = None,
-        by_token: bool = False,
-    ) -> jax.Array:
-        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1], or int32[B, T] with `labels_BT`.
-
-        With `by_token` it returns the loss of each target, float32[B, T].
-
-        Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and labels with `labeled` 0 are not learned.
-        """
-        mask_BS = None if mask_BS is None else mask_BS > 0
-        targets_BT, labels_BT, ignored = layers.read_and_labels(targets, labeled, labels_BT)
-        x_BTD = self.hidden(inputs_BS, targets_BT, mask_BS, positions_BS, positions_BT)
-        return layers.next_loss(self._head(), x_BTD, labels_BT, ignored, self.logits_bias(), by_token=by_token)
-
     def start(
         self, inputs_BS: jax.Array, mask_BS: jax.Array | None, targets_BT: jax.Array, lengths_B: jax.Array, slots: int
     ) -> tuple[jax.Array, Any]:
@@ -286,11 +260,9 @@ class Bart(nn.Module):
         """Returns the states after the last layer, normalised if the config says so."""
         return getattr(self, f"{side}_final_norm")(x_BTD) if self.config.has_final_norm else x_BTD
 
-    def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        return layers.next_logits(self._head(), x_BTD) + self.logits_bias().astype(jnp.float32)
-
-    def _head(self) -> nn.Module:
-        return self.embed if self.config.tie_embeddings else self.head
+    def bias_of_logits(self) -> jax.Array:
+        """Returns float[V]."""
+        return self.logits_bias()
 
 
 def sinusoids(positions: jax.Array, dims: int) -> jax.Array:

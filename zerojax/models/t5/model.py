@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from zerojax.models import decoding, family, layers
+from zerojax.models import decoding, encoder_decoder, family, layers
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
 from zerojax.ops import tokens as tokens_lib
@@ -140,7 +140,7 @@ class DecoderLayer(nn.Module):
         return x_BTD if past is None else (x_BTD, own, keys)
 
 
-class T5(nn.Module):
+class T5(encoder_decoder.EncoderDecoder):
     """The full model. Its weights are under embed, encoder_bias, encoder_0, ..., encoder_norm, the same for decoder_, and head."""
 
     config: T5Config
@@ -184,10 +184,6 @@ class T5(nn.Module):
             x_BTD = layer(x_BTD, bias_HTT, encoded_BSD, *masks)
         return self._out(x_BTD)
 
-    def __call__(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        """Returns logits of the token after each target: float32[B, T, V] from int32[B, S] and int32[B, T]."""
-        return self._logits(self.hidden(inputs_BS, targets_BT, mask_BS))
-
     def start(
         self, inputs_BS: jax.Array, mask_BS: jax.Array | None, targets_BT: jax.Array, lengths_B: jax.Array, slots: int
     ) -> tuple[jax.Array, Any]:
@@ -229,34 +225,6 @@ class T5(nn.Module):
         # Rows of a tied embedding table have length sqrt(D).
         is_scaled = c.tie_embeddings if c.scale_outputs is None else c.scale_outputs
         return x_BTD * c.embed_dim**-0.5 if is_scaled else x_BTD
-
-    def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        return layers.next_logits(self._head(), x_BTD)
-
-    def _head(self) -> nn.Module:
-        return self.embed if self.config.tie_embeddings else self.head
-
-    def loss(
-        self,
-        inputs_BS: jax.Array,
-        targets: jax.Array,
-        mask_BS: jax.Array | None = None,
-        labeled: jax.Array | None = None,
-        labels_BT: jax.Array | None = None,
-        positions_BS: jax.Array | None = None,
-        positions_BT: jax.Array | None = None,
-        by_token: bool = False,
-    ) -> jax.Array:
-        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1], or int32[B, T] with `labels_BT`.
-
-        With `by_token` it returns the loss of each target, float32[B, T].
-
-        Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and labels with `labeled` 0 are not learned.
-        """
-        mask_BS = None if mask_BS is None else mask_BS > 0
-        targets_BT, labels_BT, ignored = layers.read_and_labels(targets, labeled, labels_BT)
-        x_BTD = self.hidden(inputs_BS, targets_BT, mask_BS, positions_BS, positions_BT)
-        return layers.next_loss(self._head(), x_BTD, labels_BT, ignored, by_token=by_token)
 
 
 def parts(config: T5Config) -> family.Parts:
