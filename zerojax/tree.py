@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import traverse_util
 
 from zerojax import errors
 
@@ -53,14 +54,7 @@ def nested(leaves: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
     >>> nested({"a/b": 1, "a/c": 2})
     {'a': {'b': 1, 'c': 2}}
     """
-    found: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, last = path.split(separator)
-        node = found
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = leaf
-    return found
+    return traverse_util.unflatten_dict(dict(leaves), sep=separator)
 
 
 def below_params(path: str) -> str:

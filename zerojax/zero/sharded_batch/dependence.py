@@ -62,7 +62,7 @@ def of_loss(
     def aux_of(params: PyTree, batch: PyTree, state: State) -> PyTree:
         return loss_fn(params, batch, state)[1]
 
-    params, state = (jax.tree.map(_abstract, part) for part in (params, state))
+    params, state = (jax.tree.map(abstract, part) for part in (params, state))
     by_count = [of_examples(layout, batch, count * layout.examples(batch)) for count in (1, 2)]
     axes = layout.mesh.shape if layout.by_device else {}
     with constraints.dropped(axes):
@@ -89,7 +89,8 @@ def of_examples(
     return tree.map_with_path(lambda path, leaf: of_count(leaf, specs[path], (apart or {}).get(path, count)), batch)
 
 
-def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
+def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array or a number."""
     return jax.ShapeDtypeStruct(jnp.shape(leaf), tree.dtype_of(leaf))
 
 
@@ -107,7 +108,7 @@ def refuse_unsure(
     """
     counting = layout.counting(batch)
     whole, ways = layout.examples(batch), mesh_lib.size(layout.mesh, mesh_lib.EXAMPLES)
-    params, state = (jax.tree.map(_abstract, part) for part in (params, state))
+    params, state = (jax.tree.map(abstract, part) for part in (params, state))
 
     def traced(count: int, names: Sequence[str] = (), rows: int = 0) -> Any:
         """Returns the loss's trace, with another number of rows of these leaves than of examples; None if it does not take that."""

@@ -30,7 +30,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
-from zerojax.tree import Leaf, PyTree
+from zerojax.tree import PyTree
 from zerojax.zero import constraints
 from zerojax.zero.sharded_batch import dependence, inputs, outputs
 
@@ -120,7 +120,7 @@ def powers(
       UserError: a result is another one where tokens are sharded, or the loss takes no part of a sequence.
     """
     ways = mesh_lib.size(layout.mesh, mesh_lib.TOKENS)
-    params, state = (jax.tree.map(_abstract, part) for part in (params, state))
+    params, state = (jax.tree.map(dependence.abstract, part) for part in (params, state))
     whole, part = (
         dependence.of_examples(layout, batch, layout.examples(batch), tokens_of=tokens_of) for tokens_of in (1, ways)
     )
@@ -215,10 +215,6 @@ def _factor(ways: int, power: int) -> float:
 
 def _begin(layout: inputs.Layout) -> str:
     return f"loss_fn: is another one where tokens are sharded over {mesh_lib.text(layout.mesh, mesh_lib.TOKENS)}"
-
-
-def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), tree.dtype_of(leaf))
 
 
 _LOOPS = 10  # rounds after which the kinds that a loop carries no longer change
