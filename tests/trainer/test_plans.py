@@ -63,6 +63,12 @@ def test_over_several_hosts_state_is_sharded_over_all_devices_or_those_of_each_h
     assert [(o.candidate.replica, o.candidate.grad_accum) for o in found] == [(2, 1), (1, 1)]
 
 
+def test_one_device_tries_no_stage_whose_step_is_that_of_another(config, monkeypatch):
+    monkeypatch.setattr(search, "search", lambda target, candidates, *_, **__: candidates)
+    assert {own.stage for own in plans.search_config(config, "cpu", "1x1", memory=1e12)} == {2, 3}
+    assert {own.stage for own in plans.search_config(config, "cpu", "1x2", memory=1e12)} == {0, 1, 2, 3}
+
+
 def test_a_target_of_unknown_memory_is_refused(config):
     with pytest.raises(zerojax.UserError, match="memory is unknown"):
         plans.search_config(config, "cpu", "1x8")

@@ -185,6 +185,8 @@ def search_config(
             return found
     others = {**search.default_grid(devices), **_offloads(config), **_of_long(config), **_axes(config, devices)}
     others["pipe"] = (config.mesh.pipe,)
+    if len(devices) == 1:  # at which all stages that keep the weights on each device are the same
+        others["stage"] = (2, 3)
     return search.search(
         target,
         search.candidates_of({**_own_axes(config), **(grid or others)}, ways=len(devices), global_batch_size=batch),
