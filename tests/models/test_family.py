@@ -77,6 +77,12 @@ def test_weights_are_counted_from_their_shapes(family):
     assert family_lib.count_params(family.parts, small(family)) == sum(leaf.size for leaf in jax.tree.leaves(made))
 
 
+def test_parts_of_a_config_are_equal_each_time(family):
+    """So their shapes are traced once, and the programs that draw them are compiled once."""
+    first, again = (family.parts(small(family)) for _ in range(2))
+    assert first == again and {*first.values()} == {*again.values()}
+
+
 def test_shapes_and_operations_are_counted_on_any_device_whatever_the_attention_kernel(family):
     """A GPU's kernel cannot be traced with float32 weights, nor elsewhere; the numbers do not depend on it."""
     configs = [dataclasses.replace(small(family), attention=kernel) for kernel in family.attention]

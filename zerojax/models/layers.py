@@ -211,6 +211,10 @@ class Dropout(nn.Module):
         return nn.Dropout(self.rate, deterministic=False, rng_collection=DROPOUT)(x)
 
 
+# The same initializer for the same deviation: modules with it are equal, so their shapes and programs are found again.
+normal = functools.cache(nn.initializers.normal)
+
+
 class Embed(nn.Embed):
     """Looks tokens up. The table's gradient is accumulated in float32."""
 

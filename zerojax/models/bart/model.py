@@ -299,7 +299,7 @@ def parts(config: BartConfig) -> family.Parts:
     c = config
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     states = jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32)
-    normal = nn.initializers.normal(c.stddev)
+    normal = layers.normal(c.stddev)
     embed = layers.Embed(c.vocab_size, c.embed_dim, embedding_init=normal)
     positions = layers.Embed(OFFSET + c.max_seq_len, c.embed_dim, embedding_init=normal)
     if c.has_fixed_positions:

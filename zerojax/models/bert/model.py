@@ -161,7 +161,7 @@ def parts(config: BertConfig) -> family.Parts:
     tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),)
     states = (jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32),)
     tables = {"embed": c.vocab_size, "positions": c.num_positions, "kinds": c.num_kinds}
-    normal = nn.initializers.normal(c.stddev)
+    normal = layers.normal(c.stddev)
     found: family.Parts = {
         name: (layers.Embed(rows, c.embed_dim, embedding_init=normal), tokens) for name, rows in tables.items()
     }

@@ -529,7 +529,7 @@ def parts(config: LlamaConfig) -> family.Parts:
     c = config
     tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),)
     states = (jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32),)
-    embed = layers.Embed(c.vocab_size, c.embed_dim, embedding_init=nn.initializers.normal(0.02))
+    embed = layers.Embed(c.vocab_size, c.embed_dim, embedding_init=layers.normal(0.02))
     found: family.Parts = {"embed": (embed, tokens)}
     if c.has_positions:
         found["positions"] = (layers.Embed(c.max_seq_len, c.embed_dim, embedding_init=embed.embedding_init), tokens)

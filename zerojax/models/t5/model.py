@@ -234,7 +234,7 @@ def parts(config: T5Config) -> family.Parts:
     positions = jax.ShapeDtypeStruct((1,), jnp.int32)
     states = jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32)
     bias = jax.ShapeDtypeStruct((c.num_heads, 1, 1), jnp.float32)
-    embed = layers.Embed(c.vocab_size, c.embed_dim, embedding_init=nn.initializers.normal(1.0))
+    embed = layers.Embed(c.vocab_size, c.embed_dim, embedding_init=layers.normal(1.0))
     found: family.Parts = {"embed": (embed, (tokens,))}
     found["encoder_bias"] = (RelativeBias(c, is_causal=False), (positions,))
     found |= {f"encoder_{i}": (EncoderLayer(c), (states, bias)) for i in range(c.num_layers)}
