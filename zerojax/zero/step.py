@@ -208,18 +208,14 @@ def _compiler_options(
     wires: packed.PackedWires | None,
 ) -> dict[str, Any]:
     """Returns XLA's options for a step: for matmuls in fp8, and for explicit collectives."""
-    options = _fp8_options(partition, fp8)
+    names = xla_flags.names()
+    options = {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=names)
     if reduce_dtype is None:
         return options
     weights = block_settings.largest_block(partition.placements, blocks)
     gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
     summed = weights * jnp.dtype(reduce_dtype).itemsize
     scattered = summed // mesh_lib.size(partition.mesh, mesh_lib.STATE)
-    names = xla_flags.names()
     sizes = {"gathered": gathered, "summed": summed, "kept": scattered}
     exchanges = wires is not None and wires.gradients != packed.PLAIN
     return options | xla_options.for_mesh(partition.mesh, **sizes, exchanges=exchanges, but=names)
-
-
-def _fp8_options(partition: placement.Partition, fp8: fp8_modules.Fp8 | None) -> dict[str, Any]:
-    return {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
