@@ -296,6 +296,8 @@ def test_a_second_signal_ends_the_process_at_once(commands):
         body = {"model": "llama", "prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True, "n": 8}
         asking = threading.Thread(target=_quietly, args=(url, body))
         asking.start()
+        while not gauge(url, "running"):
+            pass
         process.kill(signal.SIGINT)
         while httpx.get(f"{url}/health").status_code == 200:
             pass
