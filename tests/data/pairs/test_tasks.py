@@ -211,6 +211,10 @@ def test_a_prompt_of_messages_and_an_answer_of_text_are_a_conversation_and_a_tem
     assert labels(found.examples[0]) == "yes" and found.notes == [
         "conversations are written in zerojax's plain chat template"
     ]
+    arrays = {"text": np.array("one", object), "label": np.array("yes", object)}  # as some datasets have texts
+    assert encode([arrays], ONE).examples[0].inputs.tolist() == encode(EXAMPLES, ONE).examples[0].inputs.tolist()
+    alone = encode([arrays], ONE, settings).examples[0]
+    assert BYTES.decode(alone.inputs) == "oneyes"
     assert "`chat_template=plain` has no effect: file has no conversation" in encode(EXAMPLES, ONE).notes
 
 

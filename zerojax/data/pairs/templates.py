@@ -84,7 +84,8 @@ class Template:
         """
         (before, field), *rest = self._parts
         value = example.get(field) if field is not None and not before and rest == [("", None)] else None
-        if not isinstance(value, Mapping | Sequence | np.ndarray) or isinstance(value, str | bytes):
+        is_list = isinstance(value, Mapping | Sequence | np.ndarray) and not isinstance(value, str | bytes)
+        if not is_list or getattr(value, "shape", None) == ():  # an array of one number or text
             return None
         return messages_of(value, place, str(field), is_answered=False)
 
