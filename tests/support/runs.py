@@ -33,6 +33,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, program, results, resume, weights
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import state as state_lib
+from zerojax.trainer.card import facts
 
 ROOT = pathlib.Path(__file__).parents[2]
 FINDS_SUPPORT = f"import sys; sys.path.append({str(ROOT / 'tests' / 'support')!r})"  # for rewards that are there
@@ -111,7 +112,8 @@ def flags(**changes: Any) -> list[str]:
 def run(folder: pathlib.Path, *, devices: int = 8, draws: bool = False, **changes: Any) -> pathlib.Path:
     """Trains in this process, on the first `devices`, and returns the folder."""
     drawn = contextlib.nullcontext() if draws else mock.patch.object(results, "draw")
-    with on_devices(devices), drawn, spared(), mock.patch.object(program, "_build", _built_once):
+    known = mock.patch.object(facts, "sources", _sources)
+    with on_devices(devices), drawn, spared(), known, mock.patch.object(program, "_build", _built_once):
         train.train(config(**changes), folder)
     return folder
 
@@ -122,6 +124,7 @@ def spared() -> Any:
 
 
 _part_maker = weights._part_maker
+_sources = functools.cache(facts.sources)  # of this process, in which they do not change
 
 
 def drawn_once() -> Any:

@@ -70,8 +70,9 @@ def quantize_stack(kernel: jax.Array, kind: str, dims: int) -> dict[str, jax.Arr
     return one(kernel)
 
 
+@functools.lru_cache(maxsize=512)
 def abstract_stack(shape: tuple[int, ...], kind: str, dims: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns what `quantize_stack` returns for a stack of this shape."""
+    """Returns what `quantize_stack` returns for a stack of this shape. Layers share it: do not change it."""
     return jax.eval_shape(lambda kernel: quantize_stack(kernel, kind, dims), jax.ShapeDtypeStruct(shape, jnp.float32))
 
 

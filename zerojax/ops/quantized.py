@@ -122,8 +122,9 @@ def shape_of(stored: Mapping[str, Any]) -> tuple[int, ...]:
     return (*rows, 2 * last)
 
 
+@functools.lru_cache(maxsize=512)
 def abstract(shape: tuple[int, ...], kind: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns what `quantize` returns for a kernel of this shape."""
+    """Returns what `quantize` returns for a kernel of this shape. Layers share it: do not change it."""
     return jax.eval_shape(lambda kernel: quantize(kernel, kind), jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
