@@ -70,9 +70,11 @@ def test_experts_live_on_neighbours_along_data_and_context(data, context, model,
     assert NamedSharding(mesh, own).is_equivalent_to(NamedSharding(plain, P(("replica", "data"), "context")), 2)
 
 
-def test_a_pipeline_has_no_experts_of_its_own():
-    with pytest.raises(UserError, match="mesh: expert 2 and pipe 2 do not go together"):
-        mesh_lib.make_mesh(pipe=2, expert=2)
+def test_each_group_of_a_pipeline_has_all_experts():
+    groups = mesh_lib.groups(mesh_lib.make_mesh(pipe=2, expert=2))
+    assert [mesh_lib.sizes(group) for group in groups] == [
+        mesh_lib.sizes(mesh_lib.make_mesh(expert=2, devices=jax.devices()[:4]))
+    ] * 2
 
 
 def test_a_mesh_may_take_some_devices():

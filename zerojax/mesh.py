@@ -112,10 +112,6 @@ def make_mesh(
             f"mesh: expert {expert} does not divide data {data} x context {context} = {data * context}, the devices that share experts; "
             "choose a divisor"
         )
-    if pipe > 1 and expert > 1:
-        raise UserError(
-            f"mesh: expert {expert} and {PIPE} {pipe} do not go together: stages do not exchange tokens; set one of them to 1"
-        )
     inner = math.gcd(expert, context)
     sizes = (data * inner // expert, expert // inner, context // inner, inner, model)
     grid, names = np.asarray(found).reshape(replica * pipe, *sizes), tuple(axis.name for axis in AXES)

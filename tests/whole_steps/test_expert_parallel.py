@@ -50,14 +50,18 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A block between two sums."""
+    """Blocks between two sums."""
 
     capacity: float = 0.0
     clamp: tuple | None = None
+    layers: int = 1
 
     @nn.compact
     def __call__(self, x):
-        return 2 * Block(self.capacity, self.clamp, name="block_0")(x / 2)
+        x = x / 2
+        for number in range(self.layers):
+            x = Block(self.capacity, self.clamp, name=f"block_{number}")(x)
+        return 2 * x
 
 
 def batch_of(passes=1):
@@ -67,9 +71,9 @@ def batch_of(passes=1):
     return {name: value.reshape(passes, -1, *value.shape[1:]) if passes > 1 else value for name, value in batch.items()}
 
 
-def made(mesh, stage=3, bias=0.0, capacity=0.0, table=TABLE, trainable="", clamp=None, offload=None):
+def made(mesh, stage=3, bias=0.0, capacity=0.0, table=TABLE, trainable="", clamp=None, layers=1, **how):
     """Returns a state and its partition; of a bias all tokens go to experts 3 and 2."""
-    net = Net(capacity, clamp)
+    net = Net(capacity, clamp, layers)
 
     def init(key):
         params = net.init(key, batch_of()["x"])["params"]
@@ -78,12 +82,12 @@ def made(mesh, stage=3, bias=0.0, capacity=0.0, table=TABLE, trainable="", clamp
             block["experts"]["router"] = router.at[0, 3].add(bias).at[0, 2].add(bias / 2)
         return train_state.TrainState.create(apply_fn=net.apply, params=params, tx=optax.sgd(0.5, momentum=0.9))
 
-    how = {"stage": stage, "min_size": 0, "overrides": table, "trainable": trainable, "offload": offload}
+    how |= {"stage": stage, "min_size": 0, "overrides": table, "trainable": trainable}
     return zerojax.shard_train_state(init, jax.random.key(0), mesh=mesh, **how)
 
 
-def loss_of(capacity, params, batch, *_, clamp=None):
-    return jnp.mean((Net(capacity, clamp).apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
+def loss_of(capacity, params, batch, *_, clamp=None, layers=1):
+    return jnp.mean((Net(capacity, clamp, layers).apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
 
 
 def trained(
@@ -98,19 +102,27 @@ def trained(
     trainable="",
     clamp=None,
     offload=None,
+    layers=1,
+    schedule="",
     **how,
 ):
     """Returns losses and norms of two steps, the params, and a held-out loss."""
-    state, partition = made(mesh, stage, bias, capacity, table, trainable, clamp, offload)
-    loss_fn = functools.partial(loss_of, capacity, clamp=clamp)
-    specs = BATCH_SPECS if partition.mesh.shape["context"] * partition.mesh.shape["expert_context"] > 1 else ()
+    loss_fn = functools.partial(loss_of, capacity, clamp=clamp, layers=layers)
+    specs = BATCH_SPECS if mesh.shape["context"] * mesh.shape["expert_context"] > 1 else ()
+    own = {"offload": offload}
+    if schedule:
+        micro = {name: leaf[0] for name, leaf in batch_of(passes).items()}
+        own["pipeline"] = zerojax.Pipeline(loss_fn, micro, blocks, schedule=schedule, batch_specs=specs)
+    state, partition = made(mesh, stage, bias, capacity, table, trainable, clamp, layers, **own)
     how = {"reduce_dtype": jnp.float32, "batch_specs": specs, "blocks": blocks} | how
     step = zerojax.make_train_step(loss_fn, partition, grad_accum=passes, donate=bool(offload), **how)
     found = []
     for _ in range(2):
         state, metrics = step(state, batch_of(passes))
         found += [float(metrics["loss"]), float(metrics["grad_norm"])]
-    if mesh.size > 1:
+    if schedule:
+        state = jax.device_get(state)
+    if mesh.size > 1 and not schedule:
         own = {"batch_specs": specs, "compute_dtype": None, "blocks": blocks, "heads": ""}
         fetches = selection.are_params_on_host(partition)
         mean = fetched_params.mean_of if fetches else forward_only.mean
@@ -122,8 +134,8 @@ def trained(
 
 
 @functools.cache
-def of_one_device(bias, trainable="", clamp=None):
-    how = {"bias": bias, "trainable": trainable, "clamp": clamp}
+def of_one_device(bias, trainable="", clamp=None, layers=1):
+    how = {"bias": bias, "trainable": trainable, "clamp": clamp, "layers": layers}
     return trained(zerojax.make_mesh(devices=jax.devices()[:1]), 0, table=(), reduce_dtype=None, **how)
 
 
@@ -215,11 +227,35 @@ FETCHED = {
 
 
 @pytest.mark.parametrize("case", runs.cases(FETCHED, long=[case for case in FETCHED if case != "of context"]))
-def test_offloaded_experts_whose_blocks_are_programs_train_as_on_one_device(case, tmp_path):
+def test_offloaded_experts_whose_blocks_are_programs_train_as_on_one_device(case, tmp_path, monkeypatch):
+    loads, room = set(), expert_parallel.room
+    monkeypatch.setattr(expert_parallel, "room", lambda *args: loads.add(args[2]) or room(*args))
     sizes, offload, how = FETCHED[case]
     offload = offload | ({"nvme_path": str(tmp_path)} if case == "a disk" else {})
     own = {name: value for name, value in how.items() if name in ("bias", "trainable", "clamp")}
-    check(trained(zerojax.make_mesh(**sizes), offload=offload, **how), of_one_device(**{"bias": 0.0} | own))
+    found = trained(zerojax.make_mesh(**sizes), offload=offload, expert_load=1.25, **how)
+    check(found, of_one_device(**{"bias": 0.0} | own))
+    assert 1.25 in loads
+
+
+PIPES = [
+    ({"pipe": 2, "expert": 4}, 3, "1f1b", 0.0),
+    ({"pipe": 2, "expert": 2}, 1, "zero_bubble", ONE_EXPERT),
+    ({"pipe": 2, "context": 2, "expert": 4}, 2, "1f1b", ONE_EXPERT),
+    ({"pipe": 2, "model": 2, "expert": 2}, 3, "zero_bubble", 0.0),
+    ({"pipe": 4, "expert": 2}, 0, "gpipe", 0.0),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", PIPES, ids=str)
+def test_tokens_travel_among_the_devices_of_a_stage(case):
+    sizes, stage, schedule, bias = case
+    how = {"bias": bias, "layers": max(2, sizes["pipe"])}
+    found = trained(
+        zerojax.make_mesh(**sizes), stage, schedule=schedule, passes=4, expert_load=1.25, expert_parts=2, **how
+    )
+    check(found, of_one_device(**how))
 
 
 def traced(mesh, **how):

@@ -1,5 +1,6 @@
 """Plans the train step of a config, or searches for the fastest settings. This module connects the config to `zerojax.plan`."""
 
+import collections
 import dataclasses
 import functools
 import re
@@ -98,11 +99,15 @@ def plan_program(
 
 def exchange_of(program: program_lib.Program) -> step_plan.Exchange | None:
     """Returns the theory of tokens that travel to their experts in a step, or None if they do not travel."""
-    config, placements = program.config, program.partition.placements
+    config, placements, placed = program.config, program.partition.placements, program.partition.pipeline
     ways = mesh_lib.size(program.partition.mesh, mesh_lib.EXPERT)
-    stacks = [own for path, own in placements.items() if own.is_experts and path.endswith("experts/down")]
-    if not stacks:
+    held = {path: own for path, own in placements.items() if own.is_experts and path.endswith("experts/down")}
+    if not held:
         return None
+    stacks = list(held.values())
+    if placed:  # those of the group that has most
+        count = max(collections.Counter(placed.homes[path] for path in held).values())
+        stacks = stacks[:count]
     tokens = program.sizes.micro_batch_size * config.seq_len // mesh_lib.size(program.mesh, mesh_lib.TOKENS)
     compute = precision.PRECISIONS[config.precision].compute_dtype
     once = expert_parallel.cost(

@@ -197,9 +197,12 @@ class Partition:
         return mesh_lib.batch_sharding(self.mesh)
 
     def with_wires(self, wires: Mapping[str, Wire]) -> "Partition":
-        """Returns the same partition with other wires for these weights, by path."""
+        """Returns the same partition with other wires for these weights, by path, also in the groups of a pipeline."""
         changed = {path: dataclasses.replace(self.placements[path], wire=wire) for path, wire in wires.items()}
-        return dataclasses.replace(self, placements={**self.placements, **changed})
+        placed = self.pipeline
+        if placed and wires:
+            placed = dataclasses.replace(placed, groups=[group.with_wires(wires) for group in placed.groups])
+        return dataclasses.replace(self, placements={**self.placements, **changed}, pipeline=placed)
 
     def trainable_part(self, params: PyTree) -> PyTree:
         """Returns params, or a tree like them, with `optax.MaskedNode()` (a node without leaves) for each frozen weight."""

@@ -128,9 +128,8 @@ def make_train_step(
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
     sharded = tensor_parallel.hooks_of(activations, partition.mesh)
     how = _checked(block_settings.How(blocks, heads, remat, recompute, offload, sharded), partition)
-    sent = columns.marked(
-        experts.marked(partition, expert_load, reduce_dtype, expert_parts), by_columns, blocks, reduce_dtype
-    )
+    partition = experts.marked(partition, expert_load, reduce_dtype, expert_parts)
+    sent = columns.marked(partition, by_columns, blocks, reduce_dtype)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     plain = outputs.with_aux(loss_fn, scaling.scale)
     loss_fn, sent, kept = fp8_modules.in_step(fp8, plain, sent, blocks)

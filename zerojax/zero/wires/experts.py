@@ -90,7 +90,7 @@ def marked(
             f"expert: is sharded by the spec of {min(wires)}, and tokens travel by explicit collectives; pass reduce_dtype=jnp.float32, or "
             "a mesh without `expert`"
         )
-    ways = mesh_lib.size(partition.mesh, mesh_lib.EXPERT) if mesh_lib.PIPE not in partition.mesh.shape else 1
+    ways = mesh_lib.size(partition.mesh, mesh_lib.EXPERT)
     if ways > 1 and not wires:
         warnings.warn(
             f"expert: has no effect, because no override names it on a mesh with expert={ways}; pass overrides such as "
