@@ -174,6 +174,7 @@ def created(
       placed: its pipeline.
       params: the weights where they live, whose memory is reused; None if `init` draws them. What is made of one lives where it does.
     """
+    init = jax.jit(init)  # traced once for all groups
     names, likes = zip(*tree.flatten(wanted))
     found: list[Any] = [None] * len(names)
     leaves, structure = jax.tree.flatten(params)
