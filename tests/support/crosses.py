@@ -103,6 +103,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "pipe": _axes(1, 4, 1, pipe=2),
         "zero_bubble": {**_axes(1, 4, 1, pipe=2), "pipeline.schedule": "zero_bubble", "grad_accum": 2},
         "expert": {**_axes(1, 8, 1), "mesh.expert": 4},
+        "pipe_expert": {**_axes(1, 4, 1, pipe=2), "mesh.expert": 2},
     },
     "load": {"1.5": {}, "1": {"experts.load": 1.0}},
     "parts": {"1": {}, "2": {"experts.parts": 2}},
@@ -193,7 +194,8 @@ PLAIN = (
 )
 
 
-PIPES = ("pipe", "zero_bubble")
+PIPES = ("pipe", "zero_bubble", "pipe_expert")
+EXPERTS = ("expert", "pipe_expert")
 
 
 def spread(prompt: str, answer: str, label: str) -> float:
@@ -258,9 +260,9 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.precision", precision="fp8", task=("dpo", "grpo")),
     covering.never("config.offload.params", params_offload=("host", "nvme"), task="grpo"),
     covering.never("config.mesh.pipe", mesh=PIPES, task="grpo"),
-    covering.never("config.mesh.expert", mesh="expert", task="grpo"),
-    covering.never("config.mesh.expert", mesh="expert", family=_but("family", "moe")),
-    covering.never("wire: does not go together with a mesh", mesh="expert", wire=("int8", "hosts")),
+    covering.never("config.mesh.expert", mesh=EXPERTS, task="grpo"),
+    covering.never("config.mesh.expert", mesh=EXPERTS, family=_but("family", "moe")),
+    covering.never("wire: does not go together with a mesh", mesh=EXPERTS, wire=("int8", "hosts")),
     covering.never("config.model.tile_tokens", tile_tokens="24", family=("t5", "bart")),
     covering.never("config.model.offload", tile_tokens="24", activations="mlp"),
     covering.never("fp8.recipe", tile_tokens="24", precision="fp8", fp8="delayed"),
@@ -313,7 +315,7 @@ UNREAD: list[covering.Rule] = [
     covering.never("fp8", fp8=_but("fp8", "tensorwise"), precision=_but("precision", "fp8")),
     covering.never("data.pack", pack="no", task=("text", "dpo", "grpo")),
     *(
-        covering.never(f"experts.{name}", **{name: value}, mesh=_but("mesh", "expert"))
+        covering.never(f"experts.{name}", **{name: value}, mesh=_but("mesh", *EXPERTS))
         for name, value in (("load", "1"), ("parts", "2"))
     ),
     covering.never("sample", sample="yes", task=_but("task", "text")),

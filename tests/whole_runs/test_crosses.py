@@ -95,6 +95,15 @@ MIXTURE = [
     {"stage": "3", "mesh": "experts_model", "precision": "bf16"},
     {"stage": "3", "mesh": "experts", "lora": "on", "quantize": "nf4", "lora_targets": "all"},
     {"stage": "3", "mesh": "experts", "precision": "bf16", "optimizer_offload": "host"},
+    {
+        "stage": "3",
+        "mesh": "experts",
+        "optimizer_offload": "host",
+        "params_offload": "host",
+        "parts": "2",
+        "sample": "yes",
+    },
+    {"stage": "2", "mesh": "experts", "optimizer_offload": "host", "late_norm": "yes", "grad_accum": "2"},
     {"stage": "3", "mesh": "experts", "precision": "fp8"},
     {"stage": "2", "mesh": "experts", "precision": "fp16", "loss_scale": "overflow", "optimizer": "adafactor"},
     {
