@@ -64,7 +64,8 @@ def try_phase(phase: str, folder: pathlib.Path) -> bool:
     hung = folder / "hung"
     times = 6 if phase in ("step", "data") else 1  # the first steps load programs
     (folder / "site" / "sitecustomize.py").write_text(SITE.format(hung=str(hung), phase=phase, times=times))
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder / 'site'}"}
+    paths = [str(ROOT), str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     env.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
     config = [f"--config.{word}" for word in SETTINGS.split()] + [f"--config.data.dir={folder.parent / 'datasets'}"]
     command = [

@@ -125,6 +125,20 @@ def bodies(eqn: jex.JaxprEqn) -> list[tuple[Any, Sequence[Any]]]:
     return []
 
 
+def scan_counts(eqn: jex.JaxprEqn) -> tuple[int, int]:
+    """Returns how many constants and how many carried values a scan is first given, in this order; rows follow.
+
+    Rows have a dim less inside. JAX releases name the counts differently.
+    """
+    body = opened(eqn.params["jaxpr"])[0]
+
+    def plain(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        return sum(len(one.aval.shape) == len(other.aval.shape) for one, other in zip(outside, inside))
+
+    carried = plain(eqn.outvars, body.outvars)
+    return plain(eqn.invars, body.invars) - carried, carried
+
+
 def _value(value: object, aval: Any) -> Any:
     return value
 

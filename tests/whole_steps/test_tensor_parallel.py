@@ -18,7 +18,7 @@ from zerojax.plan import departures
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import plans, program, resume
 from zerojax.trainer import state as state_lib
-from zerojax.zero import padding
+from zerojax.zero import padding, placement
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
 EIGHT_BITS = 0.02  # relative: a sum in another order may round to another number of 8 bits
@@ -71,7 +71,7 @@ def alone():
 def test_mesh_model_gives_the_losses_of_one_device(name, alone):
     what, shape, how = CASES[name]
     axes = dict(zip(("mesh__replica", "mesh__data", "mesh__model"), shape))
-    found = runs.trained(math.prod(shape), **what, **axes, **how)
+    found = runs.trained(math.prod(shape), **{**what, **axes, **how})
     allowed = EIGHT_BITS if what.get("precision") == "fp8" else SUM_ORDER
     np.testing.assert_allclose(found, alone(tuple(what.items())), rtol=allowed)
 
@@ -115,7 +115,10 @@ def test_a_checkpoint_of_data_restores_over_model_and_back_bit_for_bit(what, tmp
         return jax.device_put(numbers.normal(size=leaf.shape), leaf.sharding).astype(leaf.dtype) if is_float else leaf
 
     one = built[0].partition
-    state = padding.pad(jax.tree.map(drawn, padding.unpad(state_lib.first(built[0]), one)), one)
+    state = padding.unpad(state_lib.first(built[0]), one)
+    trained = jax.tree.map(drawn, one.trainable_part(state.params))  # frozen weights are no part of a checkpoint
+    params = placement.with_frozen(trained, state.params)
+    state = padding.pad(state.replace(params=params, opt_state=jax.tree.map(drawn, state.opt_state)), one)
     states = [state]
     for number, (before, after) in enumerate(itertools.pairwise(built)):
         with checkpointer.Checkpointer(tmp_path / str(number)) as saver:
@@ -128,7 +131,8 @@ def test_a_checkpoint_of_data_restores_over_model_and_back_bit_for_bit(what, tmp
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, other.opt_state, first.opt_state)
         jax.tree.map(np.testing.assert_array_equal, other.params, first.params)
-    used = {axis for leaf in jax.tree.leaves(states[1].params) for axis in specs.axes(leaf.sharding.spec)}
+    leaves = jax.tree.leaves((states[1].params, states[1].opt_state))
+    used = {axis for leaf in leaves for axis in specs.axes(leaf.sharding.spec)}
     assert used == {"data", "model"}
 
 

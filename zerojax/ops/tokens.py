@@ -152,6 +152,7 @@ def attention(
         is_causal=is_causal,
         window=0 if left is None else left + 1,
         has_bias=bias is not None,
+        model=mesh_lib.ways_of_rest(),
         order="contiguous",
     )
     if traces.is_read():

@@ -224,23 +224,15 @@ class _Walk:
             carried = joined
 
     def _scan(self, eqn: jex.JaxprEqn, inputs: list[_Value]) -> list[_Value]:
-        # Constants, carry and rows, then carry and rows of results; rows have a dim less inside. JAX releases name the counts differently.
-        body = traces.opened(eqn.params["jaxpr"])[0]
-        rows_in, rows_out = (_has_rows(*pair) for pair in ((eqn.invars, body.invars), (eqn.outvars, body.outvars)))
-        num_carried = rows_out.count(False)
-        split = rows_in.count(False) - num_carried, rows_in.count(False)
-        consts, carried = inputs[: split[0]], inputs[split[0] : split[1]]
-        rows = [_mixed(value, "scan") if value.leaves else value for value in inputs[split[1] :]]
+        first, count = traces.scan_counts(eqn)
+        consts, carried, given = inputs[:first], inputs[first : first + count], inputs[first + count :]
+        rows = [_mixed(value, "scan") if value.leaves else value for value in given]
         while True:
             after = self.run(eqn.params["jaxpr"], [*consts, *carried, *rows])
             joined = [_join(pair, is_even=True) for pair in zip(carried, after)]
             if joined == carried:
                 return [*carried, *(_mixed(value, "scan") for value in after[len(carried) :])]
             carried = joined
-
-
-def _has_rows(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
-    return [len(one.aval.shape) != len(other.aval.shape) for one, other in zip(outside, inside)]
 
 
 def _constant(value: Any) -> _Value:

@@ -94,3 +94,18 @@ def test_a_gradient_that_the_compiler_left_replicated_updates_a_weight_that_is_s
         )
         ends.append(found.update(group, found.load(group, leaves), leaves, params, handed).params)
     jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+def test_a_param_whose_master_weight_is_read_gives_its_memory_to_the_new_one():
+    tx = zerojax.with_master_weights(optax.adamw(1e-2))
+    state, partition = offloads.sharded(tx, offloads.PIECES, stage=2, dtype=jnp.bfloat16)
+    found = updates.Updates(partition, may_skip=False)
+    found.set_grad_dtypes(dict.fromkeys(found.weights, jnp.float32))
+    group, leaves = found.groups[0], jax.tree.leaves(state.opt_state)
+    params = {f"params/{path}": leaf for path, leaf in tree.flatten(state.params)}
+    wanted = found.handed_shardings
+    grads = {w: jax.device_put(jnp.ones(params[w].shape, jnp.float32), wanted.grads[w]) for w in group.weights}
+    shared = [leaves[n] for n in found.shared]
+    handed = updates.Handed(grads, shared, jax.device_put(jnp.float32(1), wanted.factor), None)
+    found.update(group, found.load(group, leaves), leaves, params, handed)
+    assert all(params[weight].is_deleted() for weight in group.weights)

@@ -297,7 +297,12 @@ class BlockwiseStep(streamed_step.StreamedStep):
             opt_state=jax.tree.leaves(numbered.opt_state),
             finished=jax.tree.leaves(own),
             # It takes and returns lists: to flatten the nodes of a state takes longer than the program.
-            finish=jax.jit(finish, donate_argnums=(0,) if self.donate else (), out_shardings=(shardings, None, handed)),
+            finish=jax.jit(
+                finish,
+                donate_argnums=(0,) if self.donate else (),
+                out_shardings=(shardings, None, handed),
+                keep_unused=True,  # as for an update: `updates.Updates.lower`
+            ),
         )
 
     def _finished(self, paths: PyTree, state: State, aux: PyTree, grads: PyTree, squares: PyTree) -> tuple[Any, ...]:

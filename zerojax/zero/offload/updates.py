@@ -200,8 +200,9 @@ class Updates(groups_lib.Division):
         """Lowers an item's program: (param, host, device, grad, shared, scalars, number, start) -> (param, host, device)."""
         args = self._arguments(item)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, args[:3])
-        run = jax.jit(functools.partial(self._run, item), donate_argnums=(0, 1, 2), out_shardings=shardings)
-        return run.lower(*args)
+        run = functools.partial(self._run, item)
+        # A param whose master weight is read instead of it gives its memory to the new one, too.
+        return jax.jit(run, donate_argnums=(0, 1, 2), out_shardings=shardings, keep_unused=True).lower(*args)
 
     def _traced(self, item: groups_lib.Item) -> Any:
         """Returns what is equal for items of equal programs. To lower a program takes several times as long as to trace it."""

@@ -544,12 +544,12 @@ class _Reader:
             if (bad := next((kind for kind in kinds if kind.form in (OTHER, OWN)), None)) is not None:
                 return [bad] * len(eqn.outvars)
             return [self._other(_NEIGHBOURS.format("a scan over tokens"))] * len(eqn.outvars)
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        first, count = traces.scan_counts(eqn)
+        last = first + count
 
         def body(carry: list[Kind]) -> list[Kind]:
             return self.run(params["jaxpr"], twin.params["jaxpr"], [*kinds[:first], *carry, *kinds[last:]])
 
-        count = params["num_carry"]
         carry = self._carried(kinds[first:last], lambda carry: body(carry)[:count])
         return [*carry, *body(carry)[count:]]
 
