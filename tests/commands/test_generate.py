@@ -51,7 +51,8 @@ def test_ids_give_the_logits_the_loss_and_the_tokens_of_transformers(tmp_path, c
     np.savez(tmp_path / "in.npz", **given)
     words = ["--ids", tmp_path / "in.npz", "--out", tmp_path / "out.npz", "--max_new_tokens", 12, "--stage", 3]
     assert command(golden_models.FOLDER / "t5", *words) == (0, "", "")
-    found = np.load(tmp_path / "out.npz")
+    with np.load(tmp_path / "out.npz") as file:
+        found = dict(file)
     np.testing.assert_allclose(found["logits"], expected["logits"], atol=LOGITS, rtol=0)
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=LOSS)
     np.testing.assert_array_equal(found["generated"], expected["generated"])

@@ -117,6 +117,7 @@ def from_folder(tmp_path_factory):
     return run
 
 
+@runs.LONG
 def test_a_model_axis_imports_evaluates_samples_and_exports_as_none_does(from_folder):
     found = []
     for model in (1, 2):

@@ -138,13 +138,6 @@ def mixture(row, monkeypatch):
     return {name: crosses.first_value(name) for name in crosses.SETTINGS} | {"min_size": "0"} | row
 
 
-def test_a_step_by_block_with_experts_on_their_devices_is_refused_before_it_compiles(cache_dir, tmp_path, monkeypatch):
-    row = mixture({"stage": "3", "mesh": "experts", "optimizer_offload": "host", "params_offload": "host"}, monkeypatch)
-    with mock.patch.object(jax.stages.Lowered, "compile", side_effect=AssertionError("it compiles")):
-        end = crosses.attempt(row, tmp_path)
-    assert "config.offload.params: each block is a program of its own, and experts on devices" in str(end.error)
-
-
 @runs.LONG
 @pytest.mark.parametrize("number", range(len(MIXTURE)))
 def test_a_mixture_of_experts_has_the_losses_of_one_device(number, bases, tmp_path, monkeypatch):

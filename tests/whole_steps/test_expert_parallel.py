@@ -182,7 +182,6 @@ def test_experts_of_one_matrix_with_biases_train_as_on_one_device(sizes):
     check(found, of_one_device(0.0, clamp=CLAMP))
 
 
-DEFAULT = {("of context", 3, 2, ONE_EXPERT)}
 GRID = [
     (name, stage, passes, bias)
     for name in MESHES
@@ -192,7 +191,8 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("case", runs.cases(GRID, long=[case for case in GRID if case not in DEFAULT]))
+@runs.LONG  # by default those with biases, and those in host memory, do
+@pytest.mark.parametrize("case", GRID)
 def test_experts_on_devices_train_as_on_one_that_has_all(case):
     name, stage, passes, bias = case
     mesh = zerojax.make_mesh(**MESHES[name])

@@ -162,7 +162,8 @@ def test_weights_that_do_not_divide_are_said_in_one_line(capfd):
     assert "embed/embedding, head/kernel stay replicated, because model=8 does not divide 323" in line
 
 
-@pytest.mark.parametrize("hosts", [8, pytest.param(64, marks=runs.LONG)])
+@runs.LONG
+@pytest.mark.parametrize("hosts", [8, 64])
 def test_70b_gathers_an_eighth_of_each_weight_and_tokens_in_16_bits(hosts):
     """Compiled for absent GPUs: the config of 70B with one layer."""
     raw = configs.get("llama3_70b_tp8")

@@ -146,13 +146,14 @@ CROSSED = {"loss_fn": loss_of, "accum": 2, "trainable": "narrow|head", "scaler":
         pytest.param(
             {"dtype": jnp.bfloat16, "tx": MASTER}, [{**BOTH, "fraction": 0.5, "params_fraction": 0.5}], marks=runs.LONG
         ),
-        (
+        pytest.param(
             {
                 "dtype": jnp.bfloat16,
                 "tx": fused.fused_adamw(1e-2, moments="bf16", stochastic_rounding=True),
                 "donate": False,
             },
             [BOTH],
+            marks=runs.LONG,
         ),
         pytest.param({"scaler": SCALER, "clip_norm": 0.5}, [BOTH], marks=runs.LONG),
         # The late norm below has params on the device, and tests/mission resumes at stage 1.
