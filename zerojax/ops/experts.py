@@ -141,8 +141,8 @@ def apply(
     Raises:
       UserError: some of the arrays are sharded over the mesh axis `expert`, and others are not.
     """
-    if traces.is_read() and capacity is None and up_EDF is not None:
-        return _of_each_token(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation)
+    if traces.is_read() and capacity is None:
+        return _of_each_token(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation, biases)
     given = [array for array in (gate_EDF, up_EDF, down_EFD, *(biases or ())) if array is not None]
     taken = list(map(expert_parallel.take, given))
     stacks = [stack for stack in taken if stack is not None]
@@ -183,13 +183,25 @@ def apply(
 
 
 def _of_each_token(
-    x_TD: jax.Array, routing: Routing, gate: Matrices, up: Matrices, down: Matrices, activation: Callable
+    x_TD: jax.Array,
+    routing: Routing,
+    gate: Matrices,
+    up: Matrices | None,
+    down: Matrices,
+    activation: Callable,
+    biases: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
     """Returns the same of all experts on all tokens, which shows a reader of the trace that no token reads another."""
-    gate_EDF, up_EDF, down_EFD = map(expert_matrices.merged, (gate, up, down))
+    gate_EDF, down_EFD = map(expert_matrices.merged, (gate, down))
+    of_both, of_down = biases or (0, 0)
     chosen_TKE = jax.nn.one_hot(routing.experts_TK, len(gate_EDF), dtype=x_TD.dtype)
-    hidden_TEF = activation(jnp.einsum("td,edf->tef", x_TD, gate_EDF)) * jnp.einsum("td,edf->tef", x_TD, up_EDF)
-    y_TED = jnp.einsum("tef,efd->ted", hidden_TEF, down_EFD)
+    if up is None:
+        both_TEF2 = jnp.einsum("td,edfn->tefn", x_TD, gate_EDF) + of_both
+        hidden_TEF = activation(both_TEF2[..., 0], both_TEF2[..., 1])
+    else:
+        up_TEF = jnp.einsum("td,edf->tef", x_TD, expert_matrices.merged(up))
+        hidden_TEF = activation(jnp.einsum("td,edf->tef", x_TD, gate_EDF)) * up_TEF
+    y_TED = jnp.einsum("tef,efd->ted", hidden_TEF, down_EFD) + of_down
     return jnp.einsum("ted,tke,tk->td", y_TED, chosen_TKE, routing.weights_TK).astype(x_TD.dtype)
 
 
