@@ -332,6 +332,8 @@ HOLLOW: list[covering.Rule] = [
         "", wire=("int8", "hosts"), mesh="1x6x1", indivisible="whole"
     ),  # six divide few of the small models' dims
     covering.never("", family="moe", lora_from="folder"),
+    # Nothing but the output projection is large enough.
+    covering.never("", params_on_device="embed|head", quantize="nf4", min_size="8192"),
     covering.never("", family="moe", overrides="model"),  # whose matrices have other names
     # Weights that are rounded otherwise draw other answers.
     covering.never("", task="grpo", precision=_but("precision", "fp32")),

@@ -138,7 +138,7 @@ def test_a_restart_without_a_host_has_the_groups_that_there_is_room_for(
         max_restarts=1,
         min_nodes=1,
         rejoin_seconds=1.0,
-        variables=runs.environment(cache_dir) | {"PYTHONPATH": str(runs.ROOT)},
+        variables=runs.environment(cache_dir),
     )
     monkeypatch.chdir(runs.ROOT)
     assert supervisor.Supervisor(order).run() == 0
