@@ -21,7 +21,7 @@ from zerojax.trainer import metrics
 ROOT = pathlib.Path(__file__).parents[1]
 PACKED = "packed_wires"
 PLAIN = "plain"
-KINDS = {PLAIN: ("zero3", {}), "packed": (PACKED, {})}
+KINDS = {PLAIN: ("zero3", {}), "packed": (PACKED, {}), "feedback": (PACKED, {"wire.error_feedback": True})}
 GRACE = 30.0  # seconds in which a stopped run saves
 OWN = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # of the runs: emulated devices, also where there are GPUs
 

@@ -40,6 +40,7 @@ from zerojax.zero.state_bytes import memory_table
 from zerojax.zero.step import make_train_step
 from zerojax.zero.where_used import where_used
 from zerojax.zero.wires.packed import PackedWires
+from zerojax.zero.wires.unsent import with_unsent
 
 __all__ = [
     "Checkpointer",
@@ -87,4 +88,5 @@ __all__ = [
     "where_used",
     "with_lora",
     "with_master_weights",
+    "with_unsent",
 ]

@@ -1,4 +1,4 @@
-"""The trainer's state. This module adds a random key, a loss scale and fp8 histories to flax's TrainState. Any other works too."""
+"""The trainer's state. This module adds a random key, a loss scale and the like to flax's TrainState. Any other works too."""
 
 from typing import Any
 
@@ -18,12 +18,14 @@ class TrainState(train_state.TrainState):
       loss_scale: a `loss_scale.LossScaleState`, or () if the loss is not scaled.
       fp8: the histories of `zero.fp8.history`, or () if scales are not delayed.
       last_norm: the gradients' norm in the last step (`zero.offload.late_norm`), or () if they are not clipped by it.
+      unsent_grads: what packed wires did not send yet (`zero.wires.unsent`), or () without error feedback.
     """
 
     rng: jax.Array
     loss_scale: Any = ()
     fp8: Any = ()
     last_norm: Any = ()
+    unsent_grads: Any = ()
 
 
 def create(params: PyTree, tx: Any, rng: jax.Array, apply_fn: Any = None, **fields: Any) -> TrainState:

@@ -116,6 +116,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
             "wire.second_copy": True,
             "wire.host_devices": 2,
         },
+        "feedback": {"wire.gradients": "int4", "wire.host_devices": 2, "wire.error_feedback": True},
     },
     "min_size": {"1024": {}, "0": {"zero.min_size": 0}, "8192": {"zero.min_size": 8192}},
     "indivisible": {name: {"zero.indivisible": name} for name in ("whole", "pad")},
@@ -194,6 +195,7 @@ PLAIN = (
 )
 
 
+PACKED = ("int8", "hosts", "feedback")
 PIPES = ("pipe", "zero_bubble", "pipe_expert")
 EXPERTS = ("expert", "pipe_expert")
 
@@ -209,12 +211,12 @@ def _but(name: str, *values: str) -> tuple[str, ...]:
 
 
 EXCLUSIVE: list[covering.Rule] = [
-    covering.never("config.wire", wire=("int8", "hosts"), stage=("0", "1", "2")),
-    covering.never("config.wire", wire=("int8", "hosts"), precision="fp8", fp8=_but("fp8", "rowwise")),
+    covering.never("config.wire", wire=PACKED, stage=("0", "1", "2")),
+    covering.never("config.wire", wire=PACKED, precision="fp8", fp8=_but("fp8", "rowwise")),
     covering.never("config.wire", wire="hosts", mesh="2x2x2"),
-    covering.never("wire", wire=("int8", "hosts"), params_offload=("host", "nvme")),
-    covering.never("wire", wire=("int8", "hosts"), late_norm="yes"),
-    covering.never("wire", wire=("int8", "hosts"), by_block="on"),
+    covering.never("wire", wire=PACKED, params_offload=("host", "nvme")),
+    covering.never("wire", wire=PACKED, late_norm="yes"),
+    covering.never("wire", wire=PACKED, by_block="on"),
     covering.never("offload.optimizer", optimizer_offload=("host", "nvme"), stage="0"),
     covering.never("offload.params", params_offload=("host", "nvme"), stage=("0", "1", "2")),
     covering.never("offload.fraction", fraction="0.5", optimizer_offload="none"),
@@ -262,7 +264,7 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.mesh.pipe", mesh=PIPES, task="grpo"),
     covering.never("config.mesh.expert", mesh=EXPERTS, task="grpo"),
     covering.never("config.mesh.expert", mesh=EXPERTS, family=_but("family", "moe")),
-    covering.never("wire: does not go together with a mesh", mesh=EXPERTS, wire=("int8", "hosts")),
+    covering.never("wire: does not go together with a mesh", mesh=EXPERTS, wire=PACKED),
     covering.never("config.model.tile_tokens", tile_tokens="24", family=("t5", "bart")),
     covering.never("config.model.offload", tile_tokens="24", activations="mlp"),
     covering.never("fp8.recipe", tile_tokens="24", precision="fp8", fp8="delayed"),
@@ -272,7 +274,7 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.fp8.recipe", mesh=PIPES, precision="fp8", fp8="delayed"),
     covering.never("config.model.by_columns", mesh=PIPES, by_columns=("head", "both")),
     covering.never("config.model.offload", mesh=PIPES, activations=("mlp", "layers")),
-    covering.never("config.wire", mesh=PIPES, wire=("int8", "hosts")),
+    covering.never("config.wire", mesh=PIPES, wire=PACKED),
     covering.never("fp8", fp8="delayed", precision="fp8", params_offload=("host", "nvme")),
     covering.never("fp8", fp8="delayed", precision="fp8", late_norm="yes"),
     covering.never("fp8", fp8="delayed", precision="fp8", by_block="on"),
@@ -326,11 +328,10 @@ HOLLOW: list[covering.Rule] = [
     covering.never("", modules_to_save="yes", lora="off"),
     covering.never("", accum_dtype="bf16", grad_accum="1"),
     covering.never("", by_columns=("head", "both"), mesh=("1x1x1", "8x1x1")),
-    covering.never("", wire=("int8", "hosts"), mesh=("1x1x1", "8x1x1")),
-    covering.never("", wire=("int8", "hosts"), min_size="8192"),
-    covering.never(
-        "", wire=("int8", "hosts"), mesh="1x6x1", indivisible="whole"
-    ),  # six divide few of the small models' dims
+    covering.never("", wire=PACKED, mesh=("1x1x1", "8x1x1")),
+    covering.never("", wire=PACKED, min_size="8192"),
+    covering.never("", wire="feedback", lora_from="folder"),  # whose adapters are too small to be packed
+    covering.never("", wire=PACKED, mesh="1x6x1", indivisible="whole"),  # six divide few of the small models' dims
     covering.never("", family="moe", lora_from="folder"),
     # Nothing but the output projection is large enough.
     covering.never("", params_on_device="embed|head", quantize="nf4", min_size="8192"),
@@ -339,7 +340,7 @@ HOLLOW: list[covering.Rule] = [
     covering.never("", task="grpo", precision=_but("precision", "fp32")),
     covering.never("", task="grpo", reduce_dtype="bf16"),
     covering.never("", task="grpo", accum_dtype="bf16"),
-    covering.never("", task="grpo", wire=("int8", "hosts")),
+    covering.never("", task="grpo", wire=PACKED),
 ]
 SPACE = covering.Space(
     {name: tuple(values) for name, values in SETTINGS.items()},

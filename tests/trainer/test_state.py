@@ -145,3 +145,38 @@ def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tm
     np.testing.assert_allclose(
         there.train_step(state, batch)[1]["loss"], here.train_step(on_device, batch)[1]["loss"], rtol=2e-3
     )
+
+
+WIRES = {"wire__gradients": "int4", "wire__host_devices": 4, "wire__error_feedback": True, "zero__stage": 3}
+
+
+def test_what_was_not_sent_is_saved_and_dropped_by_another_mesh_with_a_line(tmp_path):
+    built = build(**WIRES, precision="bf16")
+    rng, state = np.random.default_rng(0), state_lib.first(built)
+    unsent = jax.tree.map(
+        lambda leaf: jax.device_put(rng.normal(size=leaf.shape).astype(leaf.dtype), leaf.sharding), state.unsent_grads
+    )
+    assert unsent
+    state = state.replace(unsent_grads=unsent)
+    for leaf in unsent.values():
+        assert np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.sharding.num_devices == leaf.size
+    with checkpointer.Checkpointer(tmp_path, keep_last=1, keep_best=0) as saver:
+        saver.save(1, built.to_saved(state), {}, meta=resume.meta(built))
+        saver.wait()
+        saved = saver.meta(1)
+        others = (
+            {"wire__host_devices": 2},
+            {"mesh__data": 4, "mesh__replica": 2, "wire__host_devices": 2},
+            {"wire__error_feedback": False},
+        )
+        for changes in ({}, *others):
+            again = build(**{**WIRES, **changes}, precision="bf16")
+            found = resume.state(again, saver, 1, saved)
+            assert jax.tree.structure(found) == jax.tree.structure(again.partition.abstract_state)
+            dropped = [
+                line for line in resume.notes(again, saver, resume.Start(1, saved), tmp_path) if "unsent" in line
+            ]
+            assert len(dropped) == bool(changes)
+            for path, leaf in dict(found.unsent_grads or {}).items():
+                assert leaf.sharding == again.partition.shardings.unsent_grads[path]
+                np.testing.assert_array_equal(leaf, np.zeros(leaf.shape) if changes else unsent[path])

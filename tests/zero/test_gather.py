@@ -97,7 +97,7 @@ def test_of_what_overwrites_a_weight_the_largest_of_all_devices_is_taken_also_in
     )  # each device has the largest somewhere
     reduction = gather.Reduction(jnp.bfloat16, at_once=False)
     found = jax.shard_map(
-        lambda own: gather.PLAIN.home(own[0], place, reduction),
+        lambda own: gather.PLAIN.home(own[0], place, reduction)[0],
         mesh=place.stored.mesh,
         in_specs=P(mesh_lib.EXAMPLES),
         out_specs=P(),

@@ -60,7 +60,7 @@ EXPERTS = "DeepSpeed's layer of experts is not read; a family with experts shard
 PIPE = "layers are divided by their foretold times, or FLOPs, and passes of config.grad_accum are its micro-batches"
 CONTEXT = "each device has a part of every sequence, and attention exchanges heads or keys, whichever the run says"
 TENSOR = "heads, the MLP's width, the vocabulary and, between matmuls, tokens are sharded, at any stage"
-_NO_FEEDBACK = "a gradient is packed as it is; the error of the step before is not added"
+_NO_FEEDBACK = "LoCo's error is a moving average that is reset; config.wire.error_feedback adds the last error instead"
 _ONE_BIT = "gradients are summed uncompressed; the optimizer without compression is taken"
 
 KEYS: Mapping[str, Key] = {

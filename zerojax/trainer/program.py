@@ -44,6 +44,7 @@ from zerojax.zero import placement, shard_state, stages, state_bytes, tensor_par
 from zerojax.zero.offload import late_norm, step_by_block
 from zerojax.zero.offload import settings as offload_settings
 from zerojax.zero.pipeline import state as pipeline_state
+from zerojax.zero.wires import unsent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +209,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         pipeline=steps.pipeline(config, loss_fn, family, in_parts, mesh, abstract_batch(passes=1)),
     )
     _check_model_axis(partition)
+    partition = unsent.in_partition(partition, steps.as_sent(config, family, partition))
     everywhere = partitioned(mesh=forward_lib.mesh_of(mesh)) if partition.pipeline else partition
     return Program(
         config=config,
@@ -216,7 +218,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         family=family,
         model=model,
         tx=tx,
-        create=create,
+        create=functools.partial(create, unsent_grads=partition.abstract_state.unsent_grads),
         partition=partition,
         baseline=_baseline(params, create, policy if weights.adapted is None else None, everywhere.mesh, trainable),
         lengths=lengths,
@@ -310,12 +312,14 @@ def _state(
     trainable: str,
     histories: Callable[[], Any],
     has_late_norm: bool,
+    unsent_grads: Any = (),
 ) -> State:
     # Where weights are frozen, all have their dtypes already.
     weights = precision.cast_floating(params, policy.weight_dtype) if not trainable else params
     part = shard_state.trained_params(weights, trainable)
     last_norm = late_norm.first_norm() if has_late_norm else ()
     fields = {"loss_scale": _first_scale(loss_scale), "fp8": histories(), late_norm.FIELD: last_norm}
+    fields[unsent.FIELD] = unsent.zeros(unsent_grads)
     logical = train_state.create(part, inner, jax.random.key(seed), **fields)
     logical = logical.replace(params=weights)
     return logical_lib.from_logical(logical, copy_dtype).replace(tx=tx)

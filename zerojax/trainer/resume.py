@@ -17,7 +17,7 @@ from zerojax.launch import processes
 from zerojax.optim import pieces
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import metrics, workdir
+from zerojax.trainer import metrics, steps, workdir
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import state as state_lib
 from zerojax.tree import PyTree
@@ -25,12 +25,14 @@ from zerojax.zero import placement
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import storage
 from zerojax.zero.pipeline import state as pipeline_state
+from zerojax.zero.wires import unsent
 
 IMPORTED = "imported"  # in `meta`: where a state that another program trained comes from
 OPTIONAL = (
     "loss_scale",
     "fp8",
     "last_norm",
+    unsent.FIELD,
 )  # a run may resume with or without one, as the checkpoint may have one or not
 
 
@@ -46,7 +48,9 @@ def meta(program: program_lib.Program, fingerprints: Mapping[str, str] | None = 
 
     That is its config and the fingerprints of its data. A checkpoint that another program trained has neither: `fingerprints` is None.
     """
-    found = {"padded": padded_shapes(program.partition), "first_loss_scale": _first_scale(program)}
+    found: dict[str, Any] = {"padded": padded_shapes(program.partition), "first_loss_scale": _first_scale(program)}
+    if layout := _layout_of_unsent(program):
+        found[unsent.FIELD] = layout
     if fingerprints is None:
         return found
     return {**found, "config": config_lib.to_dict(program.config), "fingerprints": dict(fingerprints)}
@@ -104,6 +108,9 @@ def notes(
         lines.append(f"checkpoint {start.step} was saved without fingerprints of its data: {what} could not be checked")
     if rescales(program, start.saved):
         lines.append("the loss scale is reset: config.loss_scale has another initial scale than before")
+    if _drops_unsent(program, start.saved):
+        why = "the mesh or config.wire differs" if _layout_of_unsent(program) else "config.wire.error_feedback is off"
+        lines.append(f"what packed wires had left unsent of gradients at step {start.step} is dropped: {why}")
     logged, path = start.saved.get("logged"), folder / metrics.FILE
     if logged is not None and processes.is_primary() and path.exists():
         found = sum("loss" in record and record["step"] <= start.step for record in metrics.read(folder))
@@ -152,6 +159,8 @@ def state(program: program_lib.Program, saver: checkpointer.Checkpointer, step: 
     like = pipeline_state.spread(wanted, placed)
     logical, _ = saver.restore(step, like, _resizable(program, saved), OPTIONAL, keep=keep)
     logical = pipeline_state.settled(logical, wanted, placed)
+    if _drops_unsent(program, saved):
+        logical = logical.replace(**{unsent.FIELD: getattr(wanted, unsent.FIELD)})
     return state_lib.restored(program, logical, keep, rescales=rescales(program, saved))
 
 
@@ -159,6 +168,17 @@ def rescales(program: program_lib.Program, saved: Mapping[str, Any]) -> bool:
     """Returns whether this config's initial loss scale differs from that of the run that saved the checkpoint."""
     before, now = saved.get("first_loss_scale"), _first_scale(program)
     return None not in (before, now) and before != now
+
+
+def _layout_of_unsent(program: program_lib.Program) -> str:
+    """Returns `unsent.layout` of this run's wires."""
+    return unsent.layout(steps.as_sent(program.config, program.family, program.partition))
+
+
+def _drops_unsent(program: program_lib.Program, saved: Mapping[str, Any]) -> bool:
+    """Returns whether a checkpoint holds what packed wires did not send, of other wires than this run's."""
+    before = saved.get(unsent.FIELD, "")
+    return bool(before) and before != _layout_of_unsent(program)
 
 
 def padded_shapes(partition: placement.Partition) -> dict[str, list[int]]:

@@ -201,6 +201,8 @@ class WireSettings:
     second_copy: bool = setting(False, ANY,
         "each host keeps a copy of the weights from the forward to the backward pass, divided among its devices")
     host_devices: int = setting(0, NOT_NEGATIVE, "neighbouring devices of the mesh that are a host; 0: those of a process")
+    error_feedback: bool = setting(False, ANY, "what packing loses of gradients between hosts is added to those of the next pass; for "
+        "optimizers like sgd; 4 bytes for each weight over host_devices on every device")
 
 
 @dataclasses.dataclass(frozen=True)

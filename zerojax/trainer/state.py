@@ -19,6 +19,7 @@ from zerojax.zero import padding, placement
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import late_norm, memory_kind, storage
 from zerojax.zero.pipeline import state as pipeline_state
+from zerojax.zero.wires import unsent
 
 
 def first(program: program_lib.Program) -> State:
@@ -59,14 +60,16 @@ def restored(program: program_lib.Program, logical: State, keep: storage.Keep, *
 
     `keep` brought what is offloaded to where it lives (see `offload.create.begin`), and so brings the rest of it.
 
-    A loss scale that the checkpoint lacks has abstract leaves and is initialised. With `rescales`, a restored loss scale is initialised
-    too, but keeps its count of skipped steps.
+    A loss scale that the checkpoint lacks has abstract leaves and is initialised, and so is what packed wires did not send. With
+    `rescales`, a restored loss scale is initialised too, but keeps its count of skipped steps.
     """
     is_lacking = _is_lacking(logical.loss_scale)
     if _is_lacking(logical.fp8):  # its histories begin anew
         logical = logical.replace(fp8=jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), logical.fp8))
     if _is_lacking(logical.last_norm):  # the next step takes its own
         logical = logical.replace(last_norm=np.float32(late_norm.UNKNOWN))
+    if _is_lacking(logical.unsent_grads):
+        logical = logical.replace(unsent_grads=unsent.first(program.partition))
 
     def restore(logical: State) -> State:
         state = _with_copy(program, logical, keep).replace(tx=program.tx)

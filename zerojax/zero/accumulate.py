@@ -49,6 +49,7 @@ def value_and_grad(
     *,
     in_16_bits: bool = False,
     device: jax.Array | int = 0,
+    one_pass: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, *args) -> ((loss, aux), grads), the mean over `passes` micro-batches.
 
@@ -58,12 +59,13 @@ def value_and_grad(
       own_keys: the paths of random keys in the state, and in the batch, into which the number of the pass is folded.
       in_16_bits: whether the sums of gradients are bf16.
       device: the number of this device, where the arrays are its own shards.
+      one_pass: `jax.value_and_grad` of `loss_fn`, or what renews more of `aux["state"]`.
 
     Gradients add up in float32 or wider (see `in_16_bits`), with the sharding that each pass returns: a sharded gradient stays sharded.
     Each pass sees the `aux["state"]` of the one before, and the last is returned. The rest of `aux`, such as `metrics`, is that of
     `outputs.terms`.
     """
-    one_pass = jax.value_and_grad(loss_fn, has_aux=True)
+    one_pass = one_pass or jax.value_and_grad(loss_fn, has_aux=True)
 
     def accumulated(params: PyTree, batch: PyTree, state: State) -> PyTree:
         first = jax.tree.map(lambda leaf: leaf[0], batch)

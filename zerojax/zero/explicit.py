@@ -48,6 +48,7 @@ def value_and_grad(
     compute_dtype: DTypeLike | None,
     layout: inputs.Layout | None = None,
     in_16_bits: bool = False,
+    feedback: gather.Feedback = gather.NO_FEEDBACK,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads), over all devices and `passes` micro-batches.
 
@@ -61,22 +62,23 @@ def value_and_grad(
       compute_dtype: see `where_used.where_used`.
       layout: how the batch is sharded; None: every leaf counts examples in its first dim.
       in_16_bits: whether gradients of several passes add up in bf16.
+      feedback: how what wires do not send of gradients is kept.
 
     Gradients are float32 and sharded as the optimizer state. If they stay replicated (stages 0 and 1), several passes add up on each
     device and are summed over devices once. Values of `aux` are made equal on all devices by the rule of `outputs`; `aux["state"]` also has
-    the fields that hooks renew.
+    the fields that hooks renew, and `aux["kept"]` those of `feedback`.
     """
     reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
     layout = layout or inputs.Layout(partition.mesh, passes, by_device=True)
-    of_device = OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain)
+    of_device = OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain, feedback)
 
     def on_device(program: Program, own_keys: keys.Paths, params: PyTree, batch: PyTree, state: State) -> PyTree:
         of_sinks = of_device.of_sinks(program, own_keys, params)
-        if passes == 1:
-            gradients = jax.value_and_grad(of_sinks, has_aux=True)
-        else:
+        gradients = one_pass = feedback.value_and_grad(of_sinks)
+        if passes > 1:
             device = jax.lax.axis_index(mesh_lib.SUMMED) if in_16_bits else 0
-            gradients = accumulate.value_and_grad(of_sinks, passes, own_keys, in_16_bits=in_16_bits, device=device)
+            given_passes: dict[str, Any] = {"in_16_bits": in_16_bits, "device": device, "one_pass": one_pass}
+            gradients = accumulate.value_and_grad(of_sinks, passes, own_keys, **given_passes)
         with leaks_named():
             given = [hook.inputs(state) for hook in how.hooks]
             (loss, aux), (grads, tokens, seen) = gradients((*of_device.sinks(params), given), batch, state)
@@ -88,10 +90,12 @@ def value_and_grad(
         fields = dict(aux.get("state", {}))
         for hook, own in zip(how.hooks, seen):
             fields |= hook.renewed(state, own)
-        aux = {"metrics": outputs.values(aux["metrics"], over_devices=True), "state": fields}
+        kept = {name: fields.pop(name) for name in feedback.specs()}
+        aux = {"metrics": outputs.values(aux["metrics"], over_devices=True), "state": fields, "kept": kept}
         return (jax.lax.psum(loss, mesh_lib.SUMMED), aux), grads
 
-    return of_device.mapped(on_device, layout)
+    of_aux = {"metrics": P(), "state": P(), "kept": feedback.specs()}
+    return of_device.mapped(on_device, layout, of_aux=of_aux)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +109,7 @@ class OfDevice:
     compute_dtype: Any
     passes: int
     runner: Callable[..., Any]
+    feedback: gather.Feedback = gather.NO_FEEDBACK
 
     @property
     def find(self) -> Callable[[str, Any], placement.Placement]:
@@ -127,6 +132,11 @@ class OfDevice:
 
         def of_sinks(inputs: tuple[Any, overlap.Tokens, Any], batch: PyTree, state: State) -> tuple[jax.Array, Any]:
             sinks, tokens, given = inputs
+            unsent = self.feedback.rows(state)
+
+            def weight(path: str, shard: jax.Array, sink: Any) -> gather.ShardAndSink:
+                return gather.ShardAndSink(shard, sink, unsent.get(path))
+
             chain = self.runner(self.find, self.compute_dtype, self.reduction, tokens, known)
             run = device_loss(self.loss_fn, self.partition, self.how, chain)
             own = [keys.fold(values, paths, device) for values, paths in zip((state, batch), own_keys)]
@@ -136,11 +146,12 @@ class OfDevice:
                     around.enter_context(hook.known(inputs_of_hook))
                 for wire in by_wire:
                     around.enter_context(wire.around())
-                loss, aux = run(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
+                loss, aux = run(tree.map_with_path(weight, params, sinks), *reversed(own))
             ways = mesh_lib.size(self.partition.mesh, mesh_lib.SUMMED)
             fields = aux.get("state", {})
             if fields:
                 fields = returned_state.of_devices(fields, state, program)
+            fields = fields | self.feedback.fields(state)
             loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=self.passes)
             return loss, {**aux, "state": fields, "tokens": chain.tokens}
 
@@ -151,10 +162,11 @@ class OfDevice:
         on_device: Callable[..., Any],
         layout: inputs.Layout,
         of_grad: Callable[[placement.Placement], Any] = lambda found: found.update,
+        of_aux: Any = P(),
     ) -> Callable[..., Any]:
         """Returns `on_device(program, own_keys, params, batch, state, ...)` over all devices, of (params, batch, state, ...).
 
-        `of_grad` tells the sharding of a weight's gradient.
+        `of_grad` tells the sharding of a weight's gradient, and `of_aux` are the specs of what it returns beside the loss.
         """
         axes, find, partition = mesh_lib.manual(self.partition.mesh), self.find, self.partition
         _check_weights(partition.abstract_state.params)
@@ -171,7 +183,9 @@ class OfDevice:
                 lambda path, _: specs.only(of_grad(find(path, None)).spec, axes), partition.trainable_part(params)
             )
             run = functools.partial(on_device, program, own_keys)
-            over_devices = mapped(run, partition, params, layout.specs(batch), ((P(), P()), grad_specs), len(rest))
+            specs_of_state = self.feedback.state_specs(state)
+            out_specs = ((P(), of_aux), grad_specs)
+            over_devices = mapped(run, partition, params, layout.specs(batch), out_specs, len(rest), specs_of_state)
             return over_devices(params, batch, state, *rest)
 
         return gradients
@@ -199,8 +213,10 @@ def mapped(
     batch_specs: PyTree,
     out_specs: PyTree,
     num_rest: int = 0,
+    state_specs: PyTree = P(),
 ) -> Callable:
-    """Returns `run(params, batch, state, ...)` on each device's shards; the state and what follows it are replicated."""
+    """Returns `run(params, batch, state, ...)` on each device's shards; the state, but for `state_specs`, and what follows it are
+    replicated."""
     axes, find = mesh_lib.manual(partition.mesh), finder(partition)
     param_specs = tree.map_with_path(lambda path, _: specs.only(find(path, None).stored.spec, axes), params)
     batch_specs = jax.tree.map(
@@ -209,7 +225,7 @@ def mapped(
     return jax.shard_map(
         constraints.dropped(axes)(run),
         mesh=partition.mesh,
-        in_specs=(param_specs, batch_specs, P(), *[P()] * num_rest),
+        in_specs=(param_specs, batch_specs, state_specs, *[P()] * num_rest),
         out_specs=out_specs,
         axis_names=axes,
         check_vma=False,

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
@@ -62,10 +63,39 @@ class ShardAndSink:
       stored: the shard, as in `Placement.stored`.
       sink: zeros of the gradient's shape and dtype on this device (`sink`). The loss is differentiated with respect to the sink, because a
         gradient and its weight differ in shape where only one of them is sharded. A frozen weight has none: `optax.MaskedNode()`.
+      unsent: what its wire did not send of earlier gradients. The backward pass returns in its place what it does not send now.
     """
 
     stored: jax.Array
     sink: Any
+    unsent: Any = None
+
+
+class Feedback:
+    """How a step keeps what wires do not send of gradients. This one keeps nothing; `wires.unsent` has the other."""
+
+    def specs(self) -> dict[str, Any]:
+        """Returns the specs of the fields of the state that are renewed."""
+        return {}
+
+    def state_specs(self, state: Any) -> PyTree:
+        """Returns the specs of a state, or of its parts, over the devices of an explicit step."""
+        return P()
+
+    def fields(self, state: Any) -> dict[str, Any]:
+        """Returns those fields of a state."""
+        return {}
+
+    def rows(self, state: Any) -> Mapping[str, jax.Array]:
+        """Returns `ShardAndSink.unsent` of each weight that has one, by path below the params, on one device."""
+        return {}
+
+    def value_and_grad(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `jax.value_and_grad` of `loss(inputs, batch, state) -> (loss, aux)`, with the renewed fields in `aux["state"]`."""
+        return jax.value_and_grad(loss, has_aux=True)
+
+
+NO_FEEDBACK = Feedback()
 
 
 def sink(placement: Placement, reduction: Reduction) -> PyTree:
@@ -174,21 +204,21 @@ def _scatter(grad: jax.Array, dim: int, over: tuple[str, ...], sizes: tuple[int,
 
 def _shard_forward(
     weight: ShardAndSink, placement: Placement, dtype: DTypeLike | None, reduction: Reduction
-) -> tuple[jax.Array, None]:
-    return all_gather(weight.stored, placement, dtype), None
+) -> tuple[jax.Array, Any]:
+    return all_gather(weight.stored, placement, dtype), weight.unsent
 
 
 def shard_backward(
-    placement: Placement, dtype: DTypeLike | None, reduction: Reduction, _: None, grad: jax.Array
+    placement: Placement, dtype: DTypeLike | None, reduction: Reduction, unsent: Any, grad: jax.Array
 ) -> tuple[Any]:
     """Returns the gradient of a `ShardAndSink` from that of the weight that was made of it."""
     wire = placement.wire
-    total = (
-        wire.home(wire.leave(grad, placement, reduction), placement, reduction)
+    total, unsent = (
+        wire.home(wire.leave(grad, placement, reduction), placement, reduction, unsent)
         if placement.trainable
-        else optax.MaskedNode()
+        else (optax.MaskedNode(), None)
     )
-    return (ShardAndSink(None, total),)  # type: ignore[arg-type]  # None: no gradient
+    return (ShardAndSink(None, total, unsent),)  # type: ignore[arg-type]  # None: no gradient
 
 
 gather_shard.defvjp(_shard_forward, shard_backward)
@@ -221,10 +251,12 @@ class Plain:
     def leave(self, grad: jax.Array, placement: Placement, reduction: Reduction) -> PyTree:
         return grad
 
-    def home(self, grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
+    def home(
+        self, grad: jax.Array, placement: Placement, reduction: Reduction, unsent: Any = None
+    ) -> tuple[jax.Array, Any]:
         grad = with_padding(grad, placement)
         grad = grad if reduction.waits(placement) else _sum(grad, placement, reduction.dtype)
-        return grad.astype(self.grad_dtype)
+        return grad.astype(self.grad_dtype), unsent
 
     def outside(
         self, path: str, weight: ShardAndSink, placement: Placement, dtype: DTypeLike | None, reduction: Reduction

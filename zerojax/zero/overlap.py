@@ -145,14 +145,14 @@ class BlockCall:
                 left[path] = own.wire.leave(grad, own, self.reduction)
         return left
 
-    def reduce(self, grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the gradients of the weights' sinks."""
-        sums = {}
+    def reduce(self, grads: Mapping[str, jax.Array], unsent: Mapping[str, Any] = NOTHING) -> tuple[dict, dict]:
+        """Returns the gradients of the weights' sinks, and what is not sent of them; see `gather.ShardAndSink`."""
+        sums, rest = {}, {}
         for path, grad in grads.items():
             own = self.placements[path]
             with jax.named_scope(path):
-                sums[path] = own.wire.home(grad, own, self.reduction)
-        return sums
+                sums[path], rest[path] = own.wire.home(grad, own, self.reduction, unsent.get(path))
+        return sums, rest
 
 
 class Chain:
@@ -175,6 +175,7 @@ class Chain:
     ):
         self._find, self._dtype, self._reduction, self._known = find, dtype, reduction, known
         self.tokens, self._first, self._trace = tokens, tokens, _trace()
+        self._with_unsent: list[Any] = []  # the arrays of `ShardAndSink.unsent` that blocks had
 
     def __call__(
         self,
@@ -183,6 +184,7 @@ class Chain:
         arrays: list[jax.Array],
         policy: remat.Policy,
     ) -> Any:
+        weights = {path: self._once(weight) for path, weight in weights.items()}
         if _trace() != self._trace:
             return self._unordered(body, weights, arrays, policy)
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
@@ -193,13 +195,23 @@ class Chain:
 
     def restart(self) -> None:
         """Forgets the blocks that ran, because the loss is traced again."""
-        self.tokens = self._first
+        self.tokens, self._with_unsent = self._first, []
 
     def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
         """Returns one gathered weight, outside of the order."""
         placement = self._find(path, weight.stored)
         with jax.named_scope(path):
             return placement.wire.outside(path, weight, placement, self._dtype, self._reduction)
+
+    def _once(self, weight: gather.ShardAndSink) -> gather.ShardAndSink:
+        """Returns a weight whose `unsent` is zeros if an earlier block had it too: it is sent once, and what neither sends adds up."""
+        own = weight.unsent
+        if own is None:
+            return weight
+        if any(own is other for other in self._with_unsent):
+            return dataclasses.replace(weight, unsent=own - jax.lax.stop_gradient(own))
+        self._with_unsent.append(own)
+        return weight
 
     def _unordered(
         self, body: Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: remat.Policy
@@ -257,9 +269,11 @@ def _begin(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Residuals:
-    """A block's residuals: what its weights are sent from, and the other leaves of the vjp function, on the device and on the host."""
+    """A block's residuals: what its weights are sent from, what was not sent of their gradients, and the other leaves of the vjp function,
+    on the device and on the host."""
 
     stored: dict[str, Any]
+    unsent: dict[str, Any]
     known: dict[str, Any]
     on_device: list[jax.Array | None]
     on_host: list[jax.Array | None]
@@ -283,7 +297,9 @@ def _block_forward(
     on_host, sending = jax.lax.optimization_barrier((on_host, tokens.sending))
     tokens = tokens._replace(sent=tokens.sending, sending=sending)
     begun = tokens.start if plan.policy is None else None
-    return (outputs, tokens), _Residuals({**stored, **near}, known, on_device, on_host, begun, arrivals, structure)
+    unsent = {path: weight.unsent for path, weight in weights.items()}
+    residuals = _Residuals({**stored, **near}, unsent, known, on_device, on_host, begun, arrivals, structure)
+    return (outputs, tokens), residuals
 
 
 def _is_on_host(leaf: jax.Array) -> bool:
@@ -305,9 +321,9 @@ def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[An
     grads, inputs = plan.pulled(jax.tree.unflatten(residuals.structure, leaves), arrived)
     # The previous block begins once all matmuls here are done and the next block's gradients are summed.
     grads, inputs, end = jax.lax.optimization_barrier((grads, inputs, tokens.end))
-    sums, end = jax.lax.optimization_barrier((plan.reduce(grads), end))
+    (sums, unsent), end = jax.lax.optimization_barrier((plan.reduce(grads, residuals.unsent), end))
     totals = {**dict.fromkeys(residuals.stored, optax.MaskedNode()), **sums}
-    sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
+    sinks = {path: gather.ShardAndSink(None, total, unsent.get(path)) for path, total in totals.items()}  # type: ignore[arg-type]
     return sinks, dict.fromkeys(residuals.known), tokens._replace(end=end), tuple(inputs)
 
 

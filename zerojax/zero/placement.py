@@ -61,8 +61,9 @@ class Wire(Protocol):
         """Returns what `home` takes from the gradient of `differentiated`, after what is sent of it at once: beside the backward pass of
         its block. `reduction` is a `gather.Reduction`."""
 
-    def home(self, grad: Any, placement: "Placement", reduction: Any) -> jax.Array:
-        """Returns the gradient of a weight's sink from what left; it is sent beside the backward pass of the block before."""
+    def home(self, grad: Any, placement: "Placement", reduction: Any, unsent: Any = None) -> tuple[jax.Array, Any]:
+        """Returns the gradient of a weight's sink from what left; it is sent beside the backward pass of the block before. `unsent` is what
+        was not sent of earlier gradients, and what is not sent now is returned beside (`gather.ShardAndSink`)."""
 
     def outside(
         self, path: str, weight: Any, placement: "Placement", dtype: DTypeLike | None, reduction: Any

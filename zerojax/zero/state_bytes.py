@@ -166,7 +166,7 @@ def measured_bytes(state: State, device: jax.Device) -> int:
 
 
 def _saved(here: int, there: int) -> str:
-    return f"{1 - here / there:.0%}" if there else "-"
+    return f"{1 - here / there:.0%}" if there >= here and there else "-"
 
 
 def _caption(replicated: dict[str, str]) -> str:

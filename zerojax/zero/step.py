@@ -34,7 +34,7 @@ from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import late_norm, step_by_block, streamed_step
 from zerojax.zero.pipeline import step as pipeline_step
 from zerojax.zero.sharded_batch import inputs, outputs, parts
-from zerojax.zero.wires import columns, experts, packed
+from zerojax.zero.wires import columns, experts, packed, unsent
 
 
 def make_train_step(
@@ -93,7 +93,8 @@ def make_train_step(
         mean, and a table of `zerojax.embedding_lookup`. No device holds their unsharded gradients either. Needs stage 3 and
         reduce_dtype. Empty: none.
       wires: weights and gradients as blocks of 8 or 4 bits, for links that are slower than NVLink, and a second copy of the weights on
-        each host; None sends them as they are. Needs stage 3 and reduce_dtype.
+        each host; None sends them as they are. Needs stage 3 and reduce_dtype. Its `error_feedback` needs the state and the partition of
+        `zerojax.with_unsent`.
       activations: for tensor parallelism by `overrides`: ordered (regex over full paths of Linen modules, PartitionSpec) of what these
         return, over the axis `model`: P(None, "model") shards the tokens of [batch, tokens, ...]. With a second spec, that inside of
         the module, its floating positional arguments are gathered once, and its result is scattered: P(None, "model"), P(). A dim that the
@@ -135,10 +136,11 @@ def make_train_step(
     loss_fn, sent, kept = fp8_modules.in_step(fp8, plain, sent, blocks)
     if not partition.pipeline:
         sent = packed.marked(sent, wires, blocks, reduce_dtype)
+    feedback = unsent.in_step(sent, scaling.scale)
     loss_fn = parts.checked(loss_fn, plain, layout) if check_context else loss_fn
     in_form = by_compiler.value_and_grad
     if reduce_dtype is not None:
-        in_form = functools.partial(explicit.value_and_grad, reduce_dtype=reduce_dtype)
+        in_form = functools.partial(explicit.value_and_grad, reduce_dtype=reduce_dtype, feedback=feedback)
     hooked = dataclasses.replace(how, hooks=(*how.hooks, *kept))
     gradients = in_form(loss_fn, sent, hooked, passes=grad_accum, layout=layout, **dtypes)
     clip = late_norm.clip(partition, clip_norm, may_skip=loss_scale is not None)

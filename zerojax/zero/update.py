@@ -200,7 +200,7 @@ def finish(partition: placement.Partition, own: Own | None, scaling: "Unscaled",
             factor = unscale * clip.factor(state, norm)
             verdict = scaling.verdict(squares)
         with jax.named_scope("update"):
-            grads, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}))
+            grads, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}), **aux.get("kept", {}))
             new_state = update(state, after, grads, factor, verdict.finite, numbers=numbers)
             new_state, scaling_metrics = scaling.adjust(new_state, verdict)
             new_state, clip_metrics = clip.after(state, new_state, norm)

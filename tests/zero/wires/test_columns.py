@@ -31,7 +31,7 @@ def test_columns_are_made_of_shards_along_either_dim_and_their_gradients_become_
 
     def there_and_back(shard):
         own = wire.send(shard, None, place, None).shard
-        return own, wire.home(own, place, gather.Reduction(jnp.float32))
+        return own, wire.home(own, place, gather.Reduction(jnp.float32))[0]
 
     mapped = jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=(P(None, "data"), spec), check_vma=False)
     found, grad = jax.jit(mapped)(weight)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -20,7 +19,9 @@ from zerojax import roles
 from zerojax.clock import rates as rates_lib
 from zerojax.clock import walk
 from zerojax.plan import bound, departures, findings, ledger
+from zerojax.zero import state_bytes
 from zerojax.zero.wires import packed as packed_wires
+from zerojax.zero.wires import unsent
 
 WIDTH, HOSTS, PLACES = 256, 2, 8
 MATRICES = 2 * WIDTH * WIDTH + 2 * 2 * 2 * WIDTH * WIDTH  # embed, head, and two matrices of two blocks
@@ -47,7 +48,8 @@ class Net(nn.Module):
 @functools.cache
 def abstract():
     params = jax.eval_shape(lambda: Net().init(jax.random.key(0), jnp.zeros((1, WIDTH)))["params"])
-    return jax.eval_shape(lambda params: TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3)), params)
+    how = {"apply_fn": None, "tx": optax.adam(1e-3), "rng": jax.random.key_data(jax.random.key(0))}
+    return jax.eval_shape(lambda params: zerojax.TrainState.create(params=params, **how), params)
 
 
 def partition(mesh, stage=3, **how):
@@ -60,11 +62,12 @@ def compiled(**wires):
     own = partition(zerojax.make_mesh(devices=compile_only.devices(HOSTS * PLACES)))
     chosen = zerojax.PackedWires(**wires)
     how = {"blocks": r"block_\d", "heads": "head", "reduce_dtype": jnp.float32, "compute_dtype": jnp.bfloat16}
+    marked = packed_wires.marked(own, chosen, how["blocks"], jnp.float32)
+    own = unsent.in_partition(own, marked)
     loss = lambda params, batch, state: Net().apply({"params": params}, batch)  # noqa: E731
     step = zerojax.make_train_step(loss, own, wires=chosen, **how)
     batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32, sharding=own.batch_sharding)
     text = compile_only.compile_gpu(step.lower(own.abstract_state, batch))
-    marked = packed_wires.marked(own, chosen, how["blocks"], jnp.float32)
     return ledger.ledger(text, own.mesh, marked.placements), text
 
 
@@ -107,6 +110,35 @@ def test_no_weight_or_gradient_travels_in_16_or_32_bits():
     assert text.count("__gpu$xla.gpu.triton") >= 6  # a kernel packs each weight, and each gradient
 
 
+@pytest.mark.long
+def test_error_feedback_sends_the_same_bytes_and_keeps_four_for_each_weight_over_the_devices_of_a_host():
+    how = {"weights": "int8", "gradients": "int4", "second_copy": True}
+    (plain, _), (kept, _) = (compiled(**how, error_feedback=on) for on in (False, True))
+    assert received(kept) == received(plain) and departures.departures(kept, tolerance=1e-9) == ()
+    own = partition(zerojax.make_mesh(devices=compile_only.devices(HOSTS * PLACES)))
+    found = unsent.in_partition(
+        own, packed_wires.marked(own, zerojax.PackedWires(**how, error_feedback=True), "b", "float32")
+    )
+    bytes_of = [state_bytes.bytes_per_device(one)[roles.OTHER] for one in (own, found)]
+    assert bytes_of[1] - bytes_of[0] == 4 * MATRICES // PLACES
+
+
+def test_a_state_without_the_field_of_its_wires_is_refused_and_so_is_a_field_without_wires():
+    own = partition(zerojax.make_mesh(devices=jax.devices()[:8]))
+    wires = zerojax.PackedWires(gradients="int4", host_devices=4, error_feedback=True)
+    _, extended = zerojax.with_unsent(abstract(), own, wires)
+    how = {"blocks": r"block_\d", "reduce_dtype": jnp.float32}
+    loss = lambda params, batch, state: Net().apply({"params": params}, batch)  # noqa: E731
+    zerojax.make_train_step(loss, extended, wires=wires, **how)
+    others = {"error_feedback": False}, {"host_devices": 2}
+    wrong = [(own, wires), *((extended, dataclasses.replace(wires, **other)) for other in others)]
+    for found, asked in wrong:
+        with pytest.raises(zerojax.UserError, match=r"^wire.error_feedback: .*`unsent_grads`[^\n]*$"):
+            zerojax.make_train_step(loss, found, wires=asked, **how)
+    with pytest.raises(zerojax.UserError, match="with_unsent: the state needs a field"):
+        zerojax.with_unsent({"params": abstract().params}, own, wires)
+
+
 def found_with(network, **wires):
     """Returns the rules that find something in a step whose hosts are joined by links of so many bytes a second."""
     own, rates = compiled(**wires)[0], rates_lib.of("h200")
@@ -147,6 +179,12 @@ REFUSED = {
     "wire.weights: 'int4' is not known": {"weights": "int4"},
     "wire.gradients: 'fp8' is not known": {"gradients": "fp8"},
     "wire.second_copy: must be True or False": {"second_copy": 1},
+    "wire.error_feedback: must be True or False": {"gradients": "int8", "error_feedback": 1},
+    "wire.error_feedback: gradients that are not packed lose nothing": {"weights": "int8", "error_feedback": True},
+    "wire.error_feedback: is of what is sent between hosts, and all devices": {
+        "gradients": "int8",
+        "error_feedback": True,
+    },
     "wire.host_devices: must be a number of devices": {"weights": "int8", "host_devices": -1},
     "wire: needs explicit collectives": {"weights": "int8", "reduce_dtype": None},
     "wire: every device holds all weights": {"weights": "int8", "stage": 2},

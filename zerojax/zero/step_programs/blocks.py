@@ -87,7 +87,7 @@ def _backward(plan: overlap.BlockCall, residuals: _Saved, cotangents: PyTree) ->
         again, rest = jax.tree.leaves(plan.gather(stored)), iter(leaves)
         filled = [next(rest) if own is None else again[own] for own in residuals.arrivals]
         grads, inputs = plan.pulled(jax.tree.unflatten(residuals.structure, filled), cotangents)
-        return plan.reduce(grads), inputs
+        return plan.reduce(grads)[0], inputs
 
     sums, inputs = _nested("backward", run)(residuals.stored, residuals.leaves, cotangents)
     totals = {**dict.fromkeys(residuals.stored, optax.MaskedNode()), **sums}

@@ -43,11 +43,13 @@ class ByColumns(gather.Plain):
     def used(self, path: str, sent: columns.Columns, differentiated: jax.Array) -> AbstractContextManager[jax.Array]:
         return nullcontext(columns.add(path, sent, differentiated))
 
-    def home(self, grad: jax.Array, placement: placement.Placement, reduction: gather.Reduction) -> jax.Array:
+    def home(
+        self, grad: jax.Array, placement: placement.Placement, reduction: gather.Reduction, unsent: Any = None
+    ) -> tuple[jax.Array, Any]:
         grad = grad.astype(reduction.dtype)
         if gather.data_dim(placement.update) == 0:
             grad = jax.lax.all_to_all(grad, gather.STATE, split_axis=0, concat_axis=1, tiled=True)
-        return gather.sum_over_copies(grad, placement.update.mesh).astype(self.grad_dtype)
+        return gather.sum_over_copies(grad, placement.update.mesh).astype(self.grad_dtype), unsent
 
     def outside(
         self,
@@ -71,7 +73,7 @@ def _sink(
 
 _sink.defvjp(
     lambda sink, shape, placement, reduction: (_sink(sink, shape, placement, reduction), None),
-    lambda shape, placement, reduction, _, grad: (placement.wire.home(grad, placement, reduction),),
+    lambda shape, placement, reduction, _, grad: placement.wire.home(grad, placement, reduction)[:1],
 )
 
 

@@ -49,12 +49,15 @@ class PackedWires:
       gradients: "plain", in the reduce dtype, "int8", or "int4": 8 bits inside a host, and 4 between hosts.
       second_copy: whether each host keeps a copy of the weights from the forward to the backward pass, divided among its devices.
       host_devices: neighbouring devices of the mesh that are one host; 0: those of a process.
+      error_feedback: whether what packing loses of gradients between hosts is added to those of the next pass; the train state then needs
+        a field for it (`unsent.with_unsent`).
     """
 
     weights: str = PLAIN
     gradients: str = PLAIN
     second_copy: bool = False
     host_devices: int = 0
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("weights", WEIGHTS), ("gradients", GRADIENTS)):
@@ -62,8 +65,13 @@ class PackedWires:
                 raise UserError(
                     f"wire.{name}: {errors.shown(getattr(self, name))} is not known; {errors.choose(getattr(self, name), known)}"
                 )
-        if not isinstance(self.second_copy, bool):
-            raise UserError(f"wire.second_copy: must be True or False, and is {errors.shown(self.second_copy)}")
+        for name in ("second_copy", "error_feedback"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"wire.{name}: must be True or False, and is {errors.shown(getattr(self, name))}")
+        if self.error_feedback and self.gradients == PLAIN:
+            raise UserError(
+                "wire.error_feedback: gradients that are not packed lose nothing; set wire.gradients to 'int4', or omit it"
+            )
         if isinstance(self.host_devices, bool) or not isinstance(self.host_devices, int) or self.host_devices < 0:
             raise UserError(
                 f"wire.host_devices: must be a number of devices, 0 for those of a process, and is {errors.shown(self.host_devices)}"
@@ -118,6 +126,7 @@ class InBlocks(gather.Plain):
     is_packed: bool = False
     second_copy: bool = False
     bits: int = 0  # of gradients between hosts; 0: they are sent as they are
+    has_feedback: bool = False
 
     @property
     def _changes_weights(self) -> bool:
@@ -163,13 +172,16 @@ class InBlocks(gather.Plain):
     def leave(self, grad: jax.Array, placement: Placement, reduction: gather.Reduction) -> jax.Array:
         return self._inside(grad, placement) if self._leaves_early and not reduction.waits(placement) else grad
 
-    def home(self, grad: jax.Array, placement: Placement, reduction: gather.Reduction) -> jax.Array:
+    def home(
+        self, grad: jax.Array, placement: Placement, reduction: gather.Reduction, unsent: Any = None
+    ) -> tuple[jax.Array, Any]:
         if not self.bits or reduction.waits(placement):
-            return super().home(grad, placement, reduction)
-        total = self._between(grad if self._leaves_early else self._inside(grad, placement), placement)
+            return super().home(grad, placement, reduction, unsent)
+        parts = grad if self._leaves_early else self._inside(grad, placement)
+        total, unsent = self._between(parts, placement, unsent)
         mesh = placement.update.mesh
         summed = gather.of_shards(functools.partial(gather.sum_over_copies, mesh=mesh), placement)
-        return summed(total.astype(reduction.dtype)).astype(self.grad_dtype)
+        return summed(total.astype(reduction.dtype)).astype(self.grad_dtype), unsent
 
     def outside(
         self,
@@ -222,21 +234,32 @@ class InBlocks(gather.Plain):
         with jax.named_scope(roles.PACKED_GRADIENT):
             spec = specs.only(placement.stored.spec, mesh_lib.COMPILER)
             whole = gather.with_padding(grad, placement)
-            return mesh_lib.manual_over_rest(summed, spec, P(None, _names(placement)))(whole)
+            return mesh_lib.manual_over_rest(summed, spec, P(None, compiler_axes(placement)))(whole)
 
-    def _between(self, parts: jax.Array, placement: Placement) -> jax.Array:
-        """Returns this device's shard of the sum over `STATE`, float32, from the sums over its host."""
+    def _between(self, parts: jax.Array, placement: Placement, unsent: Any) -> tuple[jax.Array, Any]:
+        """Returns this device's shard of the sum over `STATE`, float32, from the sums over its host, and what is not sent of these.
+
+        `unsent` is float32[hosts, n] like these, or [layers, hosts, n of a layer] of a stack, that of earlier passes, or None.
+        """
         hosts, platform, shape = self.hosts, mesh_lib.platform(placement.update.mesh), _shard_shape(placement)
 
-        def summed(parts: jax.Array) -> jax.Array:
-            if hosts.count > 1:
-                far = _exchanged(packed.pack(parts, self.bits, platform), hosts.between)
-                parts = packed.sum_of(far, self.bits, parts.shape[1], platform)
-            return parts.reshape(shape)
+        def summed(parts: jax.Array, unsent: Any) -> tuple[jax.Array, Any]:
+            n = parts.shape[1]
+            if hosts.count == 1:
+                return parts.reshape(shape), unsent
+            if unsent is not None:
+                parts += jnp.moveaxis(unsent, -2, 0).reshape(parts.shape)
+            own = packed.pack(parts, self.bits, platform)
+            if unsent is not None:
+                rest = parts - packed.unpack(own, self.bits, n)
+                unsent = jnp.moveaxis(rest.reshape(-1, *unsent.shape[:-2], unsent.shape[-1]), 0, -2)
+            return packed.sum_of(_exchanged(own, hosts.between), self.bits, n, platform).reshape(shape), unsent
 
         with jax.named_scope(roles.PACKED_GRADIENT):
-            spec = specs.only(placement.stored.spec, mesh_lib.COMPILER)
-            return mesh_lib.manual_over_rest(summed, P(None, _names(placement)), spec)(parts)
+            spec, of_parts = specs.only(placement.stored.spec, mesh_lib.COMPILER), P(None, compiler_axes(placement))
+            of_unsent = None if unsent is None else P(*[None] * (unsent.ndim - 1), compiler_axes(placement))
+            run = mesh_lib.manual_over_rest(summed, (of_parts, of_unsent), (spec, of_unsent))
+            return run(parts, unsent)
 
 
 @jax.custom_vjp
@@ -255,7 +278,7 @@ def widened(arrived: Arrived, sink: jax.Array) -> jax.Array:
         merged = (*shape[:dim], rows.shape[0] * shape[dim], *shape[dim + 1 :])
         return jnp.moveaxis(rows, 0, dim).reshape(merged)
 
-    own, lead = _names(placement), (None,) * outer
+    own, lead = compiler_axes(placement), (None,) * outer
     in_specs = (P(*lead, own), None if arrived.scales is None else P(*lead, own))
     whole = mesh_lib.manual_over_rest(unpacked, in_specs, specs.only(placement.stored.spec, mesh_lib.COMPILER))
     return gather.without_padding(whole(arrived.codes, arrived.scales), placement)
@@ -276,7 +299,7 @@ def _outside(
 
 
 _outside.defvjp(
-    lambda weight, placement, dtype, reduction: (_outside(weight, placement, dtype, reduction), None),
+    lambda weight, placement, dtype, reduction: (_outside(weight, placement, dtype, reduction), weight.unsent),
     gather.shard_backward,
 )
 
@@ -326,11 +349,16 @@ def marked(partition: Partition, wires: PackedWires | None, blocks: str, reduce_
         raise UserError(
             f"wire.second_copy: is divided among the devices of one of several hosts, and {where}; omit it, or set `host_devices`"
         )
+    if wires.error_feedback and hosts.count == 1:
+        raise UserError(
+            f"wire.error_feedback: is of what is sent between hosts, and {where}; omit it, or set `host_devices` to those of a host"
+        )
     wire = InBlocks(
         hosts=hosts,
         is_packed=wires.weights == INT8,
         second_copy=wires.second_copy,
         bits=_BITS.get(wires.gradients, 0),
+        has_feedback=wires.error_feedback,
     )
     chosen = {path for path, weight in partition.placements.items() if _takes(weight)} - _quantized(partition)
     if any(isinstance(partition.placements[path].wire, fp8.InFp8) for path in chosen):
@@ -340,6 +368,10 @@ def marked(partition: Partition, wires: PackedWires | None, blocks: str, reduce_
     found = {path for path in chosen if not isinstance(partition.placements[path].wire, columns.ByColumns)}
     if not found:
         raise UserError(f"wire: no matrix that is gathered has a shard of {packed.BLOCK} elements; omit wires")
+    if wires.error_feedback and not any(partition.placements[path].trainable for path in found):
+        raise UserError(
+            f"wire.error_feedback: no trained matrix has a shard of {packed.BLOCK} elements, so no gradient is packed; omit it"
+        )
     return partition.with_wires(dict.fromkeys(found, wire))
 
 
@@ -424,7 +456,7 @@ def _exchanged(parts: packed.Packed, groups: list[list[int]] | None) -> packed.P
     return packed.Packed(*map(exchange, parts))
 
 
-def _names(placement: Placement) -> specs.Entry:
+def compiler_axes(placement: Placement) -> specs.Entry:
     """Returns the compiler's axes over which a weight is sharded, as an entry of a spec."""
     used = specs.axes(placement.stored.spec)
     return specs.entry(tuple(axis for axis in mesh_lib.COMPILER if axis in used))
@@ -434,7 +466,7 @@ def _over_rest(
     function: Callable[..., tuple], placement: Placement, lead: tuple, taken: tuple | None = None
 ) -> Callable[..., tuple]:
     """Returns a function of a shard, or of its form with the dims `taken` before, on the shards over the compiler's axes."""
-    own = _names(placement)
+    own = compiler_axes(placement)
     has_scales = isinstance(placement.wire, InBlocks) and placement.wire.is_packed
     form = lambda before: (P(*before, own), P(*before, own) if has_scales else None)  # noqa: E731
     in_specs = (specs.only(placement.stored.spec, mesh_lib.COMPILER),) if taken is None else (form(taken),)
