@@ -40,6 +40,16 @@ def test_all_but_full_keep_what_fused_attention_returns(name):
     assert named == (name != "full")
 
 
+@pytest.mark.parametrize("name", remat.REMAT)
+def test_complex_numbers_are_computed_again_since_jax_keeps_none(name):
+    def f(x, w):
+        z = jax.lax.complex(x @ w, jnp.ones((3, 5)))
+        return jnp.sum(jnp.abs(jnp.fft.rfft(z.real)) ** 2) + jnp.sum(jnp.abs(jnp.exp(z) @ z.T))
+
+    found, plain = (jax.grad(g, argnums=(0, 1))(X, W) for g in (jax.checkpoint(f, policy=remat.REMAT[name]), f))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)
+
+
 def test_marked_matmuls_are_not_kept():
     assert kept(remat.REMAT["dots"], marked=True) == []
 

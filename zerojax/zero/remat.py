@@ -69,8 +69,14 @@ class NotKept(tuple):
     """The precision of a matmul's two operands; "dots" does not keep a matmul with a precision of this class (`marks.not_kept`)."""
 
 
-def _keep_all_but_weights(primitive: jex.Primitive, *_: Any, **params: Any) -> bool:
-    return primitive.name not in _MAY_BE_WEIGHTS
+def _is_complex(primitive: jex.Primitive, operands: tuple[Any, ...]) -> bool:
+    """Returns whether a result may be complex. JAX rounds what it keeps by `reduce_precision`, which refuses complex numbers (2026)."""
+    are = (jnp.issubdtype(getattr(operand, "dtype", bool), jnp.complexfloating) for operand in operands)
+    return primitive.name in ("complex", "fft") or any(are)
+
+
+def _keep_all_but_weights(primitive: jex.Primitive, *operands: Any, **params: Any) -> bool:
+    return primitive.name not in _MAY_BE_WEIGHTS and not _is_complex(primitive, operands)
 
 
 def _keep_matmuls(primitive: jex.Primitive, *operands: Any, **params: Any) -> bool:
@@ -86,7 +92,7 @@ def _keep_only_matmuls(primitive: jex.Primitive, *operands: Any, **params: Any) 
     if name in traces.MATMULS and operands[0].dtype.itemsize == 1 and jnp.issubdtype(operands[0].dtype, jnp.floating):
         return False  # its scaled result has a name
     is_matmul = name in traces.MATMULS and not isinstance(params.get("precision"), NotKept)
-    return is_matmul or _keep_attention(primitive)
+    return (is_matmul and not _is_complex(primitive, operands)) or _keep_attention(primitive)
 
 
 def _keep_attention(primitive: jex.Primitive, *_: Any, **params: Any) -> bool:
