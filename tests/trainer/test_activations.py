@@ -7,6 +7,7 @@ import runs
 
 from zerojax import configs
 from zerojax.commands import config as wizard
+from zerojax.plan import traced
 from zerojax.trainer import activations, plans
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
@@ -48,6 +49,20 @@ def test_residuals_of_dots_are_the_matmuls_of_a_block():
     scores = 2 * 64 * model.num_heads
     assert (two - one) / 4 / tokens >= matmuls
     assert (two - one) / 4 / tokens <= matmuls + 2 * heads + 3 * model.embed_dim + scores
+
+
+def test_gradients_of_a_step_in_fp8_multiply_in_fp8_inside_layers_alone():
+    found = {}
+    for name in ("bf16", "fp8"):
+        built = program(settings("test", seq_len=64, micro_batch_size=1, precision=name), jax.devices()[:1])
+        one, two = (traced.kernels(activations.gradients(built, 1, {"num_layers": count})) for count in (1, 2))
+        for part, kernels in (("layer", traced.less(two, one)), ("rest", traced.less(one, traced.less(two, one)))):
+            for work, times in kernels.items():
+                found[name, part, work.form] = found.get((name, part, work.form), 0.0) + times * work.flops
+    assert found["fp8", "layer", "fp8"] > 0 and ("fp8", "rest", "fp8") not in found
+    in_16_bits = found["bf16", "layer", "bf16"]
+    assert found["fp8", "layer", "fp8"] + found["fp8", "layer", "bf16"] == pytest.approx(in_16_bits)
+    assert found["fp8", "rest", "bf16"] == found["bf16", "rest", "bf16"]
 
 
 @pytest.mark.long

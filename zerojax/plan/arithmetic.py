@@ -39,6 +39,7 @@ class ModelWork:
       rest_kept: bytes that is kept beside layers.
       width: bytes of what one layer gives the next.
       state: bytes of the state and the gradients of all weights, by role: where params are sharded, and where they are not.
+      sent: bytes in which an element of a layer's weights is gathered: 1 in fp8.
     """
 
     layers: int
@@ -50,6 +51,7 @@ class ModelWork:
     rest_kept: float
     width: float
     state: Mapping[bool, Mapping[str, float]]
+    sent: float = 2.0
     _alone: dict[tuple[int, int], tuple[float, float]] = dataclasses.field(default_factory=dict, repr=False)
 
     def alone(self, rates: rates_lib.GpuRates, ways: int) -> tuple[float, float]:
@@ -151,16 +153,16 @@ def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: in
         took = links.seconds(kind, 4 * elements, ways, s.model)
         return took + (links.seconds("all-reduce", 4 * left, s.replica, s.model * ways) if over_replicas else 0.0)
 
-    def beside(elements: float, is_last: bool) -> float:
-        """Returns the seconds of the collectives of some weights in a pass."""
+    def beside(elements: float, is_last: bool, sent: float = 2.0) -> float:
+        """Returns the seconds of the collectives of some weights in a pass, each gathered in so many bytes."""
         elements /= s.model
-        took = 2 * links.seconds("all-gather", 2 * elements, ways, s.model) if own.params else 0.0
+        took = 2 * links.seconds("all-gather", sent * elements, ways, s.model) if own.params else 0.0
         # Gradients are reduced in each pass where they are sharded.
         return took + (reduced(elements, is_last or s.pipe > 1) if own.grads or is_last else 0.0)
 
     def of_pass(is_last: bool) -> tuple[float, float]:
         """Returns the time of a layer, and of the rest, in a pass."""
-        of_layer, of_rest = beside(work.weights, is_last), beside(work.others, is_last)
+        of_layer, of_rest = beside(work.weights, is_last, work.sent), beside(work.others, is_last)
         slowed = layer + SLOWED * min(layer, of_layer)
         return max(slowed, of_layer) + wait, rest + max(0.0, of_rest - rest)
 

@@ -21,8 +21,12 @@ from flax.training.train_state import TrainState
 from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax.models import family as family_lib
+from zerojax.ops import fp8 as fp8_ops
+from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
+from zerojax.tree import PyTree
 from zerojax.zero import stages, where_used
+from zerojax.zero.fp8 import modules as fp8_modules
 
 DEPTHS = ("num_layers", "decoder_layers")  # fields of a model's config that count its blocks
 
@@ -91,13 +95,22 @@ def residuals(program: program_lib.Program, rows: int, remat: str, depths: Mappi
 
 
 def gradients(program: program_lib.Program, rows: int, depths: Mapping[str, int]) -> jex.ClosedJaxpr:
-    """Returns the trace of the gradients of `rows` sequences through so many blocks on one device, nothing computed again."""
-    loss, params, batch = _on_one_device(program, rows, "none", depths)
+    """Returns the trace of the gradients of `rows` sequences through so many blocks on one device, nothing computed again.
+
+    Matmuls are in fp8 where the step's are; none is kept at either end, where a few blocks stand for many.
+    """
+    fp8 = config_lib.make_fp8(program.config)
+    fp8 = fp8 and dataclasses.replace(fp8, first=0, last=0)
+    loss, params, batch = _on_one_device(program, rows, "none", depths, fp8)
     return jax.make_jaxpr(jax.grad(loss))(params, batch)
 
 
 def _on_one_device(
-    program: program_lib.Program, rows: int, remat: str, depths: Mapping[str, int]
+    program: program_lib.Program,
+    rows: int,
+    remat: str,
+    depths: Mapping[str, int],
+    fp8: fp8_modules.Fp8 | None = None,
 ) -> tuple[Callable[..., Any], Any, Any]:
     """Returns the loss of so many blocks on one device, and its abstract weights and batch."""
     config = program.config
@@ -108,8 +121,15 @@ def _on_one_device(
     mesh = mesh_lib.make_mesh(devices=list(program.mesh.devices.flat)[:1])
     partition = stages.partition_state(state, mesh=mesh, stage=0)
     batch = {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name, length in program.lengths.items()}
+
+    def of_batch(given: PyTree, arrays: PyTree) -> jax.Array:
+        return family.loss(model, given, arrays)
+
+    if fp8 is not None:
+        recipe = fp8_ops.TENSORWISE if fp8.recipe == fp8_ops.DELAYED else fp8.recipe  # no state, so no history
+        of_batch = fp8_modules.wrapped(of_batch, fp8_modules.chosen(fp8, partition.placements, family.blocks), recipe)
     loss = where_used.where_used(
-        lambda given, arrays: family.loss(model, given, arrays),
+        of_batch,
         partition.placements,
         compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
         blocks=family.blocks,

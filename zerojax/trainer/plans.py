@@ -315,9 +315,9 @@ def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.Mod
         for own, partition in ((True, program.partition), (False, program.baseline))
     }
     width = 2.0 * config.seq_len * program.model.embed_dim
-    return arithmetic.ModelWork(
-        layers, layer, traced.less(first, layer), block, total - block * layers, kept, rest_kept, width, stored
-    )
+    in_8_bits = precision.PRECISIONS[config.precision].has_fp8 and config.fp8.recipe != fp8.ROWWISE
+    rest, others, sent = traced.less(first, layer), total - block * layers, 1.0 if in_8_bits else 2.0
+    return arithmetic.ModelWork(layers, layer, rest, block, others, kept, rest_kept, width, stored, sent)
 
 
 def _is_deep(config: settings_lib.Config, program: program_lib.Program) -> bool:
