@@ -1,6 +1,6 @@
 """Trains our families and models of others over meshes of groups, data, context and model, and compares with one device.
 
-This module tests zerojax.zero.pipeline beside every other axis: pipe 1, 2 or 4, in a group one or two axes of two devices, at stages 0 to 3.
+This module tests zerojax.zero.pipeline beside every other axis: 1, 2 or 4 groups, each of one or two axes of two devices, at stages 0 to 3.
 One step of descent with momentum gives the loss and, as its momentum, the gradients.
 """
 
