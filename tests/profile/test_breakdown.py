@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from zerojax.hlo import linked, syntax
 from zerojax.plan import ledger
 from zerojax.profile import breakdown, phases, traces
 
@@ -118,6 +119,19 @@ def test_the_phase_of_another_programs_kernels_depends_on_their_names_alone(sent
     found = breakdown.profile(step(module="jit_evaluate"), sent, 3, 3)
     assert found.named == 0
     assert found.shares[phases.OPTIMIZER].kernels == 0 and found.shares[phases.OTHER].kernels == 4
+
+
+def test_the_kernels_of_a_step_of_several_programs_have_their_phases(sent):
+    """Those of one program have rows in the ledger, as of the group of a pipeline that the plan shows; another one is of another group."""
+    one, other = (syntax.parse(HLO.replace("jit_train_step", f"jit_stage_{stage}_forward")) for stage in (0, 1))
+    row = [linked.LinkedProgram(one, (0,), (1,))]
+    module = linked.link(row, {0: ("state/params/w", syntax.Array("f32", (4, 8)))}, 1)
+    of_one = ledger.ledger(module, sent.mesh, sent.weights)
+    for name in ("jit_stage_0_forward", "jit_stage_1_forward"):
+        found = breakdown.profile(step(module=name), of_one, 3, 3, [one, other])
+        assert milliseconds(found.shares) == EXPECTED, name
+        assert found.named > 0.9
+    assert breakdown.profile(step(module="jit_stage_1_forward"), of_one, 3, 3).named == 0
 
 
 def test_a_trace_without_kernels_is_an_empty_profile(sent):

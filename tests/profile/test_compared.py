@@ -36,3 +36,10 @@ def test_the_phase_that_differs_most_is_named(step):
         "12,000.0 ms on a device and took 17,000.0; most differs loss and head: foretold 2,000.0 ms, measured 7,000.0"
         in told
     )
+
+
+def test_of_a_pipeline_the_step_is_compared_and_no_phase():
+    found = walk.StepTime(12, {"passes of stages": 10, "bubble": 2}, {})
+    profile = breakdown.Profile(1, 1, 1, 17, {phases.MATMULS: phases.Share(7.0, 0, 1)}, {}, (), 1.0)
+    assert compared.largest(profile, found) is None
+    assert compared.line(profile, found, None).endswith("12,000.0 ms on a device and took 17,000.0")

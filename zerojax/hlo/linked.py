@@ -139,6 +139,17 @@ def label_of(instruction: syntax.Instruction) -> str:
     return found[1] if found else ""
 
 
+def program_of(module: syntax.Module, instruction: syntax.Instruction) -> tuple[str, str]:
+    """Returns the name of the program that an instruction of a module is of, and the instruction's name there.
+
+    Programs that share a module have its name.
+    """
+    label = label_of(instruction)
+    if not label or not isinstance(module, _Linked):
+        return module.name, instruction.name
+    return module.owners[label].module.name, instruction.name.removeprefix(f"{label}.")
+
+
 def _instructions(program: LinkedProgram, label: str, values: dict[int, str]) -> list[syntax.Instruction]:
     """Returns the instructions of a program in a row, and adds what it returns to `values`, by number."""
     entry, names, found = program.module.entry, {}, []

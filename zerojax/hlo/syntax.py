@@ -173,6 +173,11 @@ class Module:
         """Returns the computation that the program starts with."""
         return self.computation(self.entry_name)
 
+    @property
+    def name(self) -> str:
+        """Returns the program's name, such as "jit_train_step"."""
+        return self.header.removeprefix("HloModule ").partition(",")[0].strip()
+
     @functools.cached_property
     def aliases(self) -> Mapping[int, int]:
         """Returns {first index of an output: parameter whose memory it reuses}: the donated parameters."""

@@ -7,6 +7,8 @@ from zerojax import display, roles
 from zerojax.plan import pipelines, step_plan
 from zerojax.zero.pipeline import order as order_lib
 
+NAMES = dict(zip(order_lib.PASSES, ("forward", "backward", "weights' gradients")))
+COLORS = dict(zip(order_lib.PASSES, ("tab:blue", "tab:orange", "tab:green")))
 _NUMBERED = 64  # passes of a group, above which their numbers are not readable
 
 
@@ -47,20 +49,18 @@ def draw(plan: step_plan.Plan, path: str | os.PathLike) -> None:
 def _draw_schedule(axes: Any, found: pipelines.Pipelined) -> None:
     """Draws a bar for each pass, a row for each group of devices; a bar has the number of its micro-batch where there is room."""
     scale, unit = (1e3, "ms") if found.is_foretold else (1.0, "operations of a stage")
-    names = {"forward": "tab:blue", "backward": "tab:orange", "weights' gradients": "tab:green"}
-    colors = dict(zip(order_lib.PASSES, names.values()))
     for group, ops in enumerate(found.order.of_device):
         for op in ops:
             begin, end = found.line.start[op] * scale, found.line.end[op] * scale
             shade = 1.0 - 0.5 * (op.stage // found.order.devices) / found.order.chunks  # later chunks are paler
-            axes.barh(group, end - begin, left=begin, height=0.8, color=colors[op.kind], alpha=shade, edgecolor="white")
+            axes.barh(group, end - begin, left=begin, height=0.8, color=COLORS[op.kind], alpha=shade, edgecolor="white")
             if len(ops) <= _NUMBERED:
                 axes.text((begin + end) / 2, group, str(op.micro), ha="center", va="center", fontsize=7)
     axes.invert_yaxis()
     axes.set_yticks(range(found.order.devices))
     axes.set_ylabel("group of devices")
     axes.set_xlabel(unit)
-    for name, color in list(names.items())[: len(found.order.passes)]:
-        axes.bar([0], [0], color=color, label=name)
+    for kind in found.order.passes:
+        axes.bar([0], [0], color=COLORS[kind], label=NAMES[kind])
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0.0, -0.12), ncols=3)
     axes.set_title(f"{found.order.name}: passes of micro-batches, bubble {found.line.bubble:.1%}", fontsize=9)

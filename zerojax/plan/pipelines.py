@@ -49,6 +49,7 @@ class Pipelined:
       line: when passes run: by the foretold times of their programs, or where there are none by their operations.
       is_foretold: whether these are seconds.
       update: seconds of the slowest group's update; 0 if unknown.
+      programs: of all groups that this process runs, each once.
     """
 
     order: order_lib.PassOrder
@@ -61,6 +62,7 @@ class Pipelined:
     line: order_lib.Timeline
     is_foretold: bool
     update: float
+    programs: Sequence[syntax.Module]
 
     @property
     def peak(self) -> int:
@@ -129,6 +131,7 @@ def read(
         order_lib.run(step.order, times),
         rates is not None,
         update,
+        list({id(own): own for own in (*modules.values(), *itertools.chain(*of_updates))}.values()),
     )
     module = _linked(step, found, modules, of_updates[largest], largest)
     arguments = {

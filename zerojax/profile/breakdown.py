@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from zerojax import roles
-from zerojax.hlo import collectives, syntax
+from zerojax.hlo import collectives, linked, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import ledger
 from zerojax.profile import phases, traces
@@ -74,17 +74,24 @@ class _KernelRun:
         return self.kernel.end - self.kernel.start
 
 
-def profile(kernels: Iterable[traces.Kernel], sent: ledger.Ledger, first: int, last: int) -> Profile:
+def profile(
+    kernels: Iterable[traces.Kernel],
+    sent: ledger.Ledger,
+    first: int,
+    last: int,
+    programs: Iterable[syntax.Module] = (),
+) -> Profile:
     """Returns the time of the steps `first` to `last` by phase, role and kernel.
 
     Args:
       kernels: all kernels that ran in these steps, on any number of devices.
       sent: the ledger of the compiled step.
       first, last: the profiled steps.
+      programs: others of the step, of which the ledger has no rows: those of other groups of a pipeline.
     """
     by_device: dict[str, list[_KernelRun]] = {}
     by_name: dict[tuple[str, str], list[_KernelRun]] = {}
-    for run in _runs(kernels, sent):
+    for run in _runs(kernels, sent, programs):
         by_device.setdefault(run.kernel.device, []).append(run)
         by_name.setdefault((run.phase, run.kernel.name), []).append(run)
     count = (last - first + 1) * max(1, len(by_device))
@@ -104,22 +111,25 @@ def profile(kernels: Iterable[traces.Kernel], sent: ledger.Ledger, first: int, l
     )
 
 
-def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_KernelRun]:
+def _runs(
+    kernels: Iterable[traces.Kernel], sent: ledger.Ledger, programs: Iterable[syntax.Module]
+) -> Iterator[_KernelRun]:
     """Yields the runs of kernels. Omits loops and calls, because the trace has the kernels inside them too."""
-    known = _instructions(sent.flow)
-    header = re.match(r"HloModule ([\w.\-]+)", sent.flow.module.header)
+    known = _instructions([sent.flow, *map(hlo_flow.flow, programs)])
+    only = next(iter(known)) if len(known) == 1 else ""
     role_of = {row.name: row.role for row in sorted(sent.rows, key=lambda row: row.nbytes)}
 
     @functools.cache  # the same kernels run in every step and on every device
     def read(name: str, traced: str, module: str) -> tuple[syntax.Instruction | None, str, str]:
-        instruction = known.get(traced)
+        of = known.get(module or only, {})
+        flow, instruction = of.get(traced, (sent.flow, None))
         # For a kernel in a CUDA graph, the trace names only the graph or the loop. XLA names its own kernels after their instructions.
         if instruction is None or (instruction.opcode in _CONTAINERS and name != instruction.name):
-            instruction = known.get(name)
-        if instruction is None or module not in ("", header[1] if header else ""):
+            flow, instruction = of.get(name, (sent.flow, None))
+        if instruction is None:
             return None, phases.phase(name), roles.OTHER
-        phase = phases.phase(name, collectives.work_kind(sent.flow.module, instruction), instruction.op_name)
-        return instruction, phase, _role(sent.flow, instruction, role_of)
+        phase = phases.phase(name, collectives.work_kind(flow.module, instruction), instruction.op_name)
+        return instruction, phase, _role(flow, instruction, role_of if flow is sent.flow else {})
 
     for kernel in kernels:
         instruction, phase, role = read(kernel.name, kernel.instruction, kernel.module)
@@ -142,13 +152,19 @@ def _by_role(runs: Sequence[_KernelRun]) -> dict[str, phases.Share]:
     return {role: phases.beside(intervals, computing) for role, intervals in of_role.items() if intervals}
 
 
-def _instructions(flow: hlo_flow.Flow) -> dict[str, syntax.Instruction]:
-    """Returns the instructions that run, by their names and by their kernels' names."""
-    found: dict[str, syntax.Instruction] = {}
-    for call in flow.calls.values():
-        for instruction in call.computation.instructions:
-            found[instruction.name] = instruction
-            found.setdefault(re.sub(r"\W", "_", instruction.name), instruction)
+def _instructions(
+    flows: Iterable[hlo_flow.Flow],
+) -> dict[str, dict[str, tuple[hlo_flow.Flow, syntax.Instruction]]]:
+    """Returns by program the instructions that run, by their names and by their kernels' names, with what they are of."""
+    found: dict[str, dict[str, tuple[hlo_flow.Flow, syntax.Instruction]]] = {}
+    for flow in flows:
+        for call in flow.calls.values():
+            for instruction in call.computation.instructions:
+                program, name = linked.program_of(flow.module, instruction)
+                found.setdefault(program, {}).setdefault(name, (flow, instruction))
+    for known in found.values():
+        for name, own in list(known.items()):
+            known.setdefault(re.sub(r"\W", "_", name), own)
     return found
 
 

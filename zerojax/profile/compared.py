@@ -31,8 +31,8 @@ def foretold(found: walk.StepTime) -> dict[str, float]:
 
 
 def largest(profile: breakdown.Profile, found: walk.StepTime) -> PhaseDifference | None:
-    """Returns the phase whose time differs most from the foretold one; None if nothing ran."""
-    if not profile.shares:
+    """Returns the phase whose time differs most from the foretold one; None if nothing ran, or no phase is foretold (of a pipeline)."""
+    if not profile.shares or not found.spans:
         return None
     expected = foretold(found)
     differences = [
@@ -41,7 +41,9 @@ def largest(profile: breakdown.Profile, found: walk.StepTime) -> PhaseDifference
     return max(differences, key=lambda one: abs(one.measured - one.foretold))
 
 
-def line(profile: breakdown.Profile, found: walk.StepTime, most: PhaseDifference) -> str:
-    """Returns a line with the foretold and the measured time of a step, and with the phase that differs most."""
+def line(profile: breakdown.Profile, found: walk.StepTime, most: PhaseDifference | None) -> str:
+    """Returns a line with the foretold and the measured time of a step, and with the phase that differs most, if there is one."""
     whole = f"a step was foretold to take {found.seconds * 1e3:,.1f} ms on a device and took {profile.step_seconds * 1e3:,.1f}"
+    if most is None:
+        return whole
     return f"{whole}; most differs {most.phase}: foretold {most.foretold * 1e3:,.1f} ms, measured {most.measured * 1e3:,.1f}"

@@ -1,12 +1,13 @@
 """Profiles a few steps of a run. This module starts and stops the profiler, and shows the time by phase.
 
-Perfetto and XProf read the trace in WORKDIR/profile. profile.json holds the table by phase.
+Perfetto and XProf read the trace in WORKDIR/profile. profile.json holds the table by phase, and of a pipeline profile/schedule.png shows
+when its stages ran.
 """
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from rich.table import Table
 
 from zerojax import errors, files
 from zerojax.errors import UserError
+from zerojax.hlo import syntax
 from zerojax.plan import ledger
-from zerojax.profile import breakdown, phases, traces
+from zerojax.profile import breakdown, phases, schedule, traces
 
 FOLDER, FILE = "profile", "profile.json"
 SCHEMA = 1
@@ -81,13 +83,14 @@ class Profiler:
             raise _failed(error) from error
         self._is_tracing = True
 
-    def stop(self, sent: ledger.Ledger) -> breakdown.Profile | None:
-        """Stops tracing and writes profile.json. Call it after the traced steps have finished.
+    def stop(self, sent: ledger.Ledger, programs: Sequence[syntax.Module] = ()) -> breakdown.Profile | None:
+        """Stops tracing and writes profile.json, and a picture of a pipeline's schedule. Call it after the traced steps have finished.
 
         Returns None if this process traced nothing.
 
         Args:
           sent: the ledger of the compiled step (`plan.ledger`).
+          programs: as of `breakdown.profile`.
 
         Raises:
           UserError: the trace cannot be written.
@@ -98,7 +101,10 @@ class Profiler:
         try:
             jax.profiler.stop_trace()
             path = traces.newest(self.folder)
-            found = breakdown.profile(traces.read(path) if path else (), sent, self.first, self._last)
+            kernels = traces.read(path) if path else []
+            found = breakdown.profile(kernels, sent, self.first, self._last, programs)
+            if ran := schedule.passes(kernels):
+                schedule.draw(ran, self.folder / schedule.FILE)
             files.replace(self._folder / FILE, json.dumps(as_json(found), indent=1) + "\n")
         except (RuntimeError, OSError) as error:
             raise _failed(error) from error

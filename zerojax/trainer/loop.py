@@ -180,13 +180,13 @@ def _end_profile(
 ) -> None:
     """Writes the trace and prints the time of its steps by phase."""
     recorder.settle(state)
-    breakdown = profile.stop(plan.ledger)
+    breakdown = profile.stop(plan.ledger, plan.pipeline.programs if plan.pipeline else ())
     if breakdown is not None:
         recorder.say(display.as_text(profiler.table(breakdown)))
         recorder.say(f"the trace is in {profile.folder}")
-        most = compared.largest(breakdown, plan.foretold) if plan.foretold is not None else None
-        if most is not None and plan.foretold is not None:
-            recorder.differs = most._asdict()
+        if breakdown.shares and plan.foretold is not None:
+            most = compared.largest(breakdown, plan.foretold)
+            recorder.differs = None if most is None else most._asdict()
             recorder.say(compared.line(breakdown, plan.foretold, most))
     recorder.resume()
 
