@@ -4,10 +4,10 @@ import compile_only
 import jax
 import pytest
 import runs
-from pipelines import PASSES, abstract, batch_of, prepared
+from pipelines import PASSES, TENSOR, abstract, batch_of, prepared
 
 from zerojax import roles, tree
-from zerojax.plan import json_form, picture, pipelines, report, step_plan
+from zerojax.plan import json_form, picture, pipelines, report, step_plan, targets
 from zerojax.trainer import plans
 
 
@@ -90,6 +90,20 @@ def gradients_are_summed_as_theory_says(plan, stage):
 def test_gradients_that_stay_replicated_are_summed_once_a_step():
     plan, _ = plan_of(stage=1)
     gradients_are_summed_as_theory_says(plan, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [{"data": 2}, {"context": 2}, {"model": 2}])
+def test_operations_are_those_of_all_devices_of_a_group(axes):
+    """So the least time of arithmetic is that of a device's share: a batch has as many operations on one device as on two."""
+    counted = []
+    for mesh in ({}, axes):
+        how = {"overrides": TENSOR} if "model" in mesh else {}
+        (_, partition), step = prepared({"pipe": 2, **mesh}, 0, shard=abstract, schedule="1f1b", **how)
+        batch = jax.eval_shape(lambda: batch_of(0))
+        read, found = pipelines.read(step, partition.abstract_state, batch, partition.mesh, targets.get("cpu"), None)
+        counted.append((found.largest, read.operations))
+    assert counted[0] == counted[1]
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.clock import kernels, walk
 from zerojax.clock import rates as rates_lib
@@ -116,7 +117,12 @@ def read(
     largest = max(here, key=lambda group: held[group].peak)
     parsed = functools.cache(lambda run: syntax.parse(buffers_lib.text_of(run)))
     modules = {key: parsed(own.run) for key, own in found.programs.items()}
-    counted = {key: _total(flops.count(call.closed) for call in own.part.calls) for key, own in found.programs.items()}
+    one = step.placed.groups[0].mesh
+    ways = mesh_lib.size(one, set(one.shape) - set(mesh_lib.COMPILER))  # a part is what one of them runs
+    counted = {
+        key: _total({dtype: ways * n for dtype, n in flops.count(call.closed).items()} for call in own.part.calls)
+        for key, own in found.programs.items()
+    }
     operations = {key: sum(by_dtype.values()) for key, by_dtype in counted.items()}
     of_updates = [[parsed(own) for own in programs] for programs in updates]
     times, update = _times(step, found, modules, of_updates, operations, rates, mesh, target)
