@@ -98,7 +98,10 @@ def test_a_body_that_is_no_object_is_refused(body):
 
 def test_an_error_of_the_engine_names_the_field():
     for setting, field in (("stop_strings", "stop"), ("max_tokens", "max_tokens"), ("stop_ids", "stop_token_ids")):
-        found = asked.NotAnswered.by(UserError(f"{setting}: is wrong"))
+        found = asked.NotAnswered.by(UserError(f"{setting}: is wrong"), is_chat=False)
         assert (found.status, found.param, found.message) == (400, field, f"{field}: is wrong")
-    assert asked.NotAnswered.by(UserError("other: is wrong")).param is None
-    assert asked.NotAnswered.by(UserError("prompt: has 9 tokens, and at most 8 fit")).code == "context_length_exceeded"
+    assert asked.NotAnswered.by(UserError("other: is wrong"), is_chat=False).param is None
+    for is_chat, field in ((False, "prompt"), (True, "messages")):
+        found = asked.NotAnswered.by(UserError("prompt: has 9 tokens, and at most 8 fit"), is_chat=is_chat)
+        assert (found.code, found.param) == ("context_length_exceeded", field)
+        assert found.message.startswith(f"{field}: has 9 tokens")

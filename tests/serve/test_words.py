@@ -61,6 +61,7 @@ def test_a_completion_begins_with_the_space_that_its_tokenizer_leaves_out_at_the
     pieces.save(str(spoken / "tokenizer.json"))
     made = of(spoken)
     assert [made.text_of([0, 1]), made.before(0), made.before(1)] == ["onetwo", " ", ""]
+    assert [made.name_of(0), made.name_of(1)] == [" one", "two"], "as log probabilities name tokens"
     asked = requests.Request(np.array([0]), requests.RequestSettings(), 2, so_far=growing.Growing(made.text_of))
     for token in (0, 1):
         asked.add(token, None, ())

@@ -211,7 +211,7 @@ class Service:
             adapter = {"adapter": self._adapters[asked.model]}
             listed = [call.request(prompt, settings | adapter) for prompt, settings in _each(prompts, asked)]
         except UserError as error:
-            raise NotAnswered.by(error) from error
+            raise NotAnswered.by(error, is_chat=is_chat) from error
         if self.active + len(listed) > self._most:
             line = f"{self.active} answers run or wait, and at most {self._most} do; ask again later"
             raise NotAnswered(429, line, code="queue_full")
@@ -286,7 +286,7 @@ class Service:
         try:
             return await asyncio.to_thread(encode)
         except UserError as error:
-            raise NotAnswered.by(error) from error
+            raise NotAnswered.by(error, is_chat=is_chat) from error
 
     def _begin(self, call: "_Answering") -> None:
         """Asks the requests of a call, which hold their share of the queue until `_over`."""

@@ -34,11 +34,11 @@ class NotAnswered(Exception):
         self.param = None if param is None else str(UserError(param[:60]))
 
     @classmethod
-    def by(cls, error: UserError) -> "NotAnswered":
-        """Returns the refusal of a request whose settings raise a UserError, which begins with a name."""
+    def by(cls, error: UserError, *, is_chat: bool) -> "NotAnswered":
+        """Returns the refusal of a request whose settings raise a UserError, which begins with the engine's name of one."""
         line = str(error)
         name, is_named, rest = line.partition(":")
-        name = _NAMES.get(name, name)
+        name = (_NAMES | _CHAT_NAMES if is_chat else _NAMES).get(name, name)
         is_field = bool(is_named) and name in {*COMMON, *CHAT, *COMPLETION}
         code = "context_length_exceeded" if is_field and " fit" in line else None
         return cls(400, f"{name}:{rest}" if is_field else line, name if is_field else None, code)
@@ -311,3 +311,4 @@ _SETTINGS = {
     "logprobs": "logprobs",
 }
 _NAMES = {"stop_strings": "stop", "stop_ids": "stop_token_ids", "ignores_end": "ignore_eos"}
+_CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}

@@ -72,14 +72,16 @@ class TokenizerWords(Words):
         return self._model.decode(list(ids))
 
     def name_of(self, token: int) -> str:
-        """Returns the text of one token, also of a special one."""
-        return self._model.decode([token], skip_special_tokens=False)
+        """Returns the text of one token, also of a special one, with the space that some tokenizers leave out where a text begins."""
+        return self._left_out(token) + self._model.decode([token], skip_special_tokens=False)
 
     def before(self, token: int) -> str:
         """Returns the space that some tokenizers leave out where a text begins; nothing where an answer is a text of its own."""
+        return "" if self._folder.family.is_encoder_decoder else self._left_out(token)
+
+    def _left_out(self, token: int) -> str:
         alone = self.text_of([token])
-        is_left_out = self.text_of([token, token]) == f"{alone} {alone}"
-        return " " if is_left_out and not self._folder.family.is_encoder_decoder else ""
+        return " " if self.text_of([token, token]) == f"{alone} {alone}" else ""
 
     def conversation(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Returns the ids of a conversation (role, content), after which an answer begins.
