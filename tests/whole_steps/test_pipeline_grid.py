@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 import runs
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
@@ -30,7 +31,7 @@ from zerojax.trainer import state as state_lib
 SUM_ORDER = 1e-5  # relative to a leaf's largest gradient: the same float32 sums, taken in another order
 NOISE = 1e-3  # of the largest gradient of all: smaller leaves are sums that cancel, such as those of biases of keys
 PASSES, ROWS, LENGTH, W, HEADS, VOCAB = 4, 2, 8, 16, 4, 32
-CASES = ["llama", "gemma", "t5", "gpt", "encoder-decoder"]
+CASES = ["llama", "gemma", "t5", "gpt", "encoder-decoder", "nnx"]
 MESHES = [
     (pipe, *sizes)
     for pipe in (1, 2, 4)
@@ -141,7 +142,6 @@ class EncoderDecoder(nn.Module):
         return nn.Dense(VOCAB, name="head")(x)
 
 
-OTHERS = {"gpt": Gpt, "encoder-decoder": EncoderDecoder}
 TEXT = arrays.integers(1, (PASSES, ROWS, LENGTH + 1), 0, VOCAB)
 BATCH = {
     "sources": arrays.integers(2, (PASSES, ROWS, LENGTH), 0, VOCAB),
@@ -149,24 +149,67 @@ BATCH = {
     "labels": TEXT[..., 1:],
     "positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (PASSES, ROWS, LENGTH)),
 }
+MICRO = {key: leaf[0] for key, leaf in BATCH.items()}
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.after = nnx.LayerNorm(W, rngs=rngs), nnx.LayerNorm(W, rngs=rngs)
+        self.attend = nnx.MultiHeadAttention(HEADS, W, decode=False, rngs=rngs, attention_fn=CAUSAL)
+        self.up, self.down = nnx.Linear(W, 4 * W, rngs=rngs), nnx.Linear(4 * W, W, rngs=rngs)
+
+    def __call__(self, x):
+        x += self.attend(self.norm(x))
+        return x + self.down(nnx.gelu(self.up(self.after(x))))
+
+
+class NnxGpt(nnx.Module):
+    def __init__(self, layers, rngs):
+        self.embed, self.where = nnx.Embed(VOCAB, W, rngs=rngs), nnx.Embed(LENGTH, W, rngs=rngs)
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(layers)])
+        self.head = nnx.Linear(W, VOCAB, rngs=rngs)
+
+    def __call__(self, batch):
+        x = self.embed(batch["tokens"]) + self.where(batch["positions"])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def of_linen(kind: type[nn.Module], layers: int) -> tuple[Any, Any]:
+    """Returns the params and f(params, batch) -> logits."""
+    net = kind(layers)
+    return net.init(jax.random.key(0), MICRO)["params"], lambda params, batch: net.apply({"params": params}, batch)
+
+
+def of_nnx(layers: int) -> tuple[Any, Any]:
+    graph, params = nnx.split(NnxGpt(layers, nnx.Rngs(0)), nnx.Param)
+    return params, lambda params, batch: nnx.merge(graph, params)(batch)
+
+
+OTHERS = {
+    "gpt": functools.partial(of_linen, Gpt),
+    "encoder-decoder": functools.partial(of_linen, EncoderDecoder),
+    "nnx": of_nnx,
+}
+BLOCKS = r"block_\d+|blocks/\d+"
 
 
 def of_another(name: str, layers: int, axes: Mapping[str, int], stage: int, schedule: str) -> Found:
-    net, micro = OTHERS[name](layers), {key: leaf[0] for key, leaf in BATCH.items()}
+    params, logits_of = OTHERS[name](layers)
 
     def loss_fn(params, batch, _):
-        losses = optax.softmax_cross_entropy_with_integer_labels(net.apply({"params": params}, batch), batch["labels"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch), batch["labels"])
         counted = (batch["labels"] > 3).astype(jnp.float32)
         return zerojax.Mean(jnp.sum(losses * counted), counted.sum())
 
     pipeline = None
     if axes["pipe"] > 1:
         chunks = 1 + (schedule == "interleaved")
-        pipeline = zerojax.Pipeline(loss_fn, micro, r"block_\d+", schedule=schedule, chunks=chunks, batch_specs=SPECS)
+        pipeline = zerojax.Pipeline(loss_fn, MICRO, BLOCKS, schedule=schedule, chunks=chunks, batch_specs=SPECS)
     devices = jax.devices()[: math.prod(axes.values())]
     state, partition = zerojax.shard_train_state(
-        lambda key: TrainState.create(apply_fn=None, params=net.init(key, micro)["params"], tx=optax.sgd(0.1, 0.9)),
-        jax.random.key(0),
+        lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1, 0.9)),
         mesh=zerojax.make_mesh(**axes, devices=devices),
         stage=stage,
         min_size=0,
@@ -174,7 +217,7 @@ def of_another(name: str, layers: int, axes: Mapping[str, int], stage: int, sche
         pipeline=pipeline,
     )
     step = zerojax.make_train_step(
-        loss_fn, partition, blocks=r"block_\d+", grad_accum=PASSES, reduce_dtype=jnp.float32, batch_specs=SPECS
+        loss_fn, partition, blocks=BLOCKS, grad_accum=PASSES, reduce_dtype=jnp.float32, batch_specs=SPECS
     )
     return after(state, lambda state: step(state, BATCH))
 
