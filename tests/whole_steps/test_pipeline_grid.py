@@ -29,7 +29,7 @@ from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
 
 SUM_ORDER = 1e-5  # relative to a leaf's largest gradient: the same float32 sums, taken in another order
-NOISE = 1e-3  # of the largest gradient of all: smaller leaves are sums that cancel, such as those of biases of keys
+NOISE = 1e-2  # of the largest gradient of all: smaller leaves are sums that cancel, such as those of biases of keys, which are 0
 PASSES, ROWS, LENGTH, W, HEADS, VOCAB = 4, 2, 8, 16, 4, 32
 CASES = ["llama", "gemma", "t5", "gpt", "encoder-decoder", "nnx"]
 MESHES = [
