@@ -205,6 +205,12 @@ def test_pairs_that_are_no_conversations_are_refused_with_their_place(example, l
     assert str(caught.value).startswith("task='dpo': file, example 0: ") and "\n" not in str(caught.value)
 
 
+def test_an_example_without_a_prompt_is_not_asked():
+    rows = [{"rejected": [BAD], "text": "one"}]
+    with pytest.raises(UserError, match=r"file, example 0: has no prompt, .*; its fields: rejected, text$"):
+        tasks.ask(rows, BYTES, dataclasses.replace(DPO, prompt=""), ONE, name="file")
+
+
 def test_a_prompt_of_messages_and_an_answer_of_text_are_a_conversation_and_a_template_without_one_is_told():
     settings = dataclasses.replace(SETTINGS, prompt="{text}")
     found = encode([{"text": ASKED, "label": "yes"}], dataclasses.replace(ONE, seq_len=200), settings)

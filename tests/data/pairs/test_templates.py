@@ -78,7 +78,26 @@ def test_conversations_of_all_forms_are_the_same():
         assert templates.messages_of(value, "f:1", "messages") == TURNS
 
 
-@pytest.mark.parametrize("value", ["hi", 3, [], [{"role": "user"}], [{"role": "user", "content": "no answer"}]])
+def test_bytes_that_are_no_utf8_are_replaced_in_messages_as_in_texts():
+    assert templates.messages_of([{"role": b"assistant", "content": b"a\xff"}], "f:1", "messages") == [
+        ("assistant", "a\ufffd")
+    ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "hi",
+        3,
+        [],
+        {},
+        [{"role": "user"}],
+        [{"role": "user", "content": "no answer"}],
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": 5},
+        {"role": ["user", "assistant"], "content": ["one"]},
+    ],
+)
 def test_what_is_no_conversation_with_an_answer_is_named(value):
     with pytest.raises(UserError, match=r"^f:1: "):
         templates.messages_of(value, "f:1", "messages")

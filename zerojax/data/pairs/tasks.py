@@ -292,6 +292,11 @@ class _Encoder:
             pieces: list[Piece] = [(prompt, False, False)]
         else:
             messages, begin = talk
+            if not messages:
+                raise UserError(
+                    f"{told}: has no prompt, and no `{self._answer.key}` whose messages begin with one; its fields: "
+                    f"{', '.join(map(str, example))}"
+                )
             begin -= begin == len(messages) and messages[-1][0] == templates.ASSISTANT
             label = messages[begin][1] if len(messages) == begin + 1 else None
             pieces = self._turns([*messages[:begin], (templates.ASSISTANT, "")], told)[0][:-1]

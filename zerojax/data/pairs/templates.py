@@ -84,8 +84,7 @@ class Template:
         """
         (before, field), *rest = self._parts
         value = example.get(field) if field is not None and not before and rest == [("", None)] else None
-        is_list = isinstance(value, Mapping | Sequence | np.ndarray) and not isinstance(value, str | bytes)
-        if not is_list or getattr(value, "shape", None) == ():  # an array of one number or text
+        if not isinstance(value, Mapping) and not _is_list(value):
             return None
         return messages_of(value, place, str(field), is_answered=False)
 
@@ -114,8 +113,7 @@ class Template:
         value = example[field]
         if hasattr(value, "item") and not getattr(value, "shape", ()):
             value = value.item()  # a numpy scalar
-        if isinstance(value, bytes):
-            value = value.decode("utf-8", errors="replace")
+        value = _decoded(value)
         if names is not None and isinstance(value, str) and value not in names and _WHOLE.fullmatch(value):
             value = int(value)
         if names is not None and isinstance(value, int) and not isinstance(value, bool):
@@ -146,10 +144,12 @@ def messages_of(value: Any, place: str, key: str, *, is_answered: bool = True) -
     Raises:
       UserError: it is not one of them, or lacks a message of the assistant.
     """
-    if isinstance(value, Mapping) and all(isinstance(part, str) for part in value.values()):
-        value = [value]
-    if isinstance(value, Mapping):  # columns, as tensorflow-datasets gives sequences of features
-        value = [dict(zip(value, row)) for row in zip(*value.values())]
+    if isinstance(value, Mapping):
+        columns = list(value.values())
+        if all(map(_is_list, columns)) and len(set(map(len, columns))) == 1:  # as tensorflow-datasets gives sequences
+            value = [dict(zip(value, row)) for row in zip(*columns)]
+        else:
+            value = [value]
     form = f'{key} must be a list of {{"role": ..., "content": ...}}'
     try:
         listed = list(value)
@@ -162,13 +162,24 @@ def messages_of(value: Any, place: str, key: str, *, is_answered: bool = True) -
         pair = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None, None]
         if isinstance(message, Mapping) and "from" in message:
             pair = [message["from"], message.get("value")]
-        role, content = (part.decode() if isinstance(part, bytes) else part for part in pair)
+        role, content = (_decoded(part) for part in pair)
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError(f"{place}: {form}, and a message is {errors.shown(message)}")
         found.append((ROLES.get(role, role), content))
     if is_answered and all(role != ASSISTANT for role, _ in found):
         raise UserError(f"{place}: no message is the {ASSISTANT}'s, so there is no answer to learn; remove the example")
     return found
+
+
+def _is_list(value: Any) -> bool:
+    """Returns whether a field's value is a list, and no text; an array of one number or text is none."""
+    is_several = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+    return is_several and getattr(value, "shape", None) != ()
+
+
+def _decoded(value: Any) -> Any:
+    """Returns bytes as text, and other values as they are."""
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
 
 
 def plain_chat(messages: Messages, is_answered: bool) -> str:
