@@ -280,7 +280,7 @@ def make_nnx(key):
     return nnx.state((model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)))
 
 
-@pytest.mark.parametrize("make", [make_average, make_dict, make_nnx])
+@pytest.mark.parametrize("make", [pytest.param(make_average, marks=runs.LONG), make_dict, make_nnx])
 def test_any_state_moves_between_stages_meshes_and_paddings(tmp_path, make):
     """As in a user's program: sharded and padded over 8 devices, then 6, then 4 of two replicas, then unsharded."""
     state, partition = zerojax.shard_train_state(

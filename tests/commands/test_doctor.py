@@ -128,6 +128,7 @@ def test_processes_of_one_host_exchange_with_each_other():
     assert doctor.leaders(RANKS) == LEADERS and doctor.leaders(RANKS[:2]) == [0, 1]
 
 
+@pytest.mark.long
 def test_two_processes_of_this_host_are_examined(monkeypatch, capfd, tmp_path):
     for name in set(os.environ) - set(programs.environment()):
         monkeypatch.delenv(name)

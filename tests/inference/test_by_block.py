@@ -56,6 +56,7 @@ def test_tokens_are_those_of_one_program_with_all_weights_on_the_device(name):
     np.testing.assert_array_equal(*found)
 
 
+@runs.LONG
 def test_a_program_reads_the_weights_of_one_block_and_three_blocks_are_on_the_device_at_most():
     chosen = families.PRESETS["test"]
     config = dataclasses.replace(chosen.presets["test"], vocab_size=61, num_layers=DEPTH)

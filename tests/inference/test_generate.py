@@ -61,7 +61,7 @@ def expected(prompt, count=NEW):
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("stage, replica", [(3, 1), (1, 2)])
+@pytest.mark.parametrize("stage, replica", [(3, 1), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_every_row_gets_the_tokens_of_a_loop_without_a_cache(stage, replica):
     found = make(stage=stage, replica=replica)(PROMPTS, MASK)
     assert found.shape == (3, 8 + NEW) and found.dtype == np.int32

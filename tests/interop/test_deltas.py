@@ -19,7 +19,10 @@ from zerojax.interop import deltas
 from zerojax.models import families
 from zerojax.models import family as family_lib
 
-pytest.importorskip("torch", reason="scripts/read_deltas.py reads into torch")
+# Not by importorskip: each process of the tests would import torch, for seconds.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="scripts/read_deltas.py reads into torch"
+)
 
 FAMILY = families.PRESETS["test"]
 

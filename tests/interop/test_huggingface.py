@@ -303,6 +303,7 @@ print("DONE")
 PROMPTS = np.arange(16).reshape(8, 2)
 
 
+@pytest.mark.long
 def test_two_processes_gather_together_and_the_first_writes_and_both_generate_from_host_memory(commands, tmp_path):
     port = programs.free_port()
     words = [["", str(tmp_path / "out"), str(rank), str(port), str(HERE), str(SUPPORT)] for rank in (0, 1)]

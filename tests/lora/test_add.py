@@ -71,7 +71,10 @@ def loss_of(net):
     return lambda params, x, _=None: jnp.mean(net.apply({"params": params}, x) ** 2)
 
 
-@pytest.mark.parametrize(("net", "plain", "quantize"), [(Scanned(), Unrolled(), "nf4"), (Mapped(), Separate(), "none")])
+@pytest.mark.parametrize(
+    ("net", "plain", "quantize"),
+    [pytest.param(Scanned(), Unrolled(), "nf4", marks=pytest.mark.long), (Mapped(), Separate(), "none")],
+)
 def test_adapters_of_a_stack_are_those_of_its_layers(net, plain, quantize):
     lora = zerojax.Lora(r=4, alpha=8, quantize=quantize)
     params = net.init(jax.random.key(0), X)["params"]

@@ -119,6 +119,7 @@ CASES = [
 ]
 
 
+@runs.LONG
 @pytest.mark.parametrize("case", runs.cases(CASES, long=CASES[1:]))
 def test_adapters_of_experts_on_devices_train_as_on_one(case):
     sizes, stage, quantize, bias = case

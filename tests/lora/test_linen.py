@@ -135,6 +135,7 @@ def test_no_gradient_of_a_frozen_kernel_is_computed():
     assert shapes("", wrapped).count((WIDTH, WIDTH)) >= 4
 
 
+@runs.LONG
 def test_dropout_draws_in_blocks_what_it_draws_without_them_and_only_with_a_key():
     lora, params, chosen = adapted(dropout=0.5)
     state = train_state.create(params, optax.sgd(1.0), jax.random.key(3))

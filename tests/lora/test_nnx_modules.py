@@ -51,6 +51,7 @@ def test_adapters_give_the_output_of_merged_kernels_and_keep_the_class(quantize)
     np.testing.assert_allclose(model(X), plain(X), atol=2e-5)
 
 
+@pytest.mark.long
 def test_only_adapters_train_at_stage_3():
     lora = zerojax.Lora(r=4, alpha=8, quantize="nf4", dropout=0.5)
 

@@ -139,7 +139,9 @@ def products(count, seed):
 
 
 @pytest.mark.parametrize(
-    "case", products(12, seed=7595), ids=lambda case: f"{case['way']}-{case['order']}-{case['ways']}"
+    "case",
+    [pytest.param(case, marks=pytest.mark.long if n >= 8 else ()) for n, case in enumerate(products(12, seed=7595))],
+    ids=lambda case: f"{case['way']}-{case['order']}-{case['ways']}",
 )
 def test_values_and_gradients_are_those_of_whole_sequences(case):
     check(**case)

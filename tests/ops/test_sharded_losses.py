@@ -36,7 +36,12 @@ def test_loss_and_gradients_are_those_of_the_gathered_kernel(chunk):
 
 
 @pytest.mark.parametrize(
-    "length, vocab, is_trained", [(8, 24, True), (7, 22, True), pytest.param(7, 3, False, marks=pytest.mark.long)]
+    "length, vocab, is_trained",
+    [
+        pytest.param(8, 24, True, marks=pytest.mark.long),
+        (7, 22, True),
+        pytest.param(7, 3, False, marks=pytest.mark.long),
+    ],
 )
 def test_over_an_axis_of_the_compiler_they_are_too(length, vocab, is_trained):
     """Also where it divides neither the tokens nor the columns, and with a bias and labels that are left out."""

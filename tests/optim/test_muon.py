@@ -53,14 +53,22 @@ def expected(rms=muon.RMS):
     return three_steps(through_optax(tx), tx.init(make_params()), make_params())
 
 
-@pytest.mark.parametrize("rms", [muon.RMS, None])
+@pytest.mark.parametrize("rms", [muon.RMS, pytest.param(None, marks=pytest.mark.long)])
 def test_muon_is_optax_with_these_forms(rms):
     tx = zerojax.muon(**muon_by_optax.settings(rms=rms))
     found = three_steps(through_optax(tx), tx.init(make_params()), make_params())
     chex.assert_trees_all_close(found, expected(rms), atol=ROUNDING)
 
 
-@pytest.mark.parametrize("spec", [P(), P(("data", "context"), "model"), P("model")], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(P(), marks=pytest.mark.long),
+        P(("data", "context"), "model"),
+        pytest.param(P("model"), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_shards_update_as_one_device_does(spec):
     tx = zerojax.muon(**muon_by_optax.settings())
     mesh = zerojax.make_mesh(replica=2, data=2, model=2)

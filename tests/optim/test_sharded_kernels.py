@@ -43,7 +43,9 @@ def leaf_of(shape, moments, seed):
     return rules.Operands(grad.astype(jnp.bfloat16), param.astype(jnp.bfloat16), mu, nu)
 
 
-@pytest.mark.parametrize(("moments", "implementation"), [("bfloat16", "interpret"), ("int8", "jnp")])
+@pytest.mark.parametrize(
+    ("moments", "implementation"), [("bfloat16", "interpret"), pytest.param("int8", "jnp", marks=pytest.mark.long)]
+)
 def test_shards_are_updated_as_the_global_array_with_the_same_random_bits(moments, implementation):
     rule = rules.Rule("adam", stochastic=True, copy_dtype=jnp.dtype("float16"))
     # Each spec takes a second to compile, with the interpreter more.

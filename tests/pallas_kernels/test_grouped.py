@@ -84,6 +84,7 @@ def test_tiles_are_no_larger_than_a_product_needs():
     assert (tile.rows, tile.columns, tile.depth) == (128, 16, 32)
 
 
+@pytest.mark.long
 def test_kernels_of_hopper_compile_for_absent_gpus_without_a_dense_product(monkeypatch):
     rows, dim, width, groups = 1024, 256, 512, 16
     products = grouped.Products(grouped_mosaic.rows, grouped_mosaic.matrices)

@@ -34,7 +34,7 @@ COPIES = "copies to host memory outlast the forward pass"
 
 
 @pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=runs.LONG), pytest.param(1, marks=runs.LONG), 2, 3]
+    "stage", [*(pytest.param(stage, marks=runs.LONG) for stage in range(3)), 3]
 )  # in one pass stage 1 compiles as stage 2 does
 def test_this_projects_own_steps_have_no_findings(stage):
     found, partition = staged(stage)

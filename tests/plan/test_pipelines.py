@@ -87,6 +87,7 @@ def gradients_are_summed_as_theory_says(plan, stage):
     assert not plan.departures
 
 
+@runs.LONG
 def test_gradients_that_stay_replicated_are_summed_once_a_step():
     plan, _ = plan_of(stage=1)
     gradients_are_summed_as_theory_says(plan, 1)

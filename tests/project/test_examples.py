@@ -214,7 +214,9 @@ def test_a_foreign_model_over_a_pipeline_has_the_losses_of_one_device(monkeypatc
     np.testing.assert_allclose(found, expected, rtol=LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", runs.cases(SMALL, long=["linen_vision_batch_norm", "own_train_step"]))
+@pytest.mark.parametrize(
+    "name", runs.cases(SMALL, long=["linen_language_model", "linen_vision_batch_norm", "own_train_step"])
+)
 def test_persistent_bytes_fall_with_the_stage_as_in_the_table(name):
     measured = {}
     for stage in STAGES:  # a state that was never stepped is placed as one that was

@@ -63,7 +63,17 @@ def _run(page, commands, folder):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page, marks=() if page.name in ("README.md", "own_model.md", "fine_tuning.md") else pytest.mark.long
+        )
+        for page in PAGES
+        if blocks(page, "python")
+    ],
+    ids=lambda page: page.name,
+)
 def test_python_blocks_of_a_page_run_unchanged(page, run_code):
     status, _, err = run_code(page)
     assert (status, err) == (0, "")

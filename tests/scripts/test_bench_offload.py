@@ -8,6 +8,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
 
 import bench_offload
 import bench_offload_blocks
+import pytest
 
 SMALL = "--params_millions 0.3 --chunks_mib 1 --in_flight 4 --copies 2 --updates 1 --repeat 1".split()
 
@@ -45,6 +46,7 @@ def test_every_training_run_is_a_valid_setting():
         assert bench_offload.bench_train.parse("run", words).config == "configs/llama3_1b.py"
 
 
+@pytest.mark.long
 def test_steps_of_a_small_model_with_all_its_state_on_the_host_are_measured():
     small = "--preset test --layers 1 --seq_len 16 --micro_batch 1 --accum 1 --state 16bit --params host --steps 2"
     line = bench_offload_blocks.main(bench_offload_blocks.parser.parse_args(small.split()))

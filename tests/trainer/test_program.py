@@ -138,6 +138,7 @@ def test_a_batch_is_sharded_within_each_pass():
     assert build(global_batch_size=16, grad_accum=2).batch_sharding.spec == jax.P(None, mesh_lib.EXAMPLES)
 
 
+@runs.LONG
 def test_a_run_from_a_folder_resumes_and_exports_with_the_folders_files(from_folder):
     own, out = from_folder(1)
     assert "starts at step 2 of 3" in out

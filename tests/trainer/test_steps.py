@@ -83,6 +83,7 @@ def test_thirty_losses_are_those_of_plain_optax_on_one_device(plain_losses, chan
     assert found[-1] < found[0] - 1
 
 
+@runs.LONG
 @pytest.mark.parametrize(
     "changes",
     [

@@ -135,6 +135,7 @@ def losses(built, state):
     return [*found, float(built.forward.loss(state.params, batch))]
 
 
+@runs.LONG
 @pytest.mark.parametrize(
     ("optimizer", "params", "quantize"),
     [

@@ -28,6 +28,7 @@ def overflowed(cache_dir, tmp_path_factory):
     return runs.run(tmp_path_factory.mktemp("overflowed"), **OVERFLOWING)
 
 
+@runs.LONG
 def test_overflows_skip_steps_and_the_run_learns_by_the_steps_taken(overflowed):
     lines = metrics.read(overflowed)
     assert [line["step"] for line in lines] == list(range(1, 13))  # a skipped step uses up its batch
@@ -58,6 +59,7 @@ def plain(cache_dir, tmp_path_factory):
     return runs.run(tmp_path_factory.mktemp("plain"), precision="fp32", steps=2)
 
 
+@runs.LONG
 def test_a_checkpoint_moves_into_and_out_of_float16(tmp_path, overflowed, plain):
     _, state = runs.restored(overflowed, 12, **{**OVERFLOWING, "zero__stage": 1})
     assert isinstance(state.loss_scale, loss_scale.LossScaleState) and int(state.loss_scale.skipped_steps) > 0

@@ -66,7 +66,8 @@ def loss_fn(params, batch, state):
 # Their updates are made as those of the others: of each element by itself, or with norms of leaves, or with a number of all leaves.
 ALIKE = (
     "adadelta adamax adamaxw adan amsgrad nadam nadamw optimistic_adam_v2 radam rmsprop sign_sgd yogi acprop ademamix adopt "
-    "simplified_ademamix fromage lars cocob dadapt_adamw dog adabelief adagrad adam rprop lamb prodigy"
+    "simplified_ademamix fromage lars cocob dadapt_adamw dog adabelief adagrad adam rprop lamb prodigy "
+    "novograd sgd optimistic_gradient_descent schedule_free_sgd"
 ).split()
 
 

@@ -186,9 +186,9 @@ def truth(name, by_device):
 # Every setting, and every state with blocks where it has any. That with masks and counts has the most to get wrong.
 DEFAULT = {
     "masks and counts": (0, 1, 2, 3),
-    "NNX with dropout and batch norm": (2, 5),
+    "NNX with dropout and batch norm": (5,),
     "Equinox": (5,),
-    "boxed": (3, 4),
+    "boxed": (4,),
 }
 RUNS = [
     pytest.param(name, *setting, marks=() if number in DEFAULT.get(name, (3,)) else runs.LONG)

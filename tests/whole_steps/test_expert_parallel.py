@@ -174,6 +174,7 @@ def test_every_product_of_axes_trains_as_one_device(sizes, bias, clamp):
     check(trained(zerojax.make_mesh(**sizes), **how), of_one_device(bias, clamp=clamp))
 
 
+@runs.LONG
 @pytest.mark.parametrize(
     "sizes", runs.cases([{"expert": 4}, {"model": 2, "expert": 2}], long=[{"model": 2, "expert": 2}])
 )

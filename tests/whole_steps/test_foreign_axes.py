@@ -322,7 +322,7 @@ def check(name, sizes, stage):
 
 @pytest.mark.parametrize(
     "name",
-    runs.cases(EXACT, long=set(EXACT) - {"batch norm over devices", "nnx"}),
+    runs.cases(EXACT, long=set(EXACT) - {"nnx"}),
 )
 def test_a_model_has_the_loss_and_the_gradients_of_one_device_over_three_axes(name):
     check(name, (2, 2, 2), 3)

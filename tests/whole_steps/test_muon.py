@@ -101,7 +101,7 @@ CASES = {
         {"blocks": r"block_\d", "reduce_dtype": jnp.float32, "clip_norm": 0.01},
     ),
 }
-BRIEF = ("stage 3", "stage 3, host")
+BRIEF = ("stage 3, host",)
 
 
 @pytest.mark.parametrize("case", runs.cases(CASES, long={*CASES} - {*BRIEF}))
@@ -174,6 +174,7 @@ def test_owners_of_a_model_compute_equally_long():
     assert sum(one.received for one in rounds) == matrices // 8 * 7 // 8 * 2
 
 
+@runs.LONG
 def test_a_checkpoint_restores_on_another_number_of_devices(tmp_path):
     def made(count, stage):
         mesh = zerojax.make_mesh(devices=jax.devices()[:count])

@@ -162,6 +162,7 @@ def test_over_the_compilers_axis_a_device_packs_its_own_part():
 FAR = 0.02  # of a loss, after steps that make it much smaller
 
 
+@runs.LONG
 def test_training_with_packed_wires_stays_near_training_without():
     how = {"tx": optax.adam(1e-2)}
     ends = []

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
@@ -81,7 +82,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", runs.cases(RUNS, long=["float16, static", "float16, static, copies, one pass"]))
 def test_a_run_with_overflows_is_the_run_without_their_batches(name):
     dtype, scaler, copy_dtype, tx, stage, passes, tolerance = RUNS[name]
     first, part = start(scaler, stage, copy_dtype, tx)

@@ -7,6 +7,7 @@ from typing import Any
 
 import compile_only
 import jax.numpy as jnp
+import pytest
 
 import zerojax
 from configs import llama3_8b
@@ -146,6 +147,7 @@ def test_matmuls_return_weight_gradients_in_float32():
             assert "convert" not in name, made[name]
 
 
+@pytest.mark.long
 def test_state_needs_no_turning_before_it_is_updated():
     """XLA lays out a gradient as its matmul makes it; another order than the state's costs copies of all moments, twice."""
     turned = [

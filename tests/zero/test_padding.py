@@ -85,7 +85,7 @@ def raw(leaf):
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-ALONE = ("adam", "adafactor", "sm3", "muon", "lamb", "prodigy")  # other tests pad their leaves too
+ALONE = ("adam", "adafactor", "galore", "sm3", "muon", "lamb", "prodigy")  # other tests pad their leaves too
 
 
 @pytest.mark.parametrize("name", runs.cases(PADDED, long=ALONE))

@@ -354,7 +354,7 @@ OFF = {
 }
 
 
-@pytest.mark.parametrize("blocks", ["", r"layers_\d"])
+@pytest.mark.parametrize("blocks", [pytest.param("", marks=runs.LONG), r"layers_\d"])
 def test_a_plain_step_enters_no_module_of_what_is_off(blocks):
     model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
     params = model.init(jax.random.key(0), jnp.ones((1, 8)))["params"]

@@ -227,7 +227,7 @@ def net_loss(model, params, stats, x, deterministic):
     [
         pytest.param("", False, "dots", marks=runs.LONG),
         pytest.param(r"block_\d", True, "dots", marks=runs.LONG),
-        (r"block_\d", False, "dots"),
+        pytest.param(r"block_\d", False, "dots", marks=runs.LONG),
         pytest.param(r"block_\d", False, "full", marks=runs.LONG),
         (r"block_1/Dense_0", False, "dots"),
     ],
@@ -267,6 +267,7 @@ def test_blocks_that_match_nothing_are_an_error():
             jax.eval_shape(stored, state.params, tokens())
 
 
+@runs.LONG
 def test_recompute_keeps_less_and_changes_no_gradient():
     _, params, loss_fn = small_llama()
     state, part = shard(params)

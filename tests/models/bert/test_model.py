@@ -11,7 +11,7 @@ from zerojax.models.bert import model
 CONFIG = model.BertConfig(61, 1, 16, 2, 24, num_positions=20, norm_eps=1e-5)
 
 
-@pytest.mark.parametrize("pad", [None, 1])
+@pytest.mark.parametrize("pad", [pytest.param(None, marks=pytest.mark.long), 1])
 def test_padding_changes_nothing_and_a_kind_of_text_changes_the_scores(pad):
     net = model.Bert(dataclasses.replace(CONFIG, pad=pad))
     tokens = np.array([[5, 7, 11, 13]])

@@ -32,7 +32,13 @@ def planned_on_h200s(step, partition, batch):
         )
 
 
-@pytest.fixture(scope="module", params=[(2, optax.adam(1e-3)), (3, zerojax.fused_adamw(1e-3, implementation="jnp"))])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, optax.adam(1e-3)), marks=pytest.mark.long),
+        (3, zerojax.fused_adamw(1e-3, implementation="jnp")),
+    ],
+)
 def planned(request):
     """Returns (plan, partition, step) on eight H200s."""
     stage, tx = request.param
@@ -146,6 +152,7 @@ def by_block():
     return plans[0], partition, plans[1]
 
 
+@pytest.mark.long
 def test_a_step_block_by_block_has_the_collectives_and_the_work_of_one_program(by_block):
     plan, _, whole = by_block
 

@@ -118,6 +118,7 @@ def test_tokens_that_a_model_always_gives_are_no_labels():
 
 
 @runs.LONG
+@runs.LONG
 def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_file, cache_dir, tmp_path):
     settings = {**TASK, "data__train_file": prompts_file, "lora__r": 4, "grpo__kl": 0.1}
     whole = runs.run(tmp_path / "whole", devices=2, steps=4, **settings)

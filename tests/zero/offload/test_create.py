@@ -20,7 +20,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "moments" else ()) for name in OPTIMIZERS]
+)
 def test_an_offloaded_state_begins_as_one_on_the_device_does(name, monkeypatch):
     monkeypatch.setattr(create, "MOST_BYTES", 1 << 10)
     tx = OPTIMIZERS[name]()

@@ -23,7 +23,7 @@ def cut_of(nested, params, rest, frozen=(), **how):
     return programs.cut(nested, *abstract((params, *rest)), late=paths, source=source)
 
 
-@pytest.mark.parametrize(("ahead", "small"), [(1, 40), (2, 2**20), (3, 0)])
+@pytest.mark.parametrize(("ahead", "small"), [(1, 40), pytest.param(2, 2**20, marks=pytest.mark.long), (3, 0)])
 def test_weights_from_the_host_give_the_same_and_few_are_on_the_device(net, ahead, small, monkeypatch):
     nested, (params, *rest), expected = net
     monkeypatch.setattr(fetched_params, "SMALL", small)

@@ -230,6 +230,7 @@ def test_a_step_runs_block_by_block_where_it_is_asked_for_or_hides_more(devices,
     assert isinstance(made, step_by_block.BlockwiseStep) == chosen
 
 
+@runs.LONG
 def test_a_disk_gives_the_bits_of_host_memory_and_a_checkpoint_restores_into_either(tmp_path):
     """Params are read twice in each pass, and written over while the reads of the next step wait."""
     rows, state, part = run(BOTH, accum=2, steps=3)

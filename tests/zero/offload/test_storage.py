@@ -105,6 +105,7 @@ def test_a_save_reads_one_leaf_at_a_time(tmp_path, monkeypatch):
     assert most[0] == max(leaf.size * 4 for leaf in jax.tree.leaves(partition.on_device.abstract_state.opt_state))
 
 
+@runs.LONG
 def test_skipped_steps_and_16_bit_state_leave_the_disk_as_they_leave_host_memory(tmp_path):
     scaler = zerojax.DynamicLossScale(init_scale=2.0**15, window=3, hysteresis=1)
     how = {"dtype": jax.numpy.float16, "scaler": scaler, "step": {"compute_dtype": jax.numpy.float16, "clip_norm": 0.5}}

@@ -36,6 +36,7 @@ def test_a_loss_that_renews_the_state_is_refused():
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_where_nothing_runs_equal_programs_are_compiled_once_and_say_the_same():
     _, step = prepared({"pipe": 4}, 1, shard=abstract, schedule="1f1b", net=Net(layers=4))
     micro = step.micro(jax.eval_shape(lambda: batch_of(0)))

@@ -87,6 +87,7 @@ def test_other_settings_are_those_of_one_device(mesh, how):
     assert_equal(trained(mesh, 3, schedule="1f1b", **how), expected)
 
 
+@runs.LONG
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=runs.LONG), 3])
 def test_sums_in_16_bits_are_near_those_in_32_and_take_half_of_their_memory(stage):
     mesh, how = {"pipe": 2, "data": 2}, {"schedule": "1f1b", "accum_dtype": jnp.bfloat16, "net": Net(layers=2)}

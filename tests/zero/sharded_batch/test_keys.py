@@ -289,7 +289,12 @@ def masks_alone(x, key):
 
 @pytest.mark.parametrize(
     ("reduce_dtype", "blocks"),
-    [(jnp.float32, ""), (jnp.float32, "block_0"), (None, "block_0"), pytest.param(None, "", marks=runs.LONG)],
+    [
+        pytest.param(jnp.float32, "", marks=runs.LONG),
+        (jnp.float32, "block_0"),
+        (None, "block_0"),
+        pytest.param(None, "", marks=runs.LONG),
+    ],
 )
 def test_however_a_module_came_in_its_masks_are_those_of_its_device_and_pass(reduce_dtype, blocks):
     """A mask is that of the key with the numbers of device and pass folded in, drawn on one device by the same function."""

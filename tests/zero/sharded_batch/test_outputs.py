@@ -132,7 +132,7 @@ def words(leaf):
     [
         pytest.param(0, {"reduce_dtype": jnp.float32}, marks=runs.LONG),
         (3, {"reduce_dtype": jnp.float32, "blocks": r"layer_\d"}),
-        (3, {}),
+        pytest.param(3, {}, marks=runs.LONG),
     ],
 )
 def test_metrics_and_state_are_those_of_one_device(stage, options):

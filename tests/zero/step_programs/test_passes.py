@@ -74,6 +74,7 @@ def test_sums_in_16_bits_are_rounded_in_all_passes_but_the_last():
     assert differs
 
 
+@runs.LONG
 def test_gradients_of_a_pass_in_bf16_add_up_to_the_bits_of_the_same_in_float32():
     """A sum over devices in bf16 has the same bits in either dtype. Where terms of a weight that several blocks read meet, they are rounded
     once more."""

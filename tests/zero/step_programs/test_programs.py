@@ -20,7 +20,7 @@ from zerojax.zero.step_programs import programs, schedule
         pytest.param(Net(), (1, 8), 3, {}, marks=runs.LONG),
         (Net(1), (2, 4), 2, {"remat": "full", "heads": ""}),
         pytest.param(Net(), (2, 4), 3, {"remat": "full", "heads": ""}, marks=runs.LONG),
-        (Net(dropout=True), (8, 1), 3, {"recompute": ".*/wide"}),
+        pytest.param(Net(dropout=True), (8, 1), 3, {"recompute": ".*/wide"}, marks=runs.LONG),
         pytest.param(Net(), (2, 2, 2), 3, {}, marks=runs.LONG),
         pytest.param(Net(1), (1, 8), 2, {}, marks=runs.LONG),
     ],
