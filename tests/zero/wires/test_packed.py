@@ -135,6 +135,9 @@ def test_a_state_without_the_field_of_its_wires_is_refused_and_so_is_a_field_wit
     for found, asked in wrong:
         with pytest.raises(zerojax.UserError, match=r"^wire.error_feedback: .*`unsent_grads`[^\n]*$"):
             zerojax.make_train_step(loss, found, wires=asked, **how)
+    state, by_columns = zerojax.with_unsent(abstract(), own, wires, by_columns="head")
+    assert set(state.unsent_grads) == {*extended.abstract_state.unsent_grads} - {"head/kernel"}
+    zerojax.make_train_step(loss, by_columns, wires=wires, by_columns="head", **how)
     with pytest.raises(zerojax.UserError, match="with_unsent: the state needs a field"):
         zerojax.with_unsent({"params": abstract().params}, own, wires)
 

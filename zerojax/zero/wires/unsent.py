@@ -111,10 +111,9 @@ def with_unsent(
         raise UserError(
             f"with_unsent: the state needs a field `{FIELD}`; declare `{FIELD}: Any = ()` in your TrainState, or use zerojax.TrainState"
         )
-    columned = columns.marked(partition, by_columns, "", jnp.float32)
-    extended = in_partition(
-        partition, packed.marked(columned, dataclasses.replace(wires, second_copy=False), "", jnp.float32)
-    )
+    any_blocks = "."  # which do not change what is kept; `make_train_step` checks them
+    columned = columns.marked(partition, by_columns, any_blocks, jnp.float32)
+    extended = in_partition(partition, packed.marked(columned, wires, any_blocks, jnp.float32))
     return state.replace(**{FIELD: first(extended)}), extended
 
 
