@@ -301,6 +301,7 @@ def test_a_full_disk_under_the_printed_lines_ends_the_run_in_one_line(commands, 
     assert "no space left on the device" in commands(*runs.flags(), f"--workdir={tmp_path}", before=full).error_line
 
 
+@runs.LONG
 def test_overrides_come_through_the_command_line_and_resume(commands, tmp_path):
     arguments = [
         *runs.flags(steps=2, zero__overrides="(('embed', ()), ('head', (None, 'data')))"),

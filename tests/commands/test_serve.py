@@ -188,6 +188,7 @@ folder._read_slice, pretrained.load_huggingface = counted, loading
 SOON = 10.0  # seconds
 
 
+@runs.LONG
 def test_two_processes_serve_as_one_each_reads_half_of_the_weights_and_the_end_of_one_is_named(commands):
     expected = golden_models.expected("llama")
     prompts, length = expected["input_ids"].tolist(), expected["input_ids"].shape[1]

@@ -81,7 +81,7 @@ def test_other_families_compute_what_transformers_does_and_are_written_as_they_w
 
 
 # What the caches of those hold is in the caches of others by default; engines give the tokens of gemma3, whose windows gemma2 has too.
-CACHED_AGAIN = (*AGAIN, "gemma3", "phi3", "olmo2", "granite", "qwen2moe")
+CACHED_AGAIN = (*AGAIN, "pegasus", "gemma3", "phi3", "olmo2", "granite", "qwen2moe")
 
 
 @pytest.mark.parametrize("name", runs.cases(OTHERS, long=CACHED_AGAIN))

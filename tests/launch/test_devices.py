@@ -32,7 +32,10 @@ def test_a_plugin_has_hardware_where_its_device_files_are_and_are_not_hidden(
     assert devices._has_hardware(plugin, environ) == expected
 
 
-@pytest.mark.parametrize(("platforms", "printed"), [("", "True"), ("cpu", "True cpu"), ("cuda,cpu", "False cuda,cpu")])
+@pytest.mark.parametrize(
+    ("platforms", "printed"),
+    [("", "True"), pytest.param("cpu", "True cpu", marks=runs.LONG), ("cuda,cpu", "False cuda,cpu")],
+)
 def test_without_hardware_jax_loads_no_plugins_unless_the_platforms_are_set(platforms, printed):
     if any(devices._has_hardware(plugin, os.environ) for plugin in devices._plugins()):
         pytest.skip("there is an accelerator here")

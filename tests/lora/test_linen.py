@@ -193,7 +193,7 @@ def test_an_adapter_of_a_module_that_does_more_than_multiply_is_merged_into_its_
         zerojax.with_lora(call, lora, key=lambda x: jax.random.key(0))(params, X)
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", [pytest.param(False, marks=runs.LONG), True])
 def test_adapters_of_modules_that_are_attributes_drop_too(jitted):
     net = nn.Sequential([nn.Dense(WIDTH), nn.gelu, nn.Dense(8)])
     lora = zerojax.Lora(r=4, alpha=8, dropout=0.5)

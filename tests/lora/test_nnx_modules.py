@@ -35,7 +35,7 @@ def adapted(**fields):
     return lora, model
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.long)])
 def test_adapters_give_the_output_of_merged_kernels_and_keep_the_class(quantize):
     _, model = adapted(quantize=quantize, exclude_modules=("out",))
     plain = Net(nnx.Rngs(0))

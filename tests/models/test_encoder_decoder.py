@@ -14,7 +14,9 @@ from zerojax.models import families
 ROUNDING = 2e-5  # float32 sums of some hundred terms in another order
 
 
-@pytest.fixture(params=[encoder_decoders.T5, encoder_decoders.BART], ids=["t5", "bart"])
+@pytest.fixture(
+    params=[encoder_decoders.T5, pytest.param(encoder_decoders.BART, marks=pytest.mark.long)], ids=["t5", "bart"]
+)
 def model(request):
     """Returns a family, a config and fixed weights."""
     config = request.param

@@ -140,7 +140,7 @@ def products(count, seed):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.long if n >= 8 else ()) for n, case in enumerate(products(12, seed=7595))],
+    [pytest.param(case, marks=pytest.mark.long if n >= 6 else ()) for n, case in enumerate(products(12, seed=7595))],
     ids=lambda case: f"{case['way']}-{case['order']}-{case['ways']}",
 )
 def test_values_and_gradients_are_those_of_whole_sequences(case):

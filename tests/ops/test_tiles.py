@@ -90,6 +90,7 @@ def test_gradients_of_tiles_add_up_in_float32():
     assert grad == jnp.bfloat16(1000)  # sums in bf16 end at 256
 
 
+@pytest.mark.long
 def test_another_width_and_dtype_of_the_result():
     x, weight = arrays.normal(2, (10, WIDTH)), jnp.linspace(-1, 1, WIDTH * 3).reshape(WIDTH, 3)
 
@@ -104,6 +105,7 @@ def test_another_width_and_dtype_of_the_result():
     assert_equal(of(4), of(0))
 
 
+@pytest.mark.long
 def test_several_results_have_the_gradients_of_each():
     x, weight = arrays.normal(2, (10, WIDTH)), jnp.linspace(-1, 1, WIDTH)
 

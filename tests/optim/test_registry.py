@@ -50,7 +50,7 @@ def test_adamw_is_optax_with_the_given_settings():
     chex.assert_trees_all_equal(found, expected)
 
 
-@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.parametrize("moments", [pytest.param("bf16", marks=runs.LONG), "int8"])
 @pytest.mark.parametrize("name", runs.cases(registry.FUSED, long=["adam"]))
 def test_fewer_bits_give_the_steps_of_optax_but_for_rounding(name, moments):
     keys = jax.random.split(jax.random.key(0))

@@ -25,7 +25,9 @@ def vector(random, size=D):
     return jnp.asarray(random.normal(size=size), jnp.float32)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("bfloat16", marks=pytest.mark.long), "int8", "fp8"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("bfloat16", marks=pytest.mark.long), pytest.param("int8", marks=pytest.mark.long), "fp8"]
+)
 def test_kernel_and_twin_multiply_with_the_dequantized_weights(kind):
     random = np.random.default_rng(0)
     inputs = 2 * D

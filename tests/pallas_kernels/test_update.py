@@ -235,6 +235,7 @@ def test_tiles_cover_every_element_once_and_full_ones_have_no_other(shape):
         assert not spots or sorted(numbers) == list(range(int(np.prod(shape))))
 
 
+@runs.LONG
 @hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
 @hypothesis.given(st.lists(st.integers(1, 3000), min_size=2, max_size=9))
 def test_every_program_of_a_group_finds_a_tile_of_its_own(sizes):

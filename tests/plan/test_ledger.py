@@ -120,6 +120,7 @@ def test_gradients_summed_in_float32_take_twice_the_bytes_and_no_more_elements(s
     assert {row.dtype for row in found.rows if row.kind == "all-gather" and row.role in SENT_OF_WEIGHTS} == {"bf16"}
 
 
+@runs.LONG
 def test_a_stage_with_replicated_gradients_sums_them_once_over_all_passes():
     found, _ = staged(1, grad_accum=4, reduce_dtype=jnp.float32)
     scattered = [row for row in found.rows if row.role == GRADIENTS]

@@ -237,7 +237,7 @@ def test_linen_batch_statistics_are_those_of_one_device(name, stage):
     assert_close(run(name, stage)[1].batch_stats, plain.batch_stats)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", runs.cases(STAGES, long=STAGES[:-1]))
 def test_nnx_batch_statistics_and_dropout_counts_are_those_of_one_device(stage):
     _, plain = run_plain("nnx_model")
     state = run("nnx_model", stage)[1]
@@ -293,6 +293,7 @@ def reconstruction_loss(params, batch, state):
     return jnp.mean((state.apply_fn({"params": params}, batch) - batch) ** 2)
 
 
+@runs.LONG
 @pytest.mark.parametrize("name", runs.cases(TRANSFORMATIONS, long=["averaging", "finite", "mask", "multi_transform"]))
 def test_any_optax_transformation_trains_at_stage_3_as_on_one_device(name):
     example, tx = load("own_train_step"), TRANSFORMATIONS[name]
@@ -317,6 +318,7 @@ class AveragedState(train_state.TrainState):
     average: dict
 
 
+@runs.LONG
 def test_a_concrete_state_with_aliased_leaves_trains_and_the_callers_copy_stays_valid():
     plain = autoencoder_state(jax.random.key(0), optax.adam(1e-3)).replace(step=jnp.int32(0))
     aliased = AveragedState(**vars(plain), average=plain.params)
@@ -403,6 +405,7 @@ def test_deepspeeds_introduction_takes_offloaded_params_and_accumulation():
     assert "params/Dense_0/kernel" in partition.on_host
 
 
+@runs.LONG
 def test_a_restored_example_goes_on_as_if_it_had_not_stopped(tmp_path):
     """At stage 1 on 6 devices after stage 3 on 8, with other padding."""
     example = load("save_and_restore")

@@ -206,6 +206,7 @@ def test_a_signal_before_the_first_step_ends_in_one_line(commands, tmp_path, cod
     assert not (tmp_path / "run.lock").exists()
 
 
+@runs.LONG
 @pytest.mark.parametrize(
     "code, steps",
     [(STOP_AT_2, 4), pytest.param(STOP_IN_EVALUATION, 2, marks=runs.LONG)],

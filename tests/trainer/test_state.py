@@ -79,7 +79,9 @@ def test_a_factored_optimizers_state_is_that_of_the_weights_without_padding():
         assert any(leaf.padding for leaf in built.partition.leaves.values())
 
 
-@pytest.mark.parametrize("name", runs.cases(sorted({*precision.PRECISIONS} - {"fp8", "fp16"}), long=["fp32"]))
+@pytest.mark.parametrize(
+    "name", runs.cases(sorted({*precision.PRECISIONS} - {"fp8", "fp16"}), long=["bf16_sr", "fp32"])
+)
 def test_a_state_made_part_by_part_has_the_bits_and_dtypes_of_one_made_at_once(name):
     away = {**OFFLOAD, "offload__params": "host", "offload__params_on_device": "embed"}
     here, there = (build(precision=name, zero__stage=3, **changes) for changes in ({}, away))

@@ -138,6 +138,7 @@ def test_a_resumed_run_takes_a_new_initial_scale_from_its_config(tmp_path, capsy
     assert [line["skipped_steps"] for line in metrics.read(tmp_path)][-2:] == [2, 2]  # and the count goes on
 
 
+@runs.LONG
 def test_a_run_killed_before_its_first_checkpoint_resets_its_scale_again(tmp_path, overflowed, monkeypatch):
     folder = pathlib.Path(shutil.copytree(overflowed, tmp_path / "run"))
     changes = {**OVERFLOWING, "loss_scale__init_scale": 2.0**12, "steps": 14}

@@ -98,6 +98,7 @@ class KeyedState(TrainState):
     rng: Any
 
 
+@runs.LONG
 def test_devices_draw_apart_and_a_returned_key_is_that_of_the_state():
     _, state, _ = sharded(3)
     state = KeyedState(

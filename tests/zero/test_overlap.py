@@ -123,6 +123,7 @@ def test_a_blocks_weights_take_one_collective_at_a_time():
         assert all(count in (weights, weights + 1) for count in gathers + sums)  # the last norm may come along
 
 
+@pytest.mark.long
 def test_the_last_block_gathers_again_beside_the_head():
     """The head's backward pass is short: it forms its gradients in the forward pass."""
     lines = layers()

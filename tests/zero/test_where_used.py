@@ -351,6 +351,7 @@ def matmuls(loss_of_stored, params, precision=None):
     return sum(equation.primitive.name == "dot_general" for equation in traces.equations(jaxpr.jaxpr))
 
 
+@runs.LONG
 def test_a_precision_set_for_all_changes_nothing_of_what_is_kept():
     _, params, loss_fn = small_llama()
     state, part = shard(params)

@@ -189,6 +189,7 @@ def at_stage_3():
     return stepped(3, fp8=Fp8())
 
 
+@runs.LONG
 def test_stages_and_policies_of_residuals_agree():
     expected = at_stage_3()
     assert_close(stepped(0, fp8=Fp8(), remat="none"), expected)

@@ -66,7 +66,13 @@ def test_twelve_steps_equal_those_without_offload_bit_for_bit(stage):
 @pytest.mark.parametrize(
     "name",
     runs.cases(
-        POLICIES, long=[FLOAT16, "one pass, 16-bit weights rounded stochastically", "hyperparameters in the state"]
+        POLICIES,
+        long=[
+            FLOAT16,
+            "one pass, 16-bit weights rounded stochastically",
+            "hyperparameters in the state",
+            "one pass, 8-bit moments",
+        ],
     ),
 )
 def test_every_policy_takes_the_steps_that_it_takes_without_offload(name):

@@ -100,6 +100,7 @@ def test_a_ledger_shows_the_bytes_of_blocks_exactly_and_theory_knows_them():
     assert findings.findings(found, planned=abstract(), compute_dtype=jnp.bfloat16) == ()
 
 
+@pytest.mark.long
 def test_no_weight_or_gradient_travels_in_16_or_32_bits():
     plain, _ = compiled(gradients="plain", weights="plain")
     assert {dtype for _, _, dtype in received(plain)} == {"bf16", "f32"}
