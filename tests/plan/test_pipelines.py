@@ -7,6 +7,7 @@ import runs
 from pipelines import PASSES, TENSOR, abstract, batch_of, prepared
 
 from zerojax import roles, tree
+from zerojax.ops import context_attention
 from zerojax.plan import json_form, picture, pipelines, report, step_plan, targets
 from zerojax.trainer import plans
 
@@ -105,6 +106,39 @@ def test_operations_are_those_of_all_devices_of_a_group(axes):
         read, found = pipelines.read(step, partition.abstract_state, batch, partition.mesh, targets.get("cpu"), None)
         counted.append((found.largest, read.operations))
     assert counted[0] == counted[1]
+
+
+@pytest.mark.long
+def test_every_byte_of_a_step_over_four_axes_is_that_of_arithmetic():
+    """A device of 16 of pipe 2, data 2, context 2 and model 2 receives what its layers, its embedding and its weights need, and no more."""
+    axes = {"mesh__pipe": 2, "mesh__context": 2, "mesh__model": 2}
+    how = {"model__num_layers": 3, "model__remat": "full", "zero__stage": 1, "zero__min_size": 0, "precision": "bf16"}
+    batch = {"seq_len": 512, "global_batch_size": 0, "micro_batch_size": 1, "grad_accum": PASSES}
+    with compile_only.optimized():
+        plan = plans.plan_config(runs.config(**axes, **how, **batch), "h200", "2x8")
+    assert plan.mesh_shape["data"] == 2 and plan.pipeline.largest == 0, "the embedding is there"
+    layers, tokens, width = plan.pipeline.calls[0], 512 // 2, 64
+    sizes = {"batch": 1, "heads": 4 // 2, "kv_heads": 2 // 2, "head_dim": 16, "ways": 2, "length": 512}
+    cost = context_attention.cost("ulysses", "contiguous", is_causal=True, **sizes)
+    sent = 2 * tokens * width // 2  # 16 bits; a device has half of a layer's tokens, and gets or sums the other half
+    found = {}
+    for row in plan.ledger.rows:
+        if row.role == roles.ACTIVATIONS:
+            found[row.kind, row.axes] = found.get((row.kind, row.axes), 0) + row.nbytes
+    assert found == {  # forward, again and backward; what is computed again needs no last sum, and embeds its tokens
+        ("all-gather", ("model",)): PASSES * (layers * (2 + 2 + 2) + 1) * sent,
+        ("reduce-scatter", ("model",)): PASSES * (layers * (2 + 1 + 2) + 2) * sent,
+        ("all-to-all", ("context",)): PASSES * layers * (2 * cost.forward + cost.backward),
+    }
+    assert plan.pipeline.memory[0].sent == PASSES * sent
+    received = dict.fromkeys((("model",), ("data", "context")), 0)
+    for row in plan.ledger.rows:
+        if row.role == roles.GRADIENTS:
+            received[row.axes] += row.elements
+    assert received["model",] == PASSES * layers * 2 * width, "norms of layers see other tokens on each device"
+    assert received["data", "context"] == pytest.approx(plan.theory[roles.GRADIENTS] * plan.ledger.params)
+    assert plan.ledger.totals()[roles.UPDATED_WEIGHTS]["params"] == pytest.approx(plan.theory[roles.UPDATED_WEIGHTS])
+    assert not plan.departures
 
 
 @pytest.mark.long
