@@ -95,7 +95,7 @@ def test_bytes_that_are_no_utf8_are_replaced_in_messages_as_in_texts():
         [{"role": "user", "content": "no answer"}],
         {"role": "assistant", "content": None},
         {"role": "assistant", "content": 5},
-        {"role": ["user", "assistant"], "content": ["one"]},
+        {"role": ["assistant", "user"], "content": ["one"]},
     ],
 )
 def test_what_is_no_conversation_with_an_answer_is_named(value):
