@@ -264,7 +264,6 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.mesh.pipe", mesh=PIPES, task="grpo"),
     covering.never("config.mesh.expert", mesh=EXPERTS, task="grpo"),
     covering.never("config.mesh.expert", mesh=EXPERTS, family=_but("family", "moe")),
-    covering.never("wire: does not go together with a mesh", mesh=EXPERTS, wire=PACKED),
     covering.never("config.model.tile_tokens", tile_tokens="24", family=("t5", "bart")),
     covering.never("config.model.offload", tile_tokens="24", activations="mlp"),
     covering.never("fp8.recipe", tile_tokens="24", precision="fp8", fp8="delayed"),

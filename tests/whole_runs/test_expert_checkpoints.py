@@ -5,9 +5,13 @@ import random
 import signal
 import time
 
+import jax
 import numpy as np
 import pytest
 import runs
+
+from zerojax.checkpoint import checkpointer, logical
+from zerojax.zero.offload import storage
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("cache_dir")]
 
@@ -23,6 +27,18 @@ MESHES = (
     {"devices": 8, "zero__stage": 3},
     {"devices": 8, "mesh__data": 4, "mesh__model": 2, "mesh__expert": 2, "zero__stage": 3},
 )
+HOST = {"zero__stage": 3, "offload__optimizer": "host", "offload__params": "host", "offload__chunk_bytes": 8192}
+DISK = {**HOST, "offload__optimizer": "nvme", "offload__params": "nvme"}
+# Where experts and their optimizer state are, in turn.
+PLACES = (
+    {"mesh__data": 8, **HOST},
+    {"mesh__data": 8, "mesh__expert": 4, **DISK},
+    {"mesh__data": 4, "mesh__model": 2, "mesh__expert": 2, **HOST, "offload__params": "none"},
+    {"mesh__data": 4, "mesh__context": 2, "mesh__expert": 4, **HOST},
+    {"mesh__data": 8, "mesh__expert": 2, "zero__stage": 1},
+    {"mesh__data": 4, "mesh__model": 2, "mesh__expert": 2, **DISK},
+    {"mesh__data": 8, "mesh__expert": 4, **HOST},
+)
 
 
 def test_a_checkpoint_resumes_on_any_number_of_devices_of_experts(tmp_path):
@@ -31,6 +47,38 @@ def test_a_checkpoint_resumes_on_any_number_of_devices_of_experts(tmp_path):
         runs.run(moved, steps=number + 1, **MIXTURE, **mesh)
     whole = runs.run(tmp_path / "whole", steps=len(MESHES), **MIXTURE, **MESHES[2])
     np.testing.assert_allclose(runs.numbers(moved), runs.numbers(whole), rtol=SUM_ORDER)
+
+
+def test_a_checkpoint_of_offloaded_experts_resumes_wherever_they_are_next(tmp_path):
+    moved = tmp_path / "moved"
+    for number, place in enumerate(PLACES):
+        runs.run(moved, steps=number + 1, **MIXTURE, **place)
+    whole = runs.run(tmp_path / "whole", steps=len(PLACES), **MIXTURE, **MESHES[2])
+    np.testing.assert_allclose(runs.numbers(moved), runs.numbers(whole), rtol=SUM_ORDER)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_offloaded_experts_keep_their_bits_through_checkpoints_of_all_places(precision, tmp_path):
+    how = {**MIXTURE, "precision": precision}
+    folder = runs.run(tmp_path / "run", steps=1, **how, **PLACES[0])
+    with runs.on_devices(1):
+        wanted = bits(runs.restored(folder, 1, **how, zero__stage=0)[1])
+    for step, place in enumerate((*PLACES, *PLACES[:2]), 1):
+        is_on_disk = place.get("offload__optimizer") == "nvme"
+        disk = {"offload__nvme_path": str(tmp_path / "disk")} if is_on_disk else {}
+        _, state = runs.restored(folder, step, **how, **place, **disk)
+        found = bits(state)
+        assert found.keys() == wanted.keys()
+        for path, leaf in found.items():
+            assert leaf.dtype == wanted[path].dtype and leaf.tobytes() == wanted[path].tobytes(), (place, path)
+        assert any(map(storage.is_on_disk, jax.tree.leaves(state))) == is_on_disk
+        with checkpointer.Checkpointer(folder / "checkpoints") as saver:
+            saver.save(step + 1, logical.to_logical(state), saver.data_state(step), meta=saver.meta(step))
+
+
+def bits(state):
+    """Returns the arrays of a state's checkpoint, by path."""
+    return {path: np.asarray(leaf) for path, leaf in logical.to_stored(logical.to_logical(state)).items()}
 
 
 def steps(folder):

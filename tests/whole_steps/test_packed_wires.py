@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import tree
+from zerojax.models import experts
 
 WIDTH, HOSTS, PLACES, STEPS = 64, 2, 4, 2
 DEVICES = HOSTS * PLACES
@@ -81,14 +82,14 @@ def summed(grads, gradients, hosts, dim=0):
     return np.concatenate(list(total.reshape(parts.shape[1:])), axis=dim)
 
 
-def step_of(wires, *, spec=(), mesh=None, tx=None, **how):
-    params, tx = Net().init(jax.random.key(0), X)["params"], tx or optax.sgd(0.1)
+def step_of(wires, *, spec=(), mesh=None, tx=None, net=Net(), **how):
+    params, tx = net.init(jax.random.key(0), X)["params"], tx or optax.sgd(0.1)
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     mesh = mesh or zerojax.make_mesh(devices=jax.devices()[:DEVICES])
     state, partition = zerojax.shard_train_state(state, mesh=mesh, stage=3, min_size=0, overrides=spec)
     how = {"blocks": r"block_\d", "heads": "head", "reduce_dtype": jnp.float32, "donate": False} | how
     step = zerojax.make_train_step(
-        lambda params, batch, state: Net().apply({"params": params}, batch), partition, wires=wires, **how
+        lambda params, batch, state: net.apply({"params": params}, batch), partition, wires=wires, **how
     )
     return step, state, params, tx
 
@@ -157,6 +158,43 @@ def test_over_the_compilers_axis_a_device_packs_its_own_part():
     for before, own, other in zip(*map(jax.tree.leaves, (params, after.params, wanted.params))):
         moved = np.linalg.norm(other - np.asarray(before))
         assert np.linalg.norm(np.asarray(own) - other) < 0.15 * moved
+
+
+class Mixture(nn.Module):
+    """A block with experts whose shards over all devices are shorter than a block of 8 bits, so that nobody packs them."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = Block(name="dense")(x)
+        return x + experts.Experts(8, 2, 3, stddevs=(1.0, 0.3, 0.3), name="experts")(x)
+
+
+class MixtureNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = Mixture(name="block_0")(nn.Dense(WIDTH, name="embed")(x))
+        return jnp.mean(jnp.square(nn.Dense(WIDTH, name="head")(x)))
+
+
+@runs.LONG  # by default tests/zero/wires/test_packed.py sees that experts keep their wire
+@pytest.mark.parametrize("case", ["weights", "second copy"])
+@pytest.mark.parametrize("ways", [2, 8])
+def test_experts_that_stay_on_their_devices_leave_other_matrices_packed_as_on_a_mesh_without(case, ways):
+    wires, stays = zerojax.PackedWires(**CASES[case]), [("experts/(gate|up|down)$", P("expert"))]
+    own = step_of(wires, net=MixtureNet(), mesh=zerojax.make_mesh(expert=ways), spec=stays)
+    found, wanted = after(own), after(step_of(wires, net=MixtureNet()))
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    for own, other in zip(found[1], wanted[1], strict=True):
+        assert np.mean(~np.isclose(own, other, **NEAR)) < BETWEEN
+
+
+def after(made):
+    """Returns the losses of some steps, and the params after them."""
+    step, state, losses = *made[:2], []
+    for _ in range(STEPS):
+        state, metrics = step(state, X)
+        losses.append(float(metrics["loss"]))
+    return losses, [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
 
 
 FAR = 0.02  # of a loss, after steps that make it much smaller

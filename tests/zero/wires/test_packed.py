@@ -19,9 +19,9 @@ from zerojax import roles
 from zerojax.clock import rates as rates_lib
 from zerojax.clock import walk
 from zerojax.plan import bound, departures, findings, ledger
-from zerojax.zero import state_bytes
+from zerojax.zero import stages, state_bytes
+from zerojax.zero.wires import experts, unsent
 from zerojax.zero.wires import packed as packed_wires
-from zerojax.zero.wires import unsent
 
 WIDTH, HOSTS, PLACES = 256, 2, 8
 MATRICES = 2 * WIDTH * WIDTH + 2 * 2 * 2 * WIDTH * WIDTH  # embed, head, and two matrices of two blocks
@@ -210,10 +210,22 @@ def test_what_changes_nothing_or_cannot_be_is_refused_in_one_line(line):
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_mesh_whose_devices_hold_other_experts_is_refused():
-    own = partition(zerojax.make_mesh(expert=2, devices=jax.devices()[:8]))
-    with pytest.raises(zerojax.UserError, match="wire: does not go together with a mesh that has `expert`"):
-        packed_wires.marked(own, zerojax.PackedWires(weights="int8"), r"block_\d", jnp.float32)
+@pytest.mark.parametrize(("sizes", "hosts"), [({"expert": 2}, (2, 4)), ({"context": 4, "expert": 8}, (2, 4))])
+def test_experts_that_stay_on_their_devices_are_not_packed_and_other_matrices_are(sizes, hosts):
+    mesh = zerojax.make_mesh(**sizes, devices=jax.devices()[:8])
+    params = {
+        "experts": jax.ShapeDtypeStruct((8, 64, 64), jnp.float32),
+        "dense": jax.ShapeDtypeStruct((64, 64), jnp.float32),
+    }
+    own = stages.partition_state(
+        {"params": params}, mesh=mesh, stage=3, min_size=0, overrides=[("experts", P("expert"))]
+    )
+    found = packed_wires.marked(own, zerojax.PackedWires(gradients="int4", host_devices=4), r"block_\d", jnp.float32)
+    wires = {path: placed.wire for path, placed in found.placements.items()}
+    assert wires["params/dense"].hosts == packed_wires.Hosts(*hosts) and isinstance(
+        wires["params/experts"], experts.Here
+    )
+    assert wires["params/experts"] == own.placements["params/experts"].wire
 
 
 def test_one_device_sends_nothing_and_a_warning_says_so():

@@ -333,11 +333,6 @@ def marked(partition: Partition, wires: PackedWires | None, blocks: str, reduce_
         raise UserError(
             "wire.second_copy: needs `blocks`, whose weights are gathered again in the backward pass; pass blocks, or omit it"
         )
-    split = [axis.name for axis in mesh_lib.AXES if axis.part_of and mesh.shape.get(axis.name, 1) > 1]
-    if split:
-        raise UserError(
-            f"wire: does not go together with a mesh that has `{split[0]}`, over which experts stay where they are; omit wires"
-        )
     knows_hosts = wires.gradients != PLAIN or wires.second_copy
     hosts = _hosts(mesh, wires.host_devices) if knows_hosts else Hosts(1, ways)
     where = f"all devices of {sizes} are on one host" if hosts.count == 1 else f"each host has one device of {sizes}"
@@ -421,7 +416,9 @@ def _takes(weight: Placement) -> bool:
     entries = [specs.names(entry) for entry in weight.stored.spec]
     is_shared = any({*names} & {*mesh_lib.STATE} and {*names} & {*mesh_lib.COMPILER} for names in entries)
     is_matrix = len(shape) > 1 and math.prod(weight.stored.shard_shape(shape)) >= packed.BLOCK
-    return is_matrix and gather.is_gathered(weight) and not weight.overwritten and not is_shared
+    # Experts that live on different devices keep their wire, which gathers them over fewer devices, or over none.
+    is_own = weight.overwritten or weight.is_experts or is_shared
+    return is_matrix and gather.is_gathered(weight) and not is_own
 
 
 def _quantized(partition: Partition) -> set[str]:
