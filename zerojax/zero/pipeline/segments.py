@@ -136,8 +136,8 @@ def of_trace(
     forward = [eqn for eqn in eqns if _kind(eqn) == FORWARD]
     if len(forward) < stages:
         raise UserError(
-            f"pipe: the loss calls {len(forward)} blocks, and there are {stages} stages; take a smaller `pipe`, or let blocks match "
-            "more modules"
+            f"pipe: the loss calls {len(forward)} blocks, and there are {stages} stages; take a smaller `pipe`, more layers, or "
+            "`make_train_step(blocks=)` that matches more modules"
         )
     if stage_of_call is not None and len(stage_of_call) != len(forward):
         raise UserError(
