@@ -52,7 +52,7 @@ REFUSED = {  # name -> (arguments, words of the error line)
     "preset, near": (runs.flags(model__preset="tinny"), "did you mean 'tiny'?"),
     "field of a number": ([*runs.flags(), "--config.zero.stage.x=3"], "config.zero.stage.x: unknown config key; config.zero.stage is a"),
     "model axis": (runs.flags(mesh__model=2, zero__overrides="(('', ()),)"), "config.mesh.model: is 2, and no weight is sharded"),
-    "state beyond this host": (runs.flags(model__preset="llama3_70b"), "out of host memory: the state of config.model"),
+    "state beyond this host": (runs.flags(model__preset="llama3_405b", model__num_layers=16), "host memory: the state of config.model"),
     "long sample": (runs.flags(sample__length=600), "config.sample.length: the prompt's 5 tokens and 600 more"),
     "many gaps": (runs.flags(model__preset="t5_test", sample__length=4, sample__prompt="___" * 64), "config.sample.prompt: has 64 gaps"),
     "workdir that is a URL": ([*runs.flags(), "--workdir=gs://bucket/run"], "--workdir: 'gs://bucket/run' is a URL"),

@@ -22,7 +22,8 @@ NAMES = (
 )
 
 
-def test_each_process_gets_its_number_and_the_same_coordinator(capfd):
+def test_each_process_gets_its_number_and_the_same_coordinator(capfd, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     done = launch(capfd, SHOW, *NAMES, processes=3)
     words = [done.lines(rank)[0].split() for rank in range(3)]
     assert done.status == 0 and len({line[0] for line in words}) == 1 and words[0][0].startswith("127.0.0.1:")

@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zerojax.cluster import hosts
@@ -96,6 +96,7 @@ def test_a_host_of_one_slot_is_asked_for_one():
 slot_lists = st.lists(st.integers(0, 7).map(str), min_size=1, max_size=8, unique=True).map(tuple)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # which a machine with other work is
 @given(st.dictionaries(st.sampled_from(["a", "b", "c"]), slot_lists, min_size=1), st.data())
 def test_exclude_takes_away_what_include_would_take(pool, data):
     named = data.draw(st.dictionaries(st.sampled_from(sorted(pool)), st.just(None), min_size=1))

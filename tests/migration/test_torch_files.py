@@ -62,8 +62,10 @@ HOSTILE = (
 def test_any_other_name_is_refused_and_runs_nothing(tmp_path, name):
     trace = tmp_path / "trace"
     content = {"good": np.ones(3, np.float32), "bad": Call(name, f"touch {trace}")}
+    found = torch_writer.named(name)  # where torch is imported, its own, which is torch.serialization.load
+    written_as = f"{found.__module__}.{found.__qualname__}"
     with pytest.raises(
-        UserError, match=rf"file.pt: names {name}, which is neither a tensor nor a plain value"
+        UserError, match=rf"file.pt: names {written_as}, which is neither a tensor nor a plain value"
     ) as caught:
         torch_files.read(written(tmp_path, content))
     assert "\n" not in str(caught.value) and not trace.exists()

@@ -82,9 +82,10 @@ def test_one_kernel_packs_and_one_adds_up(bits):
     held = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
     pack = jax.jit(lambda x: wire.pack(x, bits, implementation="pallas"))
     add = jax.jit(lambda codes, scales: wire.unpack_sum(codes, scales, bits, implementation="pallas"))
-    packed = compile_only.compile_gpu(pack.lower(held((M, wire.BLOCK), jnp.float32)))
     arrays = held((4, M, wire.WIDTH[bits]), wire.DTYPE[bits]), held((4, M), jnp.float32)
-    added = compile_only.compile_gpu(add.lower(*arrays))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which tells JAX 0.11 and later the GPU of the kernels
+        lowered = pack.lower(held((M, wire.BLOCK), jnp.float32)), add.lower(*arrays)
+    packed, added = map(compile_only.compile_gpu, lowered)
     assert packed.count("__gpu$xla.gpu.triton") == 1
     entry = added[added.index("ENTRY") :]
     assert entry.count("__gpu$xla.gpu.triton") + entry.count(" fusion(") == 1

@@ -208,7 +208,8 @@ def as_document(name: str, table: rates_lib.GpuRates, found: Figures, *, is_know
     figures: Figures = {one: (value, f"{whose}: {table.sources[one]}") for one, value in kept.items()}
     figures |= {one: (float(f"{value:.4g}"), how) for one, (value, how) in found.items()}
     query = "name,driver_version,clocks.sm,clocks.max.sm,power.limit"
-    gpus = facts.lines(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
+    is_gpu = jax.default_backend() == "gpu"  # else they are hidden, and nothing ran on them
+    gpus = facts.lines(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]) if is_gpu else []
     versions = {name: facts.version(name) for name in _PACKAGES.split()}
     machine = f"{len(gpus)} GPUs (name, driver, clock at the end, highest clock, power limit): {'; '.join(gpus)}"
     return {

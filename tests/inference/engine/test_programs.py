@@ -50,7 +50,9 @@ def compiled(kind, slots, ways):
     caches, texts = jax.eval_shape(made._empty, params)
     caches = jax.tree.map(lambda leaf: leaf.update(sharding=made._sharding(leaf)), caches)
     settings = jax.eval_shape(lambda: draws.Draws(*map(jnp.asarray, draws.Draws.of_rows(slots))))
-    lowered = made.decode.lower(params, caches, *(jax.tree.map(abstract, x) for x in (texts, settings)), is_plain=True)
+    given = (params, caches, *(jax.tree.map(abstract, x) for x in (texts, settings)))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which tells JAX 0.11 and later the GPU of the kernels
+        lowered = made.decode.lower(*given, is_plain=True)
     read = {name: part for name, part in params.items() if name != "embed"}
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
     return compile_only.compile_gpu(lowered), nbytes / ways
