@@ -332,6 +332,21 @@ def test_one_program_writes_a_directory_and_others_read_it(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["10", "20", "30"]
 
 
+def test_a_process_that_ends_at_once_releases_the_lock(tmp_path):
+    with open_in(tmp_path) as first, open_in(tmp_path) as second:
+        first.save(20, small_state(20))
+        first.wait()
+        first.unlock()
+        second.save(30, small_state(30))
+    assert sorted(os.listdir(tmp_path)) == ["20", "30"]
+
+
+def test_the_newest_intact_step_may_be_one_that_is_being_saved(tmp_path):
+    with open_in(tmp_path) as saver:
+        saver.save(20, small_state(20))
+        assert saver.latest_intact_step() == 20
+
+
 def test_reading_removes_no_unfinished_save_and_writing_does(tmp_path):
     save_steps(tmp_path, 10)
     shutil.copytree(tmp_path / "10", tmp_path / f"20.{step_files.UNFINISHED}-1")

@@ -54,6 +54,13 @@ def test_a_missing_or_unreadable_config_is_refused(tmp_path, copied):
         assert message in refused(folder)
 
 
+def test_a_setting_of_generation_is_found_in_either_config(copied):
+    folder = copied("llama", {"top_k": 3, "top_p": 0.5})
+    (folder / "generation_config.json").write_text('{"top_k": 7, "top_p": null}')
+    found = folder_lib.open_folder(folder)
+    assert [found.setting(name) for name in ("top_k", "top_p", "min_p")] == [7, 0.5, None]
+
+
 AS_MT5 = {"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"]}
 LLAMA3 = {
     "rope_type": "llama3",

@@ -311,6 +311,14 @@ def test_a_missing_model_state_is_told(tmp_path, rank):
         zero_checkpoint.read(folder)
 
 
+def test_a_file_that_holds_no_table_is_one_line(tmp_path):
+    write_by_weight(tmp_path / "at", truth(), 2)
+    path = next((tmp_path / "at").rglob("zero_pp_rank_0_mp_rank_00_model_states.pt"))
+    torch_writer.save(path, [1, 2])
+    with pytest.raises(UserError, match=rf"^{path}: does not hold what DeepSpeed saves; copy it again$"):
+        zero_checkpoint.read(tmp_path / "at")
+
+
 @pytest.mark.parametrize("value", [None, 3, "x", [None], {"a": {}}, 2**70])
 @pytest.mark.parametrize("name", ["param_shapes", "global_steps", "ds_config", "shared_params", "module"])
 def test_values_of_another_kind_are_one_line_or_do_not_matter(tmp_path, name, value):

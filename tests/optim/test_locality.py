@@ -179,6 +179,13 @@ def test_shapes_decide_where_the_transformation_looks_at_them():
     assert locality.of(tx, small, pieces=large).kind == locality.PER_LEAF
 
 
+def test_a_state_that_changes_its_structure_is_not_read():
+    tx = optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: (grads, (jnp.zeros(()),)))
+    assert locality.of(tx, make_params()) == locality.Locality(
+        locality.GLOBAL, "its update cannot be traced (its state changes its structure)"
+    )
+
+
 def test_weights_of_one_element_are_pieces_themselves():
     params = {"scale": jnp.ones(()), "one": jnp.ones((1, 1))}
     assert locality.of(optax.lamb(RATE), params).kind == locality.ELEMENTWISE

@@ -117,6 +117,12 @@ def test_one_momentum_is_kept_of_a_matrix_and_two_moments_of_others():
     assert jax.tree.structure(state.mu) == jax.tree.structure(make_params())
 
 
+def test_weights_of_one_form_are_of_one_kind():
+    paths = [path for path, _ in tree.flatten(make_params())]
+    kinds = dict(zip(paths, zerojax.muon(1e-3).kinds(make_params()), strict=True))
+    assert kinds["layer_0/scale"] == kinds["embed/embedding"] != kinds["layer_0/mlp/kernel"]
+
+
 def test_cuts_of_a_matrix_are_no_update_of_it():
     tx = zerojax.muon(1e-3)
     assert locality.of(tx, make_params()).kind == locality.in_step(tx, make_params()).kind == locality.PER_LEAF

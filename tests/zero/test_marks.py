@@ -26,6 +26,15 @@ def test_naming_for_the_host_keeps_the_tree():
     assert isinstance(marks.for_host(parts)[3], Pair) and marks.for_host(parts)[3].second[1] == "word"
     assert marks.for_host("word") == "word" and marks.for_host(None) is None
 
+    def arrays(x):
+        return [
+            leaf
+            for leaf in jax.tree.leaves(marks.for_host((x, Pair(None, [x, "word"]))))
+            if isinstance(leaf, jax.Array)
+        ]
+
+    assert str(jax.make_jaxpr(arrays)(X)).count(remat.HOST) == 2
+
 
 def test_marks_reach_matmuls_in_functions_that_are_called_or_mapped():
     """In jitted functions, loops, branches and checkpoints, and under vmap."""

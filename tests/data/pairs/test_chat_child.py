@@ -27,6 +27,11 @@ def test_each_question_is_answered_and_the_end_of_the_questions_ends_the_process
     assert found == [{"text": ""}, {"text": TURNS[0]["content"] + "</s>True"}, {"text": "</s>True"}] and status == 0
 
 
+def test_lines_that_hold_only_a_block_leave_no_text():
+    source = "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
+    assert answers(source, [TURNS, False])[0][1] == {"text": TURNS[0]["content"] + "\n"}
+
+
 def test_a_refusal_and_an_error_leave_the_process_alive():
     source = "{% if add_generation_prompt %}{{ raise_exception('no') }}{% else %}{{ 1 // messages|length }}{% endif %}"
     found, status = answers(source, [[], True], [[], False], [TURNS, False])

@@ -43,6 +43,9 @@ def test_a_folder_that_exists_is_no_pattern_and_what_is_below_it_may_be_one(tmp_
     for pattern, expected in zip(("*.jsonl", "a[b].jsonl", "[b].jsonl", "[c].jsonl"), names):
         assert records.matching(f"{folder}/{pattern}") == [str(folder / name) for name in expected]
     assert records.matching(f"{tmp_path}/**/b.jsonl") == [str(folder / "b.jsonl")]
+    (folder / "deep").mkdir()
+    deep = write(folder / "deep" / "b.jsonl", ROWS[:1])
+    assert records.matching(f"{tmp_path}/**/b.jsonl") == [str(folder / "b.jsonl"), str(deep)]
 
 
 @pytest.mark.parametrize("suffix", records._OPENERS)

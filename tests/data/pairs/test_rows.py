@@ -71,6 +71,8 @@ def test_an_encoder_decoders_row_is_padded_with_a_mask():
     assert {name: len(array) for name, array in row.items()} == {"inputs": 16, "mask": 16, "targets": 5, "labeled": 5}
     np.testing.assert_array_equal(row["inputs"][row["mask"] > 0], given[4].inputs)
     np.testing.assert_array_equal(row["targets"][row["labeled"] > 0], given[4].targets[1:])
+    made = rows.Rows(given, PAIR, packs=True)
+    assert made.filled() == np.mean([made.arrays(number)["mask"] for number in range(len(made))])
 
 
 def test_an_epoch_reads_each_row_once_and_held_out_rows_end_without_labels():

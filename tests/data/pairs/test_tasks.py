@@ -237,6 +237,11 @@ def test_an_answer_without_a_field_is_refused():
         encode(EXAMPLES, ONE, dataclasses.replace(SETTINGS, answer="yes"))
 
 
+def test_an_example_without_a_conversation_is_named():
+    with pytest.raises(UserError, match=r"file, example 0: has no field 'messages', .*; its fields: text, label$"):
+        encode(EXAMPLES, ONE, dataclasses.replace(SETTINGS, task="chat"))
+
+
 def test_another_label_is_another_fingerprint():
     other = [{"text": "one", "label": "yes"}, {"text": "two", "label": "oh"}]
     assert encode(EXAMPLES, ONE).fingerprint() != encode(other, ONE).fingerprint()

@@ -70,6 +70,15 @@ def test_batches_have_few_shapes_and_every_example_gets_its_own_answer(tmp_path)
     assert [line.get("is_right") for line in found] == [True, True, None, False, None]
 
 
+def test_predictions_do_not_replace_their_examples_by_another_name(tmp_path):
+    (tmp_path / "in.jsonl").write_text("{}\n")
+    (tmp_path / "link.jsonl").symlink_to("in.jsonl")
+    for out, read in (("in", "link"), ("link", "in"), ("in", "i*")):
+        with pytest.raises(UserError, match="the examples are read from it; name another file"):
+            predictions.check_out(f"{tmp_path}/{out}.jsonl", f"{tmp_path}/{read}.jsonl")
+    predictions.check_out(f"{tmp_path}/out.jsonl", f"{tmp_path}/*.jsonl")
+
+
 def test_a_file_gets_its_name_when_it_is_complete(tmp_path):
     path = tmp_path / "out.jsonl"
     with predictions.replacing(path) as file:

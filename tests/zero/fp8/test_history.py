@@ -115,6 +115,8 @@ def test_a_state_without_histories_is_refused():
     partition = zerojax.partition_state(jax.eval_shape(plain, jax.random.key(0)), mesh=mesh, stage=3)
     with pytest.raises(UserError, match=r"^fp8\.recipe: 'delayed' needs a field `fp8` in the train state"):
         zerojax.make_train_step(loss_fn, partition, blocks=r"block_\d", fp8=SETTINGS)
+    with pytest.raises(UserError, match=r"^fp8\.recipe: 'delayed' needs .* a history for each module"):
+        history.check(init(jax.random.key(0)).replace(fp8=history.empty(["other"], 2)), ["block_0/up"])
     with pytest.raises(UserError, match=r"^fp8\.dot_general: the recipe 'delayed' needs a history"):
         fp8.dot_general(jnp.ones((4, 4)), jnp.ones((4, 4)), MATRICES, recipe="delayed")
     with pytest.raises(UserError, match=r"^fp8\.history: must be a number of steps from 1 to 4096, and is 0"):

@@ -29,6 +29,11 @@ def test_a_weight_its_moments_and_its_gradient_live_on_one_group_and_counts_on_a
         assert sharding.mesh == (partition.mesh if homes[path] == state.EVERYWHERE else groups[homes[path]])
 
 
+def test_calls_of_blocks_are_those_of_all_stages_of_a_group():
+    placed = state.Placed(None, None, [None] * 2, {}, [0, 1, 1, 2, 3])  # type: ignore[arg-type,list-item]
+    assert [placed.calls(group) for group in (0, 1)] == [2, 3]
+
+
 def test_factored_moments_live_with_their_weight():
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
     (_, partition), _ = prepared({"pipe": 2}, shard=abstract, schedule="1f1b", tx=tx)

@@ -53,3 +53,11 @@ def test_a_group_that_is_elsewhere_has_no_shards_here(moving):
     *_, x = moving
     with pytest.raises(ValueError):
         travel.absent(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))  # it is here
+
+
+def test_a_process_that_has_neither_end_of_a_hop_returns_at_once(moving, monkeypatch):
+    _, mesh, groups, x = moving
+    monkeypatch.setattr(travel, "is_here", lambda group: group is groups[1])
+    found = travel.Travel(mesh, groups)
+    assert found.here == [False, True] and not found.is_one
+    assert found.hop([None], [x], 0, 0) == [None]

@@ -236,6 +236,13 @@ def test_a_loss_that_is_no_scalar_is_refused(loss):
         jax.eval_shape(zerojax.make_train_step(lambda p, b, s: loss, part), state, BATCH)
 
 
+def test_a_name_that_the_loss_itself_lacks_is_its_own_error():
+    state, part = zerojax.shard_train_state(make_state(), mesh=zerojax.make_mesh(), stage=0)
+    loss = lambda params, batch, state: missing  # noqa: E731, F821
+    with pytest.raises(NameError, match="'missing' is not defined"):
+        jax.eval_shape(zerojax.make_train_step(loss, part, reduce_dtype=jnp.float32), state, BATCH)
+
+
 def test_a_ratio_over_no_weight_is_0_and_so_is_its_gradient():
     assert outputs.ratio(jnp.float32(0), 0) == 0 and outputs.ratio(3.0, 2) == 1.5
     value, grad = jax.value_and_grad(lambda total: outputs.ratio(total, jnp.zeros(())))(jnp.float32(2))

@@ -127,7 +127,8 @@ def test_error_feedback_sends_the_same_bytes_and_keeps_four_for_each_weight_over
 def test_a_state_without_the_field_of_its_wires_is_refused_and_so_is_a_field_without_wires():
     own = partition(zerojax.make_mesh(devices=jax.devices()[:8]))
     wires = zerojax.PackedWires(gradients="int4", host_devices=4, error_feedback=True)
-    _, extended = zerojax.with_unsent(abstract(), own, wires)
+    state, extended = zerojax.with_unsent(abstract(), own, wires)
+    assert {path: row.sharding for path, row in state.unsent_grads.items()} == extended.shardings.unsent_grads
     how = {"blocks": r"block_\d", "reduce_dtype": jnp.float32}
     loss = lambda params, batch, state: Net().apply({"params": params}, batch)  # noqa: E731
     zerojax.make_train_step(loss, extended, wires=wires, **how)
@@ -256,6 +257,15 @@ def test_matmuls_in_fp8_refuse_packed_wires():
 def test_hosts_are_neighbours_of_the_mesh(shape, host_devices, hosts):
     found = packed_wires._hosts(zerojax.make_mesh(**shape, devices=jax.devices()[:8]), host_devices)
     assert (found.count, found.size) == hosts
+
+
+def test_weights_that_are_not_packed_travel_in_the_dtype_of_the_forward_pass():
+    own = partition(zerojax.make_mesh(devices=jax.devices()[:8]))
+    weight = packed_wires.marked(
+        own, zerojax.PackedWires(gradients="int8", host_devices=4), r"block_\d", jnp.float32
+    ).placements["params/head/kernel"]
+    sent, scales = weight.wire._form(jnp.ones((4, 4)), weight, jnp.bfloat16)
+    assert sent.dtype == jnp.bfloat16 and scales is None
 
 
 def test_small_weights_vectors_and_codes_travel_as_they_are():
