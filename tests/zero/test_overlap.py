@@ -83,7 +83,9 @@ def test_what_packed_wires_send_between_hosts_and_inside_them_runs_beside_differ
     wires = zerojax.PackedWires(weights="int8", gradients="int4", second_copy=True, host_devices=4)
     options = {"depth": depth, "wires": wires}
     find, lines = functools.partial(places, **options), schedule(**options)
-    far, near = find("all-gather-start(", between), find("all-gather-start(", inside)
+    # The first one has nothing to run beside, and is one instruction from JAX 0.11 on.
+    far = [place for place, line in enumerate(lines) if re.search(r" all-gather(-start)?\(", line) and between in line]
+    near = find("all-gather-start(", inside)
     assert len(far) == depth and len(near) == 2 * depth - 1  # the last block's arrives once for both passes
     for block in range(depth - 2):
         end = max(place for place in find(f"(block_{block})", "dot_general") if BACKWARD not in lines[place])
