@@ -56,6 +56,11 @@ def train(config: dict, steps: int = 20, checkpoints: str = "") -> tuple[list[fl
     """Trains to a step as the config says. Returns the losses, the state and its partition."""
     # deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     found = zerojax.from_deepspeed_config(config)
+    for line in found.lines:
+        if line.verdict == "not supported":
+            print(f"{line.key}: {line.verdict}; {line.text}")
+    if found.tx is None or found.global_batch_size is None:
+        raise zerojax.UserError("the config has no optimizer or no batch size: give it both, as CONFIG here has them")
     half = {"fp16": jnp.float16, "bf16": jnp.bfloat16}.get(found.precision)
     tx = zerojax.with_master_weights(found.tx) if half else found.tx
 
@@ -107,7 +112,10 @@ def main() -> None:
     if args.config:
         with open(args.config) as file:
             config = json.load(file)
-    _, state, partition = train(config, args.steps, args.checkpoints)
+    try:
+        _, state, partition = train(config, args.steps, args.checkpoints)
+    except zerojax.UserError as error:  # one line instead of a traceback
+        parser.error(str(error))
     scale = state.loss_scale
     print(f"stage {partition.stage} on {len(jax.devices())} devices")
     if scale:

@@ -393,6 +393,13 @@ def test_the_example_of_a_deepspeed_config_trains_as_the_config_says(capsys):
     assert "zero_optimization.stage: taken; config.zero.stage = 3" in capsys.readouterr().out
 
 
+def test_deepspeeds_introduction_says_what_a_config_lacks_and_which_keys_nothing_reads(capsys):
+    example = load("deepspeed_intro")
+    with pytest.raises(zerojax.UserError, match="no optimizer or no batch size"):
+        example.train({"train_batch_size": 8, "zero_optimisation": {"stage": 2}})
+    assert "did you mean zero_optimization.stage?" in capsys.readouterr().out
+
+
 @runs.LONG  # tests/mission trains it in float16 with offload, and tests/zero/offload/test_step_by_block.py has such steps
 def test_deepspeeds_introduction_takes_offloaded_params_and_accumulation():
     example = load("deepspeed_intro")
