@@ -52,6 +52,7 @@ ALSO = {
     "ops/expert_parallel": ["tests/whole_steps/test_expert_parallel.py"],
     "ops/preferences": ["tests/trainer/tuning"],
     "optim/": ["tests/whole_steps/test_muon.py"],
+    "optim/fused": ["tests/whole_steps/test_muon.py", "tests/optim/test_locality.py"],
     "trainer/tuning/": ["tests/trainer/tuning"],
     "inference/engine/": ["tests/inference/engine"],
 }
