@@ -103,7 +103,6 @@ def test_a_run_takes_a_share_of_the_memory_unless_the_user_says_otherwise(monkey
     assert start_up.os.environ == (own or chosen)
 
 
-@runs.LONG
 def test_a_second_start_compiles_nothing(commands, tmp_path):
     count = f"""
 import jax
