@@ -408,6 +408,7 @@ def _compile(
 ) -> step_plan.Plan:
     """Compiles the step and returns its plan. Prints the plan, and compares it with the measured peak after the first steps."""
     watch.at(watch.COMPILE)
+    recorder.say("compiling the step, which may take minutes")
     with start_up.without_collector():
         plan = memory_guard.compile_step(program)
     recorder.say(f"compiled in {plan.compile_seconds:.1f} s; {plan_report.verdict(plan)}")
