@@ -41,19 +41,12 @@ PLACES = (
 )
 
 
-def test_a_checkpoint_resumes_on_any_number_of_devices_of_experts(tmp_path):
+@pytest.mark.parametrize("places", [MESHES, PLACES], ids=["on the device", "offloaded"])
+def test_a_checkpoint_resumes_on_any_number_of_devices_of_experts_wherever_they_are(places, tmp_path):
     moved = tmp_path / "moved"
-    for number, mesh in enumerate(MESHES):
-        runs.run(moved, steps=number + 1, **MIXTURE, **mesh)
-    whole = runs.run(tmp_path / "whole", steps=len(MESHES), **MIXTURE, **MESHES[2])
-    np.testing.assert_allclose(runs.numbers(moved), runs.numbers(whole), rtol=SUM_ORDER)
-
-
-def test_a_checkpoint_of_offloaded_experts_resumes_wherever_they_are_next(tmp_path):
-    moved = tmp_path / "moved"
-    for number, place in enumerate(PLACES):
+    for number, place in enumerate(places):
         runs.run(moved, steps=number + 1, **MIXTURE, **place)
-    whole = runs.run(tmp_path / "whole", steps=len(PLACES), **MIXTURE, **MESHES[2])
+    whole = runs.run(tmp_path / "whole", steps=len(places), **MIXTURE, **MESHES[2])
     np.testing.assert_allclose(runs.numbers(moved), runs.numbers(whole), rtol=SUM_ORDER)
 
 
