@@ -74,11 +74,12 @@ def value_and_grad(
 
     def on_device(program: Program, own_keys: keys.Paths, params: PyTree, batch: PyTree, state: State) -> PyTree:
         of_sinks = of_device.of_sinks(program, own_keys, params)
-        gradients = one_pass = feedback.value_and_grad(of_sinks)
+        gradients = feedback.value_and_grad(of_sinks)
         if passes > 1:
             device = jax.lax.axis_index(mesh_lib.SUMMED) if in_16_bits else 0
-            given_passes: dict[str, Any] = {"in_16_bits": in_16_bits, "device": device, "one_pass": one_pass}
-            gradients = accumulate.value_and_grad(of_sinks, passes, own_keys, **given_passes)
+            gradients = accumulate.value_and_grad(
+                of_sinks, passes, own_keys, in_16_bits=in_16_bits, device=device, one_pass=gradients
+            )
         with leaks_named():
             given = [hook.inputs(state) for hook in how.hooks]
             (loss, aux), (grads, tokens, seen) = gradients((*of_device.sinks(params), given), batch, state)
