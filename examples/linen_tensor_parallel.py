@@ -32,8 +32,9 @@ OVERRIDES = [
     (r"MlpBlock_0/Dense_1/kernel", P("model")),
     (r"logitdense/kernel", P(None, "model")),
 ]
-# Optional: without it the compiler chooses what it moves. Branches gather tokens once, and what is between them is sharded over tokens.
-TOKENS, ALL_TOKENS = P(None, "model"), P()
+# Optional: without it the compiler chooses what it moves. A branch gathers its input once; between branches examples are sharded where
+# they divide, and else tokens.
+TOKENS, ALL_TOKENS = P("model", "model"), P()
 ACTIVATIONS = [
     (r"encoderdecoderblock_\d+/(MultiHeadDotProductAttention|MlpBlock)_0", TOKENS, ALL_TOKENS),
     (r".*/(query|key|value)", P(None, None, "model")),

@@ -259,3 +259,9 @@ def rest() -> tuple[str, ...]:
 def ways_of_rest() -> int:
     """Returns the number of devices along the axes of `rest` together."""
     return size(jax.sharding.get_abstract_mesh(), rest())
+
+
+def dim_of_rest(shape: Sequence[int]) -> int | None:
+    """Returns the dim of activations [examples, tokens, ...] that is sharded over the axes of `rest`: the first of these two that they
+    divide, None for neither. What is gathered over examples is contiguous; over the tokens of several examples it has to be transposed."""
+    return next((dim for dim, length in enumerate(shape[:2]) if length % ways_of_rest() == 0), None)

@@ -6,12 +6,15 @@ import compile_only
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+import runs
 from flax.training import train_state
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from zerojax import traces
 from zerojax.errors import UserError
 from zerojax.plan import departures, findings, ledger
 from zerojax.zero import tensor_parallel
@@ -66,10 +69,14 @@ def compiled(table, mesh):
     return partition, compile_only.compile_gpu(step.lower(partition.abstract_state, batch))
 
 
-def test_tokens_are_gathered_once_for_all_matmuls_and_in_16_bits():
-    """A block gathers its norm's result and sums its own; backward it gathers one gradient and sums the other."""
+@pytest.mark.parametrize("first", ["model", pytest.param(None, marks=runs.LONG)])
+def test_activations_are_gathered_once_for_all_matmuls_and_in_16_bits(first):
+    """A block gathers its norm's result and sums its own; backward it gathers one gradient and sums the other. What is gathered over
+    examples is not transposed."""
     mesh = zerojax.make_mesh(model=4, devices=compile_only.devices())
-    partition, text = compiled(TABLE, mesh)
+    rest = (first, "model")
+    partition, text = compiled(((TABLE[0][0], rest, (None, None)), TABLE[1], (TABLE[2][0], rest)), mesh)
+    assert bool(re.search(rf"= bf16\[\d,{LENGTH},{WIDTH}\]\S* fusion\(%all-gather", text)) == (first is None)
     found = ledger.ledger(text, mesh, partition.placements)
     moved = [row for row in found.rows if row.axes == ("model",) and row.elements > 1000]
     assert {row.dtype for row in moved} == {"bf16"}
@@ -94,6 +101,33 @@ def test_what_an_axis_does_not_divide_and_modules_outside_of_the_table_stay_as_t
         text = str(jax.make_jaxpr(net.apply)(params, jnp.ones((2, 8, WIDTH), jnp.bfloat16)))
     assert re.findall("sharding_constraint", text)
     assert tensor_parallel.hooks_of(TABLE, zerojax.make_mesh(data=8)) == ()
+
+
+@pytest.mark.parametrize("examples, tokens, dim", [(4, 6, 0), (3, 6, 1), (3, 5, None), (2, 6, 0)])
+def test_an_axis_that_a_spec_names_twice_shards_examples_where_it_divides_them_and_else_tokens(examples, tokens, dim):
+    """Where the compiler shards the examples too, tokens alone. Values do not change."""
+    mesh = zerojax.make_mesh(data=2, model=2, devices=jax.devices()[:4])
+    (hook,) = tensor_parallel.hooks_of([("norm", ("model", "model"))], mesh)
+    block = Block()
+    x = jax.random.normal(jax.random.key(0), (2 * examples, tokens, WIDTH), jnp.bfloat16)
+    params = block.init(jax.random.key(1), x)
+
+    def shard(x):
+        with hook.known({}):
+            return block.apply(params, x)
+
+    by_hand = jax.shard_map(shard, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    for run, chosen in ((by_hand, dim), (shard, None if tokens % 2 else 1)):
+        closed = jax.make_jaxpr(run)(x)
+        found = {
+            number
+            for equation in traces.equations(closed.jaxpr)
+            if equation.primitive.name == "sharding_constraint"
+            for number, entry in enumerate(equation.params["sharding"].spec)
+            if entry == "model"
+        }
+        assert found == ({chosen} - {None})
+        np.testing.assert_array_equal(jax.jit(run)(x), jax.jit(block.apply)(params, x))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The tensor-parallel plan of a family. This module holds its form, and the rows that families share.
 
 Attention is sharded by heads and the MLP by its width: the matmuls that read the residual stream by columns, those that write it by rows.
-The embedding and the output projection are sharded by vocabulary. Between matmuls activations are sharded over tokens (sequence
-parallelism). Megatron-LM: arXiv:1909.08053 and arXiv:2205.05198.
+The embedding and the output projection are sharded by vocabulary. Between matmuls activations are sharded over examples if the axis
+divides those of a device, and else over tokens (sequence parallelism). Megatron-LM: arXiv:1909.08053 and arXiv:2205.05198.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ WEIGHTS: Table = (
 HEADS: Table = ((r".*/(q|k|v|q_norm|k_norm)", (None, None, "model")),)  # [batch, tokens, heads, width]
 WIDTH: Table = ((r".*/(gate|up)", (None, None, "model")),)  # [batch, tokens, width]
 FUSED: Table = ((r".*/(qkv|gate_up)", (None, None, None, "model")),)  # [batch, tokens, parts, heads or width, ...]
-TOKENS = (None, "model")  # [batch, tokens, ...]
+TOKENS = ("model", "model")  # [batch, tokens, ...]; one of the two: see `zero.tensor_parallel`
 ALL_TOKENS = (None, None)
 
 

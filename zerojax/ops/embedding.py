@@ -47,22 +47,22 @@ def _taken(table: jax.Array, tokens: jax.Array) -> jax.Array:
 def _from_rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns `table[tokens]` where each device along the axes that the compiler shards has its rows of the table.
 
-    The result is sharded over its second dim, tokens of a text, if they divide.
+    The result is sharded over the examples or the tokens of a text (`mesh.dim_of_rest`).
     """
-    ways, axis, rows = mesh_lib.ways_of_rest(), specs.entry(mesh_lib.rest()), table.shape[0]
-    scatters = tokens.ndim > 1 and tokens.shape[1] % ways == 0
+    axis, rows = specs.entry(mesh_lib.rest()), table.shape[0]
+    dim = mesh_lib.dim_of_rest(tokens.shape) if tokens.ndim > 1 else None
 
     def of_own(shard: jax.Array, tokens: jax.Array) -> jax.Array:
         own = jnp.where(tokens < 0, tokens + rows, tokens) - jax.lax.axis_index(axis) * shard.shape[0]
         is_own = ((own >= 0) & (own < shard.shape[0])).reshape(*tokens.shape, *[1] * (shard.ndim - 1))
         found = jnp.where(is_own, _taken(shard, jnp.clip(own, 0, shard.shape[0] - 1)), 0)
         # All terms of a sum but one are 0, so it is exact in any dtype.
-        if scatters:
-            return jax.lax.psum_scatter(found, axis, scatter_dimension=1, tiled=True)
+        if dim is not None:
+            return jax.lax.psum_scatter(found, axis, scatter_dimension=dim, tiled=True)
         return jax.lax.psum(found, axis)
 
     with jax.named_scope(roles.TENSOR_PARALLEL):
-        spec = P(None, axis) if scatters else P()
+        spec = P() if dim is None else P(*[None] * dim, axis)
         found = mesh_lib.manual_over_rest(of_own, (P(axis), P()), spec)(table, tokens)
     if not jnp.issubdtype(table.dtype, jnp.inexact):
         return found

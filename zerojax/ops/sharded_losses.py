@@ -54,7 +54,7 @@ def over_rest(
     chunk_tokens: int,
 ) -> jax.Array:
     """Returns the mean cross-entropy, float32[], where each device along the axes that the compiler shards has columns of the kernel, and
-    some of the tokens: those of its part of each text if they divide, else those of a part of all.
+    some of the tokens: those of some examples or of its part of each (`mesh.dim_of_rest`) if these divide, else those of a part of all.
 
     Args:
       hidden: float[batch, length, embed].
@@ -67,8 +67,9 @@ def over_rest(
     """
     ways, axis, columns = mesh_lib.ways_of_rest(), specs.entry(mesh_lib.rest()), kernel.shape[1]
     total = jnp.float32(labels.size) if total is None else total
-    if labels.shape[1] % ways:
-        hidden, labels = (x.reshape(1, -1, *x.shape[2:]) for x in chunks.cut(hidden, labels, ways))
+    dim = mesh_lib.dim_of_rest(labels.shape)
+    if dim is None:
+        hidden, labels = chunks.cut(hidden, labels, ways)
     if extra := -columns % ways:
         lowest = jnp.finfo(jnp.float32).min / 2  # of logits that no sum sees
         bias = jnp.zeros((columns,), jnp.float32) if bias is None else bias.astype(jnp.float32)
@@ -82,7 +83,7 @@ def over_rest(
         loss = _one_pass(hidden, shard.astype(jnp.float32), own, labels, bias, total / ways, axis, ways, chunk, cap)
         return jax.lax.pmean(loss, axis)
 
-    tokens, own = P(None, axis), P(None, axis)
+    tokens, own = P(*[None] * (dim or 0), axis), P(None, axis)
     with jax.named_scope(roles.TENSOR_PARALLEL):
         run = mesh_lib.manual_over_rest(of_own, (tokens, own, tokens, P(axis), P()), P())
         return run(hidden, kernel, labels, bias, total)

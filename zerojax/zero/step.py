@@ -96,9 +96,10 @@ def make_train_step(
         each host; None sends them as they are. Needs stage 3 and reduce_dtype. Its `error_feedback` needs the state and the partition of
         `zerojax.with_unsent`.
       activations: for tensor parallelism by `overrides`: ordered (regex over full paths of Linen modules, PartitionSpec) of what these
-        return, over the axis `model`: P(None, "model") shards the tokens of [batch, tokens, ...]. With a second spec, that inside of
-        the module, its floating positional arguments are gathered once, and its result is scattered: P(None, "model"), P(). A dim that the
-        axis does not divide is left to the compiler.
+        return, over the axis `model`: P(None, "model") shards the tokens of [batch, tokens, ...], and P("model", "model") the examples
+        of a device if the axis divides them, else the tokens. With a second spec, that inside of the module, its floating positional
+        arguments are gathered once, and its result is scattered: P("model", "model"), P(). A dim that the axis does not divide is left
+        to the compiler.
       expert_load: where overrides shard experts over `expert`, the rows for which one exchange has room, over those of a balanced router.
         It decides memory and bytes; more rows take further rounds, and none is dropped (`ops.expert_parallel`).
       expert_parts: such tokens travel in as many parts, one beside the matmuls of another, where they divide; 1: all at once.

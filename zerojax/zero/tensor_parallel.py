@@ -28,7 +28,8 @@ from zerojax.errors import UserError
 from zerojax.zero import hooks
 
 # Ordered: (regex over full module paths, spec) of the array that a module returns, or the first of several. A third entry is the spec
-# inside the module: its floating positional arguments arrive, and its result leaves, sharded as outside.
+# inside the module: its floating positional arguments arrive, and its result leaves, sharded as outside. A spec that
+# names one axis for both first dims, ("model", "model"), shards the one that `mesh.dim_of_rest` chooses.
 Table = Sequence[tuple]
 
 
@@ -109,6 +110,9 @@ class ShardedActivations(hooks.Hook):
         """Returns an array that is sharded as `before`, sharded as `after`; other dims are left to the compiler."""
         around = jax.sharding.get_abstract_mesh()
         mesh = around if around.manual_axes else self._mesh
+        # Where the compiler shards examples too, they stay as it has them.
+        dim = mesh_lib.dim_of_rest(array.shape) if around.manual_axes else 1
+        before, after = (_one_dim(spec, 1 if dim is None else dim) for spec in (before, after))
         entries: list[list[Any]] = [[], []]
         for dim, length in enumerate(array.shape):
             pair = [entry[dim] if dim < len(entry) else None for entry in (before, after)]
@@ -120,6 +124,13 @@ class ShardedActivations(hooks.Hook):
             return array
         with jax.named_scope(roles.TENSOR_PARALLEL):
             return _moved(array, *(NamedSharding(mesh, P(*own)) for own in entries))
+
+
+def _one_dim(spec: tuple, dim: int) -> tuple:
+    """Returns a spec without the second name of an axis that it names for both first dims."""
+    if len(spec) < 2 or spec[0] is None or spec[0] != spec[1]:
+        return spec
+    return (*(spec[0] if own == dim else None for own in (0, 1)), *spec[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
