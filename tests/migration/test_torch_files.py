@@ -93,6 +93,18 @@ def test_a_known_function_builds_no_more_than_it_may(tmp_path):
             torch_files.read(written(tmp_path, call))
 
 
+@pytest.mark.parametrize("build", ["torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"])
+def test_a_tensor_with_attributes_of_its_own_is_read_without_them(tmp_path, build):
+    own = 0, (2, 2), (2, 1), *((False, {}) if build.endswith("_v2") else ())
+    kind, arguments = torch_writer.named("torch.Tensor"), (torch_writer.Storage(np.arange(4, dtype=np.float32)), *own)
+    content = Call("torch._tensor._rebuild_from_type_v2", torch_writer.named(build), kind, arguments, {"name": "x"})
+    found = torch_files.read(written(tmp_path, {"a": content}))
+    np.testing.assert_array_equal(found["a"], [[0, 1], [2, 3]])
+    other = Call("torch._tensor._rebuild_from_type_v2", collections.OrderedDict, kind, (), {})
+    with pytest.raises(UserError, match="is damaged"):
+        torch_files.read(written(tmp_path, other))
+
+
 def test_damaged_and_foreign_files_are_one_line(tmp_path):
     good = written(tmp_path, {"a": np.arange(1000, dtype=np.float32)}).read_bytes()
     path = tmp_path / "other.pt"

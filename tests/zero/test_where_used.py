@@ -166,6 +166,16 @@ def test_without_rematerialisation_gathered_weights_would_be_kept():
     assert inside <= set(kept_16_bit_sizes(naive, state.params))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_only_gathered_weights_make_the_policy_none_compute_again(stage):
+    """Where nothing is gathered the backward pass is that of the plain loss: each op once, nothing computed again."""
+    _, params, loss_fn = small_llama()
+    state, part = shard(params, stage=stage)
+    jaxpr = jax.make_jaxpr(where_used.where_used(loss_fn, part.placements, remat="none"))
+    text = str(jaxpr(state.params, jnp.zeros((8, 6), jnp.int32)))
+    assert ("checkpoint" in text or "remat" in text) == (stage == 3)
+
+
 def test_policies_keep_less_and_less():
     _, params, loss_fn = small_llama()
     state, part = shard(params)

@@ -2,6 +2,8 @@
 
 import io
 import json
+import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import runs
 
 from zerojax.data.pairs import records, tasks
 from zerojax.errors import UserError
+from zerojax.models import family
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import workdir
 from zerojax.trainer.tuning import predictions
@@ -47,6 +50,26 @@ def test_a_run_that_learnt_text_needs_a_template(tmp_path):
     with pytest.raises(UserError, match="learnt text and has no template of prompts"):
         predictions.asking(tmp_path, None)
     assert predictions.asking(tmp_path, "{text}!").settings.prompt == "{text}!"
+
+
+@pytest.mark.parametrize(("asked", "positions", "most"), [(64, 32, 32), (16, 32, 16), (0, 32, 32), (64, None, 64)])
+@pytest.mark.parametrize("is_encoder_decoder", [False, True])
+def test_a_prompt_is_as_long_as_the_run_asks_and_the_models_positions_allow(asked, positions, most, is_encoder_decoder):
+    """For a decoder the answer, whose last token is not read, is in the same row."""
+    folder = types.SimpleNamespace(
+        path=pathlib.Path("model"),
+        positions=positions,
+        model=types.SimpleNamespace(classes=()),
+        family=types.SimpleNamespace(is_encoder_decoder=is_encoder_decoder, is_classifier=False),
+    )
+    special = family.SpecialTokens(stops=(0,), start=0)
+    found = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(predictions.examples, "special_tokens", lambda *_: special)
+        patched.setattr(tasks, "ask", lambda source, tokenizer, settings, form, **_: found.append(form))
+        how = predictions.asking(None, "{text}")._replace(seq_len=asked)
+        predictions.encode(None, "in", how, folder, None, 5)
+    assert found[0].seq_len == most - (0 if is_encoder_decoder else 4)
 
 
 def test_batches_have_few_shapes_and_every_example_gets_its_own_answer(tmp_path):

@@ -150,6 +150,22 @@ def test_modules_that_are_not_called_or_take_no_dot_general_are_named():
         )
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_delayed_scales_refuse_a_matmul_that_runs_in_tiles(recipe):
+    """One magnitude of a matmul is remembered, and a matmul in tiles has one for each tile."""
+    state, found = init(jax.random.key(0)), modules.Chosen(frozenset(["block_0/wide"]), frozenset())
+
+    def in_tiles(params, batch, state):
+        return jnp.mean(zerojax.over_tiles(lambda x: Net().apply({"params": params}, x), batch["x"], 4))
+
+    trace = lambda: jax.make_jaxpr(modules.wrapped(in_tiles, found, recipe))(state.params, {"x": X}, state)  # noqa: E731
+    if recipe == "tensorwise":
+        assert "f8_e4m3fn" in str(trace())
+        return
+    with pytest.raises(UserError, match=r"^fp8\.recipe: 'delayed' .* block_0/wide runs in tiles .* take 'tensorwise'"):
+        trace()
+
+
 def test_devices_without_fp8_are_refused_in_one_line():
     for target, line in (
         ("a100", r"^fp8: NVIDIA A100-SXM4-80GB has no arithmetic in fp8 .*; compute in bf16"),

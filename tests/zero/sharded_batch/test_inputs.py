@@ -151,7 +151,12 @@ def test_the_number_of_examples_is_that_of_a_pass():
     assert inputs.Layout(zerojax.make_mesh()).examples({"n": jnp.ones(())}) == 1
 
 
-@pytest.mark.parametrize(("which", "cast"), [(True, {"x", "time"}), (False, set()), ("^x", {"x"})])
+BY_DEFAULT = inputs.Layout(MESH).cast_batch  # that of the forward pass alone, which takes no such argument
+
+
+@pytest.mark.parametrize(
+    ("which", "cast"), [(True, {"x", "time"}), (BY_DEFAULT, {"x", "time"}), (False, set()), ("^x", {"x"})]
+)
 def test_the_dtype_of_the_forward_pass_applies_to_the_leaves_that_the_user_chose(which, cast):
     batch = {"x": jnp.ones(8), "time": jnp.ones(8), "y": jnp.ones(8, int)}
     found = inputs.Layout(MESH, cast_batch=which).place(batch, jnp.bfloat16)

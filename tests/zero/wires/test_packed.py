@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import types
 import warnings
 
 import compile_only
@@ -257,6 +258,34 @@ def test_matmuls_in_fp8_refuse_packed_wires():
 def test_hosts_are_neighbours_of_the_mesh(shape, host_devices, hosts):
     found = packed_wires._hosts(zerojax.make_mesh(**shape, devices=jax.devices()[:8]), host_devices)
     assert (found.count, found.size) == hosts
+
+
+def test_hosts_are_processes_unless_each_has_one_device():
+    def hosts(processes):
+        mesh = zerojax.make_mesh(devices=jax.devices()[: len(processes)])
+        devices = np.array([types.SimpleNamespace(process_index=number) for number in processes])
+        like = {"shape": mesh.shape, "size": mesh.size, "devices": devices.reshape(mesh.devices.shape)}
+        return packed_wires._hosts(types.SimpleNamespace(**like), 0)
+
+    assert hosts([0, 0, 1, 1]) == packed_wires.Hosts(2, 2) and hosts([0]) == packed_wires.Hosts(1, 1)
+    with pytest.raises(zerojax.UserError, match=r"^wire.host_devices: is 0, and each process has one device"):
+        hosts([0, 1, 2, 3])
+    with pytest.raises(zerojax.UserError, match=r"^wire.host_devices: the devices of a process do not divide"):
+        hosts([0, 1, 1, 1])
+
+
+def test_matrices_of_a_whole_block_that_are_gathered_and_not_shared_with_the_compiler_are_taken():
+    mesh = zerojax.make_mesh(data=4, model=2, devices=jax.devices()[:8])
+    block = packed_wires.packed.BLOCK
+    shapes = {"whole": (8, block // 2), "part": (4, block // 2), "shared": (16, block), "both": (16, block)}
+    shapes |= {"vector": (8 * block,), "model": (16, block + 1)}
+    specs = {"shared": P(("model", "data")), "both": P("data", "model"), "model": P("model"), "vector": P("data")}
+    specs |= {"whole": P("data"), "part": P("data")}
+    state = {"params": {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}}
+    own = zerojax.partition_state(state, mesh=mesh, stage=3, min_size=0, overrides=list(specs.items()))
+    assert {path for path, weight in own.placements.items() if packed_wires._takes(weight)} == {
+        f"params/{name}" for name in ("whole", "both")
+    }
 
 
 def test_weights_that_are_not_packed_travel_in_the_dtype_of_the_forward_pass():

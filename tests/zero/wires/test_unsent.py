@@ -11,6 +11,8 @@ import runs
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from zerojax.zero.wires import packed
+from zerojax.zero.wires import unsent as unsent_lib
 
 WIDTH, DEVICES, STEPS = 64, 8, 4
 WIRES = {"gradients": "int4", "host_devices": 4, "error_feedback": True}
@@ -117,6 +119,20 @@ def test_what_was_sent_and_what_is_unsent_add_up_to_the_gradients(case):
         size = np.max(np.abs(total))
         assert np.max(np.abs(rest)) > 1e-3 * size  # packing loses something
         np.testing.assert_allclose((own + rest) / size, total / size, **EXACT)
+
+
+def test_a_row_is_kept_for_each_layer_of_a_stack_whose_dim_of_layers_is_not_sharded():
+    """A scan hands each layer its slice of what is unsent."""
+    mesh, matrix = zerojax.make_mesh(devices=jax.devices()[:DEVICES]), (WIDTH, 2 * WIDTH)
+    leaves = {"own": matrix, "by_columns": matrix, "stack": (3, *matrix), "sharded": (8, *matrix)}
+    state = {"params": {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in leaves.items()}}
+    how = {"stage": 3, "min_size": 0, "overrides": [("stack|columns", P(None, "data"))]}
+    own = zerojax.partition_state(state, mesh=mesh, **how)
+    marked = packed.marked(own, zerojax.PackedWires(**WIRES), "", jnp.float32)
+    found = {path: row.shape for path, row in unsent_lib._wanted(marked).items()}
+    size = WIDTH * 2 * WIDTH // DEVICES
+    rows = {"own": (8, 2, size), "by_columns": (8, 2, size), "stack": (8, 3, 2, size), "sharded": (8, 2, 8 * size)}
+    assert found == rows
 
 
 def test_a_step_that_overflows_leaves_what_is_unsent():

@@ -113,7 +113,7 @@ class StreamedStep:
         """Sends the loads of the first groups, as far as the device has room."""
         groups = self.updates.groups
         room = min(self.ahead, len(groups), self.in_flight - self._num_leaving())
-        return collections.deque(self.updates.load(group, leaves) for group in groups[: max(0, room)])
+        return collections.deque(self.updates.load(group, leaves) for group in groups[:room])
 
     def _check(self, state: State, batch: PyTree) -> None:
         arguments.is_usable(state)
