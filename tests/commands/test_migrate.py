@@ -89,6 +89,29 @@ def test_strict_writes_nothing_and_ends_with_status_2(tmp_path, capsys, monkeypa
     assert "1 key is not supported" in call(capsys, monkeypatch, alone, "--strict")[2]
 
 
+def test_a_misspelt_section_or_key_is_named_with_the_nearest_known_one(tmp_path, capsys, monkeypatch):
+    content = {key: value for key, value in PLAIN.items() if key != "zero_optimization"}
+    content |= {
+        "zero_optimisation": {"stage": 3, "overlap_comm": None},
+        "gradient_cliping": 1.0,
+        "mine": {"a": 1},
+        "other": 1,
+    }
+    for words in ((), ("--json",)):
+        status, text, errors = call(capsys, monkeypatch, write(tmp_path, content), *words)
+        assert status == 0
+        assert [line.partition("ds_config.json: ")[2] for line in errors.splitlines()] == [
+            "the section zero_optimisation is not known, and was not read; did you mean zero_optimization?",
+            "gradient_cliping is not known, and was not read; did you mean gradient_clipping?",
+            "the section mine is not known, and was not read",
+        ]
+    assert len(json.loads(text)["keys"]) == 18  # a value of null counts as a key, and what the file lacks does not
+    report = call(capsys, monkeypatch, write(tmp_path, content))[1]
+    assert "DeepSpeed config, 16 keys, and 2 that are absent and matter" in report
+    whole = write(tmp_path, {**PLAIN, "gradient_clipping": 1.0})
+    assert "DeepSpeed config, 14 keys\n" in call(capsys, monkeypatch, whole)[1]
+
+
 def test_json_holds_the_settings_the_keys_and_the_config(tmp_path, capsys, monkeypatch):
     status, text, _ = call(capsys, monkeypatch, write(tmp_path, PLAIN), "--json")
     found = json.loads(text)

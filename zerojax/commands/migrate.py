@@ -12,6 +12,7 @@ import math
 import pathlib
 import re
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zerojax import configs, files
@@ -40,6 +41,9 @@ def _migrate() -> int:
     path = given.out or pathlib.Path("configs") / f"{_stem(document.name)}.py"
     config = config_file.text(found.settings, found.sources, origin=pathlib.Path(document.name).name, path=str(path))
     fails = given.strict and bool(found.unsupported)
+    for name, near in unknown(found).items():
+        hint = f"; did you mean {near}?" if near else ""
+        print(f"zerojax: warning: {document.name}: {name} is not known, and was not read{hint}", file=sys.stderr)
     if given.json:
         print(json.dumps(_as_json(document, found, config), indent=2, allow_nan=False))
     else:
@@ -76,12 +80,29 @@ def _check(document: documents.Document, found: draft.Translation) -> None:
 
 def report(document: documents.Document, found: draft.Translation) -> str:
     """Returns the report as text: a line for each key, by verdict, those that need a decision last."""
-    lines = [f"{document.name}: {document.kind}, {len(found.lines)} keys"]
+    absent = sum(map(_absent_from(document), found.lines))
+    there = f"{len(found.lines) - absent} keys" + (f", and {absent} that are absent and matter" if absent else "")
+    lines = [f"{document.name}: {document.kind}, {there}"]
     for verdict in keys_lib.VERDICTS:
         rows = [line for line in found.lines if line.verdict == verdict]
         if rows:
             lines += ["", f"{verdict} ({len(rows)})", *map(_row, rows)]
     return "\n".join(lines)
+
+
+def unknown(found: draft.Translation) -> dict[str, str]:
+    """Returns {name: the nearest known name, or ""} of sections of which no key is known, and of other keys that look misspelt."""
+    lost = {line.key: line.text for line in found.lines if line.text.startswith(draft.UNKNOWN)}
+    known = {line.key.partition(".")[0] for line in found.lines if line.key not in lost}
+    names: dict[str, str] = {}
+    for key, text in lost.items():
+        section, is_inside, _ = key.partition(".")
+        near = text.partition(draft.NEAREST)[2].rstrip("?")
+        if is_inside and section not in known:
+            names[f"the section {section}"] = names.get(f"the section {section}") or near.partition(".")[0]
+        elif near:
+            names[key] = near
+    return names
 
 
 def key_tables() -> list[str]:
@@ -132,6 +153,13 @@ def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)
+
+
+def _absent_from(document: documents.Document) -> Callable[[draft.Line], bool]:
+    """Returns a function that tells whether the key of a line is not in the file."""
+    content = document.content
+    there = {name for name, _ in draft.leaves(content)} if isinstance(content, Mapping) else set()
+    return lambda line: line.value is None and line.key not in there
 
 
 def _count(found: draft.Translation, verdict: str) -> int:

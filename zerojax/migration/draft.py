@@ -16,6 +16,7 @@ from zerojax.migration import keys as keys_lib
 
 AUTO = "auto"
 SCRIPT = "the training script's; transformers' default is taken"
+UNKNOWN, NEAREST = "the format has no such key, and nothing reads it", "; did you mean "  # of a line's text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,5 +289,5 @@ def _unknown(name: str, table: Mapping[str, keys_lib.Key]) -> tuple[str, str]:
     if name.startswith(("_", "comment")):
         return keys_lib.NO_EFFECT, "it is a comment"
     near = difflib.get_close_matches(name, [key for key in table if not key.endswith("*")], 1, 0.75)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return keys_lib.UNSUPPORTED, f"the format has no such key, and nothing reads it{hint}"
+    hint = f"{NEAREST}{near[0]}?" if near else ""
+    return keys_lib.UNSUPPORTED, f"{UNKNOWN}{hint}"
