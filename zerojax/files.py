@@ -39,6 +39,19 @@ def check_path(path: str | os.PathLike, place: str) -> None:
         raise UserError(f"{place}: {errors.shown(text)} cannot be used ({why}); choose another path") from error
 
 
+def folder_bytes(path: str | os.PathLike) -> int:
+    """Returns the bytes of a folder's own files."""
+    return sum(entry.stat().st_size for entry in pathlib.Path(path).iterdir() if entry.is_file())
+
+
+def nearest(path: str | os.PathLike) -> pathlib.Path:
+    """Returns a path, or its nearest parent that exists: its file system is that of what will be made there."""
+    found = pathlib.Path(path).absolute()
+    while not found.exists() and found != found.parent:
+        found = found.parent
+    return found
+
+
 def replace(path: str | os.PathLike, text: str) -> None:
     """Writes `text` beside `path` and renames it to `path`: a reader finds the old text or the new one, never a part.
 

@@ -44,7 +44,7 @@ from zerojax.trainer import state as state_lib
 from zerojax.trainer.card import document, facts
 from zerojax.trainer.card import tally as tally_lib
 from zerojax.trainer.card import writer as card_lib
-from zerojax.trainer.checks import effects, host, names, texts
+from zerojax.trainer.checks import effects, host, names, room, texts
 from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, reference, rollouts, rounds
 from zerojax.tree import PyTree
@@ -278,6 +278,7 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     ending.before_end(lambda *_: saver.unlock())
     fingerprints = {**streams.fingerprints(), **program.fingerprints}
     start = resume.find(program, saver, streams, fingerprints, folder)
+    room.check(program, folder, step=start.step, saved=len(saver.steps()))
     if pairs is not None and pairs.has_pairs and start.saved is not None:
         reference.restore(pairs, folder)
     return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs, asked)
@@ -504,9 +505,11 @@ def _write_results(
         say(f"a sample{fits}, from {config.sample.prompt!r}:\n{sampled}")
 
     def export() -> None:
-        results.export(program, state, folder / "export", tokenizer)
         what = "adapter" if config.export.format == "peft" else "weights"
-        say(f"{what} exported to {folder / 'export'}")
+        say(f"writing the {what} to {folder / 'export'}")
+        results.export(program, state, folder / "export", tokenizer)
+        size = display.human(files.folder_bytes(folder / "export")) if processes.is_primary() else ""
+        say(f"{what} exported to {folder / 'export'}, {size}")
         if config.export.push_to and processes.is_primary():
             try:
                 hub.push(folder / "export", config.export.push_to)

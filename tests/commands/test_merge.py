@@ -32,6 +32,10 @@ def test_a_merged_model_gives_the_logits_of_the_model_with_its_adapter(tmp_path,
     source = golden_models.FOLDER / "qwen2"
     status, out, err = command(source, "--adapter", source / "lora", "--out", tmp_path / "merged")
     assert (status, err) == (0, "") and "4 adapters" in out
+    before, after = out.splitlines()
+    assert before.endswith("merged: writing the merged model") and re.search(
+        r"merged: written, [\d.]+ KiB, with 4", after
+    )
     known = dict(np.load(source / "lora" / "expected.npz"))
     loaded = zerojax.load_huggingface(tmp_path / "merged", stage=0)
     logits = loaded.apply(loaded.params, {key: known[key] for key in ("input_ids", "attention_mask")})

@@ -7,7 +7,7 @@ import argparse
 import pathlib
 import sys
 
-from zerojax import files
+from zerojax import display, files
 from zerojax.checkpoint import lock
 from zerojax.commands import arguments
 from zerojax.errors import UserError
@@ -32,12 +32,14 @@ def _merge() -> None:
     with files.writing(target.parent, "choose another directory"):
         target.parent.mkdir(parents=True, exist_ok=True)
     held = lock.take(target.with_name(f".{target.name}.lock"), str(target), "choose another directory")
+    print(f"{out}: writing the merged model", flush=True)
     try:
         merged.export(folder, adapter, out, dtype=huggingface.DTYPES.get(given.dtype))
     finally:
         held.release()
     count = len(adapter.chosen.adapted)
-    print(f"{out}: written, with {count} adapters of {given.adapter} merged into the model of {given.folder}")
+    size = display.human(files.folder_bytes(out))
+    print(f"{out}: written, {size}, with {count} adapters of {given.adapter} merged into the model of {given.folder}")
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

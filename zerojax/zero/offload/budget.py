@@ -101,7 +101,7 @@ def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: 
     is_pooled = mesh_lib.platform(partition.mesh) == "gpu"
     pool_gb = xla_flags.pinned_pool_gb() if pool_gb is None else pool_gb
     host = read_host() if host is None else host
-    count = _processes_here()
+    count = processes_here()
     size = pool_size_gb(pooled, host, count)
     if is_pooled and pooled > pool_gb * 2**30:
         raise UserError(
@@ -157,7 +157,7 @@ def _check_disk(partition: placement.Partition) -> None:
     """Checks the folder of what lives on a disk; warns if it is not on a local disk."""
     if not storage.on_disk(partition):
         return
-    storage.check_space(partition, _processes_here())
+    storage.check_space(partition, processes_here())
     if line := folder_lib.warning(partition.offload.nvme_path):
         warnings.warn(f"offload.nvme_path: {line}", stacklevel=3)
 
@@ -218,7 +218,7 @@ def _limit(path: pathlib.Path) -> int | None:
     return limit if limit < _UNLIMITED else None
 
 
-def _processes_here() -> int:
+def processes_here() -> int:
     """Returns the number of this run's processes on this host. All processes must call it."""
     if jax.process_count() == 1:
         return 1

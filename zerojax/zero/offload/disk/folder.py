@@ -2,8 +2,9 @@
 
 import os
 import pathlib
+import shutil
 
-from zerojax import display
+from zerojax import display, files
 from zerojax.errors import UserError
 
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -54,16 +55,12 @@ def warning(folder: str | os.PathLike) -> str:
 
 
 def check_space(folder: str | os.PathLike, nbytes: int) -> None:
-    """Checks that the disk has room. Parents of a folder that is not there yet are asked.
+    """Checks that the disk has room.
 
     Raises:
       UserError: it has not.
     """
-    path = pathlib.Path(folder).absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    system = os.statvfs(path)
-    free = system.f_bavail * system.f_frsize
+    free = shutil.disk_usage(files.nearest(folder)).free
     if free < nbytes:
         needs, has = display.human(nbytes), display.human(free)
         raise UserError(
