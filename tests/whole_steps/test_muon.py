@@ -20,7 +20,7 @@ from zerojax import roles, tree
 from zerojax.models import families, family
 from zerojax.optim import muon
 from zerojax.plan import ledger
-from zerojax.zero import update
+from zerojax.zero import one_pass_update
 
 WIDTH, ROWS, STEPS = 32, 16, 3
 TOLERANCE = 1e-5
@@ -147,7 +147,7 @@ def test_a_compiled_update_moves_matrices_by_asynchronous_all_to_alls_alone(stag
     assert all(row.is_async for row in of_update[:3])  # the last has nothing beside it
     tiles = compile_only.WIDTH * compile_only.HIDDEN // 8
     assert [row.nbytes for row in of_update] == [2 * 7 * tiles] * 4
-    assert sum(row.elements for row in of_update) == update.received(partition)
+    assert sum(row.elements for row in of_update) == one_pass_update.received(partition)
     beside = [row.overlaps.get("loop", 0) for row in of_update]
     assert sum(beside) >= 2  # the second round arrives, and the first goes back, beside iterations
     others = collections.Counter(row.kind for row in found.rows if "update" in row.op_name and row not in of_update)

@@ -341,6 +341,7 @@ OFF = {
     "by_compiler.py",
     "forward_only.py",
     "loss_scale.py",
+    "one_pass_update.py",
     "padding.py",
     "marks.py",
     "nnx_blocks.py",

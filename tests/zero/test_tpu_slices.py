@@ -1,4 +1,4 @@
-"""Checks how a reduce-scatter is divided on slices of TPUs. This module tests zerojax.zero.tpu_slices, as `gather` calls it."""
+"""Checks how a reduce-scatter is divided on slices of TPUs. This module tests zerojax.zero.tpu_slices, which `gather` takes on TPUs."""
 
 import itertools
 import types
@@ -9,13 +9,15 @@ import pytest
 from jax.sharding import Mesh
 
 from zerojax import mesh as mesh_lib
-from zerojax.zero import gather
+from zerojax.zero import tpu_slices
 
 
 def slice_of(platform, *lengths, order=None):
     """Returns what a mesh over a slice of TPUs looks like; the first coordinate is the fastest."""
     coords = [tuple(reversed(place)) for place in itertools.product(*map(range, reversed(lengths)))]
-    devices = [types.SimpleNamespace(platform=platform, coords=list(place)) for place in coords]
+    devices = [
+        types.SimpleNamespace(platform=platform, coords=list(place) if platform == "tpu" else None) for place in coords
+    ]
     grid = np.asarray([devices[n] for n in order or range(len(devices))]).reshape(
         1, -1, *[1] * (len(mesh_lib.AXES) - 2)
     )
@@ -36,4 +38,4 @@ def slice_of(platform, *lengths, order=None):
     ],
 )
 def test_only_slices_of_three_dims_reduce_twice_of_which_the_first_is_over_the_slowest_dim(mesh, sizes):
-    assert gather.scatter_sizes(mesh) == sizes
+    assert tpu_slices.scatter_sizes(mesh, mesh_lib.STATE) == sizes

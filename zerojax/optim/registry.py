@@ -4,24 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from zerojax import errors
+from zerojax import errors, tree
 from zerojax.errors import UserError
 from zerojax.optim import fused, muon, schedules
 from zerojax.optim import one_pass as one_pass_lib
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 
-
-def decays(params: PyTree) -> PyTree:
-    """Returns which leaves take weight decay: matrices do, scales and biases do not."""
-    return jax.tree.map(lambda p: jnp.ndim(p) >= 2, params)
-
-
 # config.optimizer.weight_decay_on -> the mask of the leaves that take weight decay
-DECAYS: dict[str, Callable[[Any], Any] | None] = {"matrices": decays, "all": None}
+DECAYS: dict[str, Callable[[Any], Any] | None] = {"matrices": tree.are_matrices, "all": None}
 
 # name -> f(learning rate or schedule, b1, b2, eps, weight decay, its mask). A mask costs a tree walk at trace time only.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {

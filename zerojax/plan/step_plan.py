@@ -25,8 +25,8 @@ from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, ledger, pipelines, targets
 from zerojax.plan.offload import streams, times
 from zerojax.train_state import State
+from zerojax.zero import one_pass_update, stages, state_bytes
 from zerojax.zero import placement as placement_lib
-from zerojax.zero import stages, state_bytes, update
 from zerojax.zero.offload import storage
 from zerojax.zero.pipeline import step as pipeline_step
 
@@ -339,7 +339,7 @@ def _received(sent: ledger.Ledger) -> dict[tuple[str, ...] | tuple[int, ...], fl
 
 def _of_update(placement: Any, sent: ledger.Ledger) -> dict[str, float]:
     """Returns the parameters that a device receives in an update that needs whole matrices."""
-    elements = update.received(placement) if placement is not None and placement.offload is None else 0
+    elements = one_pass_update.received(placement) if placement is not None and placement.offload is None else 0
     return {roles.MATRICES: elements / max(1, sent.params)} if elements else {}
 
 

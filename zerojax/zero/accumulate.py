@@ -82,12 +82,12 @@ def value_and_grad(
             fields, weight = aux.pop("state", {}), aux.get("weight")
             loss_sum += loss if weight is None else weight * loss
             seed = rounded.seed(getattr(state, "step", 0), number, device) if in_16_bits else None
-            return ((loss_sum, outputs.added(aux_sum, aux), added(grad_sum, grads, weight, seed)), fields), None
+            return ((loss_sum, added_terms(aux_sum, aux), added(grad_sum, grads, weight, seed)), fields), None
 
         (sums, fields), _ = jax.lax.scan(add, (sums, fields), (jnp.arange(passes), batch))
         loss, aux, grads = sums
         count = aux.pop("weight", passes)
-        return (_over(loss, count), {**outputs.divided(aux, passes), "state": fields}), averaged(grads, count)
+        return (_over(loss, count), {**divided_terms(aux, passes), "state": fields}), averaged(grads, count)
 
     return accumulated
 
@@ -163,6 +163,23 @@ def averaged(sums: PyTree, count: jax.Array | int) -> PyTree:
     """Returns the gradients of a step from their sums over passes; `count` is the number of passes, or the sum of their weights."""
     return tree.map_with_path(
         lambda path, total: total if placement.is_overwritten(path) else _over(total, count), sums
+    )
+
+
+def added_terms(sums: PyTree, new: PyTree) -> PyTree:
+    """Returns the sum of two passes' `outputs.terms`."""
+    return jax.tree.map(
+        lambda total, term: term if isinstance(term, outputs.Same) else jax.tree.map(jnp.add, total, term),
+        sums,
+        new,
+        is_leaf=outputs.is_term,
+    )
+
+
+def divided_terms(sums: PyTree, passes: int) -> PyTree:
+    """Returns the `outputs.terms` of a step from their sum over passes: floating metrics are averaged."""
+    return jax.tree.map(
+        lambda total: total if outputs.is_term(total) else total / passes, sums, is_leaf=outputs.is_term
     )
 
 

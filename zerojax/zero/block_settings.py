@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,6 +100,18 @@ def missed_blocks(placements: Mapping[str, placement.Placement], blocks: str) ->
         name for name in leaves_of.keys() - matched if (_without_digits(name), frozenset(leaves_of[name])) in kinds
     ]
     return tuple(sorted(missed, key=lambda name: (len(name), name)))
+
+
+def warn_of_missed(placements: Mapping[str, placement.Placement], blocks: str) -> None:
+    """Warns the caller's caller of modules that `blocks` seems to mean and misses."""
+    missed = missed_blocks(placements, blocks) if blocks else ()
+    if missed:
+        more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+        warnings.warn(
+            f"blocks: {blocks!r} does not match {', '.join(missed[:3])}{more}, though it matches modules of the same weights; theirs "
+            "are gathered for the whole loss. The regex must match a module's full path, all digits included: end it with \\d+",
+            stacklevel=3,
+        )
 
 
 def _without_digits(path: str) -> str:

@@ -13,7 +13,6 @@ same for global arrays, by collectives that the compiler inserts.
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -167,7 +166,8 @@ def _sum_shards(grad: jax.Array, placement: Placement) -> jax.Array:
     if dim is None:
         return sum_over_copies(grad, mesh, but=tuple(axis for axis in mesh_lib.STATE if axis not in over))
     if mesh_lib.size(mesh, over) > 1:
-        grad = _scatter(grad, dim, over, scatter_sizes(mesh, over))
+        scatter = tpu_slices.scatter if mesh_lib.platform(mesh) == "tpu" else _scatter
+        grad = scatter(grad, dim, over, mesh)
     return sum_over_copies(grad, mesh)
 
 
@@ -177,29 +177,9 @@ def sum_over_copies(grad: jax.Array, mesh: Mesh | AbstractMesh, but: tuple[str, 
     return jax.lax.psum(grad, axes) if axes else grad
 
 
-def scatter_sizes(mesh: Mesh | AbstractMesh, over: tuple[str, ...] = mesh_lib.STATE) -> tuple[int, ...]:
-    """Returns the group sizes of the reduce-scatters that sum a gradient over some axes, one after the other: one, but on some TPUs."""
-    return tpu_slices.scatter_sizes(mesh, over) if mesh_lib.platform(mesh) == "tpu" else (mesh_lib.size(mesh, over),)
-
-
-def _scatter(grad: jax.Array, dim: int, over: tuple[str, ...], sizes: tuple[int, ...]) -> jax.Array:
-    """Returns this device's shard, along `dim`, of the sum over some axes. The first sum is over the most significant part of the index."""
-    ways = math.prod(sizes)
-    block = ways  # devices that hold one part of the gradient, in a row
-    for size in sizes:
-        run = block // size
-        groups = [
-            [first + start + n * run for n in range(size)] for first in range(0, ways, block) for start in range(run)
-        ]
-        grad = jax.lax.psum_scatter(
-            grad,
-            specs.entry(over),
-            scatter_dimension=dim,
-            axis_index_groups=groups if len(sizes) > 1 else None,
-            tiled=True,
-        )
-        block = run
-    return grad
+def _scatter(grad: jax.Array, dim: int, over: tuple[str, ...], mesh: Mesh | AbstractMesh) -> jax.Array:
+    """Returns this device's shard, along `dim`, of the sum over some axes."""
+    return jax.lax.psum_scatter(grad, specs.entry(over), scatter_dimension=dim, tiled=True)
 
 
 def _shard_forward(

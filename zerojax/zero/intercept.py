@@ -304,7 +304,8 @@ class Interceptor:
                 around.enter_context(self._entered_as(path, root))
                 for hook, own in zip(hooks, jax.tree.unflatten(form, values[last:])):
                     around.enter_context(hook.known(own))
-                return result.take(block.run(used, values[first:last], inner_args, inner_kwargs))
+                call = around.enter_context(block.bound(used, values[first:last]))
+                return result.take(call(*inner_args, **inner_kwargs))
 
         outputs = run(body, dict(block.known), [*arrays, *block.inputs, *read], self._policy_of(path))
         return result.give(outputs)
@@ -360,13 +361,15 @@ class _LinenBlock:
         self._streams = block_keys.Streams(scope) if scope.rngs else None
         self.inputs: Sequence[Any] = self._streams.words if self._streams else ()
 
-    def run(self, used: Mapping[str, Any], inputs: Sequence[Any], args: tuple, kwargs: dict) -> Any:
+    @contextlib.contextmanager
+    def bound(self, used: Mapping[str, Any], inputs: Sequence[Any]) -> Iterator[Callable[..., Any]]:
+        """Yields the method, with these weights and inputs."""
         params = jax.tree.unflatten(self._structure, [used[name] for name in self._names])
         with flax.core.bind({"params": unflatten_dict({self._path: params})}).temporary() as scope:
             for name in self._path:  # inner modules and their interceptor read their path in the model
                 scope = scope.push(name)
             with self._streams.running(scope, inputs) if self._streams else contextlib.nullcontext():
-                return getattr(self._alone.clone(parent=scope), self._method)(*args, **kwargs)
+                yield getattr(self._alone.clone(parent=scope), self._method)
 
 
 def _set_up(call: Callable) -> None:

@@ -125,8 +125,11 @@ class Block:
         self.inputs = [*others, *map(_words, self._before), *(keys_lib.numbers() if has_keys else ())]
         self._changed: list[int] = []
 
-    def run(self, used: Mapping[str, Any], inputs: Sequence[Any], args: tuple, kwargs: dict) -> tuple[Any, list[Any]]:
-        """Returns the result of the call with these weights and inputs, and the new values of the variables that it changed."""
+    def bound(self, used: Mapping[str, Any], inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context with the call, with these weights and inputs; it also returns the variables that it changed."""
+        return contextlib.nullcontext(functools.partial(self._run, used, inputs))
+
+    def _run(self, used: Mapping[str, Any], inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
         others, rest = inputs[: self._count[0]], inputs[self._count[0] : sum(self._count)]
         numbers, given = tuple(inputs[sum(self._count) :]), iter(others)
         params = [next(given) if weight is None else used[weight] for weight in self._weights]
@@ -150,7 +153,7 @@ class Block:
         return result, [_words(leaves[n]) for n in self._changed]
 
     def set_changed(self, values: list[Any]) -> None:
-        """Gives the caller's module the values that `run` returned."""
+        """Gives the caller's module the values that the call returned."""
         leaves = list(self._before)
         for number, value in zip(self._changed, values):
             impl = self._impls[number]

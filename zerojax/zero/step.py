@@ -5,15 +5,12 @@ With loss scaling a step whose gradients are not all finite is skipped: only the
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
 from zerojax.ops import expert_parallel
 from zerojax.train_state import State
@@ -129,7 +126,8 @@ def make_train_step(
     dtypes: dict[str, Any] = {"compute_dtype": compute_dtype, "in_16_bits": sums}
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
     sharded = tensor_parallel.hooks_of(activations, partition.mesh)
-    how = _checked(block_settings.How(blocks, heads, remat, recompute, offload, sharded), partition)
+    how = block_settings.How(blocks, heads, remat, recompute, offload, sharded)
+    block_settings.warn_of_missed(partition.placements, blocks)
     partition = experts.marked(partition, expert_load, reduce_dtype, expert_parts)
     sent = columns.marked(partition, by_columns, blocks, reduce_dtype)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
@@ -145,7 +143,9 @@ def make_train_step(
     hooked = dataclasses.replace(how, hooks=(*how.hooks, *kept))
     gradients = in_form(loss_fn, sent, hooked, passes=grad_accum, layout=layout, **dtypes)
     clip = late_norm.clip(partition, clip_norm, may_skip=loss_scale is not None)
-    options = _compiler_options(partition, blocks, reduce_dtype, compute_dtype, fp8, wires)
+    exchanges = wires is not None and wires.gradients != packed.PLAIN
+    in_dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
+    options = xla_options.of_step(partition, blocks, **in_dtypes, in_fp8=fp8 is not None, exchanges=exchanges)
     if partition.pipeline:
         given: dict[str, Any] = {
             "by_columns": by_columns,
@@ -185,39 +185,3 @@ def make_train_step(
         loss_fn, partition, how, layout, reduce_dtype=reduce_dtype, options=options, **dtypes
     )
     return step_by_block.BlockwiseStep(step, updates, passes, finish, scaling.scale, clip, donate=donate)
-
-
-def _checked(how: block_settings.How, partition: placement.Partition) -> block_settings.How:
-    """Returns `how`; warns of modules that `blocks` seems to mean and misses."""
-    blocks = how.blocks
-    missed = block_settings.missed_blocks(partition.placements, blocks) if blocks else ()
-    if missed:
-        more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
-        warnings.warn(
-            f"blocks: {blocks!r} does not match {', '.join(missed[:3])}{more}, though it matches modules of the same weights; theirs "
-            "are gathered for the whole loss. The regex must match a module's full path, all digits included: end it with \\d+",
-            stacklevel=3,
-        )
-    return how
-
-
-def _compiler_options(
-    partition: placement.Partition,
-    blocks: str,
-    reduce_dtype: DTypeLike | None,
-    compute_dtype: DTypeLike | None,
-    fp8: fp8_modules.Fp8 | None,
-    wires: packed.PackedWires | None,
-) -> dict[str, Any]:
-    """Returns XLA's options for a step: for matmuls in fp8, and for explicit collectives."""
-    names = xla_flags.names()
-    options = {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=names)
-    if reduce_dtype is None:
-        return options
-    weights = block_settings.largest_block(partition.placements, blocks)
-    gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
-    summed = weights * jnp.dtype(reduce_dtype).itemsize
-    scattered = summed // mesh_lib.size(partition.mesh, mesh_lib.STATE)
-    sizes = {"gathered": gathered, "summed": summed, "kept": scattered}
-    exchanges = wires is not None and wires.gradients != packed.PLAIN
-    return options | xla_options.for_mesh(partition.mesh, **sizes, exchanges=exchanges, but=names)

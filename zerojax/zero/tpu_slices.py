@@ -1,9 +1,34 @@
 """Knows how the devices of a TPU slice are wired. This module divides a reduce-scatter that its compiler would send twice."""
 
+import math
+
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import mesh as mesh_lib
+from zerojax import specs
+
+
+def scatter(grad: jax.Array, dim: int, over: tuple[str, ...], mesh: Mesh | AbstractMesh) -> jax.Array:
+    """Returns this device's shard, along `dim`, of the sum over some axes. The first sum is over the most significant part of the index."""
+    sizes = scatter_sizes(mesh, over)
+    ways = math.prod(sizes)
+    block = ways  # devices that hold one part of the gradient, in a row
+    for size in sizes:
+        run = block // size
+        groups = [
+            [first + start + n * run for n in range(size)] for first in range(0, ways, block) for start in range(run)
+        ]
+        grad = jax.lax.psum_scatter(
+            grad,
+            specs.entry(over),
+            scatter_dimension=dim,
+            axis_index_groups=groups if len(sizes) > 1 else None,
+            tiled=True,
+        )
+        block = run
+    return grad
 
 
 def scatter_sizes(mesh: Mesh | AbstractMesh, over: tuple[str, ...]) -> tuple[int, ...]:

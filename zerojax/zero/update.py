@@ -1,6 +1,6 @@
 """Applies gradients to a train state, or skips a step whose gradients overflowed. This module holds the part of a step after the gradients.
 
-An optimizer with a one-pass form (`optim.one_pass.OnePass`) updates in that pass, any other through optax. Where padding
+An optimizer with a one-pass form updates in that pass (`one_pass_update`), any other through optax. Where padding
 would change the update, it is made without (`padding`).
 """
 
@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.training import train_state
 
 from zerojax import precision, tree
 from zerojax.optim import master_weights
-from zerojax.optim import one_pass as one_pass_lib
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import padding, placement
+from zerojax.zero import one_pass_update, padding, placement
 
 
 def make(partition: placement.Partition) -> Callable[..., Any]:
@@ -38,8 +36,13 @@ def make(partition: placement.Partition) -> Callable[..., Any]:
     Args:
       partition: how the state is sharded.
     """
-    apply = _apply(partition)
-    if padding.changes_update(partition, is_own=not _is_flax(partition.abstract_state)):
+    state = partition.abstract_state
+    is_flax = one_pass_update.applies_as_flax(state)
+    overwrites = any(weight.overwritten for weight in partition.placements.values())
+    has_copies = is_flax and not overwrites and isinstance(state.opt_state, master_weights.MasterWeightsState)
+    finished = _with_copies if has_copies else lambda state: state
+    apply = one_pass_update.of(partition) or functools.partial(_by_parts, finished)
+    if padding.changes_update(partition, is_own=not is_flax):
         apply = padding.around(apply, partition)
 
     def update(
@@ -59,47 +62,8 @@ def make(partition: placement.Partition) -> Callable[..., Any]:
     return update
 
 
-def _apply(partition: placement.Partition) -> Callable[..., Any]:
-    """Returns f(before, after, grads, factor, finite, numbers) -> the new train state, for states with trainable params only."""
-    shardings = _shardings_of_one_pass(partition)
-    if shardings is None:
-        return _by_parts
-    tx, how = partition.abstract_state.tx, {"shardings": shardings}
-    if not tx.is_elementwise:
-        trained = partition.trainable_part(partition.abstract_state.params)
-        how["shapes"] = tree.map_with_path(
-            lambda path, leaf: placement.unpadded(leaf, partition.placements[f"params/{path}"]), trained
-        )
-    return functools.partial(_in_one_pass, functools.partial(tx.apply, **how))
-
-
-def received(partition: placement.Partition) -> int:
-    """Returns the elements that each device receives in the optimizer's update, which moves matrices to owners (`optim.owners`)."""
-    shardings = _shardings_of_one_pass(partition)
-    if shardings is None:
-        return 0
-    state = partition.abstract_state
-    return state.tx.received(partition.trainable_part(state.params), shardings)
-
-
-def _shardings_of_one_pass(partition: placement.Partition) -> PyTree:
-    """Returns the shardings of the trainable weights in an update in one pass; None if the update is made through optax."""
-    state = partition.abstract_state
-    overwrites = any(weight.overwritten for weight in partition.placements.values())
-    if not isinstance(getattr(state, "tx", None), one_pass_lib.OnePass) or not _is_flax(state) or overwrites:
-        return None
-    trained = partition.trainable_part(state.params)
-    if not all(f"params/{path}" in partition.placements for path, _ in tree.flatten(trained)):
-        return None  # some have another role, so the shardings of their gradients and moments are unknown
-    return tree.map_with_path(lambda path, _: partition.placements[f"params/{path}"].update, trained)
-
-
-def _is_flax(state: State) -> bool:
-    """Returns whether a state applies gradients as flax does. Another one (with averages of weights, say) keeps its own way."""
-    return getattr(type(state), "apply_gradients", None) is train_state.TrainState.apply_gradients
-
-
 def _by_parts(
+    finished: Callable[[Any], Any],
     before: State,
     after: State,
     grads: PyTree,
@@ -113,18 +77,14 @@ def _by_parts(
         return grad if placement.is_overwritten(path) else grad * jnp.asarray(factor, grad.dtype)
 
     grads = _in_dtypes_that_keep(before, tree.map_with_path(scaled, grads))
-    new = _if_finite(finite, after.apply_gradients(grads=grads), before)
-    return _if_finite(finite, _with_copies(new), before) if _is_flax(new) else new
+    return tree.where(finite, finished(after.apply_gradients(grads=grads)), before)
 
 
 def _with_copies(state: State) -> State:
-    """Returns a state whose 16-bit params are its master weights, rounded, if it has master weights.
+    """Returns a state with master weights whose 16-bit params are these, rounded.
 
     Sums of 16-bit params and updates may round ties the other way, and a state that is restored from its master weights would be another.
     """
-    has_masters = isinstance(state.opt_state, master_weights.MasterWeightsState)
-    if not has_masters or any(placement.is_overwritten(path) for path, _ in tree.flatten(state.params)):
-        return state
     return state.replace(params=jax.tree.map(lambda m, p: m.astype(p.dtype), state.opt_state.master, state.params))
 
 
@@ -150,27 +110,6 @@ def _in_dtypes_that_keep(state: State, grads: PyTree) -> PyTree:
 
 def _dtype(leaf: Leaf) -> Any:
     return tree.dtype_of(leaf)
-
-
-def _in_one_pass(
-    apply: Callable[..., Any],
-    before: State,
-    after: State,
-    grads: PyTree,
-    factor: jax.Array | float,
-    finite: jax.Array | None,
-    numbers: jax.Array | None,
-) -> State:
-    how = {"scale": factor, "finite": finite} | ({} if numbers is None else {"numbers": numbers})
-    params, opt_state = apply(grads, before.opt_state, before.params, **how)[:2]
-    blank = {"params": (), "opt_state": ()}
-    rest = _if_finite(finite, after.replace(step=after.step + 1, **blank), before.replace(**blank))
-    return rest.replace(params=params, opt_state=opt_state)
-
-
-def _if_finite(finite: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
-    """Returns the new tree if the step is taken, else the old one."""
-    return new if finite is None else jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 
 class Own(NamedTuple):

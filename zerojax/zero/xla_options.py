@@ -14,10 +14,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
-from zerojax import errors
+from zerojax import errors, xla_flags
 from zerojax import mesh as mesh_lib
+from zerojax.zero import block_settings, placement
 
 # Known to jax 0.10.2, 0.11 and 0.12.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -34,6 +37,29 @@ EXCHANGES: Mapping[str, Any] = {"xla_gpu_experimental_parallel_collective_overla
 _MERGED = 30 << 20
 # Room for small weights outside of blocks beside a block's own; `overlap` prevents merges across blocks.
 _ROOM = 9 / 8
+
+
+def of_step(
+    partition: placement.Partition,
+    blocks: str,
+    *,
+    compute_dtype: DTypeLike | None,
+    reduce_dtype: DTypeLike | None,
+    in_fp8: bool,
+    exchanges: bool,
+) -> dict[str, Any]:
+    """Returns the options for a train step: for its matmuls in fp8, and for its explicit collectives; see `for_mesh`."""
+    names = xla_flags.names()
+    options = for_fp8(partition.mesh, but=names) if in_fp8 else {}
+    if reduce_dtype is None:
+        return options
+    weights = block_settings.largest_block(partition.placements, blocks)
+    gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
+    summed = weights * jnp.dtype(reduce_dtype).itemsize
+    kept = summed // mesh_lib.size(partition.mesh, mesh_lib.STATE)
+    return options | for_mesh(
+        partition.mesh, gathered=gathered, summed=summed, kept=kept, exchanges=exchanges, but=names
+    )
 
 
 def for_mesh(

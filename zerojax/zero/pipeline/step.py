@@ -33,7 +33,8 @@ from zerojax.zero import block_settings, placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.pipeline import group_update, passes, stage_programs, state
 from zerojax.zero.pipeline import order as order_lib
-from zerojax.zero.sharded_batch import inputs, outputs
+from zerojax.zero.sharded_batch import inputs
+from zerojax.zero.step_programs import passes as step_passes
 
 _AHEAD = 2  # programs of a group that are sent before the first of them has ended
 
@@ -237,7 +238,7 @@ class PipelineStep:
             if is_last:
                 if self.travel.here[0]:
                     metrics = jax.tree.map(functools.partial(_value, values), found.metrics, is_leaf=passes.is_result)
-                    totals = metrics if totals is None else _added(totals, metrics)
+                    totals = metrics if totals is None else step_passes.added_metrics(totals, metrics)
                     weights += [] if found.weight is None else [values[found.weight, 0]]
                 values.clear()
         return sums, *self._totals(found, totals, weights, len(micros))
@@ -255,7 +256,7 @@ class PipelineStep:
         self, found: stage_programs.StagePrograms, totals: PyTree, weights: Sequence[jax.Array], count: int
     ) -> tuple[Any, Mapping[int, Any]]:
         """Returns the metrics of a step, and how much its passes count together on each group, from the sums on the first group."""
-        metrics = None if totals is None else _means(totals, count)
+        metrics = None if totals is None else step_passes.metric_values(totals, count)
         weight: Any = sum(weights[1:], weights[0]) if weights else None
         if not self.travel.is_one:
             metrics, weight = self._shared_totals(found, metrics, weight, count)
@@ -272,7 +273,7 @@ class PipelineStep:
             return own.atom.aval if own.number is None else found.values[own.number]
 
         likes = jax.tree.map(abstract, found.metrics, is_leaf=passes.is_result)
-        likes = jax.eval_shape(functools.partial(_means, count=count), likes)
+        likes = jax.eval_shape(functools.partial(step_passes.metric_values, count=count), likes)
         likes = (likes, () if found.weight is None else found.values[found.weight])
         own = [None] * len(jax.tree.leaves(likes)) if metrics is None else jax.tree.leaves((metrics, weight))
         return jax.tree.unflatten(jax.tree.structure(likes), self._shared(own, jax.tree.leaves(likes)))
@@ -395,13 +396,3 @@ def _micro_batches(layout: inputs.Layout, dtype: DTypeLike, batch: PyTree) -> li
 
 
 _seed_of = jax.jit(rounded.seed)
-
-
-@jax.jit
-def _added(totals: PyTree, new: PyTree) -> PyTree:
-    return outputs.added(totals, new)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _means(metrics: PyTree, count: int) -> PyTree:
-    return outputs.values(outputs.divided(metrics, count) if count > 1 else metrics, over_devices=False)

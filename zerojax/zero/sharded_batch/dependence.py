@@ -381,3 +381,34 @@ class TracedLoss:
 
 def _is_integer(atom: Any) -> bool:
     return np.issubdtype(atom.aval.dtype, np.integer)
+
+
+def of_whole_batch(program: TracedLoss, path: str, state: State, own: Leaf) -> Leaf:
+    """Returns the value for the whole batch of a result that reads no example."""
+    try:
+        return program.evaluate(path, state)
+    except Depends:
+        if jax.dtypes.issubdtype(own.dtype, jax.dtypes.prng_key):
+            raise UserError(
+                f"loss_fn: returned a random key as {path} that depends on the batch or the weights; split it from the state's alone"
+            ) from None
+        return own  # reads weights, which are equal on all devices
+
+
+def refuse_rows(name: str, value: Leaf, program: TracedLoss) -> None:
+    """Raises a UserError for a result that has a dim of examples."""
+    for path, part in tree.flatten({name: value}):
+        if jnp.ndim(part) and program.shapes[path] != part.shape:
+            raise UserError(
+                f"loss_fn: returned {name} of shape {part.shape}, which counts one device's examples; return its sum or its mean"
+            )
+
+
+def refuse_repeated(name: str, kind: str, program: TracedLoss) -> None:
+    """Raises a UserError for a count that devices would add up which have the same examples, and of these no tokens of their own."""
+    same = program.reads(name) & program.repeated
+    if same and kind in (COUNT, GROWN):
+        raise UserError(
+            f"loss_fn: returned {name}, a sum that reads batch/{min(same)}, of which devices along `context` have the same rows; count "
+            "tokens, or return a mean"
+        )

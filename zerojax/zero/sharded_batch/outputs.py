@@ -114,14 +114,15 @@ def terms(metrics: PyTree, before: State, program: Callable[[], dependence.Trace
 
     def term(path: str, leaf: Leaf) -> Leaf:
         name = f"metrics/{path}"
-        refuse_rows(name, leaf, program)
+        if any(map(jnp.ndim, jax.tree.leaves(leaf))):
+            dependence.refuse_rows(name, leaf, program())
         leaf = jax.tree.map(lambda part: without_gradient(jnp.asarray(part)), leaf)
         if is_total(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf
         kind = program().kind(name)
         if kind == dependence.SAME and not (passes > 1 and program().reads(name)):
-            return Same(of_whole_batch(program(), name, before, leaf))
-        refuse_repeated(name, kind, program)
+            return Same(dependence.of_whole_batch(program(), name, before, leaf))
+        dependence.refuse_repeated(name, kind, program())
         if kind == dependence.COUNT and jnp.issubdtype(leaf.dtype, jnp.integer):
             return Sum(leaf)
         raise UserError(
@@ -137,7 +138,7 @@ def values(metrics: PyTree, *, over_devices: bool) -> PyTree:
     def of_term(term: Leaf) -> Leaf:
         return term.value if isinstance(term, Same) else value(term)
 
-    return jax.tree.map(of_term, of_all_devices(metrics) if over_devices else metrics, is_leaf=_is_term)
+    return jax.tree.map(of_term, of_all_devices(metrics) if over_devices else metrics, is_leaf=is_term)
 
 
 def of_all_devices(metrics: PyTree) -> PyTree:
@@ -148,22 +149,7 @@ def of_all_devices(metrics: PyTree) -> PyTree:
             return term
         return psum(term) if is_total(term) else jax.lax.pmean(term, mesh_lib.SUMMED)
 
-    return jax.tree.map(added_up, metrics, is_leaf=_is_term)
-
-
-def added(sums: PyTree, new: PyTree) -> PyTree:
-    """Returns the sum of two passes' `terms`."""
-    return jax.tree.map(
-        lambda total, term: term if isinstance(term, Same) else jax.tree.map(jnp.add, total, term),
-        sums,
-        new,
-        is_leaf=_is_term,
-    )
-
-
-def divided(sums: PyTree, passes: int) -> PyTree:
-    """Returns the `terms` of a step from their sum over passes: floating metrics are averaged."""
-    return jax.tree.map(lambda total: total if _is_term(total) else total / passes, sums, is_leaf=_is_term)
+    return jax.tree.map(added_up, metrics, is_leaf=is_term)
 
 
 def loss_over_devices(loss: Value, ways: int) -> Value:
@@ -269,37 +255,6 @@ def _read(result: Any, state: State) -> tuple[Any, Mapping[str, Any]]:
     return loss, aux
 
 
-def of_whole_batch(program: dependence.TracedLoss, path: str, state: State, own: Leaf) -> Leaf:
-    """Returns the value for the whole batch of a result that reads no example."""
-    try:
-        return program.evaluate(path, state)
-    except dependence.Depends:
-        if jax.dtypes.issubdtype(own.dtype, jax.dtypes.prng_key):
-            raise UserError(
-                f"loss_fn: returned a random key as {path} that depends on the batch or the weights; split it from the state's alone"
-            ) from None
-        return own  # reads weights, which are equal on all devices
-
-
-def refuse_rows(name: str, value: Leaf, program: Callable[[], dependence.TracedLoss]) -> None:
-    """Raises a UserError for a result that has a dim of examples."""
-    for path, part in tree.flatten({name: value}):
-        if jnp.ndim(part) and program().shapes[path] != part.shape:
-            raise UserError(
-                f"loss_fn: returned {name} of shape {part.shape}, which counts one device's examples; return its sum or its mean"
-            )
-
-
-def refuse_repeated(name: str, kind: str, program: Callable[[], dependence.TracedLoss]) -> None:
-    """Raises a UserError for a count that devices would add up which have the same examples, and of these no tokens of their own."""
-    same = program().reads(name) & program().repeated
-    if same and kind in (dependence.COUNT, dependence.GROWN):
-        raise UserError(
-            f"loss_fn: returned {name}, a sum that reads batch/{min(same)}, of which devices along `context` have the same rows; count "
-            "tokens, or return a mean"
-        )
-
-
 def psum(values: PyTree) -> PyTree:
     """Returns values added over devices; of booleans, their number."""
 
@@ -316,7 +271,8 @@ def without_gradient(leaf: Leaf) -> Leaf:
     return jax.lax.stop_gradient(leaf) if is_inexact else leaf
 
 
-def _is_term(node: PyTree) -> bool:
+def is_term(node: PyTree) -> bool:
+    """Returns whether a node of `terms` is one that is no array."""
     return is_total(node) or isinstance(node, Same)
 
 

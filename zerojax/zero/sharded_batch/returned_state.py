@@ -36,7 +36,8 @@ def of_devices(
     """
 
     def equal(path: str, new: Leaf, old: Leaf) -> Leaf:
-        outputs.refuse_rows(f"state/{path}", new, program)
+        if any(map(jnp.ndim, jax.tree.leaves(new))):
+            dependence.refuse_rows(f"state/{path}", new, program())
         if isinstance(new, outputs.Mean):
             return outputs.ratio(*outputs.psum((new.total, new.weight)))
         if isinstance(new, outputs.Sum):
@@ -45,8 +46,8 @@ def of_devices(
             return jax.lax.pmean(new, mesh_lib.SUMMED)
         kind = program().kind(f"state/{path}", path)
         if kind == dependence.SAME:
-            return outputs.of_whole_batch(program(), f"state/{path}", before, new)
-        outputs.refuse_repeated(f"state/{path}", kind, program)
+            return dependence.of_whole_batch(program(), f"state/{path}", before, new)
+        dependence.refuse_repeated(f"state/{path}", kind, program())
         if kind == dependence.GROWN and jnp.issubdtype(new.dtype, jnp.integer):
             return old + outputs.psum(new - old)
         what = "neither a mean nor the old value plus a sum over examples"

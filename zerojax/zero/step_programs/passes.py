@@ -187,8 +187,8 @@ class Passes:
             (_, aux), _ = found.schedule(params, micro, state, index, done=done, follows=follows)
             fields, metrics = aux.get("state", {}), aux["metrics"]
             state = state.replace(**fields)
-            totals = metrics if totals is None else _added_metrics(totals, metrics)
-        return {"metrics": _values(totals, self.count), "state": fields}
+            totals = metrics if totals is None else added_metrics(totals, metrics)
+        return {"metrics": metric_values(totals, self.count), "state": fields}
 
     def _done(
         self,
@@ -307,10 +307,12 @@ def _divided(sums: PyTree, count: int) -> PyTree:
 
 
 @jax.jit
-def _added_metrics(totals: PyTree, new: PyTree) -> PyTree:
-    return outputs.added(totals, new)
+def added_metrics(totals: PyTree, new: PyTree) -> PyTree:
+    """Returns the sum of two passes' `outputs.terms`."""
+    return accumulate.added_terms(totals, new)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _values(metrics: PyTree, count: int) -> PyTree:
-    return outputs.values(outputs.divided(metrics, count) if count > 1 else metrics, over_devices=False)
+def metric_values(metrics: PyTree, count: int) -> PyTree:
+    """Returns the values of metrics from the sum of their terms over several passes."""
+    return outputs.values(accumulate.divided_terms(metrics, count) if count > 1 else metrics, over_devices=False)
