@@ -45,6 +45,25 @@ def refused(folder):
     return str(caught.value)
 
 
+def test_a_run_and_an_adapter_in_a_models_place_say_which_folder_to_name(tmp_path, copied):
+    adapter, model, run = tmp_path / "adapter", copied("llama"), tmp_path / "run"
+    for folder, name in ((adapter, folder_lib.ADAPTER), (run, folder_lib.CONFIG), (run / "export", folder_lib.ADAPTER)):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    assert "holds an adapter and no model; name the folder of its model, and this one as the adapter" in refused(
+        adapter
+    )
+    with pytest.raises(UserError, match=rf"run: is the folder of a run; name its export, {run / 'export'}$"):
+        folder_lib.check_folder(run, folder_lib.ADAPTER)
+    with pytest.raises(UserError, match="name one that save_pretrained of PEFT wrote"):
+        folder_lib.check_folder(tmp_path / "nowhere", folder_lib.ADAPTER)
+    (run / "export" / folder_lib.CONFIG).write_text("{}")
+    assert f"is the folder of a run; name its export, {run / 'export'}" in refused(run)
+    (model / "export").mkdir()
+    (model / "export" / folder_lib.CONFIG).write_text("{}")
+    folder_lib.open_folder(model)  # a model with an export of its own beside it
+
+
 def test_a_missing_or_unreadable_config_is_refused(tmp_path, copied):
     assert "is not a folder" in refused(tmp_path / "nowhere")
     assert "config.json: cannot be read" in refused(tmp_path)

@@ -78,6 +78,13 @@ def test_settings_of_what_is_computed_may_not_change_and_the_line_names_both_val
     assert "\n" not in str(caught.value)
 
 
+def test_the_line_names_another_model_and_not_the_tokenizer_that_came_with_it(tmp_path):
+    one, other = ({"init_from": name, "data.tokenizer": f"{name}/tokenizer.json"} for name in ("one", "other"))
+    workdir.save(tmp_path, settings(**one))
+    with pytest.raises(UserError, match=r"was started with config\.init_from='one', and this run has 'other'"):
+        workdir.check(tmp_path, settings(**other))
+
+
 def test_a_free_name_frees_no_other_that_begins_like_it(tmp_path):
     workdir.save(tmp_path, {"mesh": {"data": 1}, "meshes": 1})
     with pytest.raises(UserError, match=r"config\.meshes"):

@@ -299,6 +299,7 @@ def _note(line: str) -> None:
 
 def _tokenizer_file(folder: str) -> pathlib.Path:
     path = pathlib.Path(folder) / TOKENIZER
+    folder_lib.check_folder(path.parent)
     if not path.is_file():
         raise UserError(f"{path}: is missing, so texts cannot be read; save the tokenizer there, or give --ids")
     return path

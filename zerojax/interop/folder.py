@@ -30,7 +30,8 @@ from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.tree import PyTree
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
+EXPORT = "export"  # of a run's folder
 READERS = 8  # threads, each of which reads a shard
 SAMPLES, SAMPLE_BYTES = 8, 512  # of a tensor, for the fingerprint of a folder
 MOST_BYTES = 2**30  # of the shards that are read at a time, unless one shard is larger
@@ -102,8 +103,7 @@ def open_folder(path: str | os.PathLike) -> Folder:
         or dtype. The line names it.
     """
     path = pathlib.Path(hub.fetched(path))
-    if not path.is_dir():
-        raise UserError(f"{path}: is not a folder; name one that save_pretrained of transformers wrote")
+    check_folder(path)
     raw = read_json(path / CONFIG)
     family = _family(path, raw)
     try:
@@ -117,6 +117,23 @@ def open_folder(path: str | os.PathLike) -> Folder:
     _check(path, layout.tensors(family, model), entries)
     generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
     return Folder(path, raw, generation, family, model, entries)
+
+
+def check_folder(path: pathlib.Path, config: str = CONFIG) -> None:
+    """Checks that a path may be the folder of a model, or with ADAPTER that of an adapter.
+
+    Raises:
+      UserError: it is no folder, or that of the other, or of a run. The line says which to name. A folder of none of them passes.
+    """
+    if not path.is_dir():
+        by = "PEFT" if config == ADAPTER else "transformers"
+        raise UserError(f"{path}: is not a folder; name one that save_pretrained of {by} wrote")
+    if (path / EXPORT / config).is_file() and not any(path.glob("*.safetensors")):
+        raise UserError(f"{path}: is the folder of a run; name its export, {path / EXPORT}")
+    if config == CONFIG and (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
+        raise UserError(
+            f"{path}: holds an adapter and no model; name the folder of its model, and this one as the adapter"
+        )
 
 
 def fingerprint(folder: Folder) -> str:

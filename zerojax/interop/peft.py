@@ -27,7 +27,7 @@ from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = folder_lib.ADAPTER, "adapter_model.safetensors"
 PREFIX, WEIGHT = "base_model.model.", ".weight"
 _NAMES = {targets.A: ".lora_A.weight", targets.B: ".lora_B.weight"}
 # Fields of adapter_config.json that change what an adapter computes, and the values under which nothing changes.
@@ -244,6 +244,7 @@ def _tied(saved: Iterable[str], family: family_lib.Family, model: ModelConfig) -
 
 def read_config(path: pathlib.Path) -> dict[str, Any]:
     """Returns the contents of a folder's adapter_config.json."""
+    folder_lib.check_folder(path, CONFIG)
     if not (path / CONFIG).is_file():
         raise UserError(f"{path}: holds no {CONFIG}; name a folder that save_pretrained of PEFT wrote")
     return folder_lib.read_json(path / CONFIG)
