@@ -112,7 +112,7 @@ class OfDevice:
     runner: Callable[..., Any]
     feedback: gather.Feedback = gather.NO_FEEDBACK
 
-    @property
+    @functools.cached_property
     def find(self) -> Callable[[str, Any], placement.Placement]:
         """Returns f(path, shard or None) -> the weight's placement."""
         return finder(self.partition)
@@ -220,9 +220,7 @@ def mapped(
     replicated."""
     axes, find = mesh_lib.manual(partition.mesh), finder(partition)
     param_specs = tree.map_with_path(lambda path, _: specs.only(find(path, None).stored.spec, axes), params)
-    batch_specs = jax.tree.map(
-        lambda spec: specs.only(spec, axes), batch_specs, is_leaf=lambda node: isinstance(node, P)
-    )
+    batch_specs = jax.tree.map(lambda spec: specs.only(spec, axes), batch_specs, is_leaf=inputs.is_spec)
     return jax.shard_map(
         constraints.dropped(axes)(run),
         mesh=partition.mesh,
@@ -235,11 +233,8 @@ def mapped(
 
 def finder(partition: placement.Partition) -> Callable[[str, Any], placement.Placement]:
     """Returns f(path, shard or None) -> the weight's placement."""
-
-    def local_shape(weight: placement.Placement) -> Any:
-        return gather.local_shape(weight.shape or (), weight.stored)
-
-    find = placement.finder(partition.placements, lambda leaf: leaf.shape, local_shape)
+    expected: Callable[..., Any] = lambda weight: gather.local_shape(weight.shape or (), weight.stored)  # noqa: E731
+    find = placement.finder(partition.placements, lambda leaf: leaf.shape, expected)
 
     def find_weight(path: str, leaf: Leaf) -> placement.Placement:
         found = find(path, leaf)

@@ -75,14 +75,21 @@ def by_block(
                 return result
 
     def begun(stacks: set[str], params: PyTree) -> tuple[Interceptor, Any]:
-        made, shapes = _Made(), dict[str, tuple[int, ...]]()
+        # The stored weight that a gathered array was made from, by the array's identity; holds the array, so that no other takes its id.
+        made: dict[int, tuple[Any, tuple[str, Any]]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+
+        def stored_of(array: Leaf) -> tuple[str, Any] | None:
+            found = made.get(id(array))
+            return found and found[1]
+
         inside = Interceptor(
             how,
             gather_leaf,
             policy,
             run=run,
-            stored_of=made.stored_of if run else None,
-            nnx_stored_of=made.stored_of,
+            stored_of=stored_of if run else None,
+            nnx_stored_of=stored_of,
             is_leaf=is_weight,
             shape_of=shapes.get if run else None,
             stacks=stacks,
@@ -92,7 +99,9 @@ def by_block(
             if not inside.owns(path):
                 return gather_leaf(path, leaf)
             # XLA drops the gathered weights that only a block reads.
-            return made.add(leaf if run is None else gather_leaf(path, leaf), path, leaf)
+            gathered = leaf if run is None else gather_leaf(path, leaf)
+            made[id(gathered)] = gathered, (path, leaf)
+            return gathered
 
         outer = tree.map_with_path(gather_outer, params, is_leaf=is_weight)
         if run is not None:
@@ -103,28 +112,10 @@ def by_block(
     return loss_of_stored
 
 
-class _Made:
-    """Maps a gathered array, by its identity, to the stored weight that it was made from."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, tuple[Any, str, Any]] = {}  # holds the array, so that no other takes its id
-
-    def add(self, gathered: Leaf, path: str, stored: Leaf) -> Leaf:
-        self._by_id[id(gathered)] = gathered, path, stored
-        return gathered
-
-    def stored_of(self, array: Leaf) -> tuple[str, Any] | None:
-        found = self._by_id.get(id(array))
-        return found and found[1:]
-
-
 def holds_nnx(params: PyTree) -> bool:
     """Returns whether params are variables of NNX."""
-
-    def is_variable(node: PyTree) -> bool:
-        return isinstance(node, nnx.Variable)
-
-    return any(map(is_variable, jax.tree.leaves(params, is_leaf=is_variable)))
+    nodes = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return any(isinstance(node, nnx.Variable) for node in nodes)
 
 
 def of_this_trace(value: PyTree) -> PyTree:

@@ -99,17 +99,13 @@ def _in_dtypes_that_keep(state: State, grads: PyTree) -> PyTree:
         return grad.astype(param.dtype) if jnp.promote_types(grad.dtype, param.dtype) == grad.dtype else grad
 
     own = jax.tree.map(narrowed, grads, state.params)
-    if jax.tree.map(_dtype, own) == jax.tree.map(_dtype, grads):
+    if jax.tree.map(tree.dtype_of, own) == jax.tree.map(tree.dtype_of, grads):
         return grads
     try:
         after = jax.eval_shape(lambda state, grads: state.apply_gradients(grads=grads), state, grads)
     except TypeError:
         return own
-    return grads if jax.tree.map(_dtype, after) == jax.tree.map(_dtype, state) else own
-
-
-def _dtype(leaf: Leaf) -> Any:
-    return tree.dtype_of(leaf)
+    return grads if jax.tree.map(tree.dtype_of, after) == jax.tree.map(tree.dtype_of, state) else own
 
 
 class Own(NamedTuple):

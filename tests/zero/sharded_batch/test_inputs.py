@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import mesh as mesh_lib
-from zerojax.zero.sharded_batch import inputs
+from zerojax.zero.sharded_batch import dependence, inputs
 
 MESH = zerojax.make_mesh()
 WEIGHTS = jnp.linspace(0.5, 2.0, 16)  # of 16 classes beside 16 examples
@@ -147,8 +147,8 @@ def test_specs_that_do_not_fit_are_refused(name):
 
 def test_the_number_of_examples_is_that_of_a_pass():
     layout = inputs.Layout(zerojax.make_mesh(), 2, [("weights", P())])
-    assert layout.examples({"weights": jnp.ones((2, 3)), "x": jnp.ones((2, 8, 4))}) == 8
-    assert inputs.Layout(zerojax.make_mesh()).examples({"n": jnp.ones(())}) == 1
+    assert dependence.examples(layout, {"weights": jnp.ones((2, 3)), "x": jnp.ones((2, 8, 4))}) == 8
+    assert dependence.examples(inputs.Layout(zerojax.make_mesh()), {"n": jnp.ones(())}) == 1
 
 
 BY_DEFAULT = inputs.Layout(MESH).cast_batch  # that of the forward pass alone, which takes no such argument

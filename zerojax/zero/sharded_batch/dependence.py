@@ -30,7 +30,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import traces, tree
+from zerojax import specs, traces, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
@@ -63,11 +63,11 @@ def of_loss(
         return loss_fn(params, batch, state)[1]
 
     params, state = (jax.tree.map(abstract, part) for part in (params, state))
-    by_count = [of_examples(layout, batch, count * layout.examples(batch)) for count in (1, 2)]
+    by_count = [of_examples(layout, batch, count * examples(layout, batch)) for count in (1, 2)]
     axes = layout.mesh.shape if layout.by_device else {}
     with constraints.dropped(axes):
         found = TracedLoss.of(aux_of, params, by_count[0], state, by_count[1], axes)
-    return dataclasses.replace(found, repeated=layout.repeated(batch))
+    return dataclasses.replace(found, repeated=repeated(layout, batch))
 
 
 def of_examples(
@@ -77,7 +77,7 @@ def of_examples(
 
     Of the dims that count tokens it has one of `tokens_of` parts.
     """
-    whole, before = layout.examples(batch), int(layout.passes > 1)
+    whole, before = examples(layout, batch), int(layout.passes > 1)
 
     def of_count(leaf: Leaf, spec: P, number: int) -> jax.ShapeDtypeStruct:
         rows, tokens = inputs.example_dims(spec), inputs.dims_of(spec, mesh_lib.TOKENS)
@@ -85,8 +85,29 @@ def of_examples(
         shape = [length // tokens_of if dim in tokens else length for dim, length in enumerate(shape)]
         return jax.ShapeDtypeStruct(tuple(shape[before:]), tree.dtype_of(leaf))
 
-    specs = dict(tree.flatten(layout.specs(batch), is_leaf=inputs.is_spec))
-    return tree.map_with_path(lambda path, leaf: of_count(leaf, specs[path], (apart or {}).get(path, count)), batch)
+    found = dict(tree.flatten(layout.specs(batch), is_leaf=inputs.is_spec))
+    return tree.map_with_path(lambda path, leaf: of_count(leaf, found[path], (apart or {}).get(path, count)), batch)
+
+
+def examples(layout: inputs.Layout, batch: PyTree) -> int:
+    """Returns the number of examples of one pass over a batch that was placed; 1 if no leaf counts them."""
+    for leaf, spec in zip(jax.tree.leaves(batch), jax.tree.leaves(layout.specs(batch), is_leaf=inputs.is_spec)):
+        for dim in inputs.example_dims(spec):
+            return leaf.shape[dim]
+    return 1
+
+
+def repeated(layout: inputs.Layout, batch: PyTree) -> frozenset[str]:
+    """Returns the leaves of a batch that was placed of which devices with tokens of their own have the same rows."""
+    if mesh_lib.size(layout.mesh, mesh_lib.TOKENS) == 1:
+        return frozenset()
+    return frozenset(path for path, has_tokens in has_tokens(layout, batch).items() if not has_tokens)
+
+
+def has_tokens(layout: inputs.Layout, batch: PyTree) -> dict[str, bool]:
+    """Returns the leaves of a batch that was placed: whether devices that share examples have tokens of their own of it."""
+    found = tree.flatten(layout.specs(batch), is_leaf=inputs.is_spec)
+    return {path: not specs.axes(spec).isdisjoint(mesh_lib.TOKENS) for path, spec in found}
 
 
 def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
@@ -107,7 +128,7 @@ def refuse_unsure(
       loss_fn, params, batch, state, layout: as for `of_loss`, where each device sees its own examples.
     """
     counting = layout.counting(batch)
-    whole, ways = layout.examples(batch), mesh_lib.size(layout.mesh, mesh_lib.EXAMPLES)
+    whole, ways = examples(layout, batch), mesh_lib.size(layout.mesh, mesh_lib.EXAMPLES)
     params, state = (jax.tree.map(abstract, part) for part in (params, state))
 
     def traced(count: int, names: Sequence[str] = (), rows: int = 0) -> Any:

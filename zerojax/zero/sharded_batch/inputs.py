@@ -77,35 +77,17 @@ class Layout:
         own, before = self._own(batch), (None,) * (self.passes > 1)
         return tree.map_with_path(lambda path, leaf: P(*before, *self._spec(own, path, leaf.ndim - len(before))), batch)
 
-    def examples(self, batch: PyTree) -> int:
-        """Returns the number of examples of one pass over a batch that was placed; 1 if no leaf counts them."""
-        for leaf, spec in zip(jax.tree.leaves(batch), jax.tree.leaves(self.specs(batch), is_leaf=is_spec)):
-            for dim in example_dims(spec):
-                return leaf.shape[dim]
-        return 1
-
     def counting(self, batch: PyTree) -> dict[str, bool]:
         """Returns the leaves of a batch that was placed that count examples, the largest first: whether `batch_specs` says so."""
         own, specs = self._own(batch), dict(tree.flatten(self.specs(batch), is_leaf=is_spec))
         leaves = sorted(tree.flatten(batch), key=lambda pair: -pair[1].size)
         return {path: path in own for path, _ in leaves if example_dims(specs[path])}
 
-    def repeated(self, batch: PyTree) -> frozenset[str]:
-        """Returns the leaves of a batch that was placed of which devices with tokens of their own have the same rows."""
-        if mesh_lib.size(self.mesh, mesh_lib.TOKENS) == 1:
-            return frozenset()
-        return frozenset(path for path, has_tokens in self.has_tokens(batch).items() if not has_tokens)
-
     def is_unsure(self, batch: PyTree) -> bool:
         """Returns whether a device could get rows of a leaf which are no examples: `batch_specs` does not name all of several leaves."""
         counting = self.counting(batch)
         is_one_device = mesh_lib.size(self.mesh, mesh_lib.EXAMPLES) == 1
         return not is_one_device and len(counting) > 1 and not all(counting.values())
-
-    def has_tokens(self, batch: PyTree) -> dict[str, bool]:
-        """Returns the leaves of a batch that was placed: whether devices that share examples have tokens of their own of it."""
-        specs = tree.flatten(self.specs(batch), is_leaf=is_spec)
-        return {path: not specs_lib.axes(spec).isdisjoint(mesh_lib.TOKENS) for path, spec in specs}
 
     def _cast(self, batch: PyTree, dtype: DTypeLike | None) -> PyTree:
         if self.cast_batch is False or dtype is None:
@@ -192,11 +174,8 @@ class Layout:
             )
         spec = self._spec(own, path, leaf.ndim - before)
         self._check_fits(path, leaf, P(*(None,) * before, *spec), is_own=path in own)
-        return (
-            leaf
-            if not specs_lib.axes(spec)
-            else jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, P(*(None,) * before, *spec)))
-        )
+        sharding = NamedSharding(self.mesh, P(*(None,) * before, *spec))
+        return jax.lax.with_sharding_constraint(leaf, sharding) if specs_lib.axes(spec) else leaf
 
     def _check_fits(self, path: str, leaf: Leaf, spec: P, *, is_own: bool) -> None:
         unknown = specs_lib.axes(spec) - set(self.mesh.shape)

@@ -68,11 +68,11 @@ def fold(values: PyTree, paths: Collection[str], number: jax.Array) -> PyTree:
             return leaf
         width = 0 if is_typed(leaf) else 1  # dims of a key's words
         keys = leaf.reshape(-1, *leaf.shape[leaf.ndim - width :])
-        return (
-            jax.vmap(lambda key: jax.random.fold_in(key, number))(keys).reshape(leaf.shape)
-            if keys.shape[0] > 1
-            else (jax.random.fold_in(keys[0], number).reshape(leaf.shape))
+        several = keys.shape[0] > 1
+        found = (
+            jax.vmap(jax.random.fold_in, (0, None))(keys, number) if several else jax.random.fold_in(keys[0], number)
         )
+        return found.reshape(leaf.shape)
 
     return tree.map_with_path(one, values) if paths else values
 

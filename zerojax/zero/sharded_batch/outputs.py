@@ -155,9 +155,8 @@ def of_all_devices(metrics: PyTree) -> PyTree:
 def loss_over_devices(loss: Value, ways: int) -> Value:
     """Returns a device's loss such that the sum over devices of what `objective` makes of it is the loss."""
     if isinstance(loss, Mean):
-        return Mean(
-            loss.total, jax.lax.psum(jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32)), mesh_lib.SUMMED)
-        )
+        weight = jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32))
+        return Mean(loss.total, jax.lax.psum(weight, mesh_lib.SUMMED))
     return loss if isinstance(loss, Sum) else loss / ways
 
 

@@ -122,7 +122,8 @@ def powers(
     ways = mesh_lib.size(layout.mesh, mesh_lib.TOKENS)
     params, state = (jax.tree.map(dependence.abstract, part) for part in (params, state))
     whole, part = (
-        dependence.of_examples(layout, batch, layout.examples(batch), tokens_of=tokens_of) for tokens_of in (1, ways)
+        dependence.of_examples(layout, batch, dependence.examples(layout, batch), tokens_of=tokens_of)
+        for tokens_of in (1, ways)
     )
 
     def aux_of(params: PyTree, batch: PyTree, state: State) -> Any:
@@ -146,7 +147,7 @@ def powers(
             f"{_begin(layout)}, since with one device's tokens it fails with {type(error).__name__}: {what[:200]}; "
             "make what it adds to tokens from positions in the batch"
         ) from error
-    apart = layout.has_tokens(batch)
+    apart = dependence.has_tokens(layout, batch)
     of_params = [Kind(SAME)] * len(jax.tree.leaves(params))
     of_state = [Kind(SAME, is_old=True)] * len(jax.tree.leaves(state))
     of_batch = [Kind(TOKENS if apart[path] else SAME) for path, _ in tree.flatten(batch)]
