@@ -72,7 +72,7 @@ INSIDE_ZERO: dict[str, set[str]] = {
     "sharded_batch": set(),
     "step_programs": {"sharded_batch"},  # programs in an order, wherever a state is stored
     "offload": {"sharded_batch", "step_programs"},
-    "pipeline": {"sharded_batch", "step_programs"},
+    "pipeline": {"sharded_batch", "step_programs", "offload"},
 }
 HOST_WORDS = ("host", "pinned", "disk", "offload")
 # No training step enters these, and only command lines import them (and `zerojax`, one function).

@@ -1,5 +1,7 @@
 """Checks how a run evaluates whose weights are on the groups of a pipeline. This module tests zerojax.trainer.forward."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -7,9 +9,10 @@ import runs
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
+from zerojax.checkpoint import checkpointer, logical
 from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import forward, program
+from zerojax.trainer import forward, program, resume
 from zerojax.trainer import state as state_lib
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
@@ -69,3 +72,27 @@ def test_a_run_goes_on_with_other_groups_of_devices(tmp_path):
     np.testing.assert_allclose([row[1:] for row in ours], [row[1:] for row in expected], rtol=1e-5)
     losses = [[loss for _, loss in runs.evaluations(tmp_path / name)][-1] for name in ("two", "one")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision, stage", [("fp32", 3), ("bf16", 2), ("fp16", 1)])
+def test_checkpoints_of_a_pipeline_with_its_state_in_host_memory_go_on_in_any(tmp_path, precision, stage):
+    changes = {"steps": 3, "checkpoint__at_end": True, "precision": precision, "zero__stage": stage}
+    in_two = {"mesh__pipe": 2, "grad_accum": 2}
+    far = {**in_two, "offload__optimizer": "host", "offload__chunk_bytes": 8192}
+    runs.run(tmp_path / "first", **{**changes, **far, "steps": 2})
+    ways = {"same": far, "near": in_two, "one": {}, "far_one": {"offload__optimizer": "host"}}
+    found = {}
+    for name, way in ways.items():
+        shutil.copytree(tmp_path / "first", tmp_path / name)
+        built = program.build(runs.config(**changes, **way), tokenizer_vocab=320)
+        with checkpointer.Checkpointer(tmp_path / name / "checkpoints") as saver:
+            found[name] = logical.to_stored(built.to_logical(resume.state(built, saver, 2, saver.meta(2))))
+    for name, own in found.items():
+        assert own.keys() == found["same"].keys()
+        for path, leaf in own.items():
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(found["same"][path]), err_msg=f"{name} {path}")
+    runs.run(tmp_path / "same", **{**changes, **far})
+    runs.run(tmp_path / "near", **{**changes, **in_two})
+    ours, expected = (runs.numbers(tmp_path / name) for name in ("same", "near"))
+    np.testing.assert_allclose([row[1:] for row in ours], [row[1:] for row in expected], rtol=1e-5)

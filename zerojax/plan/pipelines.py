@@ -111,7 +111,10 @@ def read(
         step.sent,
         found,
         tree.flatten(abstract_state),
-        [max(map(memory.beside, programs)) for programs in updates],
+        [
+            max([*map(memory.beside, programs), streams.bytes_at_once(update.stream) if update.stream else 0])
+            for programs, update in zip(updates, step.updates)
+        ],
     )
     here = [group for group, is_here in enumerate(step.travel.here) if is_here]
     largest = max(here, key=lambda group: held[group].peak)
@@ -126,6 +129,7 @@ def read(
     operations = {key: sum(by_dtype.values()) for key, by_dtype in counted.items()}
     of_updates = [[parsed(own) for own in programs] for programs in updates]
     times, update = _times(step, found, modules, of_updates, operations, rates, mesh, target)
+    update = max(update, *(_copies(own.host, target) for own in held)) if rates else update
     pipelined = Pipelined(
         step.order,
         times,
@@ -149,6 +153,7 @@ def read(
             step.donate,
         )
         for path, leaf in step.placed.held(largest, tree.flatten(abstract_state))
+        if path not in step.placed.groups[largest].on_host
     }
     in_pass = _total(by_dtype for key, by_dtype in counted.items() if found.programs[key].group == largest)
     by_dtype = {dtype: count * step.order.micros for dtype, count in in_pass.items()}
@@ -166,6 +171,7 @@ def own(partition: placement.Partition, group: int) -> placement.Partition:
         whole,
         abstract_state=tree.map_with_path(kept, whole.abstract_state),
         placements={path: found for path, found in whole.placements.items() if homes[path] == group},
+        on_host=partition.pipeline.offloaded()[group].on_host,
     )
 
 
@@ -205,6 +211,12 @@ def _times(
     sent = kernels.KernelWork(kernels.COLLECTIVE, "collective-permute", nbytes=largest, group=(0, 1))
     hop = rates.seconds(sent, 0 if near else 1)
     return dataclasses.replace(times, hop=hop), max(sum(map(seconds, modules)) for modules in updates)
+
+
+def _copies(nbytes: int, target: targets.Target) -> float:
+    """Returns the seconds in which optimizer state arrives from host memory and leaves again, both at once; 0 if unknown."""
+    rate = target.host_duplex or target.host_link
+    return nbytes / rate.value if rate else 0.0
 
 
 def _linked(

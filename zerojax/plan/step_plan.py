@@ -236,7 +236,8 @@ def plan_step(
     sent = ledger.ledger(read.module, mesh, weights)
     # Programs of blocks copy weights alone.
     activations = (0, 0) if stream and stream.by_block else bound_lib.host_traffic(sent.flow)
-    bound, expected = _bound(known, mesh, read.operations, sent, max(activations)), None
+    of_group = pipeline.memory[pipeline.largest].host if pipeline else 0
+    bound, expected = _bound(known, mesh, read.operations, sent, max(activations) + of_group), None
     if stream is not None and bound is not None:
         phases = times.phases(train_step, stream, sent.flow, bound.seconds, state, args[0], activations)
         bound, expected = times.bounded(bound, phases, known), times.of(phases, known, times.AS_REACHED)
@@ -296,7 +297,7 @@ def _weights(state: State) -> dict[str, Any]:
 def _bound(
     target: targets.Target, mesh: Mesh, operations: Mapping[str, float], sent: ledger.Ledger, host: int
 ) -> bound_lib.Bound | None:
-    """Returns the least time of the step's programs; `host` are the bytes of activations to host memory, or from there."""
+    """Returns the least time of the step's programs; `host` are the bytes to host memory, or from there, that `times` does not count."""
     return bound_lib.least_step(
         target,
         mesh,
@@ -361,6 +362,7 @@ def _memory(
         assigned[role] = temporaries.get(role, 0)
     if pipeline is not None:  # known by role but for what programs take
         assigned[roles.GRADIENTS] = pipeline.memory[pipeline.largest].sums
+        assigned[roles.HOST] = pipeline.memory[pipeline.largest].host
         resident = sum(held.arguments_by_role.values()) + assigned[roles.GRADIENTS]
         return _rows(assigned | {roles.TEMPORARIES: pipeline.peak - resident}, placement, passes, by_hand)
     if stream is not None and stream.by_block is not None:

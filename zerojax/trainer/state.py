@@ -36,7 +36,7 @@ def first(program: program_lib.Program) -> State:
         # The optimizer's state is that of the weights without padding.
         return padding.pad(program.create(padding.unpad({"params": params}, on_device)["params"]), on_device)
 
-    if partition.offload:
+    if partition.offload and not partition.pipeline:
         place = {path: number for number, (path, _) in enumerate(tree.flatten(abstract_params))}
         parts = (program.weights.make({name: part}) for name, part in abstract_params.items())
         numbered = ({place[path]: leaf for path, leaf in tree.flatten(part)} for part in parts)
@@ -46,7 +46,7 @@ def first(program: program_lib.Program) -> State:
         state = jax.tree.unflatten(jax.tree.structure(wanted), leaves)
     elif placed := partition.pipeline:
         params = program.weights.make(abstract_params)
-        leaves = pipeline_state.created(create, (), wanted, placed, params)
+        leaves = pipeline_state.created(create, (), wanted, placed, params, keep=keep)
         state = jax.tree.unflatten(jax.tree.structure(wanted), leaves)
     else:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
@@ -112,7 +112,9 @@ def _is_lacking(field: Any) -> bool:
 
 def _with_copy(program: program_lib.Program, logical: State, keep: storage.Keep) -> State:
     """Returns the state of a checkpoint's form: params are copied from the master weights, if there are any."""
-    if not program.partition.offload or program.copy_dtype is None:
+    placed = program.partition.pipeline
+    is_leafwise = program.partition.offload or (placed and placed.travel.is_one)  # else one program shards all copies
+    if not is_leafwise or program.copy_dtype is None:
         return logical_lib.from_logical(logical, program.copy_dtype)
     wanted = program.partition.abstract_state.params
 

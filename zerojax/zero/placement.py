@@ -171,6 +171,11 @@ class Partition:
         return self.resident or self
 
     @property
+    def offloaded(self) -> "list[Partition]":
+        """Returns the partition of each group of devices with other leaves in host memory: those of a pipeline, or this one."""
+        return self.pipeline.offloaded() if self.pipeline else [self]
+
+    @property
     def kept_whole(self) -> dict[str, str]:
         """Returns the reason for each weight, by path, that the stage would shard but that stays replicated.
 

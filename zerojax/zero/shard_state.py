@@ -54,9 +54,14 @@ def shard_train_state(
         partition = stages.partition_state(abstract_state, mesh=mesh, stage=stage, trainable=trainable, **options)
         if partition.pipeline:
             leaves = pipeline_state.created(
-                lambda *args: padding.pad(init(*args), partition), traced, partition.abstract_state, partition.pipeline
+                lambda *args: padding.pad(init(*args), partition.on_device),
+                traced,
+                partition.abstract_state,
+                partition.pipeline,
+                keep=create.begin(partition),
             )
-            return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), partition
+            whole = partition.abstract_state if partition.offload else abstract_state
+            return jax.tree.unflatten(jax.tree.structure(whole), leaves), partition
         if partition.offload:
             whole = partition.abstract_state
             leaves = create.from_init(

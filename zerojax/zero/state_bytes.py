@@ -72,12 +72,17 @@ def _counted(
 
 
 def bytes_elsewhere(partition: placement.Partition) -> dict[str, int]:
-    """Returns {role: bytes of the state for each device} of host memory and of the disk, where they hold any."""
+    """Returns {role: bytes of the state for each device} of host memory and of the disk, where they hold any.
+
+    Of a pipeline's groups of devices it is the one with the most.
+    """
     found: dict[str, int] = {}
-    on_disk = storage.on_disk(partition)
-    for path, leaf in selection.host_leaves(partition).items():
-        role = roles.DISK if path in on_disk else roles.HOST
-        found[role] = found.get(role, 0) + tree.shard_bytes(leaf)
+    for part in partition.offloaded:
+        own, on_disk = dict[str, int](), storage.on_disk(part)
+        for path, leaf in selection.host_leaves(part).items():
+            role = roles.DISK if path in on_disk else roles.HOST
+            own[role] = own.get(role, 0) + tree.shard_bytes(leaf)
+        found |= {role: max(count, found.get(role, 0)) for role, count in own.items()}
     return found
 
 

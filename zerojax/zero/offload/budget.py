@@ -59,6 +59,10 @@ def pool_bytes(partition: placement.Partition) -> int:
 
     Frozen weights are in host memory once: nothing writes new ones.
     """
+    return sum(map(_pool_bytes, partition.offloaded))
+
+
+def _pool_bytes(partition: placement.Partition) -> int:
     counts = {path: tree.shard_bytes(leaf) for path, leaf in selection.host_leaves(partition).items()}
     if not counts:
         return 0

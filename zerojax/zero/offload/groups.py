@@ -128,18 +128,22 @@ class Division:
       partition: with offloaded leaves.
       has_all: whether weights whose optimizer state stays on the device are updated in groups too, if they are as large as those of
         offloaded state. Their gradients then need not wait for those of the whole model.
+      numbers: of the weights (see `Item`), if others of the model are updated elsewhere; None: their places among the trained ones.
 
     Raises:
       UserError: the optimizer cannot be initialised for a part of the weights.
     """
 
-    def __init__(self, partition: placement.Partition, *, has_all: bool = False):
+    def __init__(
+        self, partition: placement.Partition, *, has_all: bool = False, numbers: Mapping[str, int] | None = None
+    ):
         self._partition = partition
         flat = tree.flatten(partition.abstract_state.opt_state)
         self.leaves = [leaf for _, leaf in flat]
         self._position = {path: number for number, (path, _) in enumerate(flat)}
         trained = partition.trainable_part(partition.abstract_state.params)
-        self._numbers = {f"params/{path}": number for number, (path, _) in enumerate(tree.flatten(trained))}
+        places = {f"params/{path}": place for place, (path, _) in enumerate(tree.flatten(trained))}
+        self._numbers = {path: numbers[path] if numbers else place for path, place in places.items()}
         self.params = {f"params/{path}": leaf for path, leaf in tree.flatten(partition.abstract_state.params)}
         self.names = list(self.params)
         self.on_host = {n for path, n in self._position.items() if f"opt_state/{path}" in partition.on_host}

@@ -12,7 +12,7 @@ next step. The first step of all waits for its gradients before it sends loads.
 
 import collections
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -33,40 +33,37 @@ def updates_of(partition: placement.Partition, *, may_skip: bool) -> updates_lib
     return updates_lib.Updates(partition, may_skip=may_skip, has_all=selection.are_params_on_host(partition))
 
 
-class StreamedStep:
-    """`train_step(state, batch) -> (state, metrics)`, as several programs.
+class Stream:
+    """Sends groups of optimizer state through the device.
 
     Attributes:
-      gradients: the first program: (the state without offloaded leaves, batch) -> (the same, metrics, what the updates read).
-      updates: the updates of the offloaded weights.
+      updates: of the groups.
       in_flight: groups that the device holds at once.
     """
 
-    def __init__(self, gradients: Callable[..., Any], updates: updates_lib.Updates, *, donate: bool):
-        self.gradients, self.updates, self.in_flight = gradients, updates, updates.in_flight
-        self._donate, self._is_loaded = donate, False
-        if (updates.is_on_disk or updates.params_on_disk) and not donate:
-            raise UserError(
-                "donate: is False, and what offload keeps on a disk ('nvme') is written over the old state; omit donate"
-            )
+    def __init__(self, updates: updates_lib.Updates, *, donate: bool):
+        self.updates, self.in_flight = updates, updates.in_flight
+        self._donate = donate
         self._leaving: collections.deque[list[Any]] = collections.deque()  # stores that may not have ended
 
-    def __call__(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
-        """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
-        self._check(state, batch)
-        leaves, groups = jax.tree.leaves(state.opt_state), self.updates.groups
-        self.updates.prefetch(leaves, groups)
-        if self._is_loaded:
-            arriving = self._first_loads(leaves)
-            new_state, metrics, handed = self.gradients(self.updates.rest.of(state), batch)
-        else:
-            # cuDNN builds its attention in a CUDA graph when the program is first run, and fails if copies begin meanwhile.
-            new_state, metrics, handed = jax.block_until_ready(self.gradients(self.updates.rest.of(state), batch))
-            arriving = self._first_loads(leaves)
-            self._is_loaded = True
-        sent = len(arriving)
-        params = dict(zip(self.updates.names, jax.tree.leaves(new_state.params)))
-        new_leaves: dict[int, jax.Array] = {}
+    def sent(
+        self,
+        arriving: collections.deque[storage.Loading],
+        leaves: list[Any],
+        params: dict[str, jax.Array],
+        handed: updates_lib.Handed,
+        new_leaves: dict[int, jax.Array],
+    ) -> Iterator[None]:
+        """Sends the updates of all groups, and yields after each.
+
+        Args:
+          arriving: the loads that were sent before, of `first_loads`.
+          leaves: of the optimizer state.
+          params: by path; replaced by the new ones.
+          handed: what the updates read; the gradients of each group are dropped behind it.
+          new_leaves: takes the new leaves of the optimizer state, by position.
+        """
+        groups, sent = self.updates.groups, len(arriving)
         for number, group in enumerate(groups):
             while sent < len(groups) and len(arriving) < self.ahead:
                 self._make_room(len(arriving))
@@ -85,12 +82,65 @@ class StreamedStep:
                 for position in group.host:
                     leaves[position].delete()
             del done, stored
-        return self._joined(state, new_state, params, new_leaves), metrics
+            yield
 
     @property
     def ahead(self) -> int:
         """Returns the number of groups that are loaded before their update is sent."""
         return max(1, self.in_flight // 2)
+
+    def first_loads(self, leaves: list[Any]) -> collections.deque[storage.Loading]:
+        """Sends the loads of the first groups, as far as the device has room."""
+        groups = self.updates.groups
+        room = min(self.ahead, len(groups), self.in_flight - self._num_leaving())
+        return collections.deque(self.updates.load(group, leaves) for group in groups[:room])
+
+    def _num_leaving(self) -> int:
+        """Returns the number of stores that have not ended, and forgets the others."""
+        while self._leaving and all(leaf.is_deleted() or leaf.is_ready() for leaf in self._leaving[0]):
+            self._leaving.popleft()
+        return len(self._leaving)
+
+    def _make_room(self, num_arriving: int) -> None:
+        """Waits until one more group may be sent to the device."""
+        while self._leaving and len(self._leaving) + num_arriving >= self.in_flight:
+            jax.block_until_ready([leaf for leaf in self._leaving.popleft() if not leaf.is_deleted()])
+
+
+class StreamedStep(Stream):
+    """`train_step(state, batch) -> (state, metrics)`, as several programs.
+
+    Attributes:
+      gradients: the first program: (the state without offloaded leaves, batch) -> (the same, metrics, what the updates read).
+      updates: the updates of the offloaded weights.
+    """
+
+    def __init__(self, gradients: Callable[..., Any], updates: updates_lib.Updates, *, donate: bool):
+        super().__init__(updates, donate=donate)
+        self.gradients, self._is_loaded = gradients, False
+        if (updates.is_on_disk or updates.params_on_disk) and not donate:
+            raise UserError(
+                "donate: is False, and what offload keeps on a disk ('nvme') is written over the old state; omit donate"
+            )
+
+    def __call__(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
+        """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
+        self._check(state, batch)
+        leaves, groups = jax.tree.leaves(state.opt_state), self.updates.groups
+        self.updates.prefetch(leaves, groups)
+        if self._is_loaded:
+            arriving = self.first_loads(leaves)
+            new_state, metrics, handed = self.gradients(self.updates.rest.of(state), batch)
+        else:
+            # cuDNN builds its attention in a CUDA graph when the program is first run, and fails if copies begin meanwhile.
+            new_state, metrics, handed = jax.block_until_ready(self.gradients(self.updates.rest.of(state), batch))
+            arriving = self.first_loads(leaves)
+            self._is_loaded = True
+        params = dict(zip(self.updates.names, jax.tree.leaves(new_state.params)))
+        new_leaves: dict[int, jax.Array] = {}
+        for _ in self.sent(arriving, leaves, params, handed, new_leaves):
+            pass
+        return self._joined(state, new_state, params, new_leaves), metrics
 
     def trace(self, state: State, batch: PyTree) -> jax.stages.Traced:
         """Traces the program of the gradients, for the whole train state, abstract or not."""
@@ -109,12 +159,6 @@ class StreamedStep:
         found.updates.compile()
         return found
 
-    def _first_loads(self, leaves: list[Any]) -> collections.deque[storage.Loading]:
-        """Sends the loads of the first groups, as far as the device has room."""
-        groups = self.updates.groups
-        room = min(self.ahead, len(groups), self.in_flight - self._num_leaving())
-        return collections.deque(self.updates.load(group, leaves) for group in groups[:room])
-
     def _check(self, state: State, batch: PyTree) -> None:
         arguments.is_usable(state)
         if jax.tree.structure(state.opt_state) != self.updates.structure:
@@ -127,17 +171,6 @@ class StreamedStep:
 
     def _set_dtypes(self, handed: updates_lib.Handed) -> None:
         self.updates.set_grad_dtypes({weight: grad.dtype for weight, grad in handed.grads.items()})
-
-    def _num_leaving(self) -> int:
-        """Returns the number of stores that have not ended, and forgets the others."""
-        while self._leaving and all(leaf.is_deleted() or leaf.is_ready() for leaf in self._leaving[0]):
-            self._leaving.popleft()
-        return len(self._leaving)
-
-    def _make_room(self, num_arriving: int) -> None:
-        """Waits until one more group may be sent to the device."""
-        while self._leaving and len(self._leaving) + num_arriving >= self.in_flight:
-            jax.block_until_ready([leaf for leaf in self._leaving.popleft() if not leaf.is_deleted()])
 
     def _joined(self, state: State, new_state: State, params: PyTree, new_leaves: dict[int, Any]) -> State:
         """Returns the new train state, of which `new_state` has all but the optimizer state of items and their params."""

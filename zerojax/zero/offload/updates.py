@@ -53,12 +53,19 @@ class Updates(groups_lib.Division):
     """The update of a division's groups.
 
     Args:
-      partition, has_all: see `groups.Division`.
+      partition, has_all, numbers: see `groups.Division`.
       may_skip: whether steps may be skipped (loss scaling).
     """
 
-    def __init__(self, partition: placement.Partition, *, may_skip: bool, has_all: bool = False):
-        super().__init__(partition, has_all=has_all)
+    def __init__(
+        self,
+        partition: placement.Partition,
+        *,
+        may_skip: bool,
+        has_all: bool = False,
+        numbers: Mapping[str, int] | None = None,
+    ):
+        super().__init__(partition, has_all=has_all, numbers=numbers)
         self._may_skip = may_skip
         self._device_shardings = {n: memory_kind.on_device(self.leaves[n].sharding) for n in self.on_host}
         self._grad_dtypes: dict[str, Any] = {}

@@ -1,8 +1,9 @@
 """Updates the weights that live on one group of a pipeline. This module makes a train state of them alone, with the optimizer state that is
-theirs, so that the update of a step without a pipeline serves each group."""
+theirs, so that the update of a step without a pipeline serves each group. Where that state is in host memory, it streams through the
+group's devices after the update of what stays there (`offload.streamed_step.Stream`)."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,11 +12,13 @@ import optax
 
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.optim import fused, locality
+from zerojax.optim import fused, locality, pieces
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero import accumulate, gather, placement
 from zerojax.zero import update as update_lib
+from zerojax.zero.offload import streamed_step
+from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.pipeline import state
 from zerojax.zero.step_programs import one_pass
 
@@ -27,6 +30,7 @@ class GroupUpdate:
       trained: the paths of its weights that have a gradient, in the order of the params.
       reads: the paths of the leaves of the state that it reads.
       abstract: these leaves.
+      stream: of its optimizer state in host memory; None if it has none.
 
     Args:
       placed: the pipeline of the state.
@@ -55,12 +59,13 @@ class GroupUpdate:
         self._structures: dict[str, Any] = {"params": jax.tree.structure(whole.abstract_state.params)}
         with fused.of_a_part():
             opt_state = jax.eval_shape(whole.abstract_state.tx.init, self._only(known))
+        stored = dict(tree.flatten(whole.abstract_state.opt_state, is_leaf=pieces.is_pieces))
+        opt_state = tree.map_with_path(lambda path, _: stored[path], opt_state)
         blank = whole.abstract_state.replace(params=(), opt_state=())
         self._names = {"opt_state": [f"opt_state/{path}" for path, _ in tree.flatten(opt_state)]}
         self._names["rest"] = [path for path, _ in tree.flatten(blank)]
         self._structures |= {"opt_state": jax.tree.structure(opt_state), "rest": jax.tree.structure(blank)}
         abstract = self._state(known)
-        self.reads = [path for path, _ in tree.flatten(abstract)]
         partition = dataclasses.replace(
             whole,
             abstract_state=abstract,
@@ -69,9 +74,23 @@ class GroupUpdate:
                 path: dataclasses.replace(found, trainable=path in self.trained)
                 for path, found in whole.placements.items()
             },
+            on_host=whole.on_host.intersection(path for path, _ in tree.flatten(abstract)),
         )
-        numbers = tuple(number for number, path in enumerate(trained) if path in self.trained)
-        finish = update_lib.finish(partition, update_lib.Own(partition, numbers), scaling, clip)
+        own = update_lib.Own(partition, tuple(n for n, path in enumerate(trained) if path in self.trained))
+        self.stream: streamed_step.Stream | None = None
+        if partition.on_host:
+            numbers = {path: number for number, path in enumerate(trained)}
+            updates = updates_lib.Updates(partition, may_skip=clip.may_skip, numbers=numbers)
+            updates.set_grad_dtypes(dict.fromkeys(updates.weights, jnp.float32))
+            self.stream, self._is_loaded = streamed_step.Stream(updates, donate=donate), False
+            self._positions = self._names["opt_state"]
+            rest = updates.rest.partition.abstract_state.opt_state
+            self._names["opt_state"] = [f"opt_state/{path}" for path, _ in tree.flatten(rest)]
+            self._structures["opt_state"] = jax.tree.structure(rest)
+            own = update_lib.Own(updates.rest.partition, updates.rest.numbers)
+            abstract = self._state(known)
+        self.reads = [path for path, _ in tree.flatten(abstract)]
+        finish = update_lib.finish(partition, own, scaling, clip)
 
         def squares(leaves: list[Any], sums: dict[str, jax.Array], count: Any) -> Any:
             grads = accumulate.averaged(one_pass.reduced(sums, whole.placements, reduction), count)
@@ -82,8 +101,9 @@ class GroupUpdate:
             known = {path: own for part in squares for path, own in part.items()}
             of_all = [known[path] for path in trained]  # as one device would add them
             before = self._state(dict(zip(self.reads, leaves)))
-            new_state, metrics, _, _ = finish(before, {"metrics": {}}, self._only(grads), of_all)
-            return jax.tree.leaves(new_state), metrics
+            new_state, metrics, factor, finite = finish(before, {"metrics": {}}, self._only(grads), of_all)
+            handed = self.stream and self.stream.updates.handed_to(before, {}, factor, finite)
+            return jax.tree.leaves(new_state), metrics, handed
 
         self._grads = {
             path: jax.ShapeDtypeStruct(found.shape or (), jnp.float32, sharding=found.update)
@@ -93,7 +113,8 @@ class GroupUpdate:
         self._squares = jax.jit(squares, donate_argnums=1, out_shardings=(grad_shardings, None))
         self.abstract = jax.tree.leaves(abstract)
         shardings = [leaf.sharding for leaf in self.abstract]
-        self._apply = jax.jit(apply, donate_argnums=(0,) if donate else (), out_shardings=(shardings, None))
+        handed = self.stream and self.stream.updates.handed_shardings._replace(grads={})
+        self._apply = jax.jit(apply, donate_argnums=(0,) if donate else (), out_shardings=(shardings, None, handed))
 
     def read(self, leaves: Mapping[str, jax.Array]) -> list[jax.Array]:
         """Returns the leaves of a state, given by path, that the update reads."""
@@ -115,10 +136,24 @@ class GroupUpdate:
 
     def apply(
         self, read: list[jax.Array], grads: PyTree, squares: PyTree
-    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """Returns the new leaves, by path, and the metrics; `squares` are those of all groups, on this one."""
-        new, metrics = self._apply(read, grads, squares)
-        return dict(zip(self.reads, new)), metrics
+    ) -> tuple[dict[str, jax.Array], dict[str, Any], updates_lib.Handed | None]:
+        """Returns the new leaves, by path, the metrics, and what `streamed` reads; `squares` are those of all groups, on this one."""
+        new, metrics, handed = self._apply(read, grads, squares)
+        return dict(zip(self.reads, new)), metrics, handed and handed._replace(grads=dict(grads))
+
+    def streamed(self, leaves: dict[str, Any], handed: updates_lib.Handed | None) -> Iterator[None]:
+        """Sends the updates of the group's state in host memory, yields after each part of it, and replaces the leaves, by path."""
+        if self.stream is None or handed is None:
+            return
+        if not self._is_loaded:  # see `streamed_step`
+            jax.block_until_ready(handed.factor)
+            self._is_loaded = True
+        held = [leaves[path] for path in self._positions]
+        params = {path: leaves[path] for path in self.stream.updates.weights}
+        new: dict[int, jax.Array] = {}
+        yield from self.stream.sent(self.stream.first_loads(held), held, params, handed, new)
+        leaves.update(params)
+        leaves.update({self._positions[position]: leaf for position, leaf in new.items()})
 
     def _only(self, values: Mapping[str, Any]) -> PyTree:
         """Returns a tree like the params with the group's trained ones of `values`, and `optax.MaskedNode()` for the others."""

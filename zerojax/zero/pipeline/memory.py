@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerojax import tree
+from zerojax.zero.offload import selection
 from zerojax.zero.pipeline import order as order_lib
 from zerojax.zero.pipeline import stage_programs, state
 
@@ -20,6 +21,7 @@ class GroupMemory:
       batch: all micro-batches, and the batch that they are made of.
       values: what passes have left for others when they take the most: what a backward pass reads, and what other groups sent.
       sent: to other groups in a step.
+      host: optimizer state in host memory, which is not in the peak. As much arrives in a step, and leaves.
     """
 
     peak: int
@@ -28,6 +30,7 @@ class GroupMemory:
     batch: int
     values: int
     sent: int
+    host: int = 0
 
 
 def of_groups(
@@ -46,8 +49,11 @@ def of_groups(
       leaves: of the abstract state, with their paths.
       updates: what the update of each group takes beside state and gradients.
     """
+    host = [sum(map(tree.shard_bytes, selection.host_leaves(own).values())) for own in placed.offloaded()]
     groups, micros = range(len(placed.groups)), 1 + max(op.micro for op, _ in sent)
-    held_state = [sum(tree.shard_bytes(leaf) for _, leaf in placed.held(group, leaves)) for group in groups]
+    held_state = [
+        sum(tree.shard_bytes(leaf) for _, leaf in placed.held(group, leaves)) - host[group] for group in groups
+    ]
     for number, path in found.paths.items():
         home = placed.homes.get(f"params/{path[2:]}" if path.startswith("0/") else path[2:], state.EVERYWHERE)
         for group in found.readers[number]:
@@ -98,6 +104,7 @@ def of_groups(
             batch,
             most[group],
             moved[group],
+            host[group],
         )
         for group in groups
     ]

@@ -18,9 +18,12 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import precision, roles, specs, tree
 from zerojax.errors import UserError
+from zerojax.optim import pieces
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import block_settings, placement
+from zerojax.zero.offload import create, memory_kind, storage
+from zerojax.zero.offload import settings as offload_settings
 from zerojax.zero.pipeline import passes, segments, travel
 from zerojax.zero.sharded_batch import inputs, outputs
 
@@ -94,6 +97,13 @@ class Placed:
         """Returns the number of calls of blocks in the stages of a group."""
         return sum(stage % len(self.groups) == group for stage in self.stage_of_call)
 
+    def offloaded(self) -> list[placement.Partition]:
+        """Returns how each group holds the whole state, with its own leaves of it alone in host memory."""
+        return [
+            dataclasses.replace(own, on_host=frozenset(path for path in own.on_host if self.homes[path] == group))
+            for group, own in enumerate(self.groups)
+        ]
+
     def held(self, group: int, leaves: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         """Returns those of the leaves of a state, with their paths, that a group holds."""
         return [(path, leaf) for path, leaf in leaves if self.homes[path] in (group, EVERYWHERE)]
@@ -111,16 +121,13 @@ def partitioned(
       partition: f(mesh) -> how the devices of one group hold the whole state.
 
     Raises:
-      UserError: something is on the host, or there are fewer blocks than stages.
+      UserError: something is offloaded that a pipeline keeps on the devices, or there are fewer blocks than stages.
     """
     groups = [partition(own) for own in mesh_lib.groups(mesh)]
-    if groups[0].on_host:
-        raise UserError(
-            "offload.optimizer: a pipeline keeps its state on the devices; set it, and offload.params, to none, or set `pipe=1`"
-        )
+    _check_offload(groups)
     trace = passes.Pass(
         outputs.with_aux(pipeline.loss_fn, lambda state: 1.0),
-        groups[0],
+        groups[0].on_device,
         block_settings.How(pipeline.blocks, pipeline.heads, remat="full"),
         inputs.Layout(groups[0].mesh, 1, pipeline.batch_specs, by_device=True),
         jnp.float32,
@@ -134,11 +141,46 @@ def partitioned(
             'indivisible: is "pad", and no process sees all the groups of a pipeline, which it would take to cut padding off; use "whole"'
         )
     homes, index = {}, tree.suffix_index(groups[0].placements)
-    for path, leaf in groups[0].leaves.items():
+    for path, leaf in {**groups[0].on_device.leaves, **groups[0].leaves}.items():  # in pieces, and as one
         weight = path if path in groups[0].placements else leaf.weight
         if leaf.role == roles.OPT_STATE:  # factored moments have shapes of their own, and the weight's name
             weight = weight or tree.longest_suffix(index, path) or ""
         homes[path] = stage_of.get(weight, cut.stages - 1) % len(groups) if weight else EVERYWHERE
+    found = _joined(groups, homes, mesh)
+    return dataclasses.replace(
+        found,
+        resident=_joined([group.on_device for group in groups], homes, mesh) if found.offload else None,
+        pipeline=Placed(pipeline, mesh, groups, homes, cut.stage_of_call),
+    )
+
+
+def _check_offload(groups: Sequence[placement.Partition]) -> None:
+    """Refuses what a pipeline does not offload.
+
+    Raises:
+      UserError: it is on.
+    """
+    chosen = groups[0].offload
+    if chosen is None:
+        return
+    processes = {device.process_index for own in groups for device in own.mesh.devices.flat}
+    wrong = {
+        f"offload.params: is {chosen.params!r}, and a pipeline reads weights from the devices": chosen.params
+        != offload_settings.NONE,
+        "offload.optimizer: is 'nvme', and a pipeline's state is on the devices or in host memory": chosen.optimizer
+        == offload_settings.NVME,
+        "offload.late_norm: is True, and the groups of a pipeline wait for the norm of all": chosen.late_norm,
+        "offload.by_block: is 'on', and the stages of a pipeline are programs of their own": chosen.by_block
+        == offload_settings.ON,
+        "offload.optimizer: is 'host', and with a pipeline that takes one process for all devices": len(processes) > 1,
+    }
+    for line, is_wrong in wrong.items():
+        if is_wrong:
+            raise UserError(f"{line}; omit it, or set `pipe=1`")
+
+
+def _joined(groups: Sequence[placement.Partition], homes: Mapping[str, int], mesh: Mesh) -> placement.Partition:
+    """Returns the partition over all groups of which each holds its own leaves."""
     pick = functools.partial(tree.map_with_path, lambda path, *own: own[homes[path]])
     everywhere = NamedSharding(mesh, P())
 
@@ -158,12 +200,17 @@ def partitioned(
         shardings=shardings,
         specs=pick(*(group.specs for group in groups)),
         placements={path: groups[homes[path]].placements[path] for path in groups[0].placements},
-        pipeline=Placed(pipeline, mesh, groups, homes, cut.stage_of_call),
     )
 
 
 def created(
-    init: Callable[..., Any], args: Sequence[Any], wanted: PyTree, placed: Placed, params: PyTree = None
+    init: Callable[..., Any],
+    args: Sequence[Any],
+    wanted: PyTree,
+    placed: Placed,
+    params: PyTree = None,
+    *,
+    keep: storage.Keep,
 ) -> list[jax.Array]:
     """Returns the leaves of a state, each where it lives: a program for each group makes its own.
 
@@ -173,9 +220,10 @@ def created(
       wanted: the abstract state, or a part of it, with shardings.
       placed: its pipeline.
       params: the weights where they live, whose memory is reused; None if `init` draws them. What is made of one lives where it does.
+      keep: from `offload.create.begin`.
     """
     init = jax.jit(init)  # traced once for all groups
-    names, likes = zip(*tree.flatten(wanted))
+    names, likes = zip(*tree.flatten(wanted, is_leaf=pieces.is_pieces))
     found: list[Any] = [None] * len(names)
     leaves, structure = jax.tree.flatten(params)
     homes_of_params = [placed.homes[f"params/{path}"] for path, _ in tree.flatten(params)] if leaves else []
@@ -194,11 +242,19 @@ def created(
         if own and home != EVERYWHERE and not placed.is_here(home):
             for number in own:
                 found[number] = travel.absent(likes[number])
+        elif any(map(memory_kind.is_on_host, jax.tree.leaves([likes[number] for number in own]))):
+            given = ([leaves[number] for number in held], args)
+            made = create.from_init(
+                lambda held, args, make=make: make(held, *args), given, [likes[n] for n in own], keep
+            )
+            structure_of_own: Any = jax.tree.structure([likes[number] for number in own])
+            for number, leaf in zip(own, jax.tree.unflatten(structure_of_own, made)):
+                found[number] = leaf
         elif own:
             program = jax.jit(make, out_shardings=[likes[number].sharding for number in own], donate_argnums=0)
             for number, leaf in zip(own, program([leaves[number] for number in held], *args)):
                 found[number] = leaf
-    return found
+    return jax.tree.leaves(found)
 
 
 def spread(values: PyTree, placed: Placed | None) -> PyTree:

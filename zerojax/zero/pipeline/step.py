@@ -12,6 +12,7 @@ sends the programs of its own groups, and joins what travels to and from them (`
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,7 +81,7 @@ def of(
     of_groups = [
         passes.Pass(
             loss_fn,
-            group,
+            dataclasses.replace(group, abstract_state=group.on_device.abstract_state),
             how,
             dataclasses.replace(layout, mesh=group.mesh, passes=1),
             reduce_dtype,
@@ -157,11 +158,17 @@ class PipelineStep:
         done = {group: self.updates[group].squares(own, sums, count[group]) for group, own in read.items()}
         squares = self._exchanged({group: own for group, (_, own) in done.items()})
         shared: dict[str, list[jax.Array]] = collections.defaultdict(list)
+        handed: dict[int, Any] = {}
         for group in self._here:
-            new, of_update = self.updates[group].apply(read[group], done[group][0], squares[group])
+            new, of_update, handed[group] = self.updates[group].apply(read[group], done[group][0], squares[group])
             for path, leaf in new.items():
                 (shared[path].append(leaf) if self._home(path) == state.EVERYWHERE else leaves.update({path: leaf}))
         leaves |= {path: state.joined(parts, self._mesh) for path, parts in shared.items()}
+        del done
+        for _ in itertools.zip_longest(
+            *(self.updates[group].streamed(leaves, handed.pop(group)) for group in self._here)
+        ):
+            pass  # all groups in turn, as each waits for its own copies
         new_state = tree.map_with_path(lambda path, _: leaves[path], train_state)
         return new_state, {**metrics, **of_update}
 
