@@ -100,7 +100,7 @@ def plan(step: streamed_step.StreamedStep, gradients: buffers_lib.Buffers, state
     )
 
 
-def bytes_at_once(step: streamed_step.Stream) -> int:
+def bytes_at_once(step: streamed_step.StateStream) -> int:
     """Returns the device bytes of the groups in flight, of params that leave with them, and of the temporaries of an update.
 
     Compiles the programs of the updates.

@@ -33,7 +33,7 @@ def updates_of(partition: placement.Partition, *, may_skip: bool) -> updates_lib
     return updates_lib.Updates(partition, may_skip=may_skip, has_all=selection.are_params_on_host(partition))
 
 
-class Stream:
+class StateStream:
     """Sends groups of optimizer state through the device.
 
     Attributes:
@@ -107,7 +107,7 @@ class Stream:
             jax.block_until_ready([leaf for leaf in self._leaving.popleft() if not leaf.is_deleted()])
 
 
-class StreamedStep(Stream):
+class StreamedStep(StateStream):
     """`train_step(state, batch) -> (state, metrics)`, as several programs.
 
     Attributes:

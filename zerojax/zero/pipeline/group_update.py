@@ -1,6 +1,6 @@
 """Updates the weights that live on one group of a pipeline. This module makes a train state of them alone, with the optimizer state that is
 theirs, so that the update of a step without a pipeline serves each group. Where that state is in host memory, it streams through the
-group's devices after the update of what stays there (`offload.streamed_step.Stream`)."""
+group's devices after the update of what stays there (`offload.streamed_step.StateStream`)."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -77,12 +77,12 @@ class GroupUpdate:
             on_host=whole.on_host.intersection(path for path, _ in tree.flatten(abstract)),
         )
         own = update_lib.Own(partition, tuple(n for n, path in enumerate(trained) if path in self.trained))
-        self.stream: streamed_step.Stream | None = None
+        self.stream: streamed_step.StateStream | None = None
         if partition.on_host:
             numbers = {path: number for number, path in enumerate(trained)}
             updates = updates_lib.Updates(partition, may_skip=clip.may_skip, numbers=numbers)
             updates.set_grad_dtypes(dict.fromkeys(updates.weights, jnp.float32))
-            self.stream, self._is_loaded = streamed_step.Stream(updates, donate=donate), False
+            self.stream, self._is_loaded = streamed_step.StateStream(updates, donate=donate), False
             self._positions = self._names["opt_state"]
             rest = updates.rest.partition.abstract_state.opt_state
             self._names["opt_state"] = [f"opt_state/{path}" for path, _ in tree.flatten(rest)]
