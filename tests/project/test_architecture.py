@@ -227,7 +227,7 @@ def test_kernels_import_nothing_of_the_library(path):
 
 def test_few_modules_name_the_hosts_memory():
     """Others ask `zero.offload.memory_kind` or compare an array's memory kind with its device's default."""
-    known = {"zero.offload.memory_kind", "zero.remat"}
+    known = {"zero.offload.memory_kind", "zero.marks"}
     assert {name for name, path in MODULES.items() if '"pinned_host"' in path.read_text()} <= known
 
 

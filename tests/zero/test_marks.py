@@ -33,7 +33,7 @@ def test_naming_for_the_host_keeps_the_tree():
             if isinstance(leaf, jax.Array)
         ]
 
-    assert str(jax.make_jaxpr(arrays)(X)).count(remat.HOST) == 2
+    assert str(jax.make_jaxpr(arrays)(X)).count(marks.HOST) == 2
 
 
 def test_marks_reach_matmuls_in_functions_that_are_called_or_mapped():
@@ -57,3 +57,24 @@ def test_marks_reach_matmuls_in_functions_that_are_called_or_mapped():
 def test_a_matmul_with_a_dot_algorithm_takes_no_mark():
     with pytest.raises(UserError, match=r"^recompute: a matmul .* has the dot algorithm .*F32_F32_F32"):
         marks.not_kept(lambda: [jnp.dot(X, W, precision="F32_F32_F32")])
+
+
+@pytest.mark.parametrize("name", ["dots", "full"])
+def test_arrays_named_for_the_host_are_kept_there_and_not_on_the_device(name):
+    def f(x, w):
+        y, said = marks.for_host((x @ w, "word"))
+        assert said == "word"
+        return jnp.sum(jnp.tanh(y) ** 2)
+
+    policy = marks.Offloads(remat.policy(name))
+    assert marks.without_offload(policy) is marks.without_offload(remat.REMAT[name]) is remat.REMAT[name]
+    found = []
+
+    def look(x, w):
+        for leaf in jax.tree.leaves(jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1]):
+            if leaf.shape not in (X.shape, W.shape):
+                found.append((leaf.shape, jax.typeof(leaf).memory_space))
+
+    jax.eval_shape(look, X, W)
+    assert found == [((3, 5), jax.memory.Space.Host)]
+    assert remat.policy(name) is remat.REMAT[name]

@@ -72,27 +72,6 @@ def test_of_an_fp8_matmul_the_scaled_result_and_the_scales_are_kept_unless_it_is
     assert kept_of(remat.REMAT["full"]) == []
 
 
-@pytest.mark.parametrize("name", ["dots", "full"])
-def test_arrays_named_for_the_host_are_kept_there_and_not_on_the_device(name):
-    def f(x, w):
-        y, said = marks.for_host((x @ w, "word"))
-        assert said == "word"
-        return jnp.sum(jnp.tanh(y) ** 2)
-
-    policy = remat.policy(name, offloads=True)
-    assert remat.without_offload(policy) is remat.without_offload(remat.REMAT[name]) is remat.REMAT[name]
-    found = []
-
-    def look(x, w):
-        for leaf in jax.tree.leaves(jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1]):
-            if leaf.shape not in (X.shape, W.shape):
-                found.append((leaf.shape, jax.typeof(leaf).memory_space))
-
-    jax.eval_shape(look, X, W)
-    assert found == [((3, 5), jax.memory.Space.Host)]
-    assert remat.policy(name) is remat.REMAT[name]
-
-
 @pytest.mark.parametrize("precision", [None, "highest", "default"])
 def test_a_mark_leaves_the_precision_and_the_compiled_program_as_they_are(precision):
     def matmul(x, w):

@@ -48,9 +48,8 @@ def by_block(
     With `run` the loss gets gathered arrays, and a block finds its shards by the identity of these arrays. This relies on JAX passing a
     traced array on as the same Python object. Where it does not, a warning reports the weights that stay gathered.
     """
-    policy = remat.policy(
-        how.remat, offloads=bool(how.offload), in_place=not (how.recompute or how.offload), moves=moves
-    )
+    policy = remat.policy(how.remat, in_place=not (how.recompute or how.offload), moves=moves)
+    policy = marks.Offloads(policy) if policy and how.offload else policy
 
     def loss_of_stored(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
         stacks, has_nnx = set[str](), holds_nnx(params)

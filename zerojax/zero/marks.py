@@ -7,6 +7,7 @@ of this module fail if it does not. Arrays for host memory have a name.
 """
 
 import copy
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,13 @@ from zerojax.ops import fp8, tiles
 from zerojax.tree import PyTree
 from zerojax.zero import block_settings, remat
 
+HOST = "zerojax: in the host's memory"
+_to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[HOST],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
 _FP8_NOT_KEPT = "zerojax: an fp8 matmul that is not kept"
 
 
@@ -126,10 +134,26 @@ def _marked_params(eqn: jex.JaxprEqn) -> dict[str, Any]:
     return params
 
 
+@dataclasses.dataclass(frozen=True)
+class Offloads:
+    """Keeps arrays named by `for_host` in host memory, and applies another policy to the rest."""
+
+    rest: Callable[..., Any]
+
+    def __call__(self, primitive: jex.Primitive, *args: Any, **params: Any) -> Any:
+        is_for_host = primitive.name == "name" and params["name"] == HOST
+        return (_to_host if is_for_host else self.rest)(primitive, *args, **params)
+
+
+def without_offload(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a policy that keeps nothing in host memory, because JAX cannot differentiate offloaded arrays twice."""
+    return policy.rest if isinstance(policy, Offloads) else policy
+
+
 def for_host(value: PyTree) -> PyTree:
     """Names a module's arrays, so that a policy that offloads keeps them in host memory until the backward pass reads them."""
     if isinstance(value, jax.Array):
-        return checkpoint_name(value, remat.HOST)
+        return checkpoint_name(value, HOST)
     if isinstance(value, (dict, flax.core.FrozenDict)):  # JAX does not keep their order
         named = {key: for_host(part) for key, part in value.items()}
         if isinstance(value, flax.core.FrozenDict):

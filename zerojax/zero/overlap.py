@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax.tree import PyTree
-from zerojax.zero import float32_grads, gather, placement, remat
+from zerojax.zero import float32_grads, gather, marks, placement, remat
 
 Body = Callable[..., Any]
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
@@ -225,7 +225,7 @@ class Chain:
             return body({path: self.gather_leaf(path, weight) for path, weight in weights.items()}, *arrays)
 
         if policy is not None:
-            run = jax.checkpoint(run, policy=remat.without_offload(policy))
+            run = jax.checkpoint(run, policy=marks.without_offload(policy))
         return run(weights, *arrays)
 
 

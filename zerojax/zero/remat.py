@@ -3,11 +3,10 @@ some arrays that "dots" keeps in place of matmuls (`ops.residuals`).
 
 Gathered weights are never kept, nor are values derived from a weight by a cast, a transpose or a slice.
 
-A policy sees a primitive and its parameters, but not its module; `marks` tells it of modules. The results of matmuls in fp8 have a name
-(`ops.fp8`), because these are scaled after the matmul, and what is kept is the scaled result.
+A policy sees a primitive and its parameters, but not its module; `marks` tells it of modules, and keeps arrays in host memory. The results
+of matmuls in fp8 have a name (`ops.fp8`), because these are scaled after the matmul, and what is kept is the scaled result.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,45 +23,20 @@ _MAY_BE_WEIGHTS = traces.MOVES | frozenset(
 )
 
 Policy = Callable[..., bool] | None  # of `jax.checkpoint`; None for no rematerialisation
-HOST = "zerojax: in the host's memory"
-_to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=[HOST],
-    offload_src="device",
-    offload_dst="pinned_host",
-)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Offloads:
-    """Keeps arrays named by `marks.for_host` in host memory, and applies another policy to the rest."""
-
-    rest: Callable[..., Any]
-
-    def __call__(self, primitive: jex.Primitive, *args: Any, **params: Any) -> Any:
-        is_for_host = primitive.name == "name" and params["name"] == HOST
-        return (_to_host if is_for_host else self.rest)(primitive, *args, **params)
-
-
-def policy(name: str, *, offloads: bool = False, in_place: bool = True, moves: bool = True) -> Policy:
+def policy(name: str, *, in_place: bool = True, moves: bool = True) -> Policy:
     """Returns the policy of a name in REMAT, or None where everything is kept.
 
     Args:
       name: of the policy.
-      offloads: arrays named by `marks.for_host` are kept in host memory.
       in_place: "dots" keeps arrays named `residuals.IN_PLACE`. False where `recompute` or `offload` name modules whose results are not
         kept on the device: arrays kept in place of these results would take their memory.
       moves: whether any weight is gathered; gathered weights are never kept.
     """
     if name == "none" and not moves:
         return None
-    found = REMAT[name] if in_place or name != "dots" else _keep_only_matmuls
-    return _Offloads(found) if offloads else found
-
-
-def without_offload(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a policy that keeps nothing in host memory, because JAX cannot differentiate offloaded arrays twice."""
-    return policy.rest if isinstance(policy, _Offloads) else policy
+    return REMAT[name] if in_place or name != "dots" else _keep_only_matmuls
 
 
 class NotKept(tuple):

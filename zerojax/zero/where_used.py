@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import block_settings, gather, intercept, nnx_blocks, placement, remat
+from zerojax.zero import block_settings, gather, intercept, marks, nnx_blocks, placement, remat
 
 Loss = Callable[..., Any]
 
@@ -144,9 +144,8 @@ def wrap(
     """
     if how.blocks:
         return intercept.by_block(loss_fn, gather_leaf, how, moves=moves, run=run, is_weight=is_weight)
-    policy = remat.policy(
-        how.remat, offloads=bool(how.offload), in_place=not (how.recompute or how.offload), moves=moves
-    )
+    policy = remat.policy(how.remat, in_place=not (how.recompute or how.offload), moves=moves)
+    policy = marks.Offloads(policy) if policy and how.offload else policy
 
     def at_top(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
         has_nnx = intercept.holds_nnx(params)
