@@ -332,6 +332,7 @@ HOLLOW: list[covering.Rule] = [
     covering.never("", wire=PACKED, mesh=("1x1x1", "8x1x1")),
     covering.never("", wire=PACKED, min_size="8192"),
     covering.never("", wire="feedback", lora_from="folder"),  # whose adapters are too small to be packed
+    covering.never("", wire="feedback", lora="on", mesh="1x8x1"),  # an eighth of an adapter is too small as well
     covering.never("", wire=PACKED, mesh="1x6x1", indivisible="whole"),  # six divide few of the small models' dims
     covering.never("", family="moe", lora_from="folder"),
     # Nothing but the output projection is large enough.

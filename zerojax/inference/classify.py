@@ -47,10 +47,7 @@ def make_classifier(
         return family.logits(config, params, inputs, inputs["inputs"])
 
     if selection.are_params_on_host(partition):
-        by_row = fetched_params.by_row(scores, partition, **how)
-
-        def run(params: PyTree, inputs: dict[str, jax.Array]) -> jax.Array:
-            return by_row(params, (inputs,))
+        run = fetched_params.on_all(scores, partition, **how)
     else:
         sharded = where_used.where_used(scores, partition.placements, remat="full", **how)
         run = jax.jit(sharded, out_shardings=NamedSharding(partition.mesh, P()))

@@ -1,10 +1,15 @@
 """Checks which weights are on the device while programs run. This module tests zerojax.zero.offload.fetched_params."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
 from block_nets import Net, abstract, parts
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import zerojax
 from zerojax import tree
 from zerojax.zero.offload import fetched_params
 from zerojax.zero.step_programs import arrivals, programs, schedule
@@ -43,6 +48,15 @@ def test_weights_from_the_host_give_the_same_and_few_are_on_the_device(net, ahea
     found = schedule.Schedule(cut)(on_host, *rest, done=done)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert max(most) <= 4 * (ahead + 1) < len(on_device)
+
+
+def test_a_result_of_all_rows_is_replicated_so_that_every_process_can_read_it(monkeypatch):
+    partition = types.SimpleNamespace(mesh=zerojax.make_mesh())
+    monkeypatch.setattr(fetched_params, "by_row", lambda *_, **__: lambda params, batch: params + batch[0])
+    rows = jax.device_put(np.arange(16.0), NamedSharding(partition.mesh, P("data")))
+    found = fetched_params.on_all(None, partition)(1.0, rows)
+    assert found.is_fully_replicated and not rows.is_fully_replicated
+    np.testing.assert_array_equal(found, np.arange(16) + 1.0)
 
 
 def test_a_run_that_is_followed_by_another_sends_its_first_weights_beside_its_last_programs(net):

@@ -87,7 +87,6 @@ def _program(program: program_lib.Program) -> Callable[[PyTree, dict[str, jax.Ar
         return preferences.log_probs(family, model, params, batch)
 
     if selection.are_params_on_host(partition):
-        by_row = fetched_params.by_row(of_pairs, partition, compute_dtype=compute_dtype, **how)
-        return lambda params, batch: by_row(params, (batch,))
+        return fetched_params.on_all(of_pairs, partition, compute_dtype=compute_dtype, **how)
     sharded = where_used.where_used(of_pairs, partition.placements, compute_dtype=compute_dtype, remat="full", **how)
     return jax.jit(sharded, out_shardings=NamedSharding(partition.mesh, P()))

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.tree import Leaf
@@ -81,6 +83,13 @@ def mean_of(
 def by_row(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> forward.Forward:
     """Returns `forward_only.by_row(function, partition, **how)` for params in host memory, which are fetched block by block."""
     return forward.Forward(forward_only.by_row(function, partition, runner=blocks.ForwardBlocks, **how), of(partition))
+
+
+def on_all(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], Any]:
+    """Returns f(params, batch) -> the result of `by_row(function, partition, **how)`, replicated, so that every process can read it."""
+    sharded = by_row(function, partition, **how)
+    replicate = jax.jit(lambda found: found, out_shardings=NamedSharding(partition.mesh, P()))
+    return lambda params, batch: replicate(sharded(params, (batch,)))
 
 
 class ParamCopies(arrivals.Arrivals):
