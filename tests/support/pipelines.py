@@ -74,7 +74,7 @@ def prepared(
     tx=None,
     overrides=(),
     trainable="",
-    offload=None,
+    state_offload=None,
     shard,
     **how,
 ):
@@ -103,7 +103,7 @@ def prepared(
         min_size=0,
         overrides=overrides,
         trainable=trainable,
-        offload=offload,
+        offload=state_offload,
         pipeline=pipeline,
     )
     how = {"reduce_dtype": jnp.float32, "clip_norm": 0.5} | how

@@ -56,13 +56,15 @@ SCALED = {"loss_scale": zerojax.DynamicLossScale(init_scale=2.0**126)}  # the fi
         pytest.param({"pipe": 2, "data": 2, "model": 2}, 2, {"overrides": TENSOR}, marks=runs.LONG),
         pytest.param({"pipe": 2, "replica": 2, "data": 2}, 1, {"donate": False}, marks=runs.LONG),
         pytest.param({"pipe": 2, "context": 2}, 3, {"tx": optax.adafactor(1e-2)}, marks=runs.LONG),
-        pytest.param({"pipe": 2, "data": 2}, 2, {"offload": settings.Offload("host", fraction=0.5)}, marks=runs.LONG),
+        pytest.param(
+            {"pipe": 2, "data": 2}, 2, {"state_offload": settings.Offload("host", fraction=0.5)}, marks=runs.LONG
+        ),
     ],
 )
 def test_a_state_in_host_memory_is_updated_as_one_on_the_devices(mesh, stage, how):
-    how = {"schedule": "1f1b", "offload": HOST} | how
+    how = {"schedule": "1f1b", "state_offload": HOST} | how
     metrics, params, state = trained(mesh, stage, **how)
-    expected = trained(mesh, stage, **{**how, "offload": None})[:2]
+    expected = trained(mesh, stage, **{**how, "state_offload": None})[:2]
     for row in (*metrics, *expected[0]):
         row["grad_norm"] = np.nan_to_num(row["grad_norm"])  # of a step that is skipped
     assert_equal((metrics, params), expected, ROUNDED)
@@ -77,7 +79,7 @@ def test_a_state_in_host_memory_is_updated_as_one_on_the_devices(mesh, stage, ho
 
 def test_bytes_in_host_memory_are_those_of_the_group_that_has_the_most():
     (_, partition), step = prepared(
-        {"pipe": 2, "data": 2}, 2, net=Net(layers=2), shard=abstract, schedule="1f1b", offload=HOST
+        {"pipe": 2, "data": 2}, 2, net=Net(layers=2), shard=abstract, schedule="1f1b", state_offload=HOST
     )
     host = [
         sum(
@@ -109,4 +111,4 @@ def test_bytes_in_host_memory_are_those_of_the_group_that_has_the_most():
 )
 def test_other_offloads_are_refused(offload, message):
     with pytest.raises(UserError, match=message):
-        prepared({"pipe": 2}, 3, shard=abstract, schedule="1f1b", offload=offload)
+        prepared({"pipe": 2}, 3, shard=abstract, schedule="1f1b", state_offload=offload)
