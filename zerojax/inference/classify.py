@@ -5,16 +5,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.models import family as family_lib
 from zerojax.tree import PyTree
-from zerojax.zero import placement, where_used
-from zerojax.zero.offload import fetched_params, selection
+from zerojax.zero import placement
+from zerojax.zero.offload import fetched_params
 
 
 def make_classifier(
@@ -46,11 +44,7 @@ def make_classifier(
     def scores(params: PyTree, inputs: dict[str, jax.Array]) -> jax.Array:
         return family.logits(config, params, inputs, inputs["inputs"])
 
-    if selection.are_params_on_host(partition):
-        run = fetched_params.on_all(scores, partition, **how)
-    else:
-        sharded = where_used.where_used(scores, partition.placements, remat="full", **how)
-        run = jax.jit(sharded, out_shardings=NamedSharding(partition.mesh, P()))
+    run = fetched_params.on_all(scores, partition, **how)
 
     def classify(params: PyTree, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None) -> np.ndarray:
         _, mask = generate.check(input_ids, attention_mask, config.vocab_size)

@@ -52,6 +52,7 @@ def test_weights_from_the_host_give_the_same_and_few_are_on_the_device(net, ahea
 
 def test_a_result_of_all_rows_is_replicated_so_that_every_process_can_read_it(monkeypatch):
     partition = types.SimpleNamespace(mesh=zerojax.make_mesh())
+    monkeypatch.setattr(fetched_params.selection, "are_params_on_host", lambda _: True)
     monkeypatch.setattr(fetched_params, "by_row", lambda *_, **__: lambda params, batch: params + batch[0])
     rows = jax.device_put(np.arange(16.0), NamedSharding(partition.mesh, P("data")))
     found = fetched_params.on_all(None, partition)(1.0, rows)

@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from zerojax import files, precision
 from zerojax.data.pairs import rows, splits
@@ -23,8 +21,7 @@ from zerojax.models import family as family_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer.tuning import preferences
 from zerojax.tree import PyTree
-from zerojax.zero import where_used
-from zerojax.zero.offload import fetched_params, selection
+from zerojax.zero.offload import fetched_params
 
 FILE = "reference.npz"
 
@@ -86,7 +83,4 @@ def _program(program: program_lib.Program) -> Callable[[PyTree, dict[str, jax.Ar
     def of_pairs(params: PyTree, batch: dict[str, jax.Array]) -> jax.Array:
         return preferences.log_probs(family, model, params, batch)
 
-    if selection.are_params_on_host(partition):
-        return fetched_params.on_all(of_pairs, partition, compute_dtype=compute_dtype, **how)
-    sharded = where_used.where_used(of_pairs, partition.placements, compute_dtype=compute_dtype, remat="full", **how)
-    return jax.jit(sharded, out_shardings=NamedSharding(partition.mesh, P()))
+    return fetched_params.on_all(of_pairs, partition, compute_dtype=compute_dtype, **how)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.tree import Leaf
-from zerojax.zero import forward_only, placement
+from zerojax.zero import forward_only, placement, where_used
 from zerojax.zero.offload import memory_kind, selection, storage
 from zerojax.zero.step_programs import arrivals, blocks, forward
 from zerojax.zero.step_programs.arrivals import PASS, STEP
@@ -86,9 +86,13 @@ def by_row(function: Callable[..., Any], partition: placement.Partition, **how: 
 
 
 def on_all(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], Any]:
-    """Returns f(params, batch) -> the result of `by_row(function, partition, **how)`, replicated, so that every process can read it."""
-    sharded = by_row(function, partition, **how)
-    replicate = jax.jit(lambda found: found, out_shardings=NamedSharding(partition.mesh, P()))
+    """Returns f(params, batch) -> the result of `function` for rows, replicated, so that every process can read it; params may be in host
+    memory. For `how` see `by_row`."""
+    replicated = NamedSharding(partition.mesh, P())
+    if not selection.are_params_on_host(partition):
+        whole = where_used.where_used(function, partition.placements, remat="full", **how)
+        return jax.jit(whole, out_shardings=replicated)
+    sharded, replicate = by_row(function, partition, **how), jax.jit(lambda found: found, out_shardings=replicated)
     return lambda params, batch: replicate(sharded(params, (batch,)))
 
 
