@@ -30,8 +30,9 @@ from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLoss
 from zerojax.zero.offload.late_norm import first_norm
 from zerojax.zero.offload.settings import Offload
 from zerojax.zero.padding import pad, unpad
+from zerojax.zero.partition import Partition
 from zerojax.zero.pipeline.state import Pipeline
-from zerojax.zero.placement import Partition, Placement
+from zerojax.zero.placement import Placement
 from zerojax.zero.shard_state import shard_train_state
 from zerojax.zero.sharded_batch.compare import compare_context, compare_sums
 from zerojax.zero.sharded_batch.outputs import Mean, Sum

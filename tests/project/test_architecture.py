@@ -89,7 +89,7 @@ KNOW_FLAGS = COMMAND_LINES | {"trainer.command", "commands.arguments"}
 KNOW_THEIR_PROCESS = {"checkpoint", "cluster.probe", "data", "interop", "launch", "trainer", "train"}
 KNOW_STAGES = {
     "zero.stages",
-    "zero.placement",
+    "zero.partition",
     "zero.shard_state",
     "zero.state_bytes",
     "migration.own_step",  # DeepSpeed's word too

@@ -18,7 +18,8 @@ from zerojax.plan import departures
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import plans, program, resume
 from zerojax.trainer import state as state_lib
-from zerojax.zero import padding, placement
+from zerojax.zero import padding
+from zerojax.zero import partition as partition_lib
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
 EIGHT_BITS = 0.02  # relative: a sum in another order may round to another number of 8 bits
@@ -117,7 +118,7 @@ def test_a_checkpoint_of_data_restores_over_model_and_back_bit_for_bit(what, tmp
     one = built[0].partition
     state = padding.unpad(state_lib.first(built[0]), one)
     trained = jax.tree.map(drawn, one.trainable_part(state.params))  # frozen weights are no part of a checkpoint
-    params = placement.with_frozen(trained, state.params)
+    params = partition_lib.with_frozen(trained, state.params)
     state = padding.pad(state.replace(params=params, opt_state=jax.tree.map(drawn, state.opt_state)), one)
     states = [state]
     for number, (before, after) in enumerate(itertools.pairwise(built)):

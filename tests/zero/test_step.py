@@ -343,6 +343,7 @@ OFF = {
     "loss_scale.py",
     "one_pass_update.py",
     "padding.py",
+    "partition.py",
     "marks.py",
     "nnx_blocks.py",
     "lifted_blocks.py",

@@ -21,7 +21,7 @@ from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import fetched_params
 
 Following = tuple[choice_lib.Found, jax.Array, decoding.Step]  # the second says whether it goes on
@@ -34,7 +34,7 @@ class Loop:
         self,
         family: family_lib.Family,
         config: ModelConfig,
-        partition: placement.Partition,
+        partition: partition_lib.Partition,
         choice: choice_lib.Choice,
         compute_dtype: DTypeLike,
     ):

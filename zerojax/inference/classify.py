@@ -11,14 +11,14 @@ from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.models import family as family_lib
 from zerojax.tree import PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import fetched_params
 
 
 def make_classifier(
     family: family_lib.Family,
     config: Any,
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     *,
     compute_dtype: DTypeLike | None = None,
 ) -> Callable[..., np.ndarray]:

@@ -27,7 +27,8 @@ from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
-from zerojax.zero import placement, where_used
+from zerojax.zero import partition as partition_lib
+from zerojax.zero import where_used
 from zerojax.zero.offload import budget, selection
 
 SCORES = 3  # arrays [rows, heads, length, length] that attention over the prompts holds at a time
@@ -37,7 +38,7 @@ MOST_TOKENS = 2**24  # of a text, which float32 counts exactly
 def make_generator(
     family: family_lib.Family,
     config: Any,
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     *,
     new_tokens: int,
     special: family_lib.SpecialTokens,
@@ -152,7 +153,7 @@ def sharded_rows(arrays: PyTree, mesh: Mesh) -> Any:
 def _make_loop(
     family: family_lib.Family,
     config: ModelConfig,
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     choice: choice_lib.Choice,
     compute_dtype: DTypeLike,
 ) -> Callable[..., jax.Array]:

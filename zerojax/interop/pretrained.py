@@ -24,7 +24,8 @@ from zerojax.lora import families, settings, targets
 from zerojax.models import family as family_lib
 from zerojax.ops import losses
 from zerojax.tree import PyTree
-from zerojax.zero import padding, placement, stages, tensor_parallel
+from zerojax.zero import padding, stages, tensor_parallel
+from zerojax.zero import partition as partition_lib
 
 NO_LABEL = -100  # transformers' label of a token that the loss leaves out
 # settings of generation that change what transformers' greedy search gives, and the value that changes nothing
@@ -64,7 +65,7 @@ class Pretrained:
     """
 
     params: Any
-    partition: placement.Partition
+    partition: partition_lib.Partition
     config: Any
     family: family_lib.Family
     folder: folder_lib.Folder
@@ -131,7 +132,7 @@ class Pretrained:
         top_k: int = 0,
         top_p: float = 1.0,
         compute_dtype: DTypeLike | None = None,
-        partition: placement.Partition | None = None,
+        partition: partition_lib.Partition | None = None,
     ) -> Callable[..., np.ndarray]:
         """Returns `generate(params, input_ids, attention_mask=None, *, seed=0)`; see `inference.generate.make_generator`.
 

@@ -26,7 +26,7 @@ from zerojax.plan import flops, targets
 from zerojax.plan.offload import streams
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.pipeline import memory, state
 from zerojax.zero.pipeline import order as order_lib
 from zerojax.zero.pipeline import step as pipeline_step
@@ -160,7 +160,7 @@ def read(
     return streams.Read(streams.buffers_of(arguments), module, by_dtype, step), pipelined
 
 
-def own(partition: placement.Partition, group: int) -> placement.Partition:
+def own(partition: partition_lib.Partition, group: int) -> partition_lib.Partition:
     """Returns how a group holds its own leaves of a state over a pipeline."""
     whole, homes = partition.pipeline.groups[group], partition.pipeline.homes
 

@@ -26,7 +26,7 @@ from zerojax.plan import departures, findings, ledger, pipelines, targets
 from zerojax.plan.offload import streams, times
 from zerojax.train_state import State
 from zerojax.zero import one_pass_update, stages, state_bytes
-from zerojax.zero import placement as placement_lib
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import storage
 from zerojax.zero.pipeline import step as pipeline_step
 
@@ -180,7 +180,7 @@ def plan_step(
     *args: Any,
     mesh: Mesh,
     target: str = "here",
-    placement: placement_lib.Partition | None = None,
+    placement: partition_lib.Partition | None = None,
     tokens: int = 0,
     compute_dtype: DTypeLike | None = None,
     passes: int = 1,
@@ -346,7 +346,7 @@ def _of_update(placement: Any, sent: ledger.Ledger) -> dict[str, float]:
 
 def _memory(
     held: buffers_lib.Buffers,
-    placement: placement_lib.Partition | None,
+    placement: partition_lib.Partition | None,
     passes: int,
     by_hand: bool,
     stream: streams.Stream | None,
@@ -375,7 +375,7 @@ def _memory(
 def _memory_by_block(
     assigned: dict[str, int],
     stream: streams.Stream,
-    placement: placement_lib.Partition | None,
+    placement: partition_lib.Partition | None,
     passes: int,
     by_hand: bool,
 ) -> tuple[MemoryRow, ...]:
@@ -394,7 +394,7 @@ def _memory_by_block(
 
 
 def _rows(
-    assigned: Mapping[str, int], placement: placement_lib.Partition | None, passes: int, by_hand: bool
+    assigned: Mapping[str, int], placement: partition_lib.Partition | None, passes: int, by_hand: bool
 ) -> tuple[MemoryRow, ...]:
     theory, arithmetic = _theory(placement, passes, by_hand) if placement else ({}, {})
     shown = (
@@ -412,7 +412,7 @@ def _rows(
     return tuple(MemoryRow(role, theory.get(role), arithmetic.get(role), assigned.get(role, 0)) for role in shown)
 
 
-def _theory(placement: placement_lib.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
+def _theory(placement: partition_lib.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the bytes by role according to the stage's table, and according to the shardings."""
     stage, ways = stages.STAGES[placement.stage], mesh_lib.size(placement.mesh, mesh_lib.STATE)
     is_sharded = {

@@ -16,7 +16,8 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
 from zerojax.tree import PyTree
-from zerojax.zero import padding, placement
+from zerojax.zero import padding
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.pipeline import state as pipeline_state
 
 
@@ -31,8 +32,8 @@ class ForwardPlacement:
       loss: (params as `partition` holds them, a batch of one pass) -> float32[].
     """
 
-    partition: placement.Partition
-    trained: placement.Partition
+    partition: partition_lib.Partition
+    trained: partition_lib.Partition
     passes: int
     loss: Callable[..., Any]
 

@@ -21,7 +21,8 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
-from zerojax.zero import placement, stages, state_bytes
+from zerojax.zero import partition as partition_lib
+from zerojax.zero import stages, state_bytes
 
 FORWARD_AGAIN = 1.25  # of a step's operations, at least, where nothing but the inputs of layers is kept: 4/3 without embedding and head
 
@@ -57,7 +58,7 @@ def plan_config(
 
 def partitions(
     config: settings_lib.Config, target: str, topology: str = ""
-) -> tuple[placement.Partition, placement.Partition]:
+) -> tuple[partition_lib.Partition, partition_lib.Partition]:
     """Returns how a config shards its state on the target's devices, and the same at stage 0. Compiles nothing."""
     program = program_lib.build(config, devices=targets.devices(target, topology))
     return program.partition, program.baseline

@@ -40,7 +40,8 @@ from zerojax.trainer import weights as weights_lib
 from zerojax.trainer.checks import names, ranges
 from zerojax.tree import PyTree
 from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero import placement, shard_state, stages, state_bytes, tensor_parallel
+from zerojax.zero import partition as partition_lib
+from zerojax.zero import shard_state, stages, state_bytes, tensor_parallel
 from zerojax.zero.offload import late_norm, step_by_block
 from zerojax.zero.offload import settings as offload_settings
 from zerojax.zero.pipeline import state as pipeline_state
@@ -76,8 +77,8 @@ class Program:
     model: Any
     tx: optax.GradientTransformation
     create: Callable[[Any], Any]
-    partition: placement.Partition
-    baseline: placement.Partition
+    partition: partition_lib.Partition
+    baseline: partition_lib.Partition
     lengths: Mapping[str, int]
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     train_step: Callable[..., Any]
@@ -343,7 +344,7 @@ def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:
 
 def _baseline(
     params: PyTree, create: Callable[..., Any], policy: precision.Precision | None, mesh: Mesh, trainable: str
-) -> placement.Partition:
+) -> partition_lib.Partition:
     """Returns the partition at stage 0: everything is replicated, with a 16-bit copy of the weights if the precision needs one."""
     state = create if policy is None else functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))
     return stages.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0, trainable=trainable)
@@ -362,7 +363,7 @@ def _parallel(
     return rows
 
 
-def _check_model_axis(partition: placement.Partition) -> None:
+def _check_model_axis(partition: partition_lib.Partition) -> None:
     """Raises a UserError if devices along an axis that overrides shard would only repeat each other's work."""
     named = {axis for leaf in partition.leaves.values() for axis in specs.axes(leaf.sharded)}
     for axis in mesh_lib.COMPILER:

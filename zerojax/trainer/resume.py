@@ -21,7 +21,7 @@ from zerojax.trainer import metrics, steps, workdir
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import state as state_lib
 from zerojax.tree import PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import storage
 from zerojax.zero.pipeline import state as pipeline_state
@@ -181,7 +181,7 @@ def _drops_unsent(program: program_lib.Program, saved: Mapping[str, Any]) -> boo
     return bool(before) and before != _layout_of_unsent(program)
 
 
-def padded_shapes(partition: placement.Partition) -> dict[str, list[int]]:
+def padded_shapes(partition: partition_lib.Partition) -> dict[str, list[int]]:
     """Returns the unpadded shape of each padded leaf, by its path in a checkpoint."""
     return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition) if leaf.padding}
 
@@ -219,12 +219,12 @@ def _check_same_run(
             )
 
 
-def _shapes(partition: placement.Partition) -> dict[str, list[int]]:
+def _shapes(partition: partition_lib.Partition) -> dict[str, list[int]]:
     """Returns every leaf's unpadded shape, by its path in a checkpoint."""
     return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition)}
 
 
-def _logical_leaves(partition: placement.Partition) -> list[tuple[str, placement.Decision]]:
+def _logical_leaves(partition: partition_lib.Partition) -> list[tuple[str, partition_lib.Decision]]:
     """Returns the sharding decision for each leaf of a checkpoint."""
     whole = partition.on_device
     decided = tree.map_with_path(lambda path, _: whole.leaves[path], whole.abstract_state)

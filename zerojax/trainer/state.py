@@ -15,7 +15,8 @@ from zerojax.optim import master_weights, pieces
 from zerojax.train_state import State
 from zerojax.trainer import program as program_lib
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import padding, placement
+from zerojax.zero import padding
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import late_norm, memory_kind, storage
 from zerojax.zero.pipeline import state as pipeline_state
@@ -83,7 +84,7 @@ def restored(program: program_lib.Program, logical: State, keep: storage.Keep, *
     is_one = (
         not program.partition.offload and not program.partition.pipeline
     )  # memory and devices, so that a program may read all
-    if is_one and not placement.has_frozen(logical.params):
+    if is_one and not partition_lib.has_frozen(logical.params):
         return jax.jit(restore, out_shardings=wanted, donate_argnums=0)(logical)
     state = restore(logical)
     small = ("loss_scale", "fp8", late_norm.FIELD)
@@ -93,7 +94,7 @@ def restored(program: program_lib.Program, logical: State, keep: storage.Keep, *
 
 def _with_frozen(program: program_lib.Program, state: State, keep: storage.Keep) -> State:
     """Returns a state of the trained part with the frozen weights. What is offloaded lives there before the next part is made."""
-    if not placement.has_frozen(state.params):
+    if not partition_lib.has_frozen(state.params):
         return state
     own, wanted = dict(tree.flatten(state.params)), dict(tree.flatten(program.partition.abstract_state.params))
     for name, part in program.partition.on_device.abstract_state.params.items():

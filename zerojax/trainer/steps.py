@@ -24,8 +24,9 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings
 from zerojax.trainer.tuning import preferences, rewarded
 from zerojax.tree import PyTree
-from zerojax.zero import forward_only, placement, step, xla_options
+from zerojax.zero import forward_only, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import fetched_params, selection
 from zerojax.zero.pipeline import state as pipeline_state
@@ -94,7 +95,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     family: family_lib.Family,
     model: ModelConfig,
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     loss_scale: loss_scale_lib.LossScale | None,
 ) -> Callable[..., Any]:
     """Returns (state, batch) -> (state, metrics)."""
@@ -118,7 +119,9 @@ def train_step(
     )
 
 
-def as_sent(config: settings.Config, family: family_lib.Family, partition: placement.Partition) -> placement.Partition:
+def as_sent(
+    config: settings.Config, family: family_lib.Family, partition: partition_lib.Partition
+) -> partition_lib.Partition:
     """Returns a partition whose weights have a step's packed wires, by which a plan knows what the step should send."""
     wires, reduce_dtype = config_lib.make_wires(config), precision.DTYPES[config.reduce_dtype]
     if not wires.is_on or partition.pipeline:
@@ -130,7 +133,7 @@ def as_sent(config: settings.Config, family: family_lib.Family, partition: place
 
 
 def eval_loss(
-    config: settings.Config, family: family_lib.Family, model: ModelConfig, partition: placement.Partition
+    config: settings.Config, family: family_lib.Family, model: ModelConfig, partition: partition_lib.Partition
 ) -> Callable[..., Any]:
     """Returns (params, batch) -> the mean loss over all devices, with the arithmetic of the training step."""
     fp8, how = config_lib.make_fp8(config), _how(config, family, model)

@@ -22,7 +22,7 @@ from zerojax.models.family import ModelConfig
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.tree import PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.pipeline import travel
 
 
@@ -92,7 +92,7 @@ class Weights:
             found |= adapted_lib.draw({path: like for path, like in wanted.items() if path not in found}, chosen, key)
         return tree.map_with_path(lambda path, _: found[path], abstract)
 
-    def count_line(self, partition: placement.Partition) -> str:
+    def count_line(self, partition: partition_lib.Partition) -> str:
         """Returns the numbers of trained weights and of all, as PEFT prints them. A weight trained in full counts beside its original."""
         trained = sum(math.prod(found.shape or ()) for found in partition.placements.values() if found.trainable)
         every = family_lib.count_params(self.family.parts, self.model) + trained

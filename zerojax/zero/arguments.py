@@ -18,10 +18,10 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 
 
-def checked(partition: placement.Partition, limit: Any) -> float:
+def checked(partition: partition_lib.Partition, limit: Any) -> float:
     """Returns the limit of the gradients' norm, after checking it and the partition's weights; see `clip_norm` and `weights`."""
     weights(partition)
     return clip_norm(limit)
@@ -46,7 +46,7 @@ def grad_accum(value: object) -> None:
         raise UserError(f"grad_accum: must be at least 1, and is {value}")
 
 
-def weights(partition: placement.Partition) -> None:
+def weights(partition: partition_lib.Partition) -> None:
     """Raises a UserError if a trained weight has a dtype without gradients."""
     for path, leaf in tree.flatten(partition.abstract_state):
         placement = partition.placements.get(path)
@@ -57,7 +57,7 @@ def weights(partition: placement.Partition) -> None:
             )
 
 
-def of_call(partition: placement.Partition) -> dict[str, Any]:
+def of_call(partition: partition_lib.Partition) -> dict[str, Any]:
     """Returns the checks of a step's calls, as arguments of `xla_options.jit`."""
     return {
         "before": lambda state, batch: is_usable(state),
@@ -76,7 +76,7 @@ def is_usable(state: State) -> None:
             )
 
 
-def explained(partition: placement.Partition, state: State) -> UserError | None:
+def explained(partition: partition_lib.Partition, state: State) -> UserError | None:
     """Returns the error for a state that is not one of this partition, or None if it is."""
     for problem in _problems(partition, state):
         return UserError(
@@ -85,7 +85,7 @@ def explained(partition: placement.Partition, state: State) -> UserError | None:
     return None
 
 
-def elsewhere(partition: placement.Partition, batch: PyTree) -> UserError | None:
+def elsewhere(partition: partition_lib.Partition, batch: PyTree) -> UserError | None:
     """Returns the error for a batch that is committed to other devices than the partition's, or None if it is not."""
     for path, leaf in tree.flatten(batch):
         if (
@@ -100,7 +100,7 @@ def elsewhere(partition: placement.Partition, batch: PyTree) -> UserError | None
     return None
 
 
-def _problems(partition: placement.Partition, state: State) -> Iterator[str]:
+def _problems(partition: partition_lib.Partition, state: State) -> Iterator[str]:
     own = dict(tree.flatten(state))
     wanted = dict(tree.flatten(partition.abstract_state))
     for path in [*wanted, *own]:

@@ -14,13 +14,14 @@ from jax.typing import DTypeLike
 
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import accumulate, block_settings, placement, where_used
+from zerojax.zero import accumulate, block_settings, where_used
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, returned_state
 
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     how: block_settings.How,
     *,
     passes: int,
@@ -41,7 +42,7 @@ def value_and_grad(
             with contextlib.ExitStack() as around:
                 for hook, own in zip(how.hooks, given):
                     around.enter_context(hook.known(own))
-                loss, aux = loss_of_stored(placement.with_frozen(part, params), batch, state)
+                loss, aux = loss_of_stored(partition_lib.with_frozen(part, params), batch, state)
             loss, weight = outputs.objective(loss, passes)
             metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program, passes)
             return loss, {"metrics": metrics, "state": returned_state.of_batch(aux.get("state", {}), state), **weight}

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -33,6 +34,7 @@ from zerojax.zero import (
     placement,
     where_used,
 )
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, parts, returned_state
 
 Program = Callable[[], dependence.TracedLoss]
@@ -40,7 +42,7 @@ Program = Callable[[], dependence.TracedLoss]
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     how: block_settings.How,
     *,
     passes: int,
@@ -104,7 +106,7 @@ class OfDevice:
     """What one device computes in a pass: the loss as a function of its gradients' sinks."""
 
     loss_fn: Callable[..., Any]
-    partition: placement.Partition
+    partition: partition_lib.Partition
     how: block_settings.How
     reduction: gather.Reduction
     compute_dtype: Any
@@ -172,6 +174,9 @@ class OfDevice:
         axes, find, partition = mesh_lib.manual(self.partition.mesh), self.find, self.partition
         _check_weights(partition.abstract_state.params)
 
+        def spec_of_grad(found: placement.Placement) -> Any:
+            return specs.only(of_grad(found).spec, axes) if found.trainable else optax.MaskedNode()
+
         def gradients(params: PyTree, batch: PyTree, state: State, *rest: Any) -> PyTree:
             used = functools.partial(where_used.abstract_used, params, partition, self.compute_dtype)
             program = functools.cache(lambda: dependence.of_loss(self.loss_fn, used(), batch, state, layout))
@@ -180,9 +185,7 @@ class OfDevice:
             if isinstance(self.loss_fn, parts.Checked):
                 self.loss_fn.read(used(), batch, state, layout)
             own_keys = keys.own(program, layout, batch, state)
-            grad_specs = tree.map_with_path(
-                lambda path, _: specs.only(of_grad(find(path, None)).spec, axes), partition.trainable_part(params)
-            )
+            grad_specs = tree.map_with_path(lambda path, _: spec_of_grad(find(path, None)), params)
             run = functools.partial(on_device, program, own_keys)
             specs_of_state = self.feedback.state_specs(state)
             out_specs = ((P(), of_aux), grad_specs)
@@ -193,7 +196,7 @@ class OfDevice:
 
 
 def device_loss(
-    loss_fn: Callable[..., Any], partition: placement.Partition, how: block_settings.How, chain: Any
+    loss_fn: Callable[..., Any], partition: partition_lib.Partition, how: block_settings.How, chain: Any
 ) -> Callable[..., Any]:
     """Returns `loss_fn` as a function of `ShardAndSink`s on one device, whose blocks run in the chain's order."""
     wrap = intercept.by_block if how.blocks else where_used.wrap
@@ -209,7 +212,7 @@ def device_loss(
 
 def mapped(
     run: Callable,
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     params: PyTree,
     batch_specs: PyTree,
     out_specs: PyTree,
@@ -231,7 +234,7 @@ def mapped(
     )
 
 
-def finder(partition: placement.Partition) -> Callable[[str, Any], placement.Placement]:
+def finder(partition: partition_lib.Partition) -> Callable[[str, Any], placement.Placement]:
     """Returns f(path, shard or None) -> the weight's placement."""
     expected: Callable[..., Any] = lambda weight: gather.local_shape(weight.shape or (), weight.stored)  # noqa: E731
     find = placement.finder(partition.placements, lambda leaf: leaf.shape, expected)

@@ -16,12 +16,13 @@ from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.ops import tokens as tokens_lib
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import block_settings, explicit, gather, overlap, placement
+from zerojax.zero import block_settings, explicit, gather, overlap
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.sharded_batch import inputs, outputs
 
 
 def mean(
-    loss_fn: Callable[..., Any], partition: placement.Partition, *, batch_specs: PyTree = (), **how: Any
+    loss_fn: Callable[..., Any], partition: partition_lib.Partition, *, batch_specs: PyTree = (), **how: Any
 ) -> Callable[[Any, Any], jax.Array]:
     """Returns f(params, batch) -> the loss over devices, forward only; `loss_fn(params, batch)` is a mean, a `Mean` or a `Sum`.
 
@@ -42,7 +43,7 @@ def mean(
     return mean_loss
 
 
-def by_row(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], Any]:
+def by_row(function: Callable[..., Any], partition: partition_lib.Partition, **how: Any) -> Callable[[Any, Any], Any]:
     """Returns f(params, arrays) -> `function(params, *arrays)`, forward only; each device computes it of its own rows, all tokens of these.
 
     All arrays of `arrays` and of the result count rows in their first dim. Scalars among `arrays` are the same for all rows.
@@ -69,7 +70,7 @@ def by_row(function: Callable[..., Any], partition: placement.Partition, **how: 
 
 def _forward(
     function: Callable[..., Any],
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     *,
     compute_dtype: DTypeLike | None,
     blocks: str,

@@ -11,10 +11,11 @@ from zerojax import tree
 from zerojax.optim import one_pass
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import placement
+from zerojax.zero import padding
+from zerojax.zero import partition as partition_lib
 
 
-def of(partition: placement.Partition) -> Callable[..., Any] | None:
+def of(partition: partition_lib.Partition) -> Callable[..., Any] | None:
     """Returns f(before, after, grads, factor, finite, numbers) -> the new train state, for states with trainable params only; see
     `update.make`. None if the update is made through optax."""
     shardings = _shardings(partition)
@@ -23,13 +24,11 @@ def of(partition: placement.Partition) -> Callable[..., Any] | None:
     tx, how = partition.abstract_state.tx, {"shardings": shardings}
     if not tx.is_elementwise:
         trained = partition.trainable_part(partition.abstract_state.params)
-        how["shapes"] = tree.map_with_path(
-            lambda path, leaf: placement.unpadded(leaf, partition.placements[f"params/{path}"]), trained
-        )
+        how["shapes"] = tree.map_with_path(lambda path, leaf: padding.unpadded(partition, path, leaf), trained)
     return functools.partial(_updated, functools.partial(tx.apply, **how))
 
 
-def received(partition: placement.Partition) -> int:
+def received(partition: partition_lib.Partition) -> int:
     """Returns the elements that each device receives in the optimizer's update, which moves matrices to owners (`optim.owners`)."""
     shardings = _shardings(partition)
     if shardings is None:
@@ -43,7 +42,7 @@ def applies_as_flax(state: State) -> bool:
     return getattr(type(state), "apply_gradients", None) is train_state.TrainState.apply_gradients
 
 
-def _shardings(partition: placement.Partition) -> PyTree:
+def _shardings(partition: partition_lib.Partition) -> PyTree:
     """Returns the shardings of the trainable weights in their update; None if it is made through optax."""
     state = partition.abstract_state
     overwrites = any(weight.overwritten for weight in partition.placements.values())
@@ -62,7 +61,7 @@ def _updated(
     grads: PyTree,
     factor: jax.Array | float,
     finite: jax.Array | None,
-    numbers: jax.Array | None,
+    numbers: jax.Array | None = None,
 ) -> State:
     how = {"scale": factor, "finite": finite} | ({} if numbers is None else {"numbers": numbers})
     params, opt_state = apply(grads, before.opt_state, before.params, **how)[:2]

@@ -15,11 +15,11 @@ from zerojax.optim import locality
 from zerojax.optim import one_pass as one_pass_lib
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import memory_kind, storage
 
 
-def pad(state: State, partition: placement.Partition) -> State:
+def pad(state: State, partition: partition_lib.Partition) -> State:
     """Adds the zeros of `indivisible="pad"`; other leaves are unchanged."""
 
     def extend(path: str, leaf: Leaf) -> Leaf:
@@ -29,7 +29,7 @@ def pad(state: State, partition: placement.Partition) -> State:
     return tree.map_with_path(extend, state)
 
 
-def unpad(state: State, partition: placement.Partition) -> State:
+def unpad(state: State, partition: partition_lib.Partition) -> State:
     """Removes the zeros that `pad` added. A part of a state will do: {"params": grads} gives gradients in the weights' own shapes."""
 
     def cut(path: str, leaf: Leaf) -> Leaf:
@@ -47,7 +47,7 @@ def unpad(state: State, partition: placement.Partition) -> State:
     return tree.map_with_path(cut, state)
 
 
-def changes_update(partition: placement.Partition, *, is_own: bool) -> bool:
+def changes_update(partition: partition_lib.Partition, *, is_own: bool) -> bool:
     """Returns whether the padding of weights could change their update; `is_own`: the state applies gradients in its own way.
 
     That of a one-pass optimizer it does not: zeros at the end of a dim change no other element, but for the random bits of its
@@ -62,16 +62,17 @@ def changes_update(partition: placement.Partition, *, is_own: bool) -> bool:
     if isinstance(tx, one_pass_lib.OnePass):
         return not tx.is_elementwise and any(found.overwritten for found in partition.placements.values())
     padded = partition.trainable_part(state.params)
-    plain = tree.map_with_path(lambda path, leaf: _unpadded(partition, path, leaf), padded)
+    plain = tree.map_with_path(lambda path, leaf: unpadded(partition, path, leaf), padded)
     return locality.of(tx, plain, pieces=padded).kind != locality.ELEMENTWISE
 
 
-def _unpadded(partition: placement.Partition, path: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
+def unpadded(partition: partition_lib.Partition, path: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """Returns a weight without its padding, by its path below the params."""
     decided = partition.leaves.get(f"params/{path}")
     return jax.ShapeDtypeStruct(leaf.shape if decided is None else decided.shape, leaf.dtype)
 
 
-def around(apply: Callable[..., Any], partition: placement.Partition) -> Callable[..., Any]:
+def around(apply: Callable[..., Any], partition: partition_lib.Partition) -> Callable[..., Any]:
     """Returns `apply` on a state and gradients without padding. The compiler keeps them sharded, and moves elements at shards' ends."""
 
     def apply_unpadded(before: State, after: State, grads: PyTree, *how: Any) -> State:

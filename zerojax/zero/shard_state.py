@@ -13,7 +13,8 @@ from zerojax import roles, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import padding, placement, stages
+from zerojax.zero import padding, stages
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import create
 from zerojax.zero.pipeline import state as pipeline_state
 
@@ -25,7 +26,7 @@ def shard_train_state(
     stage: int = 3,
     trainable: str = "",
     **options: Any,
-) -> tuple[Any, placement.Partition]:
+) -> tuple[Any, partition_lib.Partition]:
     """Shards a train state by ZeRO stage, in one call.
 
     Args:

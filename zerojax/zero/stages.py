@@ -34,6 +34,7 @@ from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
 from zerojax.train_state import State
 from zerojax.tree import Leaf
 from zerojax.zero import gather, placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import selection, settings, storage
 from zerojax.zero.pipeline import state as pipeline_state
 from zerojax.zero.wires import experts
@@ -107,7 +108,7 @@ def partition_state(
     trainable: str = "",
     offload: settings.Offload | Mapping[str, Any] | str | None = None,
     pipeline: pipeline_state.Pipeline | None = None,
-) -> placement.Partition:
+) -> partition_lib.Partition:
     """Decides how a train state is sharded, without allocating anything.
 
     Args:
@@ -221,21 +222,23 @@ class _Rule:
                 known = ", ".join(list(weights)[:3])
                 raise UserError(f"overrides: {pattern!r} matches no weight's path; paths look like {known}")
 
-    def decide(self, weight: str | None, leaf: Leaf, role: str) -> placement.Decision:
+    def decide(self, weight: str | None, leaf: Leaf, role: str) -> partition_lib.Decision:
         # A leaf that belongs to no weight (a count, a factored moment) has a shape of its own, so overrides do not apply to it.
         base, final, over = (P(), False, STATE) if weight is None else self._override(weight, leaf.shape)
         replicated = specs_lib.without(base, over)
         sharded, reason, padding = self._shard(leaf, base, final, over)
         if weight is not None and placement.is_overwritten(weight):
-            return placement.Decision(role, leaf.shape, leaf.dtype, P(), P(), "overwritten with its gradient")
+            return partition_lib.Decision(role, leaf.shape, leaf.dtype, P(), P(), "overwritten with its gradient")
         if role == OTHER:
-            return placement.Decision(role, leaf.shape, leaf.dtype, replicated, replicated, "neither weight nor moment")
+            return partition_lib.Decision(
+                role, leaf.shape, leaf.dtype, replicated, replicated, "neither weight nor moment"
+            )
         is_sharded = self.sharded.opt_state if role == OPT_STATE else self.sharded.params
         pads = padding if is_sharded or (role == PARAMS and self.sharded.opt_state) else ()
         spec = sharded if is_sharded else replicated
-        return placement.Decision(role, leaf.shape, leaf.dtype, spec, sharded, reason, pads, over=over)
+        return partition_lib.Decision(role, leaf.shape, leaf.dtype, spec, sharded, reason, pads, over=over)
 
-    def decide_copy(self, weight: str, leaf: Leaf) -> placement.Decision:
+    def decide_copy(self, weight: str, leaf: Leaf) -> partition_lib.Decision:
         """Decides an array beside the params that is updated with a weight. It is never padded, since loss functions read it as it is."""
         found = self.decide(weight, leaf, OPT_STATE)
         if not found.padding:
@@ -300,7 +303,7 @@ class _Rule:
         """Returns the sharded spec, the reason, and the padding."""
         ways = mesh_lib.size(self.mesh, over)
         if final:
-            return base, "sharded" if placement.is_over_state(base) else "override", ()
+            return base, "sharded" if partition_lib.is_over_state(base) else "override", ()
         if ways == 1:
             return base, f"{' x '.join(mesh_lib.sharded(self.mesh, over))} axis of 1", ()
         if math.prod(leaf.shape) < self.min_size or not leaf.shape:
@@ -316,7 +319,7 @@ class _Rule:
         return specs_lib.trimmed(entries), "sharded", padding
 
 
-def _scales(codes: placement.Decision, shape: tuple[int, ...], mesh: Mesh) -> placement.Decision:
+def _scales(codes: partition_lib.Decision, shape: tuple[int, ...], mesh: Mesh) -> partition_lib.Decision:
     """Returns the decision for a moment's scales, from that for its codes."""
     stored = _padded(codes.shape, codes.padding)
     padding = tuple(n - have for n, have in zip(eight_bit.scales_shape(stored), shape))
@@ -377,8 +380,8 @@ def leaf_roles(abstract_state: State, roles: Sequence[tuple[str, str]] = ROLES, 
 
 
 def _assemble(
-    mesh: Mesh, stage: int, abstract_state: State, leaves: dict[str, placement.Decision]
-) -> placement.Partition:
+    mesh: Mesh, stage: int, abstract_state: State, leaves: dict[str, partition_lib.Decision]
+) -> partition_lib.Partition:
     """Returns the partition that the decisions describe."""
     specs = tree.map_with_path(lambda path, _: leaves[path].spec, abstract_state)
     shardings = tree.map_with_path(lambda path, _: NamedSharding(mesh, leaves[path].spec), abstract_state)
@@ -406,7 +409,7 @@ def _assemble(
                 trainable=leaf.role == PARAMS,
                 overwritten=placement.is_overwritten(path),
             )
-    return placement.Partition(
+    return partition_lib.Partition(
         mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements
     )
 

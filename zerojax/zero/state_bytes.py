@@ -13,7 +13,8 @@ from zerojax import display, precision, roles, tree
 from zerojax import mesh as mesh_lib
 from zerojax.optim import eight_bit
 from zerojax.train_state import State
-from zerojax.zero import gather, placement, stages
+from zerojax.zero import gather, stages
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import memory_kind, selection, storage
 
 ROLES = (roles.PARAMS, roles.FROZEN, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
@@ -22,7 +23,7 @@ MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": eight_bit.BYTES}  # of one mom
 
 
 def bytes_per_device(
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     *,
     accumulates: bool = False,
     by_hand: bool = False,
@@ -46,7 +47,7 @@ def bytes_per_device(
 
 
 def _counted(
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     leaves: Iterable[tuple[str, Any]],
     accumulates: bool,
     by_hand: bool,
@@ -71,7 +72,7 @@ def _counted(
     return counted
 
 
-def bytes_elsewhere(partition: placement.Partition) -> dict[str, int]:
+def bytes_elsewhere(partition: partition_lib.Partition) -> dict[str, int]:
     """Returns {role: bytes of the state for each device} of host memory and of the disk, where they hold any.
 
     Of a pipeline's groups of devices it is the one with the most.
@@ -114,7 +115,7 @@ def bytes_per_parameter(
     }
 
 
-def per_parameter_line(partition: placement.Partition, name: str, moments: str) -> str:
+def per_parameter_line(partition: partition_lib.Partition, name: str, moments: str) -> str:
     """Returns a line with the bytes of state that each device holds for each parameter, computed from the shardings."""
     counted = bytes_per_device(partition)
     weights = [leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.placements]
@@ -127,8 +128,8 @@ def per_parameter_line(partition: placement.Partition, name: str, moments: str) 
 
 
 def memory_table(
-    partition: placement.Partition,
-    baseline: placement.Partition,
+    partition: partition_lib.Partition,
+    baseline: partition_lib.Partition,
     accumulates: bool = False,
     by_hand: bool = False,
     one_block: str = "",
@@ -153,7 +154,7 @@ def memory_table(
     return table
 
 
-def _axes(partition: placement.Partition) -> str:
+def _axes(partition: partition_lib.Partition) -> str:
     """Returns the sizes of the axes over which a partition shards, those of experts beside those of all else."""
     mesh, of_all = partition.mesh, mesh_lib.text(partition.mesh, mesh_lib.STATE)
     over = next((weight.over for weight in partition.placements.values() if weight.is_experts), None)

@@ -21,11 +21,11 @@ from zerojax.zero import (
     block_settings,
     by_compiler,
     explicit,
-    placement,
     tensor_parallel,
     xla_options,
 )
 from zerojax.zero import loss_scale as loss_scale_lib
+from zerojax.zero import partition as partition_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import late_norm, step_by_block, streamed_step
@@ -36,7 +36,7 @@ from zerojax.zero.wires import columns, experts, packed, unsent
 
 def make_train_step(
     loss_fn: Callable[..., Any],
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     *,
     clip_norm: float = 0.0,
     grad_accum: int = 1,

@@ -17,12 +17,13 @@ from zerojax.optim import master_weights
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import one_pass_update, padding, placement
+from zerojax.zero import partition as partition_lib
 
 
-def make(partition: placement.Partition) -> Callable[..., Any]:
-    """Returns update(before, after, grads, factor, finite) -> the new train state.
+def make(partition: partition_lib.Partition) -> Callable[..., Any]:
+    """Returns f(before, after, grads, factor, finite, numbers) -> the new train state.
 
-    The arguments of `update`:
+    Its arguments:
       before: the state at the start of the step.
       after: the same with the fields that the loss function returned.
       grads: gradients of the trainable part, sharded as `Placement.update`.
@@ -41,25 +42,10 @@ def make(partition: placement.Partition) -> Callable[..., Any]:
     overwrites = any(weight.overwritten for weight in partition.placements.values())
     has_copies = is_flax and not overwrites and isinstance(state.opt_state, master_weights.MasterWeightsState)
     finished = _with_copies if has_copies else lambda state: state
-    apply = one_pass_update.of(partition) or functools.partial(_by_parts, finished)
+    update = one_pass_update.of(partition) or functools.partial(_by_parts, finished)
     if padding.changes_update(partition, is_own=not is_flax):
-        apply = padding.around(apply, partition)
-
-    def update(
-        before: State,
-        after: State,
-        grads: PyTree,
-        factor: jax.Array | float,
-        finite: jax.Array | None,
-        numbers: jax.Array | None = None,
-    ) -> State:
-        own_before, own_after = (
-            state.replace(params=partition.trainable_part(state.params)) for state in (before, after)
-        )
-        new = apply(own_before, own_after, grads, factor, finite, numbers)
-        return new.replace(params=placement.with_frozen(new.params, before.params))
-
-    return update
+        update = padding.around(update, partition)
+    return partition_lib.around(update, partition) if partition.freezes else update
 
 
 def _by_parts(
@@ -69,7 +55,7 @@ def _by_parts(
     grads: PyTree,
     factor: jax.Array | float,
     finite: jax.Array | None,
-    numbers: jax.Array | None,
+    numbers: jax.Array | None = None,
 ) -> State:
     grads = precision.cast_floating(grads, None if finite is None else jnp.float32)
 
@@ -111,11 +97,13 @@ def _in_dtypes_that_keep(state: State, grads: PyTree) -> PyTree:
 class Own(NamedTuple):
     """The weights that an update here is for: a partition that freezes the others, and their numbers among all trained ones."""
 
-    partition: placement.Partition
+    partition: partition_lib.Partition
     numbers: tuple[int, ...]
 
 
-def finish(partition: placement.Partition, own: Own | None, scaling: "Unscaled", clip: "Clip") -> Callable[..., Any]:
+def finish(
+    partition: partition_lib.Partition, own: Own | None, scaling: "Unscaled", clip: "Clip"
+) -> Callable[..., Any]:
     """Returns f(state, aux, grads, squares) -> (new state, metrics, factor, finite): a step after its gradients and their `squares`.
 
     Args:
@@ -135,8 +123,8 @@ def finish(partition: placement.Partition, own: Own | None, scaling: "Unscaled",
             factor = unscale * clip.factor(state, norm)
             verdict = scaling.verdict(squares)
         with jax.named_scope("update"):
-            grads, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}), **aux.get("kept", {}))
-            new_state = update(state, after, grads, factor, verdict.finite, numbers=numbers)
+            after = state.replace(**aux.get("state", {}), **aux.get("kept", {}))
+            new_state = update(state, after, grads, factor, verdict.finite, numbers)
             new_state, scaling_metrics = scaling.adjust(new_state, verdict)
             new_state, clip_metrics = clip.after(state, new_state, norm)
             # Cast and add on the shards, then gather, so that 16-bit params are sent.
@@ -165,7 +153,7 @@ def squares(grads: PyTree, unscale: jax.Array | float) -> PyTree:
     return tree.map_with_path(of_leaf, grads, is_leaf=placement.is_frozen)
 
 
-def constrain(partition: placement.Partition, params_like: PyTree) -> PyTree:
+def constrain(partition: partition_lib.Partition, params_like: PyTree) -> PyTree:
     """Constrains a tree like params to the update's sharding, so that the update is local; frozen weights are unchanged."""
     index = tree.suffix_index(partition.placements)
 

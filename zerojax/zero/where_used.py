@@ -20,6 +20,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import block_settings, gather, intercept, marks, nnx_blocks, placement, remat
+from zerojax.zero import partition as partition_lib
 
 Loss = Callable[..., Any]
 
@@ -166,7 +167,7 @@ def wrap(
     return at_top
 
 
-def abstract_used(params: PyTree, partition: placement.Partition, compute_dtype: DTypeLike | None) -> PyTree:
+def abstract_used(params: PyTree, partition: partition_lib.Partition, compute_dtype: DTypeLike | None) -> PyTree:
     """Returns params as the loss sees them, as ShapeDtypeStructs: gathered, without padding and boxes, in its dtype."""
     index = tree.suffix_index(partition.placements)
 

@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 
 from zerojax import errors, xla_flags
 from zerojax import mesh as mesh_lib
-from zerojax.zero import block_settings, placement
+from zerojax.zero import block_settings
+from zerojax.zero import partition as partition_lib
 
 # Known to jax 0.10.2, 0.11 and 0.12.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -40,7 +41,7 @@ _ROOM = 9 / 8
 
 
 def of_step(
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     blocks: str,
     *,
     compute_dtype: DTypeLike | None,

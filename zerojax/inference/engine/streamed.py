@@ -22,12 +22,12 @@ from zerojax.inference.engine import programs
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import fetched_params, selection
 from zerojax.zero.step_programs import forward as forward_lib
 
 
-def check(partition: placement.Partition, mesh: Mesh, others: Mapping[str, bool]) -> None:
+def check(partition: partition_lib.Partition, mesh: Mesh, others: Mapping[str, bool]) -> None:
     """Raises UserError for what an engine of weights in host memory does not go with.
 
     Args:
@@ -60,7 +60,7 @@ class StreamedPrograms(programs.Programs):
         mesh: Mesh,
         shape: programs.Shape,
         special: family_lib.SpecialTokens,
-        partition: placement.Partition,
+        partition: partition_lib.Partition,
     ):
         super().__init__(family, config, mesh, shape, special, lambda function: function, None, ())
 

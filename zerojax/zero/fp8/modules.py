@@ -19,7 +19,8 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8, tiles
 from zerojax.tree import PyTree
-from zerojax.zero import hooks, placement
+from zerojax.zero import hooks
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.fp8 import history as history_lib
 from zerojax.zero.wires import fp8 as fp8_wire
 
@@ -142,8 +143,8 @@ def check_devices(mesh: Mesh) -> None:
 
 
 def in_step(
-    settings: Fp8 | None, loss_fn: Callable[..., Any], partition: placement.Partition, blocks: str
-) -> tuple[Callable[..., Any], placement.Partition, hooks.Hooks]:
+    settings: Fp8 | None, loss_fn: Callable[..., Any], partition: partition_lib.Partition, blocks: str
+) -> tuple[Callable[..., Any], partition_lib.Partition, hooks.Hooks]:
     """Returns a step's loss with its matmuls in fp8, a partition whose blocks gather weights in fp8, and the hooks that keep histories.
 
     These weights are those of chosen modules, if a weight has one scale. Without settings the arguments are returned.

@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 from zerojax import display, tree, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import selection, settings, storage
 from zerojax.zero.offload.disk import folder as folder_lib
 from zerojax.zero.offload.disk import store
@@ -49,12 +49,12 @@ class Host:
     allowed: int | None
 
 
-def pinned_bytes(partition: placement.Partition) -> int:
+def pinned_bytes(partition: partition_lib.Partition) -> int:
     """Returns the bytes that this process will pin: those of XLA's pool, and the buffers that a disk is read into."""
     return pool_bytes(partition) + storage.buffer_bytes(partition)
 
 
-def pool_bytes(partition: placement.Partition) -> int:
+def pool_bytes(partition: partition_lib.Partition) -> int:
     """Returns the bytes that this process takes from XLA's pool: its devices' shards of leaves in host memory, and what is in flight.
 
     Frozen weights are in host memory once: nothing writes new ones.
@@ -62,7 +62,7 @@ def pool_bytes(partition: placement.Partition) -> int:
     return sum(map(_pool_bytes, partition.offloaded))
 
 
-def _pool_bytes(partition: placement.Partition) -> int:
+def _pool_bytes(partition: partition_lib.Partition) -> int:
     counts = {path: tree.shard_bytes(leaf) for path, leaf in selection.host_leaves(partition).items()}
     if not counts:
         return 0
@@ -87,7 +87,7 @@ def grown_bytes(pooled: float, pool_gb: float) -> float:
     return max(pooled, min(total, pool_gb * 2**30))
 
 
-def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: float | None = None) -> None:
+def check(partition: partition_lib.Partition, *, host: Host | None = None, pool_gb: float | None = None) -> None:
     """Checks that this host can hold what the partition offloads.
 
     Args:
@@ -157,7 +157,7 @@ def _check_growth(pooled: int, pool_gb: float, size: int, host: Host, needed: in
         )
 
 
-def _check_disk(partition: placement.Partition) -> None:
+def _check_disk(partition: partition_lib.Partition) -> None:
     """Checks the folder of what lives on a disk; warns if it is not on a local disk."""
     if not storage.on_disk(partition):
         return

@@ -17,13 +17,13 @@ from jax.typing import DTypeLike
 from zerojax import traces, tree
 from zerojax.optim import pieces
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import budget, memory_kind, storage
 
 MOST_BYTES = 1 << 30  # of offloaded leaves on a device at once
 
 
-def begin(partition: placement.Partition) -> storage.Keep:
+def begin(partition: partition_lib.Partition) -> storage.Keep:
     """Returns f(array, abstract leaf of `partition.abstract_state`) that brings an array to where it lives; see `storage.keeper`.
 
     Raises:

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.tree import Leaf
-from zerojax.zero import forward_only, placement, where_used
+from zerojax.zero import forward_only, where_used
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import memory_kind, selection, storage
 from zerojax.zero.step_programs import arrivals, blocks, forward
 from zerojax.zero.step_programs.arrivals import PASS, STEP
@@ -63,14 +64,14 @@ class FetchedParams(arrivals.ArgumentSource):
         return ParamCopies(self, late, reads, values)
 
 
-def of(partition: placement.Partition, frozen: Collection[str] = ()) -> FetchedParams:
+def of(partition: partition_lib.Partition, frozen: Collection[str] = ()) -> FetchedParams:
     """Returns the params of a partition that are not stored on the device; `frozen` are the paths of those that no step changes."""
     return FetchedParams(partition.on_host, on_disk=selection.are_params_on_disk(partition), frozen=frozen)
 
 
 def mean_of(
     loss_fn: Callable[..., Any],
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     *,
     compiler_options: Mapping[str, Any] | None = None,
     **how: Any,
@@ -80,12 +81,12 @@ def mean_of(
     return forward.Forward(mean, of(partition), compiler_options)
 
 
-def by_row(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> forward.Forward:
+def by_row(function: Callable[..., Any], partition: partition_lib.Partition, **how: Any) -> forward.Forward:
     """Returns `forward_only.by_row(function, partition, **how)` for params in host memory, which are fetched block by block."""
     return forward.Forward(forward_only.by_row(function, partition, runner=blocks.ForwardBlocks, **how), of(partition))
 
 
-def on_all(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], Any]:
+def on_all(function: Callable[..., Any], partition: partition_lib.Partition, **how: Any) -> Callable[[Any, Any], Any]:
     """Returns f(params, batch) -> the result of `function` for rows, replicated, so that every process can read it; params may be in host
     memory. For `how` see `by_row`."""
     replicated = NamedSharding(partition.mesh, P())

@@ -21,7 +21,7 @@ from zerojax.errors import UserError
 from zerojax.optim import fused, pieces
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import memory_kind, selection
 
 
@@ -92,11 +92,11 @@ class Rest:
     """
 
     positions: tuple[int, ...]
-    partition: placement.Partition
+    partition: partition_lib.Partition
     numbers: tuple[int, ...]
 
     @property
-    def on_device(self) -> placement.Partition:
+    def on_device(self) -> partition_lib.Partition:
         """Returns the partition with params that are in host memory on the device."""
         state = self.partition.abstract_state
         state = state.replace(params=jax.tree.map(memory_kind.as_on_device, state.params))
@@ -135,7 +135,7 @@ class Division:
     """
 
     def __init__(
-        self, partition: placement.Partition, *, has_all: bool = False, numbers: Mapping[str, int] | None = None
+        self, partition: partition_lib.Partition, *, has_all: bool = False, numbers: Mapping[str, int] | None = None
     ):
         self._partition = partition
         flat = tree.flatten(partition.abstract_state.opt_state)
@@ -219,7 +219,7 @@ class Division:
         leaves = [values.get(name, optax.MaskedNode()) for name in self.names]
         return jax.tree.unflatten(jax.tree.structure(self._partition.abstract_state.params), leaves)
 
-    def _frozen_but(self, weights: Sequence[str]) -> placement.Partition:
+    def _frozen_but(self, weights: Sequence[str]) -> partition_lib.Partition:
         """Returns the partition with all but these weights frozen."""
         trained = set(weights)
         return dataclasses.replace(
@@ -238,7 +238,7 @@ class _Parts:
     shape. To trace `init` for each of a thousand weights would take a minute.
     """
 
-    def __init__(self, partition: placement.Partition, init: Callable[[Any], Any]):
+    def __init__(self, partition: partition_lib.Partition, init: Callable[[Any], Any]):
         self._init, state = init, partition.abstract_state.opt_state
         self._structure: Any = jax.tree.structure(state, is_leaf=pieces.is_pieces)
         self._owners = {}

@@ -15,7 +15,8 @@ import numpy as np
 
 from zerojax.errors import UserError
 from zerojax.train_state import State
-from zerojax.zero import placement, update
+from zerojax.zero import partition as partition_lib
+from zerojax.zero import update
 from zerojax.zero.offload import settings
 
 FIELD = "last_norm"
@@ -58,7 +59,7 @@ class LateClip(update.Clip):
         return jnp.where(last < 0, norm, last)
 
 
-def clip(partition: placement.Partition, limit: float, *, may_skip: bool) -> update.Clip:
+def clip(partition: partition_lib.Partition, limit: float, *, may_skip: bool) -> update.Clip:
     """Returns how the gradients of a step are clipped.
 
     Args:

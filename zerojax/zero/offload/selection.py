@@ -27,6 +27,7 @@ from zerojax.errors import UserError
 from zerojax.optim import eight_bit, locality, pieces
 from zerojax.train_state import State
 from zerojax.tree import Leaf
+from zerojax.zero import partition as partition_lib
 from zerojax.zero import placement
 from zerojax.zero.offload import memory_kind, settings
 
@@ -41,7 +42,7 @@ class Cut:
     lengths: tuple[int, ...]
 
 
-def place(partition: placement.Partition, offload: settings.Offload, min_size: int) -> placement.Partition:
+def place(partition: partition_lib.Partition, offload: settings.Offload, min_size: int) -> partition_lib.Partition:
     """Returns the partition with what is offloaded in host memory or on a disk.
 
     Args:
@@ -55,7 +56,9 @@ def place(partition: placement.Partition, offload: settings.Offload, min_size: i
     return _with_params(_with_opt_state(partition, offload, min_size), offload, min_size)
 
 
-def _with_opt_state(partition: placement.Partition, offload: settings.Offload, min_size: int) -> placement.Partition:
+def _with_opt_state(
+    partition: partition_lib.Partition, offload: settings.Offload, min_size: int
+) -> partition_lib.Partition:
     """Returns the partition with its optimizer state in host memory."""
     if offload.optimizer == settings.NONE:
         return partition
@@ -95,7 +98,9 @@ def _with_opt_state(partition: placement.Partition, offload: settings.Offload, m
     return _placed(partition, offload, {path: weight for weight in chosen for path in owned[weight]}, cuts)
 
 
-def _with_params(partition: placement.Partition, offload: settings.Offload, min_size: int) -> placement.Partition:
+def _with_params(
+    partition: partition_lib.Partition, offload: settings.Offload, min_size: int
+) -> partition_lib.Partition:
     """Returns the partition, whose optimizer state is placed, with its params in host memory."""
     if offload.params == settings.NONE:
         return partition
@@ -139,7 +144,7 @@ def _movable(nbytes: dict[str, int], stays: str) -> dict[str, int]:
     return left
 
 
-def leaves_of_weights(partition: placement.Partition, min_size: int) -> dict[str, list[str]]:
+def leaves_of_weights(partition: partition_lib.Partition, min_size: int) -> dict[str, list[str]]:
     """Returns the paths of the moments and the master weight of each trained weight of at least `min_size` elements, by its path."""
     found: dict[str, list[str]] = {}
     weights = dict(tree.flatten(partition.abstract_state))
@@ -149,7 +154,7 @@ def leaves_of_weights(partition: placement.Partition, min_size: int) -> dict[str
     return {weight: found[weight] for weight in partition.placements if weight in found}
 
 
-def _checked(partition: placement.Partition) -> State:
+def _checked(partition: partition_lib.Partition) -> State:
     """Returns the abstract state with its trainable params only; refuses one whose update is unknown."""
     state = partition.abstract_state
     update = getattr(type(state), "apply_gradients", None)
@@ -210,10 +215,10 @@ def _cut(weight: placement.Placement, leaves: list[Any], nbytes: int, chunk_byte
 
 
 def _placed(
-    partition: placement.Partition, offload: settings.Offload, chosen: Mapping[str, str], cuts: Mapping[str, Cut]
-) -> placement.Partition:
+    partition: partition_lib.Partition, offload: settings.Offload, chosen: Mapping[str, str], cuts: Mapping[str, Cut]
+) -> partition_lib.Partition:
     """Returns the partition with the leaves of `chosen` (path -> weight) in host memory, in the pieces that `cuts` says."""
-    leaves: dict[str, placement.Decision] = {}
+    leaves: dict[str, partition_lib.Decision] = {}
 
     def parts_of(path: str, leaf: Leaf) -> Leaf:
         """Returns the abstract leaf as it is stored, and notes its decisions."""
@@ -255,7 +260,7 @@ def _placed(
     )
 
 
-def _stored_as(partition: placement.Partition, abstract: State, **changes: Any) -> placement.Partition:
+def _stored_as(partition: partition_lib.Partition, abstract: State, **changes: Any) -> partition_lib.Partition:
     """Returns the partition with another abstract state, and other changes."""
     return dataclasses.replace(
         partition,
@@ -266,7 +271,7 @@ def _stored_as(partition: placement.Partition, abstract: State, **changes: Any) 
     )
 
 
-def offloaded_weights(partition: placement.Partition) -> list[str]:
+def offloaded_weights(partition: partition_lib.Partition) -> list[str]:
     """Returns the paths of the weights whose optimizer state lives in host memory, in their order."""
     found = {
         partition.leaves[path].weight for path in partition.on_host if partition.leaves[path].role == roles.OPT_STATE
@@ -274,21 +279,21 @@ def offloaded_weights(partition: placement.Partition) -> list[str]:
     return [path for path in partition.placements if path in found]
 
 
-def host_leaves(partition: placement.Partition) -> dict[str, Any]:
+def host_leaves(partition: partition_lib.Partition) -> dict[str, Any]:
     """Returns the abstract leaves in host memory, each piece by itself, by path."""
     return {path: leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.on_host}
 
 
-def cut_of(partition: placement.Partition, weight: str) -> Cut | None:
+def cut_of(partition: partition_lib.Partition, weight: str) -> Cut | None:
     """Returns the pieces of a weight; None for none."""
     return partition.cuts.get(weight)
 
 
-def are_params_on_host(partition: placement.Partition) -> bool:
+def are_params_on_host(partition: partition_lib.Partition) -> bool:
     """Returns whether any param is stored in host memory, or on a disk."""
     return any(path in partition.on_host for path in partition.placements)
 
 
-def are_params_on_disk(partition: placement.Partition) -> bool:
+def are_params_on_disk(partition: partition_lib.Partition) -> bool:
     """Returns whether offloaded params are stored on a disk."""
     return partition.offload is not None and partition.offload.params == settings.NVME

@@ -32,7 +32,8 @@ from zerojax.errors import UserError
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import block_settings, placement
+from zerojax.zero import block_settings
+from zerojax.zero import partition as partition_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.offload import fetched_params, late_norm, memory_kind, selection, settings, storage, streamed_step
 from zerojax.zero.offload import updates as updates_lib
@@ -65,7 +66,7 @@ Finish = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any, An
 
 
 def is_chosen(
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     how: block_settings.How,
     reduce_dtype: DTypeLike | None,
     fp8: Any,
@@ -319,7 +320,7 @@ class BlockwiseStep(streamed_step.StreamedStep):
         return state.replace(params=tree.map_with_path(keep, state.params))
 
     @staticmethod
-    def _is_real(partition: placement.Partition) -> bool:
+    def _is_real(partition: partition_lib.Partition) -> bool:
         return partition.mesh.devices.flat[0] in jax.devices()
 
 
@@ -485,7 +486,7 @@ class _Groups:
 
 def passes_of(
     loss_fn: Callable[..., Any],
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     how: block_settings.How,
     batch: inputs.Layout,
     *,
@@ -522,6 +523,6 @@ def passes_of(
     )
 
 
-def _frozen(partition: placement.Partition) -> set[str]:
+def _frozen(partition: partition_lib.Partition) -> set[str]:
     """Returns the paths of the params that are not trained."""
     return {path for path, own in partition.placements.items() if not own.trainable}

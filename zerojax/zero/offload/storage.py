@@ -13,7 +13,7 @@ import jax
 from zerojax import display, roles, tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import memory_kind, settings
 from zerojax.zero.offload.disk import folder as folder_lib
 from zerojax.zero.offload.disk import scratch, store
@@ -22,12 +22,12 @@ Keep = Callable[[jax.Array, Any], Any]
 Loading = list[Any]  # arrays, or `store.Arriving`
 
 
-def on_disk(partition: placement.Partition) -> dict[str, Any]:
+def on_disk(partition: partition_lib.Partition) -> dict[str, Any]:
     """Returns the abstract leaves, or pieces, that live in a file, by path."""
     return {path: leaf for part in parts_on_disk(partition) for path, leaf in part.items()}
 
 
-def parts_on_disk(partition: placement.Partition) -> list[dict[str, Any]]:
+def parts_on_disk(partition: partition_lib.Partition) -> list[dict[str, Any]]:
     """Returns the same for the optimizer state and for the params, those that are there. Each has a file of its own."""
     if partition.offload is None or settings.NVME not in (partition.offload.optimizer, partition.offload.params):
         return []
@@ -39,12 +39,12 @@ def parts_on_disk(partition: placement.Partition) -> list[dict[str, Any]]:
     return [part for is_opt_state, part in parts.items() if part and kinds[is_opt_state] == settings.NVME]
 
 
-def disk_bytes(partition: placement.Partition) -> int:
+def disk_bytes(partition: partition_lib.Partition) -> int:
     """Returns the bytes of this process's files."""
     return sum(map(store.bytes_of, on_disk(partition).values()))
 
 
-def line(partition: placement.Partition) -> str:
+def line(partition: partition_lib.Partition) -> str:
     """Returns a line that says where this process's file will be, or "" if nothing lives on a disk."""
     if not on_disk(partition):
         return ""
@@ -56,20 +56,20 @@ def line(partition: placement.Partition) -> str:
     )
 
 
-def buffer_bytes(partition: placement.Partition) -> int:
+def buffer_bytes(partition: partition_lib.Partition) -> int:
     """Returns the host memory of the buffers that this process reads its files into."""
     parts, chosen = parts_on_disk(partition), partition.offload
     return sum(chosen.buffers(len(part)) * _buffer_bytes(partition, part) for part in parts)
 
 
-def _buffer_bytes(partition: placement.Partition, part: dict[str, Any]) -> int:
+def _buffer_bytes(partition: partition_lib.Partition, part: dict[str, Any]) -> int:
     """Returns the bytes of one buffer: a chunk, or the largest leaf, of each device; or the whole part, if that is less."""
     largest = max(map(tree.shard_bytes, part.values()))
     most = scratch.aligned(max(partition.offload.chunk_bytes, largest)) * len(partition.mesh.local_devices)
     return min(most, sum(map(store.bytes_of, part.values())))
 
 
-def check_space(partition: placement.Partition, processes: int) -> None:
+def check_space(partition: partition_lib.Partition, processes: int) -> None:
     """Checks that the disk has room for the files of a host's processes.
 
     Raises:
@@ -79,12 +79,12 @@ def check_space(partition: placement.Partition, processes: int) -> None:
         folder_lib.check_space(_folder(partition.offload), disk_bytes(partition) * processes)
 
 
-def with_keeper(partition: placement.Partition) -> placement.Partition:
+def with_keeper(partition: partition_lib.Partition) -> partition_lib.Partition:
     """Returns the partition with the function that a restored checkpoint needs, if leaves live on a disk."""
     return dataclasses.replace(partition, keeper=keeper) if on_disk(partition) else partition
 
 
-def keeper(partition: placement.Partition) -> Keep:
+def keeper(partition: partition_lib.Partition) -> Keep:
     """Returns f(array, like) that brings an array to where the abstract leaf `like` of `partition.abstract_state` lives.
 
     Where leaves live on a disk, a file for those of each part is made now. It is freed when nothing refers to its leaves any more.

@@ -21,12 +21,13 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import arguments, placement
+from zerojax.zero import arguments
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import selection, storage
 from zerojax.zero.offload import updates as updates_lib
 
 
-def updates_of(partition: placement.Partition, *, may_skip: bool) -> updates_lib.Updates | None:
+def updates_of(partition: partition_lib.Partition, *, may_skip: bool) -> updates_lib.Updates | None:
     """Returns the updates of a partition's offloaded weights, and of others in a step block by block; None if nothing is offloaded."""
     if not partition.on_host:
         return None

@@ -19,7 +19,7 @@ from zerojax import specs, tree
 from zerojax.optim import fused, one_pass
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.offload import groups as groups_lib
 from zerojax.zero.offload import memory_kind, selection, settings, storage
@@ -59,7 +59,7 @@ class Updates(groups_lib.Division):
 
     def __init__(
         self,
-        partition: placement.Partition,
+        partition: partition_lib.Partition,
         *,
         may_skip: bool,
         has_all: bool = False,
@@ -282,7 +282,7 @@ class Updates(groups_lib.Division):
         update = update_lib.make(self._frozen_but([item.weight]))
         finite = scalars[1] if self._may_skip else None
         with jax.named_scope("update"):
-            after = update(before, before, self._only({item.weight: grad}), scalars[0], finite, numbers=number[None])
+            after = update(before, before, self._only({item.weight: grad}), scalars[0], finite, number[None])
         held = dict(zip(item.order, jax.tree.leaves(after.opt_state)))
         (param,) = jax.tree.leaves(after.params)
         param = jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(param, found.update), found.stored)

@@ -15,7 +15,8 @@ from zerojax.errors import UserError
 from zerojax.optim import fused, locality, pieces
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import accumulate, gather, placement
+from zerojax.zero import accumulate, gather
+from zerojax.zero import partition as partition_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.offload import streamed_step
 from zerojax.zero.offload import updates as updates_lib
@@ -170,7 +171,7 @@ class GroupUpdate:
         return made["rest"].replace(params=self._only(values), opt_state=made["opt_state"])
 
 
-def check(partition: placement.Partition) -> None:
+def check(partition: partition_lib.Partition) -> None:
     """Refuses a state whose groups cannot be updated by themselves.
 
     Raises:

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
 from zerojax.tree import PyTree
-from zerojax.zero import block_settings, gather, placement
+from zerojax.zero import block_settings, gather
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.pipeline import segments
 from zerojax.zero.sharded_batch import inputs
 from zerojax.zero.step_programs import blocks, one_pass
@@ -87,7 +88,7 @@ class Pass:
     """
 
     loss_fn: Callable[..., Any]
-    partition: placement.Partition
+    partition: partition_lib.Partition
     how: block_settings.How
     layout: inputs.Layout
     reduce_dtype: Any

@@ -21,7 +21,8 @@ from zerojax.errors import UserError
 from zerojax.optim import pieces
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import block_settings, placement
+from zerojax.zero import block_settings
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import create, memory_kind, storage
 from zerojax.zero.offload import settings as offload_settings
 from zerojax.zero.pipeline import passes, segments, travel
@@ -70,7 +71,7 @@ class Placed:
 
     pipeline: Pipeline
     mesh: Mesh
-    groups: Sequence[placement.Partition]
+    groups: Sequence[partition_lib.Partition]
     homes: Mapping[str, int]
     stage_of_call: Sequence[int]
 
@@ -97,7 +98,7 @@ class Placed:
         """Returns the number of calls of blocks in the stages of a group."""
         return sum(stage % len(self.groups) == group for stage in self.stage_of_call)
 
-    def offloaded(self) -> list[placement.Partition]:
+    def offloaded(self) -> list[partition_lib.Partition]:
         """Returns how each group holds the whole state, with its own leaves of it alone in host memory."""
         return [
             dataclasses.replace(own, on_host=frozenset(path for path in own.on_host if self.homes[path] == group))
@@ -110,8 +111,8 @@ class Placed:
 
 
 def partitioned(
-    abstract_state: State, pipeline: Pipeline, mesh: Mesh, partition: Callable[[Mesh], placement.Partition]
-) -> placement.Partition:
+    abstract_state: State, pipeline: Pipeline, mesh: Mesh, partition: Callable[[Mesh], partition_lib.Partition]
+) -> partition_lib.Partition:
     """Returns the partition of a state over the groups of a mesh.
 
     Args:
@@ -154,7 +155,7 @@ def partitioned(
     )
 
 
-def _check_offload(groups: Sequence[placement.Partition]) -> None:
+def _check_offload(groups: Sequence[partition_lib.Partition]) -> None:
     """Refuses what a pipeline does not offload.
 
     Raises:
@@ -179,7 +180,7 @@ def _check_offload(groups: Sequence[placement.Partition]) -> None:
             raise UserError(f"{line}; omit it, or set `pipe=1`")
 
 
-def _joined(groups: Sequence[placement.Partition], homes: Mapping[str, int], mesh: Mesh) -> placement.Partition:
+def _joined(groups: Sequence[partition_lib.Partition], homes: Mapping[str, int], mesh: Mesh) -> partition_lib.Partition:
     """Returns the partition over all groups of which each holds its own leaves."""
     pick = functools.partial(tree.map_with_path, lambda path, *own: own[homes[path]])
     everywhere = NamedSharding(mesh, P())

@@ -30,7 +30,8 @@ from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import rounded
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import block_settings, placement
+from zerojax.zero import block_settings
+from zerojax.zero import partition as partition_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.pipeline import group_update, passes, stage_programs, state
 from zerojax.zero.pipeline import order as order_lib
@@ -44,7 +45,7 @@ Values = dict[tuple[int, int], jax.Array]  # of a micro-batch, by number and gro
 
 def of(
     loss_fn: Callable[..., Any],
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     how: block_settings.How,
     layout: inputs.Layout,
     scaling: update_lib.Unscaled,
@@ -116,7 +117,7 @@ class PipelineStep:
     def __init__(
         self,
         of_groups: Sequence[passes.Pass],
-        partition: placement.Partition,
+        partition: partition_lib.Partition,
         layout: inputs.Layout,
         scaling: update_lib.Unscaled,
         clip: update_lib.Clip,

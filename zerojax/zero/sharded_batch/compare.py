@@ -15,7 +15,8 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import placement, step, where_used
+from zerojax.zero import partition as partition_lib
+from zerojax.zero import step, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys, parts
 
 _WAYS_OUT = (
@@ -30,7 +31,7 @@ _WAYS_OUT_OF_PARTS = (
 
 def compare_sums(
     loss_fn: Callable[..., Any],
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     state: State,
     batch: PyTree,
     *,
@@ -65,7 +66,7 @@ def compare_sums(
 
 def compare_context(
     loss_fn: Callable[..., Any],
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     state: State,
     batch: PyTree,
     *,
@@ -113,7 +114,7 @@ def compare_context(
 
 def _apart(
     loss_fn: Callable[..., Any],
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     state: State,
     batch: PyTree,
     reduce_dtype: DTypeLike | None,
@@ -132,7 +133,7 @@ def _apart(
 
 
 def _equal_draws(
-    loss_fn: Callable[..., Any], partition: placement.Partition, state: State, batch: PyTree, options: dict
+    loss_fn: Callable[..., Any], partition: partition_lib.Partition, state: State, batch: PyTree, options: dict
 ) -> list[str]:
     """Returns a line for each line of the user's code that draws the same random numbers on every device."""
     passes, batch_specs = options.get("grad_accum", 1), options.get("batch_specs", ())

@@ -17,12 +17,13 @@ from zerojax import specs, tree
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero import accumulate, block_settings, explicit, gather, placement
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.sharded_batch import inputs, keys, outputs
 
 
 def one_pass(
     loss_fn: Callable[..., Any],
-    partition: placement.Partition,
+    partition: partition_lib.Partition,
     how: block_settings.How,
     *,
     passes: int,
@@ -110,7 +111,9 @@ def reduced(
     return {**grads, **run(waiting)}
 
 
-def _with_grad_dtype(partition: placement.Partition, blocks: str, dtype: DTypeLike | None) -> placement.Partition:
+def _with_grad_dtype(
+    partition: partition_lib.Partition, blocks: str, dtype: DTypeLike | None
+) -> partition_lib.Partition:
     """Returns a partition in which backward passes return the gradients of the weights of blocks in `dtype`.
 
     Those of other weights stay float32: a table's adds up rows in float32, and an output layer's adds up chunks of tokens.

@@ -20,6 +20,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import columns
 from zerojax.zero import block_settings, gather, placement
+from zerojax.zero import partition as partition_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +79,8 @@ _sink.defvjp(
 
 
 def marked(
-    partition: placement.Partition, pattern: str, blocks: str, reduce_dtype: DTypeLike | None
-) -> placement.Partition:
+    partition: partition_lib.Partition, pattern: str, blocks: str, reduce_dtype: DTypeLike | None
+) -> partition_lib.Partition:
     """Returns a partition in which devices use columns of the matrices of some modules, and none gathers them.
 
     One device has all columns, and nothing changes there but a warning.

@@ -18,6 +18,7 @@ from zerojax import specs
 from zerojax.errors import UserError
 from zerojax.ops import expert_parallel
 from zerojax.zero import gather, placement
+from zerojax.zero import partition as partition_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +74,8 @@ def loops_on(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def marked(
-    partition: placement.Partition, load: float, reduce_dtype: DTypeLike | None, parts: int = 1
-) -> placement.Partition:
+    partition: partition_lib.Partition, load: float, reduce_dtype: DTypeLike | None, parts: int = 1
+) -> partition_lib.Partition:
     """Returns a partition whose experts' rooms have this load, for so many parts of tokens; warns of an axis `expert` that no weight has.
 
     Raises:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from zerojax import tree
 from zerojax.ops import fp8
 from zerojax.zero import gather, placement
+from zerojax.zero import partition as partition_lib
 
 WEIGHT = "kernel"
 
@@ -47,7 +48,9 @@ class BlockWeights:
         return next((weight for name, weight in self._known.items() if f"/{name}".endswith(f"/{own}")), None)
 
 
-def marked(partition: placement.Partition, modules: Collection[str], weights: BlockWeights) -> placement.Partition:
+def marked(
+    partition: partition_lib.Partition, modules: Collection[str], weights: BlockWeights
+) -> partition_lib.Partition:
     """Returns a partition in which blocks gather the sharded kernels of these modules in fp8, as `weights` of the step's matmuls."""
     kernels = {
         path: weight

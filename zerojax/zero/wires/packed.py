@@ -31,7 +31,8 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.ops import packed, quantized
 from zerojax.zero import gather
-from zerojax.zero.placement import Partition, Placement, moves
+from zerojax.zero.partition import Partition
+from zerojax.zero.placement import Placement, moves
 from zerojax.zero.wires import columns, fp8
 
 PLAIN, INT8, INT4 = "plain", "int8", "int4"

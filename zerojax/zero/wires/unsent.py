@@ -29,7 +29,8 @@ from zerojax import roles, specs, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import gather, placement
+from zerojax.zero import gather
+from zerojax.zero import partition as partition_lib
 from zerojax.zero.wires import columns, packed
 
 FIELD = "unsent_grads"  # of the train state
@@ -73,7 +74,7 @@ class Kept(gather.Feedback):
         return value_and_grad
 
 
-def in_step(sent: placement.Partition, scale: Callable[[Any], Any]) -> gather.Feedback:
+def in_step(sent: partition_lib.Partition, scale: Callable[[Any], Any]) -> gather.Feedback:
     """Returns the feedback of a step, from a partition with the step's wires.
 
     Raises:
@@ -94,8 +95,8 @@ def in_step(sent: placement.Partition, scale: Callable[[Any], Any]) -> gather.Fe
 
 
 def with_unsent(
-    state: State, partition: placement.Partition, wires: packed.PackedWires, by_columns: str = ""
-) -> tuple[State, placement.Partition]:
+    state: State, partition: partition_lib.Partition, wires: packed.PackedWires, by_columns: str = ""
+) -> tuple[State, partition_lib.Partition]:
     """Returns a sharded train state, and its partition, with the field `unsent_grads` that `error_feedback` needs; nothing is unsent yet.
 
     Args:
@@ -117,13 +118,13 @@ def with_unsent(
     return state.replace(**{FIELD: first(extended)}), extended
 
 
-def in_partition(partition: placement.Partition, sent: placement.Partition) -> placement.Partition:
+def in_partition(partition: partition_lib.Partition, sent: partition_lib.Partition) -> partition_lib.Partition:
     """Returns a partition whose state has the field; `sent` is the same with a step's wires. Without feedback it is unchanged."""
     rows = _wanted(sent)
     if not rows:
         return partition
     decisions = {
-        f"{FIELD}/{path}": placement.Decision(roles.OTHER, row.shape, row.dtype, _spec(row), _spec(row), "unsent")
+        f"{FIELD}/{path}": partition_lib.Decision(roles.OTHER, row.shape, row.dtype, _spec(row), _spec(row), "unsent")
         for path, row in rows.items()
     }
     return dataclasses.replace(
@@ -136,7 +137,7 @@ def in_partition(partition: placement.Partition, sent: placement.Partition) -> p
     )
 
 
-def first(partition: placement.Partition) -> dict[str, jax.Array]:
+def first(partition: partition_lib.Partition) -> dict[str, jax.Array]:
     """Returns the field before the first step, sharded as the partition says."""
     rows = getattr(partition.abstract_state, FIELD, ())
     return jax.jit(functools.partial(zeros, rows), out_shardings=jax.tree.map(lambda row: row.sharding, rows))()
@@ -147,7 +148,7 @@ def zeros(rows: PyTree) -> PyTree:
     return jax.tree.map(lambda row: jnp.zeros(row.shape, row.dtype), rows)
 
 
-def layout(sent: placement.Partition) -> str:
+def layout(sent: partition_lib.Partition) -> str:
     """Returns what the field's meaning depends on, as a short text; "" without the field. `sent` has the wires of a step.
 
     A row of another layout is of other elements, or of other hosts.
@@ -160,7 +161,7 @@ def layout(sent: placement.Partition) -> str:
     return hashlib.sha256(found.encode()).hexdigest()[:16] if rows else ""
 
 
-def _wanted(sent: placement.Partition) -> dict[str, jax.ShapeDtypeStruct]:
+def _wanted(sent: partition_lib.Partition) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the abstract field of a partition with a step's wires, by path below the params; {} without feedback."""
     mesh, rows = sent.mesh, {}
     for path, weight in sent.placements.items():
