@@ -23,7 +23,7 @@ GOLDEN = [
     ("llama", "lora", 3),
     ("llama", "rslora", 0),
     pytest.param("qwen2", "rslora", 3, marks=runs.LONG),
-    ("t5", "lora", 0),
+    pytest.param("t5", "lora", 0, marks=runs.LONG),
     pytest.param("qwen3moe", "lora", 3, marks=runs.LONG),
     pytest.param("mixtral", "lora", 0, marks=runs.LONG),
     pytest.param("t5", "rslora", 3, marks=runs.LONG),

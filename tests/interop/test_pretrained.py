@@ -23,7 +23,7 @@ LOSS = 1e-5  # relative to losses of about 6
 
 # By default each model runs once, and bart with tensor parallelism.
 LOADED = [
-    pytest.param(name, 3, model, marks=() if (model == 2) == (name == "bart") else runs.LONG)
+    pytest.param(name, 3, model, marks=runs.LONG if (model == 2) != (name == "bart") or name == "qwen2" else ())
     for model in (1, 2)
     for name in golden_models.NAMES
 ]
@@ -65,7 +65,7 @@ def assert_equal_logits(name, loaded):
 OTHERS = golden_models.DECODERS + golden_models.MIXTURES + golden_models.ENCODER_DECODERS
 # What these do, qwen2moe, the norms of qwen3, bart, pegasus, and mbart under tensor parallelism do by default.
 AGAIN = ("mixtral", "olmoe", "qwen3moe", "marian", "mbart")
-TENSOR = ("gemma2", "qwen2moe", "deepseekv3")  # the others are long tests
+TENSOR = ("gemma2", "deepseekv3")  # the others are long tests
 
 
 @pytest.mark.parametrize("name", runs.cases(OTHERS, long=AGAIN))
@@ -81,7 +81,7 @@ def test_other_families_compute_what_transformers_does_and_are_written_as_they_w
 
 
 # What the caches of those hold is in the caches of others by default; engines give the tokens of gemma3, whose windows gemma2 has too.
-CACHED_AGAIN = (*AGAIN, "pegasus", "gemma3", "phi3", "olmo2", "granite", "qwen2moe")
+CACHED_AGAIN = (*AGAIN, "pegasus", "gemma3", "phi3", "olmo2", "granite", "qwen2moe", "gpt2", "smollm3")
 
 
 @pytest.mark.parametrize("name", runs.cases(OTHERS, long=CACHED_AGAIN))
@@ -269,6 +269,7 @@ def test_settings_that_are_not_applied_are_named(tmp_path):
     assert pretrained.unread_settings(folder_lib.open_folder(folder)) == ["repetition_penalty=1.3"]
 
 
+@runs.LONG
 def test_padded_labels_are_left_out_and_start_after_the_start_token():
     loaded, batch = golden_models.load("bart", 0), golden_models.batch("bart")
     forward = jax.jit(loaded.loss)

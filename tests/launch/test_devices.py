@@ -34,7 +34,11 @@ def test_a_plugin_has_hardware_where_its_device_files_are_and_are_not_hidden(
 
 @pytest.mark.parametrize(
     ("platforms", "printed"),
-    [("", "True"), pytest.param("cpu", "True cpu", marks=runs.LONG), ("cuda,cpu", "False cuda,cpu")],
+    [
+        ("", "True"),
+        pytest.param("cpu", "True cpu", marks=runs.LONG),
+        pytest.param("cuda,cpu", "False cuda,cpu", marks=runs.LONG),
+    ],
 )
 def test_without_hardware_jax_loads_no_plugins_unless_the_platforms_are_set(platforms, printed):
     if any(devices._has_hardware(plugin, os.environ) for plugin in devices._plugins()):

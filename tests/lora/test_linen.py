@@ -73,7 +73,7 @@ def test_all_linear_modules_are_found_also_inside_flaxs_own():
     assert found["layer_0/attention/out"] == ("layer_0.attention.out", (2, 32, 64), 2, False, (), False)
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])
+@pytest.mark.parametrize("quantize", runs.cases(["none", "nf4", "int8"], long=["int8"]))
 def test_adapters_give_the_output_of_merged_kernels(quantize):
     lora, params, chosen = adapted(quantize=quantize)
     found = jax.jit(zerojax.with_lora(apply, lora))(params, X)
@@ -87,8 +87,8 @@ def test_adapters_give_the_output_of_merged_kernels(quantize):
     "stage, quantize, reduce_dtype",
     [
         pytest.param(0, "none", jnp.float32, marks=runs.LONG),
-        pytest.param(3, "none", None, marks=runs.LONG),
-        (3, "nf4", None),
+        (3, "none", None),
+        pytest.param(3, "nf4", None, marks=runs.LONG),
         pytest.param(3, "nf4", jnp.float32, marks=runs.LONG),
     ],
 )

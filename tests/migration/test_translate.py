@@ -410,7 +410,7 @@ NAMES = st.sampled_from(
 )
 
 
-@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(st.dictionaries(NAMES, VALUES, max_size=8))
 def test_any_content_is_accounted_for_or_refused_in_one_line(flat):
     content = {}

@@ -60,6 +60,7 @@ def test_muon_is_optax_with_these_forms(rms):
     chex.assert_trees_all_close(found, expected(rms), atol=ROUNDING)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "spec",
     [

@@ -46,6 +46,7 @@ def test_kernel_and_twin_multiply_with_the_dequantized_weights(kind):
         assert not counts.any()
 
 
+@pytest.mark.long
 def test_kernels_of_a_layer_do_what_their_twins_do():
     random = np.random.default_rng(0)
     x, norm = vector(random), one_token.Norm(vector(random), 1e-5)

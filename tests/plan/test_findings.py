@@ -63,6 +63,7 @@ def test_rules_that_the_cpu_backend_cannot_satisfy_do_not_apply_to_it():
     assert rules(found, state, compute_dtype=jnp.bfloat16) == []
 
 
+@runs.LONG
 def test_a_plain_data_parallel_step_has_no_findings():
     state, found = plain(P(), P(), True)
     assert rules(found, state) == []

@@ -163,6 +163,7 @@ def test_losses_at_every_stage_are_those_of_plain_jax_on_one_device(name, stage)
     np.testing.assert_allclose(run(name, stage)[0], expected, rtol=LOSS_TOLERANCE)
 
 
+@runs.LONG
 @pytest.mark.parametrize("model, has_activations", [(2, True), pytest.param(4, False, marks=runs.LONG)])
 def test_a_foreign_model_under_a_table_of_overrides_has_the_losses_of_one_device(model, has_activations, monkeypatch):
     example = load("linen_tensor_parallel")

@@ -69,6 +69,7 @@ def trained(built):
     return state, found
 
 
+@runs.LONG
 @pytest.mark.parametrize(
     "changes",
     [

@@ -94,6 +94,7 @@ def test_another_base_is_refused_in_one_line(begun, tmp_path):
         file.write_bytes(before)
 
 
+@runs.LONG
 @pytest.mark.parametrize("quantize", runs.cases(["none", "nf4"], long=("none",)))
 def test_frozen_weights_without_a_folder_are_drawn_and_the_same_at_every_stage(quantize):
     settings = {

@@ -98,6 +98,7 @@ def test_a_run_goes_on_without_a_master_and_its_checkpoint_moves_out_of_that(tmp
         np.testing.assert_array_equal(np.asarray(master), np.asarray(weight, np.float32))
 
 
+@runs.LONG
 def test_at_the_smallest_scale_the_run_stops_by_name_or_holds(tmp_path, capsys):
     stuck = {**OVERFLOWING, "loss_scale__min_scale": 2.0**23, "checkpoint__every": 1}
     runs.run(tmp_path, **{**stuck, "loss_scale__on_minimum": "hold", "steps": 3, "log_every": 5})

@@ -67,7 +67,7 @@ def loss_fn(params, batch, state):
 ALIKE = (
     "adadelta adamax adamaxw adan amsgrad nadam nadamw optimistic_adam_v2 radam rmsprop sign_sgd yogi acprop ademamix adopt "
     "simplified_ademamix fromage lars cocob dadapt_adamw dog adabelief adagrad adam rprop lamb prodigy "
-    "lion dowg novograd sgd optimistic_gradient_descent schedule_free_sgd"
+    "lion dowg novograd sm3 sgd optimistic_gradient_descent schedule_free_sgd"
 ).split()
 
 

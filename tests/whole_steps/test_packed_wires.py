@@ -109,7 +109,7 @@ def is_packed(path, leaf):
     return leaf.ndim > 1
 
 
-@pytest.mark.parametrize("case", runs.cases(CASES, long={*CASES} - {"plain second copy", "last dim"}))
+@pytest.mark.parametrize("case", runs.cases(CASES, long={*CASES} - {"last dim"}))
 def test_a_step_with_packed_wires_is_that_of_numpy(case):
     asked = CASES[case]
     dim = 1 if case == "last dim" else 0

@@ -103,6 +103,7 @@ def test_dropout_is_that_of_the_mesh_without_the_axis(lora):
 LOGICAL = [{"precision": "bf16"}, pytest.param({**LORA, **BART, "zero__stage": 1}, marks=runs.LONG)]
 
 
+@runs.LONG
 @pytest.mark.parametrize("what", LOGICAL)
 def test_a_checkpoint_of_data_restores_over_model_and_back_bit_for_bit(what, tmp_path):
     """Also where the vocabulary divides by `model` alone, and is padded for `data`."""

@@ -38,7 +38,9 @@ def classifier_loss(params, batch, state):
     return loss, {"state": changed, "metrics": {"largest": jnp.max(y), "step": state.step}}
 
 
-@pytest.mark.parametrize(("stage", "accum"), [(0, 1), pytest.param(3, 1, marks=runs.LONG), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "accum"), [pytest.param(0, 1, marks=runs.LONG), pytest.param(3, 1, marks=runs.LONG), (3, 2)]
+)
 def test_batch_statistics_are_those_of_the_global_batch_and_travel_with_the_state(stage, accum):
     variables = jax.jit(Classifier().init)(jax.random.key(0), jnp.zeros((2, 8)))
     state = StateWithStatistics.create(apply_fn=None, tx=optax.sgd(0.1), **variables)

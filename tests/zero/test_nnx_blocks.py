@@ -91,6 +91,7 @@ def trained(drop, stage, reduce_dtype, blocks, heads):
 CASES = [(0.5, 3, jnp.float32), (0.0, 3, None), (0.5, 3, None), (0.5, 1, jnp.float32)]
 
 
+@runs.LONG
 @pytest.mark.parametrize("number", runs.cases(range(4), long=(1, 2, 3)))
 def test_blocks_change_no_loss_no_draw_and_no_statistics(number):
     drop, stage, reduce_dtype = CASES[number]

@@ -166,6 +166,7 @@ def test_losses_are_those_of_plain_optax_at_every_step(name):
         assert not np.asarray(state.params["embed"]["embedding"])[67:].any(), "padding must stay zero"
 
 
+@runs.LONG
 def test_bf16_params_stay_their_masters_rounded_and_follow_float32():
     losses, _, state = run(2, dtype=jnp.bfloat16)
     np.testing.assert_allclose(losses, truth()[0, :STEPS], rtol=BF16)

@@ -10,6 +10,7 @@ import encoder_decoders
 import jax
 import jax.numpy as jnp
 import numpy as np
+import runs
 
 from zerojax import tree
 from zerojax.models import family
@@ -36,6 +37,7 @@ def expected_loss(params, config):
     return losses.cross_entropy(logits(params, inputs, targets[:, :-1], config=config), targets[:, 1:])
 
 
+@runs.LONG  # tests/interop/test_pretrained.py compares it with that of transformers
 def test_the_loss_is_the_cross_entropy_of_the_next_targets():
     config = dataclasses.replace(SHORT, tie_embeddings=False)
     params = encoder_decoders.make_params(bart.parts, config)

@@ -51,6 +51,7 @@ def by_cache(params, tokens, prompt):
     return jnp.stack(found, axis=1), caches
 
 
+@runs.LONG
 @pytest.mark.parametrize("kind", runs.cases(("plain", "adapted"), long=("plain",)))
 def test_tokens_that_are_added_see_what_all_at_once_see(kind):
     """Also where the matrix of keys and values has an adapter."""

@@ -28,7 +28,8 @@ def logits(params, *arrays, config=CONFIG):
     return t5.T5(config).apply({"params": params}, *arrays)
 
 
-@pytest.mark.parametrize("tied", runs.cases([False, True], long=[True]))  # tests/models/bart has tied ones
+@runs.LONG
+@pytest.mark.parametrize("tied", runs.cases([False, True], long=[True]))
 def test_the_loss_is_the_cross_entropy_of_the_next_targets(tied):
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
     params = encoder_decoders.make_params(t5.parts, config)
@@ -65,6 +66,7 @@ def test_small_distances_have_a_bucket_each_and_large_ones_share_wider_buckets(i
     np.testing.assert_array_equal(behind[1:], np.zeros(199) if is_causal else buckets[1:] + 16)
 
 
+@runs.LONG
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=runs.LONG)])
 def test_16_bit_weights_compute_in_16_bits_and_logits_are_float32(dtype):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), encoder_decoders.make_params(t5.parts, CONFIG))

@@ -1,6 +1,7 @@
 """Tests of zerojax.plan.offload.streams: each offloaded leaf stays on the host, and a bounded part is on the device, on compiled GPUs."""
 
 import dataclasses
+import functools
 import math
 
 import block_nets
@@ -119,9 +120,9 @@ def test_the_time_of_a_disk_counts_at_its_own_rate_and_an_assumed_rate_says_so(p
     assert "ASSUMED: zerojax disk" in report.text(dataclasses.replace(plan, stream=stream, expected=expected))
 
 
-@pytest.fixture(scope="module")
-def by_block():
-    """Returns (plan, partition) of a step block by block on eight H200s, and the plan of one program with nothing offloaded."""
+@functools.cache
+def by_block(is_offloaded):
+    """Returns (plan, partition) of a step block by block on eight H200s, or of one program with nothing offloaded."""
     net, mesh = block_nets.Net(1, dropout=True), zerojax.make_mesh(devices=compile_only.devices())
     x, scale = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((16, 1), jnp.float32)
 
@@ -145,16 +146,13 @@ def by_block():
         for name, leaf in (("x", x), ("scale", scale))
     }
     how = {"blocks": r"block_\w+", "heads": "head", "reduce_dtype": jnp.float32}
-    plans = [
-        planned_on_h200s(zerojax.make_train_step(loss_fn, part, **how), part, batch)
-        for part in (partition, partition.on_device)
-    ]
-    return plans[0], partition, plans[1]
+    part = partition if is_offloaded else partition.on_device
+    return planned_on_h200s(zerojax.make_train_step(loss_fn, part, **how), part, batch), partition
 
 
 @pytest.mark.long
-def test_a_step_block_by_block_has_the_collectives_and_the_work_of_one_program(by_block):
-    plan, _, whole = by_block
+def test_a_step_block_by_block_has_the_collectives_and_the_work_of_one_program():
+    (plan, _), (whole, _) = by_block(True), by_block(False)
 
     def sent(plan):
         rows = [(r.kind, r.role, r.weights, r.dtype, r.elements, r.axes, r.times) for r in plan.ledger.rows]
@@ -168,8 +166,8 @@ def test_a_step_block_by_block_has_the_collectives_and_the_work_of_one_program(b
     assert any("gather.py" in row.source for row in plan.ledger.rows)
 
 
-def test_params_on_the_host_arrive_in_each_pass_and_are_no_part_of_the_devices_memory(by_block):
-    plan, partition, _ = by_block
+def test_params_on_the_host_arrive_in_each_pass_and_are_no_part_of_the_devices_memory():
+    plan, partition = by_block(True)
     on_host = [path for path in partition.on_host if path.startswith("params/")]
     nbytes = sum(4 * math.prod(partition.placements[path].shape) for path in on_host) // 8
     assert len(on_host) == 2 * 2 + 1  # the kernels of the blocks, and that of the embedding

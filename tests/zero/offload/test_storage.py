@@ -62,6 +62,7 @@ def test_a_fraction_and_leaves_made_from_a_state_come_to_the_disk(tmp_path):
     )
 
 
+@runs.LONG
 def test_checkpoints_of_any_place_restore_into_any_other_and_go_on_alike(tmp_path):
     places = {"none": None, "host": offloads.PIECES, "nvme": nvme(tmp_path / "disk")}
     with zerojax.Checkpointer(tmp_path / "steps") as saver:

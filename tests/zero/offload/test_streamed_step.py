@@ -109,6 +109,7 @@ def distance_in_float16() -> float:
 ROUNDINGS = 6 * 1e-2 * 2.0**-10
 
 
+@runs.LONG
 @pytest.mark.skipif(
     not rough.HAS_FLOAT16, reason="this CPU computes float16 in float32, as the test above does everywhere"
 )

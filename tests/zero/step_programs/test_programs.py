@@ -14,6 +14,7 @@ from zerojax import tree
 from zerojax.zero.step_programs import programs, schedule
 
 
+@runs.LONG
 @pytest.mark.parametrize(
     ("net", "mesh", "stage", "how"),
     [
