@@ -36,6 +36,15 @@ def test_a_lost_file_system_is_told_from_other_errors():
     assert errors.lost_file(OSError(errno.ENOENT, "x")) == errors.lost_file(ValueError("Stale file handle")) == ""
 
 
+def test_a_file_that_this_user_may_not_use_is_told_from_other_errors():
+    forbidden = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/secret/model")
+    assert errors.denied(caused_by(forbidden)) == (
+        "/secret/model: cannot be used (Permission denied); give this user access or choose another path"
+    )
+    assert "Read-only file system" in errors.denied(OSError(errno.EROFS, "x", "/cdrom/a"))
+    assert errors.denied(OSError(errno.ENOENT, "x", "/a")) == errors.denied(PermissionError(errno.EPERM, "x")) == ""
+
+
 def test_causes_are_walked_by_what_raised_and_by_what_was_handled():
     first = ValueError("first")
     assert [str(error) for error in errors.causes(caused_by(first))] == ["'outermost'", "outer", "first"]

@@ -30,6 +30,9 @@ def test_a_disk_error_is_one_line_with_the_path_the_reason_and_the_way_out(tmp_p
     with pytest.raises(UserError) as caught, files.writing(path, "choose another folder"):
         files.replace(path, "one\n")
     assert str(caught.value) == f"{path}: cannot be written (No such file or directory); choose another folder"
+    for number, way_out in ((13, "fix that"), (28, "make room")):
+        with pytest.raises(UserError, match=f"; {way_out}, then run again to resume$"), files.writing(path):
+            raise OSError(number, "x")
 
 
 def test_paths_that_can_be_files_are_accepted(tmp_path):

@@ -15,6 +15,8 @@ _NO_SPACE_WORDS = ("No space left", "quota exceeded", "Not enough disk space")
 _NO_HOST_MEMORY = re.compile(r"Out of memory allocating|host memory|bad_alloc|Cannot allocate memory|MemoryError")
 # A file server that has forgotten an open file, or a disk that fails.
 _LOST = tuple(getattr(errno, name) for name in ("ESTALE", "EIO", "EREMOTEIO") if hasattr(errno, name))
+# Where this user may not write or read.
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _LONGEST = 2000  # characters of an error line
 _LIBRARY = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _python_form = warnings.formatwarning
@@ -68,6 +70,14 @@ def lost_file(error: BaseException) -> str:
         if found is None
         else f"{found.filename or 'a file'}: its file system fails ({os.strerror(found.errno or 0)})"
     )
+
+
+def denied(error: BaseException) -> str:
+    """Returns the file, the reason and the way out if an error means that this user may not use a file; else ""."""
+    found = next((cause for cause in causes(error) if isinstance(cause, OSError) and cause.errno in _DENIED), None)
+    if found is None or found.filename is None:
+        return ""
+    return f"{found.filename}: cannot be used ({os.strerror(found.errno or 0)}); give this user access or choose another path"
 
 
 def is_host_memory_full(error: BaseException) -> bool:

@@ -47,7 +47,7 @@ def folder_bytes(path: str | os.PathLike) -> int:
 def nearest(path: str | os.PathLike) -> pathlib.Path:
     """Returns a path, or its nearest parent that exists: its file system is that of what will be made there."""
     found = pathlib.Path(path).absolute()
-    while not found.exists() and found != found.parent:
+    while not os.path.exists(found) and found != found.parent:  # what cannot be looked into counts as not there
         found = found.parent
     return found
 
@@ -81,9 +81,11 @@ def check_replaceable(path: str | os.PathLike, place: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str | os.PathLike, way_out: str = "make room, then run again to resume") -> Iterator[None]:
-    """Turns an OSError of the block, which writes `path`, into a UserError that names the path, the reason and the way out."""
+def writing(path: str | os.PathLike, way_out: str = "") -> Iterator[None]:
+    """Turns an OSError of the block, which writes `path`, into a UserError that names the path, the reason and the way out: by default to
+    run again."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); {way_out}") from error
+        again = f"{'make room' if errors.is_disk_full(error) else 'fix that'}, then run again to resume"
+        raise UserError(f"{path}: cannot be written ({error.strerror}); {way_out or again}") from error

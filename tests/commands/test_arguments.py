@@ -21,6 +21,10 @@ def refused():
     raise UserError("value: is wrong; choose another")
 
 
+def forbidden():
+    raise PermissionError(13, "Permission denied", "/secret")
+
+
 def interrupted():
     raise KeyboardInterrupt
 
@@ -29,6 +33,9 @@ def test_a_command_ends_with_its_status_and_an_error_with_one_line(capsys):
     assert ended(lambda: None, capsys) == (0, "")
     assert ended(lambda: 2, capsys) == (2, "")
     assert ended(refused, capsys) == (2, "zerojax: value: is wrong; choose another\n")
+    assert ended(forbidden, capsys)[1].startswith(
+        "zerojax: /secret: cannot be used (Permission denied); give this user"
+    )
     assert ended(interrupted, capsys) == (130, "zerojax: interrupted\n")
 
 

@@ -87,7 +87,6 @@ PER_LEAF = {
     "adaptive clip": optax.adaptive_grad_clip(0.1),
     "centralize": optax.chain(optax.centralize(), optax.adam(RATE)),
     "a table of NaNs": optax.zero_nans(),
-    "noise": optax.add_noise(0.1, 0.5, jax.random.key(0)),
     "its size": optax.stateless(times_root_of_size),
     "its place": optax.stateless(add_place),
     "a branch": optax.stateless(by_largest),
@@ -105,6 +104,8 @@ GLOBAL = {
     "mechanic": contrib.mechanize(optax.adam(RATE)),
     "the other's update": optax.stateless(lambda u, p: {**u, "bias": u["bias"] + u["kernel"][0]}),
     "needs the loss": contrib.momo(RATE),
+    "noise": optax.add_noise(0.1, 0.5, jax.random.key(0)),  # one key, split into as many as there are leaves
+    "noise that is off": optax.noisy_sgd(RATE, eta=0.0, gamma=0.0, key=0),
 }
 
 

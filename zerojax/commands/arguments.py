@@ -75,7 +75,7 @@ def run(command: Callable[[], int | None]) -> NoReturn:
         print("zerojax: interrupted", file=sys.stderr, flush=True)
         status = 130
     except OSError as error:
-        line = errors.lost_file(error)
+        line = errors.lost_file(error) or errors.denied(error)
         if errors.is_disk_full(error):
             line = f"{error.filename or 'a file'}: no space left on the device; make room"
         if not line:

@@ -211,7 +211,7 @@ def leave(status: int, line: str = "") -> NoReturn:
 
 
 def leave_after(error: Exception) -> NoReturn:
-    """Ends a command after an error: a UserError and a full disk with one line and status 2, any other with its traceback.
+    """Ends a command after an error: a UserError, a full disk and a forbidden file with one line and status 2, others with their traceback.
 
     If it follows from the end of another process, prints that line instead.
     """
@@ -224,6 +224,8 @@ def leave_after(error: Exception) -> NoReturn:
         ending.leave(2, f"zerojax: {where}: no space left on the device; make room, then run again to resume")
     if lost := errors.lost_file(error):
         ending.leave(2, f"zerojax: {lost}; when it is back, the same command resumes")
+    if denied := errors.denied(error):
+        ending.leave(2, f"zerojax: {denied}")
     _leave_with_traceback(error)
 
 

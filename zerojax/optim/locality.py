@@ -4,10 +4,11 @@ An update is local in one of three degrees:
 
     elementwise   an element's update depends on that element's gradient, weight and state, and on scalars that no weight determines
                   (counts, schedules, hyperparameters). Pieces of a leaf, or a leaf padded with zeros, then update as the leaf does.
-    per_leaf      a leaf's update needs that whole leaf, at its own shape: a mean, a norm, a factored moment, the leaf's shape,
-                  random bits drawn for its elements. Leaves may be updated one after another.
+    per_leaf      a leaf's update needs that whole leaf, at its own shape: a mean, a norm, a factored moment, the leaf's shape.
+                  Leaves may be updated one after another.
     global        a leaf's update, or a part of the state, depends on other leaves, such as a global norm; or a part of the state that
-                  belongs to no weight depends on one, such as an estimated learning rate
+                  belongs to no weight depends on one, such as an estimated learning rate; or `jax.random` draws numbers, since optax
+                  splits one key into as many as there are leaves: alone, each leaf would draw the same ones
 
 The answer holds for all values, since no value is looked at: `clip_by_global_norm` is global however high its limit. It is cautious: an
 operation that is not known to be elementwise counts as one that mixes elements, so a per_leaf update may still be elementwise (a weight
@@ -145,6 +146,10 @@ class _Traced:
             if value.leaves and not self._is_of_a_weight(path):
                 weight = self.names[min(value.leaves)]
                 return Locality(GLOBAL, f"its state {path} depends on {weight} and belongs to no weight")
+        if any(eqn.primitive.name in _DRAWS for eqn in traces.equations(self.update)):
+            return Locality(
+                GLOBAL, "the update draws random numbers, of which each weight alone would draw the same ones"
+            )
         for what, value, own in reaching:
             if not value.is_even:
                 how = f" ({value.by})" if value.by else ""
@@ -160,6 +165,7 @@ class _Traced:
         return _same(self.init, other.init) and _same(self.update, other.update)
 
 
+_DRAWS = frozenset("random_bits random_gamma rng_bit_generator rng_uniform".split())
 _IN_PLACE = traces.ELEMENTWISE | {"broadcast_in_dim", "reshape", "copy"}
 _OF_EQUAL_ELEMENTS = traces.ELEMENTWISE | traces.MOVES | {"dynamic_slice"} | traces.REDUCTIONS
 

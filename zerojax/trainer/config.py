@@ -101,7 +101,7 @@ def _tokenizer(config: settings.Config) -> str:
     """
     chosen, folder = config.data.tokenizer, pathlib.Path(hub.folder(config.init_from))
     own = folder / TOKENIZER
-    if not config.init_from or not folder.is_dir() or chosen not in (AUTO, BYTES):
+    if not config.init_from or not os.path.isdir(folder) or chosen not in (AUTO, BYTES):
         return BYTES if chosen == AUTO else chosen
     if own.is_file():
         if chosen == BYTES:

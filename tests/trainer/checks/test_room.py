@@ -87,6 +87,15 @@ def test_an_adapters_run_writes_adapters_alone(monkeypatch, tmp_path):
     assert needed(monkeypatch, found, tmp_path) == 4 * sum(tree.size(leaf) for leaf in trained) > 0
 
 
+def test_a_folder_that_this_user_cannot_write_is_refused_before_it_compiles(monkeypatch, tmp_path):
+    found = built(offload__optimizer="nvme", offload__nvme_path=str(tmp_path / "disk" / "x"))
+    monkeypatch.setattr(room.os, "access", lambda path, _: path != tmp_path)
+    with pytest.raises(
+        UserError, match=f"^{tmp_path}/disk/x: {tmp_path} is not writable for this user; give write access or"
+    ):
+        room.check(found, tmp_path.parent, step=0, saved=0)
+
+
 def test_a_run_without_room_ends_in_one_line_before_it_compiles_and_leaves_no_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(room.shutil, "disk_usage", lambda _: FREE(1000))
     monkeypatch.setattr(train, "_compile", None)

@@ -43,11 +43,16 @@ def check(program: program_lib.Program, folder: pathlib.Path, *, step: int, save
       saved: checkpoints that are there.
 
     Raises:
-      UserError: they have not. The line names the needed and the free bytes, the folder, and the way out.
+      UserError: they have not, or a folder cannot be written. The line names the needed and the free bytes, the folder, and the way out.
     """
     by_disk: dict[int, list[Need]] = {}
     for need in _needs(program, folder, step, saved):
-        by_disk.setdefault(os.stat(files.nearest(need.folder)).st_dev, []).append(need)
+        place = files.nearest(need.folder)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(
+                f"{need.folder}: {place} is not writable for this user; give write access or {need.way_out}"
+            )
+        by_disk.setdefault(os.stat(place).st_dev, []).append(need)
     for needs in by_disk.values():
         place, needed = needs[0].folder, sum(need.nbytes for need in needs)
         free = shutil.disk_usage(files.nearest(place)).free
