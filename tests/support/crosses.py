@@ -268,7 +268,6 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.model.offload", tile_tokens="24", activations="mlp"),
     covering.never("fp8.recipe", tile_tokens="24", precision="fp8", fp8="delayed"),
     covering.never("config.zero.overrides", overrides="features", mesh="1x6x1"),
-    covering.never("offload.optimizer", mesh=PIPES, optimizer_offload="nvme"),
     covering.never("offload.params", mesh=PIPES, params_offload=("host", "nvme")),
     covering.never("offload.late_norm", mesh=PIPES, late_norm="yes"),
     covering.never("offload.by_block", mesh=PIPES, by_block="on"),

@@ -14,6 +14,8 @@ from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import forward, program, resume
 from zerojax.trainer import state as state_lib
+from zerojax.zero.offload import create as offload_create
+from zerojax.zero.pipeline import state as pipeline_state
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
@@ -72,6 +74,31 @@ def test_a_run_goes_on_with_other_groups_of_devices(tmp_path):
     np.testing.assert_allclose([row[1:] for row in ours], [row[1:] for row in expected], rtol=1e-5)
     losses = [[loss for _, loss in runs.evaluations(tmp_path / name)][-1] for name in ("two", "one")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def shardings(state):
+    return [leaf.sharding for leaf in jax.tree.leaves(state)]
+
+
+@pytest.mark.parametrize("offloaded", runs.cases(["none", "host", "nvme"], long=["host", "nvme"]))
+def test_what_several_processes_save_of_16_bit_groups_is_restored_where_it_was(tmp_path, offloaded):
+    changes = {"mesh__pipe": 2, "grad_accum": 2, "zero__stage": 1, "precision": "bf16", "zero__min_size": 0}
+    far = {"offload__optimizer": offloaded, "offload__chunk_bytes": 8192}
+    far |= {"offload__nvme_path": str(tmp_path)} if offloaded == "nvme" else {}
+    changes |= {} if offloaded == "none" else far
+    built = program.build(runs.config(**changes), tokenizer_vocab=320)
+    first, placed = state_lib.first(built), built.partition.pipeline
+    placed.travel.is_one = False  # as one process of several
+    logical = jax.tree.map(lambda leaf: leaf + 0, built.to_logical(first)) if offloaded == "none" else None
+    keep = offload_create.begin(built.partition)
+    if logical is None:
+        wanted = built.logical_abstract_state
+        spread = built.to_saved(first)
+        assert shardings(spread) == shardings(pipeline_state.spread(wanted, placed))
+        logical = pipeline_state.settled(spread, wanted, placed, keep)
+    restored = state_lib.restored(built, logical, keep)
+    assert shardings(restored) == jax.tree.leaves(built.partition.shardings)
+    jax.tree.map(np.testing.assert_array_equal, restored, first)
 
 
 @pytest.mark.long

@@ -85,6 +85,20 @@ def test_groups_of_several_devices_in_two_processes_are_those_of_one(cache_dir, 
     np.testing.assert_allclose(runs.numbers(tmp_path / "two"), runs.numbers(tmp_path / "one"), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "precision, stage, optimizer", [("bf16", 1, "none"), ("fp16", 2, "none"), ("fp16", 1, "host"), ("bf16", 3, "nvme")]
+)
+def test_16_bit_runs_over_two_processes_resume_as_one_that_never_stopped(
+    cache_dir, tmp_path, precision, stage, optimizer
+):
+    how = {"mesh__data": 2, "precision": precision, "zero__stage": stage, "offload__optimizer": optimizer}
+    how |= {"offload__nvme_path": tmp_path} if optimizer == "nvme" else {}
+    for steps in (2, 4):
+        launch(cache_dir, tmp_path / "two", ["-m", "zerojax.train"], emulate_devices=2, **how, steps=steps)
+    alone(cache_dir, tmp_path / "one", emulate_devices=4, **how, steps=4)
+    np.testing.assert_allclose(runs.numbers(tmp_path / "two"), runs.numbers(tmp_path / "one"), rtol=1e-6)
+
+
 def test_evaluation_export_and_a_checkpoint_of_two_processes_serve_one(cache_dir, tmp_path, one_process):
     how = {"export__format": "huggingface", "sample__length": 4}
     _, text = launch(cache_dir, tmp_path, ["-m", "zerojax.train"], **how)

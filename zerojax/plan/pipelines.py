@@ -129,7 +129,8 @@ def read(
     operations = {key: sum(by_dtype.values()) for key, by_dtype in counted.items()}
     of_updates = [[parsed(own) for own in programs] for programs in updates]
     times, update = _times(step, found, modules, of_updates, operations, rates, mesh, target)
-    update = max(update, *(_copies(own.host, target) for own in held)) if rates else update
+    is_on_disk = any(own.stream is not None and own.stream.updates.is_on_disk for own in step.updates)
+    update = max(update, *(_copies(own.host, target, is_on_disk=is_on_disk) for own in held)) if rates else update
     pipelined = Pipelined(
         step.order,
         times,
@@ -213,10 +214,11 @@ def _times(
     return dataclasses.replace(times, hop=hop), max(sum(map(seconds, modules)) for modules in updates)
 
 
-def _copies(nbytes: int, target: targets.Target) -> float:
-    """Returns the seconds in which optimizer state arrives from host memory and leaves again, both at once; 0 if unknown."""
+def _copies(nbytes: int, target: targets.Target, *, is_on_disk: bool) -> float:
+    """Returns the seconds in which optimizer state arrives from host memory or a disk and leaves again, both at once; 0 if unknown."""
     rate = target.host_duplex or target.host_link
-    return nbytes / rate.value if rate else 0.0
+    link = nbytes / rate.value if rate else 0.0
+    return max(link, 2 * nbytes / target.disk.value) if is_on_disk else link
 
 
 def _linked(

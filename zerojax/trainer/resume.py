@@ -158,7 +158,7 @@ def state(program: program_lib.Program, saver: checkpointer.Checkpointer, step: 
     wanted, placed = program.logical_abstract_state, program.partition.pipeline
     like = pipeline_state.spread(wanted, placed)
     logical, _ = saver.restore(step, like, _resizable(program, saved), OPTIONAL, keep=keep)
-    logical = pipeline_state.settled(logical, wanted, placed)
+    logical = pipeline_state.settled(logical, wanted, placed, keep)
     if _drops_unsent(program, saved):
         logical = logical.replace(**{unsent.FIELD: getattr(wanted, unsent.FIELD)})
     return state_lib.restored(program, logical, keep, rescales=rescales(program, saved))

@@ -20,6 +20,7 @@ from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import late_norm, memory_kind, storage
 from zerojax.zero.pipeline import state as pipeline_state
+from zerojax.zero.pipeline import travel
 from zerojax.zero.wires import unsent
 
 
@@ -113,13 +114,14 @@ def _is_lacking(field: Any) -> bool:
 
 def _with_copy(program: program_lib.Program, logical: State, keep: storage.Keep) -> State:
     """Returns the state of a checkpoint's form: params are copied from the master weights, if there are any."""
-    placed = program.partition.pipeline
-    is_leafwise = program.partition.offload or (placed and placed.travel.is_one)  # else one program shards all copies
-    if not is_leafwise or program.copy_dtype is None:
+    is_one = not program.partition.offload and not program.partition.pipeline  # program, which shards all copies
+    if is_one or program.copy_dtype is None:
         return logical_lib.from_logical(logical, program.copy_dtype)
     wanted = program.partition.abstract_state.params
 
     def copied(leaf: Leaf, like: PyTree) -> Leaf:
+        if not travel.is_here(like.sharding.mesh):
+            return travel.absent(like)
         copy = offload_create.copied(leaf, memory_kind.as_on_device(like))
         return keep(copy, like) if memory_kind.is_on_host(like) else copy
 

@@ -1,6 +1,8 @@
 """Checks which states groups can update by themselves, and updates from host memory. This module tests zerojax.zero.pipeline.group_update;
 test_step has the other updates."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from zerojax.errors import UserError
 from zerojax.plan import step_plan
 from zerojax.zero import gather, state_bytes, update
 from zerojax.zero.offload import budget, memory_kind, settings
+from zerojax.zero.offload.disk import store
 from zerojax.zero.pipeline import group_update
 
 HOST = settings.Offload(optimizer="host", chunk_bytes=2048, in_flight=2)
@@ -77,6 +80,16 @@ def test_a_state_in_host_memory_is_updated_as_one_on_the_devices(mesh, stage, ho
     assert len(meshes) == mesh["pipe"], "each group has its own"
 
 
+@pytest.mark.long
+def test_each_group_has_a_file_for_a_state_on_a_disk(tmp_path):
+    disk = dataclasses.replace(HOST, optimizer="nvme", nvme_path=str(tmp_path))
+    how = {"mesh": {"pipe": 2, "data": 2}, "stage": 2, "schedule": "1f1b"}
+    metrics, params, state = trained(**how, state_offload=disk)
+    assert_equal((metrics, params), trained(**how)[:2], ROUNDED)
+    found = [leaf for leaf in jax.tree.leaves(state.opt_state) if isinstance(leaf, store.DiskArray)]
+    assert len({leaf.sharding.mesh for leaf in found}) == len({id(leaf.store) for leaf in found}) == 2
+
+
 def test_bytes_in_host_memory_are_those_of_the_group_that_has_the_most():
     (_, partition), step = prepared(
         {"pipe": 2, "data": 2}, 2, net=Net(layers=2), shard=abstract, schedule="1f1b", state_offload=HOST
@@ -104,7 +117,6 @@ def test_bytes_in_host_memory_are_those_of_the_group_that_has_the_most():
     "offload, message",
     [
         ({"optimizer": "host", "params": "host"}, "offload.params: is 'host', and a pipeline reads weights from"),
-        ({"optimizer": "nvme", "nvme_path": "/tmp"}, "offload.optimizer: is 'nvme', and a pipeline's state is on"),
         ({"optimizer": "host", "late_norm": True}, "offload.late_norm: is True, and the groups of a pipeline"),
         ({"optimizer": "host", "by_block": "on"}, "offload.by_block: is 'on', and the stages of a pipeline"),
     ],

@@ -28,20 +28,25 @@ def on_disk(partition: partition_lib.Partition) -> dict[str, Any]:
 
 
 def parts_on_disk(partition: partition_lib.Partition) -> list[dict[str, Any]]:
-    """Returns the same for the optimizer state and for the params, those that are there. Each has a file of its own."""
+    """Returns the same for the optimizer state and for the params, those that are there, of each group of a pipeline; each has a file."""
     if partition.offload is None or settings.NVME not in (partition.offload.optimizer, partition.offload.params):
         return []
     kinds = {True: partition.offload.optimizer, False: partition.offload.params}
-    parts: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+    parts: dict[Any, dict[str, Any]] = {}
     for path, leaf in tree.flatten(partition.abstract_state):
-        if path in partition.on_host:
-            parts[partition.leaves[path].role == roles.OPT_STATE][path] = leaf
-    return [part for is_opt_state, part in parts.items() if part and kinds[is_opt_state] == settings.NVME]
+        is_opt_state = partition.leaves[path].role == roles.OPT_STATE
+        if path in partition.on_host and kinds[is_opt_state] == settings.NVME:
+            parts.setdefault((not is_opt_state, leaf.sharding.mesh), {})[path] = leaf
+    return [parts[key] for key in sorted(parts, key=lambda key: key[0])]
 
 
 def disk_bytes(partition: partition_lib.Partition) -> int:
     """Returns the bytes of this process's files."""
-    return sum(map(store.bytes_of, on_disk(partition).values()))
+    return _size(on_disk(partition))
+
+
+def _size(part: dict[str, Any]) -> int:
+    return sum(map(store.bytes_of, part.values()))
 
 
 def line(partition: partition_lib.Partition) -> str:
@@ -65,8 +70,9 @@ def buffer_bytes(partition: partition_lib.Partition) -> int:
 def _buffer_bytes(partition: partition_lib.Partition, part: dict[str, Any]) -> int:
     """Returns the bytes of one buffer: a chunk, or the largest leaf, of each device; or the whole part, if that is less."""
     largest = max(map(tree.shard_bytes, part.values()))
-    most = scratch.aligned(max(partition.offload.chunk_bytes, largest)) * len(partition.mesh.local_devices)
-    return min(most, sum(map(store.bytes_of, part.values())))
+    mesh = next(iter(part.values())).sharding.mesh
+    most = scratch.aligned(max(partition.offload.chunk_bytes, largest)) * len(mesh.local_devices)
+    return min(most, _size(part))
 
 
 def check_space(partition: partition_lib.Partition, processes: int) -> None:
@@ -97,7 +103,7 @@ def keeper(partition: partition_lib.Partition) -> Keep:
     """
     chosen = partition.offload
     stores: dict[int, store.Store] = {}
-    for part in parts_on_disk(partition):
+    for part in filter(_size, parts_on_disk(partition)):
         how = store.Settings(_folder(chosen), chosen.buffers(len(part)), _buffer_bytes(partition, part))
         stores |= dict.fromkeys(map(id, part.values()), store.Store(how, list(part.values())))
 

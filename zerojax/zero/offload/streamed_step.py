@@ -46,6 +46,10 @@ class StateStream:
         self.updates, self.in_flight = updates, updates.in_flight
         self._donate = donate
         self._leaving: collections.deque[list[Any]] = collections.deque()  # stores that may not have ended
+        if (updates.is_on_disk or updates.params_on_disk) and not donate:
+            raise UserError(
+                "donate: is False, and what offload keeps on a disk ('nvme') is written over the old state; omit donate"
+            )
 
     def sent(
         self,
@@ -119,10 +123,6 @@ class StreamedStep(StateStream):
     def __init__(self, gradients: Callable[..., Any], updates: updates_lib.Updates, *, donate: bool):
         super().__init__(updates, donate=donate)
         self.gradients, self._is_loaded = gradients, False
-        if (updates.is_on_disk or updates.params_on_disk) and not donate:
-            raise UserError(
-                "donate: is False, and what offload keeps on a disk ('nvme') is written over the old state; omit donate"
-            )
 
     def __call__(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""

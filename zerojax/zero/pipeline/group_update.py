@@ -1,6 +1,6 @@
 """Updates the weights that live on one group of a pipeline. This module makes a train state of them alone, with the optimizer state that is
-theirs, so that the update of a step without a pipeline serves each group. Where that state is in host memory, it streams through the
-group's devices after the update of what stays there (`offload.streamed_step.StateStream`)."""
+theirs, so that the update of a step without a pipeline serves each group. Where that state is in host memory or on a disk, it streams
+through the group's devices after the update of what stays there (`offload.streamed_step.StateStream`)."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ class GroupUpdate:
       trained: the paths of its weights that have a gradient, in the order of the params.
       reads: the paths of the leaves of the state that it reads.
       abstract: these leaves.
-      stream: of its optimizer state in host memory; None if it has none.
+      stream: of its optimizer state in host memory or on a disk; None if it has none.
 
     Args:
       placed: the pipeline of the state.
@@ -130,6 +130,11 @@ class GroupUpdate:
         """Returns the programs of `squares` and `apply` for abstract arguments."""
         own = {path: sums[path] for path in self.trained}
         return self._squares.lower(self.abstract, own, count), self._apply.lower(self.abstract, self._grads, squares)
+
+    def prefetch(self, leaves: Mapping[str, Any]) -> None:
+        """Begins to read what of the group's state is on a disk; `leaves` are given by path."""
+        if self.stream is not None:
+            self.stream.updates.prefetch([leaves[path] for path in self._positions], self.stream.updates.groups)
 
     def squares(self, read: list[jax.Array], sums: Mapping[str, jax.Array], count: Any) -> Any:
         """Returns the mean gradients and their sums of squares, by path, from sums over passes; `count` as of `accumulate.averaged`."""

@@ -21,7 +21,7 @@ class GroupMemory:
       batch: all micro-batches, and the batch that they are made of.
       values: what passes have left for others when they take the most: what a backward pass reads, and what other groups sent.
       sent: to other groups in a step.
-      host: optimizer state in host memory, which is not in the peak. As much arrives in a step, and leaves.
+      host: optimizer state in host memory or on a disk, which is not in the peak. As much arrives in a step, and leaves.
     """
 
     peak: int

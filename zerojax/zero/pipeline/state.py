@@ -164,16 +164,12 @@ def _check_offload(groups: Sequence[partition_lib.Partition]) -> None:
     chosen = groups[0].offload
     if chosen is None:
         return
-    processes = {device.process_index for own in groups for device in own.mesh.devices.flat}
     wrong = {
         f"offload.params: is {chosen.params!r}, and a pipeline reads weights from the devices": chosen.params
         != offload_settings.NONE,
-        "offload.optimizer: is 'nvme', and a pipeline's state is on the devices or in host memory": chosen.optimizer
-        == offload_settings.NVME,
         "offload.late_norm: is True, and the groups of a pipeline wait for the norm of all": chosen.late_norm,
         "offload.by_block: is 'on', and the stages of a pipeline are programs of their own": chosen.by_block
         == offload_settings.ON,
-        "offload.optimizer: is 'host', and with a pipeline that takes one process for all devices": len(processes) > 1,
     }
     for line, is_wrong in wrong.items():
         if is_wrong:
@@ -242,7 +238,7 @@ def created(
 
         if own and home != EVERYWHERE and not placed.is_here(home):
             for number in own:
-                found[number] = travel.absent(likes[number])
+                found[number] = jax.tree.map(travel.absent, likes[number])
         elif any(map(memory_kind.is_on_host, jax.tree.leaves([likes[number] for number in own]))):
             given = ([leaves[number] for number in held], args)
             made = create.from_init(
@@ -262,6 +258,7 @@ def spread(values: PyTree, placed: Placed | None) -> PyTree:
     """Returns leaves of a state, or abstract ones, each sharded over all devices, so that every process has a part; it takes more memory.
 
     Without a pipeline, or if one process has all devices, they are returned as they are. A program or a checkpoint may then have them all.
+    What is offloaded travels through the devices, leaf by leaf and each as one, and is in host memory.
     """
     if placed is None or placed.travel.is_one:
         return values
@@ -270,24 +267,37 @@ def spread(values: PyTree, placed: Placed | None) -> PyTree:
         home = _home(leaf, placed)
         if home == EVERYWHERE:
             return leaf
-        sharding = _over_groups(leaf, placed.mesh)
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return placed.travel.spread(leaf, leaf, home, sharding)
+        is_far, sharding = memory_kind.is_on_host(leaf), _over_groups(leaf, placed.mesh)
+        stored = memory_kind.on_host(sharding) if is_far else sharding
+        if isinstance(jax.tree.leaves(leaf)[0], jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=stored)
+        if not is_far:
+            return placed.travel.spread(leaf, leaf, home, sharding)
+        like = memory_kind.as_on_device(leaf)
+        own = create.copied(leaf, like) if placed.is_here(home) else None
+        return jax.block_until_ready(memory_kind.moved([placed.travel.spread(own, like, home, sharding)], [stored])[0])
 
-    return jax.tree.map(of, values)
+    return jax.tree.map(of, values, is_leaf=pieces.is_pieces)
 
 
-def settled(values: PyTree, likes: PyTree, placed: Placed | None) -> PyTree:
-    """Inverts `spread`: returns leaves where the abstract ones of `likes` live."""
+def settled(values: PyTree, likes: PyTree, placed: Placed | None, keep: storage.Keep) -> PyTree:
+    """Inverts `spread`: returns leaves where the abstract ones of `likes` live; `keep` is from `offload.create.begin`."""
     if placed is None or placed.travel.is_one:
         return values
 
-    def of(leaf: Leaf, like: Leaf) -> Leaf:
+    def of(like: Leaf, leaf: Leaf) -> Leaf:
         home = _home(like, placed)
-        return leaf if home == EVERYWHERE else placed.travel.settled(leaf, like, home)
+        if home == EVERYWHERE:
+            return leaf
+        if not memory_kind.is_on_host(like):
+            return placed.travel.settled(leaf, like, home)
+        (near,) = memory_kind.moved([leaf], [memory_kind.on_device(leaf.sharding)])
+        near = placed.travel.settled(near, memory_kind.as_on_device(like), home)
+        if not placed.is_here(home):
+            return jax.tree.map(travel.absent, like)
+        return jax.tree.map(keep, pieces.split(near, like) if pieces.is_pieces(like) else near, like)
 
-    return jax.tree.map(of, values, likes)
+    return jax.tree.map(of, likes, values, is_leaf=pieces.is_pieces)
 
 
 def _home(leaf: Leaf, placed: Placed) -> int:

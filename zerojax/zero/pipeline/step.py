@@ -153,6 +153,8 @@ class PipelineStep:
             raise UserError(
                 f"state: has other leaves than the partition ({odd}); pass the state that shard_train_state returned with it"
             )
+        for group in self._here:
+            self.updates[group].prefetch(leaves)
         sums, metrics, count = self._run(leaves, self._prepare(batch))
         # before one reuses the memory of what several read
         read = {group: self.updates[group].read(leaves) for group in self._here}
