@@ -296,6 +296,7 @@ def test_a_closed_stdout_ends_the_run_in_one_line(commands, tmp_path):
     assert "stdout is closed" in commands(*runs.flags(), f"--workdir={tmp_path}", before=close).error_line
 
 
+@runs.LONG
 def test_a_full_disk_under_the_printed_lines_ends_the_run_in_one_line(commands, tmp_path):
     full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
     assert "no space left on the device" in commands(*runs.flags(), f"--workdir={tmp_path}", before=full).error_line

@@ -58,6 +58,7 @@ def test_ids_give_the_logits_the_loss_and_the_tokens_of_transformers(tmp_path, c
     np.testing.assert_array_equal(found["generated"], expected["generated"])
 
 
+@runs.LONG
 def test_prompts_of_unequal_length_are_continued_as_each_alone(spoken, command):
     status, both, err = command(spoken, "--prompt", "one two three", "--prompt", "four", "--max_new_tokens", 5)
     assert (status, err) == (0, "")

@@ -80,6 +80,7 @@ def test_a_row_ends_at_a_stop_token_and_the_result_at_the_longest_row():
         assert row.tolist() == [*before[:length].tolist(), *[59] * (max(lengths) - length)]
 
 
+@pytest.mark.long
 def test_forced_tokens_are_taken():
     found = make(special=family.SpecialTokens(forced_first=11, forced_last=12))(PROMPTS, MASK)[:, 8:]
     alone = make()(PROMPTS, MASK)[:, 8:]

@@ -25,6 +25,7 @@ def arrays():
     return q, k, v, dy, jnp.asarray(seen)
 
 
+@pytest.mark.long
 def test_merged_blocks_and_their_gradients_are_those_of_all_keys():
     q, k, v, dy, seen = arrays()
 

@@ -35,6 +35,7 @@ def test_loss_and_gradients_are_those_of_the_gathered_kernel(chunk):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=ROUNDING, atol=ROUNDING), found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "length, vocab, is_trained",
     [

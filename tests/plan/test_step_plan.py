@@ -116,7 +116,7 @@ def test_the_report_counts_the_state_as_the_plan_does():
     assert counted[roles.PARAMS] == rows[roles.PARAMS] and counted[roles.GRADIENTS] == rows[roles.GRADIENTS]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_frozen_weights_are_gathered_and_have_no_gradients_and_no_moments(stage):
     model = nn.Sequential([nn.Dense(64), jnp.tanh, nn.Dense(64)])
     mesh = zerojax.make_mesh()

@@ -195,7 +195,8 @@ def test_a_foreign_models_experts_on_four_devices_have_the_losses_of_one_device(
     np.testing.assert_allclose(example.train(4, 3), expected, rtol=LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", runs.cases(["gemma", "bonsai"], long=["bonsai"]))
+@runs.LONG
+@pytest.mark.parametrize("name", ["gemma", "bonsai"])
 def test_decoders_of_others_train_in_two_lines_with_the_losses_of_one_device(name, monkeypatch):
     example = load("foreign_decoders")
     for constant, value in {"EMBED": 32, "HIDDEN": 32, "LENGTH": 8, "LAYERS": 1, "VOCAB": 64}.items():

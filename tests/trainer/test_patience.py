@@ -54,6 +54,11 @@ def test_a_run_ends_after_that_many_evaluations_and_its_results_are_those_of_the
     runs.run(whole, **ENDS | {"evaluate__patience": 3})  # goes on
     assert list(runs.losses(whole)) == list(range(1, 17)) and int(results.pop().step) == 16
 
+
+@runs.LONG  # the run that goes on counts on, and the count that a checkpoint has is tested above
+def test_a_run_that_resumes_ends_where_one_in_one_piece_does(tmp_path, cache_dir, evaluated):
+    _, at = evaluated
+    whole = runs.run(tmp_path / "whole", **ENDS)
     at(0)
     runs.run(tmp_path / "part", **ENDS | {"steps": 10})  # one evaluation after the lowest loss
     at(5)

@@ -32,6 +32,7 @@ def test_with_room_for_all_one_wins_and_the_others_fit(roomy):
     assert all(o.reason.startswith("fits") for o in roomy[1:]) and all(o.is_compiled for o in roomy)
 
 
+@runs.LONG
 def test_a_candidate_that_does_not_fit_names_the_bytes_it_lacks(config, roomy):
     peaks = sorted(o.peak for o in roomy)
     tight = plans.search_config(config, "cpu", "1x8", grid=GRID, memory=peaks[0])

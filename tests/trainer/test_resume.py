@@ -183,6 +183,7 @@ def test_a_run_stopped_by_signals_saves_ends_with_status_0_and_resumes(commands,
     assert recorded(runs.run(tmp_path, **settings)) == numbers
 
 
+@runs.LONG
 def test_a_second_interrupt_ends_a_run_at_once_in_one_line(commands, tmp_path):
     """It leaves what a kill leaves."""
     command = commands(*runs.flags(), f"--workdir={tmp_path}", before=INTERRUPT_TWICE_AT_2)

@@ -66,6 +66,7 @@ def test_a_restored_state_is_the_state_that_was_saved():
         assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(built.partition.shardings)
 
 
+@runs.LONG
 def test_a_factored_optimizers_state_is_that_of_the_weights_without_padding():
     """On 6 devices, where most dims do not divide. `zero.update` is tested with the same optimizer."""
     with runs.on_devices(6):

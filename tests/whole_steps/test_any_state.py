@@ -189,6 +189,7 @@ DEFAULT = {
     "NNX with dropout and batch norm": (5,),
     "Equinox": (5,),
     "boxed": (4,),
+    "nn.scan of nn.remat": (),
 }
 RUNS = [
     pytest.param(name, *setting, marks=() if number in DEFAULT.get(name, (3,)) else runs.LONG)

@@ -232,6 +232,7 @@ def net_loss(model, params, stats, x, deterministic):
     return jnp.mean(y**2) + norm, changed
 
 
+@runs.LONG
 @pytest.mark.parametrize(
     ("blocks", "deterministic", "remat"),
     [

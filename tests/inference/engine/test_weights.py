@@ -14,6 +14,7 @@ from zerojax.inference.engine import weights
 from zerojax.ops import quantized
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["int8", pytest.param("fp8", marks=pytest.mark.long), pytest.param("nf4", marks=pytest.mark.long)]
 )

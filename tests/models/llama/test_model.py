@@ -129,6 +129,7 @@ def test_tied_embeddings_read_the_table_transposed():
     np.testing.assert_allclose(logits(config, params, tokens), logits(CONFIG, untied, tokens), atol=ROUNDING)
 
 
+@runs.LONG
 @pytest.mark.parametrize("tied", runs.cases([False, True], long=[True]))  # whose logits are tested above
 def test_the_loss_is_the_cross_entropy_of_the_next_tokens(tied):
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)

@@ -77,7 +77,10 @@ def test_a_run_that_is_followed_by_another_sends_its_first_weights_beside_its_la
     assert begin and not any(sent[:begin]) and sent[begin + 1] == sent[count - 1] == first and not any(sent[count:])
 
 
-@pytest.mark.parametrize(("follows", "layers"), [(arrivals.PASS, 4), (arrivals.STEP, 4), (arrivals.STEP, 0)])
+@pytest.mark.parametrize(
+    ("follows", "layers"),
+    [pytest.param(arrivals.PASS, 4, marks=pytest.mark.long), (arrivals.STEP, 4), (arrivals.STEP, 0)],
+)
 def test_copies_for_the_next_step_are_of_frozen_weights_and_come_last_and_their_memory_is_planned(follows, layers):
     _, nested, params, *rest = parts(Net(layers), remat="full")
     numbers = range(len(jax.tree.leaves(params)))

@@ -52,6 +52,7 @@ def test_gradients_arrive_in_the_order_of_the_backward_pass_and_are_the_mean_ove
     assert float(aux["metrics"]["one"]) == 1
 
 
+@runs.LONG
 def test_sums_in_16_bits_are_rounded_in_all_passes_but_the_last():
     _, nested, params, batch, state, _ = parts(Net(1), passes=2)
     state = state.replace(params=params)
