@@ -176,7 +176,16 @@ def test_weights_are_padded_and_cast_as_asked():
         assert stored.dtype.name == "bfloat16" and not stored.any()
 
 
-@pytest.mark.parametrize("name, max_shard_bytes", [(name, 2**30) for name in golden_models.NAMES] + [("bart", 100_000)])
+@pytest.mark.parametrize(
+    "name, max_shard_bytes",
+    [
+        *(
+            pytest.param(name, 2**30, marks=runs.LONG if name in ("qwen2", "t5") else ())
+            for name in golden_models.NAMES
+        ),
+        ("bart", 100_000),
+    ],
+)
 def test_an_export_of_an_import_holds_the_same_bytes_and_its_import_is_the_same(tmp_path, name, max_shard_bytes):
     source, loaded = tmp_path / "source", golden_models.load(name, 3)
     shutil.copytree(golden_models.FOLDER / name, source)

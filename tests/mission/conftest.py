@@ -14,13 +14,18 @@ def user(tmp_path, commands, cache_dir):
 
 @pytest.fixture(scope="session")
 def pretrained(commands, compiled_dir):
-    """Returns the folder of the run of configs/bart_tiny.py in fewer steps and layers, which all test workers share."""
+    """Returns the folder of the run of configs/bart_tiny.py in fewer steps and layers, unevaluated, which all test workers share."""
     folder = compiled_dir.parent / "bart_tiny"
     with open(compiled_dir.parent / "bart_tiny.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "export").exists():
             users.User(folder.parent, commands, compiled_dir).train(
-                "bart_tiny", folder.name, "--config.steps=24", "--config.log_every=8", "--config.model.num_layers=1"
+                "bart_tiny",
+                folder.name,
+                "--config.steps=24",
+                "--config.log_every=8",
+                "--config.model.num_layers=1",
+                "--config.data.eval_split=",
             )
     return folder
 

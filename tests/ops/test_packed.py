@@ -6,9 +6,13 @@ import pytest
 
 from zerojax.ops import packed
 
+ROWS = {(1, 4): (), (255, 8): (), (256, 4): (), (700, 8): ()}  # by default
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("n", [1, 255, 256, 700])
+
+@pytest.mark.parametrize(
+    ("n", "bits"),
+    [pytest.param(n, bits, marks=ROWS.get((n, bits), pytest.mark.long)) for n in (1, 255, 256, 700) for bits in (8, 4)],
+)
 def test_rows_of_any_length_come_back_and_count_their_elements(n, bits):
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, n)), jnp.float32)
     found = packed.pack(rows, bits, "cpu")

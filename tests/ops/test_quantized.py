@@ -24,7 +24,7 @@ def test_the_code_book_is_that_of_normal_quantiles():
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-@pytest.mark.parametrize("shape", [pytest.param((8, 64), marks=runs.LONG), (3, 2, 32), (5, 4, 4, 8)])
+@pytest.mark.parametrize("shape", runs.cases([(8, 64), (3, 2, 32), (5, 4, 4, 8)], long=[(8, 64), (3, 2, 32)]))
 def test_each_weight_is_the_nearest_code_times_a_scale_that_is_hardly_larger_than_the_block(kind, shape):
     kernel = arrays.normal(0, shape) * jnp.logspace(-6, 2, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
     stored = quantized.quantize(kernel, kind)

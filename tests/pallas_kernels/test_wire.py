@@ -28,8 +28,14 @@ def of_scale(error, scales):
     return np.max(np.abs(np.asarray(error)) / np.maximum(np.asarray(scales), 1e-30)[:, None])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("implementation", ["jnp", "interpret"])
+WAYS = [
+    ("jnp", 4),
+    ("interpret", 8),
+    *(pytest.param(*way, marks=pytest.mark.long) for way in (("jnp", 8), ("interpret", 4))),
+]
+
+
+@pytest.mark.parametrize(("implementation", "bits"), WAYS)
 def test_a_value_errs_by_at_most_half_a_code(implementation, bits):
     for dtype in (np.float32, jnp.bfloat16):
         x = blocks(dtype=dtype)
@@ -53,8 +59,7 @@ def test_a_rotation_keeps_the_sum_of_squares_and_is_its_own_inverse():
     np.testing.assert_allclose(wire.rotated(once), x, atol=1e-6)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("implementation", ["jnp", "interpret"])
+@pytest.mark.parametrize(("implementation", "bits"), WAYS)
 def test_a_block_that_is_not_finite_arrives_as_nan_and_no_other_does(implementation, bits):
     x = blocks()
     for row, value in BAD.items():

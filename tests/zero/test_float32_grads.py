@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 
 from zerojax.zero import float32_grads
 
@@ -51,7 +52,7 @@ def pulled(wrap: str) -> tuple[Any, Any]:
     return pull(y), jax.jit(float32_grads.in_float32(pull, platform="cpu"))(y)
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", runs.cases(WRAPS, long=["recomputed"]))  # which the next test takes
 def test_rounded_they_are_the_gradients_of_jax(wrap):
     given, wide = (jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), grads) for grads in pulled(wrap))
     for path, leaf in jax.tree_util.tree_leaves_with_path(given):
