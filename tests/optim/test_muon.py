@@ -53,6 +53,7 @@ def expected(rms=muon.RMS):
     return three_steps(through_optax(tx), tx.init(make_params()), make_params())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rms", [muon.RMS, pytest.param(None, marks=pytest.mark.long)])
 def test_muon_is_optax_with_these_forms(rms):
     tx = zerojax.muon(**muon_by_optax.settings(rms=rms))

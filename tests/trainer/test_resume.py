@@ -443,6 +443,7 @@ def rewrite_meta(step: pathlib.Path, change) -> None:
     checksums.write(step / "sizes.json", record._replace(files={**record.files, **changed}))
 
 
+@runs.LONG
 def test_a_signal_while_a_finished_run_is_restored_ends_it_before_it_samples(commands, three_steps, tmp_path, capsys):
     folder = shutil.copytree(three_steps, tmp_path / "run")
     code = """
