@@ -173,9 +173,7 @@ def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: in
         passes = (s.passes - 1) * (layers * usual[0] + usual[1]) + layers * last[0] + last[1]
         parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: passes - compute - waits}
     else:
-        count = s.pipe * s.chunks
-        of_stage = _stages(layers, count, *usual)
-        of_group = [sum(of_stage[group :: s.pipe]) for group in range(s.pipe)]
+        of_group = _groups(layers, s.pipe, s.chunks, *usual)
         hop = links.hop(work.width * s.rows / share, s.devices // s.pipe) * s.chunks
         steady = max(*of_group, 2 * hop)
         total = (s.passes + (s.pipe - 1) / s.chunks) * steady + 2 * (s.pipe - 1) * hop
@@ -195,12 +193,14 @@ def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: in
     return Guess(seconds * (1 + spread), _peak(work, s), {part: took * (1 + spread) for part, took in parts.items()})
 
 
-def _stages(layers: int, count: int, a_layer: float, rest: float) -> list[float]:
-    """Returns the times of stages, of which the last has the rest, such that the longest is as short as it can be."""
+def _groups(layers: int, pipe: int, chunks: int, a_layer: float, rest: float) -> list[float]:
+    """Returns the times of groups of `chunks` stages, of which the last has the rest, such that the longest is as short as it can be."""
+    count = pipe * chunks
 
     def of(last: int) -> list[float]:
         most, more = divmod(layers - last, count - 1)
-        return [a_layer * (most + (stage < more)) for stage in range(count - 1)] + [a_layer * last + rest]
+        stages = [a_layer * (most + (stage < more)) for stage in range(count - 1)] + [a_layer * last + rest]
+        return [sum(stages[group::pipe]) for group in range(pipe)]
 
     return min(map(of, range(layers // count + 1)), key=max)
 

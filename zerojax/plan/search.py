@@ -418,21 +418,22 @@ def continued_over_stages(first: step_plan.Plan, second: step_plan.Plan, layers:
         fixed[name] = [max(0.0, time - count * a_layer[name]) for time, count in zip(took[1], of_stage)]
     before, *_, after = (forward + backward for forward, backward in zip(fixed["forward"], fixed["backward"]))
     a_call = a_layer["forward"] + a_layer["backward"]
-    cut = segments.balanced([a_call] * (layers + others), order.stages, before=before, after=after)
+    calls = [a_call] * (layers + others)
+    cut = segments.balanced(calls, order.stages, before=before, after=after, chunks=order.chunks)
     times = {
         name: [cut.count(stage) * a_layer[name] + fixed[name][stage] for stage in range(order.stages)]
         for name in _TIMES
     }
     line = order_lib.run(order, order_lib.PassTimes(**times, hop=own.times.hop))
     update = own.update + (layers / order.stages - 2) * max(0.0, own.update - few[0].update)
-    calls = [sum(stage % order.devices == group for stage in cut) for group in range(order.devices)]
+    counts = [sum(stage % order.devices == group for stage in cut) for group in range(order.devices)]
     grows = [
         (two.peak - one.peak) / (more - count) if more > count else 0.0
         for one, two, count, more in zip(few[0].memory, own.memory, few[0].calls, own.calls)
     ]
     peaks = [
         held.peak + (count - had) * (slope or max(grows))
-        for held, count, had, slope in zip(own.memory, calls, own.calls, grows)
+        for held, count, had, slope in zip(own.memory, counts, own.calls, grows)
     ]
     return Continued(max(peaks), line.total + update, second.tokens)
 

@@ -15,6 +15,7 @@ step.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -80,16 +81,24 @@ class Segments:
         return sorted({stage for (_, stage), numbers in self.reads.items() if number in numbers})
 
 
-def balanced(costs: Sequence[float], parts: int, before: float = 0.0, after: float = 0.0) -> list[int]:
+def balanced(
+    costs: Sequence[float], parts: int, before: float = 0.0, after: float = 0.0, *, chunks: int = 1
+) -> list[int]:
     """Returns the part of each of some things that stay in order, so that the costliest part costs as little as it can.
+
+    With several chunks it is the costliest group of devices that costs as little as single moves reach, and then the costliest part: a step
+    takes as long as all that one group does.
 
     Args:
       costs: of each.
       parts: how many there are; each has at least one thing.
       before, after: what the first and the last part cost beside.
+      chunks: parts of a group. Part v is of group v % (parts / chunks).
 
     >>> balanced([1, 1, 1, 1, 1, 1], 2, after=2)
     [0, 0, 0, 0, 1, 1]
+    >>> balanced([1] * 16, 4, after=2, chunks=2)  # 4 + 5, and 4 + 3 + 2
+    [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
     """
     sums = [0.0]
     for cost in costs:
@@ -110,7 +119,28 @@ def balanced(costs: Sequence[float], parts: int, before: float = 0.0, after: flo
         first = best[part][last][1]
         found[first:last] = [part - 1] * (last - first)
         last = first
-    return found
+    if chunks == 1:
+        return found
+    groups = parts // chunks
+
+    def most(counts: Sequence[int]) -> tuple[float, float]:
+        """Returns the costs of the costliest group and of the costliest part."""
+        ends = [0, *itertools.accumulate(counts)]
+        of_part = [of(first, last) for first, last in itertools.pairwise(ends)]
+        return max(sum(of_part[group::groups]) for group in range(groups)), max(of_part)
+
+    counts = [found.count(part) for part in range(parts)]
+    least = most(counts)
+    while True:
+        moves = [
+            [count - (part == source) + (part == target) for part, count in enumerate(counts)]
+            for source, target in itertools.permutations(range(parts), 2)
+            if counts[source] > 1
+        ]
+        following = min(moves, key=most, default=counts)
+        if most(following) >= least:
+            return [part for part, count in enumerate(counts) for _ in range(count)]
+        counts, least = following, most(following)
 
 
 def of_trace(
@@ -118,6 +148,7 @@ def of_trace(
     stages: int,
     *,
     costs: Sequence[float] | Callable[[jex.JaxprEqn], float] | None = None,
+    chunks: int = 1,
     stage_of_call: Sequence[int] | None = None,
 ) -> Segments:
     """Cuts the trace of a pass.
@@ -127,6 +158,7 @@ def of_trace(
       stages: how many there are.
       costs: of each call of a block, or f(operation) -> its own; None: FLOPs. What comes after the last block is the last stage's, unless
         the costs of calls are given.
+      chunks: stages of a group of devices.
       stage_of_call: the stage of each call; None: as costs are balanced.
 
     Raises:
@@ -154,7 +186,7 @@ def of_trace(
             backward = {id(call): eqn for eqn, call in _backward_of(eqns, forward)}
             own = [of(call) + (of(backward[id(call)]) if id(call) in backward else 0.0) for call in forward]
             after = sum(of(eqn) for eqn in eqns[last + 1 :] if not _kind(eqn))
-        stage_of_call = balanced(own, stages, after=after)
+        stage_of_call = balanced(own, stages, after=after, chunks=chunks)
     stage_of = dict(zip(map(id, forward), stage_of_call))
     stage_of |= {id(eqn): stage_of[id(of)] for eqn, of in _backward_of(eqns, forward)}
     return dataclasses.replace(_Places(jaxpr, eqns, stage_of, last, stages).segments(), stage_of_call=stage_of_call)

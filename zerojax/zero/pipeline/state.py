@@ -134,7 +134,8 @@ def partitioned(
         jnp.float32,
         precision.floating("compute_dtype", pipeline.compute_dtype),
     ).traced(pipeline.batch)
-    cut = segments.of_trace(trace.inner, len(groups) * pipeline.chunks, costs=pipeline.costs)
+    count = len(groups) * pipeline.chunks
+    cut = segments.of_trace(trace.inner, count, costs=pipeline.costs, chunks=pipeline.chunks)
     stage_of = {path: stages[0] for path, number in trace.params.items() if (stages := cut.readers(number))}
     stage_of |= {path: stage for path, own in trace.grads(cut).items() if (stage := cut.writer(own)) is not None}
     if any(leaf.padding for leaf in groups[0].leaves.values()) and not all(travel.is_here(own.mesh) for own in groups):
