@@ -13,6 +13,11 @@ def axes(spec: P) -> set[str]:
     return {name for entry in spec for name in names(entry)}
 
 
+def dims_of(spec: P, axes: Collection[str]) -> list[int]:
+    """Returns the dims that a spec shards over any of some mesh axes."""
+    return [dim for dim, entry in enumerate(spec) if not set(axes).isdisjoint(names(entry))]
+
+
 def without(spec: P, dropped: Collection[str]) -> P:
     """Returns the spec without some mesh axes, and without trailing None."""
     return only(spec, axes(spec) - set(dropped))

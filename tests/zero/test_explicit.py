@@ -20,10 +20,17 @@ from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import block_settings, explicit, shard_state
+from zerojax.zero.sharded_batch import inputs
 
 X = block_nets.X
 BLOCKS = r"block_\d"
-PLAIN: dict[str, Any] = {"passes": 1, "reduce_dtype": jnp.float32, "compute_dtype": None}
+
+
+def gradients_of(loss_fn, part, how, passes=1):
+    options = {"passes": passes, "reduce_dtype": jnp.float32, "compute_dtype": None}
+    return explicit.value_and_grad(
+        loss_fn, part, how, layout=inputs.Layout(part.mesh, passes, by_device=True), **options
+    )
 
 
 class Net(nn.Module):
@@ -77,9 +84,7 @@ def test_gradients_are_those_of_the_global_batch_sharded_as_the_moments(stage, m
     net = Net(nested)
     params, state, part = sharded(stage, mesh)
     loss_fn = functools.partial(loss_of, net)
-    gradients = explicit.value_and_grad(
-        loss_fn, part, block_settings.How(**{"blocks": BLOCKS} | options), **PLAIN | {"passes": passes}
-    )
+    gradients = gradients_of(loss_fn, part, block_settings.How(**{"blocks": BLOCKS} | options), passes)
     batch = {"x": X if passes == 1 else X.reshape(passes, -1, 8)}
     is_told = (
         nested and stage == 3 and mesh != (8, 1) and options.get("blocks") != ""
@@ -112,7 +117,7 @@ def test_devices_draw_apart_and_a_returned_key_is_that_of_the_state():
         loss = jnp.mean(Net().apply({"params": params}, batch["x"]))
         return loss, {"metrics": metrics, "state": {"rng": jax.random.split(state.rng)[0]}}
 
-    run = explicit.value_and_grad(loss_fn, part, block_settings.How(BLOCKS), **PLAIN)
+    run = gradients_of(loss_fn, part, block_settings.How(BLOCKS))
     (_, aux), _ = jax.jit(run)(state.params, {"x": X}, state)
     assert aux["metrics"]["square"] > 1.01 * aux["metrics"]["mean"] ** 2, "the same number on every device"
     assert aux["state"]["rng"] == jax.random.split(state.rng)[0]
@@ -126,4 +131,4 @@ def test_nnx_variables_that_would_come_apart_are_refused():
     _, _, part = sharded(3)
     part = dataclasses.replace(part, abstract_state=part.abstract_state.replace(params=nnx.eval_shape(Model)))
     with pytest.raises(UserError, match=r"^reduce_dtype: NNX params with other variables"):
-        explicit.value_and_grad(lambda p, b, s: (jnp.zeros(()), {}), part, block_settings.How(), **PLAIN)
+        gradients_of(lambda p, b, s: (jnp.zeros(()), {}), part, block_settings.How())

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
 from zerojax.zero import block_settings, explicit, hooks, shard_state
+from zerojax.zero.sharded_batch import inputs
 
 X = block_nets.X
 
@@ -77,6 +78,7 @@ def test_a_hook_gets_its_values_inside_blocks_and_the_largest_of_what_all_device
         part,
         block_settings.How(r"block_\d", hooks=(hook,)),
         passes=passes,
+        layout=inputs.Layout(part.mesh, passes, by_device=True),
         reduce_dtype=jnp.float32,
         compute_dtype=None,
     )

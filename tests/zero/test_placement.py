@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.zero import placement, stages
+from zerojax.zero import lifted_blocks, placement, stages
 
 ROWS, WIDTH = 16, 24
 
@@ -17,7 +17,7 @@ def finder(shape, **how):
     options = {"mesh": mesh_lib.make_mesh(), "min_size": 0, **how}
     placements = stages.partition_state({"params": params}, **options).placements
     return placements["params/layers/kernel"], placement.finder(
-        placements, lambda leaf: leaf.shape, lambda weight: weight.shape
+        placements, lambda leaf: leaf.shape, lambda weight: weight.shape, lifted_blocks.of_layer
     )
 
 

@@ -345,6 +345,8 @@ OFF = {
     "one_pass_update.py",
     "padding.py",
     "partition.py",
+    "narrow_params.py",
+    "arguments.py",
     "marks.py",
     "nnx_blocks.py",
     "lifted_blocks.py",

@@ -4,26 +4,31 @@ XLA aborts the interpreter where a step on several devices gets a state whose bu
 before it starts.
 """
 
+import collections
 import math
 import numbers
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from zerojax import errors, tree
+from zerojax import errors, specs, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.train_state import State
-from zerojax.tree import PyTree
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import partition as partition_lib
 
+OWN_SPEC = 'batch_specs=[("^{}$", jax.sharding.PartitionSpec())]'  # of a leaf that counts no examples
 
-def checked(partition: partition_lib.Partition, limit: Any) -> float:
+
+def checked(partition: partition_lib.Partition, limit: Any, *, is_explicit: bool) -> float:
     """Returns the limit of the gradients' norm, after checking it and the partition's weights; see `clip_norm` and `weights`."""
-    weights(partition)
+    weights(partition, is_explicit=is_explicit)
     return clip_norm(limit)
 
 
@@ -46,14 +51,97 @@ def grad_accum(value: object) -> None:
         raise UserError(f"grad_accum: must be at least 1, and is {value}")
 
 
-def weights(partition: partition_lib.Partition) -> None:
-    """Raises a UserError if a trained weight has a dtype without gradients."""
+def batch_specs(chosen: Any, *, is_list: bool) -> None:
+    """Raises a UserError for specs of a batch that are no specs; see `inputs.Layout`. `is_list`: they are pairs (path regex, spec)."""
+    for pattern, spec in chosen if is_list else ():
+        batch_regex("batch_specs", pattern)
+        if not isinstance(spec, P):
+            raise UserError(f"batch_specs: {pattern!r} needs a PartitionSpec, and has {spec!r}")
+    for path, spec in () if is_list else tree.flatten(chosen, is_leaf=lambda node: isinstance(node, P)):
+        if not isinstance(spec, P):
+            raise UserError(f"batch_specs: {path or 'it'} must be a PartitionSpec, and is {spec!r}")
+
+
+def batch_regex(name: str, pattern: Any) -> None:
+    """Raises a UserError if an argument is no regex over paths of a batch's leaves."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise UserError(f"{name}: {pattern!r} is not a regex over paths of the batch's leaves: {error}") from error
+
+
+def unmatched_spec(pattern: str, paths: Sequence[str]) -> UserError:
+    """Returns the error for a regex of `batch_specs` that matches no leaf of a batch, whose paths these are."""
+    return UserError(f"batch_specs: {pattern!r} matches no leaf of the batch; its leaves are {', '.join(paths[:5])}")
+
+
+def other_tree(paths: Sequence[str]) -> UserError:
+    """Returns the error for a tree of specs that is not like the batch, whose paths these are."""
+    return UserError(
+        f"batch_specs: is a tree of another structure than the batch, whose leaves are {', '.join(paths[:5])}; "
+        "pass specs like the batch, or pairs (path regex, PartitionSpec)"
+    )
+
+
+def unequal(rows: Mapping[str, int]) -> UserError:
+    """Returns the error for leaves that differ in the number of examples, where each device sees its own; their numbers are by path."""
+    (most, _), *_ = collections.Counter(rows.values()).most_common()
+    odd = next(path for path, count in rows.items() if count != most)
+    like = next(path for path, count in rows.items() if count == most)
+    return UserError(
+        f"batch/{odd}: has {rows[odd]} rows and batch/{like} has {most}, and with reduce_dtype each device sees its own examples; pass "
+        f"{OWN_SPEC.format(odd)} for a leaf that counts none"
+    )
+
+
+def indivisible(mesh: Mesh, path: str, leaf: Leaf, spec: P, dim: int, *, is_own: bool) -> UserError:
+    """Returns the error for a leaf of a batch of which a dim does not divide; `is_own`: `batch_specs` names the leaf."""
+    axes = set(specs.names(spec[dim]))
+    ways = mesh_lib.size(mesh, axes)
+    what = " * ".join(sorted(axes - set(mesh_lib.EXPERT) or axes))
+    counted = "examples" if dim in specs.dims_of(spec, mesh_lib.EXAMPLES) else "tokens"
+    rest = "" if is_own else f"; pass {OWN_SPEC.format(path)} if it counts none"
+    return UserError(
+        f"batch/{path}: dim {dim} of {leaf.shape} does not divide by {what} = {ways}; use a multiple of {ways} {counted}{rest}"
+    )
+
+
+def tokens(mesh: Mesh, batch: PyTree, own: Mapping[str, P]) -> None:
+    """Raises a UserError for leaves of which no spec says whether they have a dim of tokens, where devices have tokens of their own."""
+    sizes, axis = mesh_lib.text(mesh, mesh_lib.TOKENS), mesh_lib.TOKENS[0]
+    form = f'batch_specs=[("tokens|labels", PartitionSpec(("replica", "data"), "{axis}"))] for leaves [examples, tokens, ...]'
+    for path, leaf in tree.flatten(batch):
+        if path not in own:
+            raise UserError(
+                f"batch/{path}: the mesh has {sizes}, and nothing says which dim of it counts tokens; pass {form}, and "
+                'PartitionSpec(("replica", "data")) for those without such a dim'
+            )
+        is_keys = jax.dtypes.issubdtype(tree.dtype_of(leaf), jax.dtypes.prng_key)
+        if is_keys and specs.dims_of(own[path], mesh_lib.EXAMPLES):
+            raise UserError(
+                f"batch/{path}: has a random key of each example, which would draw the same numbers for all parts of it over {sizes}; "
+                "pass one key, with PartitionSpec()"
+            )
+    if all(specs.axes(spec).isdisjoint(mesh_lib.TOKENS) for spec in own.values()):
+        raise UserError(
+            f"batch_specs: no leaf has a dim of tokens, so devices along {sizes} would repeat each other's work; pass {form}, or make "
+            f"a mesh without {axis}"
+        )
+
+
+def weights(partition: partition_lib.Partition, *, is_explicit: bool) -> None:
+    """Raises a UserError if a trained weight has a dtype without gradients, or an explicit step one whose sums would be no gradients."""
     for path, leaf in tree.flatten(partition.abstract_state):
         placement = partition.placements.get(path)
         if placement is not None and placement.trainable and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise UserError(
                 f"{path}: is {leaf.dtype} and a weight, and only floating weights have gradients; keep it in another field of the state, "
                 "or freeze it with trainable="
+            )
+        if placement is not None and is_explicit and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise UserError(
+                f"reduce_dtype: {path} is {leaf.dtype}, and sums in reduce_dtype are real; store its real and its imaginary part as two "
+                "weights, or omit reduce_dtype"
             )
 
 

@@ -65,6 +65,20 @@ def check_regex(name: str, pattern: object, example: str, blocks: str) -> None:
         raise UserError(f"{name}: {pattern!r} needs `blocks`, and it is empty; name the model's repeated modules there")
 
 
+def unmatched(how: How, *, is_head: bool) -> UserError:
+    """Returns the error for a loss that calls no module that `blocks`, or `heads`, matches."""
+    if is_head:
+        return UserError(
+            f"heads: {how.heads!r} matches no module of Linen or NNX called in the loss outside of blocks; it is a regex over full "
+            "module paths such as 'head', or '' for none"
+        )
+    return UserError(
+        f"blocks: {how.blocks!r} matches no module of Linen or NNX called in the loss; it is a regex over module paths such as "
+        "'layer_0' or 'layers/3', or '' to gather leaf by leaf; modules of NNX are found where params are their variables "
+        "(nnx.State), not plain arrays, and not in stacks of nnx.scan or nnx.vmap: hold their layers in an nnx.List"
+    )
+
+
 def largest_block(placements: Mapping[str, placement.Placement], blocks: str) -> int:
     """Returns the number of weights in the largest block that a regex matches; 0 if there are none."""
     sizes: dict[str, int] = {}

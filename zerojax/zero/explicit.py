@@ -29,6 +29,7 @@ from zerojax.zero import (
     constraints,
     gather,
     intercept,
+    lifted_blocks,
     nnx_blocks,
     overlap,
     placement,
@@ -48,7 +49,7 @@ def value_and_grad(
     passes: int,
     reduce_dtype: DTypeLike | None,
     compute_dtype: DTypeLike | None,
-    layout: inputs.Layout | None = None,
+    layout: inputs.Layout,
     in_16_bits: bool = False,
     feedback: gather.Feedback = gather.NO_FEEDBACK,
 ) -> Callable[..., Any]:
@@ -62,7 +63,7 @@ def value_and_grad(
       passes: the number of micro-batches; above 1 the leaves of the batch are [passes, ...].
       reduce_dtype: the dtype in which gradients are summed over devices.
       compute_dtype: see `where_used.where_used`.
-      layout: how the batch is sharded; None: every leaf counts examples in its first dim.
+      layout: how the batch is sharded.
       in_16_bits: whether gradients of several passes add up in bf16.
       feedback: how what wires do not send of gradients is kept.
 
@@ -71,7 +72,6 @@ def value_and_grad(
     the fields that hooks renew, and `aux["kept"]` those of `feedback`.
     """
     reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
-    layout = layout or inputs.Layout(partition.mesh, passes, by_device=True)
     of_device = OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain, feedback)
 
     def on_device(program: Program, own_keys: keys.Paths, params: PyTree, batch: PyTree, state: State) -> PyTree:
@@ -172,7 +172,7 @@ class OfDevice:
         `of_grad` tells the sharding of a weight's gradient, and `of_aux` are the specs of what it returns beside the loss.
         """
         axes, find, partition = mesh_lib.manual(self.partition.mesh), self.find, self.partition
-        _check_weights(partition.abstract_state.params)
+        nnx_blocks.check_summed(partition.abstract_state.params)
 
         def spec_of_grad(found: placement.Placement) -> Any:
             return specs.only(of_grad(found).spec, axes) if found.trainable else optax.MaskedNode()
@@ -237,7 +237,7 @@ def mapped(
 def finder(partition: partition_lib.Partition) -> Callable[[str, Any], placement.Placement]:
     """Returns f(path, shard or None) -> the weight's placement."""
     expected: Callable[..., Any] = lambda weight: gather.local_shape(weight.shape or (), weight.stored)  # noqa: E731
-    find = placement.finder(partition.placements, lambda leaf: leaf.shape, expected)
+    find = placement.finder(partition.placements, lambda leaf: leaf.shape, expected, lifted_blocks.of_layer)
 
     def find_weight(path: str, leaf: Leaf) -> placement.Placement:
         found = find(path, leaf)
@@ -248,21 +248,6 @@ def finder(partition: partition_lib.Partition) -> Callable[[str, Any], placement
         return found
 
     return find_weight
-
-
-def _check_weights(params: PyTree) -> None:
-    """Raises a UserError for params of which the sums over devices would be no gradients."""
-    if nnx_blocks.variables(params):
-        raise UserError(
-            "reduce_dtype: NNX params with other variables (batch statistics, random counts) would differ between devices; hold "
-            "them in a field of the state, which the loss returns, or omit reduce_dtype"
-        )
-    for path, leaf in tree.flatten(params):
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise UserError(
-                f"reduce_dtype: params/{path} is {leaf.dtype}, and sums in reduce_dtype are real; store its real and its imaginary "
-                "part as two weights, or omit reduce_dtype"
-            )
 
 
 def with_tokens(tokens: PyTree, values: PyTree) -> PyTree:

@@ -127,7 +127,7 @@ def gather_shard(
 def all_gather(stored: jax.Array, placement: Placement, dtype: DTypeLike | None) -> jax.Array:
     """Returns a weight gathered and in `dtype` from this device's shard."""
     weight, dim = cast(stored, placement, dtype), data_dim(placement.stored, placement.over)
-    if is_gathered(placement):
+    if dim is not None:
         axes = specs.entry(placement.over)
         collective = functools.partial(jax.lax.all_gather, axis_name=axes, axis=dim, tiled=True)
         weight = of_shards(collective, placement)(weight)
@@ -136,6 +136,8 @@ def all_gather(stored: jax.Array, placement: Placement, dtype: DTypeLike | None)
 
 def of_shards(collective: Callable[[jax.Array], jax.Array], placement: Placement) -> Callable[..., jax.Array]:
     """Returns a collective of a weight, or its gradient, that does not gather it over the axes that the compiler shards."""
+    if not mesh_lib.rest():
+        return collective
     entries = [specs.names(entry) for entry in placement.stored.spec]
     if any(names[:1] and names[0] in mesh_lib.STATE and set(names) & set(mesh_lib.COMPILER) for names in entries):
         return collective  # the parts of a device's shard over the compiler's axes are not in a row, and XLA must arrange them
@@ -252,8 +254,7 @@ PLAIN = Plain()
 
 def data_dim(sharding: NamedSharding, over: tuple[str, ...] = mesh_lib.STATE) -> int | None:
     """Returns the dim sharded over these axes."""
-    found = (dim for dim, entry in enumerate(sharding.spec) if not set(over).isdisjoint(specs.names(entry)))
-    return next(found, None)
+    return next(iter(specs.dims_of(sharding.spec, over)), None)
 
 
 def cast(weight: jax.Array, placement: Placement, dtype: DTypeLike | None) -> jax.Array:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.core
@@ -26,7 +26,6 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from zerojax import tree
-from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import block_keys, block_settings, lifted_blocks, marks, nnx_blocks, remat
 
@@ -52,16 +51,13 @@ def by_block(
     policy = marks.Offloads(policy) if policy and how.offload else policy
 
     def loss_of_stored(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
-        stacks, has_nnx = set[str](), holds_nnx(params)
+        stacks = set[str]()
         while True:
             inside, outer = begun(stacks, params)
             own_args, own_kwargs = of_this_trace((args, kwargs))
-            before = nnx_blocks.variables(outer) if has_nnx else {}
+            of_nnx = nnx_blocks.intercepted(inside, params, outer) if holds_nnx(params) else contextlib.nullcontext()
             try:
-                with contextlib.ExitStack() as around:
-                    around.enter_context(nn.intercept_methods(inside.intercept))
-                    if has_nnx:
-                        around.enter_context(nnx_blocks.intercepted(inside.intercept_nnx))
+                with nn.intercept_methods(inside.intercept), of_nnx:
                     result = loss_fn(outer, *own_args, **own_kwargs)
             except lifted_blocks.StackFound as found:
                 assert run is not None and found.path not in stacks
@@ -69,8 +65,6 @@ def by_block(
                 run.restart()
             else:
                 inside.check_found(moves=moves)
-                if has_nnx:
-                    nnx_blocks.set_variables(params, nnx_blocks.changed(outer, before))
                 return result
 
     def begun(stacks: set[str], params: PyTree) -> tuple[Interceptor, Any]:
@@ -88,10 +82,10 @@ def by_block(
             policy,
             run=run,
             stored_of=stored_of if run else None,
-            nnx_stored_of=stored_of,
             is_leaf=is_weight,
             shape_of=shapes.get if run else None,
-            stacks=stacks,
+            stacks=lifted_blocks.Stacks(stacks) if stacks else None,
+            made_of=stored_of,
         )
 
         def gather_outer(path: str, leaf: Leaf) -> Leaf:
@@ -146,8 +140,8 @@ class Interceptor:
       stored_of: f(array) -> (path, stored), or None for an unknown array. None: arrays are as stored, and their paths are the modules'.
       is_leaf: returns whether a node of the params is one stored weight.
       shape_of: f(path) -> the shape of the weight that the model was given at this path; None: `lifted_blocks.StackFound` is never raised.
-      stacks: paths of blocks that `nn.scan` runs, as `lifted_blocks.StackFound` told. Their layers gather their own slices.
-      nnx_stored_of: `stored_of` of the arrays in NNX modules, which are known by their identity in any case.
+      stacks: those of blocks that `nn.scan` runs, as `lifted_blocks.StackFound` told.
+      made_of: `stored_of` of the arrays in NNX modules, which are known by their identity in any case.
     """
 
     def __init__(
@@ -160,20 +154,17 @@ class Interceptor:
         stored_of: Callable[[Any], tuple[str, Any] | None] | None = None,
         is_leaf: Callable[[Any], bool] | None = None,
         shape_of: Callable[[str], tuple[int, ...] | None] | None = None,
-        stacks: Collection[str] = (),
-        nnx_stored_of: Callable[[Any], tuple[str, Any] | None] = lambda array: None,
+        stacks: lifted_blocks.Stacks | None = None,
+        made_of: Callable[[Any], tuple[str, Any] | None] = lambda array: None,
     ):
         self._pattern = re.compile(f"(?:{how.blocks})|(?:{how.heads})" if how.heads else how.blocks)
+        self.matches, self.made_of = self._pattern.fullmatch, made_of  # of a block's path
         self._heads = re.compile(how.heads) if how.heads else None
         self.marks = marks.Modules(how) if how.recompute or how.offload else None
         self._how, self._gather_leaf, self._policy, self._run = how, gather_leaf, policy, run
-        self._is_leaf, self._stored_of, self._nnx_stored_of = is_leaf, stored_of, nnx_stored_of
+        self._is_leaf, self._stored_of, self._shape_of, self._stacks = is_leaf, stored_of, shape_of, stacks
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
-        self._shape_of = shape_of
-        self._path_of: dict[str, str] = {}  # the path in the params of a weight in a stack, by its path in the model
-        self._stacks = re.compile("|".join(map(re.escape, stacks)) or r"(?!)")
-        self._stacked = not stacks  # whether the model that runs has its stacks as they are stored
         self.entered: set[str] = set()
         self.headed: set[str] = set()
         self.with_unknown: set[str] = set()  # blocks with weights for which `stored_of` returns None
@@ -184,23 +175,13 @@ class Interceptor:
 
     def check_found(self, *, moves: bool) -> None:
         """Raises a UserError for a regex that matched nothing, and warns of weights that stay gathered."""
-        how = self._how
-        if not self.entered:
-            raise UserError(
-                f"blocks: {how.blocks!r} matches no module of Linen or NNX called in the loss; it is a regex over module paths such as "
-                "'layer_0' or 'layers/3', or '' to gather leaf by leaf; modules of NNX are found where params are their variables "
-                "(nnx.State), not plain arrays, and not in stacks of nnx.scan or nnx.vmap: hold their layers in an nnx.List"
-            )
+        if not self.entered or (self._heads and not self.headed):
+            raise block_settings.unmatched(self._how, is_head=bool(self.entered))
         if moves and self.with_unknown:
             warnings.warn(
                 f"blocks: weights of {', '.join(sorted(self.with_unknown)[:3])} reach their block changed, or through a jax.jit or "
                 "nn.remat around it; they are gathered before it and stay gathered until the backward pass has used them",
                 stacklevel=2,
-            )
-        if how.heads and not self.headed:
-            raise UserError(
-                f"heads: {how.heads!r} matches no module of Linen or NNX called in the loss outside of blocks; it is a regex over full "
-                "module paths such as 'head', or '' for none"
             )
         if self.marks is not None:
             self.marks.check_found()
@@ -213,10 +194,11 @@ class Interceptor:
         if self._inside is not None:
             return self._marked(call, args, kwargs, module)
         path = "/".join(module.path)
-        if not self._stacked and context.method_name != "setup" and hasattr(type(module), context.method_name):
-            return self._with_stacks(module, context.method_name, args, kwargs)
+        if self._stacks is not None and self._stacks.begin_with(module, context.method_name):
+            known = self._known(module, path)
+            return self._stacks.run(module, context.method_name, args, kwargs, known, is_leaf=self._is_leaf)
         # A lifted function is a call too; the module's own methods that it calls are intercepted later.
-        if not self._pattern.fullmatch(path) or not hasattr(type(module), context.method_name):
+        if not self.matches(path) or not hasattr(type(module), context.method_name):
             return call(*args, **kwargs)
         if context.method_name == "setup":
             return _set_up(call)
@@ -225,11 +207,11 @@ class Interceptor:
             stacks = [self._shape_of(_join(path, leaf)) for leaf in known]
             if lifted_blocks.is_layer(module.variables["params"], stacks, is_leaf=self._is_leaf):
                 raise lifted_blocks.StackFound(path)
-        self._enters(path, has_unknown=not all(known.values()))
+        self.enters(path, has_unknown=not all(known.values()))
         is_known = bool(known) and all(known.values())
         if self._run and is_known and _is_plain(module) and not _reads_others((args, kwargs), is_field=False):
             block = _LinenBlock(module, context.method_name, known, self._is_leaf)
-            return self._run_block(self._run, block, path, module.path, args, kwargs)
+            return self.run_block(block, path, module.path, args, kwargs)
         with self._entered_as(path, module.path):  # calls inside a block, also flax's own of the lifted function, pass
             return lifted_blocks.run(
                 module,
@@ -244,19 +226,13 @@ class Interceptor:
                 is_made=self._stored_of is not None,
             )
 
-    def intercept_nnx(self, module: nnx.Module, call: Any, args: tuple, kwargs: dict) -> Any:
-        """Runs one call of one NNX module; for `nnx_blocks.intercepted`."""
-        block = None if self._inside is not None else nnx_blocks.Block(module, call, self._nnx_stored_of)
-        if block is None or not block.known or not self._pattern.fullmatch(block.path):
-            return call.__get__(module, type(module))(*args, **kwargs)
-        self._enters(block.path, has_unknown=block.has_unknown)
-        nnx_blocks.check_arguments(block.path, (args, kwargs))
-        run = self._run or nnx_blocks.by_gathers(self._gather_leaf)
-        result, changed = self._run_block(run, block, block.path, (), args, kwargs)
-        block.set_changed(changed)
-        return result
+    @property
+    def is_inside(self) -> bool:
+        """Returns whether a block runs."""
+        return self._inside is not None
 
-    def _enters(self, path: str, *, has_unknown: bool) -> None:
+    def enters(self, path: str, *, has_unknown: bool) -> None:
+        """Notes a call to a block."""
         self.entered.add(path)
         if self._is_head(path):
             self.headed.add(path)
@@ -267,22 +243,22 @@ class Interceptor:
         leaves = tree.flatten(module.variables.get("params", {}), is_leaf=self._is_leaf)
         if self._stored_of is None:
             return {leaf: (_join(path, leaf), value) for leaf, value in leaves}
-        is_stored = self._is_leaf or (lambda value: False)  # as layers of a stack are
 
         def find(joined: str, value: object) -> tuple[str, Any] | None:
-            return (self._path_of[joined], value) if is_stored(value) else self._stored_of(value)  # type: ignore[misc]
+            of_stack = self._stacks and self._stacks.layer(joined, value, self._is_leaf)
+            return of_stack or self._stored_of(value)  # type: ignore[misc]
 
         return {leaf: find(_join(path, leaf), value) for leaf, value in leaves}
 
-    def _run_block(
+    def run_block(
         self,
-        run: Run,
         block: "_LinenBlock | nnx_blocks.Block",
         path: str,
         root: tuple[str, ...],
         args: tuple,
         kwargs: dict,
     ) -> Any:
+        """Runs a block as a function of its weights and of arrays."""
         given, result, names, hooks = tree.NonArrays(), tree.NonArrays(), list(block.known), self._how.hooks
         arrays = given.take((args, kwargs))
         first, last = len(arrays), len(arrays) + len(block.inputs)
@@ -297,19 +273,9 @@ class Interceptor:
                 call = around.enter_context(block.bound(used, values[first:last]))
                 return result.take(call(*inner_args, **inner_kwargs))
 
+        run = self._run or lifted_blocks.by_gathers(self._gather_leaf)
         outputs = run(body, dict(block.known), [*arrays, *block.inputs, *read], self._policy_of(path))
         return result.give(outputs)
-
-    def _with_stacks(self, module: nn.Module, method: str, args: tuple, kwargs: dict) -> Any:
-        path = "/".join(module.path)
-        known = self._known(module, path)
-        stacks = {leaf: weight for leaf, weight in known.items() if weight and tree.block_of(weight[0], self._stacks)}
-        self._path_of |= {_join(path, leaf): weight[0] for leaf, weight in stacks.items()}
-        self._stacked = True
-        try:
-            return lifted_blocks.run_with_stacks(module, method, args, kwargs, stacks, is_leaf=self._is_leaf)
-        finally:
-            self._stacked = False
 
     def _inputs(self, path: str, values: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays that a block is called with."""
@@ -398,4 +364,4 @@ def _reads_others(value: object, *, is_field: bool) -> bool:
 
 
 def _join(module_path: str, leaf_path: str) -> str:
-    return f"{module_path}/{tree.below_params(leaf_path)}".lstrip("/")
+    return f"{module_path}/{leaf_path}".lstrip("/")

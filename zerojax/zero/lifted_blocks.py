@@ -2,16 +2,22 @@
 from elsewhere, or are layers of a stack, which `nn.scan` runs.
 """
 
+import dataclasses
 import functools
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
+from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import remat
+from zerojax.zero.placement import Placement
 
 Known = Mapping[
     str, tuple[str, Any] | None
@@ -68,13 +74,69 @@ def is_layer(params: PyTree, stacks: Collection[tuple[int, ...] | None], *, is_l
     return all(stack and stack[1:] == leaf.shape for stack, leaf in zip(stacks, leaves))
 
 
-def run_with_stacks(
-    module: nn.Module, method: str, args: tuple, kwargs: dict, stacks: Known, *, is_leaf: tree.IsLeaf
-) -> Any:
-    """Runs a model with the stacks that `nn.scan` cuts into layers as they are stored, so that each layer gathers its own slice."""
-    called, arrays, result = _of_arrays(method, args, kwargs, lambda values: values)
-    as_stored = functools.partial(_as_stored, stacks, is_leaf=is_leaf)
-    return result.give(nn.map_variables(called, "params", trans_in_fn=as_stored)(module, *arrays))
+def of_layer(path: str, stack: Placement) -> Placement:
+    """Returns the placement of one layer of a stack of `nn.scan`, whose first dim counts layers."""
+    if any(sharding.spec and sharding.spec[0] for sharding in (stack.stored, stack.grad, stack.update)):
+        raise UserError(
+            f"blocks: {path} of shape {stack.shape} is sharded on its first dim, which counts the layers of nn.scan, so no layer can be "
+            f'gathered alone; pass overrides=[("{tree.below_params(path)}", PartitionSpec(None, "data"))] to shard_train_state'
+        )
+    assert stack.shape is not None and not any(stack.padding[:1])  # a padded dim is sharded
+    shardings = {
+        name: NamedSharding(
+            getattr(stack, name).mesh, P(*getattr(stack, name).spec[1:]), memory_kind=getattr(stack, name).memory_kind
+        )
+        for name in ("stored", "used", "grad", "opt_state", "update")
+    }
+    return dataclasses.replace(stack, padding=stack.padding[1:], shape=stack.shape[1:], **shardings)  # type: ignore[arg-type]
+
+
+class Stacks:
+    """The stacks that `nn.scan` cuts into layers. A model runs with them as they are stored, so that each layer gathers its own slice.
+
+    Args:
+      blocks: their paths, as `StackFound` told.
+    """
+
+    def __init__(self, blocks: Collection[str]):
+        self._blocks = re.compile("|".join(map(re.escape, blocks)))
+        self._path_of: dict[str, str] = {}  # the path in the params of a weight in a stack, by its path in the model
+        self._runs = False  # whether a model runs with its stacks
+
+    def begin_with(self, module: nn.Module, method: str) -> bool:
+        """Returns whether a call is that of a model whose stacks are not as stored yet."""
+        return not self._runs and method != "setup" and hasattr(type(module), method)
+
+    def run(
+        self, module: nn.Module, method: str, args: tuple, kwargs: dict, known: Known, *, is_leaf: tree.IsLeaf
+    ) -> Any:
+        """Runs a model with its stacks as they are stored."""
+        path = "/".join(module.path)
+        stacks = {leaf: weight for leaf, weight in known.items() if weight and tree.block_of(weight[0], self._blocks)}
+        self._path_of |= {f"{path}/{leaf}".lstrip("/"): weight[0] for leaf, weight in stacks.items() if weight}
+        called, arrays, result = _of_arrays(method, args, kwargs, lambda values: values)
+        as_stored = functools.partial(_as_stored, stacks, is_leaf=is_leaf)
+        self._runs = True
+        try:
+            return result.give(nn.map_variables(called, "params", trans_in_fn=as_stored)(module, *arrays))
+        finally:
+            self._runs = False
+
+    def layer(self, path: str, value: object, is_leaf: tree.IsLeaf) -> tuple[str, Any] | None:
+        """Returns the path in the params of a weight with this path in the model, and its slice, if it is one of a stack."""
+        return (self._path_of[path], value) if is_leaf is not None and is_leaf(value) else None
+
+
+def by_gathers(gather_leaf: Callable[[str, Any], Any]) -> Callable[..., Any]:
+    """Returns an `intercept.Run` of blocks that gather their weights one by one. Its results can be differentiated twice."""
+
+    def run(body: Callable[..., Any], weights: Mapping[str, Any], arrays: list[Any], policy: remat.Policy) -> Any:
+        def gathered(stored: Mapping[str, Any], *values: Any) -> Any:
+            return body({name: gather_leaf(name, weight) for name, weight in stored.items()}, *values)
+
+        return (gathered if policy is None else jax.checkpoint(gathered, policy=policy))(weights, *arrays)
+
+    return run
 
 
 def _of_arrays(

@@ -145,7 +145,7 @@ class Offloads:
         return (_to_host if is_for_host else self.rest)(primitive, *args, **params)
 
 
-def without_offload(policy: Callable[..., Any]) -> Callable[..., Any]:
+def without_offload(policy: remat.Policy) -> remat.Policy:
     """Returns a policy that keeps nothing in host memory, because JAX cannot differentiate offloaded arrays twice."""
     return policy.rest if isinstance(policy, Offloads) else policy
 

@@ -18,15 +18,40 @@ from flax import nnx
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.tree import PyTree
-from zerojax.zero import remat
 from zerojax.zero.sharded_batch import keys as keys_lib
 
-# f(module, call, args, kwargs) -> result; see `called`
+# f(module, call, args, kwargs) -> result; see `_wrapping`
 _around: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("zerojax_nnx_around", default=None)
 
 
 @contextlib.contextmanager
-def intercepted(around: Callable[..., Any]) -> Iterator[None]:
+def intercepted(blocks: Any, params: PyTree, used: PyTree) -> Iterator[None]:
+    """Runs the calls of NNX modules inside that are blocks as such, and then gives `params` the variables that changed in `used`.
+
+    Args:
+      blocks: the `intercept.Interceptor`.
+      params: the stored weights and other variables.
+      used: those that the loss is given.
+    """
+    before = variables(used)
+
+    def around(module: nnx.Module, call: Any, args: tuple, kwargs: dict) -> Any:
+        block = None if blocks.is_inside else Block(module, call, blocks.made_of)
+        if block is None or not block.known or not blocks.matches(block.path):
+            return call.__get__(module, type(module))(*args, **kwargs)
+        blocks.enters(block.path, has_unknown=block.has_unknown)
+        check_arguments(block.path, (args, kwargs))
+        result, changed = blocks.run_block(block, block.path, (), args, kwargs)
+        block.set_changed(changed)
+        return result
+
+    with _wrapping(around):
+        yield
+    set_variables(params, changed(used, before))
+
+
+@contextlib.contextmanager
+def _wrapping(around: Callable[..., Any]) -> Iterator[None]:
     """Runs `around(module, call, args, kwargs)` in place of each call `module(*args, **kwargs)` of an NNX module inside."""
     wrapped = [cls for cls in _classes(nnx.Module) if "__call__" in vars(cls)]
     own = {cls: vars(cls)["__call__"] for cls in wrapped}
@@ -64,6 +89,15 @@ def variables(params: PyTree) -> dict[str, Any]:
 def is_other_variable(node: PyTree) -> bool:
     """Returns whether a node is an NNX variable other than a param."""
     return isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
+
+
+def check_summed(params: PyTree) -> None:
+    """Raises a UserError for params with variables that devices would change each in its own way."""
+    if variables(params):
+        raise UserError(
+            "reduce_dtype: NNX params with other variables (batch statistics, random counts) would differ between devices; hold "
+            "them in a field of the state, which the loss returns, or omit reduce_dtype"
+        )
 
 
 def changed(params: PyTree, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,18 +214,6 @@ def check_arguments(path: str, value: PyTree) -> None:
             f"blocks: {path} is called with an NNX module or variable, whose changes a block would lose; match other modules, or "
             "gather leaf by leaf (blocks='')"
         )
-
-
-def by_gathers(gather_leaf: Callable[[str, Any], Any]) -> Callable[..., Any]:
-    """Returns an `intercept.Run` of blocks that gather their weights one by one."""
-
-    def run(body: Callable[..., Any], weights: Mapping[str, Any], arrays: list[Any], policy: remat.Policy) -> Any:
-        def gathered(stored: Mapping[str, Any], *values: Any) -> Any:
-            return body({name: gather_leaf(name, weight) for name, weight in stored.items()}, *values)
-
-        return (gathered if policy is None else jax.checkpoint(gathered, policy=policy))(weights, *arrays)
-
-    return run
 
 
 def _impl(value: Any) -> Any:

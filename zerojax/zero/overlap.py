@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax.tree import PyTree
-from zerojax.zero import float32_grads, gather, marks, placement, remat
+from zerojax.zero import float32_grads, gather, lifted_blocks, marks, placement, remat
 
 Body = Callable[..., Any]
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
@@ -64,24 +64,13 @@ class BlockCall:
 
     def near(self, stored: Mapping[str, jax.Array], after: jax.Array) -> dict[str, Any]:
         """Returns what is kept for the backward pass in place of shards, of the weights whose wires keep it; `after` is there before."""
-        found = {}
         stored, _ = jax.lax.optimization_barrier((dict(stored), after))
-        for path, shard in stored.items():
-            own = self.placements[path]
-            with jax.named_scope(path):
-                kept = own.wire.near(shard, own, self.dtype)
-            if kept is not None:
-                found[path] = kept
-        return found
+        found = self._by_wire(stored, lambda path, shard, own: own.wire.near(shard, own, self.dtype))
+        return {path: kept for path, kept in found.items() if kept is not None}
 
     def gather(self, stored: Mapping[str, Any], known: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
         """Returns what arrives of the weights, from their shards or what is `near`; `known` is that of their wires."""
-        sent = {}
-        for path, shard in stored.items():
-            own = self.placements[path]
-            with jax.named_scope(path):  # traces and ledgers name the weight of each collective
-                sent[path] = own.wire.send(shard, known.get(path), own, self.dtype)
-        return sent
+        return self._by_wire(stored, lambda path, shard, own: own.wire.send(shard, known.get(path), own, self.dtype))
 
     def differentiated(self, stored: Mapping[str, jax.Array], sent: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Returns the arrays with respect to which the body is differentiated."""
@@ -138,21 +127,22 @@ class BlockCall:
 
     def leave(self, grads: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Returns what is left to reduce of gradients after what their wires send at once, beside this block's own backward pass."""
-        left = {}
-        for path, grad in grads.items():
-            own = self.placements[path]
-            with jax.named_scope(path):
-                left[path] = own.wire.leave(grad, own, self.reduction)
-        return left
+        return self._by_wire(grads, lambda path, grad, own: own.wire.leave(grad, own, self.reduction))
 
     def reduce(self, grads: Mapping[str, jax.Array], unsent: Mapping[str, Any] = NOTHING) -> tuple[dict, dict]:
         """Returns the gradients of the weights' sinks, and what is not sent of them; see `gather.ShardAndSink`."""
-        sums, rest = {}, {}
-        for path, grad in grads.items():
-            own = self.placements[path]
+        home = self._by_wire(grads, lambda path, grad, own: own.wire.home(grad, own, self.reduction, unsent.get(path)))
+        return {path: total for path, (total, _) in home.items()}, {path: rest for path, (_, rest) in home.items()}
+
+    def _by_wire(
+        self, values: Mapping[str, Any], run: Callable[[str, Any, placement.Placement], Any]
+    ) -> dict[str, Any]:
+        """Returns `run(path, value, placement)` of each, in a scope by which traces and ledgers name the weight of a collective."""
+        found = {}
+        for path, value in values.items():
             with jax.named_scope(path):
-                sums[path], rest[path] = own.wire.home(grad, own, self.reduction, unsent.get(path))
-        return sums, rest
+                found[path] = run(path, value, self.placements[path])
+        return found
 
 
 class Chain:
@@ -186,7 +176,8 @@ class Chain:
     ) -> Any:
         weights = {path: self._once(weight) for path, weight in weights.items()}
         if _trace() != self._trace:
-            return self._unordered(body, weights, arrays, policy)
+            # Tokens cannot pass through a transformation inside the model.
+            return lifted_blocks.by_gathers(self.gather_leaf)(body, weights, arrays, marks.without_offload(policy))
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
         plan = BlockCall(body, placements, self._dtype, self._reduction, policy)
         known = {path: self._known[path] for path in weights if path in self._known}
@@ -212,21 +203,6 @@ class Chain:
             return dataclasses.replace(weight, unsent=own - jax.lax.stop_gradient(own))
         self._with_unsent.append(own)
         return weight
-
-    def _unordered(
-        self, body: Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: remat.Policy
-    ) -> PyTree:
-        """Runs a block outside of the order, because tokens cannot pass through a transformation inside the model.
-
-        The result can be differentiated twice, such as for the gradient of a gradient's norm.
-        """
-
-        def run(weights: dict[str, gather.ShardAndSink], *arrays: jax.Array) -> Any:
-            return body({path: self.gather_leaf(path, weight) for path, weight in weights.items()}, *arrays)
-
-        if policy is not None:
-            run = jax.checkpoint(run, policy=marks.without_offload(policy))
-        return run(weights, *arrays)
 
 
 def _trace() -> Any:

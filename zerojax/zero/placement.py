@@ -12,7 +12,6 @@ import jax
 import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
@@ -129,8 +128,10 @@ def finder(
     placements: Mapping[str, Placement],
     shape_of: Callable[[Any], Any],
     expected: Callable[[Placement], Any],
+    of_layer: Callable[[str, Placement], Placement],
 ) -> Callable[[str, Any], Placement | None]:
-    """Returns f(path, leaf) -> the placement of that weight, or None. It refuses a leaf of another shape than `expected`."""
+    """Returns f(path, leaf) -> the placement of that weight, or None. It refuses a leaf of another shape than `expected`, but for one
+    layer of a stack: `of_layer(path, stack)` returns its placement."""
     index = tree.suffix_index(placements)
 
     def find(path: str, leaf: Leaf) -> Placement | None:
@@ -141,30 +142,13 @@ def finder(
         if leaf is None or weight.shape is None or shape_of(leaf) == expected(weight):
             return weight
         if tuple(shape_of(leaf)) == tuple(expected(weight)[1:]):
-            return _layer(found, weight)
+            return of_layer(found, weight)
         raise UserError(
             f"{path}: has shape {shape_of(leaf)}, and the weight stored as {found} has {expected(weight)}; where several "
             f"models share a state, pass the placements of this one alone; a block inside nn.vmap cannot be in `blocks`"
         )
 
     return find
-
-
-def _layer(path: str, stack: Placement) -> Placement:
-    """Returns the placement of one layer of a stack of `nn.scan`, whose first dim counts layers."""
-    if any(sharding.spec and sharding.spec[0] for sharding in (stack.stored, stack.grad, stack.update)):
-        raise UserError(
-            f"blocks: {path} of shape {stack.shape} is sharded on its first dim, which counts the layers of nn.scan, so no layer can be "
-            f'gathered alone; pass overrides=[("{tree.below_params(path)}", PartitionSpec(None, "data"))] to shard_train_state'
-        )
-    assert stack.shape is not None and not any(stack.padding[:1])  # a padded dim is sharded
-    shardings = {
-        name: NamedSharding(
-            getattr(stack, name).mesh, P(*getattr(stack, name).spec[1:]), memory_kind=getattr(stack, name).memory_kind
-        )
-        for name in ("stored", "used", "grad", "opt_state", "update")
-    }
-    return dataclasses.replace(stack, padding=stack.padding[1:], shape=stack.shape[1:], **shardings)  # type: ignore[arg-type]
 
 
 def moves(placements: Mapping[str, Placement]) -> bool:

@@ -119,7 +119,7 @@ def make_train_step(
     >>> train_step = make_train_step(loss_fn, partition, clip_norm=1.0)
     >>> state, metrics = train_step(state, batch)
     """
-    clip_norm = arguments.checked(partition, clip_norm)
+    clip_norm = arguments.checked(partition, clip_norm, is_explicit=reduce_dtype is not None)
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     sums = accumulate.checked_dtype(accum_dtype, grad_accum)

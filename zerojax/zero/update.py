@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import precision, tree
-from zerojax.optim import master_weights
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import one_pass_update, padding, placement
+from zerojax.zero import narrow_params, one_pass_update, padding, placement
 from zerojax.zero import partition as partition_lib
 
 
@@ -32,24 +31,21 @@ def make(partition: partition_lib.Partition) -> Callable[..., Any]:
       numbers: uint32[leaves], the number of each weight of the trainable part, which seeds stochastic rounding; None: its place.
 
     A skipped step returns `before`, bit for bit. Gradients keep their dtype if every step is taken, and are float32 otherwise: in 16 bits
-    they may underflow without their loss scale. They get the params' dtype if the state's dtypes would change otherwise.
+    they may underflow without their loss scale. They get the params' dtype if the state's dtypes would change otherwise
+    (`narrow_params`).
 
     Args:
       partition: how the state is sharded.
     """
-    state = partition.abstract_state
-    is_flax = one_pass_update.applies_as_flax(state)
-    overwrites = any(weight.overwritten for weight in partition.placements.values())
-    has_copies = is_flax and not overwrites and isinstance(state.opt_state, master_weights.MasterWeightsState)
-    finished = _with_copies if has_copies else lambda state: state
-    update = one_pass_update.of(partition) or functools.partial(_by_parts, finished)
-    if padding.changes_update(partition, is_own=not is_flax):
+    applied = narrow_params.applied(partition) if narrow_params.are_in(partition) else _applied
+    update = one_pass_update.of(partition) or functools.partial(_by_parts, applied)
+    if padding.changes_update(partition, is_own=not one_pass_update.applies_as_flax(partition.abstract_state)):
         update = padding.around(update, partition)
     return partition_lib.around(update, partition) if partition.freezes else update
 
 
 def _by_parts(
-    finished: Callable[[Any], Any],
+    applied: Callable[[Any, Any, PyTree], Any],
     before: State,
     after: State,
     grads: PyTree,
@@ -62,36 +58,11 @@ def _by_parts(
     def scaled(path: str, grad: jax.Array) -> jax.Array:
         return grad if placement.is_overwritten(path) else grad * jnp.asarray(factor, grad.dtype)
 
-    grads = _in_dtypes_that_keep(before, tree.map_with_path(scaled, grads))
-    return tree.where(finite, finished(after.apply_gradients(grads=grads)), before)
+    return tree.where(finite, applied(before, after, tree.map_with_path(scaled, grads)), before)
 
 
-def _with_copies(state: State) -> State:
-    """Returns a state with master weights whose 16-bit params are these, rounded.
-
-    Sums of 16-bit params and updates may round ties the other way, and a state that is restored from its master weights would be another.
-    """
-    return state.replace(params=jax.tree.map(lambda m, p: m.astype(p.dtype), state.opt_state.master, state.params))
-
-
-def _in_dtypes_that_keep(state: State, grads: PyTree) -> PyTree:
-    """Returns gradients in their own dtypes if the update keeps those of the state, and otherwise in those of the params.
-
-    Sums over devices and passes are float32. An optimizer of 16-bit weights without float32 masters takes its moments' dtype from the
-    gradients, or mixes both in a branch.
-    """
-
-    def narrowed(grad: jax.Array, param: jax.Array) -> jax.Array:
-        return grad.astype(param.dtype) if jnp.promote_types(grad.dtype, param.dtype) == grad.dtype else grad
-
-    own = jax.tree.map(narrowed, grads, state.params)
-    if jax.tree.map(tree.dtype_of, own) == jax.tree.map(tree.dtype_of, grads):
-        return grads
-    try:
-        after = jax.eval_shape(lambda state, grads: state.apply_gradients(grads=grads), state, grads)
-    except TypeError:
-        return own
-    return grads if jax.tree.map(tree.dtype_of, after) == jax.tree.map(tree.dtype_of, state) else own
+def _applied(before: State, after: State, grads: PyTree) -> State:
+    return after.apply_gradients(grads=grads)
 
 
 class Own(NamedTuple):

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import block_settings, gather, intercept, marks, nnx_blocks, placement, remat
+from zerojax.zero import block_settings, gather, intercept, lifted_blocks, marks, nnx_blocks, placement, remat
 from zerojax.zero import partition as partition_lib
 
 Loss = Callable[..., Any]
@@ -80,7 +80,7 @@ def with_gathers(
     compute_dtype: DTypeLike | None = None,
 ) -> Loss:
     """Returns `where_used` of a loss, its settings as one value."""
-    find = placement.finder(placements, lambda leaf: leaf.shape, lambda weight: weight.shape)
+    find = placement.finder(placements, lambda leaf: leaf.shape, lambda weight: weight.shape, lifted_blocks.of_layer)
 
     def gather_leaf(path: str, leaf: Leaf) -> Leaf:
         found = find(path, leaf)

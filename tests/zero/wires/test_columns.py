@@ -16,6 +16,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.models import layers
 from zerojax.zero import block_settings, explicit, gather, placement, shard_state
+from zerojax.zero.sharded_batch import inputs
 from zerojax.zero.wires import columns
 
 BLOCKS = r"block_\d"
@@ -60,7 +61,8 @@ def test_gradients_of_matrices_used_by_columns_are_those_of_one_device():
     def loss_fn(params, batch, state):
         return Words().apply({"params": params}, batch["x"]), {"metrics": {}}
 
-    gradients = explicit.value_and_grad(loss_fn, part, how, passes=2, reduce_dtype=jnp.float32, compute_dtype=None)
+    given = {"layout": inputs.Layout(part.mesh, 2, by_device=True), "reduce_dtype": jnp.float32, "compute_dtype": None}
+    gradients = explicit.value_and_grad(loss_fn, part, how, passes=2, **given)
     batch = {"x": tokens.reshape(2, -1, 5)}
     (loss, _), grads = jax.jit(gradients)(state.params, batch, state)
     plain = jax.value_and_grad(lambda p: Words().apply({"params": p}, tokens))(params)

@@ -34,7 +34,7 @@ from zerojax import specs, traces, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import constraints
+from zerojax.zero import arguments, constraints
 from zerojax.zero.sharded_batch import inputs
 
 SAME, ROWS, COUNT, GROWN, STATISTIC, OTHER = "same", "rows", "count", "grown", "statistic", "other"
@@ -80,7 +80,7 @@ def of_examples(
     whole, before = examples(layout, batch), int(layout.passes > 1)
 
     def of_count(leaf: Leaf, spec: P, number: int) -> jax.ShapeDtypeStruct:
-        rows, tokens = inputs.example_dims(spec), inputs.dims_of(spec, mesh_lib.TOKENS)
+        rows, tokens = inputs.example_dims(spec), specs.dims_of(spec, mesh_lib.TOKENS)
         shape = [length * number // whole if dim in rows else length for dim, length in enumerate(leaf.shape)]
         shape = [length // tokens_of if dim in tokens else length for dim, length in enumerate(shape)]
         return jax.ShapeDtypeStruct(tuple(shape[before:]), tree.dtype_of(leaf))
@@ -163,7 +163,7 @@ def _no_examples(paths: Sequence[str], count: int, *, is_certain: bool) -> UserE
             "has {count} rows, as many as there are examples, and the loss takes any number of them, so they may be examples or not; "
             'pass {spec} if not (weights of classes), and else PartitionSpec(("replica", "data")) in its place'
         )
-    return UserError(f"batch/{paths[0]}: {why.format(count=count, spec=inputs.OWN_SPEC.format(names))}")
+    return UserError(f"batch/{paths[0]}: {why.format(count=count, spec=arguments.OWN_SPEC.format(names))}")
 
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -1,6 +1,5 @@
 """Shards a batch over devices and passes. This module decides which dim of each leaf counts examples, and which counts tokens."""
 
-import collections
 import dataclasses
 import functools
 import re
@@ -19,8 +18,6 @@ from zerojax import specs as specs_lib
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import arguments
-
-OWN_SPEC = 'batch_specs=[("^{}$", jax.sharding.PartitionSpec())]'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +42,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         arguments.grad_accum(self.passes)
-        is_list = _is_list(self.batch_specs)
-        for pattern, spec in self.batch_specs if is_list else ():
-            _check_regex("batch_specs", pattern)
-            if not is_spec(spec):
-                raise UserError(f"batch_specs: {pattern!r} needs a PartitionSpec, and has {spec!r}")
-        for path, spec in () if is_list else tree.flatten(self.batch_specs, is_leaf=is_spec):
-            if not is_spec(spec):
-                raise UserError(f"batch_specs: {path or 'it'} must be a PartitionSpec, and is {spec!r}")
+        arguments.batch_specs(self.batch_specs, is_list=_is_list(self.batch_specs))
         if not isinstance(self.cast_batch, bool):
-            _check_regex("cast_batch", self.cast_batch)
+            arguments.batch_regex("cast_batch", self.cast_batch)
 
     def place(self, batch: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         """Returns the batch constrained to its shardings and cast to `dtype`, each leaf [passes, ...] if there are several.
@@ -62,14 +52,17 @@ class Layout:
         Raises:
           UserError: a leaf does not fit.
         """
-        own = self._own(batch)
+        own, dim = self._own(batch), int(self.passes > 1)
         for path, leaf in tree.flatten(batch):
             if 0 in leaf.shape:  # every mean over it would be NaN
                 raise UserError(
                     f"batch/{path}: has no examples, its shape is {leaf.shape}; pass at least one for each device"
                 )
-        self._check_tokens(batch, own)
-        self._check(batch, own)
+        if mesh_lib.size(self.mesh, mesh_lib.TOKENS) > 1:
+            arguments.tokens(self.mesh, batch, own)
+        rows = {path: leaf.shape[dim] for path, leaf in tree.flatten(batch) if path not in own and leaf.ndim > dim}
+        if self.by_device and len(set(rows.values())) > 1:
+            raise arguments.unequal(rows)
         return self._cast(tree.map_with_path(functools.partial(self._placed, own), batch), dtype)
 
     def specs(self, batch: PyTree) -> PyTree:
@@ -105,62 +98,19 @@ class Layout:
             found = {path: next((spec for pattern, spec in chosen if re.search(pattern, path)), None) for path in paths}
             for pattern, _ in chosen:
                 if not any(re.search(pattern, path) for path in paths):
-                    raise UserError(
-                        f"batch_specs: {pattern!r} matches no leaf of the batch; its leaves are {', '.join(paths[:5])}"
-                    )
+                    raise arguments.unmatched_spec(pattern, paths)
         else:
             try:
                 full = jax.tree.map(
                     lambda spec, part: jax.tree.map(lambda _: spec, part), chosen, batch, is_leaf=is_spec
                 )
             except ValueError as error:
-                raise UserError(
-                    f"batch_specs: is a tree of another structure than the batch, whose leaves are {', '.join(paths[:5])}; "
-                    "pass specs like the batch, or pairs (path regex, PartitionSpec)"
-                ) from error
+                raise arguments.other_tree(paths) from error
             found = dict(zip(paths, jax.tree.leaves(full, is_leaf=is_spec)))
         return {path: mesh_lib.with_parts(self.mesh, spec) for path, spec in found.items() if spec is not None}
 
     def _spec(self, own: dict[str, P], path: str, dims: int) -> P:
         return own[path] if path in own else P(mesh_lib.EXAMPLES) if dims > 0 else P()
-
-    def _check(self, batch: PyTree, own: dict[str, P]) -> None:
-        """Refuses leaves that differ in the number of examples, where each device sees its own."""
-        dim = int(self.passes > 1)
-        rows = {path: leaf.shape[dim] for path, leaf in tree.flatten(batch) if path not in own and leaf.ndim > dim}
-        if not self.by_device or len(set(rows.values())) < 2:
-            return
-        (most, _), *_ = collections.Counter(rows.values()).most_common()
-        odd = next(path for path, count in rows.items() if count != most)
-        like = next(path for path, count in rows.items() if count == most)
-        raise UserError(
-            f"batch/{odd}: has {rows[odd]} rows and batch/{like} has {most}, and with reduce_dtype each device sees its own examples; pass "
-            f"{OWN_SPEC.format(odd)} for a leaf that counts none"
-        )
-
-    def _check_tokens(self, batch: PyTree, own: dict[str, P]) -> None:
-        """Refuses leaves of which nothing says whether they have a dim of tokens, where each device has tokens of its own."""
-        if mesh_lib.size(self.mesh, mesh_lib.TOKENS) == 1:
-            return
-        sizes, axis = mesh_lib.text(self.mesh, mesh_lib.TOKENS), mesh_lib.TOKENS[0]
-        form = f'batch_specs=[("tokens|labels", PartitionSpec(("replica", "data"), "{axis}"))] for leaves [examples, tokens, ...]'
-        for path, leaf in tree.flatten(batch):
-            if path not in own:
-                raise UserError(
-                    f"batch/{path}: the mesh has {sizes}, and nothing says which dim of it counts tokens; pass {form}, and "
-                    'PartitionSpec(("replica", "data")) for those without such a dim'
-                )
-            is_keys = jax.dtypes.issubdtype(tree.dtype_of(leaf), jax.dtypes.prng_key)
-            if is_keys and example_dims(own[path]):
-                raise UserError(
-                    f"batch/{path}: has a random key of each example, which would draw the same numbers for all parts of it over {sizes}; "
-                    "pass one key, with PartitionSpec()"
-                )
-        if all(specs_lib.axes(spec).isdisjoint(mesh_lib.TOKENS) for spec in own.values()):
-            raise UserError(
-                f"batch_specs: no leaf has a dim of tokens, so devices along {sizes} would repeat each other's work; pass {form}, or make "
-                f"a mesh without {axis}"
-            )
 
     def _placed(self, own: dict[str, P], path: str, leaf: Leaf) -> Leaf:
         before = int(self.passes > 1)
@@ -170,7 +120,7 @@ class Layout:
         if before and (leaf.ndim == 0 or leaf.shape[0] != self.passes):
             raise UserError(
                 f"batch/{path}: shape {leaf.shape} must begin with grad_accum={self.passes}, then examples"
-                f"; pass {OWN_SPEC.format(path)} for a leaf that counts no examples"
+                f"; pass {arguments.OWN_SPEC.format(path)} for a leaf that counts no examples"
             )
         spec = self._spec(own, path, leaf.ndim - before)
         self._check_fits(path, leaf, P(*(None,) * before, *spec), is_own=path in own)
@@ -178,38 +128,18 @@ class Layout:
         return jax.lax.with_sharding_constraint(leaf, sharding) if specs_lib.axes(spec) else leaf
 
     def _check_fits(self, path: str, leaf: Leaf, spec: P, *, is_own: bool) -> None:
-        unknown = specs_lib.axes(spec) - set(self.mesh.shape)
-        if unknown or len(spec) > leaf.ndim:
+        if specs_lib.axes(spec) - set(self.mesh.shape) or len(spec) > leaf.ndim:
             raise UserError(
                 f"batch/{path}: batch_specs gives {spec} to shape {leaf.shape} on a mesh of {mesh_lib.sizes(self.mesh)}"
             )
         for dim, entry in enumerate(spec):
-            ways = mesh_lib.size(self.mesh, specs_lib.names(entry))
-            if leaf.shape[dim] % ways:
-                parts = set(mesh_lib.EXPERT) if {*specs_lib.names(entry)} - {*mesh_lib.EXPERT} else set()
-                what = " * ".join(sorted({*specs_lib.names(entry)} - parts))
-                rest = "" if is_own else f"; pass {OWN_SPEC.format(path)} if it counts none"
-                counted = "examples" if dim in example_dims(spec) else "tokens"
-                raise UserError(
-                    f"batch/{path}: dim {dim} of {leaf.shape} does not divide by {what} = {ways}; use a multiple of {ways} {counted}{rest}"
-                )
-
-
-def _check_regex(name: str, pattern: Any) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise UserError(f"{name}: {pattern!r} is not a regex over paths of the batch's leaves: {error}") from error
+            if leaf.shape[dim] % mesh_lib.size(self.mesh, specs_lib.names(entry)):
+                raise arguments.indivisible(self.mesh, path, leaf, spec, dim, is_own=is_own)
 
 
 def example_dims(spec: P) -> list[int]:
     """Returns the dims that count examples."""
-    return dims_of(spec, mesh_lib.EXAMPLES)
-
-
-def dims_of(spec: P, axes: Sequence[str]) -> list[int]:
-    """Returns the dims that are sharded over some axes."""
-    return [dim for dim, entry in enumerate(spec) if not set(axes).isdisjoint(specs_lib.names(entry))]
+    return specs_lib.dims_of(spec, mesh_lib.EXAMPLES)
 
 
 def _is_list(batch_specs: PyTree) -> bool:

@@ -77,37 +77,23 @@ def fold(values: PyTree, paths: Collection[str], number: jax.Array) -> PyTree:
     return tree.map_with_path(one, values) if paths else values
 
 
-@contextlib.contextmanager
-def folded_in_flax(*numbers: jax.Array) -> Iterator[None]:
+def folded_in_flax(*numbers: jax.Array) -> contextlib.AbstractContextManager[None]:
     """Folds numbers (int32[]) into the keys that Linen and NNX draw with inside, once for each `apply` and each draw of a stream.
 
     The weights of an `init` inside stay equal on all devices.
     """
-    with folding((*numbers, *_numbers.get())):
-        yield
+    return folding((*numbers, *_numbers.get()))
 
 
-@contextlib.contextmanager
-def folding(numbers: tuple[Any, ...]) -> Iterator[None]:
+def folding(numbers: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
     """Makes `numbers` those that `folded_in_flax` folds, in place of others. A block that is traced on its own has them as inputs."""
-    token = _numbers.set(numbers)
-    try:
-        with _traces(next(_trace_numbers)):
-            yield
-    finally:
-        _numbers.reset(token)
+    return _holding(_numbers, numbers)
 
 
-@contextlib.contextmanager
-def stream(name: str, key: jax.Array | None) -> Iterator[None]:
+def stream(name: str, key: jax.Array | None) -> contextlib.AbstractContextManager[None]:
     """Gives every `apply` of Linen inside a random stream of this name, unless it has one; `numbers` are folded in. None: no stream."""
     others = {other: own for other, own in _streams.get().items() if other != name}
-    token = _streams.set(others if key is None else {**others, name: key})
-    try:
-        with _traces(next(_trace_numbers)):
-            yield
-    finally:
-        _streams.reset(token)
+    return _holding(_streams, others if key is None else {**others, name: key})
 
 
 def has_stream(name: str) -> bool:
@@ -132,6 +118,16 @@ _streams: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("ze
 # A jitted function is traced anew for other numbers and streams.
 _traces, _trace_numbers = jax.make_user_context(0), itertools.count(1)
 _bind, _draw = flax.core.scope.bind, nnx.RngStream.__call__
+
+
+@contextlib.contextmanager
+def _holding(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        with _traces(next(_trace_numbers)):
+            yield
+    finally:
+        variable.reset(token)
 
 
 def _bind_folded(variables: PyTree, rngs: Any = None, mutable: Any = False, flags: Mapping | None = None) -> Any:
