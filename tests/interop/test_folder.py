@@ -173,6 +173,11 @@ def test_a_config_of_another_model_is_refused_by_name(copied, message):
 def test_tensors_that_do_not_fit_are_refused_by_name(copied):
     norm = "model.norm.weight"
     assert f"tensor {norm} is missing (1 of 21 are)" in refused(copied("llama", **{norm: None}))
+    arrays = safetensors.numpy.load_file(golden_models.FOLDER / "llama" / tensor_files.ONE_FILE)
+    compiled = {**dict.fromkeys(arrays), **{f"_orig_mod.{name}": array for name, array in arrays.items()}}
+    assert "(21 of 21 are); names there begin with '_orig_mod.': save the tensors without it" in refused(
+        copied("llama", **compiled)
+    )
     assert "tensor extra is not one of the model" in refused(
         copied("llama", **{norm: np.ones(64, np.float32), "extra": np.ones(3, np.float32)})
     )

@@ -390,10 +390,12 @@ def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mappi
     expected = {member.name: member for tensor in tensors for member in tensor.members}
     missing = [name for name, tensor in expected.items() if name not in entries and not tensor.entry.is_optional]
     if missing:
-        raise UserError(
-            f"{path}: tensor {missing[0]} is missing ({len(missing)} of {len(expected)} are); "
-            "copy the folder again, or mend its config.json"
-        )
+        longer = next((name for name in entries if name.endswith(f".{missing[0]}")), missing[0])
+        prefix, way_out = longer.removesuffix(missing[0]), "copy the folder again, or mend its config.json"
+        if prefix and all(f"{prefix}{name}" in entries for name in missing):
+            own = prefix.removeprefix("model.") or prefix  # `_canonical` puts that before names that lack it
+            way_out = f"names there begin with {own!r}: save the tensors without it"
+        raise UserError(f"{path}: tensor {missing[0]} is missing ({len(missing)} of {len(expected)} are); {way_out}")
     unknown = [name for name in entries if name not in expected]
     if unknown:
         raise UserError(
