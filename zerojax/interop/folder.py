@@ -114,7 +114,7 @@ def open_folder(path: str | os.PathLike) -> Folder:
         model = family.huggingface.read(raw, entries)
     except UserError as error:
         raise UserError(f"{path}/{error}") from error
-    _check(path, layout.tensors(family, model), entries)
+    _check(path, layout.tensors(family, model), entries, family.huggingface.prefix)
     generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
     return Folder(path, raw, generation, family, model, entries)
 
@@ -349,7 +349,7 @@ def _equal_form(path: pathlib.Path, raw: Mapping[str, Any]) -> str | None:
         with contextlib.suppress(UserError):
             entries = _canonical(family, as_kind, tensor_files.read_folder(path))
             model = family.huggingface.read(as_kind, entries)
-            _check(path, layout.tensors(family, model), entries)
+            _check(path, layout.tensors(family, model), entries, family.huggingface.prefix)
             found[kind] = len(family.huggingface.write(model).keys() & raw.keys())
     return max(found, key=lambda kind: found[kind], default=None)
 
@@ -385,15 +385,15 @@ def _canonical(
     return left
 
 
-def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mapping[str, Entry]) -> None:
-    """Checks names, shapes and dtypes."""
+def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mapping[str, Entry], added: str) -> None:
+    """Checks names, shapes and dtypes. `_canonical` has put `added` before all names if none began with it."""
     expected = {member.name: member for tensor in tensors for member in tensor.members}
     missing = [name for name, tensor in expected.items() if name not in entries and not tensor.entry.is_optional]
     if missing:
         longer = next((name for name in entries if name.endswith(f".{missing[0]}")), missing[0])
         prefix, way_out = longer.removesuffix(missing[0]), "copy the folder again, or mend its config.json"
         if prefix and all(f"{prefix}{name}" in entries for name in missing):
-            own = prefix.removeprefix("model.") or prefix  # `_canonical` puts that before names that lack it
+            own = prefix.removeprefix(added) or prefix
             way_out = f"names there begin with {own!r}: save the tensors without it"
         raise UserError(f"{path}: tensor {missing[0]} is missing ({len(missing)} of {len(expected)} are); {way_out}")
     unknown = [name for name in entries if name not in expected]
