@@ -202,6 +202,14 @@ BY_DEVICE = {  # what has no rule when each device sees its own examples
 }
 ANYWHERE = {
     "an array": (lambda b, s: b["x"], r"^loss_fn: returned float32\[16, 8\] beside the loss, and needs a dict"),
+    "a text": (
+        lambda b, s: {"metrics": {"a": {"b": "text"}}},
+        r"^loss_fn: returned metrics/a/b, str, and needs numbers",
+    ),
+    "a function": (
+        lambda b, s: {"metrics": {"a": len}},
+        r"^loss_fn: returned metrics/a, builtin_function_or_method, and n",
+    ),
     "an unknown key": (lambda b, s: {"stats": {}}, r"^loss_fn: returned \['stats'\] beside the loss; allowed are"),
     "an unknown field": (
         lambda b, s: {"state": {"ema": 1.0}},

@@ -245,6 +245,9 @@ def _read(result: Any, state: State) -> tuple[Any, Mapping[str, Any]]:
     for name, part in aux.items():
         if not isinstance(part, Mapping):
             raise UserError(f"loss_fn: returned {type_of(part)} as {name!r}, and it must be a dict; {form}")
+    for path, leaf in tree.flatten(aux):
+        if callable(leaf) or isinstance(leaf, (str, bytes)):
+            raise UserError(f"loss_fn: returned {path}, {type_of(leaf)}, and needs numbers; {form}")
     for field in aux.get("state", {}):
         if state is None or not hasattr(state, field):
             raise UserError(
