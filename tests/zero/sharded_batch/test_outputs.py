@@ -210,6 +210,14 @@ ANYWHERE = {
         lambda b, s: {"metrics": {"a": len}},
         r"^loss_fn: returned metrics/a, builtin_function_or_method, and n",
     ),
+    "another loss": (
+        lambda b, s: {"metrics": {"loss": b["x"].mean()}},
+        r"^loss_fn: returned metrics/loss, a name of the s",
+    ),
+    "a norm": (
+        lambda b, s: {"metrics": {"grad_norm": 1.0}},
+        r"^loss_fn: returned metrics/grad_norm, a name of the step's",
+    ),
     "an unknown key": (lambda b, s: {"stats": {}}, r"^loss_fn: returned \['stats'\] beside the loss; allowed are"),
     "an unknown field": (
         lambda b, s: {"state": {"ema": 1.0}},
@@ -235,6 +243,16 @@ def test_what_has_no_rule_is_refused_in_one_line_that_names_it(name):
     with pytest.raises(zerojax.UserError, match=message) as error:
         jax.eval_shape(zerojax.make_train_step(with_result(make), part, **options), state, BATCH)
     assert "\n" not in str(error.value)
+
+
+def test_the_loss_may_be_among_the_metrics():
+    def twice(params, batch, state):
+        loss = plain_loss(params, batch, state)
+        return loss, {"metrics": {"loss": loss}}
+
+    state, part = zerojax.shard_train_state(make_state(), mesh=zerojax.make_mesh(), stage=0)
+    _, metrics = jax.eval_shape(zerojax.make_train_step(twice, part), state, BATCH)
+    assert metrics.keys() == {"loss", "grad_norm"}
 
 
 @pytest.mark.parametrize("loss", [None, "low", jnp.ones(4), 1j, zerojax.Mean(jnp.ones(2), 1.0), (1.0, {}, {})])

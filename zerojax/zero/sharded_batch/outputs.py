@@ -70,6 +70,8 @@ class Sum:
 
 
 Value = Mean | Sum | jax.Array  # of a loss
+# Metrics of a step that a loss function may not return, but the loss itself.
+_OWN = ("loss", "grad_norm", "clipped_norm", "loss_scale", "skipped_steps", "overflow_leaf", "is_exhausted")
 
 
 @jax.tree_util.register_dataclass
@@ -90,8 +92,8 @@ def with_aux(loss_fn: Callable[..., Any], scale: Callable[[Any], Any]) -> Callab
     def with_aux(params: PyTree, batch: PyTree, state: State) -> tuple[Any, dict]:
         with _axes_named():
             loss, aux = _read(loss_fn(params, batch, state), state)
-        loss = in_float32(loss)
-        metrics = {"loss": loss, **aux.get("metrics", {})}
+        metrics = {**aux.get("metrics", {}), "loss": in_float32(loss)}
+        loss = metrics["loss"]
         return times(loss, scale(state)), {**aux, "metrics": metrics}
 
     return with_aux
@@ -245,6 +247,9 @@ def _read(result: Any, state: State) -> tuple[Any, Mapping[str, Any]]:
     for name, part in aux.items():
         if not isinstance(part, Mapping):
             raise UserError(f"loss_fn: returned {type_of(part)} as {name!r}, and it must be a dict; {form}")
+    for name, metric in aux.get("metrics", {}).items():
+        if name in _OWN and metric is not loss:
+            raise UserError(f"loss_fn: returned metrics/{name}, a name of the step's own metrics; choose another name")
     for path, leaf in tree.flatten(aux):
         if callable(leaf) or isinstance(leaf, (str, bytes)):
             raise UserError(f"loss_fn: returned {path}, {type_of(leaf)}, and needs numbers; {form}")
