@@ -299,6 +299,9 @@ def test_a_loss_becomes_float32():
     assert found.total == 16 and found.total.dtype == jnp.float32 and found.weight == 4
     with pytest.raises(UserError, match=r"^loss_fn: returned float32\[2\] in zerojax.Sum as the loss"):
         outputs.in_float32(outputs.Sum(jnp.ones(2)))
+    for count in (jnp.int32(3), outputs.Mean(jnp.int32(3), 1.0), np.bool_(True)):
+        with pytest.raises(UserError, match="as the loss, which has no gradient; return a floating value"):
+            outputs.in_float32(count)
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def in_float32(loss: Value) -> Value:
     """Returns a loss, which may be a `Mean` or a `Sum`, in float32.
 
     Raises:
-      UserError: it is not a real scalar.
+      UserError: it is not a real scalar, or an array of integers, of which JAX has no gradient.
     """
     parts = [loss.total, *([loss.weight] if isinstance(loss, Mean) else [])] if isinstance(loss, Mean | Sum) else [loss]
     for part in parts:
@@ -208,6 +208,10 @@ def in_float32(loss: Value) -> Value:
             raise UserError(
                 f"loss_fn: returned {type_of(part)}{inside} as the loss, and it must be a real scalar; take its mean"
             )
+    if hasattr(parts[0], "dtype") and not jnp.issubdtype(parts[0].dtype, jnp.floating):
+        raise UserError(
+            f"loss_fn: returned {type_of(parts[0])} as the loss, which has no gradient; return a floating value"
+        )
     if isinstance(loss, Mean | Sum):
         return dataclasses.replace(loss, total=jnp.asarray(loss.total, jnp.float32))
     return jnp.asarray(loss, jnp.float32)
