@@ -353,3 +353,13 @@ def test_shards_that_are_read_at_a_time_stay_within_the_budget_or_are_alone(monk
     )
     assert all(count == 1 or nbytes <= budget for count, nbytes in most)
     assert (max(count for count, _ in most) > 1) == (budget > 1)
+
+
+@pytest.mark.parametrize("outside, inside, rotated", [(0.5, 1.0, 0), (0.5, None, 8), (1.0, 0.5, 8)])
+def test_the_share_of_rotated_dims_is_that_of_the_ropes_own_parameters_if_they_tell_one(
+    copied, outside, inside, rotated
+):
+    """As transformers reads it."""
+    told = {"rope_type": "default", "rope_theta": 1e4} | ({} if inside is None else {"partial_rotary_factor": inside})
+    folder = folder_lib.open_folder(copied("phi3", {"partial_rotary_factor": outside, "rope_parameters": told}))
+    assert folder.model.rotary_dim == rotated

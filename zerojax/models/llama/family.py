@@ -483,8 +483,8 @@ def _read_ropes(f: config_json.Fields, head_dim: int, *, nested: bool) -> dict[s
 def _read_rope(f: config_json.Fields, group: config_json.Fields, theta: float, head_dim: int) -> tuple[rope.Rope, int]:
     """Returns a rotation, and the dims of a head that are rotated (0: all)."""
     is_phi = f.raw["model_type"] == "phi3"
-    theta, share = group.number("rope_theta", theta), group.number("partial_rotary_factor", 1.0)
-    share = f.number("partial_rotary_factor", share) if share == 1 else share
+    theta, share = group.number("rope_theta", theta), f.number("partial_rotary_factor", 1.0)
+    share = group.number("partial_rotary_factor", share)  # as transformers: the group's, where both are told
     dims = int(head_dim * share)
     if share != 1 and (not is_phi or dims % 2 or not 0 < dims <= head_dim):
         raise (group if "partial_rotary_factor" in group.raw else f).refuse(
