@@ -220,6 +220,8 @@ class ModelSettings:
         'a regex of the embedding and the output projection ("embed|head"), if no device shall gather them: activations are sent instead,'
         " which takes less memory, and less time where a device's tokens are fewer than the vocabulary; stage 3, untied, with labels on "
         "all tokens")
+    ring: bool = setting(False, ANY, "with mesh.model, a module's activations travel along a ring beside its own matmuls, where the axis "
+        "divides a device's examples")
     offload: str = setting("", ANY, "a regex of modules whose outputs, and of layers whose inputs, are offloaded to host memory until "
         "the backward pass")
     tile_tokens: int = setting(0, NOT_NEGATIVE,

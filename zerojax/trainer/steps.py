@@ -110,7 +110,7 @@ def train_step(
         loss_scale=loss_scale,
         reduce_dtype=precision.DTYPES[config.reduce_dtype],
         accum_dtype=precision.DTYPES[config.accum_dtype],
-        activations=family.parallel.activations,
+        activations=[row if config.model.ring else row[:3] for row in family.parallel.activations],
         batch_specs=_batch_specs(partition.mesh),
         check_context=False,
         expert_load=config.experts.load,

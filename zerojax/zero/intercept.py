@@ -321,11 +321,18 @@ class _LinenBlock:
     def bound(self, used: Mapping[str, Any], inputs: Sequence[Any]) -> Iterator[Callable[..., Any]]:
         """Yields the method, with these weights and inputs."""
         params = jax.tree.unflatten(self._structure, [used[name] for name in self._names])
-        with flax.core.bind({"params": unflatten_dict({self._path: params})}).temporary() as scope:
-            for name in self._path:  # inner modules and their interceptor read their path in the model
-                scope = scope.push(name)
-            with self._streams.running(scope, inputs) if self._streams else contextlib.nullcontext():
-                yield getattr(self._alone.clone(parent=scope), self._method)
+        with bound(self._alone, self._path, params) as module:
+            with self._streams.running(module.scope, inputs) if self._streams else contextlib.nullcontext():
+                yield getattr(module, self._method)
+
+
+@contextlib.contextmanager
+def bound(alone: nn.Module, path: tuple[str, ...], params: PyTree) -> Iterator[Any]:
+    """Yields a module without a parent as the one at a path of a model, with these params."""
+    with flax.core.bind({"params": unflatten_dict({path: params})}).temporary() as scope:
+        for name in path:  # inner modules and their interceptor read their path in the model
+            scope = scope.push(name)
+        yield alone.clone(parent=scope)
 
 
 def _set_up(call: Callable) -> None:

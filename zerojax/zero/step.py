@@ -125,7 +125,7 @@ def make_train_step(
     sums = accumulate.checked_dtype(accum_dtype, grad_accum)
     dtypes: dict[str, Any] = {"compute_dtype": compute_dtype, "in_16_bits": sums}
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
-    sharded = tensor_parallel.hooks_of(activations, partition.mesh)
+    sharded = tensor_parallel.hooks_of(activations, partition, has_rings=fp8 is None)
     how = block_settings.How(blocks, heads, remat, recompute, offload, sharded)
     block_settings.warn_of_missed(partition.placements, blocks)
     partition = experts.marked(partition, expert_load, reduce_dtype, expert_parts)

@@ -25,11 +25,12 @@ from jax.sharding import PartitionSpec as P
 from zerojax import errors, roles, specs, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.zero import hooks
+from zerojax.zero import hooks, intercept, placement, rings
 
 # Ordered: (regex over full module paths, spec) of the array that a module returns, or the first of several. A third entry is the spec
 # inside the module: its floating positional arguments arrive, and its result leaves, sharded as outside. A spec that
-# names one axis for both first dims, ("model", "model"), shards the one that `mesh.dim_of_rest` chooses.
+# names one axis for both first dims, ("model", "model"), shards the one that `mesh.dim_of_rest` chooses. A fourth entry is a regex over
+# the paths of weights inside the module: with these alone it treats each example on its own, so examples may travel along a ring (`rings`).
 Table = Sequence[tuple]
 
 
@@ -71,12 +72,13 @@ class ShardedActivations(hooks.Hook):
 
     Args:
       table: see `Table`.
-      mesh: the devices.
+      partition: how the train state is sharded.
     """
 
-    def __init__(self, table: Table, mesh: Mesh):
-        self._table = [(re.compile(pattern), [tuple(spec) for spec in given]) for pattern, *given in table]
-        self._mesh, self._is_entered = mesh, False
+    def __init__(self, table: Table, partition: placement.Partition):
+        self._table = [(re.compile(row[0]), [tuple(spec) for spec in row[1:3]], row[3:]) for row in table]
+        self._mesh, self._is_entered, self._in_ring = partition.mesh, False, False
+        self._placements = partition.placements
 
     @contextlib.contextmanager
     def known(self, inputs: Mapping[str, Any]) -> Iterator[None]:
@@ -95,16 +97,85 @@ class ShardedActivations(hooks.Hook):
         if module.scope is None or context.method_name != "__call__":
             return call(*args, **kwargs)
         path = "/".join(module.path)
-        given = next((given for pattern, given in self._table if pattern.fullmatch(path)), None)
+        given, weights = next((row[1:] for row in self._table if row[0].fullmatch(path)), (None, ()))
         if given is None:
             return call(*args, **kwargs)
         outside, inside = given[0], given[-1]
+        if self._in_ring:
+            _shard_features(module, outside, self._mesh)
+            return call(*args, **kwargs)
+        if weights and (specs_of := self._specs_in_ring(module, weights[0], args)):
+            return self._around(module, specs_of, args, kwargs)
         if len(given) > 1:
             args = tuple(self._moved(arg, outside, inside) if _is_floating(arg) else arg for arg in args)
         result = call(*args, **kwargs)
         if isinstance(result, tuple) and result and _is_floating(result[0]):
             return (self._moved(result[0], inside, outside), *result[1:])
         return self._moved(result, inside, outside) if _is_floating(result) else result
+
+    def _specs_in_ring(self, module: nn.Module, pattern: str, args: tuple) -> dict[str, P]:
+        """Returns the specs of a module's weights over the axis of the ring that it may run in; {} if it may not.
+
+        Not with random keys, which all examples would share, nor with weights that a device needs all of, or has as another array.
+        """
+        axes, scope = mesh_lib.rest(), module.scope
+        assert scope is not None
+        of_examples = [arg for arg in args if _is_floating(arg)]
+        if len(axes) != 1 or scope.rngs or scope.mutable or {*module.variables} != {"params"} or not of_examples:
+            return {}
+        if any(mesh_lib.dim_of_rest(arg.shape) != 0 or len(arg) != len(of_examples[0]) for arg in of_examples):
+            return {}
+        found = {}
+        for name, weight in tree.flatten(module.variables["params"]):
+            path = "/".join((*module.path, name))
+            own = self._placements.get(f"params/{path}")
+            if own is None or not re.fullmatch(pattern, name) or not _is_floating(weight):
+                return {}
+            found[name] = specs.only(own.used.spec, axes)
+            is_sharded = bool(specs.axes(found[name]))
+            # A norm of one head, and the matrix of an adapter that is not sharded with its kernel, serve every shard.
+            if (
+                not is_sharded
+                and not re.search(r"(^|/)lora_[ab]$|_norm/scale$", name)
+                or (not is_sharded and "norm" in name and weight.ndim != 1)
+            ):
+                return {}
+        return found
+
+    def _around(self, module: nn.Module, specs_of: dict[str, P], args: tuple, kwargs: dict) -> Any:
+        """Runs a module in a ring (`rings`): its floating positional arguments travel, and what it returns first is summed."""
+        (axis,), given, result = mesh_lib.rest(), tree.NonArrays(), tree.NonArrays()
+        arrays = given.take((args, kwargs))
+        travels = [any(array is arg for arg in args) and _is_floating(array) for array in arrays]
+        weights = dict(tree.flatten(module.variables["params"]))
+        structure = jax.tree.structure(module.variables["params"])
+        ring = rings.Ring(
+            axis, mesh_lib.ways_of_rest(), mesh_lib.platform(self._mesh), next(iter(weights.values())).dtype
+        )
+        size, alone = len(args[0]), module.clone(parent=None)
+        has_rows = [not own and array.shape[:1] == (size,) for own, array in zip(travels, arrays)]
+
+        def of_examples(
+            weights: Mapping[str, jax.Array], own: list[jax.Array], rows: list[jax.Array]
+        ) -> list[jax.Array]:
+            of_own, of_rows = iter(own), iter(rows)
+            args, kwargs = given.give(next(of_own) if moves else next(of_rows) for moves in travels)
+            params = jax.tree.unflatten(structure, list(weights.values()))
+            with intercept.bound(alone, module.path, params) as own_module:
+                self._in_ring = True
+                try:
+                    return result.take(own_module(*args, **kwargs))
+                finally:
+                    self._in_ring = False
+
+        def of_device(weights: Mapping[str, jax.Array], own: list[jax.Array], rows: list[jax.Array]) -> list[jax.Array]:
+            return rings.around(of_examples, ring, weights, own, rows)
+
+        run = mesh_lib.manual_over_rest(of_device, in_specs=(specs_of, P(axis), P()), out_specs=P(axis))
+        with jax.named_scope(roles.TENSOR_PARALLEL):
+            wide = {name: weight.astype(jnp.float32) for name, weight in weights.items()}
+            own = [array for array, moves in zip(arrays, travels) if moves]
+            return result.give(run(wide, own, [array for array, moves in zip(arrays, travels) if not moves]))
 
     def _moved(self, array: jax.Array, before: tuple, after: tuple) -> jax.Array:
         """Returns an array that is sharded as `before`, sharded as `after`; other dims are left to the compiler."""
@@ -124,6 +195,16 @@ class ShardedActivations(hooks.Hook):
             return array
         with jax.named_scope(roles.TENSOR_PARALLEL):
             return _moved(array, *(NamedSharding(mesh, P(*own)) for own in entries))
+
+
+def _shard_features(module: nn.Module, spec: tuple, mesh: Mesh) -> None:
+    """Makes a module return this device's part of its features, [examples, tokens, *features], as its weights are sharded in a ring."""
+    features = getattr(module, "features", None)
+    if features is not None:
+        dims = features if isinstance(features, tuple) else (features,)
+        ways = [mesh_lib.size(mesh, specs.names(entry)) for entry in (*spec[2:], *(None,) * len(dims))]
+        own = tuple(dim // number for dim, number in zip(dims, ways))
+        object.__setattr__(module, "features", own if isinstance(features, tuple) else own[0])
 
 
 def _one_dim(spec: tuple, dim: int) -> tuple:
@@ -151,8 +232,8 @@ def _is_floating(arg: object) -> bool:
     return isinstance(arg, jax.Array) and jnp.issubdtype(arg.dtype, jnp.floating)
 
 
-def hooks_of(table: Table, mesh: Mesh) -> hooks.Hooks:
-    """Returns the hooks that a table asks for on a mesh.
+def hooks_of(table: Table, partition: placement.Partition, has_rings: bool = True) -> hooks.Hooks:
+    """Returns the hooks that a table asks for; without `has_rings` none runs along a ring.
 
     Raises:
       UserError: a row has no regex or no spec, or names an axis that the compiler does not shard.
@@ -160,11 +241,12 @@ def hooks_of(table: Table, mesh: Mesh) -> hooks.Hooks:
     kept = []
     for row in table:
         try:
-            pattern, *given = row
-            assert isinstance(pattern, str)
+            pattern, given, weights = row[0], row[1:3], row[3:]
+            assert isinstance(pattern, str) and len(weights) <= 1
             re.compile(pattern)
+            _ = [re.compile(pattern) for pattern in weights]
             axes = set().union(*(specs.axes(P(*entries)) for entries in given))
-            assert 1 <= len(given) <= 2
+            assert given
         except (re.error, TypeError, ValueError, AssertionError, OverflowError) as error:
             raise UserError(
                 f"activations: each is (regex over module paths, PartitionSpec) or has a second spec, and one is {errors.shown(row)}"
@@ -174,6 +256,6 @@ def hooks_of(table: Table, mesh: Mesh) -> hooks.Hooks:
                 f"activations: {errors.shown(row)} names {min(unknown)!r}, over which the compiler does not shard; name "
                 f"{' or '.join(mesh_lib.COMPILER)}"
             )
-        if mesh_lib.size(mesh, axes) > 1:
-            kept.append(row)
-    return (ShardedActivations(kept, mesh),) if kept else ()
+        if mesh_lib.size(partition.mesh, axes) > 1:
+            kept.append(row if has_rings else row[:3])
+    return (ShardedActivations(kept, partition),) if kept else ()
