@@ -321,9 +321,11 @@ class _LinenBlock:
     def bound(self, used: Mapping[str, Any], inputs: Sequence[Any]) -> Iterator[Callable[..., Any]]:
         """Yields the method, with these weights and inputs."""
         params = jax.tree.unflatten(self._structure, [used[name] for name in self._names])
-        with bound(self._alone, self._path, params) as module:
-            with self._streams.running(module.scope, inputs) if self._streams else contextlib.nullcontext():
-                yield getattr(module, self._method)
+        with contextlib.ExitStack() as around:
+            module = around.enter_context(bound(self._alone, self._path, params))
+            if self._streams:
+                around.enter_context(self._streams.running(module.scope, inputs))
+            yield getattr(module, self._method)
 
 
 @contextlib.contextmanager

@@ -1,17 +1,16 @@
 """Runs a module of a tensor-parallel model for the examples of one device after the other. This module sends activations along a ring,
 beside the module's own matmuls.
 
-Between matmuls each of m devices has examples of its own, and a module, such as a block's MLP, reads those of all. It treats each example on
-its own, so it need not wait for all: it runs for the device's own examples while the next ones arrive. What it makes of a device's
-examples is a term of a sum over devices, and the sum travels home beside the next run. On device j, with f the module with that device's
-shards of the weights,
+Between matmuls each of m devices has examples of its own, and a module, such as a block's MLP, reads those of all. It treats each example
+on its own, so it runs for the device's own examples while the next ones arrive. What it makes of a device's examples is a term of a sum
+over devices, and the sum travels home beside the next run. On device j, with f the module with that device's shards of the weights,
 
     x[0] = x of device j          x[s] = x[s - 1] of device j + 1
     sum[m - 1] = f(x[m - 1])      sum[s] = f(x[s]) + sum[s + 1] of device j - 1          y = sum[0]
 
-The backward pass is the same ring, with dy in place of x and the module's own backward pass in place of f. A ring of whole modules needs no
-array of all examples, while one of single matmuls must join what they return. Collective matmuls: Wang et al., "Overlap communication with
-dependent computation via decomposition", ASPLOS 2023.
+The backward pass is the same ring, with dy in place of x and the module's own backward pass in place of f. A ring of modules needs no array
+of all examples; one of matmuls would have to join what they return. Collective matmuls: Wang et al., "Overlap communication with dependent
+computation via decomposition", ASPLOS 2023.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import traces
+from zerojax import roles, traces
 from zerojax.zero import float32_grads
 
 Weights = Mapping[str, jax.Array]
@@ -67,11 +66,7 @@ def _forward(function: Callable[..., Any], ring: Ring, weights: Weights, arrays:
     def run(step: int, arrays: list[jax.Array], following: list[jax.Array]) -> Any:
         size, device = arrays[0].shape[0], (jax.lax.axis_index(ring.axis) + step) % ring.ways
         rows = [jax.lax.dynamic_slice_in_dim(other, device * size, size) for other in others]
-
-        def of_rows(weights: Weights, arrays: list[jax.Array]) -> Any:
-            results, first = _with_first(lambda arrays: function(weights, arrays, rows), arrays)
-            return results, first
-
+        of_rows = lambda weights, arrays: _with_first(lambda arrays: function(weights, arrays, rows), arrays)  # noqa: E731
         results, pull, first = jax.vjp(of_rows, narrow, arrays, has_aux=True)
         # The results of this barrier are not read: a backward pass that recomputes what is read needs no matmul for it.
         return results, pull, jax.lax.optimization_barrier((following, first))[0]
@@ -105,15 +100,19 @@ def _around(run: _Run, ring: Ring, arrays: list[jax.Array]) -> tuple[list[jax.Ar
     terms, rest = [], []
     for step in range(ring.ways):
         # The next arrays wait for matmuls of this step, or the compiler would put nothing beside their way.
-        following = [jax.lax.ppermute(array, ring.axis, ahead) for array in arrays] if step + 1 < ring.ways else []
+        following = _sent(arrays, ring, ahead) if step + 1 < ring.ways else []
         found, other, arrays = run(step, arrays, following)
         terms.append(found)
         rest.append(other)
     totals = terms.pop()
     while terms:
-        arrived = [jax.lax.ppermute(total, ring.axis, home) for total in totals]
-        totals = [own + other for own, other in zip(terms.pop(), arrived)]
+        totals = [own + other for own, other in zip(terms.pop(), _sent(totals, ring, home))]
     return totals, rest
+
+
+def _sent(arrays: list[jax.Array], ring: Ring, pairs: list[tuple[int, int]]) -> list[jax.Array]:
+    with jax.named_scope(roles.TENSOR_PARALLEL):
+        return [jax.lax.ppermute(array, ring.axis, pairs) for array in arrays]
 
 
 def _with_first(

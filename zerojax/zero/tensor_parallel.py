@@ -104,7 +104,7 @@ class ShardedActivations(hooks.Hook):
         if self._in_ring:
             _shard_features(module, outside, self._mesh)
             return call(*args, **kwargs)
-        if weights and (specs_of := self._specs_in_ring(module, weights[0], args)):
+        if weights and (specs_of := self._specs_in_ring(module, weights[0], args, kwargs)):
             return self._around(module, specs_of, args, kwargs)
         if len(given) > 1:
             args = tuple(self._moved(arg, outside, inside) if _is_floating(arg) else arg for arg in args)
@@ -113,69 +113,59 @@ class ShardedActivations(hooks.Hook):
             return (self._moved(result[0], inside, outside), *result[1:])
         return self._moved(result, inside, outside) if _is_floating(result) else result
 
-    def _specs_in_ring(self, module: nn.Module, pattern: str, args: tuple) -> dict[str, P]:
-        """Returns the specs of a module's weights over the axis of the ring that it may run in; {} if it may not.
+    def _specs_in_ring(self, module: nn.Module, pattern: str, args: tuple, kwargs: dict) -> dict[str, P]:
+        """Returns the specs of a module's weights over the axis of a ring that it may run in; {} if it may not.
 
-        Not with random keys, which all examples would share, nor with weights that a device needs all of, or has as another array.
+        It may not with random keys, which would be the same for all examples, with arguments that are of no example, and with weights that
+        the row does not know or that are not sharded. A norm of one head serves all heads, and one matrix of an adapter is not sharded.
         """
-        axes, scope = mesh_lib.rest(), module.scope
+        axes, scope, examples = mesh_lib.rest(), module.scope, [arg for arg in args if _is_floating(arg)]
         assert scope is not None
-        of_examples = [arg for arg in args if _is_floating(arg)]
-        if len(axes) != 1 or scope.rngs or scope.mutable or {*module.variables} != {"params"} or not of_examples:
+        if len(axes) != 1 or scope.rngs or scope.mutable or {*module.variables} != {"params"} or not examples:
             return {}
-        if any(mesh_lib.dim_of_rest(arg.shape) != 0 or len(arg) != len(of_examples[0]) for arg in of_examples):
+        arrays, number = tree.NonArrays().take((args, kwargs)), len(examples[0])
+        if any(array.ndim == 0 or len(array) != number for array in arrays) or mesh_lib.dim_of_rest(examples[0].shape):
+            return {}
+        if number % mesh_lib.ways_of_rest() or sum(map(_is_floating, arrays)) != len(examples):
             return {}
         found = {}
         for name, weight in tree.flatten(module.variables["params"]):
-            path = "/".join((*module.path, name))
-            own = self._placements.get(f"params/{path}")
-            if own is None or not re.fullmatch(pattern, name) or not _is_floating(weight):
+            placed = self._placements.get("/".join(("params", *module.path, name)))
+            if placed is None or not _is_floating(weight) or not re.fullmatch(pattern, name):
                 return {}
-            found[name] = specs.only(own.used.spec, axes)
-            is_sharded = bool(specs.axes(found[name]))
-            # A norm of one head, and the matrix of an adapter that is not sharded with its kernel, serve every shard.
-            if (
-                not is_sharded
-                and not re.search(r"(^|/)lora_[ab]$|_norm/scale$", name)
-                or (not is_sharded and "norm" in name and weight.ndim != 1)
-            ):
+            found[name] = specs.only(placed.used.spec, axes)
+            serves_all = re.search(r"/lora_[ab]$", name) or (name.endswith("_norm/scale") and weight.ndim == 1)
+            if not specs.axes(found[name]) and not serves_all:
                 return {}
         return found
 
-    def _around(self, module: nn.Module, specs_of: dict[str, P], args: tuple, kwargs: dict) -> Any:
-        """Runs a module in a ring (`rings`): its floating positional arguments travel, and what it returns first is summed."""
-        (axis,), given, result = mesh_lib.rest(), tree.NonArrays(), tree.NonArrays()
-        arrays = given.take((args, kwargs))
-        travels = [any(array is arg for arg in args) and _is_floating(array) for array in arrays]
-        weights = dict(tree.flatten(module.variables["params"]))
-        structure = jax.tree.structure(module.variables["params"])
-        ring = rings.Ring(
-            axis, mesh_lib.ways_of_rest(), mesh_lib.platform(self._mesh), next(iter(weights.values())).dtype
-        )
-        size, alone = len(args[0]), module.clone(parent=None)
-        has_rows = [not own and array.shape[:1] == (size,) for own, array in zip(travels, arrays)]
+    def _around(self, module: nn.Module, specs_of: Mapping[str, P], args: tuple, kwargs: dict) -> Any:
+        """Runs a module in a ring (`rings`): its floating arguments travel, and what it returns is summed."""
+        (axis,), given, result, params = mesh_lib.rest(), tree.NonArrays(), tree.NonArrays(), module.variables["params"]
+        arrays, weights, alone = given.take((args, kwargs)), dict(tree.flatten(params)), module.clone(parent=None)
+        dtype = next(iter(weights.values())).dtype
+        ring = rings.Ring(axis, mesh_lib.ways_of_rest(), mesh_lib.platform(self._mesh), dtype)
 
         def of_examples(
             weights: Mapping[str, jax.Array], own: list[jax.Array], rows: list[jax.Array]
         ) -> list[jax.Array]:
             of_own, of_rows = iter(own), iter(rows)
-            args, kwargs = given.give(next(of_own) if moves else next(of_rows) for moves in travels)
-            params = jax.tree.unflatten(structure, list(weights.values()))
-            with intercept.bound(alone, module.path, params) as own_module:
+            args, kwargs = given.give(next(of_own if _is_floating(array) else of_rows) for array in arrays)
+            own_params = jax.tree.unflatten(jax.tree.structure(params), [*weights.values()])
+            with intercept.bound(alone, module.path, own_params) as own_module:
                 self._in_ring = True
                 try:
                     return result.take(own_module(*args, **kwargs))
                 finally:
                     self._in_ring = False
 
-        def of_device(weights: Mapping[str, jax.Array], own: list[jax.Array], rows: list[jax.Array]) -> list[jax.Array]:
-            return rings.around(of_examples, ring, weights, own, rows)
-
-        run = mesh_lib.manual_over_rest(of_device, in_specs=(specs_of, P(axis), P()), out_specs=P(axis))
-        with jax.named_scope(roles.TENSOR_PARALLEL):
-            wide = {name: weight.astype(jnp.float32) for name, weight in weights.items()}
-            own = [array for array, moves in zip(arrays, travels) if moves]
-            return result.give(run(wide, own, [array for array, moves in zip(arrays, travels) if not moves]))
+        run = mesh_lib.manual_over_rest(
+            functools.partial(rings.around, of_examples, ring), in_specs=(specs_of, P(axis), P()), out_specs=P(axis)
+        )
+        wide = {name: weight.astype(jnp.float32) for name, weight in weights.items()}
+        moves = [_is_floating(array) for array in arrays]
+        own, rows = ([array for array, is_own in zip(arrays, moves) if is_own is kind] for kind in (True, False))
+        return result.give(run(wide, own, rows))
 
     def _moved(self, array: jax.Array, before: tuple, after: tuple) -> jax.Array:
         """Returns an array that is sharded as `before`, sharded as `after`; other dims are left to the compiler."""
