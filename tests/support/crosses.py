@@ -144,6 +144,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "mlp": {"model.offload": r"(layer|encoder|decoder)_\d+/mlp"},
         "layers": {"model.offload": r"(layer|encoder|decoder)_\d+"},
     },
+    "ring": {"no": {}, "yes": {"model.ring": True}},
     "tile_tokens": {"0": {}, "24": {"model.tile_tokens": 24}},
     "family": {"llama": {}, "t5": {}, "bart": {}, "moe": {}},
     "weights": {"drawn": {}, "read": {}},
@@ -321,6 +322,9 @@ UNREAD: list[covering.Rule] = [
         for name, value in (("load", "1"), ("parts", "2"))
     ),
     covering.never("sample", sample="yes", task=_but("task", "text")),
+    covering.never("model.ring", ring="yes", mesh=_but("mesh", "2x2x2")),
+    covering.never("model.ring", ring="yes", precision="fp8"),
+    covering.never("model.ring", ring="yes", quantize=("nf4", "int8")),
 ]
 # Values of this tool that set nothing beside others.
 HOLLOW: list[covering.Rule] = [
@@ -334,6 +338,7 @@ HOLLOW: list[covering.Rule] = [
     covering.never("", wire="feedback", lora="on", mesh="1x8x1"),  # an eighth of an adapter is too small as well
     covering.never("", wire=PACKED, mesh="1x6x1", indivisible="whole"),  # six divide few of the small models' dims
     covering.never("", family="moe", lora_from="folder"),
+    covering.never("", ring="yes", family=("t5", "bart")),  # the run says so
     # Nothing but the output projection is large enough.
     covering.never("", params_on_device="embed|head", quantize="nf4", min_size="8192"),
     covering.never("", family="moe", overrides="model"),  # whose matrices have other names

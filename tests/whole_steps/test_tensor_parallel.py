@@ -60,6 +60,17 @@ CASES = {
     "8 bits, delayed": ({"precision": "fp8", "fp8__recipe": "delayed"}, (2, 2, 2), {}),
 }
 DEFAULT = 1
+RING = {"model__ring": True}
+CASES |= {
+    "ring, all devices, stage 0": (PLAIN, (1, 1, 8), {**RING, "zero__stage": 0}),
+    "ring, passes, stage 1": (PLAIN, (1, 2, 2), {**RING, "zero__stage": 1, "grad_accum": 2}),
+    "ring, full remat, stage 2": (PLAIN, (2, 2, 2), {**RING, "zero__stage": 2, "model__remat": "full"}),
+    "ring, adapters": (LORA, (1, 2, 2), RING),
+    "ring, packed": ({**PLAIN, **PACKED}, (1, 2, 2), RING),
+    "ring, everything on the host": (PLAIN, (1, 2, 2), {**RING, **HOST, "offload__params": "host"}),
+    "ring, activations on the host": (PLAIN, (1, 2, 2), {**RING, "model__offload": r"layer_\d+/mlp"}),
+    "ring, matmuls again": (PLAIN, (1, 2, 2), {**RING, "model__recompute": r"layer_\d+/mlp/up"}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +100,16 @@ def test_a_step_of_bart_over_model_is_traced_and_keeps_activations_sharded():
     shapes = [e.outvars[0].aval.shape for e in kept if "model" in specs.axes(e.params["sharding"].spec)]
     # 4 examples on a device of 32 inputs and 8 targets; weights have other shapes.
     assert all(shapes.count((4, tokens, 64)) > 2 * 3 for tokens in (32, 8))  # forward and backward, of every residual
+
+
+@pytest.mark.parametrize(("examples", "sent"), [(4, 2 * 2 * (2 + 2 + 1)), (3, 0)])
+def test_modules_run_in_a_ring_where_the_axis_divides_a_devices_examples(examples, sent):
+    """Each sends its input and its sum, their gradients, and its input again for its weights' gradients: as many bytes as without a ring."""
+    how = {"precision": "bf16", "micro_batch_size": examples, "global_batch_size": examples, **RING}
+    built = program.build(runs.config(**how, mesh__model=2), tokenizer_vocab=320, devices=jax.devices()[:2])
+    traced = built.train_step.trace(built.partition.abstract_state, built.abstract_batch)
+    found = [eqn for eqn in traces.equations(traced.jaxpr.jaxpr) if eqn.primitive.name == "ppermute"]
+    assert [eqn.outvars[0].aval.shape[0] for eqn in found] == [examples // 2] * sent
 
 
 @runs.LONG

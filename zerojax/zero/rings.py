@@ -128,7 +128,7 @@ def _with_first(
     live = {
         id(eqn) for eqn in traces.live(jaxpr.eqns, jax.tree.leaves(needed(jax.tree.unflatten(form, jaxpr.outvars))))
     }
-    given, first = set(jaxpr.invars), []
+    given, first = set(jaxpr.invars), list[jax.Array]()
 
     def apply(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
         with traces.scopes(eqn):

@@ -96,7 +96,9 @@ def make_train_step(
         return, over the axis `model`: P(None, "model") shards the tokens of [batch, tokens, ...], and P("model", "model") the examples
         of a device if the axis divides them, else the tokens. With a second spec, that inside of the module, its floating positional
         arguments are gathered once, and its result is scattered: P("model", "model"), P(). A dim that the axis does not divide is left
-        to the compiler.
+        to the compiler. A fourth entry, a regex over paths of weights in the module, says that with these alone it treats each example
+        on its own and returns a sum over its matmuls' shards: then examples travel along a ring, beside its matmuls (`rings`). Needs
+        reduce_dtype, examples that the axis divides, and no fp8.
       expert_load: where overrides shard experts over `expert`, the rows for which one exchange has room, over those of a balanced router.
         It decides memory and bytes; more rows take further rounds, and none is dropped (`ops.expert_parallel`).
       expert_parts: such tokens travel in as many parts, one beside the matmuls of another, where they divide; 1: all at once.
@@ -125,7 +127,7 @@ def make_train_step(
     sums = accumulate.checked_dtype(accum_dtype, grad_accum)
     dtypes: dict[str, Any] = {"compute_dtype": compute_dtype, "in_16_bits": sums}
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
-    sharded = tensor_parallel.hooks_of(activations, partition, has_rings=fp8 is None)
+    sharded = tensor_parallel.hooks_of(activations, partition.mesh, {} if fp8 else partition.placements)
     how = block_settings.How(blocks, heads, remat, recompute, offload, sharded)
     block_settings.warn_of_missed(partition.placements, blocks)
     partition = experts.marked(partition, expert_load, reduce_dtype, expert_parts)

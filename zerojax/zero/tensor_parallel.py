@@ -13,6 +13,7 @@ import contextlib
 import functools
 import operator
 import re
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,13 +73,13 @@ class ShardedActivations(hooks.Hook):
 
     Args:
       table: see `Table`.
-      partition: how the train state is sharded.
+      mesh: the devices.
+      placements: of the weights of modules that may run in rings, by path.
     """
 
-    def __init__(self, table: Table, partition: placement.Partition):
+    def __init__(self, table: Table, mesh: Mesh, placements: Mapping[str, placement.Placement]):
         self._table = [(re.compile(row[0]), [tuple(spec) for spec in row[1:3]], row[3:]) for row in table]
-        self._mesh, self._is_entered, self._in_ring = partition.mesh, False, False
-        self._placements = partition.placements
+        self._mesh, self._placements, self._is_entered, self._in_ring = mesh, placements, False, False
 
     @contextlib.contextmanager
     def known(self, inputs: Mapping[str, Any]) -> Iterator[None]:
@@ -222,8 +223,10 @@ def _is_floating(arg: object) -> bool:
     return isinstance(arg, jax.Array) and jnp.issubdtype(arg.dtype, jnp.floating)
 
 
-def hooks_of(table: Table, partition: placement.Partition, has_rings: bool = True) -> hooks.Hooks:
-    """Returns the hooks that a table asks for; without `has_rings` none runs along a ring.
+def hooks_of(
+    table: Table, mesh: Mesh, placements: Mapping[str, placement.Placement] = types.MappingProxyType({})
+) -> hooks.Hooks:
+    """Returns the hooks that a table asks for on a mesh. Modules whose weights are among `placements` may run in rings.
 
     Raises:
       UserError: a row has no regex or no spec, or names an axis that the compiler does not shard.
@@ -246,6 +249,6 @@ def hooks_of(table: Table, partition: placement.Partition, has_rings: bool = Tru
                 f"activations: {errors.shown(row)} names {min(unknown)!r}, over which the compiler does not shard; name "
                 f"{' or '.join(mesh_lib.COMPILER)}"
             )
-        if mesh_lib.size(partition.mesh, axes) > 1:
-            kept.append(row if has_rings else row[:3])
-    return (ShardedActivations(kept, partition),) if kept else ()
+        if mesh_lib.size(mesh, axes) > 1:
+            kept.append(row)
+    return (ShardedActivations(kept, mesh, placements),) if kept else ()

@@ -97,6 +97,10 @@ def _ignored(config: settings.Config) -> Iterator[tuple[str, str]]:
     sharded = stages.STAGES[config.zero.stage]
     reasons = {
         "config.mesh.pipe=1": () if config.mesh.pipe > 1 else ("pipeline.schedule", "pipeline.chunks"),
+        "config.mesh.model=1": () if config.mesh.model > 1 else ("model.ring",),
+        "modules in fp8, and with quantized weights, run for all examples at once": ("model.ring",)
+        if precision.PRECISIONS[config.precision].has_fp8 or (config.lora.is_on and config.lora.quantize != "none")
+        else (),
         "config.mesh.expert=1": () if config.mesh.expert > 1 else ("experts.load", "experts.parts"),
         f"config.zero.stage={config.zero.stage} shards nothing": ()
         if sharded.opt_state
