@@ -33,7 +33,7 @@ def inputs(ways, dtype):
 def ringed(ways, dtype):
     """Returns f(weights, arrays, others), along a ring of devices."""
     mesh = Mesh(np.asarray(jax.devices()[:ways]), ("model",), axis_types=(AxisType.Auto,))
-    run = functools.partial(rings.around, mlp, rings.Ring("model", ways, "cpu", dtype))
+    run = functools.partial(rings.around, mlp, rings.RingOfExamples("model", ways, "cpu", dtype))
     over = jax.shard_map(run, mesh=mesh, in_specs=(SPECS, P("model"), P()), out_specs=P("model"), check_vma=False)
     return lambda weights, *rest: over({name: own.astype(jnp.float32) for name, own in weights.items()}, *rest)
 

@@ -31,7 +31,7 @@ _PASS_ON = traces.PERMUTATIONS | traces.MARKS | {traces.CAST}
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class RingOfExamples:
     """The devices of a ring: the axis of the `jax.shard_map` that runs it, their number and their platform; the dtype of weights."""
 
     axis: str
@@ -43,7 +43,7 @@ class Ring:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def around(
     function: Callable[..., list[jax.Array]],
-    ring: Ring,
+    ring: RingOfExamples,
     weights: Weights,
     arrays: list[jax.Array],
     others: list[jax.Array],
@@ -60,7 +60,7 @@ def around(
     return _forward(function, ring, weights, arrays, others)[0]
 
 
-def _forward(function: Callable[..., Any], ring: Ring, weights: Weights, arrays: list, others: list) -> Any:
+def _forward(function: Callable[..., Any], ring: RingOfExamples, weights: Weights, arrays: list, others: list) -> Any:
     narrow = {name: weight.astype(ring.dtype) for name, weight in weights.items()}
 
     def run(step: int, arrays: list[jax.Array], following: list[jax.Array]) -> Any:
@@ -74,7 +74,7 @@ def _forward(function: Callable[..., Any], ring: Ring, weights: Weights, arrays:
     return _around(run, ring, arrays)
 
 
-def _backward(function: Callable[..., Any], ring: Ring, pulls: list[Any], grads: list[jax.Array]) -> Any:
+def _backward(function: Callable[..., Any], ring: RingOfExamples, pulls: list[Any], grads: list[jax.Array]) -> Any:
     def run(step: int, grads: list[jax.Array], following: list[jax.Array]) -> Any:
         def joined(results: Sequence[jax.Array]) -> Sequence[jax.Array]:
             nonlocal following  # the results are read behind the barrier, or JAX would drop them from it
@@ -93,7 +93,7 @@ def _backward(function: Callable[..., Any], ring: Ring, pulls: list[Any], grads:
 around.defvjp(_forward, _backward)
 
 
-def _around(run: _Run, ring: Ring, arrays: list[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
+def _around(run: _Run, ring: RingOfExamples, arrays: list[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
     """Returns the sums that came home, and what else each run made."""
     ahead = [(device, (device - 1) % ring.ways) for device in range(ring.ways)]
     home = [(device, source) for source, device in ahead]
@@ -110,7 +110,7 @@ def _around(run: _Run, ring: Ring, arrays: list[jax.Array]) -> tuple[list[jax.Ar
     return totals, rest
 
 
-def _sent(arrays: list[jax.Array], ring: Ring, pairs: list[tuple[int, int]]) -> list[jax.Array]:
+def _sent(arrays: list[jax.Array], ring: RingOfExamples, pairs: list[tuple[int, int]]) -> list[jax.Array]:
     with jax.named_scope(roles.TENSOR_PARALLEL):
         return [jax.lax.ppermute(array, ring.axis, pairs) for array in arrays]
 

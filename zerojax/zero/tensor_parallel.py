@@ -145,7 +145,7 @@ class ShardedActivations(hooks.Hook):
         (axis,), given, result, params = mesh_lib.rest(), tree.NonArrays(), tree.NonArrays(), module.variables["params"]
         arrays, weights, alone = given.take((args, kwargs)), dict(tree.flatten(params)), module.clone(parent=None)
         dtype = next(iter(weights.values())).dtype
-        ring = rings.Ring(axis, mesh_lib.ways_of_rest(), mesh_lib.platform(self._mesh), dtype)
+        ring = rings.RingOfExamples(axis, mesh_lib.ways_of_rest(), mesh_lib.platform(self._mesh), dtype)
 
         def of_examples(
             weights: Mapping[str, jax.Array], own: list[jax.Array], rows: list[jax.Array]
