@@ -32,8 +32,8 @@ def test_no_other_cut_has_a_cheaper_costliest_part(costs, parts, before, after):
         assert most(found) <= most(other)
 
 
-@given(layers=st.integers(4, 11), before=st.integers(0, 2), after=st.integers(0, 4))
-def test_no_other_cut_of_equal_layers_has_a_cheaper_costliest_group(layers, before, after):
+@given(layers=st.integers(4, 11), before=st.integers(0, 2), after=st.integers(0, 4), cost=st.floats(0.01, 0.02))
+def test_no_other_cut_of_equal_layers_has_a_cheaper_costliest_group(layers, before, after, cost):
     """Two groups of two parts each: a step takes as long as what its costliest group does in all its parts."""
 
     def most(found):
@@ -42,7 +42,7 @@ def test_no_other_cut_of_equal_layers_has_a_cheaper_costliest_group(layers, befo
         sums[-1] += after
         return max(sums[0] + sums[2], sums[1] + sums[3]), max(sums)
 
-    found = segments.balanced([1] * layers, 4, before=before, after=after, chunks=2)
+    found = segments.balanced([cost] * layers, 4, before=before * cost, after=after * cost, chunks=2)
     assert found == sorted(found) and set(found) == set(range(4))
     for ends in itertools.combinations(range(1, layers), 3):
         assert most(found) <= most([sum(end <= number for end in ends) for number in range(layers)])

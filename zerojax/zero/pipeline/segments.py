@@ -121,13 +121,14 @@ def balanced(
         last = first
     if chunks == 1:
         return found
-    groups = parts // chunks
+    groups, total = parts // chunks, sums[-1] + before + after
 
     def most(counts: Sequence[int]) -> tuple[float, float]:
-        """Returns the costs of the costliest group and of the costliest part."""
+        """Returns the costs of the costliest group and of the costliest part, as shares."""
         ends = [0, *itertools.accumulate(counts)]
         of_part = [of(first, last) for first, last in itertools.pairwise(ends)]
-        return max(sum(of_part[group::groups]) for group in range(groups)), max(of_part)
+        found = max(sum(of_part[group::groups]) for group in range(groups)), max(of_part)
+        return round(found[0] / total, 6), round(found[1] / total, 6)  # sums of one cost in other orders are equal
 
     counts = [found.count(part) for part in range(parts)]
     least = most(counts)
