@@ -128,8 +128,7 @@ def all_gather(stored: jax.Array, placement: Placement, dtype: DTypeLike | None)
     """Returns a weight gathered and in `dtype` from this device's shard."""
     weight, dim = cast(stored, placement, dtype), data_dim(placement.stored, placement.over)
     if dim is not None:
-        axes = specs.entry(placement.over)
-        collective = functools.partial(jax.lax.all_gather, axis_name=axes, axis=dim, tiled=True)
+        collective = functools.partial(jax.lax.all_gather, axis_name=specs.entry(placement.over), axis=dim, tiled=True)
         weight = of_shards(collective, placement)(weight)
     return without_padding(weight, placement)
 

@@ -166,7 +166,6 @@ class Interceptor:
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
         self.entered: set[str] = set()
-        self.headed: set[str] = set()
         self.with_unknown: set[str] = set()  # blocks with weights for which `stored_of` returns None
 
     def owns(self, leaf_path: str) -> bool:
@@ -175,7 +174,7 @@ class Interceptor:
 
     def check_found(self, *, moves: bool) -> None:
         """Raises a UserError for a regex that matched nothing, and warns of weights that stay gathered."""
-        if not self.entered or (self._heads and not self.headed):
+        if not self.entered or (self._heads and not any(map(self._is_head, self.entered))):
             raise block_settings.unmatched(self._how, is_head=bool(self.entered))
         if moves and self.with_unknown:
             warnings.warn(
@@ -234,8 +233,6 @@ class Interceptor:
     def enters(self, path: str, *, has_unknown: bool) -> None:
         """Notes a call to a block."""
         self.entered.add(path)
-        if self._is_head(path):
-            self.headed.add(path)
         if has_unknown:
             self.with_unknown.add(path)
 

@@ -37,7 +37,9 @@ def make(partition: partition_lib.Partition) -> Callable[..., Any]:
     Args:
       partition: how the state is sharded.
     """
-    applied = narrow_params.applied(partition) if narrow_params.are_in(partition) else _applied
+    applied = lambda before, after, grads: after.apply_gradients(grads=grads)  # noqa: E731
+    if narrow_params.are_in(partition):
+        applied = narrow_params.applied(partition)
     update = one_pass_update.of(partition) or functools.partial(_by_parts, applied)
     if padding.changes_update(partition, is_own=not one_pass_update.applies_as_flax(partition.abstract_state)):
         update = padding.around(update, partition)
@@ -59,10 +61,6 @@ def _by_parts(
         return grad if placement.is_overwritten(path) else grad * jnp.asarray(factor, grad.dtype)
 
     return tree.where(finite, applied(before, after, tree.map_with_path(scaled, grads)), before)
-
-
-def _applied(before: State, after: State, grads: PyTree) -> State:
-    return after.apply_gradients(grads=grads)
 
 
 class Own(NamedTuple):

@@ -80,7 +80,7 @@ def of_examples(
     whole, before = examples(layout, batch), int(layout.passes > 1)
 
     def of_count(leaf: Leaf, spec: P, number: int) -> jax.ShapeDtypeStruct:
-        rows, tokens = inputs.example_dims(spec), specs.dims_of(spec, mesh_lib.TOKENS)
+        rows, tokens = specs.dims_of(spec, mesh_lib.EXAMPLES), specs.dims_of(spec, mesh_lib.TOKENS)
         shape = [length * number // whole if dim in rows else length for dim, length in enumerate(leaf.shape)]
         shape = [length // tokens_of if dim in tokens else length for dim, length in enumerate(shape)]
         return jax.ShapeDtypeStruct(tuple(shape[before:]), tree.dtype_of(leaf))
@@ -92,7 +92,7 @@ def of_examples(
 def examples(layout: inputs.Layout, batch: PyTree) -> int:
     """Returns the number of examples of one pass over a batch that was placed; 1 if no leaf counts them."""
     for leaf, spec in zip(jax.tree.leaves(batch), jax.tree.leaves(layout.specs(batch), is_leaf=inputs.is_spec)):
-        for dim in inputs.example_dims(spec):
+        for dim in specs.dims_of(spec, mesh_lib.EXAMPLES):
             return leaf.shape[dim]
     return 1
 

@@ -74,7 +74,7 @@ class Layout:
         """Returns the leaves of a batch that was placed that count examples, the largest first: whether `batch_specs` says so."""
         own, specs = self._own(batch), dict(tree.flatten(self.specs(batch), is_leaf=is_spec))
         leaves = sorted(tree.flatten(batch), key=lambda pair: -pair[1].size)
-        return {path: path in own for path, _ in leaves if example_dims(specs[path])}
+        return {path: path in own for path, _ in leaves if specs_lib.dims_of(specs[path], mesh_lib.EXAMPLES)}
 
     def is_unsure(self, batch: PyTree) -> bool:
         """Returns whether a device could get rows of a leaf which are no examples: `batch_specs` does not name all of several leaves."""
@@ -135,11 +135,6 @@ class Layout:
         for dim, entry in enumerate(spec):
             if leaf.shape[dim] % mesh_lib.size(self.mesh, specs_lib.names(entry)):
                 raise arguments.indivisible(self.mesh, path, leaf, spec, dim, is_own=is_own)
-
-
-def example_dims(spec: P) -> list[int]:
-    """Returns the dims that count examples."""
-    return specs_lib.dims_of(spec, mesh_lib.EXAMPLES)
 
 
 def _is_list(batch_specs: PyTree) -> bool:
