@@ -219,6 +219,10 @@ ANYWHERE = {
         r"^loss_fn: returned metrics/grad_norm, a name of the step's",
     ),
     "an unknown key": (lambda b, s: {"stats": {}}, r"^loss_fn: returned \['stats'\] beside the loss; allowed are"),
+    "params": (
+        lambda b, s: {"state": {"params": s.params}},
+        "state.params, which the optimizer updates; keep it in another",
+    ),
     "an unknown field": (
         lambda b, s: {"state": {"ema": 1.0}},
         r"^loss_fn: returned a value for state.ema, .* has no such",

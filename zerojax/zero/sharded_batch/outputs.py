@@ -258,6 +258,10 @@ def _read(result: Any, state: State) -> tuple[Any, Mapping[str, Any]]:
         if callable(leaf) or isinstance(leaf, (str, bytes)):
             raise UserError(f"loss_fn: returned {path}, {type_of(leaf)}, and needs numbers; {form}")
     for field in aux.get("state", {}):
+        if field == "params":
+            raise UserError(
+                "loss_fn: returned a value for state.params, which the optimizer updates; keep it in another field"
+            )
         if state is None or not hasattr(state, field):
             raise UserError(
                 f"loss_fn: returned a value for state.{field}, and the train state has no such field; declare `{field}: Any` in your "
