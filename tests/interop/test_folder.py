@@ -139,6 +139,10 @@ CONFIGS = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
+    "is_encoder_decoder: must be true, since a decoder alone would not read the encoder, and is False": (
+        "t5",
+        {"is_encoder_decoder": False},
+    ),
     "relative_attention_num_buckets: must be 4 or more": ("t5", {"relative_attention_num_buckets": 3}),
     "relative_attention_max_distance: must be above 16, half of the buckets, and is 16": (
         "t5",
@@ -353,6 +357,17 @@ def test_shards_that_are_read_at_a_time_stay_within_the_budget_or_are_alone(monk
     )
     assert all(count == 1 or nbytes <= budget for count, nbytes in most)
     assert (max(count for count, _ in most) > 1) == (budget > 1)
+
+
+@pytest.mark.parametrize(
+    "told, scales", [({}, True), ({"scale_decoder_outputs": None}, False), ({"scale_decoder_outputs": True}, True)]
+)
+def test_a_head_of_t5_is_scaled_as_its_config_tells_and_null_tells_no(copied, told, scales):
+    def change(raw):
+        raw.pop("scale_decoder_outputs", None)
+        return {"tie_word_embeddings": True, **told}
+
+    assert folder_lib.open_folder(copied("t5", change)).model.scale_outputs == scales
 
 
 @pytest.mark.parametrize("outside, inside, rotated", [(0.5, 1.0, 0), (0.5, None, 8), (1.0, 0.5, 8)])

@@ -92,6 +92,10 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> T5Config:
     f = config_json.Fields(raw)
     is_mt5 = raw.get("model_type") == "mt5"
     is_tied, says_scale = f.flag("tie_word_embeddings", not is_mt5), "scale_decoder_outputs" in raw
+    if not f.flag("is_encoder_decoder", True):
+        raise f.refuse("is_encoder_decoder", "true, since a decoder alone would not read the encoder")
+    # null is no default here: transformers does not scale.
+    scales = f.flag("scale_decoder_outputs", False if says_scale else is_tied)
     buckets, max_distance = _read_distances(f)
     return T5Config(
         f.count("vocab_size"),
@@ -102,7 +106,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> T5Config:
         mlp_dim=f.count("d_ff"),
         mlp=_read_mlp(f, "gated-gelu" if is_mt5 else "relu"),
         tie_embeddings=(is_tied or says_scale) and HEAD not in names,
-        scale_outputs=is_tied and _is_of_version_4(raw) if is_mt5 else f.flag("scale_decoder_outputs", is_tied),
+        scale_outputs=is_tied and _is_of_version_4(raw) if is_mt5 else scales,
         decoder_layers=f.depth("num_decoder_layers", f.depth("num_layers")),
         buckets=buckets,
         max_distance=max_distance,
