@@ -215,3 +215,20 @@ def test_70b_gathers_an_eighth_of_each_weight_and_tokens_in_16_bits(hosts):
         "one layer is short"
     )
     assert departures.departures(plan.ledger) == ()
+
+
+@runs.LONG
+def test_what_a_ring_sends_has_matmuls_beside_it_in_the_compiled_program():
+    """Compiled for absent GPUs: each of the ten hops of a layer, and the bytes of a layer without a ring."""
+    found = []
+    for ring in (True, False):
+        raw = configs.get("llama3_1b")
+        raw.model.num_layers, raw.model.ring, raw.mesh.model, raw.seq_len = 1, ring, 2, 32768
+        raw.micro_batch_size, raw.global_batch_size = 2, 0
+        built = program.build(config_lib.from_dict(raw), tokenizer_vocab=320, devices=list(compile_only.devices(2)))
+        found.append(plans.plan_program(built, "h200", compiler_options=compile_only.FAST))
+    rows = [row for row in found[0].ledger.rows if row.kind == "collective-permute"]
+    assert sum(row.times for row in rows) == 10 and all(row.is_async and row.overlaps for row in rows)
+    ringed, plain = (sum(row.nbytes * row.times for row in plan.ledger.rows) for plan in found)
+    assert ringed == plain
+    assert not found[0].findings and departures.departures(found[0].ledger) == ()
