@@ -63,14 +63,16 @@ def attend_counted(
     *,
     scale: float,
     implementation: str = "jnp",
+    joined: int = JOINED,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what `attend` does, rounded to q's dtype, by one kernel, and the counters.
 
     Args:
       counts: int32, at least B K of 0, which they are again afterwards.
+      joined: ranges that are read at a time when they are joined.
       q_BHN, k_BSKN, v_BSKN, ends_B, scale, implementation: see `attend`.
     """
-    o_BHN, counts = _attend(q_BHN, k_BSKN, v_BSKN, ends_B, counts, scale, 0, implementation)
+    o_BHN, counts = _attend(q_BHN, k_BSKN, v_BSKN, ends_B, counts, scale, 0, implementation, joined)
     return o_BHN.astype(q_BHN.dtype), counts
 
 
@@ -83,6 +85,7 @@ def _attend(
     scale: float,
     window: int,
     implementation: str,
+    joined: int = JOINED,
 ) -> tuple[jax.Array, Any]:
     firsts_B = jnp.maximum(ends_B - window, 0) if window else jnp.zeros_like(ends_B)
     if implementation == "jnp":
@@ -98,6 +101,7 @@ def _attend(
         counts,
         scale=scale,
         ranges=ranges,
+        joined=joined,
         interpret=implementation == "interpret",
     )
     if counts is not None:
@@ -123,7 +127,7 @@ def attend_ref(
     return jnp.einsum("bkgs,bskn->bkgn", p_BKGS, v_BSKN.astype(jnp.float32)).reshape(q_BHN.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "ranges", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "ranges", "joined", "interpret"))
 def _ranges(
     q_BHN: jax.Array,
     k_BSKN: jax.Array,
@@ -134,6 +138,7 @@ def _ranges(
     *,
     scale: float,
     ranges: int,
+    joined: int,
     interpret: bool,
 ) -> list[jax.Array]:
     """Returns the sums of each range, float32[B, K, R, G, N], with its maximum and its weights' sum, float32[B, K, R, G]; given counters
@@ -141,7 +146,7 @@ def _ranges(
     batch, slots, kv_heads, head_dim = k_BSKN.shape
     group = q_BHN.shape[1] // kv_heads
     sums = (batch, kv_heads, ranges, group)
-    kernel = functools.partial(_kernel, slots, kv_heads, group, head_dim, ranges, scale, interpret)
+    kernel = functools.partial(_kernel, slots, kv_heads, group, head_dim, ranges, scale, joined, interpret)
     shapes = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (_size(sums) * head_dim, _size(sums), _size(sums))]
     counted = [] if counts is None else [counts]
     if counted:
@@ -173,6 +178,7 @@ def _kernel(
     head_dim: int,
     ranges: int,
     scale: float,
+    at_a_time: int,
     interpret: bool,
     q_ref: jax.Ref,
     k_ref: jax.Ref,
@@ -228,6 +234,7 @@ def _kernel(
             (group, head_dim, ranges, pl.next_power_of_2(group)),
             (o_ref, most_ref, sum_ref),
             (joined[0], joined[1]),
+            at_a_time,
             interpret,
         )
 
@@ -237,6 +244,7 @@ def _join(
     sizes: tuple[int, int, int, int],
     refs: tuple[Any, Any, Any],
     outs: tuple[Any, Any],
+    at_a_time: int,
     interpret: bool,
 ) -> None:
     """Joins the ranges of a row's key head, if this program is the last of them to arrive."""
@@ -257,7 +265,7 @@ def _join(
 
         def add(number_of: jax.Array, carry: tuple) -> tuple:
             o_GN, sum_G = carry
-            part_P = number_of * JOINED + jnp.arange(JOINED)
+            part_P = number_of * at_a_time + jnp.arange(at_a_time)
             total_PG = stored(sum_ref, part_P)
             share_PG = jnp.where(total_PG > 0, jnp.exp(stored(most_ref, part_P) - most_G[None, :]), 0.0)
             at_PG = (number * ranges + part_P[:, None]) * group + row_G[None, :]
@@ -270,7 +278,7 @@ def _join(
             )
 
         start = jnp.zeros((rows, head_dim), jnp.float32), jnp.zeros((rows,), jnp.float32)
-        o_GN, sum_G = jax.lax.fori_loop(0, pl.cdiv(ranges, JOINED), add, start)
+        o_GN, sum_G = jax.lax.fori_loop(0, pl.cdiv(ranges, at_a_time), add, start)
         o_GN = o_GN / jnp.where(sum_G > 0, sum_G, 1.0)[:, None]
         at = (number * group + row_G)[:, None] * head_dim + dim_N[None, :]
         pltriton.store(joined_ref.at[at], o_GN.astype(joined_ref.dtype), mask=is_own_G[:, None] & (dim_N >= 0)[None, :])

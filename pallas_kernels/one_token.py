@@ -59,13 +59,14 @@ _CONVERSIONS = {
 @dataclasses.dataclass(frozen=True)
 class Portions:
     """How a product is divided: `blocks` of 64 columns and one of `parts` of the rows a program, of `warps` warps that read `ahead` tiles
-    of `tile` rows before they use any."""
+    of `tile` rows before they use any. `in_turn`: at the end a thread adds up all parts of its columns, for few parts."""
 
     blocks: int
     tile: int
     ahead: int
     warps: int
     parts: int
+    in_turn: bool = False
 
     @property
     def columns(self) -> int:
@@ -431,9 +432,12 @@ def _run(
         arrived = cached_attention.arrived(counts_ref, joined, interpret)
 
         def sums(columns: jax.Array) -> jax.Array:
+            load = functools.partial(pltriton.load, volatile=True)  # not from this multiprocessor's own cache
+            if how.in_turn:
+                parts = [load(parts_ref.at[part * total + columns]) for part in range(how.parts)]
+                return functools.reduce(jnp.add, parts)
             where = jnp.arange(how.parts)[:, None] * total + columns[None, :]
-            # Not from this multiprocessor's own cache.
-            return jnp.sum(pltriton.load(parts_ref.at[where], volatile=True), axis=0)
+            return jnp.sum(load(parts_ref.at[where]), axis=0)
 
         @pl.when(arrived == arrivals - 1)
         def _finish() -> None:

@@ -1,9 +1,10 @@
-"""Measures the engine on one GPU with weights of 8B shapes: the first token, tokens a second of one request, and of many.
+"""Measures the engine on one GPU, or on `--ways`, with weights of 8B shapes: the first token, tokens a second of one request, and of many.
 
     python scripts/bench_engine.py --limit_s 230
     python scripts/bench_engine.py --limit_s 230 --variants fp8 nf4
     python scripts/bench_engine.py --limit_s 580 --variants host --preset llama3_70b --requests 96 --together 16 --prompt 256 \
         --new_tokens 32
+    python scripts/bench_engine.py --ways 2 --limit_s 145 --variants bf16 int8
 
 Weights are random and drawn on the device, so no file is read. A prompt has `--prompt` tokens, and `--new_tokens` are added. `bf16`,
 `int8`, `fp8` and `nf4` answer one request after the other; `plain` is bf16 with XLA's own matmuls and attention. `many` answers
@@ -38,6 +39,8 @@ REPEATS = 3
 def main(arguments: Sequence[str]) -> int:
     """Measures each variant and prints a Markdown table. Returns 1 if one failed."""
     options = _parser().parse_args(arguments)
+    if options.ways > 1 and HOST in options.variants:
+        _parser().error(f"--ways: {HOST} streams weights to one GPU; omit --ways, or leave {HOST} out of --variants")
     if options.child:
         return _child(options)
     ends = time.monotonic() + options.limit_s
@@ -72,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--variants", nargs="+", default=list(VARIANTS), choices=(*VARIANTS, HOST), help="in this order")
     add("--preset", default="llama3_8b", help="a name in the PRESETS tables of zerojax/models")
     add("--layers", type=int, default=0, help="0: the preset's")
+    add("--ways", type=int, default=1, help="GPUs over which weights are sharded (tensor parallelism)")
     add("--prompt", type=int, default=1024, help="tokens of a prompt")
     add("--new_tokens", type=int, default=256, help="tokens that are added")
     add("--requests", type=int, default=128, help="of `many` and `host`")
@@ -121,7 +125,7 @@ def _model(options: argparse.Namespace, kind: str) -> tuple[Any, int]:
         config, vocab_size=config.vocab_size or 320, num_layers=options.layers or config.num_layers
     )
     shapes = family_lib.abstract_params(family.parts, config)
-    mesh = zerojax.make_mesh(devices=jax.devices()[:1])
+    mesh = zerojax.make_mesh(model=options.ways, devices=jax.devices()[: options.ways])
     is_streamed = options.child == HOST
     how = (
         {"stage": 3, "offload": {"params": "host", "params_fraction": options.host_fraction}}
@@ -140,7 +144,8 @@ def _model(options: argparse.Namespace, kind: str) -> tuple[Any, int]:
 
     def make(path: str, leaf: Any) -> Any:
         module, _, name = path.rpartition("/")
-        is_coded = kind != "none" and module in linear and name == "kernel" and quantized.takes(leaf.shape)
+        is_linear = module in linear and name == "kernel" and quantized.takes(leaf.shape)
+        is_coded = kind != "none" and options.ways == 1 and is_linear
         drawn = draw(jax.random.key(len(path)), leaf.shape, is_coded)
         if is_streamed:  # one at a time: the device does not hold all
             return jax.block_until_ready(jax.device_put(drawn, shardings[path]))
@@ -151,6 +156,15 @@ def _model(options: argparse.Namespace, kind: str) -> tuple[Any, int]:
         params = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     jax.block_until_ready(params)
     read = sum(leaf.nbytes for name, part in params.items() if name != "embed" for leaf in jax.tree.leaves(part))
+    if options.ways > 1:  # the engine quantizes them
+        stored = weights.abstract(family, config, params, mesh, None, kind)
+        read = sum(
+            leaf.size * leaf.dtype.itemsize
+            for name, part in stored.items()
+            if name != "embed"
+            for leaf in jax.tree.leaves(part)
+        )
+        read //= options.ways
     if is_streamed:
         leaves = jax.tree.leaves(params)
         read = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == "pinned_host")
@@ -186,6 +200,7 @@ def _measure(options: argparse.Namespace, jax: Any) -> dict[str, float]:
         chunk=options.prompt,
         together=min(options.together, requests),
         prefill_tokens=options.prefill_tokens if is_many else None,
+        format="none" if options.ways == 1 else kind,
         reuses=False,
     )
     random = np.random.default_rng(0)
