@@ -11,13 +11,14 @@ accumulated in float32 and rounded once. Rows after the last group are 0 in `out
 Tiles of rows begin where a group begins, so a group of 256 rows is two tiles of 128 wherever it lies. A tile that ends after its group is
 masked. A table tells each tile its group and its rows (`row_tiles`).
 
-`grouped_mosaic` has an own kernel for Hopper GPUs, which no implementation takes yet (docs/benchmarks/gpu.md).
+Here are the kernels of any GPU, for Triton; `grouped_mosaic` has those of Hopper GPUs.
 
 Shapes: M rows, K and N the matrices' dims, G groups, T tiles of rows.
 """
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ def _least(most: int, size: int) -> int:
 
 
 TWIN = "grouped_twin"  # the scope of the twins' matmuls, which are dense
-# The fastest of five on an H200 (docs/benchmarks/gpu.md).
+# The fastest of five on an H200 (docs/benchmarks/raw/experts_1xh200.txt).
 ROWS = TritonTile(128, 256, 64, 8, 3)  # of `out` and `dlhs`
 MATRICES = TritonTile(128, 128, 64, 8, 3)  # of `drhs`
 
@@ -144,7 +145,7 @@ def rows_by_triton(
         cost_estimate=_cost(lhs_MK, rhs_GKN, rows, contracted, columns),
         name="grouped_rows_t" if transposed else "grouped_rows",
     )
-    return call(*tiles[:4], lhs_MK, rhs_GKN)  # no tile skips rows
+    return call(*tiles, lhs_MK, rhs_GKN)
 
 
 def _rows_kernel(tile: TritonTile, transposed: bool, contracted: int, columns: int, across: int, *refs: Any) -> None:
@@ -244,6 +245,35 @@ class Products(NamedTuple):
     matrices: Callable[..., jax.Array]
 
 
+HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
+
+
+def rows_on_gpu(lhs_MK: jax.Array, rhs_GKN: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
+    """Returns `out`, or `dlhs` if `transposed`, by the kernel of the GPUs that the surrounding `jax.shard_map` runs on."""
+    if blocks := _hopper_processors():
+        from pallas_kernels import grouped_mosaic  # takes long to import, and only these GPUs need it
+
+        if grouped_mosaic.takes_rows(lhs_MK, rhs_GKN, transposed):
+            return grouped_mosaic.grouped_rows(lhs_MK, rhs_GKN, sizes_G, transposed=transposed, blocks=blocks)
+    return rows_by_triton(lhs_MK, rhs_GKN, sizes_G, transposed)
+
+
+def matrices_on_gpu(lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    """Returns `drhs`, as `rows_on_gpu` does."""
+    if blocks := _hopper_processors():
+        from pallas_kernels import grouped_mosaic
+
+        if grouped_mosaic.takes_matrices(lhs_MK, dout_MN):
+            return grouped_mosaic.grouped_matrices(lhs_MK, dout_MN, sizes_G, blocks=blocks)
+    return matrices_by_triton(lhs_MK, dout_MN, sizes_G)
+
+
+def _hopper_processors() -> int:
+    """Returns the processors of the Hopper GPUs that the surrounding `jax.shard_map` runs on; 0 on others, or without one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.num_cores if device is not None and HOPPER.search(device.device_kind) else 0
+
+
 def _by_platform(of_gpu: Callable[..., jax.Array], of_others: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def run(first: jax.Array, second: jax.Array, sizes_G: jax.Array, *static: bool) -> jax.Array:
         def given(way: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -256,7 +286,8 @@ def _by_platform(of_gpu: Callable[..., jax.Array], of_others: Callable[..., jax.
 
 BY_PLATFORM = "by platform"  # the kernels where the program is compiled for CUDA, else the twins
 IMPLEMENTATIONS: dict[str, Products] = {
-    BY_PLATFORM: Products(_by_platform(rows_by_triton, rows_ref), _by_platform(matrices_by_triton, matrices_ref)),
+    BY_PLATFORM: Products(_by_platform(rows_on_gpu, rows_ref), _by_platform(matrices_on_gpu, matrices_ref)),
+    "gpu": Products(rows_on_gpu, matrices_on_gpu),
     "jnp": Products(rows_ref, matrices_ref),
     "triton": Products(rows_by_triton, matrices_by_triton),
     "interpret": Products(

@@ -1,15 +1,20 @@
 """The products of `grouped` for Hopper GPUs. This module writes them for Mosaic: the copy engine, barriers and warpgroup matmuls.
 
-A block of threads stays on its processor and computes one tile after another. Two of its warpgroups multiply, one half of the tile's rows
-each. The third copies: it runs ahead by the buffers that there are, past the end of a tile, so that the next tile's operands arrive while
-the results of the last are written.
+A block of threads stays on its processor and computes one tile after another. Two of its warpgroups multiply, one half of the tile each.
+The third copies: it runs ahead by the buffers that there are, past the end of a tile, so that the next tile's operands arrive while the
+results of the last are written.
 
-The copy engine reads and writes shared memory in tiles of 8 rows (`ALIGNED`). From a row that is no multiple of 8 it copies the rest of its
-tile alone, so a tile of this module begins at a multiple of 8 and may begin with rows of the group before, which are not written.
+A warpgroup's matmul has 64 rows of its left operand and 8, 16, ... 256 columns of its right one. In `grouped_rows` the left one is a part
+of the group's matrix and the right one the group's rows, so that a tile has about as many rows as its group needs, and most groups are one
+tile. The copy engine takes rows of 128 bytes, so a tile begins where its group begins.
+
+In `grouped_matrices` the rows are contracted, in steps that begin at a multiple of 8, as the layout of these operands requires. Rows of
+other groups at both ends are set to 0 in shared memory.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,303 +26,352 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import row_tiles
 
 MULTIPLIERS, COPIER = 2, 2  # the warpgroups that multiply, and the number of the one that copies
-ALIGNED = 8  # rows of a tile of the copy engine
-PART = 64  # columns that are written at a time: 128 bytes of 16-bit values, the widest swizzle
+EIGHT = 8  # rows of a tile of shared memory
+DEPTH = (
+    64  # contracted at a time, and columns that are written at a time: 128 bytes of 16-bit values, the widest swizzle
+)
+WIDEST = 256  # columns of a warpgroup's matmul
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicTile:
-    """The sizes of one block's work.
+class RowsTile:
+    """The sizes of one block's work in `grouped_rows`.
 
     Attributes:
-      rows, columns: of the result. Two warpgroups hold it in registers: at most 256 x 128 or 128 x 256.
-      depth: contracted at a time; a multiple of 64.
+      rows: at most; two warpgroups hold 288 x 128 in registers.
+      unit: a tile has a multiple of this many rows, at least 16; each multiple is a loop of its own.
+      columns: of the result.
       buffers: how many pairs of operands are in shared memory.
-      parts: how many parts of a warpgroup's result are in shared memory.
-      blocks: blocks of threads, one for each processor of an H100 or H200.
+      chunk: rows that a warpgroup writes at a time.
+      chunks: how many of these are in shared memory.
+    """
+
+    rows: int = 288
+    unit: int = 32
+    columns: int = 128
+    buffers: int = 4
+    chunk: int = 32
+    chunks: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class MatricesTile:
+    """The sizes of one block's work in `grouped_matrices`.
+
+    Attributes:
+      rows, columns: of the result.
+      buffers: how many pairs of operands are in shared memory.
+      chunks: how many parts of a warpgroup's result, of 64 columns, are in shared memory.
     """
 
     rows: int = 128
     columns: int = 256
-    depth: int = 64
-    buffers: int = 3
-    parts: int = 2
-    blocks: int = 132
+    buffers: int = 4
+    chunks: int = 1
 
 
-TILE = MosaicTile()
+def takes_rows(lhs_MK: jax.Array, rhs_GKN: jax.Array, transposed: bool) -> bool:
+    """Returns whether `grouped_rows` computes a product of these shapes."""
+    columns = rhs_GKN.shape[1 if transposed else 2]
+    return _is_16_bit(lhs_MK, rhs_GKN) and lhs_MK.shape[1] % DEPTH == 0 and columns % RowsTile.columns == 0
 
 
-def rows(
+def takes_matrices(lhs_MK: jax.Array, dout_MN: jax.Array) -> bool:
+    """Returns whether `grouped_matrices` computes a product of these shapes."""
+    return _is_16_bit(lhs_MK, dout_MN) and lhs_MK.shape[1] % 128 == 0 and dout_MN.shape[1] % 128 == 0
+
+
+def _is_16_bit(*arrays: jax.Array) -> bool:
+    return all(array.dtype in (jnp.bfloat16, jnp.float16) for array in arrays) and arrays[0].dtype == arrays[1].dtype
+
+
+# As programs of their own both are traced and compiled once for each shape, however many layers call them.
+@functools.partial(jax.jit, static_argnames=("transposed", "blocks", "tile"))
+def grouped_rows(
     lhs_MK: jax.Array,
     rhs_GKN: jax.Array,
     sizes_G: jax.Array,
-    transposed: bool,
     *,
-    tile: MosaicTile = TILE,
-    **kwargs: Any,
+    transposed: bool,
+    blocks: int,
+    tile: RowsTile = RowsTile(),
 ) -> jax.Array:
     """Returns `out`, or `dlhs` if `transposed` (see `grouped`).
 
     Args:
-      lhs_MK, rhs_GKN: 16-bit. Both dims of a matrix are multiples of the tile's, and M of 8.
+      lhs_MK, rhs_GKN: arrays that `takes_rows`.
       sizes_G: int32, the rows of each group.
       transposed: whether the matrices are.
+      blocks: of threads, one for each processor.
       tile: the sizes.
-      kwargs: of `plgpu.kernel`.
     """
     height, contracted = lhs_MK.shape
-    table = row_tiles.table(sizes_G, height, tile.rows, ALIGNED)
     columns = rhs_GKN.shape[1 if transposed else 2]
-    across, steps, half = columns // tile.columns, contracted // tile.depth, tile.rows // MULTIPLIERS
-    used = jnp.sum(table.count_T > 0, dtype=jnp.int32) * across  # in the table used tiles come first
+    table, used = row_tiles.largest_first(sizes_G, height, tile.rows)
+    across, steps, half = columns // tile.columns, contracted // DEPTH, tile.columns // MULTIPLIERS
 
     def body(*refs: Any) -> None:
-        used_ref, group_ref, start_ref, real_ref, count_ref, skip_ref, lhs_ref, rhs_ref, out_ref = refs
+        used_ref, group_ref, start_ref, real_ref, count_ref, lhs_ref, rhs_ref, out_ref = refs
 
-        def scope(
-            lhs_smem: jax.Ref, rhs_smem: jax.Ref, part_smem: jax.Ref, rest_smem: jax.Ref, full: Any, free: Any
-        ) -> None:
-            group_of_threads = lax.axis_index("warpgroup")
-            block = lax.axis_index("block")
-            mine = _share(used_ref[0], block, tile.blocks)
+        def scope(lhs_smem: jax.Ref, rhs_smem: jax.Ref, out_smem: jax.Ref, full: Any, free: Any) -> None:
+            warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+            works = used_ref[0] * across
+            mine = lax.div(works - block + (blocks - 1), blocks)
 
             def find(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-                work = i * tile.blocks + block
+                """Returns the tile and the first column of the i-th work. Every second round of blocks is in reverse order."""
+                turned = i * blocks + (blocks - 1 - block)
+                work = jnp.where((lax.rem(i, 2) == 1) & (turned < works), turned, i * blocks + block)
                 return lax.div(work, across), lax.rem(work, across) * tile.columns
 
             def copy(i: jax.Array, _: None) -> None:
                 number, column = find(i)
-                start, group = pl.multiple_of(start_ref[number], ALIGNED), group_ref[number]
+                start, group = start_ref[number], group_ref[number]
 
-                def step(k: jax.Array, _: None) -> None:
-                    count = i * steps + k
-                    slot = lax.rem(count, tile.buffers)
-                    pl.when(count >= tile.buffers)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    deep, wide = pl.ds(k * tile.depth, tile.depth), pl.ds(column, tile.columns)
-                    plgpu.copy_gmem_to_smem(lhs_ref.at[pl.ds(start, tile.rows), deep], lhs_smem.at[slot], full.at[slot])
-                    spot = (group, wide, deep) if transposed else (group, deep, wide)
-                    plgpu.copy_gmem_to_smem(rhs_ref.at[spot], rhs_smem.at[slot], full.at[slot])
+                def of(rows: int) -> None:
+                    def step(k: jax.Array, _: None) -> None:
+                        slot = _slot(i * steps + k, tile.buffers, free)
+                        deep, wide = pl.ds(k * DEPTH, DEPTH), pl.ds(column, tile.columns)
+                        spot = (group, wide, deep) if transposed else (group, deep, wide)
+                        plgpu.copy_gmem_to_smem(rhs_ref.at[spot], rhs_smem.at[slot], full.at[slot])
+                        for first in (0, rows // 2):  # a copy has at most 256 rows
+                            source = lhs_ref.at[pl.ds(start + first, rows // 2), deep]
+                            target = _in_rows(lhs_smem).at[slot, pl.ds(first, rows // 2)]
+                            plgpu.copy_gmem_to_smem(source, target, full.at[slot])
 
-                lax.fori_loop(0, steps, step, None)
+                    lax.fori_loop(0, steps, step, None)
+
+                _by_count(count_ref[number], tile, of)
 
             def multiply(i: jax.Array, _: None) -> None:
                 number, column = find(i)
-                count = jnp.clip(count_ref[number] - group_of_threads * half, 0, half)
-                leading = jnp.where(group_of_threads == 0, skip_ref[number], 0)
-                first = pl.multiple_of(start_ref[number] + group_of_threads * half, ALIGNED)
-                is_real = real_ref[number] > 0
+                start, count = start_ref[number], count_ref[number]
+                own = pl.ds(warpgroup * half, half)
+                multiplied = jnp.where(real_ref[number] > 0, steps, 0)
 
-                def slot_of(k: jax.Array) -> jax.Array:
-                    return lax.rem(i * steps + k, tile.buffers)
-
-                # A warpgroup whose half is empty, or belongs to no group, lets the operands pass.
                 def skip(k: jax.Array, _: None) -> None:
-                    plgpu.barrier_wait(full.at[slot_of(k)])
-                    plgpu.barrier_arrive(free.at[slot_of(k)])
+                    slot = lax.rem(i * steps + k, tile.buffers)
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.barrier_arrive(free.at[slot])
 
-                multiplied = jnp.where((count > 0) & is_real, steps, 0)
                 lax.fori_loop(multiplied, steps, skip, None)
 
-                @pl.when(count > 0)
-                def _() -> None:
-                    def product(acc: Any) -> jax.Array:
-                        def step(k: jax.Array, _: None) -> None:
-                            slot = slot_of(k)
-                            plgpu.barrier_wait(full.at[slot])
-                            rhs = _transposed(rhs_smem.at[slot]) if transposed else rhs_smem.at[slot]
-                            plgpu.wgmma(acc, lhs_smem.at[slot, pl.ds(group_of_threads * half, half)], rhs)
-                            plgpu.wgmma_wait(1)  # that of the step before is done
-                            pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(k - 1)]))
+                def of(rows: int) -> None:
+                    widths = [rows] if rows <= WIDEST else [rows - rows // 64 * 32, rows // 64 * 32]
 
-                        lax.fori_loop(0, multiplied, step, None)
-                        plgpu.wgmma_wait(0)
-                        pl.when(multiplied > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(multiplied - 1)]))
-                        return acc[...]
+                    def product(*accs: Any) -> list[jax.Array]:
+                        def step(slot: jax.Array, _: jax.Array) -> None:
+                            left = rhs_smem.at[slot, own] if transposed else _transposed(rhs_smem.at[slot, :, own])
+                            for n, acc in enumerate(accs):
+                                right = _in_tiles(lhs_smem).at[slot, pl.ds(n * widths[0], widths[n])]
+                                plgpu.wgmma(acc, left, _transposed(right))
 
-                    acc = pl.run_scoped(product, plgpu.ACC((half, tile.columns), jnp.float32)).astype(out_ref.dtype)
-                    own = (part_smem.at[group_of_threads], rest_smem.at[group_of_threads])
-                    _write_rows(acc, leading, count, first, column, out_ref, *own)
+                        _multiply(i * steps, multiplied, tile.buffers, full, free, step, len(accs))
+                        return [acc[...] for acc in accs]
 
-            @pl.when(group_of_threads == COPIER)
-            def _() -> None:
-                plgpu.set_max_registers(40, action="decrease")
-                lax.fori_loop(0, mine, copy, None)
-                _drain(mine * steps, tile.buffers, free)
+                    accs = pl.run_scoped(product, *(plgpu.ACC((half, width), jnp.float32) for width in widths))
+                    target = out_ref.at[:, pl.ds(column + warpgroup * half, half)]
+                    _write_rows(accs, target, start, count, rows - tile.unit + 1, out_smem.at[warpgroup])
 
-            @pl.when(group_of_threads < MULTIPLIERS)
-            def _() -> None:
-                plgpu.set_max_registers(232, action="increase")
-                lax.fori_loop(0, mine, multiply, None)
-                plgpu.wait_smem_to_gmem(0)
+                _by_count(count, tile, of)
 
-        operand = (tile.columns, tile.depth) if transposed else (tile.depth, tile.columns)
+            _specialised(mine, copy, multiply, lambda _: _drain(mine * steps, tile.buffers, free))
+
+        operand = (tile.columns, DEPTH) if transposed else (DEPTH, tile.columns)
         pl.run_scoped(
             scope,
-            _operands(tile.buffers, (tile.rows, tile.depth), lhs_MK.dtype),
-            _operands(tile.buffers, operand, rhs_GKN.dtype),
-            _operands((MULTIPLIERS, tile.parts), (half, PART), lhs_MK.dtype),
-            plgpu.SMEM((MULTIPLIERS, half, PART), lhs_MK.dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=tile.buffers),
+            _rows_in_tiles((tile.buffers,), tile.rows, lhs_MK.dtype),
+            _operands((tile.buffers,), operand, lhs_MK.dtype),
+            _rows_in_tiles((MULTIPLIERS, tile.chunks), tile.chunk, lhs_MK.dtype),
+            plgpu.Barrier(num_arrivals=3, num_barriers=tile.buffers),
             plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=tile.buffers),
             collective_axes="warpgroup",
         )
 
-    kernel = _kernel(body, jax.ShapeDtypeStruct((height, columns), lhs_MK.dtype), tile, "grouped_rows", kwargs)
+    kernel = _kernel(body, jax.ShapeDtypeStruct((height, columns), lhs_MK.dtype), blocks, "grouped_rows", True)
     return kernel(used[None], *table, lhs_MK, rhs_GKN)
 
 
-def _write_rows(
-    acc: Any, skip: Any, count: Any, first: Any, column: Any, out_ref: jax.Ref, part_smem: jax.Ref, rest_smem: jax.Ref
-) -> None:
-    """Writes rows `skip` ... `count` - 1 of a warpgroup's half of a tile."""
-    (half, columns), parts = acc.shape, part_smem.shape[0]
-    written = count - skip
+def _write_rows(accs: Any, out_ref: Any, start: Any, count: Any, least: int, smem: Any) -> None:
+    """Writes the first `count` rows of a warpgroup's result, which it has transposed.
 
-    @pl.when(written == half)
+    Args:
+      accs: float32[columns, rows] each: the result's rows one after the other.
+      out_ref: [M, columns].
+      start: the first row in `out_ref`.
+      count: of rows; at least `least`, by which copies of full chunks are known.
+      smem: [chunks, ...], the warpgroup's memory for rows on their way.
+    """
+    chunks, chunk = smem.shape[0], _in_rows(smem).shape[1]
+    pieces = [(acc, at, min(chunk, acc.shape[1] - at)) for acc in accs for at in range(0, acc.shape[1], chunk)]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    above = 0
+    for n, (acc, at, size) in enumerate(pieces):
+        if n >= chunks:
+            plgpu.wait_smem_to_gmem(chunks - 1, wait_read_only=True)
+        # Turned in registers, a thread has neighbouring columns of a row.
+        turned = plgpu.layout_cast(acc[:, at : at + size].astype(smem.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        _transposed(_in_tiles(smem).at[n % chunks, pl.ds(0, size)])[...] = turned
+        plgpu.commit_smem()
+
+        def send(size: int, done: Any, n: int = n, above: int = above) -> None:
+            source = _in_rows(smem).at[n % chunks, pl.ds(done, size)]
+            plgpu.copy_smem_to_gmem(source, out_ref.at[pl.ds(start + above + done, size)])
+
+        if above + size <= least:
+            send(size, 0)
+        else:
+            _in_powers_of_2(jnp.clip(count - above, 0, size), size, send)
+        above += size
+
+
+def _in_powers_of_2(count: Any, most: int, send: Callable[[int, Any], None]) -> None:
+    """Calls `send(size, done)` with static sizes whose sum is `count`."""
+    pl.when(count == most)(functools.partial(send, most, 0))
+
+    @pl.when(count < most)
     def _() -> None:
-        for n in range(columns // PART):
-            plgpu.wait_smem_to_gmem(parts - 1, wait_read_only=True)
-            part_smem[n % parts] = acc[:, n * PART : (n + 1) * PART]
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                part_smem.at[n % parts], out_ref.at[pl.ds(first, half), pl.ds(column + n * PART, PART)]
-            )
-
-    @pl.when(written < half)
-    def _() -> None:
-        for n in range(columns // PART):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _store_in_rows(rest_smem, acc[:, n * PART : (n + 1) * PART])
-            plgpu.commit_smem()
-            # A copy has a fixed size: one of each power of 2 makes any number.
-            size, done = half // 2, skip
-            while size:
-                is_part = (written & size) != 0
-                source = rest_smem.at[pl.ds(done, size)]
-                target = out_ref.at[pl.ds(first + done, size), pl.ds(column + n * PART, PART)]
-                pl.when(is_part)(functools.partial(plgpu.copy_smem_to_gmem, source, target))
-                done = done + (written & size)
-                size //= 2
+        size, done = 1 << (most - 1).bit_length() - 1, 0
+        while size:
+            pl.when((count & size) != 0)(functools.partial(send, size, done))
+            done = done + (count & size)
+            size //= 2
 
 
-def matrices(
-    lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array, *, tile: MosaicTile = TILE, **kwargs: Any
+@functools.partial(jax.jit, static_argnames=("blocks", "tile"))
+def grouped_matrices(
+    lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array, *, blocks: int, tile: MatricesTile = MatricesTile()
 ) -> jax.Array:
-    """Returns `drhs` (see `grouped`); the arguments are as in `rows`."""
+    """Returns `drhs` (see `grouped`) of arrays that `takes_matrices`; the other arguments are as in `grouped_rows`."""
     groups, shape = sizes_G.shape[0], (lhs_MK.shape[1], dout_MN.shape[1])
+    if shape[1] % tile.columns:
+        tile = dataclasses.replace(tile, columns=128)
     down, across, half = shape[0] // tile.rows, shape[1] // tile.columns, tile.rows // MULTIPLIERS
     works = groups * down * across
-    ends_G = jnp.cumsum(sizes_G.astype(jnp.int32))
+    number = jnp.arange(groups)
+    sizes_G = sizes_G.astype(jnp.int32)
+    ends_G = jnp.sum(
+        jnp.where(number <= number[:, None], sizes_G, 0), axis=1
+    )  # as a cumulative sum these are three kernels
 
-    def body(start_ref: jax.Ref, end_ref: jax.Ref, lhs_ref: jax.Ref, dout_ref: jax.Ref, out_ref: jax.Ref) -> None:
-        def scope(lhs_smem: jax.Ref, dout_smem: jax.Ref, part_smem: jax.Ref, full: Any, free: Any) -> None:
-            group_of_threads = lax.axis_index("warpgroup")
-            block = lax.axis_index("block")
-            mine = _share(works, block, tile.blocks)
-            own = pl.ds(group_of_threads * half, half)
+    def body(size_ref: jax.Ref, end_ref: jax.Ref, lhs_ref: jax.Ref, dout_ref: jax.Ref, out_ref: jax.Ref) -> None:
+        def scope(lhs_smem: jax.Ref, dout_smem: jax.Ref, out_smem: jax.Ref, full: Any, free: Any) -> None:
+            warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+            mine = lax.div(works - block + (blocks - 1), blocks)
 
             def find(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-                work = i * tile.blocks + block
+                work = i * blocks + block
                 inside = lax.rem(work, down * across)
-                return (
-                    lax.div(work, down * across),
-                    lax.div(inside, across) * tile.rows,
-                    lax.rem(inside, across) * tile.columns,
-                )
+                top, left = lax.div(inside, across) * tile.rows, lax.rem(inside, across) * tile.columns
+                return lax.div(work, down * across), top, left
 
             def extent(group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-                """Returns the first row that is copied, how many of the first rows are skipped, the last row's end, and the steps."""
-                start, end = start_ref[group], end_ref[group]
-                first = pl.multiple_of(lax.div(start, ALIGNED) * ALIGNED, ALIGNED)
-                steps = lax.div(end - first + (tile.depth - 1), tile.depth)
-                return first, start - first, end, jnp.where(end > start, steps, 0)
+                """Returns the first row that is copied, which of the copied rows are the group's, and the steps."""
+                size, end = size_ref[group], end_ref[group]
+                first = pl.multiple_of(lax.div(end - size, EIGHT) * EIGHT, EIGHT)
+                steps = lax.div(end - first + (DEPTH - 1), DEPTH)
+                return first, end - size - first, end - first, jnp.where(size > 0, steps, 0)
 
             def copy(i: jax.Array, before: jax.Array) -> jax.Array:
                 group, top, left = find(i)
                 start, _, _, steps = extent(group)
 
                 def step(k: jax.Array, _: None) -> None:
-                    slot = lax.rem(before + k, tile.buffers)
-                    pl.when(before + k >= tile.buffers)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    deep = pl.ds(start + k * tile.depth, tile.depth)
-                    plgpu.copy_gmem_to_smem(lhs_ref.at[deep, pl.ds(top, tile.rows)], lhs_smem.at[slot], full.at[slot])
-                    plgpu.copy_gmem_to_smem(
-                        dout_ref.at[deep, pl.ds(left, tile.columns)], dout_smem.at[slot], full.at[slot]
-                    )
+                    slot = _slot(before + k, tile.buffers, free)
+                    deep = pl.ds(start + k * DEPTH, DEPTH)
+                    source = lhs_ref.at[deep, pl.ds(top, tile.rows)]
+                    plgpu.copy_gmem_to_smem(source, _swizzled(lhs_smem.at[slot]), full.at[slot])
+                    source = dout_ref.at[deep, pl.ds(left, tile.columns)]
+                    plgpu.copy_gmem_to_smem(source, dout_smem.at[slot], full.at[slot])
 
                 lax.fori_loop(0, steps, step, None)
                 return before + steps
 
             def multiply(i: jax.Array, before: jax.Array) -> jax.Array:
                 group, top, left = find(i)
-                start, skip, end, steps = extent(group)
-                inside = end - start - (steps - 1) * tile.depth  # rows of the last step that are the group's
-
-                def slot_of(k: jax.Array) -> jax.Array:
-                    return lax.rem(before + k, tile.buffers)
+                _, low, high, steps = extent(group)
 
                 def product(acc: Any) -> jax.Array:
-                    def step(k: jax.Array, _: None) -> None:
-                        slot = slot_of(k)
-                        plgpu.barrier_wait(full.at[slot])
+                    def step(slot: jax.Array, k: jax.Array) -> None:
+                        mask(slot, jnp.where(k == 0, low, 0), jnp.minimum(high - k * DEPTH, DEPTH))
+                        own = _swizzled(lhs_smem.at[slot]).at[:, pl.ds(warpgroup * half, half)]
+                        plgpu.wgmma(acc, _transposed(own), dout_smem.at[slot])
 
-                        low = jnp.where(k == 0, skip, 0)
-                        high = jnp.where(k == steps - 1, inside, tile.depth)
-
-                        @pl.when((low > 0) | (high < tile.depth))
-                        def _() -> None:
-                            lhs = lhs_smem[slot, :, own]
-                            row = plgpu.broadcasted_iota(jnp.int32, lhs.shape, 0, layout=plgpu.Layout.WGMMA)
-                            lhs_smem[slot, :, own] = jnp.where((row >= low) & (row < high), lhs, jnp.zeros_like(lhs))
-                            plgpu.commit_smem()
-
-                        plgpu.wgmma(acc, _transposed(lhs_smem.at[slot, :, own]), dout_smem.at[slot])
-                        plgpu.wgmma_wait(1)
-                        pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(k - 1)]))
-
-                    lax.fori_loop(0, steps, step, None)
-                    plgpu.wgmma_wait(0)
-                    pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(steps - 1)]))
+                    _multiply(before, steps, tile.buffers, full, free, step, 1)
                     return acc[...]
 
                 acc = pl.run_scoped(product, plgpu.ACC((half, tile.columns), jnp.float32)).astype(out_ref.dtype)
-                for n in range(tile.columns // PART):
-                    plgpu.wait_smem_to_gmem(tile.parts - 1, wait_read_only=True)
-                    part_smem[group_of_threads, n % tile.parts] = acc[:, n * PART : (n + 1) * PART]
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for n in range(tile.columns // DEPTH):
+                    if n >= tile.chunks:
+                        plgpu.wait_smem_to_gmem(tile.chunks - 1, wait_read_only=True)
+                    out_smem[warpgroup, n % tile.chunks] = acc[:, n * DEPTH : (n + 1) * DEPTH]
                     plgpu.commit_smem()
-                    target = (group, pl.ds(top + group_of_threads * half, half), pl.ds(left + n * PART, PART))
-                    plgpu.copy_smem_to_gmem(part_smem.at[group_of_threads, n % tile.parts], out_ref.at[target])
+                    target = (group, pl.ds(top + warpgroup * half, half), pl.ds(left + n * DEPTH, DEPTH))
+                    plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, n % tile.chunks], out_ref.at[target])
                 return before + steps
 
-            @pl.when(group_of_threads == COPIER)
-            def _() -> None:
-                plgpu.set_max_registers(40, action="decrease")
-                _drain(lax.fori_loop(0, mine, copy, jnp.int32(0)), tile.buffers, free)
+            def mask(slot: jax.Array, low: jax.Array, high: jax.Array) -> None:
+                """Sets rows before `low` and from `high` on to 0, in the columns of the warpgroup."""
 
-            @pl.when(group_of_threads < MULTIPLIERS)
-            def _() -> None:
-                plgpu.set_max_registers(232, action="increase")
-                lax.fori_loop(0, mine, multiply, jnp.int32(0))
-                plgpu.wait_smem_to_gmem(0)
+                def keep(eight: Any, low: Any, high: Any) -> None:
+                    layout = plgpu.Layout.WG_STRIDED((EIGHT, DEPTH), vec_size=4)
+                    row = plgpu.broadcasted_iota(jnp.int32, (EIGHT, DEPTH), 0, layout=layout)
+                    ref = lhs_smem.at[slot, eight, warpgroup]
+                    values = plgpu.load(ref, (), layout=layout)
+                    ref[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
+
+                @pl.when((low > 0) | (high < DEPTH))
+                def _() -> None:
+                    pl.when(low > 0)(lambda: keep(0, low, EIGHT))
+
+                    @pl.when(high < DEPTH)
+                    def _() -> None:
+                        last = lax.div(high, EIGHT)
+                        keep(last, jnp.where(last == 0, low, 0), high - last * EIGHT)
+                        lax.fori_loop(last + 1, DEPTH // EIGHT, lambda n, _: keep(n, 0, 0), None)
+
+                    plgpu.commit_smem()
+
+            _specialised(mine, copy, multiply, lambda copied: _drain(copied, tile.buffers, free), jnp.int32(0))
 
         pl.run_scoped(
             scope,
-            _operands(tile.buffers, (tile.depth, tile.rows), lhs_MK.dtype),
-            _operands(tile.buffers, (tile.depth, tile.columns), lhs_MK.dtype),
-            _operands((MULTIPLIERS, tile.parts), (half, PART), lhs_MK.dtype),
+            # Without its layout, which `_swizzled` adds: a mask takes rows as they are.
+            plgpu.SMEM((tile.buffers, DEPTH // EIGHT, tile.rows // DEPTH, EIGHT, DEPTH), lhs_MK.dtype),
+            _operands((tile.buffers,), (DEPTH, tile.columns), lhs_MK.dtype),
+            _operands((MULTIPLIERS, tile.chunks), (half, DEPTH), lhs_MK.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=tile.buffers),
             plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=tile.buffers),
             collective_axes="warpgroup",
         )
 
-    kernel = _kernel(body, jax.ShapeDtypeStruct((groups, *shape), lhs_MK.dtype), tile, "grouped_matrices", kwargs)
-    return kernel(ends_G - sizes_G, ends_G, lhs_MK, dout_MN)
+    # No thread reads what another one wrote to shared memory; copies and matmuls do, after `commit_smem`.
+    kernel = _kernel(body, jax.ShapeDtypeStruct((groups, *shape), lhs_MK.dtype), blocks, "grouped_matrices", False)
+    return kernel(sizes_G, ends_G, lhs_MK, dout_MN)
 
 
-def _share(works: Any, block: jax.Array, blocks: int) -> jax.Array:
-    """Returns how many of the works 0, 1, ... are of a block that takes every `blocks`-th."""
-    return lax.div(works - block + (blocks - 1), blocks)
+def _specialised(works: Any, copy: Any, multiply: Any, drain: Any, first: Any = None) -> None:
+    """Runs `copy` on one warpgroup and `multiply` on the others, for each work, with a value that goes from one to the next."""
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == COPIER)
+    def _() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        drain(lax.fori_loop(0, works, copy, first))
+
+    @pl.when(warpgroup < MULTIPLIERS)
+    def _() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        lax.fori_loop(0, works, multiply, first)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _slot(count: jax.Array, buffers: int, free: Any) -> jax.Array:
+    """Returns the buffer of a copy, once it is free."""
+    slot = lax.rem(count, buffers)
+    pl.when(count >= buffers)(lambda: plgpu.barrier_wait(free.at[slot]))
+    return slot
 
 
 def _drain(copies: Any, buffers: int, free: Any) -> None:
@@ -327,34 +381,83 @@ def _drain(copies: Any, buffers: int, free: Any) -> None:
     )
 
 
-def _operands(buffers: Any, shape: tuple[int, int], dtype: Any) -> Any:
+def _multiply(
+    before: Any, steps: Any, buffers: int, full: Any, free: Any, step: Callable[..., None], matmuls: int
+) -> None:
+    """Multiplies operands as they arrive. One step's matmuls begin before those of the last have ended, whose buffer is then free.
+
+    Args:
+      before: the operands that arrived before.
+      steps: how many there are.
+      buffers, full, free: of the operands.
+      step: begins the matmuls of (buffer, number of the step).
+      matmuls: how many it begins.
+    """
+
+    def one(k: jax.Array, _: None) -> None:
+        slot = lax.rem(before + k, buffers)
+        plgpu.barrier_wait(full.at[slot])
+        step(slot, k)
+        plgpu.wgmma_wait(matmuls)
+        pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(before + k - 1, buffers)]))
+
+    lax.fori_loop(0, steps, one, None)
+    plgpu.wgmma_wait(0)
+    pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(before + steps - 1, buffers)]))
+
+
+def _by_count(count: Any, tile: RowsTile, of: Callable[[int], None]) -> None:
+    """Calls `of` with the least multiple of `tile.unit` that holds a count above 0."""
+    units = lax.div(count + (tile.unit - 1), tile.unit)
+    for n in range(1, tile.rows // tile.unit + 1):
+        pl.when(units == n)(functools.partial(of, n * tile.unit))
+
+
+_SWIZZLE, _TILING = plgpu.SwizzleTransform(128), plgpu.TilingTransform((EIGHT, DEPTH))
+_NO_TYPE: Any = None  # neither reads it
+_UNSWIZZLING, _UNTILING = _SWIZZLE.undo(_NO_TYPE), _TILING.undo(_NO_TYPE)
+
+
+def _operands(leading: tuple[int, ...], shape: tuple[int, int], dtype: Any) -> Any:
     """Returns buffers in shared memory of the layout that warpgroup matmuls and the copy engine share."""
-    transforms = (plgpu.TilingTransform((8, PART)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM((*((buffers,) if isinstance(buffers, int) else buffers), *shape), dtype, transforms=transforms)
+    return plgpu.SMEM((*leading, *shape), dtype, transforms=(_TILING, _SWIZZLE))
 
 
-def _store_in_rows(ref: jax.Ref, values: jax.Array) -> None:
-    """Stores values row by row, although banks of memory conflict."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, values, optimized=False)
-    else:  # JAX before 0.12
-        ref[...] = values
+def _rows_in_tiles(leading: tuple[int, ...], rows: int, dtype: Any) -> Any:
+    """Returns such buffers of 64 columns, for which tiles of 8 rows, and rows, are in the same order."""
+    return plgpu.SMEM((*leading, rows // EIGHT, 1, EIGHT, DEPTH), dtype, transforms=(_SWIZZLE,))
 
 
-def _transposed(ref: jax.Ref) -> Any:
+def _in_tiles(ref: Any) -> Any:
+    return dataclasses.replace(ref, transforms=(*ref.transforms, _UNTILING))
+
+
+def _in_rows(ref: Any) -> Any:
+    *leading, tiles, _, eight, columns = ref.shape
+    return ref.reshape(*leading, tiles * eight, columns)
+
+
+def _swizzled(ref: Any) -> Any:
+    return _in_tiles(dataclasses.replace(ref, transforms=(*ref.transforms, _UNSWIZZLING)))
+
+
+def _transposed(ref: Any) -> Any:
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))  # JAX before 0.11
 
 
-def _kernel(body: Any, out: jax.ShapeDtypeStruct, tile: MosaicTile, name: str, kwargs: dict[str, Any]) -> Any:
+def _kernel(body: Any, out: jax.ShapeDtypeStruct, blocks: int, name: str, barriers: bool) -> Any:
+    """Returns the kernel; with `barriers` JAX puts one around each access to shared memory."""
     return plgpu.kernel(
         body,
         out_type=out,
-        grid=(tile.blocks,),
+        grid=(blocks,),
         grid_names=("block",),
         num_threads=MULTIPLIERS + 1,
         thread_name="warpgroup",
         kernel_name=name,
-        # Layouts are given here; newer versions of JAX would infer them.
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        **kwargs,
+        compiler_params=plgpu.CompilerParams(
+            # Layouts are given here; newer versions of JAX would infer them.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=not barriers,
+        ),
     )

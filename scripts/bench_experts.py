@@ -1,7 +1,7 @@
 r"""Measures the grouped matmuls of experts on one GPU: each of the three products, by each kernel, beside a dense matmul of the same FLOPs.
 
     python scripts/bench_experts.py
-    python scripts/bench_experts.py --rows 262144 --only dense mosaic-128x256x64-3-2 triton-128x128x64-w8-s3
+    python scripts/bench_experts.py --rows 262144 --only dense rows-288-32-128-4-32-2 triton-128x128x64-w8-s3
 
 The shapes are those of Qwen3-30B-A3B: 128 experts, D 2,048 and F 768, rows for 4,096 tokens with 8 experts each. "D>F" is the matmul of
 gate or up, "F>D" that of down. Groups are of the sizes that a random router gives ("balanced"), and of sizes from 4 to 1 ("4:1"). Each
@@ -27,18 +27,14 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-MOSAIC = [  # rows, columns, depth, buffers, parts
-    (128, 256, 64, 3, 2),
-    (128, 256, 64, 4, 1),
-    (128, 128, 64, 5, 2),
-    (256, 128, 64, 3, 1),
-    (128, 128, 128, 2, 2),
-]
+ROWS = [(288, 32, 128, 4, 32, 2), (288, 16, 128, 4, 32, 2)]  # the fields of `grouped_mosaic.RowsTile`
+MATRICES = [(128, 256, 4, 1), (128, 256, 3, 4)]  # and of `MatricesTile`
 TRITON = [(128, 128, 64, 8, 3), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 256, 64, 8, 3), (64, 128, 64, 4, 4)]
 JAX = [(128, 128, 64, 4, 1), (64, 256, 64, 4, 1)]
 VARIANTS = [
     "dense",
-    *("mosaic-{}x{}x{}-{}-{}".format(*tile) for tile in MOSAIC),
+    *("rows-{}-{}-{}-{}-{}-{}".format(*tile) for tile in ROWS),
+    *("matrices-{}-{}-{}-{}".format(*tile) for tile in MATRICES),
     *("triton-{}x{}x{}-w{}-s{}".format(*tile) for tile in TRITON),
     *("jax-{}x{}x{}-{}-{}".format(*tile) for tile in JAX),
     "padded",
@@ -52,9 +48,7 @@ parser.add_argument("--rows", type=int, default=32768)
 parser.add_argument("--groups", type=int, default=128)
 parser.add_argument("--dim", type=int, default=2048)
 parser.add_argument("--mlp_dim", type=int, default=768)
-parser.add_argument(
-    "--only", nargs="+", default=VARIANTS, help="names, as in the table; tiles as ROWSxCOLUMNSxDEPTH-..."
-)
+parser.add_argument("--only", nargs="+", default=VARIANTS, help="names, as in the table, with the fields of a tile")
 parser.add_argument("--seconds", type=float, default=0.2, help="measured for each figure")
 parser.add_argument("--together", type=int, default=5, help="processes that compile")
 parser.add_argument("--stuck_s", type=float, default=30.0, help="a variant that computes one case for longer is ended")
@@ -164,10 +158,11 @@ def child(options: argparse.Namespace) -> None:
             figures: Any = _case(options, case)
         except Exception as error:  # the other cases are measured all the same
             figures = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
-        print("DONE " + json.dumps((case, figures)), flush=True)
+        if figures is not None:
+            print("DONE " + json.dumps((case, figures)), flush=True)
 
 
-def _case(options: argparse.Namespace, case: str) -> dict[str, float]:
+def _case(options: argparse.Namespace, case: str) -> dict[str, float] | None:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -181,6 +176,8 @@ def _case(options: argparse.Namespace, case: str) -> dict[str, float]:
         "drhs": ((rows, contracted), (rows, columns)),
     }[product]
     run = _product(options.child, product, rows)
+    if run is None:
+        return None
     abstract = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     compiled = jax.jit(run).lower(*abstract, jax.ShapeDtypeStruct((groups,), jnp.int32)).compile()
     flops = 2 * rows * contracted * columns
@@ -208,17 +205,22 @@ def _seconds(run: Callable[[], Any], duration: float) -> float:
     """Returns the median time of a call over rounds of calls, without waiting in between."""
     import jax
 
-    jax.block_until_ready([run() for _ in range(5)])
-    began, rounds = time.monotonic(), []
-    while not rounds or time.monotonic() - began < duration:
+    def some() -> float:
         start = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(20)][-1])
-        rounds.append((time.perf_counter() - start) / 20)
+        for _ in range(20):
+            last = run()  # the one before is freed: twenty matrices of all groups would be taken from the driver anew
+        jax.block_until_ready(last)
+        return (time.perf_counter() - start) / 20
+
+    some()
+    began, rounds = time.monotonic(), []
+    while len(rounds) < 3 or time.monotonic() - began < duration:
+        rounds.append(some())
     return statistics.median(rounds)
 
 
-def _product(variant: str, product: str, height: int) -> Callable[..., Any]:
-    """Returns (first, second, sizes) -> the product."""
+def _product(variant: str, product: str, height: int) -> Callable[..., Any] | None:
+    """Returns (first, second, sizes) -> the product; None if the variant is one of other products."""
     import jax
     import jax.numpy as jnp
 
@@ -241,13 +243,17 @@ def _product(variant: str, product: str, height: int) -> Callable[..., Any]:
         if product == "drhs":
             return functools.partial(grouped.matrices_by_triton, tile=tile)
         return lambda first, second, sizes: grouped.rows_by_triton(first, second, sizes, product == "dlhs", tile=tile)
-    if kind == "mosaic":
+    if kind in ("rows", "matrices"):
         from pallas_kernels import grouped_mosaic
 
-        mosaic = grouped_mosaic.MosaicTile(*numbers)
+        if (product == "drhs") != (kind == "matrices"):
+            return None
+        blocks = jax.devices()[0].core_count
         if product == "drhs":
-            return functools.partial(grouped_mosaic.matrices, tile=mosaic)
-        return lambda first, second, sizes: grouped_mosaic.rows(first, second, sizes, product == "dlhs", tile=mosaic)
+            matrices = grouped_mosaic.MatricesTile(*numbers)
+            return functools.partial(grouped_mosaic.grouped_matrices, blocks=blocks, tile=matrices)
+        own, transposed = grouped_mosaic.RowsTile(*numbers), product == "dlhs"
+        return functools.partial(grouped_mosaic.grouped_rows, transposed=transposed, blocks=blocks, tile=own)
     rows, columns, depth, steps, wide = numbers
     how = {"block_m": rows, "block_n": columns, "block_k": depth, "max_concurrent_steps": steps, "grid_block_n": wide}
     if product == "drhs":

@@ -2,6 +2,7 @@
 zerojax.ops.expert_parallel."""
 
 import functools
+import re
 
 import compile_only
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import grouped
 from zerojax import mesh as mesh_lib
 from zerojax.clock import kernels
 from zerojax.hlo import collectives, flow, syntax
@@ -45,7 +47,8 @@ def compiled(load, parts):
     every = (P("expert"),) * 7
     run = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=every, out_specs=P("expert"), check_vma=False))
     options = compile_only.FAST | xla_options.for_mesh(mesh)
-    with compile_only.optimized():
+    with compile_only.optimized(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "HOPPER", re.compile("none"))  # Triton's kernels compile faster than those of these GPUs
         program = run.lower(*inputs, *shared, *matrices).compile(compiler_options=options)
     found = flow.flow(syntax.parse(program.as_text()))
     return program, found, list(collectives.collectives(found, mesh))
@@ -68,12 +71,12 @@ def test_no_row_is_multiplied_twice_and_memory_is_that_of_the_rows():
         for work in kernels.of(found.module, call.computation, each, WAYS)
         if work.kind == kernels.MATMUL
     ]
-    grouped = [one for one in work if one.form.startswith("grouped")]
-    assert len(grouped) == 2 * 9  # parts; three matmuls, each with two gradients
+    products = [one for one in work if one.form.startswith("grouped")]
+    assert len(products) == 2 * 9  # parts; three matmuls, each with two gradients
     needed = 9 * 2.0 * ROWS * DIM * WIDTH
-    assert needed <= sum(one.flops for one in grouped) <= FLOPS * needed
+    assert needed <= sum(one.flops for one in products) <= FLOPS * needed
     dense = 6 * 2.0 * TOKENS * DIM * DIM
-    assert dense <= sum(one.flops for one in work if one not in grouped) <= FLOPS * dense
+    assert dense <= sum(one.flops for one in work if one not in products) <= FLOPS * dense
     # Of a room for all rows: x, gate, up and hidden are kept; their gradients, and that of the result, are there at once.
     kept = DIM + 3 * WIDTH
     room = WAYS * ROWS * 2 * (2 * kept + DIM)

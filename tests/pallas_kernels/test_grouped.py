@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import grouped, grouped_mosaic, row_tiles
+from pallas_kernels import grouped, row_tiles
+from zerojax import traces
 
 F32 = 1e-4  # float32 sums of some hundred terms, in another order
 ROWS, DIM, WIDTH = 200, 72, 40
@@ -40,19 +41,26 @@ def by_loop(lhs, rhs, dout, sizes):
     return out, dlhs, drhs
 
 
-@pytest.mark.parametrize("aligned", [1, 8])
-def test_tiles_write_each_row_once_and_begin_where_copies_may(aligned):
-    table = jax.jit(lambda sizes: row_tiles.table(sizes, ROWS, 32, aligned))
+@pytest.mark.parametrize("make", [row_tiles.table, lambda *args: row_tiles.largest_first(*args)[0]])
+def test_tiles_write_each_row_of_their_group_once(make):
+    table = jax.jit(lambda sizes: make(sizes, ROWS, 32))
     for sizes in SIZES.values():
-        tiles = table(np.asarray(sizes, np.int32))
         ends, written = np.cumsum(sizes), []
-        for group, start, real, count, skip in np.transpose(tiles):
-            rows = range(start + skip, start + count)
+        for group, start, real, count in np.transpose(table(np.asarray(sizes, np.int32))):
+            rows = range(start, start + count)
             written += rows
-            if count:
-                assert start % aligned == 0 and skip < aligned and real in (0, count)
+            assert real in (0, count) and count <= 32
             assert all(ends[group] - sizes[group] <= row < ends[group] for row in rows if real)
-        assert written == list(range(ROWS))
+        assert sorted(written) == list(range(ROWS))
+
+
+def test_the_largest_tiles_come_first_and_those_that_are_not_needed_last():
+    table = jax.jit(lambda sizes: row_tiles.largest_first(sizes, ROWS, 32))
+    for sizes in SIZES.values():
+        tiles, used = table(np.asarray(sizes, np.int32))
+        assert list(tiles.count_T) == sorted(tiles.count_T, reverse=True) and used == np.count_nonzero(tiles.count_T)
+        rest = ROWS - sum(sizes)
+        assert used == sum(-(-size // 32) for size in (*sizes, rest))  # as few as can be
 
 
 NARROW = 9  # as an adapter's rank
@@ -84,25 +92,50 @@ def test_tiles_are_no_larger_than_a_product_needs():
     assert (tile.rows, tile.columns, tile.depth) == (128, 16, 32)
 
 
-@pytest.mark.long
-def test_kernels_of_hopper_compile_for_absent_gpus_without_a_dense_product(monkeypatch):
-    rows, dim, width, groups = 1024, 256, 512, 16
-    products = grouped.Products(grouped_mosaic.rows, grouped_mosaic.matrices)
-    monkeypatch.setitem(grouped.IMPLEMENTATIONS, "mosaic", products)
-    mesh = compile_only.mesh(("data",))
+def on(target, run, rows, dim, width, groups=4, dtype=jnp.bfloat16):
+    """Returns a function in a `shard_map` on absent GPUs, and its abstract arguments."""
+    mesh = Mesh(np.asarray(compile_only.gpus(target)[:1]), ("data",))
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    def both(lhs, rhs, dout, sizes):
-        out, pull = jax.vjp(lambda *inputs: grouped.grouped_matmul(*inputs, sizes, "mosaic"), lhs, rhs)
-        return out, *pull(dout)
-
-    def abstract(shape, dtype=jnp.bfloat16):
+    def abstract(shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 
     shapes = ((rows, dim), (groups, dim, width), (rows, width))
-    lowered = jax.jit(both).lower(*map(abstract, shapes), abstract((groups,), jnp.int32))
+    inside = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return inside, (*map(abstract, shapes), abstract((groups,), jnp.int32))
+
+
+def both(lhs, rhs, dout, sizes):
+    out, pull = jax.vjp(lambda *inputs: grouped.grouped_matmul(*inputs, sizes, grouped.BY_PLATFORM), lhs, rhs)
+    return out, *pull(dout)
+
+
+def kernels(program):
+    """Returns the numbers of Hopper's kernels of rows and of matrices, and of Triton's kernels."""
+    found = list(traces.equations(program))
+    names = [eqn.params["name"] for eqn in found if eqn.primitive.name in ("jit", "pjit")]
+    triton = sum(eqn.primitive.name == "pallas_call" for eqn in found)
+    return [names.count("grouped_rows"), names.count("grouped_matrices"), triton]
+
+
+@pytest.mark.parametrize(
+    "target, width, dtype, expected",
+    [
+        ("h100", 128, jnp.bfloat16, [2, 1, 0]),
+        ("h100", 128, jnp.float32, [0, 0, 3]),
+        ("h100", 16, jnp.bfloat16, [0, 0, 3]),  # an adapter's
+        ("a100", 128, jnp.bfloat16, [0, 0, 3]),
+    ],
+)
+def test_hopper_gpus_run_their_own_kernels_of_wide_16_bit_products(target, width, dtype, expected):
+    inside, args = on(target, both, 64, 128, width, dtype=dtype)
+    assert kernels(jax.make_jaxpr(inside)(*args)) == expected
+
+
+@pytest.mark.long
+def test_kernels_of_hopper_compile_for_absent_gpus_without_a_dense_product():
+    inside, args = on("h200", both, 1024, 256, 384, groups=16)
     with compile_only.optimized():
-        program = lowered.compile(compiler_options=compile_only.FAST)
+        program = jax.jit(inside).lower(*args).compile(compiler_options=compile_only.FAST)
     text = program.as_text()
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", text)) == 3
     assert not re.search(r"\bdot\(|__cublas|triton_gemm", text)

@@ -5,7 +5,9 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from configs import base
@@ -73,6 +75,23 @@ def test_a_product_of_groups_counts_each_row_once_forward_and_twice_backward():
     one = 2 * rows * k * n
     assert count(product, (rows, k), (groups, k, n)) == {"bf16": one}
     assert total(jax.grad(product, argnums=(0, 1)), (rows, k), (groups, k, n)) == pytest.approx(2 * one)
+
+
+def test_a_product_of_groups_by_the_kernels_of_hopper_counts_the_same():
+    gpus = Mesh(np.asarray(compile_only.gpus("h100")[:1]), ("data",))
+    rows, groups, k, n = 64, 4, 64, 128
+    sizes = np.full(groups, rows // groups, np.int32)
+
+    def product(lhs, rhs):
+        return jax.shard_map(
+            lambda lhs, rhs: grouped.grouped_matmul(lhs, rhs, sizes, grouped.BY_PLATFORM),
+            mesh=gpus,
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )(lhs, rhs)
+
+    assert count(product, (rows, k), (groups, k, n)) == {"bf16": 2 * rows * k * n}
 
 
 def test_work_inside_shard_map_counts_on_every_device():

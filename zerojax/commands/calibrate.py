@@ -422,10 +422,10 @@ def _experts(bench: Bench) -> Figures:
     """Measures products of groups of rows, whose sizes a balanced router draws."""
     rows, groups, embed, width = bench.sizes.experts
     drawn = np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups))
-    sizes = jax.device_put(np.asarray(drawn, np.int32), bench.devices[0])
+    sizes = np.asarray(drawn, np.int32)
     x, dy = bench.normal((rows, embed), jnp.bfloat16), bench.normal((rows, width), jnp.bfloat16, seed=1)
     w = bench.normal((groups, embed, width), jnp.bfloat16, seed=2)
-    ways = grouped.IMPLEMENTATIONS["triton" if bench.is_gpu else "jnp"]
+    ways = grouped.IMPLEMENTATIONS[grouped.BY_PLATFORM]
     runs = {
         "matmul.grouped_rows": lambda x, dy, w: (ways.rows(x, w, sizes, False), ways.rows(dy, w, sizes, True)),
         "matmul.grouped_matrices": lambda x, dy, w: (ways.matrices(x, dy, sizes),),
@@ -433,7 +433,8 @@ def _experts(bench: Bench) -> Figures:
     found: Figures = {}
     for name, run in runs.items():
         count = 2 if name == "matmul.grouped_rows" else 1
-        seconds = bench.among_passes(name, run, (x, dy, w)) / count
+        # Inside a `shard_map`, which says what GPU it is.
+        seconds = bench.among_passes(name, _over(bench, 1, run), (x, dy, w)) / count
         room = 1 + groups * rates_lib.HALF_TILE[name.removeprefix("matmul.")] / rows
         found[name] = 2.0 * rows * embed * width / seconds * room, f"{rows} rows of {groups} groups, {embed} x {width}"
     return found

@@ -19,6 +19,7 @@ from zerojax import roles, traces
 
 # Matmuls of cuDNN's attention. Forward: scores and output. Backward: scores again, and four gradients.
 _FORWARD_MATMULS, _BACKWARD_MATMULS = 2, 5
+_GROUPED = ("grouped_rows", "grouped_matrices")  # of `pallas_kernels.grouped_mosaic`
 
 
 def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
@@ -67,8 +68,11 @@ def is_counted(eqn: jex.JaxprEqn) -> bool:
 
 def of_equation(eqn: Any) -> dict[str, float]:
     """Returns the operations of such an equation, by the dtype of its matmul; {} if it has none."""
-    if _is_stated(eqn):
+    if eqn.primitive.name == "pallas_call":
         return {_kind(*[v.aval.dtype for v in eqn.invars[-2:]]): eqn.params["cost_estimate"].flops}
+    if _is_grouped(eqn):
+        rows, columns = eqn.invars[0].aval, eqn.outvars[0].aval.shape[-1]
+        return {_kind(*[v.aval.dtype for v in eqn.invars[:2]]): 2.0 * rows.size * columns}
     operations = _COUNTS[eqn.primitive.name](eqn)
     return {_kind(*[v.aval.dtype for v in eqn.invars[:2]]): operations} if operations else {}
 
@@ -83,7 +87,12 @@ def attention(eqn: jex.JaxprEqn) -> str:
 
 def _is_stated(eqn: jex.JaxprEqn) -> bool:
     """Returns whether an equation is a kernel that says how many operations it has."""
-    return eqn.primitive.name == "pallas_call" and eqn.params.get("cost_estimate") is not None
+    return _is_grouped(eqn) or (eqn.primitive.name == "pallas_call" and eqn.params.get("cost_estimate") is not None)
+
+
+def _is_grouped(eqn: jex.JaxprEqn) -> bool:
+    """Returns whether an equation is a product of groups of rows, whose kernel cannot say how many operations it has."""
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] in _GROUPED
 
 
 def _walk_longest(branches: Any, times: float, found: dict[str, float], room: float) -> None:
