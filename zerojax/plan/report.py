@@ -63,7 +63,8 @@ def groups_table(plan: step_plan.Plan) -> Table:
     assert found is not None
     order = found.order
     table = Table(title=f"Groups of the pipeline: {order.name}, {order.stages} stages, {order.micros} micro-batches")
-    for column in ("group", "blocks", "state", "gradients", "between passes", "at once", "sends", "peak"):
+    elsewhere = ["elsewhere"] if any(held.host for held in found.memory) else []  # state in host memory or on a disk
+    for column in ("group", "blocks", "state", "gradients", "between passes", "at once", "sends", "peak", *elsewhere):
         table.add_column(column, justify="left" if column == "group" else "right")
     for group, (calls, held) in enumerate(zip(found.calls, found.memory)):
         sizes = (held.state, held.sums, held.values)
@@ -72,10 +73,12 @@ def groups_table(plan: step_plan.Plan) -> Table:
             str(order.alive(group)),
             display.human(held.sent),
             display.human(held.peak),
+            *(display.human(held.host) for _ in elsewhere),
         )
         table.add_row(str(group), str(calls), *shown)
     table.caption = (
         f"the other tables are of group {found.largest}; 'at once': micro-batches that wait for their backward pass"
+        + ("; what is 'elsewhere' arrives and leaves after the last of them" if elsewhere else "")
     )
     return table
 

@@ -12,9 +12,9 @@ import runs
 from pipelines import PASSES, TENSOR, Net, abstract, assert_equal, batch_of, prepared, trained
 
 import zerojax
-from zerojax import roles, tree
+from zerojax import display, roles, tree
 from zerojax.errors import UserError
-from zerojax.plan import step_plan
+from zerojax.plan import report, step_plan
 from zerojax.zero import gather, state_bytes, update
 from zerojax.zero.offload import budget, memory_kind, settings
 from zerojax.zero.offload.disk import store
@@ -106,6 +106,7 @@ def test_bytes_in_host_memory_are_those_of_the_group_that_has_the_most():
     assert budget.pool_bytes(partition) >= 2 * sum(host), "two devices a group"
     how = {"mesh": partition.mesh, "target": "cpu", "placement": partition, "passes": PASSES, "by_hand": True}
     plan = step_plan.plan_step(step, partition.abstract_state, jax.eval_shape(lambda: batch_of(0)), **how)
+    assert [*report.groups_table(plan).columns[-1].cells] == [display.human(count) for count in host]
     rows = {row.role: row for row in plan.memory}
     assert [held.host for held in plan.pipeline.memory] == host
     assert rows[roles.HOST].assigned == rows[roles.HOST].arithmetic == host[plan.pipeline.largest]
