@@ -27,9 +27,8 @@ from pallas_kernels import row_tiles
 
 MULTIPLIERS, COPIER = 2, 2  # the warpgroups that multiply, and the number of the one that copies
 EIGHT = 8  # rows of a tile of shared memory
-DEPTH = (
-    64  # contracted at a time, and columns that are written at a time: 128 bytes of 16-bit values, the widest swizzle
-)
+# Contracted at a time, and columns that are written at a time: 128 bytes of 16-bit values, the widest swizzle.
+DEPTH = 64
 WIDEST = 256  # columns of a warpgroup's matmul
 
 
@@ -250,9 +249,8 @@ def grouped_matrices(
     works = groups * down * across
     number = jnp.arange(groups)
     sizes_G = sizes_G.astype(jnp.int32)
-    ends_G = jnp.sum(
-        jnp.where(number <= number[:, None], sizes_G, 0), axis=1
-    )  # as a cumulative sum these are three kernels
+    # As a cumulative sum these are three kernels.
+    ends_G = jnp.sum(jnp.where(number <= number[:, None], sizes_G, 0), axis=1)
 
     def body(size_ref: jax.Ref, end_ref: jax.Ref, lhs_ref: jax.Ref, dout_ref: jax.Ref, out_ref: jax.Ref) -> None:
         def scope(lhs_smem: jax.Ref, dout_smem: jax.Ref, out_smem: jax.Ref, full: Any, free: Any) -> None:
