@@ -99,6 +99,7 @@ def model_state(shapes, **more):
         "global_steps": 9,
         "skipped_steps": 2,
         "ds_config": {"train_batch_size": 8},
+        "ds_version": "0.19.8",
         **more,
     }
 
@@ -138,7 +139,10 @@ def write_by_group(folder, arrays, ranks, shapes=SHAPES, *, tells_places=False, 
                     found[rank][name] = Call("deepspeed.utils.tensor_fragment.fragment_address", state=fields)
         places.append(found)
     for rank in range(ranks):
-        moments = [{kind: parts[kind][group][rank] for kind in KINDS[1:]} for group in range(len(shapes))]
+        moments = [
+            {**({"step": 7} if elastic else {}), **{kind: parts[kind][group][rank] for kind in KINDS[1:]}}
+            for group in range(len(shapes))
+        ]
         state = {
             "zero_stage": Call("deepspeed.runtime.zero.config.ZeroStageEnum", 2),
             "partition_count": [ranks] * len(shapes),
@@ -261,18 +265,95 @@ def test_stage_0_in_float32_keeps_the_optimizers_own_state(tmp_path):
     assert_same(zero_checkpoint.read(tmp_path), arrays)
 
 
-def test_a_universal_checkpoint_has_a_folder_for_each_weight(tmp_path):
-    arrays = truth()
+def write_universal(path, arrays):
     for name in arrays["params"]:
-        weight = tmp_path / "global_step9_universal" / "zero" / name
+        weight = path / "global_step9_universal" / "zero" / name
         weight.mkdir(parents=True)
         for file, kind in (("fp32", "params"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
             torch_writer.save(weight / f"{file}.pt", {"param": arrays[kind][name]})
         torch_writer.save(weight / "step.pt", np.array(7))
-    (tmp_path / "latest_universal").write_text("global_step9_universal\n")
+    (path / "latest_universal").write_text("global_step9_universal\n")
+
+
+def test_a_universal_checkpoint_has_a_folder_for_each_weight(tmp_path):
+    arrays = truth()
+    write_universal(tmp_path, arrays)
     found = zero_checkpoint.read(tmp_path)
     assert_same(found, arrays)
     assert (found.step, found.updates) == (7, 7)
+
+
+@pytest.mark.parametrize("file", ["fp32", "exp_avg", "exp_avg_sq"])
+def test_a_weight_of_a_universal_checkpoint_that_lacks_a_file_is_refused(tmp_path, file):
+    write_universal(tmp_path, truth())
+    (tmp_path / "global_step9_universal" / "zero" / "bias" / f"{file}.pt").unlink()
+    with pytest.raises(
+        UserError, match=rf"zero/bias: holds no {file}.pt, and \S+ has one; convert the checkpoint again"
+    ):
+        zero_checkpoint.read(tmp_path)
+
+
+def test_weights_of_a_universal_checkpoint_are_of_one_step(tmp_path):
+    write_universal(tmp_path, truth())
+    torch_writer.save(tmp_path / "global_step9_universal" / "zero" / "bias" / "step.pt", np.array(6))
+    with pytest.raises(UserError, match=r"zero: bias is of update 6, and \S+ of 7: files of two steps were mixed"):
+        zero_checkpoint.read(tmp_path)
+
+
+def changed(path, *keys, value):
+    """Writes a file of torch again with one value changed."""
+    content = torch_files.read(path)
+    inner = content
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    torch_writer.save(path, content)
+
+
+COUNT = ("optimizer_state_dict", "base_optimizer_state", "state", 0, "step")
+
+
+def test_files_of_two_steps_are_refused_by_their_counts(tmp_path):
+    write_by_group(tmp_path / "flat", truth(), 2, tells_places=False)
+    for rank in range(2):
+        changed(tmp_path / "flat" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", *COUNT, value=6)
+    with pytest.raises(UserError, match=r"counts 6 updates, and mp_rank_00_model_states.pt 7 .*files of two steps"):
+        zero_checkpoint.read(tmp_path / "flat")
+    changed(tmp_path / "flat" / "mp_rank_00_model_states.pt", "global_steps", value=7)
+    with pytest.raises(UserError, match=r"counts 6 updates, and mp_rank_00_model_states.pt 5 "):
+        zero_checkpoint.read(tmp_path / "flat")
+    changed(tmp_path / "flat" / "mp_rank_00_model_states.pt", "ds_version", value="0.9.5")  # counts its initialization
+    assert_same(zero_checkpoint.read(tmp_path / "flat"), truth())
+    changed(tmp_path / "flat" / "zero_pp_rank_1_mp_rank_00_optim_states.pt", *COUNT, value=7)
+    with pytest.raises(UserError, match=r"rank_1.*step of the optimizer is 7, and zero_pp_rank_0.* has 6: .*two saves"):
+        zero_checkpoint.read(tmp_path / "flat")
+
+
+def test_files_of_two_saves_are_refused_where_weights_are_cut_among_ranks(tmp_path):
+    write_by_weight(tmp_path / "cut", truth(), 2)
+    changed(tmp_path / "cut" / "zero_pp_rank_1_mp_rank_00_model_states.pt", "global_steps", value=8)
+    with pytest.raises(
+        UserError, match=r"rank_1.*global_steps is 8, and zero_pp_rank_0.* has 9: they are of two saves"
+    ):
+        zero_checkpoint.read(tmp_path / "cut")
+
+
+def test_a_file_of_another_number_of_ranks_is_refused(tmp_path):
+    write_by_group(tmp_path / "two", truth(), 2)
+    write_by_group(tmp_path / "three", truth(), 3)
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(tmp_path / "three" / name, tmp_path / "two" / name)
+    with pytest.raises(UserError, match=r"rank_1.*partition_count is \[3, 3\], and zero_pp_rank_0.* has \[2, 2\]"):
+        zero_checkpoint.read(tmp_path / "two")
+
+
+@pytest.mark.parametrize("prefix", ["bf16_", "fp16_"])
+def test_two_checkpoints_in_one_folder_are_refused(tmp_path, prefix):
+    write_by_group(tmp_path / "at", truth(), 1)
+    name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copy(tmp_path / "at" / name, tmp_path / "at" / f"{prefix}{name}")
+    with pytest.raises(UserError, match=r"is of the same rank as .*, so two checkpoints lie in one folder"):
+        zero_checkpoint.read(tmp_path / "at")
 
 
 def copy(tmp_path, name="zero3-bf16-world2"):

@@ -23,6 +23,7 @@ Arrays = dict[str, np.ndarray]
 _WEIGHTS = "params"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_COUNTS = ("global_steps", "skipped_steps")
 _SAME = 0.9  # the least share of a weight that equals its copy
 _PIECE = 2**22  # elements that are compared at a time
 _UNIVERSAL_FILES = {"fp32": _WEIGHTS}  # file of a universal checkpoint -> what it holds; others keep their name
@@ -96,6 +97,7 @@ def _read(path: pathlib.Path) -> ZeroCheckpoint:
         states.append(_table(shard, content.get("optimizer_state_dict")))
     is_cut_by_weight = "fp32_flat_groups" in states[0]
     ranks = _ranks(folder, states)
+    _check_equal(shards[:ranks], [_told_by_shard(state) for state in states[:ranks]])
     if not model.get("param_shapes"):
         raise UserError(f"{models[0]}: has no param_shapes, which DeepSpeed writes since 0.4; save it with a newer one")
     if is_cut_by_weight:
@@ -104,12 +106,15 @@ def _read(path: pathlib.Path) -> ZeroCheckpoint:
                 f"{folder}: holds the model state of {len(models)} of {ranks} ranks; copy the others beside it"
             )
         parts = [_table(one, torch_files.read(one)) for one in models[:ranks]]
+        _check_equal(models[:ranks], [{name: part.get(name) for name in _COUNTS} for part in parts])
         merged, frozen = _merge_by_weight(folder, states[:ranks], parts), _frozen(parts, cut=True)
     else:
         merged = _merge_groups(folder, states[:ranks], model)
         frozen = _frozen([model], cut=False) or _untrained(model, merged[_WEIGHTS])
-    inner = states[0].get("base_optimizer_state", states[0].get("optimizer_state_dict"))
-    return _checkpoint(folder, model, merged, frozen, _scaler(states[0]), inner, _updates(inner), ranks)
+    inner = _inner(states[0])
+    found = _checkpoint(folder, model, merged, frozen, _scaler(states[0]), inner, _updates(inner), ranks)
+    _check_updates(found, models[0], shards[0], _updates(inner))
+    return found
 
 
 def _tag(path: pathlib.Path) -> pathlib.Path:
@@ -153,7 +158,11 @@ def _files(folder: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path]
                 f"{entry}: the weights are cut by tensor parallelism, which is not read; convert it by ds_to_universal.py"
             )
         _check_name(entry, match)
-        (models if model else shards)[int(match[1] or 0)] = entry
+        known = (models if model else shards).setdefault(int(match[1] or 0), entry)
+        if known is not entry:
+            raise UserError(
+                f"{entry}: is of the same rank as {known.name}, so two checkpoints lie in one folder; move the files of one out"
+            )
     return [models[rank] for rank in sorted(models)], [shards[rank] for rank in sorted(shards)]
 
 
@@ -180,6 +189,38 @@ def _ranks(folder: pathlib.Path, states: Sequence[Mapping[str, Any]]) -> int:
             f"{folder}: holds the optimizer state of {len(states)} of {ranks} ranks; copy the others beside it"
         )
     return ranks
+
+
+def _inner(state: Mapping[str, Any]) -> Any:
+    """Returns the state of the optimizer that ZeRO wraps."""
+    return state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+
+
+def _told_by_shard(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the optimizer's files of all ranks must have in common."""
+    told = {name: state.get(name) for name in ("zero_stage", "partition_count")}
+    return {**told, "step of the optimizer": _updates(_inner(state))}
+
+
+def _check_equal(paths: Sequence[pathlib.Path], told: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses files of ranks that are not of one save. Checksums do not find that where a weight is cut among ranks."""
+    for path, own in zip(paths, told):
+        for name, value in own.items():
+            if value != told[0][name]:
+                raise UserError(
+                    f"{path}: {name} is {errors.shown(value)}, and {paths[0].name} has {errors.shown(told[0][name])}: they are of two "
+                    "saves; copy the checkpoint again"
+                )
+
+
+def _check_updates(found: ZeroCheckpoint, model: pathlib.Path, shard: pathlib.Path, counted: int) -> None:
+    """Refuses an optimizer's state of another step than the model's. Up to DeepSpeed 0.14 an optimizer counted its initialization too."""
+    first = 0 if re.match(r"0\.(1[5-9]|[2-9]\d)\.|[1-9]", found.version) else 1
+    if counted and not 0 <= counted - found.updates <= first:  # some optimizers do not count
+        raise UserError(
+            f"{shard}: counts {counted} updates, and {model.name} {found.updates} (global_steps less skipped_steps): files of two steps "
+            "were mixed; copy the checkpoint again. If the optimizer began anew in mid-run, convert it by ds_to_universal.py"
+        )
 
 
 def _merge_groups(
@@ -365,18 +406,38 @@ def _groups_of(path: pathlib.Path, weights: Arrays, sizes: Sequence[int]) -> lis
 def _read_universal(folder: pathlib.Path, model: Mapping[str, Any]) -> ZeroCheckpoint:
     """Reads a universal checkpoint: a folder for each weight, with a file for each array."""
     merged: dict[str, Arrays] = {}
-    updates = 0
+    updates: dict[str, int] = {}
+    held: dict[str, set[str]] = {}
     for weight in sorted(path for path in (folder / "zero").iterdir() if path.is_dir()):
         for file in sorted(weight.glob("*.pt")):
             content = torch_files.read(file)
             value = content.get("param") if isinstance(content, Mapping) else content
             if file.stem == "step":
-                updates = max(updates, int(np.max(np.asarray(value))))
+                updates[weight.name] = int(np.max(np.asarray(value)))
             elif isinstance(value, np.ndarray):
                 merged.setdefault(_UNIVERSAL_FILES.get(file.stem, file.stem), {})[weight.name] = _float32(value)
+                held.setdefault(weight.name, set()).add(file.stem)
     if _WEIGHTS not in merged:
         raise UserError(f"{folder / 'zero'}: holds no fp32.pt of any weight; convert the checkpoint again")
-    return _checkpoint(folder, model, merged, {}, None, None, updates, 1)
+    _check_held(folder / "zero", held, updates)
+    return _checkpoint(folder, model, merged, {}, None, None, max(updates.values(), default=0), 1)
+
+
+def _check_held(folder: pathlib.Path, held: Mapping[str, set[str]], updates: Mapping[str, int]) -> None:
+    """Refuses a weight that lacks a file that a weight with the same moments has, or that is of another step."""
+    for name, own in held.items():
+        other = next((other for other in held if own < held[other]), None)
+        if other is not None or "fp32" not in own:
+            lacking = min(held[other] - own) if other is not None else "fp32"
+            raise UserError(
+                f"{folder / name}: holds no {lacking}.pt{f', and {other} has one' if other else ''}; convert the checkpoint again"
+            )
+    if len(set(updates.values())) > 1:
+        least, most = (pick(updates, key=updates.__getitem__) for pick in (min, max))
+        raise UserError(
+            f"{folder}: {least} is of update {updates[least]}, and {most} of {updates[most]}: files of two steps were mixed; convert the "
+            "checkpoint again"
+        )
 
 
 def _checkpoint(
@@ -469,6 +530,8 @@ def _hyperparameters(optimizer: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _updates(optimizer: Any) -> int:
+    if isinstance(optimizer, list):  # elastic checkpoints: a state for each group
+        return _count(dict(enumerate(optimizer)))
     return _count(optimizer.get("state", {})) if isinstance(optimizer, Mapping) else 0
 
 
