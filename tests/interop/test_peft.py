@@ -212,6 +212,15 @@ def test_what_a_config_leaves_out_has_the_default_of_peft(tmp_path):
             {"init_lora_weights": "pissa_niter_4"},
             r".*init_lora_weights is 'pissa_niter_4', which changes the model's own",
         ),
+        (
+            {"target_modules": ["v_proj"]},
+            r".*holds an adapter of model.layers.0.self_attn.q_proj, .*target_modules is \('v_proj',\)",
+        ),
+        ({"target_modules": r".*\.1\..*(q|v)_proj"}, r".*holds an adapter of model.layers.0\S*, .*target_modules is "),
+        ({"exclude_modules": ["q_proj"]}, r".*holds an adapter of \S*q_proj, .*exclude_modules is \('q_proj',\)"),
+        ({"layers_to_transform": [1]}, r".*holds an adapter of model.layers.0\S*, .*layers_to_transform is \[1\]"),
+        ({"layers_to_transform": 0}, r".*holds an adapter of model.layers.1\S*, .*layers_to_transform is 0"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "blo(cks"}, r".*layers_to_transform is \[0, 1\]"),
         ({"lora_dropout": 2.0}, r".*adapter_config.json: lora.dropout: must be at least 0 and below 1"),
     ],
 )
@@ -219,6 +228,14 @@ def test_a_folder_of_another_kind_is_refused_in_one_line(tmp_path, fields, messa
     folder = golden_models.FOLDER / "llama"
     with pytest.raises(UserError, match=f"^{message}"):
         zerojax.load_huggingface(folder, stage=0, adapter=changed(tmp_path, **fields))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"layers_to_transform": [0, 1, 2], "layers_pattern": ["h", "layers"]}, {"layers_to_transform": []}]
+)
+def test_layers_that_a_config_names_beside_tensors_of_them_all_are_read(tmp_path, fields):
+    loaded = golden_models.load("llama", 0)
+    peft.open_adapter(changed(tmp_path, **fields), loaded.family, loaded.config)
 
 
 def test_an_adapter_of_another_model_or_one_with_settings_beside_it_is_refused(tmp_path):

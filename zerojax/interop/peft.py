@@ -161,6 +161,7 @@ def open_adapter(
         module, kind = _parsed(path, name)
         if kind and module in path_of:
             adapted[path_of[module]] = None
+            _check_meant(path, raw, lora, module)
         elif not kind and module in own:
             saved.append(own[module].path)
         elif ".lora_embedding_" in name or ".base_layer." in name:
@@ -189,6 +190,29 @@ def open_adapter(
     tensors = {tensor.path: tensor for tensor in tensors_of(chosen, family, model)}
     _check(path, tensors, entries)
     return Adapter(path, chosen, tensors, entries)
+
+
+def _check_meant(path: pathlib.Path, raw: Mapping[str, Any], lora: settings.Lora, module: str) -> None:
+    """Refuses a tensor of a module that the config leaves out: PEFT would drop it in silence."""
+    wanted, layers = lora.target_modules, raw.get("layers_to_transform")
+    if wanted is None or wanted == settings.ALL_LINEAR:
+        return
+    field, value = "target_modules", wanted
+    is_meant = settings.matches(wanted, module)
+    if is_meant and settings.matches(lora.exclude_modules, module):
+        field, value, is_meant = "exclude_modules", lora.exclude_modules, False
+    elif is_meant and layers not in (None, []) and not isinstance(wanted, str) and module not in wanted:
+        field, value = "layers_to_transform", layers
+        named = raw.get("layers_pattern") or []
+        ends = [re.escape(str(one)) for one in (named if isinstance(named, list) else [named])] or ["[^.]*"]
+        known = [re.match(rf"(?:.*?\.)?{end}\.(\d+)\.", module) for end in ends]
+        number = next((int(match[1]) for match in known if match), None)
+        is_meant = number in (layers if isinstance(layers, list) else [layers])
+    if not is_meant:
+        raise UserError(
+            f"{path / WEIGHTS}: holds an adapter of {module}, which {CONFIG} leaves out ({field} is {errors.shown(value)}), so PEFT "
+            "would drop it; copy both files of one save"
+        )
 
 
 def _check_tied(
