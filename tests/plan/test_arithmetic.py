@@ -31,6 +31,26 @@ def test_one_device_waits_for_nothing_and_parts_add_up():
         assert sum(own.parts.values()) == pytest.approx(own.seconds) and min(own.parts.values()) >= 0
 
 
+def test_a_ring_hides_what_a_layer_waits_for_where_the_layer_takes_as_long():
+    """Beside a long layer what travels costs the slow-down, and the sum of two gradients; beside a short one the time it takes remains."""
+    narrow, wide = (dataclasses.replace(WORK, width=width) for width in (2e7, 1e10))
+    plain, ring = guess(model=2, work=narrow), guess(model=2, ring=True, work=narrow)
+    hop = kernels.KernelWork(kernels.COLLECTIVE, "collective-permute", nbytes=narrow.width / 2, group=(0, 1))
+    added = arithmetic.ADDED * WORK.weights / 2 / H200.figures["bandwidth"]
+    travels = arithmetic.WAITS["model"] * H200.seconds(hop)
+    paid = 8 * 16 * (arithmetic.SLOWED * travels + added)
+    assert ring.parts[arithmetic.TENSOR] == pytest.approx(paid * (1 + H200.spread(2)))
+    assert ring.seconds < plain.seconds
+    assert guess(model=2, ring=True, work=wide).seconds > 8 * 16 * 100 * travels
+
+
+def test_layers_wait_at_the_rate_of_collectives_that_nothing_hides():
+    figures = {name: value for name, value in H200.figures.items() if not name.startswith("beta.alone")}
+    slow = arithmetic.guess(WORK, dataclasses.replace(ONE, model=2), dataclasses.replace(H200, figures=figures), 8)
+    share = slow.parts[arithmetic.TENSOR] / guess(model=2).parts[arithmetic.TENSOR]
+    assert share == pytest.approx(H200.figures["beta.alone.all-gather.2"] / H200.figures["beta"], rel=0.05)
+
+
 def test_the_bubble_is_that_of_the_paper_and_chunks_shorten_it():
     for chunks in (1, 2):
         found = guess(pipe=4, chunks=chunks, data=2, per_host=64)

@@ -321,3 +321,22 @@ def test_few_layers_over_a_pipeline_are_continued_by_their_times():
     assert found.peak == max(held.peak for held in expected.memory)
     assert found.seconds == pytest.approx(order_lib.run(order, expected.times).total + expected.update)
     assert found.tokens == 7
+
+
+def test_a_ring_is_a_choice_where_the_axis_divides_the_examples():
+    grid = {
+        "stage": (3,),
+        "remat": ("dots",),
+        "micro_batch_size": (1, 2),
+        "replica": (1,),
+        "model": (1, 2),
+        "ring": (False, True),
+    }
+    found = search.candidates_of(grid, ways=2, global_batch_size=2)
+    assert {(c.model, c.micro_batch_size, c.ring) for c in found} == {
+        (1, 1, False),
+        (2, 1, False),
+        (2, 2, False),
+        (2, 2, True),
+    }
+    assert len(found) == 4 and "ring" in search.words(found[-1])

@@ -1,6 +1,7 @@
 """Estimates a step's time and memory without compiling it. This module does arithmetic over the layers of a model.
 
-    layer       its kernels from a trace, shared by `context` and `model`, + what these axes' devices wait for each other
+    layer       its kernels from a trace, shared by `context` and `model`, + what these axes' devices wait for each other, alone; in a ring
+                over `model` activations travel beside the layer instead, and two gradients of each weight are added up
     pass        layers x max( layer, its weights gathered and its gradients reduced )      beside which collectives run
     step        passes x pass, or of a pipeline (micro-batches + (groups - 1) / chunks) x the longest stage, + update
 
@@ -25,6 +26,7 @@ UPDATED = 30.0  # bytes that an update reads and writes for each weight: its gra
 SLOWED = 0.12  # of a layer's time, more, while collectives run beside it (`slowdown` of the tables)
 AGAIN = {"none": 0.0, "dots": 0.05, "attention": 0.28, "full": 1 / 3}  # of a layer's time, computed again
 WAITS = {"model": 8, "context": 12}  # times that a layer's activations travel over these axes, forward and backward
+ADDED = 12.0  # bytes read and written for each weight where a ring adds a step's gradient to another's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Sizes:
     data: int = 1
     context: int = 1
     model: int = 1
+    ring: bool = False
 
     @property
     def devices(self) -> int:
@@ -143,8 +146,14 @@ def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: in
     share, ways = s.context * s.model, s.data * s.context
     layer, rest = (took * s.rows / s.context for took in work.alone(rates, s.model))
     layer *= 1 + AGAIN[s.remat]
-    wait = _waits(work, s, links)
+    wait, hops = _waits(work, s, links)
     layers = work.layers
+    if s.ring:
+        wait += (s.model - 1) * ADDED * work.weights / s.model / rates.figures["bandwidth"]
+
+    def busy(sent: float) -> float:
+        """Returns the time of a layer beside which collectives run for so long."""
+        return max(layer + SLOWED * min(layer, sent), sent)
 
     def reduced(elements: float, over_replicas: bool) -> float:
         """Returns the seconds of the sum over devices of some weights' gradients, of a group's own."""
@@ -163,15 +172,14 @@ def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: in
     def of_pass(is_last: bool) -> tuple[float, float]:
         """Returns the time of a layer, and of the rest, in a pass."""
         of_layer, of_rest = beside(work.weights, is_last, work.sent), beside(work.others, is_last)
-        slowed = layer + SLOWED * min(layer, of_layer)
-        return max(slowed, of_layer) + wait, rest + max(0.0, of_rest - rest)
+        return busy(hops + of_layer) + wait, rest + max(0.0, of_rest - rest)
 
     usual, last = of_pass(False), of_pass(True)
     compute = s.passes * (layers * layer + rest) / s.pipe
-    waits = s.passes * layers * wait / s.pipe
+    waits = s.passes * layers * (busy(hops) - layer + wait) / s.pipe
     if s.pipe == 1:
         passes = (s.passes - 1) * (layers * usual[0] + usual[1]) + layers * last[0] + last[1]
-        parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: passes - compute - waits}
+        parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: max(0.0, passes - compute - waits)}
     else:
         of_group = _groups(layers, s.pipe, s.chunks, *usual)
         hop = links.hop(work.width * s.rows / share, s.devices // s.pipe) * s.chunks
@@ -179,7 +187,7 @@ def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: in
         total = (s.passes + (s.pipe - 1) / s.chunks) * steady + 2 * (s.pipe - 1) * hop
         mean = s.passes * (layers * usual[0] + usual[1]) / s.pipe
         sends = 2 * (s.pipe - 1) * hop + s.passes * (steady - max(of_group))
-        parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: mean - compute - waits}
+        parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: max(0.0, mean - compute - waits)}
         parts |= {BUBBLE: total - mean - sends, SENDS: sends}
     elements = (work.weights * layers + work.others) / (s.model * s.pipe)
     update = UPDATED * elements / (ways if own.opt_state else 1) / rates.figures["bandwidth"]
@@ -205,12 +213,16 @@ def _groups(layers: int, pipe: int, chunks: int, a_layer: float, rest: float) ->
     return min(map(of, range(layers // count + 1)), key=max)
 
 
-def _waits(work: ModelWork, s: Sizes, links: "_Links") -> float:
-    """Returns the seconds for which a layer waits for the devices with which it shares examples, forward and backward."""
+def _waits(work: ModelWork, s: Sizes, links: "_Links") -> tuple[float, float]:
+    """Returns the seconds for which a layer waits for the devices with which it shares examples, forward and backward, and those for which
+    activations travel beside it."""
     again = 1.5 if AGAIN[s.remat] > 0.1 else 1.0  # activations travel again when a layer is computed again
-    over_model = links.seconds("all-gather", work.width * s.rows / s.context, s.model, 1)
-    over_context = links.seconds("all-to-all", work.width * s.rows / (s.context * s.model), s.context, s.model)
-    return again * (WAITS["model"] * over_model + WAITS["context"] * over_context)
+    kind = "collective-permute" if s.ring else "all-gather"
+    over_model = links.seconds(kind, work.width * s.rows / s.context, s.model, 1, is_alone=not s.ring)
+    over_model *= again * WAITS["model"]
+    nbytes = work.width * s.rows / (s.context * s.model)
+    over_context = again * WAITS["context"] * links.seconds("all-to-all", nbytes, s.context, s.model, is_alone=True)
+    return (over_context, over_model) if s.ring else (over_context + over_model, 0.0)
 
 
 def _peak(work: ModelWork, s: Sizes) -> float:
@@ -238,15 +250,17 @@ class _Links:
     rates: rates_lib.GpuRates
     per_host: int
 
-    def seconds(self, kind: str, whole: float, ways: int, stride: int) -> float:
-        """Returns the seconds of a collective of arrays of so many bytes, over devices whose numbers are `stride` apart."""
+    def seconds(self, kind: str, whole: float, ways: int, stride: int, is_alone: bool = False) -> float:
+        """Returns the seconds of a collective of arrays of so many bytes, over devices whose numbers are `stride` apart, beside kernels or
+        alone."""
         if ways == 1:
             return 0.0
         spans = ways * stride > self.per_host
         here = max(1, self.per_host // stride) if spans else 0
         nbytes = whole * (ways - 1) / ways * (2 if kind == "all-reduce" else 1)
         work = kernels_lib.KernelWork(kernels_lib.COLLECTIVE, kind, nbytes=nbytes, group=tuple(range(ways)))
-        return self.rates.seconds(work, min(here, ways))
+        per_host = min(here, ways)
+        return self.rates.seconds(work, per_host) * (self.rates.hastened(work, per_host) if is_alone else 1.0)
 
     def hop(self, nbytes: float, stride: int) -> float:
         """Returns the seconds for which a stage's results travel to the next."""

@@ -48,7 +48,7 @@ class Candidate:
     """One choice of settings. All candidates have the same global batch, by gradient accumulation.
 
     `offload` says where the optimizer state lives, `params` where the params do, and `inputs` where those of layers wait for their backward
-    pass. `context`, `model` and `pipe` are the sizes of these mesh axes, and `chunks` those of `pipeline.chunks`.
+    pass. `context`, `model` and `pipe` are the sizes of these mesh axes, `chunks` those of `pipeline.chunks`, and `ring` is `model.ring`.
     """
 
     stage: int
@@ -64,6 +64,7 @@ class Candidate:
     model: int = 1
     pipe: int = 1
     chunks: int = 1
+    ring: bool = False
 
     @property
     def per_example(self) -> int:
@@ -279,8 +280,8 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
     """Returns the grid's choices that keep the global batch.
 
     Args:
-      grid: choices by setting: those of DEFAULT_GRID and LONG, "replica", "context", "model", "pipe" and "chunks". Without "offload",
-        "params" and "inputs" all is on devices; without axes each example is on one.
+      grid: choices by setting: those of DEFAULT_GRID and LONG, "replica", "context", "model", "pipe", "chunks" and "ring", which is for
+        examples that `model` divides. Without "offload", "params" and "inputs" all is on devices; without axes each example is on one.
       ways: the number of devices.
       global_batch_size: examples in one step, over all devices and passes.
     """
@@ -288,7 +289,21 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
     of_optimizer, of_params = grid.get("offload", ("none",)), grid.get("params", ("none",))
     of_long = grid.get("tile_tokens", (0,)), grid.get("inputs", ("none",))
     of_axes = tuple(grid.get(name, (1,)) for name in ("context", "model", "pipe", "chunks"))
-    for stage, remat, micro, replica, offload, params, tile, inputs, context, model, pipe, chunks in itertools.product(
+    for (
+        stage,
+        remat,
+        micro,
+        replica,
+        offload,
+        params,
+        tile,
+        inputs,
+        context,
+        model,
+        pipe,
+        chunks,
+        ring,
+    ) in itertools.product(
         grid["stage"],
         grid["remat"],
         grid["micro_batch_size"],
@@ -297,6 +312,7 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
         of_params,
         *of_long,
         *of_axes,
+        grid.get("ring", (False,)),
     ):
         row = stages.STAGES[stage]
         may_offload = (offload == "none" or row.opt_state) and (params == "none" or row.params)
@@ -311,12 +327,10 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
         may_offload &= pipe == 1 or (offload, params, inputs) == ("none",) * 3
         is_order = accum >= pipe if chunks == 1 else pipe > 1 and accum % pipe == 0
         if may_offload and is_order:
-            found.append(
-                Candidate(
-                    stage, remat, micro, accum, replica, offload, params, tile, inputs, context, model, pipe, chunks
-                )
-            )
-    return found
+            places = (replica, offload, params, tile, inputs, context, model, pipe, chunks)
+            has_ring = ring and model > 1 and micro % model == 0
+            found.append(Candidate(stage, remat, micro, accum, *places, has_ring))
+    return list(dict.fromkeys(found))
 
 
 def default_grid(devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
@@ -445,7 +459,7 @@ def _of_stages(times: float | Sequence[float], stages: int) -> list[float]:
     return list(times) if isinstance(times, Sequence) else [times] * stages
 
 
-_OF_ACTIVATIONS = ("remat", "offload", "params", "tile_tokens", "inputs", "context", "model", "pipe", "chunks")
+_OF_ACTIVATIONS = ("remat", "offload", "params", "tile_tokens", "inputs", "context", "model", "pipe", "chunks", "ring")
 
 
 def _least_temporaries(candidate: Candidate, outcome: Outcome) -> float:
@@ -482,6 +496,7 @@ COLUMNS = {  # of the table, by field of a candidate; those below are left out w
     "chunks": "chunks",
     "context": "context",
     "model": "model",
+    "ring": "ring",
 }
 _ALWAYS = ("stage", "remat", "micro_batch_size", "grad_accum", "replica")
 _WORDS = ("remat", "offload", "params", "inputs")
@@ -561,4 +576,5 @@ def words(candidate: Candidate) -> str:
         for axis, size in (("pipe", c.pipe), ("chunks", c.chunks), ("context", c.context), ("model", c.model))
         if size > 1
     )
+    offload += ", ring" if c.ring else ""
     return f"stage {c.stage}, remat {c.remat}, micro-batch {c.micro_batch_size} x {c.grad_accum}, replica {c.replica}{offload}"

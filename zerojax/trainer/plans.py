@@ -258,7 +258,16 @@ def _grid_of_axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[s
     grid["replica"] = sorted({1, *(2**power for power in range(hosts.bit_length()) if hosts % 2**power == 0)})
     grid["pipe"] = _doubled(config.mesh.pipe, max(config.mesh.pipe, hosts)) if takes_pipe else (config.mesh.pipe,)
     grid["chunks"] = (1, 2) if takes_pipe else (1,)
+    grid["ring"] = (False, True) if _takes_ring(config) else (False,)
     return grid
+
+
+def _takes_ring(config: settings_lib.Config) -> bool:
+    """Returns whether modules of a config's model may run in rings over `model` (`zero.rings`): those of a decoder without experts."""
+    model = model_lib.shape(config, None)[1]
+    is_wide = not precision.PRECISIONS[config.precision].has_fp8 and config.lora.quantize == "none"
+    draws = config.model.dropout or config.lora.dropout
+    return is_wide and not draws and hasattr(model, "tile_tokens") and not getattr(model, "num_experts", 0)
 
 
 def _refuses_pipe(config: settings_lib.Config) -> bool:
@@ -275,7 +284,17 @@ def _sizes(candidate: search.Candidate, devices: int) -> arithmetic.Sizes:
     c = candidate
     data = devices // (c.pipe * c.replica * c.context * c.model)
     return arithmetic.Sizes(
-        c.stage, c.remat, c.micro_batch_size, c.grad_accum, c.pipe, c.chunks, c.replica, data, c.context, c.model
+        c.stage,
+        c.remat,
+        c.micro_batch_size,
+        c.grad_accum,
+        c.pipe,
+        c.chunks,
+        c.replica,
+        data,
+        c.context,
+        c.model,
+        c.ring,
     )
 
 
@@ -422,6 +441,7 @@ def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settin
         model=dataclasses.replace(
             _with_long(config, candidate),
             by_columns=config.model.by_columns if has_columns else "",
+            ring=candidate.ring,
         ),
         mesh=dataclasses.replace(
             config.mesh,
@@ -447,6 +467,8 @@ def _places(candidate: search.Candidate) -> dict[str, Any]:
         "grad_accum": candidate.grad_accum,
         **{f"mesh.{axis}": getattr(candidate, axis) for axis in search.AXES},
     }
+    if candidate.ring:
+        found["model.ring"] = True
     if candidate.chunks > 1:
         found |= {"pipeline.schedule": "interleaved", "pipeline.chunks": candidate.chunks}
     return found
@@ -460,6 +482,7 @@ def _own_axes(config: settings_lib.Config) -> dict[str, Sequence[int]]:
         "model": (config.mesh.model,),
         "pipe": (config.mesh.pipe,),
         "chunks": (chunks,),
+        "ring": (config.model.ring,),
     }
 
 
