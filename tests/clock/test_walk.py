@@ -37,7 +37,7 @@ ENTRY %main (a: s8[1000]) -> s8[1000] {{
 """
 
 
-def walked(lines, devices=2, per_host=0, **figures):
+def walked(lines, devices=2, per_host=0, sent=None, **figures):
     """Returns the time of an entry of these lines. `K 100` is a kernel of 100 seconds."""
     text, fused = [], []
     for number, line in enumerate(lines.strip().splitlines()):
@@ -53,7 +53,7 @@ def walked(lines, devices=2, per_host=0, **figures):
         text.append("  " + line)
     head, entry = PROGRAM.format(lines="\n".join(text)).split("\n\n")
     module = syntax.parse("\n\n".join([head, *fused, entry]))
-    found = walk.walk(flow.flow(module), rates.GpuRates("fake", FIGURES | figures), devices, per_host)
+    found = walk.walk(flow.flow(module), rates.GpuRates("fake", FIGURES | figures), devices, per_host, sent=sent or {})
     assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=ROUNDING)
     return found
 
@@ -96,6 +96,12 @@ def test_collectives_inside_hosts_and_between_them_run_at_once_and_slow_a_kernel
     assert found.seconds == seconds and found.busy[kernels.COLLECTIVE] == 1000
     beside = walked("\n".join([HALF, *starts, "K 1000", *dones]), 4, 2, **{"slowdown.elementwise": 2.0})
     assert beside.seconds == 1000 + seconds / 2
+
+
+@pytest.mark.parametrize("share, waits", [(1.0, 300), (0.5, 50), (0.0, 0)])
+def test_a_collective_of_which_a_share_is_left_takes_that_share_of_its_time(share, waits):
+    found = walked("\n".join([HALF, START, "K 200", DONE]), sent={("main", "g"): share})
+    assert found.seconds == 200 + waits and found.busy.get(kernels.COLLECTIVE, 0) == 500 * share
 
 
 def test_a_synchronous_collective_hides_nothing():

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import traces
+from zerojax.clock import rates, walk
 from zerojax.errors import UserError
 from zerojax.plan import departures, findings, ledger
 from zerojax.zero import tensor_parallel
@@ -85,6 +86,11 @@ def test_activations_are_gathered_once_for_all_matmuls_and_in_16_bits(first):
     assert {row.role for row in moved} == {"activations"}
     assert not findings.findings(found, compute_dtype=jnp.bfloat16)
     assert not departures.departures(found)
+    foretold = walk.walk(found.flow, rates.of("h200"), 8)
+    timed = findings.findings(found, compute_dtype=jnp.bfloat16, foretold=foretold, rates=rates.of("h200"))
+    # Nothing is beside any of these; a ring of examples would send them beside matmuls.
+    assert [finding.rule for finding in timed] == ["layers wait for activations over mesh.model"] * bool(first)
+    assert all(0 < one.seconds < foretold.seconds for one in timed)
 
 
 def test_what_an_axis_does_not_divide_and_modules_outside_of_the_table_stay_as_they_are():

@@ -11,6 +11,7 @@ A -done waits on the compute stream. The step ends with its last instruction.
 import bisect
 import dataclasses
 import heapq
+import types
 from collections.abc import Mapping
 
 from zerojax.clock import kernels as kernels_lib
@@ -20,7 +21,7 @@ from zerojax.hlo import syntax
 
 GAPS, SLOWED, SLOWEST = "gaps", "slowed by collectives", "slowest device"
 EXPOSED, WAITS = "exposed collectives", "exposed host copies"
-NEAR, FAR = "links inside hosts", "links between hosts"
+KERNELS, NEAR, FAR = "kernels", "links inside hosts", "links between hosts"
 PARTS = (kernels_lib.MATMUL, kernels_lib.ATTENTION, kernels_lib.ELEMENTWISE, SLOWED, EXPOSED, WAITS, GAPS, SLOWEST)
 Known = dict[tuple[str, str], tuple[kernels_lib.KernelWork, ...]]
 _SIMULATED = 4  # runs of a loop's body that are walked; further ones take as long as the last
@@ -57,7 +58,13 @@ class StepTime:
 
 
 def walk(
-    flow: hlo_flow.Flow, rates: rates_lib.GpuRates, devices: int = 1, per_host: int = 0, *, known: Known | None = None
+    flow: hlo_flow.Flow,
+    rates: rates_lib.GpuRates,
+    devices: int = 1,
+    per_host: int = 0,
+    *,
+    known: Known | None = None,
+    sent: Mapping[tuple[str, str], float] = types.MappingProxyType({}),
 ) -> StepTime:
     """Returns the time of one run of a program.
 
@@ -67,9 +74,10 @@ def walk(
       devices: those that the program runs on.
       per_host: the devices of one host; 0: all.
       known: kernels by computation and instruction, which a walk of the same program fills for the next.
+      sent: by computation and instruction of collectives, the share of their bytes that they send; 0: they are not there.
     """
     per_host = per_host or devices
-    run = _Run(flow, rates.beside(min(per_host, devices)), devices, per_host, {} if known is None else known)
+    run = _Run(flow, rates.beside(min(per_host, devices)), devices, per_host, {} if known is None else known, sent)
     run.computation(flow.module.entry)
     waits = run.now * rates.spread(devices)
     parts = {name: run.parts.get(name, 0.0) for name in PARTS} | {SLOWEST: waits}
@@ -79,8 +87,16 @@ def walk(
 class _Run:
     """The state of the streams while a program is walked."""
 
-    def __init__(self, flow: hlo_flow.Flow, rates: rates_lib.GpuRates, devices: int, per_host: int, known: Known):
-        self.flow, self.rates, self.devices, self.per_host = flow, rates, devices, per_host
+    def __init__(
+        self,
+        flow: hlo_flow.Flow,
+        rates: rates_lib.GpuRates,
+        devices: int,
+        per_host: int,
+        known: Known,
+        sent: Mapping[tuple[str, str], float],
+    ):
+        self.flow, self.rates, self.devices, self.per_host, self.sent = flow, rates, devices, per_host, sent
         self.now = 0.0  # the compute stream
         self.free = dict.fromkeys((NEAR, FAR, *kernels_lib.COPIES), 0.0)
         self.ends: dict[tuple[str, str], tuple[float, kernels_lib.KernelWork]] = {}  # of what was started: when it ends
@@ -125,6 +141,10 @@ class _Run:
             if kernel.kind not in (kernels_lib.COLLECTIVE, *kernels_lib.COPIES):
                 self._compute(kernel)
                 continue
+            if (share := self.sent.get((where.name, instruction.name), 1.0)) < 1:
+                if not share:
+                    continue
+                kernel = dataclasses.replace(kernel, nbytes=share * kernel.nbytes)
             is_async = start.opcode.endswith("-start") and '"is_sync":true' not in start.attributes
             end = self._send(kernel)
             key = outer.name, start.name

@@ -3,7 +3,7 @@
     layer       its kernels from a trace, shared by `context` and `model`, + what these axes' devices wait for each other, alone; in a ring
                 over `model` activations travel beside the layer instead, and two gradients of each weight are added up
     pass        layers x max( layer, its weights gathered and its gradients reduced )      beside which collectives run
-    step        passes x pass, or of a pipeline (micro-batches + (groups - 1) / chunks) x the longest stage, + update
+    step        passes x pass, or of a pipeline (micro-batches + (groups - 1) / chunks) x the longest stage, + update and sums of gradients
 
 It leaves out what a compiler does: kernels of a trace are not those of a compiled program. `plan.search` compiles the settings that it puts
 first.
@@ -26,7 +26,9 @@ UPDATED = 30.0  # bytes that an update reads and writes for each weight: its gra
 SLOWED = 0.12  # of a layer's time, more, while collectives run beside it (`slowdown` of the tables)
 AGAIN = {"none": 0.0, "dots": 0.05, "attention": 0.28, "full": 1 / 3}  # of a layer's time, computed again
 WAITS = {"model": 8, "context": 12}  # times that a layer's activations travel over these axes, forward and backward
-ADDED = 12.0  # bytes read and written for each weight where a ring adds a step's gradient to another's
+ADDED = (
+    12.0  # bytes read and written for each weight where a gradient is added to another: of a pass, or of a ring's step
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +197,7 @@ def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: in
         parts[WEIGHTS] += reduced(elements, True)  # once, after a group's last pass
     if own.opt_state and not own.params:
         update += links.seconds("all-gather", 2 * elements, ways, s.model)
+    update += (s.passes - 1) * ADDED * elements / (ways if own.grads else 1) / rates.figures["bandwidth"]
     parts[UPDATE] = update
     seconds = sum(parts.values())
     spread = rates.spread(s.devices)

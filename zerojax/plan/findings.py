@@ -40,13 +40,15 @@ _WRITTEN = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One defect: its rule, where it is, its cost on each device (bytes sent in a step, or bytes held), and the remedy."""
+    """One defect: its rule, where it is, its cost on each device (bytes sent in a step, or bytes held), the remedy, and by how much shorter
+    a step would be at most with it, by the clock (0: unknown, or none)."""
 
     rule: str
     where: str
     amount: str
     remedy: str
     nbytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,22 @@ class Case:
     waits: float = 0.0
     foretold: walk.StepTime | None = None
     rates: rates_lib.GpuRates | None = None
+    known: walk.Known = dataclasses.field(default_factory=dict)
+
+    def saved(self, rows: Sequence[ledger_lib.Row], left: float) -> float:
+        """Returns by how many seconds a step would be shorter if so much were left of what collectives send of these rows; 0 if unknown."""
+        if self.foretold is None or self.rates is None or not self.foretold.spans:
+            return 0.0
+        fewer, all_of = dict[tuple[str, str], float](), dict[tuple[str, str], float]()
+        for found, own in ((fewer, rows), (all_of, self.rows)):
+            for row in own:
+                key = row.computation, row.name
+                found[key] = found.get(key, 0.0) + row.nbytes
+        sent = {key: max(0.0, 1 - (1 - left) * nbytes / all_of[key]) for key, nbytes in fewer.items() if nbytes}
+        mesh = self.ledger.mesh
+        per_host = max(bound_lib.hosts(mesh, mesh.axis_names).values())
+        shorter = walk.walk(self.ledger.flow, self.rates, mesh.size, per_host, known=self.known, sent=sent)
+        return max(0.0, self.foretold.seconds - shorter.seconds)
 
     @property
     def rows(self) -> tuple[ledger_lib.Row, ...]:
@@ -86,7 +104,7 @@ def findings(
     foretold: walk.StepTime | None = None,
     rates: rates_lib.GpuRates | None = None,
 ) -> tuple[Finding, ...]:
-    """Returns the defects of a step, the costliest first.
+    """Returns the defects of a step: those that cost the most time first, then those of the most bytes.
 
     Args:
       ledger: the compiled step's.
@@ -102,9 +120,10 @@ def findings(
     is_16_bit = (
         _computes_in_16_bits(ledger.flow.module) if compute_dtype is None else jnp.dtype(compute_dtype).itemsize == 2
     )
-    case = Case(ledger, dict(tree.flatten(planned)), is_16_bit, passes, copies, at_peak, peak, waits, foretold, rates)
+    planned = dict(tree.flatten(planned))
+    case = Case(ledger, planned, is_16_bit, passes, copies, at_peak, peak, waits, foretold, rates)
     defects = [finding for rule in RULES for finding in rule(case)]
-    return tuple(sorted(defects, key=lambda finding: -finding.nbytes))
+    return tuple(sorted(defects, key=lambda finding: (-finding.seconds, -finding.nbytes)))
 
 
 def gradients_all_reduced(case: Case) -> Iterable[Finding]:
@@ -123,6 +142,7 @@ def gradients_all_reduced(case: Case) -> Iterable[Finding]:
             rows,
             "reduce-scatter each gradient: gather weights with zerojax.where_used, whose backward pass reduce-scatters. "
             "A with_sharding_constraint that replicates a weight replicates its gradient too",
+            case.saved(rows, 0.5),
         )
 
 
@@ -144,6 +164,7 @@ def weights_gathered_in_float32(case: Case) -> Iterable[Finding]:
             "weights are gathered in float32, but matmuls run in 16 bits",
             rows,
             "cast each weight's shard before the gather: zerojax.where_used(..., compute_dtype='bfloat16')",
+            case.saved(rows, 0.5),
         )
 
 
@@ -168,6 +189,7 @@ def activations_resharded(case: Case) -> Iterable[Finding]:
             rows,
             "keep activations sharded on the batch dim: gather the weight where it is used (zerojax.where_used), or constrain the "
             "activation with zerojax.batch_sharding(mesh) before and after this operation",
+            case.saved(rows, 0.0),
         )
 
 
@@ -187,6 +209,7 @@ def activations_gathered_in_float32(case: Case) -> Iterable[Finding]:
             rows,
             "shard what the norm before them returns (`activations` of make_train_step), and cast inside the norm: the gather then follows "
             "the cast",
+            case.saved(rows, 0.5),
         )
 
 
@@ -209,6 +232,7 @@ def gathered_over_their_own_axes(case: Case) -> Iterable[Finding]:
             rows,
             "let no operation need the whole weight: inside a jax.shard_map of your own, run collectives over other axes, and kernels "
             f"that XLA cannot shard, in a nested one over {' and '.join(axes)}; or shard the weight's other dim (overrides)",
+            case.saved(rows, 0.0),
         )
 
 
@@ -243,6 +267,7 @@ def reduced_in_every_pass(case: Case) -> Iterable[Finding]:
             rows,
             "use fewer and larger passes (a smaller grad_accum)"
             + ("" if case.waits else ", or accumulate each device's gradients in shard_map and reduce them once"),
+            case.saved(rows, 1 / case.passes),
         )
 
 
@@ -261,6 +286,7 @@ def sharded_on_another_dim(case: Case) -> Iterable[Finding]:
             rows,
             "shard a weight, its gradient and its moments on the same dim, as zerojax.partition_state does, and constrain none of them "
             "to another dim",
+            case.saved(rows, 0.0),
         )
 
 
@@ -334,6 +360,7 @@ def copies_outlast_the_forward_pass(case: Case) -> Iterable[Finding]:
             f"{display.human(found.nbytes)} sent by each device, with all devices of its host at once",
             f"offload at most {share:.0%} of it (model.offload), and recompute the rest (model.recompute) or keep it",
             found.nbytes,
+            case.foretold.parts[walk.WAITS] if case.foretold else 0.0,
         )
 
 
@@ -354,6 +381,7 @@ def columns_send_more_than_weights(case: Case) -> Iterable[Finding]:
             f"{display.human(nbytes)}",
             "gather them, if the memory allows: omit them from by_columns; or give each device fewer examples",
             sent - nbytes,
+            case.saved([row for row in case.rows if re.search(rf"\b{roles.BY_COLUMNS}\b", row.op_name)], nbytes / sent),
         )
 
 
@@ -409,6 +437,7 @@ def hops_exposed(case: Case) -> Iterable[Finding]:
             exposed,
             "take zerojax.attention, whose hops are tied to a block of attention each; or let devices exchange heads (Ulysses), with a "
             "number of devices along `context` that divides the heads",
+            case.saved(exposed, 0.0),
         )
 
 
@@ -426,6 +455,7 @@ def tokens_travel_alone(case: Case) -> Iterable[Finding]:
         alone,
         "send them in two parts (expert_parts=2, or experts.parts=2 of a config), one beside the matmuls of the other; this pays where a "
         "part has enough rows an expert, some 256, to fill a matmul",
+        case.saved(alone, 0.0),
     )
 
 
@@ -457,7 +487,33 @@ def activations_leave_the_host(case: Case) -> Iterable[Finding]:
             far,
             "keep the axis inside a host (a smaller mesh.model), and shard over data or context between hosts: their collectives run "
             "beside arithmetic",
+            case.saved(far, 0.0),
         )
+
+
+def layers_wait_for_examples(case: Case) -> Iterable[Finding]:
+    """Finds layers that wait for the examples of other devices inside a host, where a ring would send them beside matmuls."""
+    rows = [row for row in case.rows if _is_tensor_parallel(row) and row.kind in ("all-gather", "reduce-scatter")]
+    of_examples = [
+        row for row in rows if _dim(case, row) == 0 and len(bound_lib.hosts(case.ledger.mesh, row.over)) == 1
+    ]
+    seconds = case.saved(of_examples, 0.0) if of_examples else 0.0
+    if case.foretold is not None and seconds > PAYS * case.foretold.seconds:
+        yield _sent(
+            "layers wait for activations over mesh.model",
+            of_examples,
+            "send them beside matmuls: model.ring=True, for decoders in 16 bits; or a smaller mesh.model, if the memory allows",
+            seconds,
+        )
+
+
+_DIMENSION = re.compile(r"dimensions=\{(\d+)\}")
+
+
+def _dim(case: Case, row: ledger_lib.Row) -> int | None:
+    """Returns the dim along which a collective gathers or scatters; None if it has none."""
+    found = _DIMENSION.search(case.ledger.flow.module.computation(row.computation).by_name[row.name].attributes)
+    return int(found[1]) if found else None
 
 
 def groups_wait(case: Case) -> Iterable[Finding]:
@@ -468,6 +524,7 @@ def groups_wait(case: Case) -> Iterable[Finding]:
             "step",
             f"{case.waits:.0%} of the time, if all stages take equally long",
             f"take more micro-batches (grad_accum, now {case.passes}), smaller ones if the batch is to stay, or the schedule interleaved",
+            seconds=case.waits * case.foretold.seconds if case.foretold else 0.0,
         )
 
 
@@ -498,11 +555,11 @@ def links_between_hosts_are_slow(case: Case) -> Iterable[Finding]:
         yield Finding(
             "the step waits for weights and gradients between hosts",
             _where(rows),
-            f"{case.foretold.parts[walk.EXPOSED] * 1e3:.0f} ms of {case.foretold.seconds * 1e3:.0f} ms, of which packed wires would save "
-            f"some {gain * 1e3:.0f}",
+            f"it waits {case.foretold.parts[walk.EXPOSED] * 1e3:.0f} ms of {case.foretold.seconds * 1e3:.0f}",
             "send fewer bits: wire.weights=int8, wire.gradients=int4 and wire.second_copy=True (zerojax.PackedWires); or take more "
             "examples a pass",
             sum(row.nbytes for row in rows),
+            gain,
         )
 
 
@@ -537,6 +594,7 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     tokens_travel_alone,
     every_expert_over_all_rows,
     activations_leave_the_host,
+    layers_wait_for_examples,
     groups_wait,
     links_between_hosts_are_slow,
     packed_inside_a_host,
@@ -615,9 +673,9 @@ def _is_large(case: Case, rows: list[ledger_lib.Row], share: float = SHARE) -> b
     return sum(math.prod(row.dims) * row.times for row in rows) > share * case.ledger.params
 
 
-def _sent(rule: str, rows: list[ledger_lib.Row], remedy: str) -> Finding:
+def _sent(rule: str, rows: list[ledger_lib.Row], remedy: str, seconds: float = 0.0) -> Finding:
     nbytes = sum(row.nbytes for row in rows)
-    return Finding(rule, _where(rows), f"each device sends {display.human(nbytes)} in a step", remedy, nbytes)
+    return Finding(rule, _where(rows), f"each device sends {display.human(nbytes)} in a step", remedy, nbytes, seconds)
 
 
 def _where(rows: list[ledger_lib.Row]) -> str:

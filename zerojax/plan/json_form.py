@@ -40,7 +40,14 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
             {"role": d.role, "expected": d.expected, "found": d.found, "why": d.why} for d in plan.departures
         ],
         "findings": [
-            {"rule": f.rule, "where": f.where, "amount": f.amount, "remedy": f.remedy, "bytes": f.nbytes}
+            {
+                "rule": f.rule,
+                "where": f.where,
+                "amount": f.amount,
+                "remedy": f.remedy,
+                "bytes": f.nbytes,
+                "seconds": f.seconds,
+            }
             for f in plan.findings
         ],
         "bound": None

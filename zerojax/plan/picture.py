@@ -1,23 +1,40 @@
-"""Draws a plan's memory, and when the stages of a pipeline run. This module writes one PNG."""
+"""Draws a plan's memory, when the stages of a pipeline run, and the foretold time of a step. This module writes one PNG."""
 
 import os
 from typing import Any
 
 from zerojax import display, roles
+from zerojax.clock import kernels, walk
 from zerojax.plan import pipelines, step_plan
 from zerojax.zero.pipeline import order as order_lib
 
 NAMES = dict(zip(order_lib.PASSES, ("forward", "backward", "weights' gradients")))
 COLORS = dict(zip(order_lib.PASSES, ("tab:blue", "tab:orange", "tab:green")))
+# Rows of a step's time, and the colors of what runs in them.
+_STREAMS = (walk.KERNELS, walk.NEAR, walk.FAR, *kernels.COPIES)
+_WORK = {
+    kernels.MATMUL: "tab:blue",
+    kernels.ATTENTION: "tab:cyan",
+    kernels.ELEMENTWISE: "tab:gray",
+    kernels.COLLECTIVE: "tab:red",
+    kernels.TO_HOST: "tab:purple",
+    kernels.FROM_HOST: "tab:brown",
+}
 _NUMBERED = 64  # passes of a group, above which their numbers are not readable
 
 
 def draw(plan: step_plan.Plan, path: str | os.PathLike) -> None:
-    """Draws memory by role, and temporaries in program order or the schedule of a pipeline, as a PNG."""
+    """Draws memory by role, and temporaries in program order or the schedule of a pipeline, and below them when kernels, collectives and
+    copies of one program run by the clock, as a PNG."""
     from matplotlib.figure import Figure  # imported here because it takes half a second
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 2))
+    timed = [plan.foretold] if plan.foretold is not None and plan.foretold.spans else []
+    figure = Figure(figsize=(11, 7 if timed else 4.5), layout="constrained")
+    rows = (4.5, 2.5)[: 1 + len(timed)]
+    above, *below = figure.subfigures(len(rows), 1, height_ratios=rows, squeeze=False).flat
+    left, right = above.subplots(1, 2, width_ratios=(1, 2))
+    for part, found in zip(below, timed):
+        _draw_time(part.subplots(), found)
     scale = 2.0**30
     bottom = 0.0
     for row in plan.memory:
@@ -44,6 +61,27 @@ def draw(plan: step_plan.Plan, path: str | os.PathLike) -> None:
         right.set_xlabel("instruction, in program order")
         right.set_title("temporaries", fontsize=9)
     figure.savefig(path, dpi=130)
+
+
+def _draw_time(axes: Any, found: walk.StepTime) -> None:
+    """Draws a row for the kernels, one for each kind of link, and one for copies in each direction. Of a loop one run is drawn."""
+    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for span in found.spans:
+        for stream in span.links or (walk.KERNELS,):
+            bars.setdefault((stream, span.kind), []).append((span.begin * 1e3, (span.end - span.begin) * 1e3))
+    rows = [stream for stream in _STREAMS if any(stream == own for own, _ in bars)]
+    for (stream, kind), intervals in bars.items():
+        axes.broken_barh(intervals, (rows.index(stream) - 0.4, 0.8), color=_WORK[kind])
+    for kind in dict.fromkeys(kind for _, kind in bars):
+        axes.bar([0], [0], color=_WORK[kind], label=kind)
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0.0, -0.25), ncols=len(_WORK))
+    waits = ", ".join(
+        f"{part} {found.parts[part] * 1e3:,.1f} ms" for part in (walk.EXPOSED, walk.WAITS) if found.parts[part]
+    )
+    axes.set_title(f"foretold step of {found.seconds * 1e3:,.1f} ms{': ' if waits else ''}{waits}", fontsize=9)
 
 
 def _draw_schedule(axes: Any, found: pipelines.Pipelined) -> None:

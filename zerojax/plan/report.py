@@ -159,11 +159,16 @@ def _lines(plan: step_plan.Plan) -> list[str]:
         f"({', '.join(d.weights[:2])}{f' and {len(d.weights) - 2} more' if len(d.weights) > 2 else ''})"
         for d in plan.departures
     ]
-    lines += [f"FINDING {f.rule}: {f.where}: {f.amount}. {f.remedy}" for f in plan.findings]
+    lines += [f"FINDING {f.rule}: {f.where}: {f.amount}{_saved(f.seconds)}. {f.remedy}" for f in plan.findings]
     if not plan.findings:
         lines.append("no findings")
     lines.append(f"compiled in {plan.compile_seconds:.0f} s")
     return lines
+
+
+def _saved(seconds: float) -> str:
+    """Returns by how much shorter a step would be without a finding."""
+    return f"; without it a step would be up to {seconds * 1e3:,.1f} ms shorter" if seconds >= 5e-5 else ""
 
 
 def _exchange(found: step_plan.Exchange) -> str:

@@ -201,17 +201,23 @@ def by_arithmetic(
     """Returns outcomes as `search` does, of the candidates that arithmetic puts first; [] if by it none fits.
 
     Of two settings of which one should be faster by more than `NEAR`, the other is not compiled, and neither is one that exceeds the
-    memory by more than `OFF`. Once steps were compiled, both are counted from where these were.
+    memory by more than `OFF`. Once steps were compiled, both are counted from where these were; of two with the same axes and remat `ALIKE`
+    is enough.
     """
-    guesses = sorted(((guess(candidate), candidate) for candidate in candidates), key=lambda own: own[0].seconds)
+    guesses = sorted(
+        ((guess(candidate), candidate) for candidate in candidates), key=lambda own: (own[0].seconds, own[1].grad_accum)
+    )
     fitting = [(own, candidate) for own, candidate in guesses if own.peak * OFF <= memory]
     outcomes: list[Outcome] = []
     waiting: dict[Candidate, Built] = {}
     of_time, of_peak, left = 1.0, dict[tuple[Any, ...], float](), 0
+    of_kind = dict[tuple[Any, ...], float]()
     best, lines = float("inf"), 0
     for own, candidate in fitting:
         kind = candidate.remat, candidate.pipe > 1, candidate.model > 1
-        if own.seconds * of_time * (1 - NEAR) >= best or lines >= most_compiles:
+        alike = tuple(getattr(candidate, name) for name in _ALIKE)
+        should = of_kind[alike] * (1 - ALIKE) if alike in of_kind else of_time * (1 - NEAR)
+        if own.seconds * should >= best or lines >= most_compiles:
             left += 1
             if left <= SHOWN:
                 why = f"by arithmetic {own.seconds * 1e3:,.0f} ms and {display.human(own.peak)}"
@@ -227,7 +233,9 @@ def by_arithmetic(
         lines += 1
         found = outcome.peak / own.peak
         of_peak[kind] = min(of_peak.get(kind, found), found)
-        of_time = outcome.seconds / own.seconds if lines == 1 else min(of_time, outcome.seconds / own.seconds)
+        took = outcome.seconds / own.seconds
+        of_time = took if lines == 1 else min(of_time, took)
+        of_kind[alike] = min(of_kind.get(alike, took), took)
         if not outcome.reason:
             best = min(best, outcome.seconds)
         if built is not None:
@@ -237,6 +245,8 @@ def by_arithmetic(
 
 
 NEAR = 0.08  # of the time of a step, that arithmetic may be wrong by against another's
+ALIKE = 0.04  # the same, against that of a step with the same _ALIKE, by other stages, micro-batches and replicas
+_ALIKE = ("remat", "tile_tokens", "inputs", "context", "model", "pipe", "chunks", "ring")
 OFF = 0.75  # of the memory that it estimates, what a step may take
 SHOWN = 5  # candidates that were not compiled, in the table
 
@@ -509,7 +519,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         caption="model.recompute applies only if remat is dots; model.offload does not apply if remat is none",
     )
     own = {name: {getattr(outcome.candidate, name) for outcome in outcomes} for name in COLUMNS}
-    named = [name for name in COLUMNS if name in _ALWAYS or own[name] - {1, 0, "none"}]
+    named = [name for name in COLUMNS if name in _ALWAYS or {*map(str, own[name])} - {"1", "0", "none", "False"}]
     for name in named:
         shown.add_column(COLUMNS[name], justify="left" if name in _WORDS else "right")
     for column in ("peak", "step", "tokens/s", "why not"):
