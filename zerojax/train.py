@@ -6,7 +6,6 @@ python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.s
 import contextlib
 import errno
 import functools
-import logging
 import math
 import os
 import pathlib
@@ -68,9 +67,8 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, f
 
 def main() -> None:
     """Parses the command line and trains. An invalid input ends the process with one line and status 2."""
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the checkpointer reports a failed write, once
     errors.warn_in_one_line()
-    sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
+    checkpointer.report_failed_writes_once()
     with signals.StopSignal(has_state=False) as stop:
         watch.at(watch.START)
         ending.guard_streams(functools.partial(_unheard, stop))
@@ -530,12 +528,6 @@ def _unheard(stop: signals.StopSignal, error: OSError) -> None:
     names = {errno.EPIPE: "stdout is closed", errno.ENOSPC: "stdout: no space left on the device"}
     why = names.get(error.errno or 0, f"stdout cannot be written ({error.strerror})")
     stop.request(why, f"zerojax: {why}; the same command resumes from the last checkpoint", 2)
-
-
-def _report_unraisable(report: Callable[[Any], object], unraisable: Any) -> None:
-    """Drops errors of writes in flight after another write fails and closes Orbax's event loop. The first error is reported."""
-    if str(unraisable.exc_value) != "Event loop is closed":
-        report(unraisable)
 
 
 def _choose_workdir() -> pathlib.Path:

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 import shutil
 import sys
 
@@ -12,6 +13,7 @@ import file_systems
 import jax
 import numpy as np
 import pytest
+import runs
 import torch_writer
 
 from zerojax import tree
@@ -171,6 +173,16 @@ def test_an_import_that_did_not_end_is_begun_anew_and_its_config_is_written_last
     assert [path.name for path in out.iterdir()] == ["huggingface"] and tensor_files.read_folder(out / "huggingface")
     status, _, errors = call(monkeypatch, capsys, *words)
     assert status == 2 and "holds huggingface; choose a new folder" in errors
+
+
+@runs.LONG
+def test_a_disk_that_fills_while_the_checkpoint_is_saved_is_one_line(tmp_path, cache_dir):
+    command = [sys.executable, "-m", "zerojax", "import-deepspeed", str(GOLDEN / "zero3-bf16-world2")]
+    command += ["--model_config", str(GOLDEN / "config.json"), "--out", str(tmp_path / "out")]
+    script = f'mount -t tmpfs -o size=1000k tmpfs {tmp_path} && exec "$@"'
+    result = file_systems.in_a_namespace(script, command, runs.environment(cache_dir))
+    assert result.returncode == 2
+    assert re.fullmatch(r"zerojax: \S+: saving step 4 failed: no space left on the disk; .*\n", result.stderr)
 
 
 @pytest.mark.parametrize(

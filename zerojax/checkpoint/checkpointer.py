@@ -34,6 +34,21 @@ from zerojax.tree import Leaf, PyTree
 LOCK_FILE = ".lock"
 
 
+def report_failed_writes_once() -> None:
+    """Lets this process drop the errors of writes in flight when one write fails and Orbax closes its loop. The first error is raised.
+
+    A command calls it. A program that saves decides itself about what Python prints of errors that nobody catches.
+    """
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    report = sys.unraisablehook
+
+    def first(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            report(unraisable)
+
+    sys.unraisablehook = first
+
+
 class StateLayout(Protocol):
     """What is read of the `Partition` of a state, whose room this one does not import."""
 

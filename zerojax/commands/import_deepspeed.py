@@ -293,6 +293,7 @@ def _write_run(
     program = program_lib.build(config)
     state = _state(program, found, out)
     target = out / RUN
+    checkpointer.report_failed_writes_once()
     saver = checkpointer.Checkpointer(target / workdir.CHECKPOINTS, keep_last=1, keep_best=0)
     meta = {**resume.meta(program), resume.IMPORTED: f"DeepSpeed {found.version}"}
     saver.save(found.step, state, {}, meta=meta)
