@@ -17,7 +17,7 @@ import runs
 import torch_writer
 
 from zerojax import tree
-from zerojax.checkpoint import checkpointer, logical
+from zerojax.checkpoint import checkpointer, checksums, logical
 from zerojax.commands import import_deepspeed
 from zerojax.interop import layout, tensor_files
 from zerojax.migration import torch_files, zero_checkpoint
@@ -142,6 +142,8 @@ def test_the_weights_are_a_folder_for_any_model(imported):
         name: array.shape for name, array in found.params.items()
     }
     assert {entry.dtype for entry in entries.values()} == {"F32"}
+    recorded = checksums.read(out / "huggingface" / tensor_files.CHECKSUMS).files
+    assert {"config.json", tensor_files.ONE_FILE} <= set(recorded)
 
 
 def test_a_model_of_no_family_becomes_weights_alone(tmp_path, monkeypatch, capsys):

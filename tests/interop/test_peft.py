@@ -263,6 +263,20 @@ def test_an_export_with_another_bit_is_refused_by_its_checksum_and_read_without(
     zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=out)
 
 
+def test_a_changed_config_of_an_export_is_told(tmp_path):
+    loaded, out = load("llama", "lora", 0), tmp_path / "out"
+    zerojax.export_adapter(loaded.params, loaded, out)
+    text = (out / peft.CONFIG).read_text()
+    assert '"lora_alpha": 32' in text
+    (out / peft.CONFIG).write_text(text.replace('"lora_alpha": 32', '"lora_alpha": 33'))
+    with pytest.warns(
+        UserWarning, match=rf"^{out / peft.CONFIG}: is not what was written: .* if it was changed on purpose$"
+    ):
+        zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=out)
+    (out / tensor_files.CHECKSUMS).unlink()
+    zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=out)
+
+
 def test_an_interrupted_or_repeated_export_leaves_a_whole_folder(tmp_path):
     loaded = load("llama", "lora", 0)
     for _ in range(2):

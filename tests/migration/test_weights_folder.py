@@ -22,7 +22,7 @@ ARRAYS = {
 def test_the_library_reads_every_array_in_its_dtype(tmp_path, most):
     carried = tmp_path / "config.json"
     carried.write_text("{}")
-    weights_folder.write(ARRAYS, tmp_path / "out", carried=[carried], max_shard_bytes=most)
+    weights_folder.write(ARRAYS, tmp_path / "out", carried={"config.json": carried}, max_shard_bytes=most)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert (len(files) > 1) == (most == 24) and (tmp_path / "out" / "config.json").exists()
     found = {}

@@ -157,9 +157,7 @@ def _beside(given: argparse.Namespace, flag: str, name: str) -> pathlib.Path | N
 
 def _write_model(weights: Mapping[str, Any], folder: pathlib.Path, described: pathlib.Path | None) -> pathlib.Path:
     """Writes weights with the config.json of their model, and returns the folder."""
-    weights_folder.write(weights, folder, carried=_carried(described))
-    if described is not None:
-        shutil.copyfile(described, folder / folder_lib.CONFIG)
+    weights_folder.write(weights, folder, carried=_carried(described, folder_lib.CONFIG))
     dtypes = sorted({array.dtype.name for array in weights.values()})
     say(f"{folder}: {', '.join(dtypes)} weights as safetensors")
     return folder
@@ -167,15 +165,16 @@ def _write_model(weights: Mapping[str, Any], folder: pathlib.Path, described: pa
 
 def _write_adapter(weights: Mapping[str, Any], folder: pathlib.Path, peft_config: pathlib.Path) -> None:
     """Writes PEFT's folder."""
-    weights_folder.write(weights, folder, carried=_carried(peft_config), only_file=peft.WEIGHTS)
-    shutil.copyfile(peft_config, folder / peft.CONFIG)
+    weights_folder.write(weights, folder, carried=_carried(peft_config, peft.CONFIG), only_file=peft.WEIGHTS)
     say(f"{folder}: the adapter, float32, as a folder of PEFT")
 
 
-def _carried(beside: pathlib.Path | None) -> list[pathlib.Path]:
-    """Returns the files of the tokenizer and of generation in a file's folder."""
-    paths = [] if beside is None else [beside.with_name(name) for name in CARRIED]
-    return [path for path in paths if path.is_file()]
+def _carried(config: pathlib.Path | None, name: str) -> dict[str, pathlib.Path]:
+    """Returns a config and, beside it, the files of the tokenizer and of generation, by their names in a folder."""
+    if config is None:
+        return {}
+    beside = {other: config.with_name(other) for other in CARRIED}
+    return {other: path for other, path in beside.items() if path.is_file()} | {name: config}
 
 
 def _why_no_adapter(divided: peft_weights.Divided) -> str:

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import pathlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
@@ -254,13 +255,15 @@ def write_header(file: BinaryIO, tensors: Mapping[str, tuple[tuple[int, ...], np
 
 
 def write_checksums(folder: pathlib.Path) -> None:
-    """Records the bytes and the checksums of a folder's weights beside them. Raises OSError if the folder cannot be written."""
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    """Records the bytes and the checksums of a folder's files beside them. Raises OSError if the folder cannot be written."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
     checksums.write(folder / CHECKSUMS, checksums.Record(None, checksums.of(folder, names)))
 
 
 def check(paths: Iterable[pathlib.Path], part: slice = slice(None)) -> None:
     """Compares files of weights with the record beside them, where there is one. Reads them as a whole.
+
+    A config or a tokenizer in the record that has changed is warned of: users edit these.
 
     Args:
       paths: the files.
@@ -269,22 +272,41 @@ def check(paths: Iterable[pathlib.Path], part: slice = slice(None)) -> None:
     Raises:
       UserError: the record is damaged, or a file is another than it was when it was written.
     """
-    for path in sorted(set(paths))[part]:
-        record = path.parent / CHECKSUMS
-        if not record.is_file():
-            continue
-        try:
-            known = checksums.read(record).files.get(path.name)
-            is_same = known is None or checksums.of(path.parent, [path.name])[path.name] == known
-        except OSError as error:
-            raise UserError(f"{error.filename or record}: cannot be read ({error.strerror}); fix that") from error
-        except ValueError as error:
-            raise UserError(f"{record}: {error}; copy the folder again") from error
-        if not is_same:
-            raise UserError(
-                f"{path}: is not what was written: its checksum is another than in {CHECKSUMS}; copy the folder again, or delete that file "
-                "if the weights were changed on purpose"
-            )
+    ordered = sorted(set(paths))
+    for path in ordered[part]:
+        if _is_changed(path):
+            raise UserError(_changed(path, "the weights were"))
+    for record in {path.parent / CHECKSUMS for path in ordered} if not part.start else ():
+        others = sorted(record.parent / name for name in _recorded(record) if not name.endswith(".safetensors"))
+        for path in others:
+            if path.is_file() and _is_changed(path):
+                warnings.warn(_changed(path, "it was"), stacklevel=2)
+
+
+def _is_changed(path: pathlib.Path) -> bool:
+    """Returns whether a file is another than the record beside it says."""
+    known = _recorded(path.parent / CHECKSUMS).get(path.name)
+    try:
+        return known is not None and checksums.of(path.parent, [path.name])[path.name] != known
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: cannot be read ({error.strerror}); fix that") from error
+
+
+def _recorded(record: pathlib.Path) -> Mapping[str, checksums.File]:
+    """Returns the files of a record; none if there is no record."""
+    try:
+        return checksums.read(record).files if record.is_file() else {}
+    except OSError as error:
+        raise UserError(f"{error.filename or record}: cannot be read ({error.strerror}); fix that") from error
+    except ValueError as error:
+        raise UserError(f"{record}: {error}; copy the folder again") from error
+
+
+def _changed(path: pathlib.Path, what: str) -> str:
+    return (
+        f"{path}: is not what was written: its checksum is another than in {CHECKSUMS}; copy the folder again, or delete that if {what} "
+        "changed on purpose"
+    )
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:

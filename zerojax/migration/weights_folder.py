@@ -3,7 +3,7 @@
 import json
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def write(
     arrays: Mapping[str, np.ndarray],
     folder: pathlib.Path,
     *,
-    carried: Sequence[pathlib.Path] = (),
+    carried: Mapping[str, pathlib.Path] | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     only_file: str = "",
 ) -> None:
@@ -27,7 +27,7 @@ def write(
     Args:
       arrays: by name.
       folder: new or empty.
-      carried: other files to copy there (config.json).
+      carried: other files to copy there (config.json), by their names there.
       max_shard_bytes: limit on the tensors of one file. A larger tensor gets its own file.
       only_file: the name of a file that gets all arrays; "" names them as above.
 
@@ -49,8 +49,8 @@ def write(
                 "weight_map": {key: name for name, group in shards.items() for key in group},
             }
             (folder / tensor_files.INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        for path in carried:
-            shutil.copyfile(path, folder / path.name)
+        for name, path in (carried or {}).items():
+            shutil.copyfile(path, folder / name)
         tensor_files.write_checksums(folder)
 
 
