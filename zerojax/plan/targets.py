@@ -106,87 +106,47 @@ def _rates(source: str, **rates: float) -> dict[str, Figure]:
 _INFINIBAND_400 = Figure(50e9, "published: one 400 Gbit/s adapter for each GPU, not measured")
 _INFINIBAND_200 = Figure(25e9, "published: one 200 Gbit/s adapter for each GPU, not measured")
 
+_CLOCK = MEASURED + ": the memory's clock; copies reach 3.5e12, a fused update 4.15e12"
+_EIGHT = MEASURED + ": eight at once, each 28 copies of 470 MB in 0.75 s; docs/benchmarks/gpu.md"
+_HOPPER = _rates(NVIDIA, bf16=989.4e12, fp8=1978.9e12, fp32=494.7e12)
+
+# Each row has the memory, its bandwidth, the rates of matmuls, and the links to devices of the host or slice and to other hosts.
+# fmt: off
 TARGETS: dict[str, Target] = {
     "h200": Target(
-        name="h200",
-        kind="gpu",
-        device_kind="NVIDIA H200",
-        memory=Figure(150109880320, MEASURED),
-        memory_bandwidth=Figure(
-            4.814304e12, MEASURED + ": the memory's clock; copies reach 3.5e12, a fused update 4.15e12"
-        ),
-        matrix_rates=_rates(NVIDIA, bf16=989.4e12, fp8=1978.9e12, fp32=494.7e12),
-        link=Figure(450e9, NVIDIA),
-        network=_INFINIBAND_400,
-        host_link=Figure(54e9, MEASURED),
-        host_duplex=Figure(43e9, MEASURED),
-        host_memory=Figure(
-            141e9, MEASURED + ": eight at once, each 28 copies of 470 MB in 0.75 s; docs/benchmarks/gpu.md"
-        ),
+        "h200", "gpu", "NVIDIA H200", Figure(150109880320, MEASURED), Figure(4.814304e12, _CLOCK), _HOPPER,
+        Figure(450e9, NVIDIA), _INFINIBAND_400, host_link=Figure(54e9, MEASURED), host_duplex=Figure(43e9, MEASURED),
+        host_memory=Figure(141e9, _EIGHT),
     ),
     "h100": Target(
-        name="h100",
-        kind="gpu",
-        device_kind="NVIDIA H100 80GB HBM3",
-        memory=Figure(84942979072, XLA),
-        memory_bandwidth=Figure(3.35232e12, XLA),
-        matrix_rates=_rates(NVIDIA, bf16=989.4e12, fp8=1978.9e12, fp32=494.7e12),
-        link=Figure(450e9, NVIDIA),
-        network=_INFINIBAND_400,
+        "h100", "gpu", "NVIDIA H100 80GB HBM3", Figure(84942979072, XLA), Figure(3.35232e12, XLA), _HOPPER,
+        Figure(450e9, NVIDIA), _INFINIBAND_400, host_duplex=Figure(43e9, MEASURED),
         host_link=Figure(54e9, MEASURED + " on an H200, over the same PCIe 5.0 x16"),
-        host_duplex=Figure(43e9, MEASURED),
     ),
     "a100": Target(
-        name="a100",
-        kind="gpu",
-        device_kind="NVIDIA A100-SXM4-80GB",
-        memory=Figure(85100068864, XLA),
-        memory_bandwidth=Figure(2.03904e12, XLA),
-        matrix_rates=_rates(NVIDIA, bf16=312e12, fp32=156e12),
-        link=Figure(300e9, NVIDIA),
-        network=_INFINIBAND_200,
-        host_link=Figure(32e9, NVIDIA),
+        "a100", "gpu", "NVIDIA A100-SXM4-80GB", Figure(85100068864, XLA), Figure(2.03904e12, XLA),
+        _rates(NVIDIA, bf16=312e12, fp32=156e12), Figure(300e9, NVIDIA), _INFINIBAND_200, host_link=Figure(32e9, NVIDIA),
     ),
     "b200": Target(
-        name="b200",
-        kind="gpu",
-        device_kind="NVIDIA B200",
-        memory=Figure(191514411008, XLA),
-        memory_bandwidth=Figure(7.67232e12, XLA),
-        matrix_rates=_rates(NVIDIA, bf16=2250e12, fp8=4500e12, fp32=1125e12),
-        link=Figure(900e9, NVIDIA),
-        network=_INFINIBAND_400,
+        "b200", "gpu", "NVIDIA B200", Figure(191514411008, XLA), Figure(7.67232e12, XLA),
+        _rates(NVIDIA, bf16=2250e12, fp8=4500e12, fp32=1125e12), Figure(900e9, NVIDIA), _INFINIBAND_400,
         host_link=Figure(64e9, NVIDIA),
     ),
     "v5e": Target(
-        name="v5e",
-        kind="tpu",
-        device_kind="TPU v5 lite",
-        memory=Figure(16 * 2**30, GOOGLE),
-        memory_bandwidth=Figure(819e9, GOOGLE),
-        matrix_rates=_rates(GOOGLE, bf16=197e12),
-        link=Figure(200e9, GOOGLE + ": 1,600 Gbit/s over 4 links"),
+        "v5e", "tpu", "TPU v5 lite", Figure(16 * 2**30, GOOGLE), Figure(819e9, GOOGLE), _rates(GOOGLE, bf16=197e12),
+        Figure(200e9, GOOGLE + ": 1,600 Gbit/s over 4 links"),
     ),
     "v5p": Target(
-        name="v5p",
-        kind="tpu",
-        device_kind="TPU v5",
-        memory=Figure(95 * 2**30, GOOGLE),
-        memory_bandwidth=Figure(2765e9, GOOGLE),
-        matrix_rates=_rates(GOOGLE, bf16=459e12, fp8=459e12),
-        link=Figure(600e9, GOOGLE + ": 4,800 Gbit/s over 6 links"),
+        "v5p", "tpu", "TPU v5", Figure(95 * 2**30, GOOGLE), Figure(2765e9, GOOGLE), _rates(GOOGLE, bf16=459e12, fp8=459e12),
+        Figure(600e9, GOOGLE + ": 4,800 Gbit/s over 6 links"),
     ),
     "v6e": Target(
-        name="v6e",
-        kind="tpu",
-        device_kind="TPU v6 lite",
-        memory=Figure(32 * 2**30, GOOGLE),
-        memory_bandwidth=Figure(1640e9, GOOGLE),
-        matrix_rates=_rates(GOOGLE, bf16=918e12),
-        link=Figure(400e9, GOOGLE + ": 3,200 Gbit/s over 4 links"),
+        "v6e", "tpu", "TPU v6 lite", Figure(32 * 2**30, GOOGLE), Figure(1640e9, GOOGLE), _rates(GOOGLE, bf16=918e12),
+        Figure(400e9, GOOGLE + ": 3,200 Gbit/s over 4 links"),
     ),
-    "cpu": Target(name="cpu", kind="cpu", device_kind="cpu"),
+    "cpu": Target("cpu", "cpu", "cpu"),
 }
+# fmt: on
 HERE = "here"  # the devices of this machine
 
 _TPU_DIMS = {"v5e": 2, "v5p": 3, "v6e": 2}

@@ -20,65 +20,29 @@ class _Kind(NamedTuple):
 
 
 _FIRST = {"norm_first": True, "has_final_norm": True}
+_MBART: dict[str, Any] = {**_FIRST, "starts_with_last": True, "model_type": "mbart"}
+_PEGASUS: dict[str, Any] = {**_FIRST, "has_embed_norm": False, "has_fixed_positions": True, "model_type": "pegasus"}
+_MARIAN: dict[str, Any] = {"has_embed_norm": False, "has_sinusoids": True, "model_type": "marian"}
 KINDS: dict[str, _Kind] = {
     "bart": _Kind("BartForConditionalGeneration", "BartModel", {}),
-    "mbart": _Kind(
-        "MBartForConditionalGeneration",
-        "MBartModel",
-        {**_FIRST, "starts_with_last": True, "model_type": "mbart"},
-    ),
-    "pegasus": _Kind(
-        "PegasusForConditionalGeneration",
-        "PegasusModel",
-        {**_FIRST, "has_embed_norm": False, "has_fixed_positions": True, "model_type": "pegasus"},
-    ),
-    "marian": _Kind(
-        "MarianMTModel", "MarianModel", {"has_embed_norm": False, "has_sinusoids": True, "model_type": "marian"}
-    ),
+    "mbart": _Kind("MBartForConditionalGeneration", "MBartModel", _MBART),
+    "pegasus": _Kind("PegasusForConditionalGeneration", "PegasusModel", _PEGASUS),
+    "marian": _Kind("MarianMTModel", "MarianModel", _MARIAN),
 }
 
-_published = functools.partial(BartConfig, 50265)
+_scaled = functools.partial(BartConfig, activation="relu", scale_embeddings=True)
 
+# The sizes of the vocabulary, the layers, the embedding, heads and the MLP.
 PRESETS: dict[str, BartConfig] = {
-    "bart_test": BartConfig(0, 2, embed_dim=64, num_heads=4, mlp_dim=128, max_seq_len=512),
-    "bart_base": _published(6, embed_dim=768, num_heads=12, mlp_dim=3072),
-    "bart_large": _published(12, embed_dim=1024, num_heads=16, mlp_dim=4096),
-    # arXiv:2008.00401
-    "mbart_large_50": BartConfig(
-        250054,
-        12,
-        embed_dim=1024,
-        num_heads=16,
-        mlp_dim=4096,
-        activation="relu",
-        scale_embeddings=True,
-        **KINDS["mbart"].fields,
-    ),
-    # arXiv:1912.08777
-    "pegasus_large": BartConfig(
-        96103,
-        16,
-        embed_dim=1024,
-        num_heads=16,
-        mlp_dim=4096,
-        activation="relu",
-        scale_embeddings=True,
-        **KINDS["pegasus"].fields,
-    ),
+    "bart_test": BartConfig(0, 2, 64, 4, 128, max_seq_len=512),
+    "bart_base": BartConfig(50265, 6, 768, 12, 3072),
+    "bart_large": BartConfig(50265, 12, 1024, 16, 4096),
+    "mbart_large_50": _scaled(250054, 12, 1024, 16, 4096, **_MBART),  # arXiv:2008.00401
+    "pegasus_large": _scaled(96103, 16, 1024, 16, 4096, **_PEGASUS),  # arXiv:1912.08777
 }
 MARIAN_PRESETS: dict[str, BartConfig] = {
     # Helsinki-NLP/opus-mt-en-de
-    "opus_mt": BartConfig(
-        58101,
-        6,
-        embed_dim=512,
-        num_heads=8,
-        mlp_dim=2048,
-        max_seq_len=512,
-        activation="swish",
-        scale_embeddings=True,
-        **KINDS["marian"].fields,
-    ),
+    "opus_mt": _scaled(58101, 6, 512, 8, 2048, max_seq_len=512, activation="swish", **_MARIAN),
 }
 
 HEAD, EMBED, BIAS = "lm_head.weight", "model.shared.weight", "final_logits_bias"

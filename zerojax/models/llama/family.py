@@ -1,5 +1,6 @@
 """Llama as a family. This module holds its presets, the names of its tensors at Hugging Face, and its `Family`."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -12,72 +13,34 @@ from zerojax.models.llama.model import LlamaConfig
 from zerojax.models.llama.rows import ROWS
 
 # The rotary base of 500,000 supports up to 32,768 positions (arXiv:2407.21783, section 3.2).
-_llama3 = functools.partial(LlamaConfig, 128256, rope_theta=500000.0, max_seq_len=32768)
+_llama3 = functools.partial(LlamaConfig, 128256, max_seq_len=32768)
+_TEST = LlamaConfig(0, 2, 64, 4, 2, 16, 128, 512)
 
+# The sizes of the layers, the embedding, heads of queries, heads of keys and values, a head and the MLP, after that of the vocabulary.
 PRESETS: dict[str, LlamaConfig] = {
-    "test": LlamaConfig(0, 2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128, max_seq_len=512),
-    "moe_test": LlamaConfig(
-        0,
-        2,
-        embed_dim=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        mlp_dim=128,
-        max_seq_len=512,
-        qk_norm=True,
-        num_experts=4,
-        experts_per_token=2,
-        expert_dim=32,
-        shared_dim=32,
-        model_type="qwen2_moe",
+    "test": _TEST,
+    "moe_test": dataclasses.replace(
+        _TEST, qk_norm=True, num_experts=4, experts_per_token=2, expert_dim=32, shared_dim=32, model_type="qwen2_moe"
     ),
-    "tiny": LlamaConfig(0, 4, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=384, max_seq_len=2048),
-    "llama3_1b": _llama3(16, embed_dim=2048, num_heads=32, num_kv_heads=8, head_dim=64, mlp_dim=8192),
-    "llama3_8b": _llama3(32, embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14336),
+    "tiny": LlamaConfig(0, 4, 128, 4, 2, 32, 384, 2048),
+    "llama3_1b": _llama3(16, 2048, 32, 8, 64, 8192),
+    "llama3_8b": _llama3(32, 4096, 32, 8, 128, 14336),
     # The rotary base of Gradient AI's Llama 3 8B Instruct 1048k, from which it was trained on up to 1,048,576 positions.
-    "llama3_8b_1m": _llama3(
-        32,
-        embed_dim=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        mlp_dim=14336,
-        rope_theta=3580165449.0,
-        max_seq_len=1048576,
-    ),
+    "llama3_8b_1m": _llama3(32, 4096, 32, 8, 128, 14336, rope_theta=3580165449.0, max_seq_len=1048576),
     # Llama 3's report, arXiv:2407.21783, table 3.
-    "llama3_405b": _llama3(126, embed_dim=16384, num_heads=128, num_kv_heads=8, head_dim=128, mlp_dim=53248),
-    "llama3_70b": _llama3(80, embed_dim=8192, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=28672),
+    "llama3_405b": _llama3(126, 16384, 128, 8, 128, 53248),
+    "llama3_70b": _llama3(80, 8192, 64, 8, 128, 28672),
     # Qwen2.5 technical report, arXiv:2412.15115, table 1.
     "qwen2_14b": LlamaConfig(
-        152064,
-        48,
-        embed_dim=5120,
-        num_heads=40,
-        num_kv_heads=8,
-        head_dim=128,
-        mlp_dim=13824,
-        max_seq_len=32768,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        qkv_bias=True,
-        model_type="qwen2",
+        152064, 48, 5120, 40, 8, 128, 13824, 32768, 1e6, norm_eps=1e-6, qkv_bias=True, model_type="qwen2"
     ),
     **published.PRESETS,
 }
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
-
-
-_GPT_OSS_ROPE = {  # where a config.json tells none
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+# Where a config.json tells none.
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 
 
 def _tensors(config: LlamaConfig) -> dict[str, Tensor]:

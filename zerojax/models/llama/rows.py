@@ -1,6 +1,7 @@
 """The model_types of Llama and its relatives. This module says what each class of transformers has beside what its config.json tells."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,155 +28,82 @@ class ModelType:
 _BIASES = ("attention_bias", "mlp_bias")
 _GEMMA = {"norm_offset": 1.0, "norm_places": "both"}
 _GEMMA_READS = ("attention_bias", "query_pre_attn_scalar", "layer_types")
-_GEMMA_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
+_GELU = ("hidden_activation", "gelu_pytorch_tanh")
+
+
+def _told(length: int, kv_heads: int | None = 0, **others: Any) -> dict[str, Any]:
+    """Returns the defaults of a class: its number of positions, of key and value heads unless 0, and others."""
+    heads = {} if kv_heads == 0 else {"num_key_value_heads": kv_heads}
+    return {"max_position_embeddings": length, **heads, **others}
+
+
+_gemma = functools.partial(
+    _told, kv_heads=4, head_dim=256, query_pre_attn_scalar=256, sliding_window=4096, tie_word_embeddings=True
+)
 
 # model_type in Hugging Face's config.json -> its row
+# fmt: off
 ROWS: dict[str, ModelType] = {
-    "llama": ModelType("LlamaForCausalLM", reads=_BIASES, defaults={"max_position_embeddings": 2048}),
-    "mistral": ModelType("MistralForCausalLM", defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072}),
-    "qwen2": ModelType(
-        "Qwen2ForCausalLM",
-        {"qkv_bias": True},
-        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
-    ),
-    "qwen3": ModelType(
-        "Qwen3ForCausalLM",
-        {"qk_norm": True},
-        reads=("attention_bias",),
-        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
-    ),
+    "llama": ModelType("LlamaForCausalLM", {}, _BIASES, _told(2048)),
+    "mistral": ModelType("MistralForCausalLM", {}, (), _told(131072, 8)),
+    "qwen2": ModelType("Qwen2ForCausalLM", {"qkv_bias": True}, (), _told(32768, 32)),
+    "qwen3": ModelType("Qwen3ForCausalLM", {"qk_norm": True}, ("attention_bias",), _told(32768, 32, head_dim=128)),
     "gemma2": ModelType(
-        "Gemma2ForCausalLM",
-        _GEMMA,
-        _GEMMA_READS,
-        _GEMMA_DEFAULTS
-        | {"max_position_embeddings": 8192, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-        ("hidden_activation", "gelu_pytorch_tanh"),
+        "Gemma2ForCausalLM", _GEMMA, _GEMMA_READS,
+        _gemma(8192, final_logit_softcapping=30.0, attn_logit_softcapping=50.0), _GELU,
     ),
     "gemma3_text": ModelType(
-        "Gemma3ForCausalLM",
-        _GEMMA | {"qk_norm": True},
-        (*_GEMMA_READS, "rope_local_base_freq"),
-        _GEMMA_DEFAULTS | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        ("hidden_activation", "gelu_pytorch_tanh"),
+        "Gemma3ForCausalLM", _GEMMA | {"qk_norm": True}, (*_GEMMA_READS, "rope_local_base_freq"),
+        _gemma(131072, rope_theta=1e6, rope_local_base_freq=1e4), _GELU,
     ),
     "phi3": ModelType(
-        "Phi3ForCausalLM",
-        {"is_fused": True},
-        reads=("partial_rotary_factor",),
-        defaults={
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-            "sliding_window": None,
-            "rms_norm_eps": 1e-5,
-        },
+        "Phi3ForCausalLM", {"is_fused": True}, ("partial_rotary_factor",),
+        _told(4096, original_max_position_embeddings=4096, sliding_window=None, rms_norm_eps=1e-5),
     ),
     "olmo2": ModelType(
-        "Olmo2ForCausalLM",
-        {"norm_places": "after", "qk_norm": True, "qk_norm_joint": True},
-        reads=("attention_bias",),
-        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        "Olmo2ForCausalLM", {"norm_places": "after", "qk_norm": True, "qk_norm_joint": True}, ("attention_bias",),
+        _told(2048, rms_norm_eps=1e-5),
     ),
     "mixtral": ModelType(
-        "MixtralForCausalLM",
-        reads=("num_local_experts",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "sliding_window": None,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-        },
+        "MixtralForCausalLM", {}, ("num_local_experts",),
+        _told(
+            131072, 8, rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None, num_local_experts=8,
+            num_experts_per_tok=2, norm_topk_prob=True,
+        ),
     ),
     "qwen2_moe": ModelType(
-        "Qwen2MoeForCausalLM",
-        reads=("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size", "qkv_bias"),
-        defaults={
-            "num_key_value_heads": 16,
-            "max_position_embeddings": 32768,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "qkv_bias": True,
-        },
+        "Qwen2MoeForCausalLM", {}, ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size", "qkv_bias"),
+        _told(
+            32768, 16, moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts=60,
+            num_experts_per_tok=4, qkv_bias=True,
+        ),
     ),
     "qwen3_moe": ModelType(
-        "Qwen3MoeForCausalLM",
-        {"qk_norm": True},
-        reads=("attention_bias", "num_experts", "moe_intermediate_size"),
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-        },
+        "Qwen3MoeForCausalLM", {"qk_norm": True}, ("attention_bias", "num_experts", "moe_intermediate_size"),
+        _told(32768, 4, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8),
     ),
     "olmoe": ModelType(
-        "OlmoeForCausalLM",
-        {"qk_norm": True, "qk_norm_joint": True},
-        reads=("attention_bias", "num_experts", "clip_qkv"),
-        defaults={
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-        },
+        "OlmoeForCausalLM", {"qk_norm": True, "qk_norm_joint": True}, ("attention_bias", "num_experts", "clip_qkv"),
+        _told(4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8),
     ),
     "gpt_oss": ModelType(
-        "GptOssForCausalLM",
-        {"has_sinks": True},
-        reads=("attention_bias", "layer_types", "num_local_experts", "swiglu_limit"),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "sliding_window": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150000.0,
-            "attention_bias": True,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "norm_topk_prob": True,
-        },
+        "GptOssForCausalLM", {"has_sinks": True}, ("attention_bias", "layer_types", "num_local_experts", "swiglu_limit"),
+        _told(
+            131072, 8, head_dim=64, sliding_window=128, rms_norm_eps=1e-5, rope_theta=150000.0, attention_bias=True,
+            num_local_experts=128, num_experts_per_tok=4, norm_topk_prob=True,
+        ),
     ),
     "deepseek_v3": ModelType(
-        "DeepseekV3ForCausalLM",
-        {"router_score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False},
-        reads=("attention_bias", "kv_lora_rank"),
-        defaults={
-            "num_key_value_heads": None,
-            "max_position_embeddings": 4096,
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-            "norm_topk_prob": True,
-        },
+        "DeepseekV3ForCausalLM", {"router_score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False},
+        ("attention_bias", "kv_lora_rank"),
+        _told(
+            4096, None, n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, norm_topk_prob=True
+        ),
     ),
-    "granite": ModelType(
-        "GraniteForCausalLM",
-        reads=(*_BIASES, "attention_multiplier"),
-        defaults={"max_position_embeddings": 2048},
-    ),
+    "granite": ModelType("GraniteForCausalLM", {}, (*_BIASES, "attention_multiplier"), _told(2048)),
     "smollm3": ModelType(
-        "SmolLM3ForCausalLM",
-        reads=(*_BIASES, "no_rope_layers", "layer_types"),
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "rope_theta": 2e6,
-            "sliding_window": None,
-            "tie_word_embeddings": True,
-        },
+        "SmolLM3ForCausalLM", {}, (*_BIASES, "no_rope_layers", "layer_types"),
+        _told(32768, 4, rope_theta=2e6, sliding_window=None, tie_word_embeddings=True),
     ),
 }
+# fmt: on
