@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from typing import Any
@@ -339,6 +340,14 @@ def test_a_process_that_ends_at_once_releases_the_lock(tmp_path):
         first.unlock()
         second.save(30, small_state(30))
     assert sorted(os.listdir(tmp_path)) == ["20", "30"]
+
+
+@runs.LONG  # a process of its own
+def test_a_program_that_ends_without_closing_has_saved_all_the_same(tmp_path):
+    program = f"import jax.numpy as jnp, zerojax; zerojax.Checkpointer({str(tmp_path)!r}).save(7, {{'x': jnp.arange(4)}})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    assert open_in(tmp_path).latest_intact_step() == 7
 
 
 def test_the_newest_intact_step_may_be_one_that_is_being_saved(tmp_path):

@@ -5,6 +5,7 @@ shardings. `data` is JSON: the position of each row in the data. `meta` is JSON;
 of padded leaves.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -14,6 +15,7 @@ import operator
 import os
 import pathlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -352,9 +354,11 @@ class Checkpointer:
             if self._lock is not None:
                 self._lock.release()
             self._manager = self._lock = None
+            _UNCLOSED.discard(self)
 
     def unlock(self) -> None:
         """Releases the lock without waiting for a save: for a process that ends at once."""
+        _UNCLOSED.discard(self)
         if self._lock is not None:
             self._lock.release()
 
@@ -376,6 +380,7 @@ class Checkpointer:
         refusal = _first_over_processes(refusal)
         if refusal is not None:
             raise UserError(refusal)
+        _UNCLOSED.add(self)
         self._losses = step_files.losses(self.directory)
         jsons = {"data": ocp.JsonCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(
@@ -409,6 +414,22 @@ class Checkpointer:
             f"{self.directory}: saving step {self._saving} failed: {cause} or choose another directory, "
             f"then run again; {safe}"
         )
+
+
+_UNCLOSED: set[Checkpointer] = set()  # those that have saved
+
+
+def _close_at_the_end() -> None:
+    """Closes what a program has not: it ended while a save was in progress, which would be lost."""
+    for checkpointer in list(_UNCLOSED):
+        try:
+            checkpointer.close()
+        except UserError as error:
+            print(error, file=sys.stderr)
+
+
+# Orbax's threads start others, which Python refuses once it runs the functions of `atexit`. Those of `threading` come before.
+getattr(threading, "_register_atexit", atexit.register)(_close_at_the_end)
 
 
 @dataclasses.dataclass(frozen=True)
