@@ -344,7 +344,9 @@ def test_a_process_that_ends_at_once_releases_the_lock(tmp_path):
 
 @runs.LONG  # a process of its own
 def test_a_program_that_ends_without_closing_has_saved_all_the_same(tmp_path):
-    program = f"import jax.numpy as jnp, zerojax; zerojax.Checkpointer({str(tmp_path)!r}).save(7, {{'x': jnp.arange(4)}})"
+    program = (
+        f"import jax.numpy as jnp, zerojax; zerojax.Checkpointer({str(tmp_path)!r}).save(7, {{'x': jnp.arange(4)}})"
+    )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stderr == ""
     assert open_in(tmp_path).latest_intact_step() == 7
