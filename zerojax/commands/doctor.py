@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax import display
@@ -95,13 +95,8 @@ def collect(
     """
     for failure in failures:
         details = "; ".join(line.strip() for line in failure.details if line.strip())
-        yield Fact(
-            "processes",
-            "started",
-            failure.line,
-            WRONG,
-            f"fix this first; what follows is incomplete ({details[-600:]})",
-        )
+        remedy = f"fix this first; what follows is incomplete ({details[-600:]})"
+        yield Fact("processes", "started", failure.line, WRONG, remedy)
     if not failures:
         yield Fact("processes", "started", f"{len(ranks)} on {len({rank.host for rank in ranks})} hosts")
     yield from _compute(ranks, found)
@@ -122,10 +117,8 @@ def _compute(ranks: Sequence[hosts.Rank], found: Found) -> Iterator[Fact]:
     for rank, device in devices:
         name = f"{rank.host}:{rank.rank}, device {device['device']}"
         if not device["right"]:
-            bad = True
-            yield Fact(
-                "devices", name, "computes a wrong product", WRONG, f"take it out of service: --exclude {rank.host}"
-            )
+            bad, remedy = True, f"take it out of service: --exclude {rank.host}"
+            yield Fact("devices", name, "computes a wrong product", WRONG, remedy)
         elif device["flops"] < SLOW * typical:
             bad = True
             value = f"{device['flops'] / 1e12:.3g} TFLOP/s, {device['flops'] / typical:.0%} of the others"
@@ -135,16 +128,13 @@ def _compute(ranks: Sequence[hosts.Rank], found: Found) -> Iterator[Fact]:
             yield Fact("devices", name, value, NOTE if is_emulated else WRONG, remedy)
     kinds = sorted({device["kind"] for _, device in devices})
     if len(kinds) > 1:
-        yield Fact(
-            "devices", "kinds", ", ".join(kinds), WRONG, "a run is as fast as its slowest device: use hosts of one kind"
-        )
+        remedy = "a run is as fast as its slowest device: use hosts of one kind"
+        yield Fact("devices", "kinds", ", ".join(kinds), WRONG, remedy)
     if not bad:
         yield Fact("devices", "compute", f"{len(devices)} x {kinds[0]}, each right, {typical / 1e12:.3g} TFLOP/s")
-    sums = {found[rank.rank].get("sum") for rank in ranks}
-    if sums - {True}:
-        yield Fact("devices", "sum over all", "wrong or missing", WRONG, "check the network, and NCCL_DEBUG=INFO")
-    else:
-        yield Fact("devices", "sum over all", "right")
+    is_right = all(found[rank.rank].get("sum") is True for rank in ranks)
+    value = "right" if is_right else "wrong or missing"
+    yield Fact.judged("devices", "sum over all", value, is_right, "check the network, and NCCL_DEBUG=INFO")
 
 
 def _exchange(ranks: Sequence[hosts.Rank], found: Found, least: float) -> Iterator[Fact]:
@@ -217,9 +207,7 @@ def _agreeing(name: str, values: Mapping[str, str], remedy: str) -> Fact:
     """Returns whether all hosts have the same value, or those that differ from the most frequent one."""
     usual = statistics.mode(values.values())
     others = [f"{host}: {value}" for host, value in values.items() if value != usual]
-    if not others:
-        return Fact("versions", name, usual)
-    return Fact("versions", name, f"{usual}; but {', '.join(others)}", WRONG, remedy)
+    return Fact.judged("versions", name, f"{usual}; but {', '.join(others)}" if others else usual, not others, remedy)
 
 
 def _memory(ranks: Sequence[hosts.Rank], found: Found) -> Iterator[Fact]:
@@ -231,27 +219,21 @@ def _memory(ranks: Sequence[hosts.Rank], found: Found) -> Iterator[Fact]:
         for device in found[rank.rank].get("compute", [])
         if device["memory"]
     }
-    rows: list[tuple[str, Mapping[str, int], Callable[[str], str]]] = [
-        ("memory", {host: machine["memory"] for host, machine in machines.items()}, lambda _: "use hosts of one kind"),
-        (
-            "free memory",
-            {host: machine["available"] for host, machine in machines.items()},
-            lambda host: f"see what runs on {host}",
-        ),
-        ("device memory", devices, lambda name: f"see what runs on {name} (nvidia-smi)"),
+    total, free = ({host: one[key] for host, one in machines.items()} for key in ("memory", "available"))
+    rows: list[tuple[str, Mapping[str, int], str]] = [
+        ("memory", total, "use hosts of one kind"),
+        ("free memory", free, "see what runs on {}"),
+        ("device memory", devices, "see what runs on {} (nvidia-smi)"),
     ]
     for name, values, remedy in rows:
         if not values:
             continue
         least, most = min(values, key=lambda key: values[key]), max(values.values())
         is_unequal = values[least] < (1 - MOST_UNEQUAL) * most
-        value = f"{display.human(values[least])} at least" + (
-            f" ({least}), {display.human(most)} at most" if is_unequal else ""
-        )
-        is_wrong = is_unequal and name != "free memory"
-        yield Fact(
-            "hosts", name, value, WRONG if is_wrong else NOTE if is_unequal else OK, remedy(least) if is_unequal else ""
-        )
+        value = f"{display.human(values[least])} at least"
+        value += f" ({least}), {display.human(most)} at most" if is_unequal else ""
+        worst = NOTE if name == "free memory" else WRONG
+        yield Fact.judged("hosts", name, value, not is_unequal, remedy.format(least), worst)
 
 
 def _disk(ranks: Sequence[hosts.Rank], found: Found) -> Iterator[Fact]:
@@ -265,13 +247,8 @@ def _disk(ranks: Sequence[hosts.Rank], found: Found) -> Iterator[Fact]:
         return
     for rank, result in results.items():
         if result["error"]:
-            yield Fact(
-                "disk",
-                names[rank],
-                f"cannot write the workdir: {result['error']}",
-                WRONG,
-                "mount it there, or correct its permissions",
-            )
+            value = f"cannot write the workdir: {result['error']}"
+            yield Fact("disk", names[rank], value, WRONG, "mount it there, or correct its permissions")
     blind = {
         names[rank]: names[other]
         for rank, result in results.items()
@@ -279,16 +256,15 @@ def _disk(ranks: Sequence[hosts.Rank], found: Found) -> Iterator[Fact]:
         if not results[other]["error"]
     }
     for host, other in blind.items():
-        yield Fact(
-            "disk", host, f"does not see the files of {other}", WRONG, "use one file system that all hosts share"
-        )
+        value = f"does not see the files of {other}"
+        yield Fact("disk", host, value, WRONG, "use one file system that all hosts share")
     free = min((found[rank]["machine"]["free"] for rank in results), default=0)
     if not blind and not any(result["error"] for result in results.values()):
-        is_low = free < FEW_GB * 2**30
-        remedy = "checkpoints hold 12 bytes a parameter: make room" if is_low else ""
-        yield Fact(
-            "disk", "workdir", f"written and seen by all, {display.human(free)} free", NOTE if is_low else OK, remedy
+        value, remedy = (
+            f"written and seen by all, {display.human(free)} free",
+            "checkpoints hold 12 bytes a parameter: make room",
         )
+        yield Fact.judged("disk", "workdir", value, free >= FEW_GB * 2**30, remedy, NOTE)
 
 
 def _hear(found: dict[int, dict[str, Any]], rank: int, line: str) -> bool:

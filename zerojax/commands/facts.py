@@ -34,6 +34,11 @@ class Fact:
     verdict: str = OK
     remedy: str = ""
 
+    @classmethod
+    def judged(cls, group: str, name: str, value: str, is_right: bool, remedy: str, other: str = WRONG) -> "Fact":
+        """Returns a line that is ok, or else has the verdict `other` and its remedy."""
+        return cls(group, name, value, OK if is_right else other, "" if is_right else remedy)
+
 
 def show(facts: list[Fact], *, as_json: bool) -> int:
     """Prints facts, and returns the exit status: 1 if one of them is wrong."""

@@ -22,23 +22,13 @@ from packaging import requirements
 
 from zerojax import display
 from zerojax.commands import arguments, facts
-from zerojax.commands.facts import NOTE, OK, WRONG, Fact
+from zerojax.commands.facts import NOTE, WRONG, Fact
 from zerojax.launch import devices as devices_lib
 from zerojax.plan import targets
 
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-rocm7-plugin", "libtpu")
-_BESIDE = (
-    "jaxlib",
-    *_PLUGINS,
-    "nvidia-cudnn-cu13",
-    "nvidia-cudnn-cu12",
-    "nvidia-nccl-cu13",
-    "nvidia-nccl-cu12",
-    "safetensors",
-    "ray",
-    "wandb",
-    "mlflow",
-)
+_NVIDIA = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_BESIDE = ("jaxlib", *_PLUGINS, *_NVIDIA, "safetensors", "ray", "wandb", "mlflow")
 _VARIABLES = ("JAX_", "XLA_", "CUDA_VISIBLE", "HIP_VISIBLE", "TPU_", "NCCL_", "LIBTPU_", "SLURM_JOB_ID")
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 LIMIT = 180  # seconds: a driver that hangs must not hang the report
@@ -108,28 +98,15 @@ def collect() -> Iterator[Fact]:
 def _versions() -> Iterator[Fact]:
     """Yields versions, each against what zerojax requires."""
     is_new = sys.version_info >= (3, 11)
-    yield Fact(
-        "versions",
-        "python",
-        platform.python_version(),
-        OK if is_new else WRONG,
-        "" if is_new else "install Python 3.11 or newer",
-    )
+    yield Fact.judged("versions", "python", platform.python_version(), is_new, "install Python 3.11 or newer")
     yield Fact("versions", "zerojax", facts.version("zerojax") or "not installed; run from a checkout")
     for text in importlib.metadata.requires("zerojax") or [] if facts.version("zerojax") else []:
         wanted = requirements.Requirement(text)
         if wanted.marker is None:
             found = facts.version(wanted.name)
             fits = found is not None and wanted.specifier.contains(found, prereleases=True)
-            remedy = "" if fits else f"pip install '{wanted.name}{wanted.specifier}'"
-            value = found or "missing"
-            yield Fact(
-                "versions",
-                wanted.name,
-                value if fits else f"{value}, wants {wanted.specifier}",
-                OK if fits else WRONG,
-                remedy,
-            )
+            value = found if fits and found else f"{found or 'missing'}, wants {wanted.specifier}"
+            yield Fact.judged("versions", wanted.name, value, fits, f"pip install '{wanted.name}{wanted.specifier}'")
     jax_version = facts.version("jax") or ""
     for name in _BESIDE:
         found = facts.version(name)
@@ -137,10 +114,8 @@ def _versions() -> Iterator[Fact]:
             continue
         is_of_jax = name == "jaxlib" or name.startswith("jax-")
         fits = not is_of_jax or found.split(".")[:2] == jax_version.split(".")[:2]
-        remedy = "" if fits else f"pip install '{name}=={jax_version}', the version of jax"
-        yield Fact(
-            "versions", name, found if fits else f"{found}, and jax is {jax_version}", OK if fits else WRONG, remedy
-        )
+        value = found if fits else f"{found}, and jax is {jax_version}"
+        yield Fact.judged("versions", name, value, fits, f"pip install '{name}=={jax_version}', the version of jax")
 
 
 def _machine() -> Iterator[Fact]:
@@ -150,15 +125,11 @@ def _machine() -> Iterator[Fact]:
     yield Fact("machine", "processors", f"{cores} usable of {os.cpu_count()}")
     memory = _memory()
     if memory:
-        yield Fact(
-            "machine",
-            "memory",
-            f"{display.human(memory['MemTotal'])}, {display.human(memory['MemAvailable'])} available",
-        )
+        total, available = (display.human(memory[name]) for name in ("MemTotal", "MemAvailable"))
+        yield Fact("machine", "memory", f"{total}, {available} available")
     free = shutil.disk_usage(".").free
-    is_low = free < 10 * 2**30
-    remedy = "checkpoints hold 12 bytes a parameter: make room, or use a --workdir on another disk" if is_low else ""
-    yield Fact("machine", "disk", f"{display.human(free)} free here", NOTE if is_low else OK, remedy)
+    remedy = "checkpoints hold 12 bytes a parameter: make room, or use a --workdir on another disk"
+    yield Fact.judged("machine", "disk", f"{display.human(free)} free here", free >= 10 * 2**30, remedy, NOTE)
 
 
 def _memory() -> dict[str, int]:
@@ -176,9 +147,8 @@ def _devices() -> Iterator[Fact]:
     found, why = _ask(_ASK_DEVICES)
     present = [kind for kind, (files, _) in devices_lib.DEVICE_FILES.items() if any(glob.glob(one) for one in files)]
     if found is None:
-        yield Fact(
-            "devices", "JAX", why, WRONG, "fix the driver or the plugin; JAX_PLATFORMS=cpu runs on the processors"
-        )
+        remedy = "fix the driver or the plugin; JAX_PLATFORMS=cpu runs on the processors"
+        yield Fact("devices", "JAX", why, WRONG, remedy)
     else:
         kinds = [device["kind"] for device in found["devices"]]
         counts = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
@@ -200,43 +170,21 @@ def _unused(present: list[str]) -> Iterator[Fact]:
         _, variable = devices_lib.DEVICE_FILES[kind]
         hidden = os.environ.get(variable) in ("", "-1") or os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
         what = f"{kind} devices are here, and JAX computes on the CPU"
-        if hidden:
-            yield Fact(
-                "devices",
-                "accelerators",
-                what,
-                NOTE,
-                f"they are hidden: unset {variable} and JAX_PLATFORMS to use them",
-            )
-        else:
-            yield Fact(
-                "devices",
-                "accelerators",
-                what,
-                WRONG,
-                f"pip install 'zerojax[{extras.get(kind, kind)}]', and check the driver",
-            )
+        remedy = f"pip install 'zerojax[{extras.get(kind, kind)}]', and check the driver"
+        remedy = f"they are hidden: unset {variable} and JAX_PLATFORMS to use them" if hidden else remedy
+        yield Fact("devices", "accelerators", what, NOTE if hidden else WRONG, remedy)
 
 
 def _driver(present: list[str]) -> Iterator[Fact]:
     """Yields the GPUs' driver."""
-    rows = facts.lines(
-        ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max", "--format=csv,noheader"]
-    )
+    query = "name,driver_version,memory.total,pcie.link.gen.max"
+    rows = facts.lines(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
     if rows:
-        yield Fact(
-            "devices",
-            "driver",
-            f"NVIDIA {rows[0].split(',')[1].strip()}: {len(rows)} x {rows[0].split(',')[0].strip()}",
-        )
+        name, version, *_ = map(str.strip, rows[0].split(","))
+        yield Fact("devices", "driver", f"NVIDIA {version}: {len(rows)} x {name}")
     elif "cuda" in present:
-        yield Fact(
-            "devices",
-            "driver",
-            "nvidia-smi does not answer",
-            WRONG,
-            "install or restart the NVIDIA driver, version 580 or newer for CUDA 13",
-        )
+        remedy = "install or restart the NVIDIA driver, version 580 or newer for CUDA 13"
+        yield Fact("devices", "driver", "nvidia-smi does not answer", WRONG, remedy)
 
 
 def _links() -> Iterator[Fact]:
@@ -249,10 +197,8 @@ def _links() -> Iterator[Fact]:
         kinds = {kind: pairs.count(kind) for kind in dict.fromkeys(pairs)}
         shown = ", ".join(f"{kind} between {count // 2} pairs" for kind, count in kinds.items())
         is_fast = all(kind.startswith("NV") for kind in pairs)
-        remedy = (
-            "" if is_fast else "gathers cross PCIe: prefer stage 2, or mesh.replica, between devices without NVLink"
-        )
-        yield Fact("links", "between GPUs", shown, OK if is_fast else NOTE, remedy)
+        remedy = "gathers cross PCIe: prefer stage 2, or mesh.replica, between devices without NVLink"
+        yield Fact.judged("links", "between GPUs", shown, is_fast, remedy, NOTE)
     ports = sorted(glob.glob("/sys/class/infiniband/*/ports/*/rate"))
     for rate in ports:
         state = pathlib.Path(rate).with_name("state")
@@ -260,14 +206,8 @@ def _links() -> Iterator[Fact]:
             value, is_up = pathlib.Path(rate).read_text().strip(), "ACTIVE" in state.read_text()
         except OSError:
             continue
-        name = rate.split("/")[4]
-        yield Fact(
-            "links",
-            name,
-            value if is_up else f"{value}, not active",
-            OK if is_up else NOTE,
-            "" if is_up else "check the cable and the subnet manager",
-        )
+        value = value if is_up else f"{value}, not active"
+        yield Fact.judged("links", rate.split("/")[4], value, is_up, "check the cable and the subnet manager", NOTE)
     if not ports:
         yield Fact("links", "between hosts", "no InfiniBand; several hosts talk over TCP")
 
@@ -280,17 +220,16 @@ def _targets() -> Iterator[Fact]:
         found, why = _ask(_ASK_TARGET, names[0], topology)
         shown = f"zerojax plan --target {'|'.join(names)}"
         if found is None:
-            yield Fact(
-                "compile-only targets", kind, "not usable", NOTE, _remedy(why, f"pip install 'zerojax[plan-{kind}]'")
-            )
+            remedy = _remedy(why, f"pip install 'zerojax[plan-{kind}]'")
+            yield Fact("compile-only targets", kind, "not usable", NOTE, remedy)
             continue
         yield Fact("compile-only targets", kind, f"usable: {shown}")
         if kind == "gpu":
             kernels, why = _ask(_ASK_KERNEL, names[0])
             compiled = kernels is not None and kernels["calls"] > 0
             value = "the fused optimizer compiles" if compiled else "the fused optimizer does not compile"
-            remedy = "" if compiled else _remedy(why, "config.optimizer.moments = 'fp32' needs no kernel")
-            yield Fact("compile-only targets", "Triton kernels", value, OK if compiled else WRONG, remedy)
+            remedy = _remedy(why, "config.optimizer.moments = 'fp32' needs no kernel")
+            yield Fact.judged("compile-only targets", "Triton kernels", value, compiled, remedy)
 
 
 def _remedy(why: str, default: str) -> str:
@@ -310,8 +249,8 @@ def _cache() -> Iterator[Fact]:
     path = pathlib.Path(folder)
     is_usable = os.access(path if path.exists() else path.parent, os.W_OK)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
-    remedy = "" if is_usable else "it cannot be written: choose another folder"
-    yield Fact("cache", "compiled programs", f"{folder}, {display.human(size)}", OK if is_usable else WRONG, remedy)
+    value, remedy = f"{folder}, {display.human(size)}", "it cannot be written: choose another folder"
+    yield Fact.judged("cache", "compiled programs", value, is_usable, remedy)
 
 
 def _environment(environ: Mapping[str, str]) -> Iterator[Fact]:
