@@ -7,7 +7,7 @@ import pytest
 
 from zerojax.commands import facts as facts_lib
 from zerojax.commands import report
-from zerojax.commands.report import NOTE, OK, WRONG, Fact
+from zerojax.commands.facts import NOTE, OK, WRONG, Fact
 
 
 def by_name(facts):
