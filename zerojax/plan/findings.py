@@ -493,7 +493,10 @@ def activations_leave_the_host(case: Case) -> Iterable[Finding]:
 
 def layers_wait_for_examples(case: Case) -> Iterable[Finding]:
     """Finds layers that wait for the examples of other devices inside a host, where a ring would send them beside matmuls."""
-    rows = [row for row in case.rows if _is_tensor_parallel(row) and row.kind in ("all-gather", "reduce-scatter")]
+    over = [row for row in case.rows if row.role in _ACTIVATIONS and set(row.axes) <= set(mesh_lib.COMPILER)]
+    rows = [
+        row for row in over if row.kind in ("all-gather", "reduce-scatter") and not _OF_VOCABULARY.search(row.op_name)
+    ]
     of_examples = [
         row for row in rows if _dim(case, row) == 0 and len(bound_lib.hosts(case.ledger.mesh, row.over)) == 1
     ]
@@ -507,6 +510,9 @@ def layers_wait_for_examples(case: Case) -> Iterable[Finding]:
         )
 
 
+_OF_VOCABULARY = re.compile(
+    rf"\b{roles.TENSOR_PARALLEL}/shard_map\b"
+)  # the embedding and the loss, which run in no ring
 _DIMENSION = re.compile(r"dimensions=\{(\d+)\}")
 
 

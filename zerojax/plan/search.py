@@ -215,7 +215,7 @@ def by_arithmetic(
     best, lines = float("inf"), 0
     for own, candidate in fitting:
         kind = candidate.remat, candidate.pipe > 1, candidate.model > 1
-        alike = tuple(getattr(candidate, name) for name in _ALIKE)
+        alike = *kind, candidate.context > 1, candidate.tile_tokens, candidate.inputs
         should = of_kind[alike] * (1 - ALIKE) if alike in of_kind else of_time * (1 - NEAR)
         if own.seconds * should >= best or lines >= most_compiles:
             left += 1
@@ -245,8 +245,7 @@ def by_arithmetic(
 
 
 NEAR = 0.08  # of the time of a step, that arithmetic may be wrong by against another's
-ALIKE = 0.04  # the same, against that of a step with the same _ALIKE, by other stages, micro-batches and replicas
-_ALIKE = ("remat", "tile_tokens", "inputs", "context", "model", "pipe", "chunks", "ring")
+ALIKE = 0.04  # the same, against that of a step over the same axes, of other sizes, with the same remat
 OFF = 0.75  # of the memory that it estimates, what a step may take
 SHOWN = 5  # candidates that were not compiled, in the table
 
