@@ -39,6 +39,17 @@ def test_a_strategy_of_fsdp_is_a_stage(strategy, stage, replica):
     assert found.settings["precision"] == "bf16" and found.devices == 8
 
 
+@pytest.mark.parametrize(
+    "strategy, offloaded", [("FULL_SHARD", ["optimizer", "params"]), ("SHARD_GRAD_OP", ["optimizer"]), ("NO_SHARD", [])]
+)
+def test_what_fsdp_offloads_follows_from_what_is_sharded_and_is_reported(strategy, offloaded):
+    block = {"fsdp_sharding_strategy": strategy, "fsdp_offload_params": True}
+    found = translated({"distributed_type": "FSDP", "fsdp_config": block})
+    assert [place for place in found.settings if place.startswith("offload.")] == [f"offload.{p}" for p in offloaded]
+    line = lines(found)["fsdp_config.fsdp_offload_params"]
+    assert line.verdict == (keys.TAKEN if offloaded else keys.NO_EFFECT)
+
+
 def test_the_deepspeed_keys_of_accelerate_are_taken():
     block = {
         "zero_stage": 3,

@@ -1102,7 +1102,7 @@ TRAINER = {
         },
         {
             "model_name_or_path": {"init_from": "opt/qwen"},
-            "dataset_name": {"data.name": "trl-lib/Capybara"},
+            "dataset_name": {"data.name": "hf:trl-lib/Capybara"},
             "lora_r": {"lora.r": 32},
             "lora_alpha": {"lora.alpha": 16.0},
             "lora_target_modules": {"lora.target_modules": "q_proj,v_proj"},

@@ -66,6 +66,7 @@ def test_bits_of_frozen_kernels(arguments, quantize):
 
 def test_a_dataset_is_a_name_or_a_file_and_several_are_refused():
     assert translated(dataset="lm1b")[0].settings["data.name"] == "lm1b"
+    assert translated(dataset_name="trl-lib/tldr")[0].settings["data.name"] == "hf:trl-lib/tldr"
     assert translated(dataset_name="data/chats.jsonl")[0].settings["data.train_file"] == "data/chats.jsonl"
     assert translated(dataset="one,two")[1]["dataset"].verdict == keys.UNSUPPORTED
     files = {"train_file": "a.jsonl", "validation_file": "b.jsonl"}
@@ -82,7 +83,26 @@ def test_a_stage_is_a_task_and_epochs_count_with_one():
     assert said["stage"].verdict == said["cutoff_len"].verdict == keys.ASSUMED
     assert said["eval_strategy"].verdict == keys.IMPLIED and said["num_train_epochs"].verdict == keys.TAKEN
     assert translated(stage="pt")[0].settings["data.task"] == "text"
-    assert translated(stage="dpo")[1]["stage"].verdict == keys.UNSUPPORTED
+    found, said = translated(stage="dpo", pref_beta=0.3, pref_loss="ipo")
+    assert found.settings.items() >= {"data.task": "dpo", "dpo.beta": 0.3, "dpo.loss": "ipo"}.items()
+    assert translated(stage="dpo", pref_loss="simpo")[1]["pref_loss"].verdict == keys.UNSUPPORTED
+    assert translated(stage="rm")[1]["stage"].verdict == keys.UNSUPPORTED
+
+
+def test_other_names_of_an_argument_are_read_and_reported_as_the_file_has_them():
+    found, said = translated(
+        base_model="opt/m", micro_batch_size=2, num_epochs=4, optimizer="adamw_8bit", lr_scheduler="cosine",
+        sequence_len=64, sample_packing=True, bf16="auto", lora_r=4, lora_target_linear=True,
+    )  # fmt: skip
+    expected = {
+        "init_from": "opt/m", "micro_batch_size": 2, "optimizer.name": "adamw", "optimizer.moments": "int8",
+        "optimizer.schedule": "cosine", "seq_len": 64, "data.pack": True, "precision": "bf16",
+        "lora.target_modules": "all-linear",
+    }  # fmt: skip
+    assert found.settings.items() >= expected.items()
+    assert said["micro_batch_size"].verdict == said["base_model"].verdict == keys.TAKEN
+    assert said["bf16"].value == "auto" and said["bf16"].verdict == keys.ASSUMED
+    assert said["num_epochs"].verdict == keys.UNSUPPORTED
 
 
 def test_clients_are_those_that_there_are():

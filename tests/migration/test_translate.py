@@ -188,6 +188,8 @@ def test_the_loss_scale_is_deepspeeds():
         ("Adam", {"weight_decay": 0.1}, "adamw", 0.1),
         ("Adam", {"weight_decay": 0.0, "adam_w_mode": False}, "adam", 0.0),
         ("AdamW", {"adam_w_mode": False, "weight_decay": 0.1}, "adamw", 0.1),
+        ("AdamW", {"torch_adam": True}, "adamw", 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, "adam", 0.0),
         ("Lion", {"weight_decay": 0.1}, "lion", 0.1),
         ("Lamb", {}, "lamb", 0.0),
         ("SGD", {"momentum": 0.9}, "sgd", 0.0),
@@ -209,6 +211,10 @@ def test_an_optimizer_keeps_its_meaning_and_deepspeeds_defaults(kind, params, na
     line = verdict({"optimizer": {"type": kind, "params": params}}, "optimizer.type")
     assert ("config.optimizer.name=muon" in line.text) == (kind == "Muon")
     assert line.verdict == (keys.UNSUPPORTED if kind in ("OneBitAdam", "Muon") else keys.TAKEN)
+
+
+def test_the_limits_of_lambs_trust_ratio_are_named_where_they_are_deepspeeds_default():
+    assert verdict({"optimizer": {"type": "Lamb"}}, "optimizer.params.max_coeff").verdict == keys.UNSUPPORTED
 
 
 def test_a_penalty_that_no_optimizer_here_has_is_not_dropped_without_a_word():

@@ -18,7 +18,7 @@ from typing import Any
 from zerojax import configs, files
 from zerojax.commands import arguments
 from zerojax.errors import UserError
-from zerojax.migration import accelerate_keys, config_file, documents, draft, trainer_arguments
+from zerojax.migration import accelerate_keys, config_file, documents, draft, script_arguments, trainer_arguments
 from zerojax.migration import keys as keys_lib
 from zerojax.trainer import config as config_lib
 
@@ -122,8 +122,9 @@ def key_tables() -> list[str]:
         if name not in trainer_arguments.ARGUMENTS:
             places = ", ".join(f"`config.{place}`" for place in row.into)
             lines.append(f"| `{name}` |  | {'; '.join(filter(None, (places, row.why)))} |")
-    lines += ["", "### Older names", "", "| name | today's |", "|---|---|"]
-    return lines + [f"| `{old}` | `{new}` |" for old, new in keys_lib.ALIASES.items()]
+    lines += ["", "### Other names", "", "| name | read as |", "|---|---|"]
+    others = {**keys_lib.ALIASES, **script_arguments.ALIASES}
+    return lines + [f"| `{old}` | `{new}` |" for old, new in others.items()]
 
 
 def _row(line: draft.Line) -> str:

@@ -24,7 +24,7 @@ from zerojax.tree import PyTree
 
 DEEPSPEED, ACCELERATE, TRAINER, HOSTFILE = "DeepSpeed config", "Accelerate config", "Trainer arguments", "hostfile"
 _OF_ACCELERATE = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "mixed_precision")
-_OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir", "model_name_or_path")
+_OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir", "model_name_or_path", "base_model")
 _MOST_VALUES = 100_000
 # A text or a comment that does not end reaches to the end of the line or of the file, so that each letter is read once.
 _COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*+"?)|//[^\n]*|/\*.*?(?:\*/|\Z)|^[^\S\n]*#[^\n]*', re.DOTALL | re.MULTILINE)

@@ -230,7 +230,9 @@ KEYS: Mapping[str, Key] = {
     "optimizer.params.weight_decay": _taken("optimizer.weight_decay"),
     "optimizer.params.momentum": _taken("optimizer.b1"),
     "optimizer.params.adam_w_mode": _taken("optimizer.name", "Adam means AdamW unless this is false"),
-    "optimizer.params.torch_adam": _implied("one implementation computes the same update"),
+    "optimizer.params.torch_adam": _taken(
+        "optimizer.weight_decay", "one implementation computes the same update; an absent weight decay is torch's"
+    ),
     "optimizer.params.fused": _implied("XLA fuses the update; GPUs run it as one kernel where moments are 16-bit"),
     "optimizer.params.foreach": _implied("XLA fuses the update"),
     "optimizer.params.capturable": _implied("the step is compiled"),

@@ -168,7 +168,10 @@ def _optimizer(found: Translation, given: _Given) -> tuple[Any, Any, dict[str, L
     params = given.params("optimizer")
     rate = float(params.get("lr", 1e-3))
     schedule = _schedule(given, rate, own)
-    name, decay = settings["optimizer.name"], float(params.get("weight_decay", 0.0))
+    name, decay = (
+        settings["optimizer.name"],
+        float(params.get("weight_decay", settings.get("optimizer.weight_decay", 0.0))),
+    )
     l2 = decay if name in ("adam", "sgd") else 0.0
     if l2:
         own[f"{_OPT}.weight_decay"] = Line(

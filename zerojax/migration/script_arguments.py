@@ -1,7 +1,7 @@
 """Translates arguments of the scripts around a Trainer. This module reads the model, the adapters and the data.
 
-The names are those of PEFT's and TRL's scripts and of the tools whose files have a `finetuning_type`.
-Such a file holds a Trainer's arguments too.
+The names are those of PEFT's and TRL's scripts, of the tools whose files have a `finetuning_type`, and of those whose files have a
+`base_model`. Such a file holds a Trainer's arguments too.
 """
 
 import math
@@ -36,8 +36,24 @@ ADAPTERS: Mapping[str, tuple[str, str]] = {
     ),
     "use_rslora": ("lora.rslora", FLAG),
 }
+_ALL_LINEAR = "lora_target_linear"
+# names of files with a `base_model`, and of PEFT's scripts -> the arguments that they mean
+ALIASES: Mapping[str, str] = {
+    "base_model": "model_name_or_path",
+    "micro_batch_size": "per_device_train_batch_size",
+    "num_epochs": "num_train_epochs",
+    "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
+    "sequence_len": "cutoff_len",
+    "sample_packing": "packing",
+    "lora_model_dir": "adapter_name_or_path",
+    "use_peft_lora": "use_peft",
+    "use_4bit_quantization": "load_in_4bit",
+    "use_8bit_quantization": "load_in_8bit",
+}
 _BITS = ("quantization_bit", "load_in_4bit", "load_in_8bit")
 QUANTIZED = {4: "nf4", 8: "int8"}
+PREFERENCES = ("sigmoid", "ipo")
 CLIENTS = ("tensorboard", "wandb", "mlflow")
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
@@ -45,6 +61,8 @@ WANTED = "config.metrics.to has tensorboard, wandb and mlflow"
 _PROCESS = "a run is one command a process"
 _TOKENIZER = "the tokenizer is that of config.init_from; config.data.tokenizer names another tokenizer.json"
 _READS = "examples are read and encoded once, before anything is compiled"
+_BEST = "config.evaluate.patience ends a run without a lower loss, and exports its best step"
+_HUB = "config.export.push_to names the model on the hub"
 _LORA = ("lora.r", "lora.alpha", "lora.dropout", "lora.target_modules")
 
 KEYS: Mapping[str, Key] = {
@@ -53,10 +71,31 @@ KEYS: Mapping[str, Key] = {
     **dict.fromkeys(
         ("dataset", "dataset_name", "dataset_name_or_path"), Key(TAKEN, "", ("data.name", "data.train_file"))
     ),
+    "datasets": Key(UNSUPPORTED, "name one in config.data.train_file, or as hf:USER/DATASET in config.data.name"),
     **dict.fromkeys(_BITS, Key(TAKEN, "of frozen kernels", ("lora.quantize",), (False, None))),
     "finetuning_type": Key(TAKEN, "", _LORA),
     "use_peft": Key(TAKEN, "", _LORA, (False, None)),
+    _ALL_LINEAR: Key(TAKEN, "", ("lora.target_modules",), (False, None)),
     "stage": Key(TAKEN, "", ("data.task",)),
+    "pref_beta": Key(TAKEN, "", ("dpo.beta",)),
+    "pref_loss": Key(TAKEN, "", ("dpo.loss",)),
+    "beta": Key(UNSUPPORTED, "config.dpo.beta with config.data.task=dpo, config.grpo.kl with grpo"),
+    "loss_type": Key(UNSUPPORTED, "config.dpo.loss with config.data.task=dpo"),
+    "label_smoothing": Key(UNSUPPORTED, "config.dpo.label_smoothing with config.data.task=dpo", (), (0, None)),
+    "num_generations": Key(UNSUPPORTED, "config.grpo.group with config.data.task=grpo"),
+    "num_iterations": Key(UNSUPPORTED, "config.grpo.inner_steps with config.data.task=grpo"),
+    "epsilon": Key(UNSUPPORTED, "config.grpo.clip with config.data.task=grpo"),
+    "reward_funcs": Key(UNSUPPORTED, "config.grpo.reward with config.data.task=grpo"),
+    **dict.fromkeys(
+        ("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience"),
+        Key(UNSUPPORTED, _BEST, (), (False, None)),
+    ),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), Key(UNSUPPORTED, _HUB, (), (False, None))
+    ),
+    "evals_per_epoch": Key(UNSUPPORTED, "evaluations are counted in steps; set config.evaluate.every"),
+    "saves_per_epoch": Key(UNSUPPORTED, "checkpoints are counted in steps; set config.checkpoint.every"),
+    "adapter": Key(IMPLIED, "adapters are trained where config.lora.r is above 0"),
     "report_to": Key(TAKEN, "wandb and mlflow need their packages", ("metrics.to",)),
     "bnb_4bit_quant_type": Key(UNSUPPORTED, "4 bits are nf4", (), ("nf4", None)),
     "bnb_4bit_compute_dtype": Key(NO_EFFECT, "matmuls are in the precision's dtype"),
@@ -71,8 +110,9 @@ KEYS: Mapping[str, Key] = {
     "dataset_dir": Key(UNSUPPORTED, "name the file itself in config.data.train_file"),
     "dataset_config_name": Key(UNSUPPORTED, "name the file itself in config.data.train_file", (), (None, "")),
     "max_samples": Key(UNSUPPORTED, "all examples are read", (), (None,)),
-    "val_size": Key(
-        UNSUPPORTED, "held-out examples are config.data.eval_file or config.data.eval_split", (), (0, None)
+    **dict.fromkeys(
+        ("val_size", "val_set_size"),
+        Key(UNSUPPORTED, "held-out examples are config.data.eval_file or config.data.eval_split", (), (0, None)),
     ),
     **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), Key(UNSUPPORTED, _TOKENIZER, (), (None, ""))),
     "use_fast_tokenizer": Key(IMPLIED, _TOKENIZER),
@@ -84,7 +124,7 @@ KEYS: Mapping[str, Key] = {
         Key(NO_EFFECT, "config.precision decides the dtype of weights; frozen ones have config.lora.frozen_dtype"),
     ),
     **dict.fromkeys(
-        ("attn_implementation", "flash_attn", "use_flash_attention_2"),
+        ("attn_implementation", "flash_attn", "use_flash_attention_2", "use_flash_attn", "flash_attention"),
         Key(IMPLIED, "config.model.attention=auto takes cuDNN's flash attention where there is one"),
     ),
     **dict.fromkeys(
@@ -100,6 +140,7 @@ KEYS: Mapping[str, Key] = {
     "logging_dir": Key(NO_EFFECT, "events go to WORKDIR/tensorboard"),
     "logging_first_step": Key(NO_EFFECT, "config.log_every counts steps"),
     "data_seed": Key(NO_EFFECT, "config.seed is that of the data too"),
+    "use_reentrant": Key(NO_EFFECT, "config.model.remat decides what is kept"),
     "gradient_checkpointing_kwargs": Key(NO_EFFECT, "config.model.remat decides what is kept"),
     "tf32": Key(NO_EFFECT, "config.precision decides the arithmetic"),
     **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), Key(IMPLIED, "an evaluation has the precision of training")),
@@ -172,8 +213,8 @@ def _dataset(draft: Draft) -> None:
             )
         elif value.lower().endswith(SUFFIXES):
             draft.put("data.train_file", value, name)
-        else:
-            draft.put("data.name", value, name)
+        else:  # USER/DATASET is one of the hub; others are named without a slash
+            draft.put("data.name", f"hf:{value}" if "/" in value else value, name)
 
 
 def _adapters(draft: Draft) -> None:
@@ -192,6 +233,8 @@ def _adapters(draft: Draft) -> None:
         return
     for name, (place, form) in ADAPTERS.items():
         _put(draft, name, place, form)
+    if draft.flag(_ALL_LINEAR):
+        draft.put("lora.target_modules", "all-linear", _ALL_LINEAR)
     defaults: dict[str, Any] = {"lora.r": 8, "lora.alpha": 8.0}
     if kind == "lora" or draft.has("lora_rank"):
         rank = draft.settings.get("lora.r", 8)
@@ -226,8 +269,17 @@ def _stage(draft: Draft) -> None:
     elif kind == "sft":
         why = "its examples are conversations; for other fields config.data.task=seq2seq, prompt and answer"
         draft.assume("stage", {"data.task": "chat"}, why)
+    elif kind == "dpo":
+        draft.put("data.task", "dpo", "stage")
+        _put(draft, "pref_beta", "dpo.beta", NUMBER)
+        if str(draft.get("pref_loss", "sigmoid")) in PREFERENCES:
+            _put(draft, "pref_loss", "dpo.loss", TEXT)
+        else:
+            draft.say("pref_loss", UNSUPPORTED, f"config.dpo.loss is {' or '.join(PREFERENCES)}")
     else:
-        draft.say("stage", UNSUPPORTED, "there is supervised training alone; config.data.task")
+        draft.say(
+            "stage", UNSUPPORTED, "config.data.task has what is learned: supervised, of preferences, or of rewards"
+        )
     if "seq_len" not in draft.settings:
         draft.assume("cutoff_len", {"seq_len": 2048}, "absent: the script's default is taken")
 

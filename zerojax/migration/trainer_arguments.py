@@ -111,14 +111,18 @@ def translate_trainer(
     Raises:
       UserError: a value has a wrong type or is not known.
     """
-    arguments = {name: value for name, value in content.items() if name != "deepspeed"}
+    own = {script_arguments.ALIASES.get(name, name): name for name in content if name != "deepspeed"}
+    arguments = {name: content[given] for name, given in own.items()}
+    is_hardwares = arguments.get("bf16") == draft_lib.AUTO  # where the hardware has it, which all of our targets do
+    if is_hardwares:
+        arguments["bf16"] = True
     draft = Draft(arguments, KEYS)
     script_arguments.read(draft)
     blocks = {key: value for key, value in (_PLAIN if deepspeed is None else deepspeed).items() if value is not None}
     kind, moments = OPTIMIZERS.get(str(draft.get("optim", "adamw_torch")).lower(), ("AdamW", "fp32"))
-    own = {"type": kind, "params": dict.fromkeys(_PARAMS.get(kind, ("lr", "weight_decay")), draft_lib.AUTO)}
+    made = {"type": kind, "params": dict.fromkeys(_PARAMS.get(kind, ("lr", "weight_decay")), draft_lib.AUTO)}
     try:
-        inner = translate.translate({"optimizer": own, **blocks}, version=version, auto=_auto(arguments))
+        inner = translate.translate({"optimizer": made, **blocks}, version=version, auto=_auto(arguments))
     except UserError as error:
         raise UserError(_named_argument(str(error), arguments, deepspeed)) from error
     _merge(draft, inner, deepspeed)
@@ -128,14 +132,24 @@ def translate_trainer(
     _steps(draft)
     for name, value in draft_lib.leaves(arguments):
         _say(draft, name, value)
+    if is_hardwares:
+        draft.assume("bf16", {"precision": draft.settings["precision"]}, "the hardware's")
     found = draft.finish(inner.devices)
+    told = [dataclasses.replace(line, **_as_given(line.key, own, content)) for line in found.lines]
     lines = [
         dataclasses.replace(line, key=f"deepspeed.{line.key}")
         for line in inner.lines
         if (_holds(deepspeed, line.key) if line.value is not None else deepspeed is not None)
         and not (line.key in ("scheduler.type", "optimizer.type") and line.value is None)
     ]
-    return dataclasses.replace(found, lines=(*found.lines, _deepspeed(content, deepspeed), *lines))
+    return dataclasses.replace(found, lines=(*told, _deepspeed(content, deepspeed), *lines))
+
+
+def _as_given(name: str, own: Mapping[str, str], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the key and the value that the file has for an argument, which it may name otherwise."""
+    first, dot, rest = name.partition(".")
+    given = own.get(first, first)
+    return {"key": f"{given}{dot}{rest}"} if dot or given not in content else {"key": given, "value": content[given]}
 
 
 def _auto(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,9 +318,8 @@ def _say(draft: Draft, name: str, value: object) -> None:
     elif name not in KEYS:
         draft.say(name, keys_lib.UNSUPPORTED, "an argument of the training script, which nothing here reads")
     elif name in ARGUMENTS and name not in draft.told and not any(name in names for names in draft.sources.values()):
-        draft.say(
-            name, keys_lib.NO_EFFECT, f"the DeepSpeed config has its own value or none; set config.{ARGUMENTS[name][1]}"
-        )
+        why = "the DeepSpeed config, or the optimizer, has its own value or none"
+        draft.say(name, keys_lib.NO_EFFECT, f"{why}; set config.{ARGUMENTS[name][1]}")
 
 
 def _deepspeed(content: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> Line:

@@ -297,11 +297,15 @@ def offload(draft: Draft, part: str, device: str, name: str) -> None:
     """Puts where a part of the state lives, or says why it is not offloaded."""
     if device not in DEVICES:
         raise UserError(f"{name}: must be one of {', '.join(DEVICES)}, and is {device!r}; correct it in the file")
-    column = offload_lib.PARTS[part]
-    if not getattr(stages.STAGES[draft.settings["zero.stage"]], column):
+    if not is_sharded(draft, part):
         return draft.say(name, keys_lib.NO_EFFECT, f"the stage does not shard {part}, so it is not offloaded")
     draft.put(f"offload.{part}", DEVICES[device], name)
     return None
+
+
+def is_sharded(draft: Draft, part: str) -> bool:
+    """Returns whether the stage shards a part of the state, "optimizer" or "params"."""
+    return getattr(stages.STAGES[draft.settings["zero.stage"]], offload_lib.PARTS[part])
 
 
 def _precision(draft: Draft) -> None:
@@ -464,7 +468,9 @@ def _betas(draft: Draft) -> None:
 def _decay(draft: Draft, name: str) -> None:
     """Puts the weight decay. transformers' Trainer, whose configs have "auto" values, exempts biases and norms from it."""
     key = f"{_OPT}.weight_decay"
-    decay = draft.number(key, ASSUMED[key])
+    torchs = f"{_OPT}.torch_adam"
+    is_torchs = name == "adamw" and draft.flag(torchs) and not draft.has(key)
+    decay = draft.number(key, 0.01 if is_torchs else ASSUMED[key])
     if name not in DECAYING:
         draft.put("optimizer.weight_decay", 0.0, key)
         if decay:
@@ -473,7 +479,12 @@ def _decay(draft: Draft, name: str) -> None:
     if draft.is_auto(key):
         draft.assume(key, {"optimizer.weight_decay": decay})
     else:
-        draft.put("optimizer.weight_decay", decay, key)
+        draft.put("optimizer.weight_decay", decay, torchs if is_torchs else key)
+    limits = f"{_OPT}.max_coeff"
+    if name == "lamb" and not draft.has(limits):
+        draft.absent(
+            limits, keys_lib.UNSUPPORTED, "absent: LAMB's trust ratio is not limited; DeepSpeed's is, to 0.01 and 10"
+        )
     if decay or draft.has(key):
         draft.put("optimizer.weight_decay_on", "matrices" if _is_of_script(draft) else "all", key)
 
