@@ -270,8 +270,8 @@ def _fsdp(draft: Draft) -> None:
     if is_hybrid:
         draft.put("mesh.replica", max(1, draft.whole("num_machines", 1)), key)
     if draft.flag(f"{_FSDP}.offload_params"):
-        sharded = [part for part in ("optimizer", "params") if translate.is_sharded(draft, part)]
-        for part in sharded or ["params"]:
+        offloaded = [part for part in ("optimizer", "params") if translate.is_sharded(draft, part)]
+        for part in offloaded or ["params"]:
             translate.offload(draft, part, "cpu", f"{_FSDP}.offload_params")
     if draft.flag(f"{_FSDP}.activation_checkpointing"):
         draft.put("model.remat", "full", f"{_FSDP}.activation_checkpointing")

@@ -81,7 +81,7 @@ def _needs(program: program_lib.Program, folder: pathlib.Path, step: int, saved:
         what = f"{count} checkpoints" if count > 1 else "a checkpoint"
         yield Need(folder, what, count * each, f"choose another --workdir{fewer}")
     if config.export.format != "none":
-        yield Need(folder, "the export", _exported(program), 'set config.export.format="none"')
+        yield Need(folder / "export", "the export", _exported(program), 'set config.export.format="none"')
     if step < config.steps and storage.on_disk(program.partition):
         held = storage.disk_bytes(program.partition) * budget.processes_here()
         where = pathlib.Path(program.partition.offload.nvme_path).absolute()
