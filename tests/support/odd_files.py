@@ -415,6 +415,9 @@ TOKENIZERS: Makers = {
         decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1_000_000}
     ),
     "a long prefix": tokenizer(normalizer={"type": "Prepend", "prepend": "a" * 1_000_000}),
+    "a table of characters that lies": tokenizer(
+        normalizer={"type": "Precompiled", "precompiled_charsmap": "/////////////w=="}
+    ),
     "many normalizers": tokenizer(normalizer={"type": "Sequence", "normalizers": [{"type": "NFKC"}] * 20_000}),
     "a slow expression": tokenizer(pre_tokenizer=split_by("(a+)+$")),
     "another slow expression": tokenizer(pre_tokenizer=split_by("(a|a?)+b")),

@@ -1,5 +1,6 @@
 """Converts text to ids and back. This module has one small protocol for bytes and for Hugging Face tokenizer files."""
 
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -7,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from zerojax.errors import UserError
 
 _MOST_BYTES = 2**28  # of a tokenizer.json; the largest known ones have 2**25
 _MOST_IDS = 2**24  # the most that a model's logits may have
+_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*("[^"]*")')
 _MOST_STEPS, _MOST_GROWTH, _MOST_LETTERS = 100, 1000, 1000
 
 # The first of these that is in the vocabulary separates documents.
@@ -97,7 +100,9 @@ def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
       UserError: it is no tokenizer file, or its steps could turn a short text into one that fills the memory.
     """
     with _refused(f"{subject} is not a readable tokenizer.json", "save it again or choose another"):
-        model = tokenizers.Tokenizer.from_str(bounded.read_bytes(path, _MOST_BYTES).decode())
+        content = bounded.read_bytes(path, _MOST_BYTES)
+        _check_charsmaps(content)
+        model = tokenizers.Tokenizer.from_str(content.decode())
         model.no_truncation()
         model.no_padding()
         parts = (model.normalizer, model.pre_tokenizer, model.decoder)
@@ -112,6 +117,19 @@ def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
         if max(model.get_vocab(with_added_tokens=True).values(), default=0) >= _MOST_IDS:
             raise ValueError(f"it has an id of {_MOST_IDS} or more")
     return model
+
+
+def _check_charsmaps(content: bytes) -> None:
+    """Refuses a table of characters that says it is longer than it is: the library allocates what it says, and a failure ends the process.
+
+    Raises:
+      ValueError: one does.
+    """
+    for found in _CHARSMAP.finditer(content):
+        text = json.loads(found[1])
+        size = int.from_bytes(base64.b64decode(text[:8])[:4], "little")
+        if size > len(text):
+            raise ValueError(f"precompiled_charsmap has {len(text)} characters, and says that {size} bytes follow")
 
 
 def _steps(part: object) -> Iterator[Mapping[str, Any]]:

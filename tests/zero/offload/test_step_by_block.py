@@ -328,3 +328,19 @@ def test_a_stack_of_nn_scan_is_one_program_with_the_losses_of_the_step_on_the_de
             state, metrics = train_step(state, x)
             losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses[2:], losses[:2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("derivative", ["gradient", "forward mode", "both"])
+def test_a_loss_that_reads_a_derivative_of_its_blocks_is_refused(derivative):
+    def penalised(params, batch, state):
+        def function(x):
+            return NET.apply({"params": params}, x, batch["scale"])
+
+        if derivative == "forward mode":
+            return jax.jvp(function, (batch["x"],), (batch["x"],))[1]
+        if derivative == "both":
+            return jnp.sum(jax.jvp(jax.grad(function), (batch["x"],), (batch["x"],))[1] ** 2)
+        return jnp.sum(jax.grad(function)(batch["x"]) ** 2)
+
+    with pytest.raises(UserError, match="^blocks: the loss reads a derivative of its blocks, .*omit `offload.params`"):
+        run(BOTH, penalised, steps=1)

@@ -4,18 +4,24 @@ The forward pass of a block and its backward pass are each one `jax.jit` inside 
 compiled program the nested functions are inlined and change nothing. Cut apart, each is a program that reads the weights of one block.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import jax
 import optax
 
+from zerojax.errors import UserError
 from zerojax.tree import PyTree
 from zerojax.zero import gather, overlap
 
 NAME = "zerojax_block"
+AGAIN = (
+    "blocks: the loss reads a derivative of its blocks, and here each pass of a block is a program of its own, differentiated once; "
+    "omit `offload.params`, `offload.late_norm`, `offload.by_block` and `pipe`"
+)
 
 
 class NestedBlocks(overlap.Chain):
@@ -61,6 +67,8 @@ def _block(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arr
 def _forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> tuple[Any, Any]:
     stored = {path: weight.stored for path, weight in weights.items()}
     static: dict[str, Any] = {}
+    for sink in jax.tree.leaves([weight.sink for weight in weights.values()])[:1]:
+        _constant(sink)
 
     def run(stored: dict[str, jax.Array], arrays: tuple) -> tuple[Any, list[jax.Array]]:
         outputs, leaves, arrivals, structure = plan.vjp(stored, plan.gather(stored), arrays)
@@ -96,6 +104,32 @@ def _backward(plan: overlap.BlockCall, residuals: _Saved, cotangents: PyTree) ->
 
 
 _block.defvjp(_forward, _backward)
+
+
+@jax.custom_jvp
+def _constant(sink: jax.Array) -> jax.Array:
+    """Returns a sink that is not differentiated.
+
+    JAX calls `_forward` with sinks that are constants. Where the loss differentiates a block itself they are variables of the step's own
+    derivative, and neither pass of the block reads them: gradients of weights would be lost.
+    """
+    return sink
+
+
+@_constant.defjvp
+def _refuse(*_: Any) -> NoReturn:
+    raise UserError(AGAIN)
+
+
+@contextlib.contextmanager
+def refused_if_differentiated_otherwise() -> Iterator[None]:
+    """Turns JAX's error about derivatives of blocks in forward mode into a UserError."""
+    try:
+        yield
+    except (TypeError, NotImplementedError) as error:
+        if "forward-mode autodiff" not in str(error) and "custom_lin" not in str(error):
+            raise
+        raise UserError(AGAIN) from error
 
 
 def _nested(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from zerojax.tree import PyTree
 from zerojax.zero import accumulate, block_settings, explicit, gather, placement
 from zerojax.zero import partition as partition_lib
 from zerojax.zero.sharded_batch import inputs, keys, outputs
+from zerojax.zero.step_programs import blocks
 
 
 def one_pass(
@@ -65,7 +66,7 @@ def one_pass(
             _, aux = jax.eval_shape(of_sinks, (*of_device.sinks(params), nothing), batch, state)
             batch, state = accumulate.of_pass(batch, state, own_keys, aux.get("state", {}), number)
             folded = accumulate.keys_of_pass(own_keys, aux.get("state", {}), number)
-        with explicit.leaks_named(), folded:
+        with explicit.leaks_named(), blocks.refused_if_differentiated_otherwise(), folded:
             gradients = jax.value_and_grad(of_sinks, has_aux=True)
             (loss, aux), (grads, tokens, _) = gradients((*of_device.sinks(params), nothing), batch, state)
         grads = explicit.with_tokens((tokens, aux.pop("tokens")), grads)
