@@ -342,5 +342,25 @@ def test_a_loss_that_reads_a_derivative_of_its_blocks_is_refused(derivative):
             return jnp.sum(jax.jvp(jax.grad(function), (batch["x"],), (batch["x"],))[1] ** 2)
         return jnp.sum(jax.grad(function)(batch["x"]) ** 2)
 
-    with pytest.raises(UserError, match="^blocks: the loss reads a derivative of its blocks, .*omit `offload.params`"):
+    with pytest.raises(UserError, match=r"^blocks: the loss reads a derivative of its blocks, .*omit `offload.params`"):
         run(BOTH, penalised, steps=1)
+
+
+class Counted(TrainState):
+    fixed: Any = ()
+    number: Any = ()
+
+
+def test_a_field_that_the_loss_returns_as_it_was_is_kept():
+    def loss_fn(params, batch, state):
+        fields = {"fixed": state.fixed, "number": state.number + 1}
+        return NET.apply({"params": params}, batch["x"], batch["scale"]) + 0 * state.fixed.sum(), {"state": fields}
+
+    fixed = jnp.arange(8) % 3 == 0
+    state = Counted.create(apply_fn=None, params=first_params(), tx=optax.adam(1e-2), fixed=fixed, number=jnp.int32(0))
+    state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=3, min_size=0, offload=BOTH)
+    train_step = step.make_train_step(loss_fn, part, blocks=r"block_\w+", reduce_dtype=jnp.float32)
+    for _ in range(2):
+        state, _ = train_step(state, {"x": X, "scale": SCALE})
+    np.testing.assert_array_equal(state.fixed, fixed)
+    assert state.number == 2

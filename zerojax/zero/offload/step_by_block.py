@@ -197,6 +197,9 @@ class BlockwiseStep(streamed_step.StreamedStep):
 
         sent(-1)
         aux = self.passes(rest, batch, ready, sent)
+        if aux["state"] and self.donate:  # a field that the loss returns as it was is the array that `finish` donates
+            donated = {id(leaves[n]) for n in form.finished}
+            aux["state"] = jax.tree.map(lambda leaf: leaf.copy() if id(leaf) in donated else leaf, aux["state"])
         finished, metrics, handed = form.finish([leaves[n] for n in form.finished], aux, grads, squares)
         groups.update(last, handed._replace(grads=groups.grads))
         groups.give_up(at_end=True)
