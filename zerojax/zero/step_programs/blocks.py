@@ -20,7 +20,7 @@ from zerojax.zero import gather, overlap
 NAME = "zerojax_block"
 AGAIN = (
     "blocks: the loss reads a derivative of its blocks, and here each pass of a block is a program of its own, differentiated once; "
-    "omit `offload.params`, `offload.late_norm`, `offload.by_block` and `pipe`"
+    "keep params on the device, and omit `late_norm`, `by_block` and `pipe`"
 )
 
 
