@@ -342,7 +342,9 @@ def test_a_loss_that_reads_a_derivative_of_its_blocks_is_refused(derivative):
             return jnp.sum(jax.jvp(jax.grad(function), (batch["x"],), (batch["x"],))[1] ** 2)
         return jnp.sum(jax.grad(function)(batch["x"]) ** 2)
 
-    with pytest.raises(UserError, match=r"^blocks: the loss reads a derivative of its blocks, .*keep params on the device"):
+    with pytest.raises(
+        UserError, match=r"^blocks: the loss reads a derivative of its blocks, .*keep params on the device"
+    ):
         run(BOTH, penalised, steps=1)
 
 
