@@ -134,3 +134,5 @@ def test_a_warning_of_the_library_is_one_line_of_a_command_and_others_keep_their
     own = warnings.formatwarning("offload.fraction: is tiny", UserWarning, errors.__file__, 7)
     other = warnings.formatwarning("of another", UserWarning, "/other/module.py", 7)
     assert (own, other) == ("zerojax: offload.fraction: is tiny\n", "/other/module.py:7: UserWarning: of another\n")
+    errors.warn_in_one_line("config.{}".format)
+    assert warnings.formatwarning("offload.x", UserWarning, errors.__file__, 7) == "zerojax: config.offload.x\n"

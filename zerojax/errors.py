@@ -5,7 +5,7 @@ import errno
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -36,15 +36,19 @@ class UserError(ValueError):
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
-def warn_in_one_line() -> None:
-    """Lets Python print a warning of this library as a command line prints an error: one line, without its place in the source."""
-    warnings.formatwarning = _one_warning
+def warn_in_one_line(named: Callable[[str], str] = str) -> None:
+    """Lets Python print a warning of this library as a command line prints an error: one line, without its place in the source.
 
+    Args:
+      named: gives a line the names that the command line uses.
+    """
 
-def _one_warning(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    if category is UserWarning and filename.startswith(_LIBRARY):
-        return f"zerojax: {message}\n"
-    return _python_form(message, category, filename, lineno, line)
+    def form(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        if category is UserWarning and filename.startswith(_LIBRARY):
+            return f"zerojax: {named(str(message))}\n"
+        return _python_form(message, category, filename, lineno, line)
+
+    warnings.formatwarning = form
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

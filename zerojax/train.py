@@ -67,7 +67,7 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, f
 
 def main() -> None:
     """Parses the command line and trains. An invalid input ends the process with one line and status 2."""
-    errors.warn_in_one_line()
+    errors.warn_in_one_line(names.in_config)
     checkpointer.report_failed_writes_once()
     with signals.StopSignal(has_state=False) as stop:
         watch.at(watch.START)

@@ -109,13 +109,13 @@ def check(partition: partition_lib.Partition, *, host: Host | None = None, pool_
     size = pool_size_gb(pooled, host, count)
     if is_pooled and pooled > pool_gb * 2**30:
         raise UserError(
-            f"offload: this process pins {display.human(pooled)}, and XLA's pool of pinned memory has {pool_gb:g} GiB; set the environment "
-            f"variable {xla_flags.PINNED_POOL}={size} before JAX starts"
+            f"offload.optimizer: this process pins {display.human(pooled)}, and XLA's pool of pinned memory has {pool_gb:g} GiB; set the "
+            f"environment variable {xla_flags.PINNED_POOL}={size} before JAX starts"
         )
     if is_pooled and pool_gb * 2**30 < _TIGHT * pooled and pooled > 2**30:
         warnings.warn(
-            f"offload: this process pins {display.human(pooled)} of the {pool_gb:g} GiB of XLA's pool of pinned memory, whose places waste "
-            "some more with each step at first; it may be full after some steps. Offload less (offload.fraction), or set "
+            f"offload.optimizer: this process pins {display.human(pooled)} of the {pool_gb:g} GiB of XLA's pool of pinned memory, "
+            "whose places waste some more with each step at first; it may be full later. Offload less (offload.fraction), or set "
             f"{xla_flags.PINNED_POOL} to more if this host has more",
             stacklevel=2,
         )
@@ -123,7 +123,9 @@ def check(partition: partition_lib.Partition, *, host: Host | None = None, pool_
     if is_pooled and pool_gb > size:
         _check_growth(pooled, pool_gb, size, host, needed + _PROCESS_BYTES * count, count)
     own = pooled + buffers
-    what = f"offload: pins {display.human(needed)} of host memory on this host ({display.human(own)} a process)"
+    what = (
+        f"offload.optimizer: pins {display.human(needed)} of host memory on this host ({display.human(own)} a process)"
+    )
     way_out = "offload less (offload.fraction), keep fewer bytes (16-bit or 8-bit moments), or use more hosts"
     if host.allowed is not None and needed > host.allowed:
         raise UserError(f"{what}, and its control group allows {display.human(host.allowed)}; {way_out}")
@@ -151,8 +153,9 @@ def _check_growth(pooled: int, pool_gb: float, size: int, host: Host, needed: in
     taken = grown_bytes(pooled, pool_gb)
     if least is not None and needed <= least < needed + count * (taken - pooled):
         raise UserError(
-            f"offload: this process pins {display.human(pooled)}, for which XLA's pool of pinned memory grows to {display.human(taken)}, "
-            f"and this host has {display.human(least)}; set the environment variable {xla_flags.PINNED_POOL}={size} before "
+            f"offload.optimizer: this process pins {display.human(pooled)}, for which XLA's pool of pinned memory grows "
+            f"to {display.human(taken)}, and this host has {display.human(least)}; set the environment variable "
+            f"{xla_flags.PINNED_POOL}={size} before "
             "JAX starts, where the pool ends"
         )
 

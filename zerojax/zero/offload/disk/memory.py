@@ -46,7 +46,7 @@ class Buffer:
         try:
             self._map = mmap.mmap(-1, max(size, 1))
         except (OSError, MemoryError) as error:
-            raise UserError(f"offload: the host has no {size} bytes for a chunk; lower offload.chunk_bytes") from error
+            raise UserError(f"offload.chunk_bytes: the host has no {size} bytes for a chunk; lower it") from error
         self.view = np.frombuffer(self._map, np.uint8)[:size]
         self.is_registered = any(device.platform == "gpu" for device in devices) and _driver() is not None
         if self.is_registered:
@@ -65,7 +65,7 @@ class Buffer:
         status = _in_context(self._ordinal, lambda: _driver().cuMemHostRegister_v2(pointer, length, flags))
         if status:
             raise UserError(
-                f"offload: CUDA cannot pin {size} bytes of host memory (error {status}); lower offload.chunk_bytes, or raise the limit of "
+                f"offload.chunk_bytes: CUDA cannot pin {size} bytes of host memory (error {status}); lower it, or raise the limit of "
                 "locked memory (ulimit -l) of this machine or container"
             )
         weakref.finalize(self, _unregister, pointer, self._ordinal)
