@@ -7,8 +7,9 @@
 `docs/benchmarks/raw/clock_settings.json` names the settings. FOLDER holds the compiled program of each. A missing one is compiled by
 `zerojax.plan` with the code of the commit that was measured, for GPUs that need not exist (30 to 260 s of CPU each), and kept there.
 
-Measured is the median over the runs of a setting, each the median over its steps. `--fit` fits those figures of the tables in
-`zerojax/clock/tables` whose source says so to the settings that are not held out, and writes them. The others' errors are the proof.
+Measured is the median over the runs of a setting, each the median over its steps. "First" is what was foretold when a row was first
+compared (`first_ms`), "today" what today's tables give. `--fit` fits those figures of the tables in `zerojax/clock/tables` whose source
+says so to the settings that are not held out, and writes them. The others' errors are the proof.
 `--start` compares seconds of compiling, and to the first step, where a run of a setting found nothing in the compilation cache.
 """
 
@@ -235,22 +236,27 @@ def fit(target: str, rows: Sequence[Row]) -> None:
 
 def table(rows: Sequence[Row], has_parts: bool) -> list[str]:
     """Returns the lines of the table, and of the errors."""
-    lines = ["| setting | GPUs | measured ms | foretold ms | error | |", "|---|---|---|---|---|---|"]
-    errors: dict[tuple[str, bool], list[float]] = {}
+    lines = ["| setting | GPUs | measured ms | first | error | today | error | |", "|---|---|---|---|---|---|---|---|"]
+    errors: dict[tuple[str, bool, str], list[float]] = {}
     for row in rows:
         setting = row.setting
         found = row.foretold(rates.of(setting["target"]))
-        error = found.seconds / row.seconds - 1
-        errors.setdefault((setting["target"], setting["fitted"]), []).append(abs(error))
+        cells = f"{row.seconds * 1e3:,.1f}"
+        for when, seconds in (("first", setting.get("first_ms", 0) / 1e3), ("today", found.seconds)):
+            error = seconds / row.seconds - 1
+            cells += f" | {seconds * 1e3:,.1f} | {error:+.1%}" if seconds else " | | "
+            errors.setdefault((setting["target"], setting["fitted"], when), []).extend([abs(error)] if seconds else [])
         gpus = f"{setting['devices']} {setting['target'].upper()}"
-        cells = f"{row.seconds * 1e3:,.1f} | {found.seconds * 1e3:,.1f} | {error:+.1%}"
         lines.append(f"| {setting['name']} | {gpus} | {cells} | {'fitted' if setting['fitted'] else 'held out'} |")
         if has_parts:
             lines.append("    " + ", ".join(f"{name} {s * 1e3:.1f}" for name, s in found.parts.items() if s > 1e-4))
             lines.append("    " + ", ".join(f"{name} {s * 1e3:.1f}" for name, s in found.busy.items()))
-    for (target, is_fitted), own in sorted(errors.items(), reverse=True):
-        name = f"{target.upper()}, {'fitted' if is_fitted else 'held out'}"
-        lines.append(f"\n{name}: {len(own)} settings, median error {statistics.median(own):.1%}, worst {max(own):.1%}")
+    for (target, is_fitted, when), own in sorted(errors.items(), reverse=True):
+        name = f"{target.upper()}, {'fitted' if is_fitted else 'held out'}, {when}"
+        if own:
+            lines.append(
+                f"\n{name}: {len(own)} settings, median error {statistics.median(own):.1%}, worst {max(own):.1%}"
+            )
     return lines
 
 

@@ -143,6 +143,13 @@ def test_a_loop_takes_its_length_times_its_body():
     assert sum((span.end - span.begin) * span.times for span in found.spans) == pytest.approx(
         found.seconds, rel=ROUNDING
     )
+    unknown = loop.replace(
+        'backend_config={"known_trip_count":{"n":"100"}}', 'metadata={op_name="jit(f)/further_rounds/while"}'
+    )
+    module = syntax.parse(text.replace(loop, unknown))
+    for further in (0, 2):  # of tokens to their experts: as many as a router makes
+        again = walk.walk(flow.flow(module), rates.GpuRates("fake", FIGURES), 1, further=further)
+        assert again.seconds == 60 * further
 
 
 def test_of_branches_the_longest_counts():

@@ -65,6 +65,7 @@ def walk(
     *,
     known: Known | None = None,
     sent: Mapping[tuple[str, str], float] = types.MappingProxyType({}),
+    further: int = 0,
 ) -> StepTime:
     """Returns the time of one run of a program.
 
@@ -75,9 +76,11 @@ def walk(
       per_host: the devices of one host; 0: all.
       known: kernels by computation and instruction, which a walk of the same program fills for the next.
       sent: by computation and instruction of collectives, the share of their bytes that they send; 0: they are not there.
+      further: rounds in which each mixture and pass takes tokens that their experts' rooms had no place for.
     """
     per_host = per_host or devices
     run = _Run(flow, rates.beside(min(per_host, devices)), devices, per_host, {} if known is None else known, sent)
+    run.further = further
     run.computation(flow.module.entry)
     waits = run.now * rates.spread(devices)
     parts = {name: run.parts.get(name, 0.0) for name in PARTS} | {SLOWEST: waits}
@@ -105,7 +108,7 @@ class _Run:
         self.parts: dict[str, float] = {}
         self.busy: dict[str, float] = {}
         self.spans: list[Span] = []
-        self.known = known
+        self.known, self.further = known, 0
 
     def computation(self, where: syntax.Computation) -> None:
         for instruction in where.instructions:
@@ -258,7 +261,8 @@ class _Run:
         return end - saved
 
     def _loop(self, where: syntax.Computation, loop: syntax.Instruction) -> None:
-        count = hlo_flow.trip_count(self.flow.module, where, loop)
+        is_further = hlo_flow.takes_further_tokens(loop)
+        count = self.further if is_further else hlo_flow.trip_count(self.flow.module, where, loop)
         body = self.flow.module.computation(loop.computation_roles["body"])
         for _ in range(min(count, _SIMULATED)):
             before, parts, busy, spans = self.now, dict(self.parts), dict(self.busy), len(self.spans)

@@ -63,12 +63,17 @@ def runs(site: syntax.Instruction) -> tuple[str, ...]:
     return site.called if is_async or site.opcode in ("while", "conditional", "call") else ()
 
 
+def takes_further_tokens(loop: syntax.Instruction) -> bool:
+    """Returns whether a `while` runs the further rounds of tokens for which their experts' rooms are too small."""
+    return re.search(rf"\b{roles.FURTHER_ROUNDS}\b", loop.op_name) is not None
+
+
 def trip_count(module: syntax.Module, caller: syntax.Computation, loop: syntax.Instruction) -> int:
     """Returns how often a `while` runs its body: XLA's known trip count, else from its counter's bound, start and step, else 1.
 
     Further rounds of tokens to their experts (`roles.FURTHER_ROUNDS`) count as none: a router that sends as planned needs none.
     """
-    if re.search(rf"\b{roles.FURTHER_ROUNDS}\b", loop.op_name):
+    if takes_further_tokens(loop):
         return 0
     known = loop.known_trip_count
     if known is not None:

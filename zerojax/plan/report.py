@@ -174,9 +174,14 @@ def _saved(seconds: float) -> str:
 def _exchange(found: step_plan.Exchange) -> str:
     """Returns what tokens that travel to their experts bring, beside theory."""
     share = f", {found.beside / found.received:.0%} of it beside matmuls or attention" if found.received else ""
+    more = (
+        ""
+        if found.further is None
+        else f"; a further exchange of all mixtures takes {found.further * 1e3:,.1f} ms more"
+    )
     return (
         f"experts: each device receives {display.human(found.received)} of tokens in a step{share}; theory "
-        f"{display.human(found.theory)}, with room for {found.load:g} times a balanced router's rows"
+        f"{display.human(found.theory)}, with room for {found.load:g} times a balanced router's rows{more}"
     )
 
 

@@ -57,12 +57,14 @@ class Exchange:
       load: the rows that there is room for, over those of a balanced router.
       theory: bytes of the rooms (`ops.expert_parallel.cost`). A balanced router fills the `load`-th part of them.
       received, beside: bytes of the program's all-to-alls, and of those with a matmul or attention beside them.
+      further: seconds that a step takes more, by the clock, if one further exchange follows in each mixture and pass; None if unknown.
     """
 
     load: float
     theory: int
     received: int = 0
     beside: int = 0
+    further: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +274,7 @@ def plan_step(
         expected=expected,
         foretold=pipeline.time if pipeline else foretold,
         pipeline=pipeline,
-        exchange=None if exchange is None else _exchange(exchange, sent),
+        exchange=None if exchange is None else _exchange(exchange, sent, foretold, rates),
         rates=rates,
         model_seconds=_model_seconds(known, flops_per_token * tokens / whole.size, compute_dtype),
     )
@@ -308,11 +310,17 @@ def _bound(
     )
 
 
-def _exchange(theory: Exchange, sent: ledger.Ledger) -> Exchange:
+def _exchange(
+    theory: Exchange, sent: ledger.Ledger, foretold: walk.StepTime | None, rates: rates_lib.GpuRates | None
+) -> Exchange:
     """Returns the theory with what a program does."""
+    again = None if foretold is None else _foretold(rates, sent.mesh, sent.flow, further=1)
     beside = [row for row in sent.exchanged if row.is_async and findings.has_arithmetic(row)]
     return dataclasses.replace(
-        theory, received=sum(row.nbytes for row in sent.exchanged), beside=sum(row.nbytes for row in beside)
+        theory,
+        received=sum(row.nbytes for row in sent.exchanged),
+        beside=sum(row.nbytes for row in beside),
+        further=None if foretold is None or again is None else again.seconds - foretold.seconds,
     )
 
 
@@ -323,11 +331,13 @@ def _model_seconds(target: targets.Target, flops: float, compute_dtype: DTypeLik
     return flops / rate.value if rate is not None and flops else None
 
 
-def _foretold(rates: rates_lib.GpuRates | None, mesh: Mesh, flow: hlo_flow.Flow) -> walk.StepTime | None:
-    """Returns the time of a program, or None if there are no rates."""
+def _foretold(
+    rates: rates_lib.GpuRates | None, mesh: Mesh, flow: hlo_flow.Flow, further: int = 0
+) -> walk.StepTime | None:
+    """Returns the time of a program, or None if there are no rates. `further`: as of `walk.walk`."""
     if rates is None:
         return None
-    return walk.walk(flow, rates, mesh.size, max(bound_lib.hosts(mesh, mesh.axis_names).values()))
+    return walk.walk(flow, rates, mesh.size, max(bound_lib.hosts(mesh, mesh.axis_names).values()), further=further)
 
 
 def _received(sent: ledger.Ledger) -> dict[tuple[str, ...] | tuple[int, ...], float]:
