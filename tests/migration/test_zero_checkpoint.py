@@ -347,6 +347,15 @@ def test_a_file_of_another_number_of_ranks_is_refused(tmp_path):
         zero_checkpoint.read(tmp_path / "two")
 
 
+@pytest.mark.parametrize("name", ["zero1-fp16-world2", "zero2-bf16-world2", "zero3-bf16-world2"])
+def test_a_checkpoint_of_zero_without_its_optimizers_files_is_no_checkpoint_of_stage_0(tmp_path, name):
+    folder = copy(tmp_path, name)
+    for path in folder.rglob("*_optim_states.pt"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"holds no \*_optim_states.pt, where ZeRO \d keeps the float32 weights"):
+        zero_checkpoint.read(folder)
+
+
 @pytest.mark.parametrize("prefix", ["bf16_", "fp16_"])
 def test_two_checkpoints_in_one_folder_are_refused(tmp_path, prefix):
     write_by_group(tmp_path / "at", truth(), 1)

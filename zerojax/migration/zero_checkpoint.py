@@ -90,6 +90,7 @@ def _read(path: pathlib.Path) -> ZeroCheckpoint:
         raise UserError(f"{folder}: holds no *_model_states.pt; name a folder that DeepSpeed's save_checkpoint wrote")
     model = _table(models[0], torch_files.read(models[0]))
     if not shards:
+        _check_whole(folder, model)
         return _read_whole(folder, models[0], model)
     states = []
     for shard in shards:
@@ -349,6 +350,17 @@ def _untrained(model: Mapping[str, Any], trained: Arrays) -> Arrays:
     arrays = module if isinstance(module, Mapping) else {}
     others = {*trained, *(model.get("buffer_names") or ()), *_copies(model, arrays)}
     return {name: value for name, value in arrays.items() if name not in others and isinstance(value, np.ndarray)}
+
+
+def _check_whole(folder: pathlib.Path, model: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint of ZeRO without the optimizer's files: what is left are weights of 16 bits."""
+    config = model.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if isinstance(stage, int) and stage > 0:
+        raise UserError(
+            f"{folder}: holds no *_optim_states.pt, where ZeRO {stage} keeps the float32 weights and the moments; copy these beside it"
+        )
 
 
 def _read_whole(folder: pathlib.Path, path: pathlib.Path, model: Mapping[str, Any]) -> ZeroCheckpoint:
