@@ -356,10 +356,10 @@ def _check_whole(folder: pathlib.Path, model: Mapping[str, Any]) -> None:
     """Refuses a checkpoint of ZeRO without the optimizer's files: what is left are weights of 16 bits."""
     config = model.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    stage = zero.get("stage") if isinstance(zero, Mapping) else None
-    if stage and isinstance(stage, int):
+    kind = zero.get("stage") if isinstance(zero, Mapping) else None
+    if kind and isinstance(kind, int):
         raise UserError(
-            f"{folder}: holds no *_optim_states.pt, where ZeRO {stage} keeps the float32 weights and the moments; copy these beside it"
+            f"{folder}: holds no *_optim_states.pt, where ZeRO {kind} keeps the float32 weights and the moments; copy these beside it"
         )
 
 
