@@ -126,7 +126,7 @@ def test_held_out_text_that_is_trained_on_is_refused_and_text_read_more_than_onc
 def test_settings_without_effect_are_told(commands, tmp_path):
     stop = "from zerojax import train; train._build = lambda *_: 1 / 0"
     command = commands(*runs.flags(optimizer__final_fraction=0.5), f"--workdir={tmp_path}", before=stop)
-    assert "config.optimizer.final_fraction=0.5 has no effect: the schedule constant does not fall\n" in command.out
+    assert "config.optimizer.final_fraction=0.5 has no effect: the schedule constant does not read it\n" in command.out
 
 
 def test_a_full_host_memory_ends_the_run_in_one_line(commands, tmp_path):

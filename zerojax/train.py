@@ -314,7 +314,7 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
     texts.check(program, tokenizer)
     host.check(program)
     of_tokens = effects.undivided(config, program.sizes.micro_batch_size)
-    for line in (*effects.shortened(config), *effects.unpublished(config), *of_tokens):
+    for line in (*effects.shortened(config), *effects.unreached(config), *of_tokens):
         say(line)
     if program.weights.adapted is not None:
         say(program.weights.count_line(program.partition))

@@ -199,3 +199,8 @@ def test_weights_without_a_matrix_are_refused():
         zerojax.muon(1e-3).init({"q": {"lora_a": jnp.ones((8, 2)), "lora_b": jnp.ones((2, 8))}, "scale": jnp.ones(3)})
     with fused.of_a_part():  # a group of a pipeline may hold norms alone
         assert zerojax.muon(1e-3).init({"scale": jnp.ones(3)}).nu["scale"].shape == (3,)
+
+
+def test_a_regex_of_adamws_matrices_that_matches_no_weight_is_refused():
+    with pytest.raises(UserError, match="adamw_on: 'embd' matches no trained weight's path; paths look like mlp/up"):
+        zerojax.muon(1e-3, adamw_on="embd").init({"mlp": {"up": jnp.ones((8, 8))}})

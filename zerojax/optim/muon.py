@@ -233,6 +233,11 @@ def _kinds(settings: _MuonSettings, params: PyTree) -> list[Any]:
 
 def _init(settings: _MuonSettings, params: PyTree) -> MuonState:
     of = _forms(settings, params)
+    paths = [path for path, _ in tree.flatten(params)]
+    is_own = settings.adamw_on not in ("", ADAMW) and bool(paths) and not fused.is_part()
+    if is_own and not any(re.search(settings.adamw_on, path) for path in paths):
+        shown = ", ".join(paths[:3])
+        raise UserError(f"adamw_on: {settings.adamw_on!r} matches no trained weight's path; paths look like {shown}")
     if of and not any(of) and not fused.is_part():
         raise UserError(
             f"optimizer: muon orthogonalizes matrices, and all trained weights are AdamW's: vectors, or found by "

@@ -14,7 +14,7 @@ TOLD = {  # changed settings -> the one that then has no effect, and words of th
         "sgd does not read it",
     ),
     "lion": ({"optimizer__name": "lion", "optimizer__eps": 1e-6}, "optimizer.eps=1e-06", "lion does not read it"),
-    "constant": ({"optimizer__final_fraction": 0.5}, "optimizer.final_fraction=0.5", "constant does not fall"),
+    "constant": ({"optimizer__final_fraction": 0.5}, "optimizer.final_fraction=0.5", "constant does not read it"),
     "random": ({"data__train_split": "train[:1%]"}, "data.train_split='train[:1%]'", "not read from files"),
     "keep_best": (
         {"checkpoint__keep_best": 3, "evaluate__batches": 16},
@@ -39,10 +39,15 @@ def test_a_warm_up_longer_than_the_run_is_told_and_no_other():
     assert effects.shortened(runs.config(steps=20, optimizer__warmup_steps=20)) == []
 
 
-def test_publications_that_no_step_reaches_are_told():
-    told = effects.unpublished(runs.config(steps=4, export__deltas_every=5))
+def test_publications_and_checkpoints_that_no_step_reaches_are_told():
+    saves = {"checkpoint__every": 5, "checkpoint__at_end": False}
+    assert effects.unreached(runs.config(steps=4, **saves)) == [
+        "config.checkpoint.every=5 has no effect: the run has config.steps=4"
+    ]
+    assert effects.unreached(runs.config(steps=5, **saves)) == []
+    told = effects.unreached(runs.config(steps=4, export__deltas_every=5))
     assert told == ["config.export.deltas_every=5 has no effect: the run has config.steps=4"]
-    assert effects.unpublished(runs.config(steps=4, export__deltas_every=4)) == effects.unpublished(runs.config()) == []
+    assert effects.unreached(runs.config(steps=4, export__deltas_every=4)) == effects.unreached(runs.config()) == []
 
 
 @pytest.mark.parametrize("parts, is_told", [(1, False), (4, False), (5, True)])

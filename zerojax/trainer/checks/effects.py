@@ -31,12 +31,15 @@ def unread(config: settings.Config) -> list[str]:
     return [f"config.{place}={settings.lookup(config, place)!r} has no effect: {why}" for place, why in reasons.items()]
 
 
-def unpublished(config: settings.Config) -> list[str]:
-    """Returns a line if a run publishes nothing that is asked for, whose steps must be known."""
-    every = config.export.deltas_every
-    if every <= config.steps:
-        return []
-    return [f"config.export.deltas_every={every} has no effect: the run has {config.length}"]
+def unreached(config: settings.Config) -> list[str]:
+    """Returns a line for each setting that counts steps of which a run has fewer, so that it publishes or saves nothing. The steps must be
+    known."""
+    places = ["export.deltas_every"] + ([] if config.checkpoint.at_end else ["checkpoint.every"])
+    return [
+        f"config.{place}={every} has no effect: the run has {config.length}"
+        for place in places
+        if (every := settings.lookup(config, place)) > config.steps
+    ]
 
 
 def shortened(config: settings.Config) -> list[str]:
@@ -119,7 +122,7 @@ def _ignored(config: settings.Config) -> Iterator[tuple[str, str]]:
             for name in ("b1", "b2", "eps", *registry.OF_MUON)
             if name not in registry.READS[chosen.name]
         ),
-        f"the schedule {chosen.schedule} does not fall": ()
+        f"the schedule {chosen.schedule} does not read it": ()
         if chosen.schedule in schedules.FALLING
         else ("optimizer.final_fraction",),
         "config.optimizer.warmup_steps=0": ()
