@@ -12,6 +12,7 @@ after the limit is left out.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -83,12 +84,14 @@ def of_blocks(kernel: str):
         # queries and keys of each block, and whether its queries see its keys up to their own place or all
         cases = ((early, early, True), (late, early, False), (late, late, True))
         taken = [((q[:, rows], k[:, keys], v[:, keys]), rows, keys, is_causal) for rows, keys, is_causal in cases]
-        made = [blocks.forward(*arrays, None, kernel, scale, is_causal=is_causal) for arrays, _, _, is_causal in taken]
+        form = blocks.Form(kernel, scale)
+        forms = [dataclasses.replace(form, is_causal=is_causal) for *_, is_causal in taken]
+        made = [blocks.forward(form, *arrays, None) for form, (arrays, *_) in zip(forms, taken)]
         sums = [blocks.finished(made[0]), blocks.finished(blocks.merged(made[1], made[2]))]
         dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-        for arrays, rows, keys, is_causal in taken:
+        for form, (arrays, rows, keys, _) in zip(forms, taken):
             y, l = sums[rows is late]
-            found = blocks.backward(*arrays, None, kernel, scale, y, l, dy[:, rows], is_causal=is_causal)
+            found = blocks.backward(form, *arrays, None, y, l, dy[:, rows])
             dq = dq.at[:, rows].add(found[0].astype(jnp.float32))
             dk, dv = (x.at[:, keys].add(part.astype(jnp.float32)) for x, part in zip((dk, dv), found[1:]))
         return jnp.concatenate([y for y, _ in sums], axis=1), dq, dk, dv

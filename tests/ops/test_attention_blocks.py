@@ -34,13 +34,14 @@ def test_merged_blocks_and_their_gradients_are_those_of_all_keys():
         return jnp.where(jnp.any(seen, -1)[:, :, None, None], y, 0)
 
     expected, gradients = jax.vjp(whole, q, k, v)
-    cut = [(k[:, i : i + 4], v[:, i : i + 4], seen[:, :, i : i + 4], "xla", 0.3) for i in (0, 4, 8)]
-    first, *others = (blocks.forward(q, *block) for block in cut)
+    cut = [(k[:, i : i + 4], v[:, i : i + 4], seen[:, :, i : i + 4]) for i in (0, 4, 8)]
+    form = blocks.Form("xla", 0.3)
+    first, *others = (blocks.forward(form, q, *block) for block in cut)
     for other in others:
         first = blocks.merged(first, other)
     y, l = blocks.finished(blocks.merged(first, others[0], is_seen=False))
     np.testing.assert_allclose(y, expected, atol=ROUNDING)
-    dq, dk, dv = zip(*(blocks.backward(q, *block, y, l, dy) for block in cut))
+    dq, dk, dv = zip(*(blocks.backward(form, q, *block, y, l, dy) for block in cut))
     found = sum(dq), jnp.concatenate(dk, 1), jnp.concatenate(dv, 1)
     for one, other in zip(found, gradients(dy)):
         np.testing.assert_allclose(one, other, atol=ROUNDING)
@@ -85,8 +86,9 @@ def test_cudnn_is_called_as_jax_calls_it(is_causal, window):
         return out, gradients(dy)
 
     def own(q, k, v, dy):
-        y, l = blocks.forward(q, k, v, None, "cudnn", 0.3, is_causal=is_causal, window=window)
-        return y, blocks.backward(q, k, v, None, "cudnn", 0.3, y, l, dy, is_causal=is_causal, window=window)
+        form = blocks.Form("cudnn", 0.3, is_causal, window)
+        y, l = blocks.forward(form, q, k, v, None)
+        return y, blocks.backward(form, q, k, v, None, y, l, dy)
 
     shapes = [(2, 64, 4, 32), (2, 64, 2, 32), (2, 64, 2, 32), (2, 64, 4, 32)]
     ours, expected = calls(own, *shapes), calls(theirs, *shapes)
@@ -101,7 +103,7 @@ def test_cudnn_takes_a_mask_as_jax_gives_it():
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn", scale=0.3, return_residual=True)
 
     def own(q, k, v):
-        return blocks.forward(q, k, v, jnp.tri(64, dtype=bool)[None], "cudnn", 0.3)
+        return blocks.forward(blocks.Form("cudnn", 0.3), q, k, v, jnp.tri(64, dtype=bool)[None])
 
     shapes = [(2, 64, 4, 32), (2, 64, 2, 32), (2, 64, 2, 32)]
     ((*call, config),), ((*expected, whole),) = calls(own, *shapes), calls(theirs, *shapes)

@@ -12,6 +12,7 @@ cuDNN's kernels are therefore called here as JAX calls them.
 Shapes: B batch, T queries, S keys, H query heads, K key and value heads, G = H / K, N head dim.
 """
 
+import dataclasses
 import json
 from typing import Any
 
@@ -33,32 +34,35 @@ _MATMULS = {  # (contracted dims of left and right, batch dims of left and right
 }
 
 
-def forward(
-    q_BTHN: jax.Array,
-    k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
-    seen: jax.Array | None,
-    kernel: attention.Kernel,
-    scale: float,
-    *,
-    is_causal: bool = False,
-    window: int = 0,
-    cap: float = 0.0,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns attention float[B, T, H, N], by XLA in float32, and the log-sum-exp of its scores float32[B, H, T].
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What does not depend on arrays.
 
-    Args:
-      q_BTHN, k_BSKN, v_BSKN: queries, keys and values.
-      seen: bool[B or 1, T, S], whether a query sees a key; None: all do.
+    Attributes:
       kernel: "cudnn", or another for XLA's.
       scale: multiplies the scores.
       is_causal: query t sees keys 0 to t.
-      window: of a causal call: query t sees no keys before t - window + 1; 0 for no limit.
+      window: if causal: query t sees no keys before t - window + 1; 0 for no limit.
       cap: bounds the scores (`softcap`); 0 for no bound. XLA's alone.
     """
-    if kernel == "cudnn":
-        return _cudnn("Softmax", is_causal, window, scale, seen, (q_BTHN, k_BSKN, v_BSKN))
-    scores_BKGTS, seen = _scores(q_BTHN, k_BSKN, seen, scale, is_causal, window, cap)
+
+    kernel: attention.Kernel
+    scale: float
+    is_causal: bool = False
+    window: int = 0
+    cap: float = 0.0
+
+
+def forward(
+    form: Form, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, seen: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns attention float[B, T, H, N], by XLA in float32, and the log-sum-exp of its scores float32[B, H, T].
+
+    `seen` is bool[B or 1, T, S], whether a query sees a key; None: all do.
+    """
+    if form.kernel == "cudnn":
+        return _cudnn("Softmax", form, seen, (q_BTHN, k_BSKN, v_BSKN))
+    scores_BKGTS, seen = _scores(form, q_BTHN, k_BSKN, seen)
     scores_BKGTS = _masked(scores_BKGTS, seen)
     total_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
     weights = jnp.exp(scores_BKGTS - total_BKGT[..., None]).astype(v_BSKN.dtype)
@@ -67,39 +71,32 @@ def forward(
 
 
 def backward(
+    form: Form,
     q_BTHN: jax.Array,
     k_BSKN: jax.Array,
     v_BSKN: jax.Array,
     seen: jax.Array | None,
-    kernel: attention.Kernel,
-    scale: float,
     y_BTHN: jax.Array,
     l_BHT: jax.Array,
     dy_BTHN: jax.Array,
-    *,
-    is_causal: bool = False,
-    window: int = 0,
-    cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what a block adds to the gradients of q, k and v, in float32 or, by cuDNN, in their dtype.
 
-    Args:
-      q_BTHN, k_BSKN, v_BSKN, seen, kernel, scale, is_causal, window, cap: as of `forward`.
-      y_BTHN, l_BHT: attention over the keys of all blocks, and its log-sum-exp, from `finished`.
-      dy_BTHN: the gradient of y.
+    Its arguments are those of `forward`; y and l, attention over the keys of all blocks and its log-sum-exp, from `finished`; and y's
+    gradient.
     """
-    if kernel == "cudnn":
+    if form.kernel == "cudnn":
         arrays = (q_BTHN, k_BSKN, v_BSKN, l_BHT, dy_BTHN.astype(q_BTHN.dtype), y_BTHN.astype(q_BTHN.dtype))
-        return _cudnn("SoftmaxBackward", is_causal, window, scale, seen, arrays)
+        return _cudnn("SoftmaxBackward", form, seen, arrays)
     shape, grouped = q_BTHN.shape, (*q_BTHN.shape[:2], k_BSKN.shape[2], -1, q_BTHN.shape[3])
     dtype = q_BTHN.dtype
-    scores_BKGTS, seen = _scores(q_BTHN, k_BSKN, seen, scale, is_causal, window, cap)
+    scores_BKGTS, seen = _scores(form, q_BTHN, k_BSKN, seen)
     p_BKGTS = jnp.exp(_masked(scores_BKGTS, seen) - l_BHT.reshape(*scores_BKGTS.shape[:-1], 1))
     dy_BTKGN = dy_BTHN.astype(dtype).reshape(grouped)
     sums_BTH = jnp.sum(dy_BTHN.astype(jnp.float32) * y_BTHN.astype(jnp.float32), axis=-1)
     sums_BKGT = jnp.moveaxis(sums_BTH.reshape(grouped[:-1]), 1, -1)
     dp_BKGTS = _einsum("btkgn,bskn->bkgts", dy_BTKGN, v_BSKN)
-    slope = softcap.slope(scores_BKGTS, cap) * scale
+    slope = softcap.slope(scores_BKGTS, form.cap) * form.scale
     ds_BKGTS = (p_BKGTS * (dp_BKGTS - sums_BKGT[..., None]) * slope).astype(dtype)
     dq = _einsum("bkgts,bskn->btkgn", ds_BKGTS, k_BSKN).reshape(shape)
     dk = _einsum("bkgts,btkgn->bskn", ds_BKGTS, q_BTHN.reshape(grouped))
@@ -125,22 +122,16 @@ def finished(sum_: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
 
 
 def _scores(
-    q_BTHN: jax.Array,
-    k_BSKN: jax.Array,
-    seen: jax.Array | None,
-    scale: float,
-    is_causal: bool,
-    window: int,
-    cap: float,
+    form: Form, q_BTHN: jax.Array, k_BSKN: jax.Array, seen: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scores, bounded and not masked, and which keys a query sees."""
     batch, queries, _, width = q_BTHN.shape
     q_BTKGN = q_BTHN.reshape(batch, queries, k_BSKN.shape[2], -1, width)
-    scores_BKGTS = softcap.softcap(_einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN) * scale, cap)
-    if is_causal:
+    scores_BKGTS = softcap.softcap(_einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN) * form.scale, form.cap)
+    if form.is_causal:
         earlier = jnp.tri(queries, k_BSKN.shape[1], dtype=bool)[None]
-        if window:
-            earlier &= ~jnp.tri(queries, k_BSKN.shape[1], -window, dtype=bool)
+        if form.window:
+            earlier &= ~jnp.tri(queries, k_BSKN.shape[1], -form.window, dtype=bool)
         seen = earlier if seen is None else seen & earlier
     return scores_BKGTS, seen
 
@@ -155,9 +146,7 @@ def _einsum(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
 
 
-def _cudnn(
-    name: str, is_causal: bool, window: int, scale: float, seen: jax.Array | None, arrays: tuple[jax.Array, ...]
-) -> Any:
+def _cudnn(name: str, form: Form, seen: jax.Array | None, arrays: tuple[jax.Array, ...]) -> Any:
     """Returns the outputs of cuDNN's kernel, BTHN arrays and log-sum-exps in float32, as JAX lowers `jax.nn.dot_product_attention`."""
     q, k = arrays[:2]
     is_backward = name.endswith("Backward")
@@ -174,14 +163,14 @@ def _cudnn(
             "is_cudnn_frontend": True,
             "workspace_size": "0",
         },
-        "fmha_scale": scale,
+        "fmha_scale": form.scale,
         "intermediate_tensor_shape": {
             "element_type": {"bfloat16": "BF16", "float16": "F16"}[q.dtype.name],
             "dimensions": [str(size) for size in dims],
             "layout": {"minor_to_major": ["3", "2", "1", "0"]},
         },
         "is_flash_attention": True,
-        "mask_type": "CAUSAL" if is_causal else "NO_MASK",
+        "mask_type": "CAUSAL" if form.is_causal else "NO_MASK",
         **{
             f"{key}_dot_dimension_numbers": {
                 "lhs_contracting_dimensions": [str(left)],
@@ -193,7 +182,7 @@ def _cudnn(
         },
         "dropout_rate": 0.0,
         "seed": 42,
-        "sliding_window_length": window,
+        "sliding_window_length": form.window,
         "max_seg_per_batch": 1,
         "is_paged_attention": False,
     }

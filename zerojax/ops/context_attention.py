@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from zerojax import errors, roles, specs
 from zerojax.errors import UserError
-from zerojax.ops import attention, residuals, ring_attention, token_order
+from zerojax.ops import attention, attention_blocks, residuals, ring_attention, token_order
 
 Masks = tuple[jax.Array | None, jax.Array | None]  # the numbers of tokens' texts, and the keys that queries see
 
@@ -170,7 +170,9 @@ def cost(
         before = _before(window, local // chunks)
         sent = keys // local * chunks * before * itemsize
         return Cost(sent, sent, batch * (local + chunks * before) * window * heads)
-    blocks = ring_attention.Ring("", ways, order, is_causal, window, "xla", 1.0, name == "gather").blocks(local)
+    blocks = ring_attention.Ring(
+        "", ways, order, attention_blocks.Form("xla", 1.0, is_causal, window), name == "gather"
+    ).blocks(local)
     halves = 2 * ways if not is_causal else ways if order == "zigzag" else 2 * blocks - 1
     pairs = batch * local * local * heads * halves // 2
     if name == "gather":
@@ -418,10 +420,10 @@ def _ring(
     if bias is not None:
         raise UserError(_BIASED)
     scale = q_BTHN.shape[3] ** -0.5 if call.scale is None else call.scale
-    ring = ring_attention.Ring(
-        call.axis, call.ways, call.order, call.is_causal, call.window, call.kernel, scale, gathers, call.cap
+    form = attention_blocks.Form(call.kernel, scale, call.is_causal, call.window, call.cap)
+    return ring_attention.attend(
+        ring_attention.Ring(call.axis, call.ways, call.order, form, gathers), q_BTHN, k_BSKN, v_BSKN, *masks
     )
-    return ring_attention.attend(ring, q_BTHN, k_BSKN, v_BSKN, *masks)
 
 
 WAYS: Mapping[str, Callable[..., jax.Array]] = {"gather": _gather, "ulysses": _ulysses, "ring": _ring}

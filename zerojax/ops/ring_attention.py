@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import specs
-from zerojax.ops import attention, residuals, token_order
-from zerojax.ops import attention_blocks as blocks
+from zerojax.ops import attention_blocks, residuals, token_order
 from zerojax.tree import PyTree
 
 # The halves of a device's tokens that a row of a stack may be, each with the condition under which it is.
@@ -35,27 +34,25 @@ class Ring:
     Attributes:
       axis, ways: the mesh axis over which tokens are sharded, and its size.
       order: of the tokens.
-      is_causal, window: as of `attention.attend`.
-      kernel: as of `attention_blocks.forward`.
-      scale: multiplies the scores.
+      form: of the sequence, not of a block.
       gathers: all keys and values are gathered.
-      cap: bounds the scores; 0 for no bound.
     """
 
     axis: specs.Entry
     ways: int
     order: token_order.Order
-    is_causal: bool
-    window: int
-    kernel: attention.Kernel
-    scale: float
+    form: attention_blocks.Form
     gathers: bool
-    cap: float = 0.0
 
     def blocks(self, keys: int) -> int:
         """Returns the number of devices whose keys this device's queries may see."""
-        is_near = self.window and self.is_causal and self.order == "contiguous" and not self.gathers
-        return min(self.ways, 1 - (1 - self.window) // keys) if is_near else self.ways
+        window = self.form.window if self.form.is_causal else 0
+        is_near = window and self.order == "contiguous" and not self.gathers
+        return min(self.ways, 1 - (1 - window) // keys) if is_near else self.ways
+
+    def block(self, step: int) -> attention_blocks.Form:
+        """Returns the form of block `step`, whose window `_seen` has."""
+        return dataclasses.replace(self.form, is_causal=self.form.is_causal and step == 0, window=0)
 
     def pairs(self, step: int) -> tuple[int, list[Choice], list[Choice]]:
         """Returns the number of parts of a device's tokens, and of which queries and keys the pairs of block `step` are.
@@ -63,7 +60,7 @@ class Ring:
         Block `step` has the keys of the device `step` places before.
         """
         is_before = jax.lax.axis_index(self.axis) >= step
-        if not self.is_causal or step == 0:
+        if not self.form.is_causal or step == 0:
             return 1, [{0: True}], [{0: True}]
         if self.order == "contiguous":
             return 1, [{0: is_before}], [{0: is_before}]
@@ -108,26 +105,18 @@ def _forward(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, about: Any) -
             following = ring.hop(kv) if step + 1 < count else None
         parts, queries, keys = ring.pairs(step)
         keys_here, values_here = (_taken(x, parts, keys) for x in kv)
-        found = blocks.forward(
-            _taken(q, parts, queries),
-            keys_here,
-            values_here,
-            _seen(ring, about, step, q.shape, k.shape),
-            ring.kernel,
-            ring.scale,
-            is_causal=ring.is_causal and step == 0,
-            cap=ring.cap,
-        )
+        arrays = _taken(q, parts, queries), keys_here, values_here, _seen(ring, about, step, q.shape, k.shape)
+        found = attention_blocks.forward(ring.block(step), *arrays)
         if total is None:
             total = found[0].astype(jnp.float32), found[1]
             continue
         sums = [*zip(jnp.split(total[0], parts, 1), jnp.split(total[1], parts, 2))]
         for row, choice in zip(zip(*(jnp.split(x, len(queries)) for x in found)), queries):
             for part, is_it in choice.items():
-                sums[part] = blocks.merged(sums[part], row, is_it)
+                sums[part] = attention_blocks.merged(sums[part], row, is_it)
         ys, ls = zip(*sums)
         total = jnp.concatenate(ys, 1), jnp.concatenate(ls, 2)
-    y, l = blocks.finished(total)
+    y, l = attention_blocks.finished(total)
     y, l = residuals.of_attention(y.astype(q.dtype)), residuals.of_attention(l)
     return y, (q, k, v, about, y, l)
 
@@ -147,19 +136,9 @@ def _backward(ring: Ring, kept: PyTree, dy: jax.Array) -> tuple:
             following, travelling = _hop_of_two(ring, kv if step + 1 < count else None, travelling)
         parts, queries, keys = ring.pairs(step)
         keys_here, values_here = (_taken(x, parts, keys) for x in kv)
-        found = blocks.backward(
-            _taken(q, parts, queries),
-            keys_here,
-            values_here,
-            _seen(ring, about, step, q.shape, k.shape),
-            ring.kernel,
-            ring.scale,
-            _taken(y, parts, queries),
-            _taken(l, parts, queries, dim=2),
-            _taken(dy, parts, queries),
-            is_causal=ring.is_causal and step == 0,
-            cap=ring.cap,
-        )
+        arrays = _taken(q, parts, queries), keys_here, values_here, _seen(ring, about, step, q.shape, k.shape)
+        made = _taken(y, parts, queries), _taken(l, parts, queries, dim=2), _taken(dy, parts, queries)
+        found = attention_blocks.backward(ring.block(step), *arrays, *made)
         found_q, found_k, found_v = (x.astype(jnp.float32) for x in found)
         dq += _given(found_q, parts, queries)
         d_kv = jnp.stack([_given(x, parts, keys) for x in (found_k, found_v)])
@@ -202,13 +181,13 @@ def _seen(ring: Ring, about: Any, step: int, queries: Sequence[int], keys: Seque
     parts, of_queries, of_keys = ring.pairs(step)
     of_source = _of_source(ring, everywhere, step)
     seen = []
-    if ring.window:
+    if ring.form.window:
         places = [
             jnp.broadcast_to(token_order.positions(shape[1], ring.axis, ring.order, device), shape[:2])
             for shape, device in ((queries, None), (keys, source))
         ]
         rows, columns = (_taken(x, parts, choices) for x, choices in zip(places, (of_queries, of_keys)))
-        seen.append(rows[:, :, None] - columns[:, None] < ring.window)
+        seen.append(rows[:, :, None] - columns[:, None] < ring.form.window)
     if "segments" in own:
         rows = _taken(own["segments"], parts, of_queries)
         seen.append(rows[:, :, None] == _taken(of_source["segments"], parts, of_keys)[:, None])

@@ -11,6 +11,7 @@ Shapes: B batch, T queries, S keys, H query heads, K key and value heads, N head
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,79 +38,47 @@ def attend(
       kernel: "cudnn", or another for XLA's, which holds the scores in float32.
       sinks_H: the heads' scores, not scaled.
     """
-    window = window if window < k_BSKN.shape[1] else 0
-    scale = q_BTHN.shape[3] ** -0.5 if scale is None else scale
-    run = functools.partial(_of_heads, "cudnn" if kernel == "cudnn" else "xla", scale, is_causal, window)
+    form = attention_blocks.Form(
+        "cudnn" if kernel == "cudnn" else "xla",
+        q_BTHN.shape[3] ** -0.5 if scale is None else scale,
+        is_causal,
+        window if window < k_BSKN.shape[1] else 0,
+    )
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, None] if mask.ndim == 2 else mask, (*q_BTHN.shape[:2], k_BSKN.shape[1]))
     sinks = sinks_H.astype(jnp.float32)[None, :, None, None]  # where `of_heads` has scores
-    return attention.of_heads(run, q_BTHN.shape[2], k_BSKN.shape[2])(q_BTHN, k_BSKN, v_BSKN, sinks, mask)
+
+    def of_own(q: jax.Array, k: jax.Array, v: jax.Array, sinks_1H11: jax.Array, seen: jax.Array | None) -> jax.Array:
+        return _attend(form, q, k, v, sinks_1H11[0, :, 0, 0], seen)
+
+    return attention.of_heads(of_own, q_BTHN.shape[2], k_BSKN.shape[2])(q_BTHN, k_BSKN, v_BSKN, sinks, mask)
 
 
-def _of_heads(
-    kernel: attention.Kernel,
-    scale: float,
-    is_causal: bool,
-    window: int,
-    q_BTHN: jax.Array,
-    k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
-    sinks_1H11: jax.Array,
-    seen: jax.Array | None,
-) -> jax.Array:
-    return _attend(kernel, scale, is_causal, window, q_BTHN, k_BSKN, v_BSKN, sinks_1H11[0, :, 0, 0], seen)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    kernel: attention.Kernel,
-    scale: float,
-    is_causal: bool,
-    window: int,
-    q_BTHN: jax.Array,
-    k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
-    sinks_H: jax.Array,
-    seen: jax.Array | None,
+    form: attention_blocks.Form, q: jax.Array, k: jax.Array, v: jax.Array, sinks_H: Any, seen: Any
 ) -> jax.Array:
-    return _forward(kernel, scale, is_causal, window, q_BTHN, k_BSKN, v_BSKN, sinks_H, seen)[0]
+    return _forward(form, q, k, v, sinks_H, seen)[0]
 
 
 def _forward(
-    kernel: attention.Kernel,
-    scale: float,
-    is_causal: bool,
-    window: int,
+    form: attention_blocks.Form,
     q_BTHN: jax.Array,
     k_BSKN: jax.Array,
     v_BSKN: jax.Array,
     sinks_H: jax.Array,
     seen: jax.Array | None,
 ) -> tuple[jax.Array, tuple]:
-    block = attention_blocks.forward(q_BTHN, k_BSKN, v_BSKN, seen, kernel, scale, is_causal=is_causal, window=window)
+    block = attention_blocks.forward(form, q_BTHN, k_BSKN, v_BSKN, seen)
     sink_BHT = jnp.broadcast_to(sinks_H[:, None], block[1].shape)
     y_BTHN, l_BHT = attention_blocks.merged((jnp.zeros_like(block[0]), sink_BHT), block)
     y_BTHN, l_BHT = residuals.of_attention(y_BTHN.astype(q_BTHN.dtype)), residuals.of_attention(l_BHT)
     return y_BTHN, (q_BTHN, k_BSKN, v_BSKN, sinks_H, seen, y_BTHN, l_BHT)
 
 
-def _backward(
-    kernel: attention.Kernel, scale: float, is_causal: bool, window: int, kept: tuple, dy_BTHN: jax.Array
-) -> tuple:
+def _backward(form: attention_blocks.Form, kept: tuple, dy_BTHN: jax.Array) -> tuple:
     q_BTHN, k_BSKN, v_BSKN, sinks_H, seen, y_BTHN, l_BHT = kept
-    grads = attention_blocks.backward(
-        q_BTHN,
-        k_BSKN,
-        v_BSKN,
-        seen,
-        kernel,
-        scale,
-        y_BTHN,
-        l_BHT,
-        dy_BTHN,
-        is_causal=is_causal,
-        window=window,
-    )
+    grads = attention_blocks.backward(form, q_BTHN, k_BSKN, v_BSKN, seen, y_BTHN, l_BHT, dy_BTHN)
     dots_BTH = jnp.sum(dy_BTHN.astype(jnp.float32) * y_BTHN.astype(jnp.float32), axis=-1)
     share_BHT = jnp.exp(sinks_H[:, None] - l_BHT)
     d_sinks_H = -jnp.einsum("bht,bth->h", share_BHT, dots_BTH, precision="highest")

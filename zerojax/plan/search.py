@@ -295,50 +295,28 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
       global_batch_size: examples in one step, over all devices and passes.
     """
     found = []
-    of_optimizer, of_params = grid.get("offload", ("none",)), grid.get("params", ("none",))
-    of_long = grid.get("tile_tokens", (0,)), grid.get("inputs", ("none",))
-    of_axes = tuple(grid.get(name, (1,)) for name in ("context", "model", "pipe", "chunks"))
-    for (
-        stage,
-        remat,
-        micro,
-        replica,
-        offload,
-        params,
-        tile,
-        inputs,
-        context,
-        model,
-        pipe,
-        chunks,
-        ring,
-    ) in itertools.product(
-        grid["stage"],
-        grid["remat"],
-        grid["micro_batch_size"],
-        grid["replica"],
-        of_optimizer,
-        of_params,
-        *of_long,
-        *of_axes,
-        grid.get("ring", (False,)),
-    ):
-        row = stages.STAGES[stage]
-        may_offload = (offload == "none" or row.opt_state) and (params == "none" or row.params)
-        may_offload &= offload != "none" or params == "none" or len(of_params) == 1  # the optimizer first
+    choices = {
+        field.name: grid.get(field.name, (field.default,))
+        for field in dataclasses.fields(Candidate)
+        if field.name != "grad_accum"
+    }
+    for values in itertools.product(*choices.values()):
+        c = Candidate(**dict(zip(choices, values)), grad_accum=1)
+        row = stages.STAGES[c.stage]
+        may_offload = (c.offload == "none" or row.opt_state) and (c.params == "none" or row.params)
+        may_offload &= c.offload != "none" or c.params == "none" or len(choices["params"]) == 1  # the optimizer first
         # A step with params on the host is cut into programs, which keep no activations there.
-        may_offload &= inputs == "none" or (params == "none" and remat != "none")
-        own = ways // (context * model * pipe)  # devices that have examples of their own
-        if own * context * model * pipe != ways or own % replica or global_batch_size % (micro * max(1, own)):
+        may_offload &= c.inputs == "none" or (c.params == "none" and c.remat != "none")
+        own = ways // c.per_example  # devices that have examples of their own
+        if own * c.per_example != ways or own % c.replica or global_batch_size % (c.micro_batch_size * max(1, own)):
             continue
-        accum = global_batch_size // (micro * own)
+        accum = global_batch_size // (c.micro_batch_size * own)
         # A pipeline keeps all on its devices, and works on several micro-batches.
-        may_offload &= pipe == 1 or (offload, params, inputs) == ("none",) * 3
-        is_order = accum >= pipe if chunks == 1 else pipe > 1 and accum % pipe == 0
+        may_offload &= c.pipe == 1 or not c.offloaded
+        is_order = accum >= c.pipe if c.chunks == 1 else c.pipe > 1 and accum % c.pipe == 0
         if may_offload and is_order:
-            places = (replica, offload, params, tile, inputs, context, model, pipe, chunks)
-            has_ring = ring and model > 1 and micro % model == 0
-            found.append(Candidate(stage, remat, micro, accum, *places, has_ring))
+            has_ring = c.ring and c.model > 1 and c.micro_batch_size % c.model == 0
+            found.append(dataclasses.replace(c, grad_accum=accum, ring=has_ring))
     return list(dict.fromkeys(found))
 
 
