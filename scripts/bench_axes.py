@@ -84,7 +84,7 @@ def of_blocks(kernel: str):
         # queries and keys of each block, and whether its queries see its keys up to their own place or all
         cases = ((early, early, True), (late, early, False), (late, late, True))
         taken = [((q[:, rows], k[:, keys], v[:, keys]), rows, keys, is_causal) for rows, keys, is_causal in cases]
-        form = blocks.Form(kernel, scale)
+        form = blocks.BlockForm(kernel, scale)
         forms = [dataclasses.replace(form, is_causal=is_causal) for *_, is_causal in taken]
         made = [blocks.forward(form, *arrays, None) for form, (arrays, *_) in zip(forms, taken)]
         sums = [blocks.finished(made[0]), blocks.finished(blocks.merged(made[1], made[2]))]

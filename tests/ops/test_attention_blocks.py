@@ -35,7 +35,7 @@ def test_merged_blocks_and_their_gradients_are_those_of_all_keys():
 
     expected, gradients = jax.vjp(whole, q, k, v)
     cut = [(k[:, i : i + 4], v[:, i : i + 4], seen[:, :, i : i + 4]) for i in (0, 4, 8)]
-    form = blocks.Form("xla", 0.3)
+    form = blocks.BlockForm("xla", 0.3)
     first, *others = (blocks.forward(form, q, *block) for block in cut)
     for other in others:
         first = blocks.merged(first, other)
@@ -86,7 +86,7 @@ def test_cudnn_is_called_as_jax_calls_it(is_causal, window):
         return out, gradients(dy)
 
     def own(q, k, v, dy):
-        form = blocks.Form("cudnn", 0.3, is_causal, window)
+        form = blocks.BlockForm("cudnn", 0.3, is_causal, window)
         y, l = blocks.forward(form, q, k, v, None)
         return y, blocks.backward(form, q, k, v, None, y, l, dy)
 
@@ -103,7 +103,7 @@ def test_cudnn_takes_a_mask_as_jax_gives_it():
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn", scale=0.3, return_residual=True)
 
     def own(q, k, v):
-        return blocks.forward(blocks.Form("cudnn", 0.3), q, k, v, jnp.tri(64, dtype=bool)[None])
+        return blocks.forward(blocks.BlockForm("cudnn", 0.3), q, k, v, jnp.tri(64, dtype=bool)[None])
 
     shapes = [(2, 64, 4, 32), (2, 64, 2, 32), (2, 64, 2, 32)]
     ((*call, config),), ((*expected, whole),) = calls(own, *shapes), calls(theirs, *shapes)

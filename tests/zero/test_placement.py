@@ -17,7 +17,7 @@ def finder(shape, **how):
     options = {"mesh": mesh_lib.make_mesh(), "min_size": 0, **how}
     placements = stages.partition_state({"params": params}, **options).placements
     return placements["params/layers/kernel"], placement.finder(
-        placements, lambda leaf: leaf.shape, lambda weight: weight.shape, lifted_blocks.of_layer
+        placements, lambda weight: weight.shape, lifted_blocks.of_layer
     )
 
 

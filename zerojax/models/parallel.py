@@ -26,7 +26,7 @@ WIDTH: Table = ((r".*/(gate|up)", (None, None, "model")),)  # [batch, tokens, wi
 FUSED: Table = ((r".*/(qkv|gate_up)", (None, None, None, "model")),)  # [batch, tokens, parts, heads or width, ...]
 TOKENS = ("model", "model")  # [batch, tokens, ...]; one of the two: see `zero.tensor_parallel`
 ALL_TOKENS = (None, None)
-# Paths of weights in a module that treats each example on its own and whose shards each return a term of a sum; see `zero.rings`.
+# Paths of weights in a module that treats each example on its own and whose shards each return a term of a sum; see `zero.ring_matmuls`.
 OF_RINGS = r"(q|k|v|gate|up|gate_up)/(kernel|bias|lora_[ab])|(o|down)/(kernel|lora_[ab])|(q|k)_norm/scale"
 
 

@@ -35,7 +35,7 @@ _MATMULS = {  # (contracted dims of left and right, batch dims of left and right
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class BlockForm:
     """What does not depend on arrays.
 
     Attributes:
@@ -54,7 +54,7 @@ class Form:
 
 
 def forward(
-    form: Form, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, seen: jax.Array | None
+    form: BlockForm, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, seen: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns attention float[B, T, H, N], by XLA in float32, and the log-sum-exp of its scores float32[B, H, T].
 
@@ -71,7 +71,7 @@ def forward(
 
 
 def backward(
-    form: Form,
+    form: BlockForm,
     q_BTHN: jax.Array,
     k_BSKN: jax.Array,
     v_BSKN: jax.Array,
@@ -122,7 +122,7 @@ def finished(sum_: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
 
 
 def _scores(
-    form: Form, q_BTHN: jax.Array, k_BSKN: jax.Array, seen: jax.Array | None
+    form: BlockForm, q_BTHN: jax.Array, k_BSKN: jax.Array, seen: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scores, bounded and not masked, and which keys a query sees."""
     batch, queries, _, width = q_BTHN.shape
@@ -146,7 +146,7 @@ def _einsum(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
 
 
-def _cudnn(name: str, form: Form, seen: jax.Array | None, arrays: tuple[jax.Array, ...]) -> Any:
+def _cudnn(name: str, form: BlockForm, seen: jax.Array | None, arrays: tuple[jax.Array, ...]) -> Any:
     """Returns the outputs of cuDNN's kernel, BTHN arrays and log-sum-exps in float32, as JAX lowers `jax.nn.dot_product_attention`."""
     q, k = arrays[:2]
     is_backward = name.endswith("Backward")

@@ -171,7 +171,7 @@ def cost(
         sent = keys // local * chunks * before * itemsize
         return Cost(sent, sent, batch * (local + chunks * before) * window * heads)
     blocks = ring_attention.Ring(
-        "", ways, order, attention_blocks.Form("xla", 1.0, is_causal, window), name == "gather"
+        "", ways, order, attention_blocks.BlockForm("xla", 1.0, is_causal, window), name == "gather"
     ).blocks(local)
     halves = 2 * ways if not is_causal else ways if order == "zigzag" else 2 * blocks - 1
     pairs = batch * local * local * heads * halves // 2
@@ -420,7 +420,7 @@ def _ring(
     if bias is not None:
         raise UserError(_BIASED)
     scale = q_BTHN.shape[3] ** -0.5 if call.scale is None else call.scale
-    form = attention_blocks.Form(call.kernel, scale, call.is_causal, call.window, call.cap)
+    form = attention_blocks.BlockForm(call.kernel, scale, call.is_causal, call.window, call.cap)
     return ring_attention.attend(
         ring_attention.Ring(call.axis, call.ways, call.order, form, gathers), q_BTHN, k_BSKN, v_BSKN, *masks
     )

@@ -41,7 +41,7 @@ class Ring:
     axis: specs.Entry
     ways: int
     order: token_order.Order
-    form: attention_blocks.Form
+    form: attention_blocks.BlockForm
     gathers: bool
 
     def blocks(self, keys: int) -> int:
@@ -50,7 +50,7 @@ class Ring:
         is_near = window and self.order == "contiguous" and not self.gathers
         return min(self.ways, 1 - (1 - window) // keys) if is_near else self.ways
 
-    def block(self, step: int) -> attention_blocks.Form:
+    def block(self, step: int) -> attention_blocks.BlockForm:
         """Returns the form of block `step`, whose window `_seen` has."""
         return dataclasses.replace(self.form, is_causal=self.form.is_causal and step == 0, window=0)
 

@@ -38,7 +38,7 @@ def attend(
       kernel: "cudnn", or another for XLA's, which holds the scores in float32.
       sinks_H: the heads' scores, not scaled.
     """
-    form = attention_blocks.Form(
+    form = attention_blocks.BlockForm(
         "cudnn" if kernel == "cudnn" else "xla",
         q_BTHN.shape[3] ** -0.5 if scale is None else scale,
         is_causal,
@@ -56,13 +56,13 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    form: attention_blocks.Form, q: jax.Array, k: jax.Array, v: jax.Array, sinks_H: Any, seen: Any
+    form: attention_blocks.BlockForm, q: jax.Array, k: jax.Array, v: jax.Array, sinks_H: Any, seen: Any
 ) -> jax.Array:
     return _forward(form, q, k, v, sinks_H, seen)[0]
 
 
 def _forward(
-    form: attention_blocks.Form,
+    form: attention_blocks.BlockForm,
     q_BTHN: jax.Array,
     k_BSKN: jax.Array,
     v_BSKN: jax.Array,
@@ -76,7 +76,7 @@ def _forward(
     return y_BTHN, (q_BTHN, k_BSKN, v_BSKN, sinks_H, seen, y_BTHN, l_BHT)
 
 
-def _backward(form: attention_blocks.Form, kept: tuple, dy_BTHN: jax.Array) -> tuple:
+def _backward(form: attention_blocks.BlockForm, kept: tuple, dy_BTHN: jax.Array) -> tuple:
     q_BTHN, k_BSKN, v_BSKN, sinks_H, seen, y_BTHN, l_BHT = kept
     grads = attention_blocks.backward(form, q_BTHN, k_BSKN, v_BSKN, seen, y_BTHN, l_BHT, dy_BTHN)
     dots_BTH = jnp.sum(dy_BTHN.astype(jnp.float32) * y_BTHN.astype(jnp.float32), axis=-1)

@@ -303,9 +303,7 @@ def _decays(settings: _Settings, params: PyTree) -> list[bool]:
     mask = settings.mask(params) if callable(settings.mask) else settings.mask
     mask = True if mask is None else mask
     try:
-        return jax.tree.leaves(
-            jax.tree.map(lambda decay, part: jax.tree.map(lambda _: bool(decay), part), mask, params)
-        )
+        return list(map(bool, jax.tree.leaves(jax.tree.broadcast(mask, params))))
     except ValueError as error:
         raise UserError(
             f"mask: must be a tree of bools like the params or a prefix of one, and does not fit them: {errors.first_line(error)}"

@@ -263,7 +263,7 @@ def _grid_of_axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[s
 
 
 def _takes_ring(config: settings_lib.Config) -> bool:
-    """Returns whether modules of a config's model may run in rings over `model` (`zero.rings`): those of a decoder without experts."""
+    """Returns whether modules of a config's model may run in rings (`zero.ring_matmuls`): those of a decoder without experts."""
     model = model_lib.shape(config, None)[1]
     is_wide = not precision.PRECISIONS[config.precision].has_fp8 and config.lora.quantize == "none"
     draws = config.model.dropout or config.lora.dropout

@@ -55,6 +55,6 @@ def value_and_grad(
         fields = dict(aux["state"])
         for hook, own in zip(how.hooks, seen):
             fields |= hook.renewed(state, own)
-        return (loss, {**aux, "state": fields, "metrics": outputs.values(aux["metrics"], over_devices=False)}), grads
+        return (loss, {**aux, "state": fields, "metrics": outputs.values(aux["metrics"])}), grads
 
     return gradients

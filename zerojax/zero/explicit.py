@@ -94,7 +94,7 @@ def value_and_grad(
         for hook, own in zip(how.hooks, seen):
             fields |= hook.renewed(state, own)
         kept = {name: fields.pop(name) for name in feedback.specs()}
-        aux = {"metrics": outputs.values(aux["metrics"], over_devices=True), "state": fields, "kept": kept}
+        aux = {"metrics": outputs.values(outputs.of_all_devices(aux["metrics"])), "state": fields, "kept": kept}
         return (jax.lax.psum(loss, mesh_lib.SUMMED), aux), grads
 
     of_aux = {"metrics": P(), "state": P(), "kept": feedback.specs()}
@@ -121,9 +121,8 @@ class OfDevice:
 
     def sinks(self, params: PyTree) -> tuple[Any, overlap.Tokens]:
         """Returns what the loss is differentiated with respect to."""
-        find = self.find
-        found = tree.map_with_path(lambda path, leaf: gather.sink(find(path, leaf), self.reduction), params)
-        return found, overlap.no_tokens()
+        of_weight = lambda path, shard: gather.sink(self.find(path, shard), self.reduction)  # noqa: E731
+        return tree.map_with_path(of_weight, params), overlap.no_tokens()
 
     def of_sinks(self, program: Program, own_keys: keys.Paths, params: PyTree) -> Callable[..., tuple[jax.Array, Any]]:
         """Returns f((sinks, tokens, inputs of the hooks), batch, state) -> (loss, aux) of one device's pass."""
@@ -155,8 +154,9 @@ class OfDevice:
             if fields:
                 fields = returned_state.of_devices(fields, state, program)
             fields = fields | self.feedback.fields(state)
-            loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=self.passes)
-            return loss, {**aux, "state": fields, "tokens": chain.tokens}
+            loss, of_pass = outputs.objective(outputs.loss_over_devices(loss, ways), self.passes)
+            metrics = outputs.terms(aux["metrics"], state, program, self.passes)
+            return loss, {"metrics": metrics, **of_pass, "state": fields, "tokens": chain.tokens}
 
         return of_sinks
 
@@ -237,7 +237,7 @@ def mapped(
 def finder(partition: partition_lib.Partition) -> Callable[[str, Any], placement.Placement]:
     """Returns f(path, shard or None) -> the weight's placement."""
     expected: Callable[..., Any] = lambda weight: gather.local_shape(weight.shape or (), weight.stored)  # noqa: E731
-    find = placement.finder(partition.placements, lambda leaf: leaf.shape, expected, lifted_blocks.of_layer)
+    find = placement.finder(partition.placements, expected, lifted_blocks.of_layer)
 
     def find_weight(path: str, leaf: Leaf) -> placement.Placement:
         found = find(path, leaf)

@@ -86,7 +86,7 @@ class BlockCall:
         trained: Mapping[str, jax.Array],
         *arrays: jax.Array,
     ) -> Any:
-        """Runs the body with what has arrived; `frozen` and `trained` are those of `divided`."""
+        """Runs the body with what has arrived; `frozen` and `trained` together are the arrays of `differentiated`."""
         weights = {**trained, **frozen}
         with contextlib.ExitStack() as stack:
             used = {
@@ -104,30 +104,25 @@ class BlockCall:
         """
         # Barriers or programs of their own prevent CSE of the two passes; those of jax.checkpoint would also delay copies from the host.
         body = self.run if self.policy is None else jax.checkpoint(self.run, policy=self.policy, prevent_cse=False)
-        trained, frozen = self.divided(self.differentiated(stored, sent))
+        weights = self.differentiated(stored, sent)
+        trained = {path: weight for path, weight in weights.items() if self.placements[path].trainable}
+        frozen = {path: weight for path, weight in weights.items() if path not in trained}
         outputs, pull = jax.vjp(functools.partial(body, frozen, sent), trained, *arrays)
         leaves, structure = jax.tree.flatten(pull)
         arrival_of = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(sent))}
         return outputs, leaves, tuple(arrival_of.get(id(leaf)) for leaf in leaves), structure
 
     def pulled(self, pull: Callable[..., Any], cotangents: PyTree) -> tuple[dict[str, jax.Array], list[Any]]:
-        """Returns what `leave` leaves of the gradients of `differentiated`, for `reduce`, and the gradients of the body's arrays."""
+        """Returns what is left for `reduce` of the gradients of `differentiated`, and the gradients of the body's arrays.
+
+        What wires send of gradients at once is sent here, beside this block's own backward pass.
+        """
         if jnp.dtype(self.reduction.dtype) == jnp.float32 and self.placements:
             mesh = next(iter(self.placements.values())).stored.mesh
             pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
         grads, *inputs = pull(cotangents)
-        return self.leave(grads), [
-            jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, i) for i in inputs
-        ]
-
-    def divided(self, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the weights that have gradients, and the frozen ones."""
-        frozen = {path: weight for path, weight in weights.items() if not self.placements[path].trainable}
-        return {path: weight for path, weight in weights.items() if path not in frozen}, frozen
-
-    def leave(self, grads: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Returns what is left to reduce of gradients after what their wires send at once, beside this block's own backward pass."""
-        return self._by_wire(grads, lambda path, grad, own: own.wire.leave(grad, own, self.reduction))
+        left = self._by_wire(grads, lambda path, grad, own: own.wire.leave(grad, own, self.reduction))
+        return left, jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, inputs)
 
     def reduce(self, grads: Mapping[str, jax.Array], unsent: Mapping[str, Any] = NOTHING) -> tuple[dict, dict]:
         """Returns the gradients of the weights' sinks, and what is not sent of them; see `gather.ShardAndSink`."""

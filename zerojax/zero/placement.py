@@ -126,7 +126,6 @@ def is_frozen(node: PyTree) -> bool:
 
 def finder(
     placements: Mapping[str, Placement],
-    shape_of: Callable[[Any], Any],
     expected: Callable[[Placement], Any],
     of_layer: Callable[[str, Placement], Placement],
 ) -> Callable[[str, Any], Placement | None]:
@@ -139,12 +138,12 @@ def finder(
         if found is None:
             return None
         weight = placements[found]
-        if leaf is None or weight.shape is None or shape_of(leaf) == expected(weight):
+        if leaf is None or weight.shape is None or leaf.shape == expected(weight):
             return weight
-        if tuple(shape_of(leaf)) == tuple(expected(weight)[1:]):
+        if tuple(leaf.shape) == tuple(expected(weight)[1:]):
             return of_layer(found, weight)
         raise UserError(
-            f"{path}: has shape {shape_of(leaf)}, and the weight stored as {found} has {expected(weight)}; where several "
+            f"{path}: has shape {leaf.shape}, and the weight stored as {found} has {expected(weight)}; where several "
             f"models share a state, pass the placements of this one alone; a block inside nn.vmap cannot be in `blocks`"
         )
 

@@ -97,7 +97,7 @@ def make_train_step(
         of a device if the axis divides them, else the tokens. With a second spec, that inside of the module, its floating positional
         arguments are gathered once, and its result is scattered: P("model", "model"), P(). A dim that the axis does not divide is left
         to the compiler. A fourth entry, a regex over paths of weights in the module, says that with these alone it treats each example
-        on its own and returns a sum over its matmuls' shards: then examples travel along a ring, beside its matmuls (`rings`). Needs
+        on its own and returns a sum over its matmuls' shards: then examples travel along a ring, beside its matmuls (`ring_matmuls`). Needs
         reduce_dtype, examples that the axis divides, and no fp8.
       expert_load: where overrides shard experts over `expert`, the rows for which one exchange has room, over those of a balanced router.
         It decides memory and bytes; more rows take further rounds, and none is dropped (`ops.expert_parallel`).
@@ -149,14 +149,9 @@ def make_train_step(
     in_dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
     options = xla_options.of_step(partition, blocks, **in_dtypes, in_fp8=fp8 is not None, exchanges=exchanges)
     if partition.pipeline:
-        given: dict[str, Any] = {
-            "by_columns": by_columns,
-            "fp8": fp8,
-            "wires": wires,
-            "donate": donate,
-            "options": options,
-        }
-        return pipeline_step.of(loss_fn, partition, how, layout, scaling, clip, reduce_dtype, **dtypes, **given)
+        given: dict[str, Any] = {"by_columns": by_columns, "fp8": fp8, "wires": wires, "donate": donate}
+        given |= {"options": options, **dtypes}
+        return pipeline_step.of(loss_fn, partition, how, layout, scaling, clip, reduce_dtype, **given)
     updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
     own = update_lib.Own(updates.rest.partition, updates.rest.numbers) if updates else None
     finish = update_lib.finish(partition, own, scaling, clip)

@@ -26,12 +26,13 @@ from jax.sharding import PartitionSpec as P
 from zerojax import errors, roles, specs, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.zero import hooks, intercept, placement, rings
+from zerojax.zero import hooks, intercept, placement, ring_matmuls
 
 # Ordered: (regex over full module paths, spec) of the array that a module returns, or the first of several. A third entry is the spec
 # inside the module: its floating positional arguments arrive, and its result leaves, sharded as outside. A spec that
 # names one axis for both first dims, ("model", "model"), shards the one that `mesh.dim_of_rest` chooses. A fourth entry is a regex over
-# the paths of weights inside the module: with these alone it treats each example on its own, so examples may travel along a ring (`rings`).
+# the paths of weights inside the module: with these alone it treats each example on its own, so examples may travel along a ring
+# (`ring_matmuls`).
 Table = Sequence[tuple]
 
 
@@ -141,11 +142,11 @@ class ShardedActivations(hooks.Hook):
         return found
 
     def _around(self, module: nn.Module, specs_of: Mapping[str, P], args: tuple, kwargs: dict) -> Any:
-        """Runs a module in a ring (`rings`): its floating arguments travel, and what it returns is summed."""
+        """Runs a module in a ring (`ring_matmuls`): its floating arguments travel, and what it returns is summed."""
         (axis,), given, result, params = mesh_lib.rest(), tree.NonArrays(), tree.NonArrays(), module.variables["params"]
         arrays, weights, alone = given.take((args, kwargs)), dict(tree.flatten(params)), module.clone(parent=None)
         dtype = next(iter(weights.values())).dtype
-        ring = rings.RingOfExamples(axis, mesh_lib.ways_of_rest(), mesh_lib.platform(self._mesh), dtype)
+        ring = ring_matmuls.RingOfExamples(axis, mesh_lib.ways_of_rest(), mesh_lib.platform(self._mesh), dtype)
 
         def of_examples(
             weights: Mapping[str, jax.Array], own: list[jax.Array], rows: list[jax.Array]
@@ -161,7 +162,9 @@ class ShardedActivations(hooks.Hook):
                     self._in_ring = False
 
         run = mesh_lib.manual_over_rest(
-            functools.partial(rings.around, of_examples, ring), in_specs=(specs_of, P(axis), P()), out_specs=P(axis)
+            functools.partial(ring_matmuls.around, of_examples, ring),
+            in_specs=(specs_of, P(axis), P()),
+            out_specs=P(axis),
         )
         wide = {name: weight.astype(jnp.float32) for name, weight in weights.items()}
         moves = [_is_floating(array) for array in arrays]

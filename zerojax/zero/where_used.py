@@ -80,7 +80,7 @@ def with_gathers(
     compute_dtype: DTypeLike | None = None,
 ) -> Loss:
     """Returns `where_used` of a loss, its settings as one value."""
-    find = placement.finder(placements, lambda leaf: leaf.shape, lambda weight: weight.shape, lifted_blocks.of_layer)
+    find = placement.finder(placements, lambda weight: weight.shape, lifted_blocks.of_layer)
 
     def gather_leaf(path: str, leaf: Leaf) -> Leaf:
         found = find(path, leaf)

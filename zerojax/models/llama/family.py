@@ -10,7 +10,7 @@ from zerojax.models import config_json, family, parallel
 from zerojax.models.family import Tensor
 from zerojax.models.llama import mla, model, one_row, published, rope
 from zerojax.models.llama.model import LlamaConfig
-from zerojax.models.llama.rows import ROWS
+from zerojax.models.llama.model_types import ROWS
 
 # The rotary base of 500,000 supports up to 32,768 positions (arXiv:2407.21783, section 3.2).
 _llama3 = functools.partial(LlamaConfig, 128256, max_seq_len=32768)

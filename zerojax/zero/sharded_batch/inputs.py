@@ -101,9 +101,7 @@ class Layout:
                     raise arguments.unmatched_spec(pattern, paths)
         else:
             try:
-                full = jax.tree.map(
-                    lambda spec, part: jax.tree.map(lambda _: spec, part), chosen, batch, is_leaf=is_spec
-                )
+                full = jax.tree.broadcast(chosen, batch, is_leaf=is_spec)
             except ValueError as error:
                 raise arguments.other_tree(paths) from error
             found = dict(zip(paths, jax.tree.leaves(full, is_leaf=is_spec)))

@@ -99,18 +99,6 @@ def with_aux(loss_fn: Callable[..., Any], scale: Callable[[Any], Any]) -> Callab
     return with_aux
 
 
-def of_device(
-    loss: Any, aux: PyTree, state: State, program: Callable[[], dependence.TracedLoss], *, ways: int, passes: int
-) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns (scalar, aux) of one device's pass; call it inside `jax.shard_map`.
-
-    Summed over devices the scalar is the loss of the pass, and its gradients are those of the loss. `aux` has the metrics as `terms`, and
-    the weight of the pass (`objective`).
-    """
-    scalar, weight = objective(loss_over_devices(loss, ways), passes)
-    return scalar, {"metrics": terms(aux["metrics"], state, program, passes), **weight}
-
-
 def terms(metrics: PyTree, before: State, program: Callable[[], dependence.TracedLoss], passes: int) -> PyTree:
     """Returns metrics of one of `passes` as terms that can be added over passes and devices: floating arrays, `Mean`, `Sum`, `Same`."""
 
@@ -134,13 +122,13 @@ def terms(metrics: PyTree, before: State, program: Callable[[], dependence.Trace
     return tree.map_with_path(term, metrics, is_leaf=is_total)
 
 
-def values(metrics: PyTree, *, over_devices: bool) -> PyTree:
-    """Returns the values of metrics given as `terms`, added over devices if they are one device's."""
+def values(metrics: PyTree) -> PyTree:
+    """Returns the values of metrics given as `terms` of all devices."""
 
     def of_term(term: Leaf) -> Leaf:
         return term.value if isinstance(term, Same) else value(term)
 
-    return jax.tree.map(of_term, of_all_devices(metrics) if over_devices else metrics, is_leaf=is_term)
+    return jax.tree.map(of_term, metrics, is_leaf=is_term)
 
 
 def of_all_devices(metrics: PyTree) -> PyTree:
@@ -199,11 +187,8 @@ def in_float32(loss: Value) -> Value:
     """
     parts = [loss.total, *([loss.weight] if isinstance(loss, Mean) else [])] if isinstance(loss, Mean | Sum) else [loss]
     for part in parts:
-        if (
-            not isinstance(part, (jax.Array, np.ndarray, np.generic, int, float))
-            or jnp.shape(part)
-            or jnp.iscomplexobj(part)
-        ):
+        is_number = isinstance(part, (jax.Array, np.ndarray, np.generic, int, float))
+        if not is_number or jnp.shape(part) or jnp.iscomplexobj(part):
             inside = f" in zerojax.{type(loss).__name__}" if isinstance(loss, Mean | Sum) else ""
             raise UserError(
                 f"loss_fn: returned {type_of(part)}{inside} as the loss, and it must be a real scalar; take its mean"

@@ -315,4 +315,4 @@ def added_metrics(totals: PyTree, new: PyTree) -> PyTree:
 @functools.partial(jax.jit, static_argnums=1)
 def metric_values(metrics: PyTree, count: int) -> PyTree:
     """Returns the values of metrics from the sum of their terms over several passes."""
-    return outputs.values(accumulate.divided_terms(metrics, count) if count > 1 else metrics, over_devices=False)
+    return outputs.values(accumulate.divided_terms(metrics, count) if count > 1 else metrics)

@@ -1,4 +1,4 @@
-"""Runs an MLP along a ring of devices, and compares with all examples on one. This module tests zerojax.zero.rings."""
+"""Runs an MLP along a ring of devices, and compares with all examples on one. This module tests zerojax.zero.ring_matmuls."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax import roles, traces
-from zerojax.zero import rings
+from zerojax.zero import ring_matmuls
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
 SPECS = {"up": P(None, "model"), "down": P("model"), "scale": P()}
@@ -33,7 +33,7 @@ def inputs(ways, dtype):
 def ringed(ways, dtype):
     """Returns f(weights, arrays, others), along a ring of devices."""
     mesh = Mesh(np.asarray(jax.devices()[:ways]), ("model",), axis_types=(AxisType.Auto,))
-    run = functools.partial(rings.around, mlp, rings.RingOfExamples("model", ways, "cpu", dtype))
+    run = functools.partial(ring_matmuls.around, mlp, ring_matmuls.RingOfExamples("model", ways, "cpu", dtype))
     over = jax.shard_map(run, mesh=mesh, in_specs=(SPECS, P("model"), P()), out_specs=P("model"), check_vma=False)
     return lambda weights, *rest: over({name: own.astype(jnp.float32) for name, own in weights.items()}, *rest)
 

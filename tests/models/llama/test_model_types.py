@@ -1,4 +1,4 @@
-"""Checks that configs are read as they are written. This module tests zerojax.models.llama.rows."""
+"""Checks that configs are read as they are written. This module tests zerojax.models.llama.model_types."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import pytest
 
 from zerojax.models.llama import family as llama
 from zerojax.models.llama import gpt2, published
-from zerojax.models.llama.rows import ROWS
+from zerojax.models.llama.model_types import ROWS
 
 SHAPES = published.PRESETS | gpt2.PRESETS | {"qwen2_14b": llama.PRESETS["qwen2_14b"]}
 
