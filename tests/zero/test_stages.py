@@ -320,6 +320,17 @@ def test_the_roles_of_nnx_variables_follow_their_types():
     assert all(found == "opt_state" for path, found in role.items() if path.startswith("opt_state"))
 
 
+def test_a_role_of_ones_own_makes_a_weight_of_any_nnx_variable():
+    class Table(nnx.Variable):
+        pass
+
+    state = {"params": {"table": Table(jnp.zeros((64, 64)))}}
+    with pytest.raises(UserError, match="no leaf has the role 'params'; pass roles="):
+        stages.partition_state(state, mesh=make_mesh(8))
+    part = stages.partition_state(state, mesh=make_mesh(8), roles=[("table", "params"), *stages.ROLES])
+    assert [leaf.role for leaf in part.leaves.values()] == ["params"]
+
+
 def test_two_leaves_of_one_path_are_refused():
     params = {"a/b": jnp.zeros((8, 8)), "a": {"b": jnp.zeros((8, 8))}}
     with pytest.raises(

@@ -123,7 +123,8 @@ def partition_state(
       indivisible: if no dim divides, "whole" keeps the leaf replicated and "pad" pads its longest free dim with zeros. `make_train_step`
         hides the padding from models and optimizers. A step of your own hides it with `unpad(state, partition)`, also of
         {"params": grads}, and `pad`.
-      roles: ordered (path regex, role); the first regex found in a leaf's path gives its role. A leaf that has none, and a weight's name
+      roles: ordered (path regex, role); the first regex found in a leaf's path gives its role. NNX variables have that of their type
+        unless an entry of your own matches. A leaf that has none, and a weight's name
         and shape (averaged weights, a momentum of your own), is sharded as the weight's moments.
       trainable: a regex; weights whose path below `params` does not match are frozen. The optimizer state must omit them, as that of
         `shard_train_state` does. Empty: all weights are trained.
@@ -370,8 +371,11 @@ def leaf_roles(abstract_state: State, roles: Sequence[tuple[str, str]] = ROLES, 
         abstract_state, is_leaf=lambda n: isinstance(n, nnx.Variable)
     ):
         node_path = tree.path_string(path)
-        role = next((role for pattern, role in roles if re.search(pattern, node_path)), OTHER)
-        if isinstance(node, nnx.Variable) and role != OPT_STATE:
+        entry = next((tuple(entry) for entry in roles if re.search(entry[0], node_path)), ROLES[-1])
+        role = entry[1]
+        if (
+            isinstance(node, nnx.Variable) and role != OPT_STATE and entry in ROLES
+        ):  # a table of the user's own decides itself
             role = PARAMS if isinstance(node, nnx.Param) else OTHER
         for inner, _ in jax.tree_util.tree_leaves_with_path(node):
             inner_path = tree.path_string((*path, *inner))
