@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 BLOCK = 64  # slots that are read at a time
 PROGRAMS = 512  # about as many keep the memory of an H200 busy
 LEAST_ROWS = 16  # of a matmul in a kernel
-JOINED = 8  # ranges that are read at a time when they are joined
+JOINED = 128  # ranges times heads that are read at a time when ranges are joined
 NOTHING = -1e30  # a score that has no weight
 
 
@@ -63,16 +63,14 @@ def attend_counted(
     *,
     scale: float,
     implementation: str = "jnp",
-    joined: int = JOINED,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what `attend` does, rounded to q's dtype, by one kernel, and the counters.
 
     Args:
       counts: int32, at least B K of 0, which they are again afterwards.
-      joined: ranges that are read at a time when they are joined.
       q_BHN, k_BSKN, v_BSKN, ends_B, scale, implementation: see `attend`.
     """
-    o_BHN, counts = _attend(q_BHN, k_BSKN, v_BSKN, ends_B, counts, scale, 0, implementation, joined)
+    o_BHN, counts = _attend(q_BHN, k_BSKN, v_BSKN, ends_B, counts, scale, 0, implementation)
     return o_BHN.astype(q_BHN.dtype), counts
 
 
@@ -85,7 +83,6 @@ def _attend(
     scale: float,
     window: int,
     implementation: str,
-    joined: int = JOINED,
 ) -> tuple[jax.Array, Any]:
     firsts_B = jnp.maximum(ends_B - window, 0) if window else jnp.zeros_like(ends_B)
     if implementation == "jnp":
@@ -101,7 +98,6 @@ def _attend(
         counts,
         scale=scale,
         ranges=ranges,
-        joined=joined,
         interpret=implementation == "interpret",
     )
     if counts is not None:
@@ -127,7 +123,7 @@ def attend_ref(
     return jnp.einsum("bkgs,bskn->bkgn", p_BKGS, v_BSKN.astype(jnp.float32)).reshape(q_BHN.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "ranges", "joined", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "ranges", "interpret"))
 def _ranges(
     q_BHN: jax.Array,
     k_BSKN: jax.Array,
@@ -138,7 +134,6 @@ def _ranges(
     *,
     scale: float,
     ranges: int,
-    joined: int,
     interpret: bool,
 ) -> list[jax.Array]:
     """Returns the sums of each range, float32[B, K, R, G, N], with its maximum and its weights' sum, float32[B, K, R, G]; given counters
@@ -146,7 +141,7 @@ def _ranges(
     batch, slots, kv_heads, head_dim = k_BSKN.shape
     group = q_BHN.shape[1] // kv_heads
     sums = (batch, kv_heads, ranges, group)
-    kernel = functools.partial(_kernel, slots, kv_heads, group, head_dim, ranges, scale, joined, interpret)
+    kernel = functools.partial(_kernel, slots, kv_heads, group, head_dim, ranges, scale, interpret)
     shapes = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (_size(sums) * head_dim, _size(sums), _size(sums))]
     counted = [] if counts is None else [counts]
     if counted:
@@ -178,7 +173,6 @@ def _kernel(
     head_dim: int,
     ranges: int,
     scale: float,
-    at_a_time: int,
     interpret: bool,
     q_ref: jax.Ref,
     k_ref: jax.Ref,
@@ -234,7 +228,6 @@ def _kernel(
             (group, head_dim, ranges, pl.next_power_of_2(group)),
             (o_ref, most_ref, sum_ref),
             (joined[0], joined[1]),
-            at_a_time,
             interpret,
         )
 
@@ -244,11 +237,11 @@ def _join(
     sizes: tuple[int, int, int, int],
     refs: tuple[Any, Any, Any],
     outs: tuple[Any, Any],
-    at_a_time: int,
     interpret: bool,
 ) -> None:
     """Joins the ranges of a row's key head, if this program is the last of them to arrive."""
     (group, head_dim, ranges, rows), (o_ref, most_ref, sum_ref), (joined_ref, counts_ref) = sizes, refs, outs
+    at_a_time = max(1, JOINED // rows)
 
     def finish() -> None:
         counts_ref[number] = 0

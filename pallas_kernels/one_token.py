@@ -30,6 +30,7 @@ BLOCK = 64  # weights of a scale
 READ = 16  # bytes that a thread reads at once
 MANY = 8192  # columns, of which a program of 256 leaves enough programs
 COUNTERS = 4096  # the most column groups of a kernel that has parts
+PARTS = 32  # the most, since a thread adds up those of its columns one after the other
 MOST_GATES = COUNTERS * BLOCK // 2  # columns of each weight of `gate`
 
 # How codes are multiplied and added: codes that share 32 bits, and a * code + sum in PTX ($0... sums, codes, factors, sums).
@@ -59,14 +60,13 @@ _CONVERSIONS = {
 @dataclasses.dataclass(frozen=True)
 class Portions:
     """How a product is divided: `blocks` of 64 columns and one of `parts` of the rows a program, of `warps` warps that read `ahead` tiles
-    of `tile` rows before they use any. `in_turn`: at the end a thread adds up all parts of its columns, for few parts."""
+    of `tile` rows before they use any."""
 
     blocks: int
     tile: int
     ahead: int
     warps: int
     parts: int
-    in_turn: bool = False
 
     @property
     def columns(self) -> int:
@@ -136,7 +136,7 @@ def form(
     while ahead > 1 and tiles % ahead:
         ahead //= 2
     parts = 1
-    while groups * parts * 2 <= programs and tiles % (2 * parts * ahead) == 0:
+    while parts < PARTS and groups * parts * 2 <= programs and tiles % (2 * parts * ahead) == 0:
         parts *= 2
     return Portions(blocks, tile, ahead, warps, parts)
 
@@ -198,7 +198,7 @@ def add(
     """Returns x + W y, of x's dtype, the sums of squares of its parts, and the counters."""
     dtype = x_D.dtype
     if how is None:
-        how = form(y_K.shape[0], [x_D.shape[0]], weight.codes.dtype.itemsize)
+        how = form(y_K.shape[0], [x_D.shape[0]], weight.codes.dtype.itemsize, ahead=4, warps=8, programs=264)
     groups = x_D.shape[0] // how.columns
     if implementation == "jnp":
         x_D = x_D + (weight.unit * (y_K.astype(jnp.float32) @ weight.wide())).astype(dtype)
@@ -433,11 +433,8 @@ def _run(
 
         def sums(columns: jax.Array) -> jax.Array:
             load = functools.partial(pltriton.load, volatile=True)  # not from this multiprocessor's own cache
-            if how.in_turn:
-                parts = [load(parts_ref.at[part * total + columns]) for part in range(how.parts)]
-                return functools.reduce(jnp.add, parts)
-            where = jnp.arange(how.parts)[:, None] * total + columns[None, :]
-            return jnp.sum(load(parts_ref.at[where]), axis=0)
+            parts = [load(parts_ref.at[part * total + columns]) for part in range(how.parts)]
+            return functools.reduce(jnp.add, parts)
 
         @pl.when(arrived == arrivals - 1)
         def _finish() -> None:

@@ -2,11 +2,11 @@
 
     python scripts/bench_token.py --limit_s 460
 
-First a copy and a sum of a large array give the memory's rate here. With `--variants`, whole layers run in a row in each of these. Then
-each kernel, in each of several forms, is compared with its twin, and twice with itself, for bf16, int8 and fp8 at the shapes of an 8B
-layer. A form that was not compared, or differs, is not among the best. Then whole layers run in a row on the device; "of the copy" is a
-layer's bytes a second over the copy's. Each product is timed alone too. At the end `scripts/bench_engine.py` measures the engine in
-processes of its own. What is left when the time is over is not measured. `--tiny` runs everything small and interpreted, without a GPU.
+First a copy and a sum of a large array give the memory's rate here. Then each kernel, in each of several forms, is compared with its twin,
+and twice with itself, for bf16, int8 and fp8 at the shapes of an 8B layer. A form that was not compared, or differs, is not among the best.
+Then whole layers run in a row on the device; "of the copy" is a layer's bytes a second over the copy's. Each product is timed alone too. At
+the end `scripts/bench_engine.py` measures the engine in processes of its own. What is left when the time is over is not measured. `--tiny`
+runs everything small and interpreted, without a GPU.
 """
 
 import argparse
@@ -42,18 +42,6 @@ FORMS: tuple[tuple[int, int, int, int] | None, ...] = (
     (8, 4, 264, 128),
     (4, 4, 1056, 256),
 )
-# name: (settings of `Portions`, those of `one_token.form` by kernel, ranges of attention that are joined at once)
-Variant = tuple[dict[str, Any], dict[str, dict[str, Any]], int]
-_TURN = {"in_turn": True}
-_FEW = {"warps": 8, "ahead": 4, "programs": 264}
-VARIANTS: dict[str, Variant] = {
-    "now": ({}, {}, 8),
-    "in turn": (_TURN, {}, 8),
-    "join 32": ({}, {}, 32),
-    "in turn, join 32": (_TURN, {}, 32),
-    "few": ({}, {"o": _FEW, "down": _FEW}, 8),
-    "in turn, join 32, few": (_TURN, {"o": _FEW, "down": _FEW}, 32),
-}
 PRODUCTS = ("project", "attend", "o", "gate", "down", "head")
 WORST = {"bf16": 0.02, "int8": 0.02, "fp8": 0.02}  # of the largest value: results are rounded to 8 bits
 LAYERS = 4  # in turn, so that no cache holds the weights
@@ -89,7 +77,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--engine_s", type=float, default=260, help="of which the engine has this")
     parser.add_argument("--engine", nargs="*", default=["bf16", "int8", "fp8"], help="variants of bench_engine.py")
     parser.add_argument("--forms", type=int, default=len(FORMS), help="how many of the forms")
-    parser.add_argument("--variants", nargs="*", default=[], choices=VARIANTS, help="of a layer, in a row")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
     ends = time.monotonic() + options.limit_s
@@ -105,10 +92,9 @@ def main(arguments: list[str]) -> int:
         if time.monotonic() > ends - options.engine_s:
             lines.append(f"{kind}: no time was left")
             continue
-        for measure in ([_variants] if options.variants else []) + ([_measure] if options.forms else []):
-            found, is_wrong = measure(kind, sizes, how, copied, options, ends - options.engine_s)
-            lines += found
-            failed |= is_wrong
+        found, is_wrong = _measure(kind, sizes, how, copied, options, ends - options.engine_s)
+        lines += found
+        failed |= is_wrong
     for flags in ("", "--xla_gpu_enable_pdl_launch=true") if options.engine and not options.tiny else ():
         left = ends - time.monotonic() - 3
         if left < 40:
@@ -210,98 +196,6 @@ def _part(name: str, kind: str, sizes: Sizes, how: str, form: Any) -> Callable[.
         return {**state, "scores": scores, "counts": counts}
 
     return run
-
-
-def _layer(name: str, kind: str, sizes: Sizes, how: str) -> Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]:
-    """Returns f(weights, state) -> state after a layer of a variant."""
-    settings, forms, joined = VARIANTS[name]
-    itemsize = 2 if kind == "bf16" else 1
-    d, q, kv, f = sizes.embed, sizes.heads * sizes.dims, sizes.kv_heads * sizes.dims, sizes.mlp
-    shapes = {"project": (d, [q, kv, kv]), "o": (q, [d]), "gate": (d, [f, f]), "down": (f, [d])}
-    portions = {}
-    for product, (inputs, columns) in shapes.items():
-        width = {"width": sizes.dims} if product == "project" else {}
-        own = one_token.form(inputs, columns, itemsize, **width, **forms.get(product, {}))
-        portions[product] = dataclasses.replace(own, **settings)
-
-    def run(weights: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        norm = one_token.Norm(state["scale"], 1e-5)
-        w = {name: _as(kind, stored) for name, stored in weights.items()}
-
-        def more(product: str, counts: jax.Array) -> dict[str, Any]:
-            return {"counts": counts, "implementation": how, "how": portions[product]}
-
-        normed = {"norm": norm, "squares": state["squares"], **more("project", state["counts"])}
-        three = [w[name] for name in ("q", "k", "v")]
-        q, keys, counts = one_token.project(state["x"], three, state["keys"], state["turn"], state["slot"], **normed)
-        heads = q.reshape(1, sizes.heads, sizes.dims)
-        y, counts = cached_attention.attend_counted(
-            heads,
-            *(key[None] for key in keys),
-            state["end"],
-            counts,
-            implementation=how,
-            scale=sizes.dims**-0.5,
-            joined=joined,
-        )
-        x, squares, counts = one_token.add(state["x"], y.reshape(-1), w["o"], **more("o", counts))
-        h, counts = one_token.gate(x, [w["gate"], w["up"]], norm=norm, squares=squares, **more("gate", counts))
-        x, squares, counts = one_token.add(x, h, w["down"], **more("down", counts))
-        return {**state, "q": q, "keys": keys, "x": x, "squares": squares, "h": h, "counts": counts}
-
-    return run
-
-
-def _variants(
-    kind: str, sizes: Sizes, how: str, copied: float, options: argparse.Namespace, ends: float
-) -> tuple[list[str], bool]:
-    """Returns lines of the time of a layer in each variant, and whether one was wrong."""
-    layers = [_weights(kind, sizes, seed) for seed in range(2 if options.tiny else LAYERS)]
-    state = _state(sizes)
-    count, unrolled, times = len(layers), 3, 12
-    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(layers[0])) + 2 * sizes.text * sizes.kv_heads * sizes.dims * 2
-
-    def program(name: str) -> tuple[Any, Any]:
-        layer = _layer(name, kind, sizes, how)
-
-        def once(layers: Any, state: Any) -> Any:
-            for number in range(count * unrolled):
-                state = layer(layers[number % count], state)
-            return state
-
-        def run(layers: Any, state: Any) -> Any:
-            start = state["x"]
-            return jax.lax.fori_loop(0, times, lambda _, state: once(layers, {**state, "x": start}), state)
-
-        return (
-            jax.jit(layer).lower(layers[0], state).compile(),
-            None if options.tiny else jax.jit(run).lower(layers, state).compile(),
-        )
-
-    pool = concurrent.futures.ThreadPoolExecutor(1 if options.tiny else 14)
-    asked = {name: pool.submit(program, name) for name in options.variants}
-    # What compiles too long is left out.
-    concurrent.futures.wait(list(asked.values()), timeout=max(1.0, 0.7 * (ends - time.monotonic())))
-    print(f"{kind}: variants compiled, {ends - time.monotonic():.0f} s are left", flush=True)
-    lines, failed, first = [f"\n{kind}, layers in a row", "| variant | us a layer | TB/s |\n|---|---|---|"], False, None
-    for name, job in asked.items():
-        if time.monotonic() > ends or not job.done():
-            lines.append(f"| {name} | no time was left | |")
-            continue
-        try:
-            once, run = job.result()
-            found = [once(layers[0], state) for _ in range(3)]
-            first = found[0] if first is None else first
-            wrong = _differences(kind, first, found)
-            seconds = 1.0 if run is None else _time(run, layers, state) / (times * count * unrolled)
-            lines.append(f"| {name} | {seconds * 1e6:.1f} | {nbytes / seconds / 1e12:.2f} |{' '.join(wrong)}")
-            failed |= bool(wrong)
-        except Exception as error:
-            lines.append(f"| {name} | {type(error).__name__}: {str(error).strip()[:200]} | |")
-            failed = True
-        print(lines[-1], flush=True)
-    pool.shutdown(wait=False, cancel_futures=True)
-    return lines, failed
 
 
 def _state(sizes: Sizes) -> dict[str, Any]:

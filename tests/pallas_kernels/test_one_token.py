@@ -1,7 +1,5 @@
 """Checks a layer's products for one row against dequantized weights. This module tests pallas_kernels.one_token."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,7 +40,6 @@ def test_kernel_and_twin_multiply_with_the_dequantized_weights(kind):
     np.testing.assert_allclose(twin, wanted, atol=1e-4)
     for form in FORMS:
         how = one_token.form(inputs, [128, 64], weights[0].codes.dtype.itemsize, **{**form, "programs": 6})
-        how = dataclasses.replace(how, in_turn=bool(form))
         assert how.parts > 1 and inputs > how.parts * how.tile * how.ahead, "there is no sum of parts, or no loop"
         found, counts = one_token.multiply(x, weights, **given, implementation="interpret", how=how)
         np.testing.assert_allclose(found, wanted, atol=1e-4, err_msg=str(how))
