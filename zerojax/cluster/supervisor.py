@@ -23,7 +23,6 @@ FENCE_SECONDS = (
 )
 UNHEARD_STATUS = 2  # of a run that was stopped because stdout is closed, as of the trainer alone
 MOST_LINES = 100_000  # that wait for a slow terminal
-PROBE_SECONDS = 10.0  # for a host to answer before a restart, at least
 
 
 class Screen:

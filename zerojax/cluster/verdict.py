@@ -39,7 +39,6 @@ HOST_PHASES = ("", watch.START, watch.DATA, watch.COMPILE)  # in which no thread
 REPEATED = (watch.STEP, watch.EVALUATE, watch.CHECKPOINT)  # of which all are alike, so that a long one is noticed
 STOPPED_SECONDS = 10.0  # without a heartbeat, if the kernel says that the process is stopped
 BUSY_START = 300.0  # without a heartbeat before the first phase: imports of large libraries hold the interpreter
-STOPPED = "Tt"  # the kernel's states of a stopped process
 
 
 class Beat(NamedTuple):

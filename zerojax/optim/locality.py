@@ -97,9 +97,6 @@ class _Value:
     by: str = dataclasses.field(default="", compare=False)
 
 
-_EVEN = _Value()
-
-
 @dataclasses.dataclass(frozen=True)
 class _Traced:
     """An optimizer's traced `init` and `update`."""

@@ -12,39 +12,34 @@ import jax
 Edits = tuple[tuple[str, str], ...]
 
 
-def _device(kind: str, model: str, memory: int, bandwidth: int, l2: int) -> Edits:
+def _device(
+    kind: str, capability: str, *, cores: int, clock: int, memory: int, memory_clock: int, bandwidth: int, l2: int
+) -> Edits:
+    """Returns the edits for a kind of device; clocks are in kHz, and sizes in bytes."""
+    clocks = f"{cores} cores, {clock}KHz clock, {memory_clock}KHz mem clock"
     return (
         (r"(?m)^  name: .*", f'  name: "{kind}"'),
-        (r"(?m)^  model_str: .*", f'  model_str: "{model}"'),
+        (r"(?m)^  model_str: .*", f'  model_str: "sm_{capability} with {memory}B RAM, {clocks}, {l2}B L2$"'),
         (r"device_description_str: .*", f'device_description_str: "{kind}"'),
         (r"device_memory_size: \d+", f"device_memory_size: {memory}"),
         (r"memory_bandwidth: \d+", f"memory_bandwidth: {bandwidth}"),
         (r"l2_cache_size: \d+", f"l2_cache_size: {l2}"),
+        (r"(cuda_compute_capability \{\s*major:) 9", rf"\g<1> {capability.partition('.')[0]}"),
+        (r"Compute Capability 9\.0a", f"Compute Capability {capability}"),
+        (r"\bcore_count: \d+", f"core_count: {cores}"),
     )
 
 
+_H100 = {"cores": 132, "clock": 1980000, "memory_clock": 2619000, "bandwidth": 3352320000000, "l2": 52428800}
+_A100 = {"cores": 108, "clock": 1410000, "memory_clock": 1593000, "bandwidth": 2039040000000, "l2": 41943040}
+_B200 = {"cores": 148, "clock": 1965000, "memory_clock": 3996000, "bandwidth": 7672320000000, "l2": 132644864}
 # (regex, replacement) pairs, applied in this order.
 EDITS: dict[str, Edits] = {
     "h200": (),
-    "h100": _device(
-        "NVIDIA H100 80GB HBM3",
-        "sm_9.0a with 84942979072B RAM, 132 cores, 1980000KHz clock, 2619000KHz mem clock, 52428800B L2$",
-        memory=84942979072,
-        bandwidth=3352320000000,
-        l2=52428800,
-    ),
+    "h100": _device("NVIDIA H100 80GB HBM3", "9.0a", memory=84942979072, **_H100),
     "a100": (
-        *_device(
-            "NVIDIA A100-SXM4-80GB",
-            "sm_8.0 with 85100068864B RAM, 108 cores, 1410000KHz clock, 1593000KHz mem clock, 41943040B L2$",
-            memory=85100068864,
-            bandwidth=2039040000000,
-            l2=41943040,
-        ),
-        (r"(cuda_compute_capability \{\s*major:) 9", r"\g<1> 8"),
+        *_device("NVIDIA A100-SXM4-80GB", "8.0", memory=85100068864, **_A100),
         (r"\n *feature_extension: .*", ""),
-        (r"Compute Capability 9\.0a", "Compute Capability 8.0"),
-        (r"\bcore_count: \d+", "core_count: 108"),
         (r"fpus_per_core: \d+", "fpus_per_core: 64"),
         (r"shared_memory_per_core: \d+", "shared_memory_per_core: 167936"),
         (r"shared_memory_per_block_optin: \d+", "shared_memory_per_block_optin: 166912"),
@@ -55,16 +50,7 @@ EDITS: dict[str, Edits] = {
         (r"pcie_bandwidth: \d+", "pcie_bandwidth: 34359738368"),
     ),
     "b200": (
-        *_device(
-            "NVIDIA B200",
-            "sm_10.0a with 191514411008B RAM, 148 cores, 1965000KHz clock, 3996000KHz mem clock, 132644864B L2$",
-            memory=191514411008,
-            bandwidth=7672320000000,
-            l2=132644864,
-        ),
-        (r"(cuda_compute_capability \{\s*major:) 9", r"\g<1> 10"),
-        (r"Compute Capability 9\.0a", "Compute Capability 10.0a"),
-        (r"\bcore_count: \d+", "core_count: 148"),
+        *_device("NVIDIA B200", "10.0a", memory=191514411008, **_B200),
         (r"clock_rate_ghz: 1\.98\b", "clock_rate_ghz: 1.965"),
         (r"clock_rate_ghz: 1\.8\d+", "clock_rate_ghz: 1.8353101"),
         (r"ops_per_clock: 1024\b", "ops_per_clock: 2048"),

@@ -296,19 +296,9 @@ NEUTRAL: dict[str, Any] = {
     "store": False,
     "service_tier": "auto",
 }
-# field -> setting of a request
-_SETTINGS = {
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "stop": "stop_strings",
-    "stop_token_ids": "stop_ids",
-    "ignore_eos": "ignores_end",
-    "logprobs": "logprobs",
-}
 _NAMES = {"stop_strings": "stop", "stop_ids": "stop_token_ids", "ignores_end": "ignore_eos"}
+_SAME = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs")
+# field -> setting of a request
+_SETTINGS = {name: name for name in _SAME} | {"max_completion_tokens": "max_tokens"}
+_SETTINGS |= {field: setting for setting, field in _NAMES.items()}
 _CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
