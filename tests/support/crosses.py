@@ -336,6 +336,7 @@ HOLLOW: list[covering.Rule] = [
     covering.never("", wire=PACKED, min_size="8192"),
     covering.never("", wire="feedback", lora_from="folder"),  # whose adapters are too small to be packed
     covering.never("", wire="feedback", lora="on", mesh="1x8x1"),  # an eighth of an adapter is too small as well
+    covering.never("", wire="feedback", lora="on", mesh="1x6x1"),  # so is a sixth
     covering.never("", wire=PACKED, mesh="1x6x1", indivisible="whole"),  # six divide few of the small models' dims
     covering.never("", family="moe", lora_from="folder"),
     covering.never("", ring="yes", family=("t5", "bart")),  # the run says so
