@@ -1,6 +1,7 @@
 """Checks the results of a run. This module tests zerojax.trainer.results; test_loop.py has full runs."""
 
 import json
+import shutil
 
 import golden_models
 import jax
@@ -74,3 +75,25 @@ def test_an_export_of_adapters_is_a_folder_of_peft_or_a_merged_model(tmp_path):
     merged = zerojax.load_huggingface(tmp_path / "huggingface", stage=0)
     expected = adapters.merge(state.params, built.weights.adapted.chosen)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), merged.params, expected)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_an_export_carries_the_tokenizer_of_the_run_and_that_of_the_models_folder_where_they_are_the_same(
+    tmp_path, is_own
+):
+    base, of_run = tmp_path / "base", tmp_path / "tokenizer.json"
+    shutil.copytree(golden_models.FOLDER / "llama", base, ignore=shutil.ignore_patterns("lora", "rslora"))
+    for path, begins in ((of_run, True), (base / "tokenizer.json", is_own)):
+        path.write_text(json.dumps(tokenizer_lib.load_tokenizer("bytes").file(begins=begins)))
+    settings = {"init_from": str(base), "model__num_layers": 0, "data__tokenizer": str(of_run), "sample__length": 0}
+    settings |= {"data__name": "python_stdlib", "export__format": "huggingface"}
+    built = program.build(runs.config(**settings, zero__stage=0, seq_len=64))
+    tokenizer = tokenizer_lib.load_tokenizer(str(of_run))
+    results.export(built, state_lib.first(built), tmp_path / "export", tokenizer)
+    config, generation, written = (
+        json.loads((tmp_path / "export" / name).read_text())
+        for name in ("config.json", "generation_config.json", "tokenizer.json")
+    )
+    assert written == tokenizer.file(begins=True)
+    end = 2 if is_own else tokenizer.bos_id
+    assert config["eos_token_id"] == generation["eos_token_id"] == end and config["hidden_size"] == 64

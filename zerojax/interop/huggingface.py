@@ -33,6 +33,7 @@ from zerojax.zero.offload import storage
 
 SHARD_BYTES = 5 * 2**30
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+GENERATION = "generation_config.json"
 CONFIG, INDEX, ONE_FILE = "config.json", tensor_files.INDEX, tensor_files.ONE_FILE
 DTYPES: Mapping[str, Any] = {
     "fp32": jnp.float32,
@@ -41,7 +42,7 @@ DTYPES: Mapping[str, Any] = {
 }  # by their names in a config
 # Files beside the weights that an export of an imported model carries along: settings of generation, and any tokenizer's.
 CARRIED = (
-    "generation_config.json",
+    GENERATION,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -84,9 +85,9 @@ def export(
       dtype: of the tensors; None: each has that of its tensor in `source`, or bfloat16 without a source.
       source: the folder that the model was imported from. Its config.json is kept, and its files in `CARRIED` are copied. None for a model
         that was not imported.
-      bos_token_id: the token that begins a text, for config.json; without `source`.
-      eos_token_id: the token that ends a text, for config.json; without `source`.
-      tokenizer: the contents of tokenizer.json; without `source`. None for none.
+      bos_token_id: the token that begins a text, for config.json; without `source`, or with a `tokenizer`.
+      eos_token_id: the token that ends a text, likewise.
+      tokenizer: the contents of tokenizer.json, in place of those of `source`. None for these, or none.
 
     Raises:
       UserError: a leaf is missing, unknown or of another shape, the directory holds other files, or the disk is full.
@@ -101,11 +102,15 @@ def export(
     is_primary = jax.process_index() == 0
     fetch = make_fetch(is_primary)
     texts = _texts(family.huggingface.write(model), source, dtypes, shards)
-    if source is None:
+    carried = {path.name: path for path in _carried(source)}
+    if source is None or tokenizer is not None:
         ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
+        if GENERATION in carried:
+            texts[GENERATION] = bounded.parse_json(bounded.read_bytes(carried[GENERATION])) | ids
         texts[CONFIG] = texts[CONFIG] | ids
-        if tokenizer is not None:
-            texts |= {TOKENIZER: tokenizer, TOKENIZER_CONFIG: _tokenizer_config(tokenizer, texts[CONFIG])}
+        carried = {}
+    if tokenizer is not None:
+        texts |= {TOKENIZER: tokenizer, TOKENIZER_CONFIG: _tokenizer_config(tokenizer, texts[CONFIG])}
     with writing(directory) as partial:
         if is_primary:
             _prepare(directory, partial)
@@ -113,8 +118,8 @@ def export(
         if is_primary:
             for name, content in texts.items():
                 (partial / name).write_text(json.dumps(content, indent=2) + "\n")
-            for carried in _carried(source):
-                shutil.copyfile(carried, partial / carried.name)
+            for name, path in carried.items():
+                shutil.copyfile(path, partial / name)
             tensor_files.write_checksums(partial)
             _replace(directory, partial)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from zerojax import errors, precision
+from zerojax.data import batches
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.inference import generate, sampling
 from zerojax.interop import deltas, hub, huggingface, merged, peft
@@ -54,15 +55,13 @@ def export(
     dtype = huggingface.DTYPES.get(program.config.export.dtype)
     weights = program.weights
     source = None if weights.source is None else weights.source.path
-    of_tokenizer = {}
-    if weights.adapted is None:
-        of_tokenizer = _of_tokenizer(program, tokenizer)
-    elif program.config.export.format == "peft":
+    if weights.adapted is not None and program.config.export.format == "peft":
         base = None if source is None else hub.name_of(source)
         peft.export(params, weights.adapted.chosen, weights.family, weights.model, folder, base=base)
         return
-    else:
+    if weights.adapted is not None:
         params = merged.of_params(params, weights.adapted.chosen)
+    of_tokenizer = {} if _is_its_own(program, tokenizer) else _of_tokenizer(program, tokenizer)
     huggingface.export(params, weights.family, weights.model, folder, dtype=dtype, source=source, **of_tokenizer)
 
 
@@ -85,8 +84,19 @@ def publish(program: program_lib.Program, state: State, folder: pathlib.Path, st
     )
 
 
+def _is_its_own(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer) -> bool:
+    """Returns whether a tokenizer is that of the folder that the model was imported from. Of random tokens any is."""
+    data, source = program.config.data, program.weights.source
+    if source is None:
+        return False
+    own = pathlib.Path(source.path) / huggingface.TOKENIZER
+    if data.tokenizer == str(own) or (data.name == batches.RANDOM and not data.train_file):
+        return True
+    return own.is_file() and tokenizer_lib.load_tokenizer(str(own)).file(begins=True) == tokenizer.file(begins=True)
+
+
 def _of_tokenizer(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer) -> dict[str, Any]:
-    """Returns what the export of a model that was not imported says of its tokenizer."""
+    """Returns what the export of a model says of a tokenizer that the model's folder does not have."""
     begins = not program.family.is_encoder_decoder
     return {
         "bos_token_id": tokenizer.bos_id,
