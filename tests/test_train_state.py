@@ -28,3 +28,8 @@ def test_the_key_is_a_leaf_and_an_update_leaves_it_alone():
     np.testing.assert_array_equal(updated.params["w"], np.zeros(2))
     assert jnp.array_equal(updated.rng, state.rng) and updated.step == 1
     assert any(leaf is state.rng for leaf in jax.tree.leaves(state))
+
+
+def test_a_state_whose_model_draws_nothing_needs_no_key():
+    state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(1.0))
+    assert state.rng == () and state.apply_gradients(grads={"w": jnp.ones(2)}).step == 1

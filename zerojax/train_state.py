@@ -14,14 +14,15 @@ class TrainState(train_state.TrainState):
     """step, params, opt_state, a random key, a loss scale and histories; `apply_fn` and `tx` are static.
 
     Attributes:
-      rng: the key from which each step folds its own, so that a resumed run draws the same numbers as an uninterrupted one.
+      rng: the key from which each step folds its own, so that a resumed run draws the same numbers as an uninterrupted one, or () if
+        nothing is drawn.
       loss_scale: a `loss_scale.LossScaleState`, or () if the loss is not scaled.
       fp8: the histories of `zero.fp8.history`, or () if scales are not delayed.
       last_norm: the gradients' norm in the last step (`zero.offload.late_norm`), or () if they are not clipped by it.
       unsent_grads: what packed wires did not send yet (`zero.wires.unsent`), or () without error feedback.
     """
 
-    rng: jax.Array
+    rng: Any = ()
     loss_scale: Any = ()
     fp8: Any = ()
     last_norm: Any = ()
