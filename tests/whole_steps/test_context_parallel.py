@@ -217,5 +217,8 @@ def test_a_plan_for_h200s_gathers_weights_over_data_and_context_and_finds_nothin
     cost = context_attention.cost("ulysses", "contiguous", is_causal=True, **sizes)
     again = 2 * sizes["batch"] * 8192 // 2 * sizes["heads"] * 64 // 2  # of 16 bits: the result, under remat="dots"
     assert sum(row.nbytes for row in sent) == 2 * (cost.forward + cost.backward + again)  # layers
-    assert not plan.findings
+    waits = (
+        {"layers wait for activations over mesh.model"} if model > 1 else set()
+    )  # which `model.ring` would send beside matmuls
+    assert {finding.rule for finding in plan.findings} <= waits
     assert departures.departures(plan.ledger) == ()
