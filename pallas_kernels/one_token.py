@@ -141,6 +141,12 @@ def form(
     return Portions(blocks, tile, ahead, warps, parts)
 
 
+def form_of_add(weight: Weight) -> Portions:
+    """Returns how the product of a weight of few columns, which writes the residual, is divided: among fewer programs of more warps."""
+    (inputs, columns), itemsize = weight.codes.shape, weight.codes.dtype.itemsize
+    return form(inputs, [columns], itemsize, ahead=4, warps=8, programs=264)
+
+
 def counters() -> jax.Array:
     """Returns counters that count no one: int32[COUNTERS]. Each kernel leaves them so, and returns them, since the next one needs them."""
     return jnp.zeros(COUNTERS, jnp.int32)
@@ -197,8 +203,7 @@ def add(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns x + W y, of x's dtype, the sums of squares of its parts, and the counters."""
     dtype = x_D.dtype
-    if how is None:
-        how = form(y_K.shape[0], [x_D.shape[0]], weight.codes.dtype.itemsize, ahead=4, warps=8, programs=264)
+    how = form_of_add(weight) if how is None else how
     groups = x_D.shape[0] // how.columns
     if implementation == "jnp":
         x_D = x_D + (weight.unit * (y_K.astype(jnp.float32) @ weight.wide())).astype(dtype)

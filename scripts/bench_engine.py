@@ -4,14 +4,15 @@
     python scripts/bench_engine.py --limit_s 230 --variants fp8 nf4
     python scripts/bench_engine.py --limit_s 580 --variants host --preset llama3_70b --requests 96 --together 16 --prompt 256 \
         --new_tokens 32
-    python scripts/bench_engine.py --ways 2 --limit_s 145 --variants bf16 int8
+    python scripts/bench_engine.py --ways 2 --limit_s 145 --variants bf16 int8 --compared_layers 2
 
 Weights are random and drawn on the device, so no file is read. A prompt has `--prompt` tokens, and `--new_tokens` are added. `bf16`,
 `int8`, `fp8` and `nf4` answer one request after the other; `plain` is bf16 with XLA's own matmuls and attention. `many` answers
 `--requests` at once in bf16, and `host` does so with `--host_fraction` of the weights in host memory. Each variant runs in a process of its
 own, one after the other, and another's failure is a row of the table, which comes last. The bound is the time in which the weights that a
 token reads pass the memory once, at `--bytes_per_second` (4.15e12: an H200; an H100's memory is specified at 3.35e12); that of `host` the
-time in which those in host memory pass their link, at `--host_bytes_per_second`.
+time in which those in host memory pass their link, at `--host_bytes_per_second`. With `--compared_layers` each variant of `--ways` first
+answers with so many layers, and the tokens are compared with those of one GPU; where they part, the logarithms of the two must be close.
 """
 
 import argparse
@@ -34,6 +35,7 @@ VARIANTS = ("bf16", "int8", "many", "fp8", "plain", "nf4")
 HOST = "host"
 COLUMNS = ("variant", "requests", "first token ms", "tokens/s", "ms a step", "of the bound", "peak GB", "ready s")
 REPEATS = 3
+CLOSE = 0.1  # logits are sums of values of 8 bits
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -76,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--preset", default="llama3_8b", help="a name in the PRESETS tables of zerojax/models")
     add("--layers", type=int, default=0, help="0: the preset's")
     add("--ways", type=int, default=1, help="GPUs over which weights are sharded (tensor parallelism)")
+    add("--compared_layers", type=int, default=0, help="of the models whose tokens are compared; 0: none are")
     add("--prompt", type=int, default=1024, help="tokens of a prompt")
     add("--new_tokens", type=int, default=256, help="tokens that are added")
     add("--requests", type=int, default=128, help="of `many` and `host`")
@@ -105,6 +108,34 @@ def _child(options: argparse.Namespace) -> int:
         bench_child.tell({"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"})
         raise
     return 0
+
+
+def _compare(options: argparse.Namespace, kind: str) -> str:
+    """Returns how the tokens of a few layers over several GPUs agree with those of one. Raises if a token that differs is not as likely."""
+    import numpy as np
+
+    import zerojax
+
+    random, found, prompts = np.random.default_rng(1), [], None
+    for ways in (options.ways, 1):
+        model, _ = _model(
+            argparse.Namespace(**{**vars(options), "layers": options.compared_layers, "ways": ways}), kind
+        )
+        engine = zerojax.Engine(model, slots=1, max_len=256, chunk=128, format="none" if ways == 1 else kind)
+        prompts = random.integers(model.config.vocab_size, size=(4, 128)) if prompts is None else prompts
+        found.append((engine.generate(prompts, max_tokens=24), engine))
+    (several, _), (one, engine) = found
+    equal, worst = 0, 0.0
+    for ours, theirs in zip(several, one):
+        same = next((n for n, pair in enumerate(zip(ours.tokens, theirs.tokens)) if pair[0] != pair[1]), 24)
+        equal += same
+        if same < 24:  # after it the texts differ
+            [again] = engine.generate([[*ours.prompt, *ours.tokens[:same]]], max_tokens=1, logprobs=5)
+            likely = again.logprobs[0].likeliest
+            worst = max(worst, max(likely.values()) - likely.get(ours.tokens[same], -1e9))
+    text = f"{equal} of {4 * 24} tokens are those of one GPU; the others' logarithms differ by {worst:.2g} at most"
+    assert worst < CLOSE, text
+    return text
 
 
 def _model(options: argparse.Namespace, kind: str) -> tuple[Any, int]:
@@ -188,11 +219,13 @@ def _measure(options: argparse.Namespace, jax: Any) -> dict[str, float]:
 
     began = time.perf_counter()
     kind = {"int8": "int8", "fp8": "fp8", "nf4": "nf4"}.get(options.child, "none")
+    if options.child == "plain":
+        weights.kernels_of = lambda mesh: None
+    if options.compared_layers:
+        print(_compare(options, kind), flush=True)
     model, read = _model(options, kind)
     is_many = options.child in ("many", HOST)
     requests = options.requests if is_many else 1
-    if options.child == "plain":
-        weights.kernels_of = lambda mesh: None
     engine = zerojax.Engine(
         model,
         slots=requests,

@@ -142,7 +142,8 @@ class Family:
         the lengths of a row's arrays, by name.
       huggingface: the names and layouts of its weights in Hugging Face's files.
       parallel: which dims of its weights and activations tensor parallelism shards.
-      one_row: (config, params) -> `extend` for one row by kernels, with the keyword `implementation`, or None where there is none.
+      one_row: (config, params, ways) -> `extend` for one row by kernels, over so many devices along `model`, with the keywords
+        `implementation` and `mesh` (None: one device), or None where there is none.
     """
 
     presets: Mapping[str, Any]
@@ -161,7 +162,7 @@ class Family:
     huggingface: HuggingFace
     parallel: parallel.Parallel
     is_classifier: bool = False
-    one_row: Callable[[Any, Any], Callable[..., tuple[jax.Array, Any]] | None] = lambda config, params: None
+    one_row: Callable[[Any, Any, int], Callable[..., tuple[jax.Array, Any]] | None] = lambda config, params, ways: None
 
 
 def heads(family: Family, config: ModelConfig) -> str:

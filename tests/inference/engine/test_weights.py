@@ -78,8 +78,11 @@ def test_weights_that_are_where_decoding_wants_them_are_not_copied():
         assert leaf.unsafe_buffer_pointer() == other.unsafe_buffer_pointer()
 
 
-def test_kernels_run_on_one_gpu_alone():
+def test_kernels_run_on_one_gpu_or_on_several_that_share_the_weights():
     """The compiler does not shard them."""
-    on_gpus = [zerojax.make_mesh(devices=compile_only.devices()[:count]) for count in (1, 2)]
-    assert [weights.kernels_of(mesh) for mesh in on_gpus] == ["pallas", None]
+    on_gpus = [
+        zerojax.make_mesh(model=model, devices=compile_only.devices()[:n])
+        for n, model in ((1, 1), (2, 1), (2, 2), (4, 2))
+    ]
+    assert [weights.kernels_of(mesh) for mesh in on_gpus] == ["pallas", None, "pallas", None]
     assert weights.kernels_of(zerojax.make_mesh(devices=jax.devices()[:1])) is None

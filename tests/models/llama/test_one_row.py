@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import small_engine
 
+import zerojax
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import weights
 from zerojax.models import decoding, family
@@ -89,16 +90,18 @@ def test_one_row_in_bf16_int8_or_fp8_is_taken():
     assert not one_row.takes(CONFIG, mixed, 1)
 
 
-def test_an_engine_of_one_slot_answers_by_them_with_the_tokens_of_one_of_two(monkeypatch):
-    own = params("bfloat16")
-    mesh = small_engine.model().partition.mesh
-    model = types.SimpleNamespace(
+def model_on(mesh, own, config=CONFIG):
+    return types.SimpleNamespace(
         family=small_engine.DECODER,
-        config=CONFIG,
+        config=config,
         special=family.SpecialTokens(),
         partition=stages.partition_state({"params": jax.eval_shape(lambda: own)}, mesh=mesh, stage=0),
         params=own,
     )
+
+
+def test_an_engine_of_one_slot_answers_by_them_with_the_tokens_of_one_of_two(monkeypatch):
+    model = model_on(small_engine.model().partition.mesh, params("bfloat16"))
     calls, extend = [], one_row.extend
 
     def counted(*given, **how):
@@ -115,3 +118,44 @@ def test_an_engine_of_one_slot_answers_by_them_with_the_tokens_of_one_of_two(mon
         made.run()
         found[slots] = [request.tokens for request in asked]
     assert calls and found[1] == found[2] and len(set(found[1][0])) > 2
+
+
+WIDE = dataclasses.replace(CONFIG, vocab_size=256, num_heads=4, num_kv_heads=4, mlp_dim=256)
+
+
+@pytest.mark.parametrize(
+    "kind, ways, implementation",
+    [
+        ("int8", 2, "jnp"),
+        *[
+            pytest.param(kind, ways, "interpret", marks=pytest.mark.long)
+            for kind in ("none", "int8", "fp8")
+            for ways in (2, 4)
+        ],
+    ],
+)
+def test_devices_that_share_the_weights_answer_with_the_tokens_of_one(kind, ways, implementation, monkeypatch):
+    monkeypatch.setattr(weights, "kernels_of", lambda mesh: implementation)
+    meshes, extend = [], one_row.extend
+
+    def noted(*given, mesh, **how):
+        meshes.append(mesh)
+        return extend(*given, mesh=mesh, **how)
+
+    monkeypatch.setattr(one_row, "extend", noted)
+    found = []
+    for count in (1, ways):
+        mesh = zerojax.make_mesh(model=count, devices=jax.devices()[:count])
+        made = engine_lib.Engine(
+            model_on(mesh, params("bfloat16", WIDE), WIDE), format=kind, slots=1, max_len=32, chunk=16
+        )
+        found.append(made.generate([[3, 9, 4], [3, 9, 4, 11, 20]], max_tokens=8))
+    one, several = ([request.tokens for request in asked] for asked in found)
+    assert one == several and len(set(one[0])) > 2
+    assert meshes[0] is None and meshes[-1].shape["model"] == ways
+
+
+@pytest.mark.parametrize("sizes", [{"num_kv_heads": 1}, {"mlp_dim": 192}, {"vocab_size": 320}])
+def test_weights_that_a_number_of_devices_does_not_divide_keep_their_own_layers(sizes):
+    config = dataclasses.replace(WIDE, **sizes)
+    assert [one_row.takes(config, params("bfloat16", config), ways) for ways in (1, 2)] == [True, False]

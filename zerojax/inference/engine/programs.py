@@ -73,7 +73,8 @@ class Programs:
       shape: the sizes.
       special: the tokens that begin and end texts.
       around: wraps a function of the weights, such as `family.extend`, so that it takes them as they are stored.
-      kernels: the implementation of kernels; None for none.
+      kernels: the implementation of kernels; None for none. On several devices those of one row alone run, which know their shards
+        (`Family.one_row`): the compiler does not shard a kernel.
       rows_axes: mesh axes over which slots are sharded.
       has_adapters: whether the weights have adapters beside them (`adapters.added`).
     """
@@ -92,7 +93,8 @@ class Programs:
     ):
         self._has_adapters = has_adapters
         self._config, self._mesh, self._shape, self._special = config, mesh, shape, special
-        self._kernels, self._axes, self._one_row = kernels, rows_axes, family.one_row
+        self._kernels, self._axes = kernels if mesh.size == 1 else None, rows_axes
+        self._row_kernels, self._one_row = kernels, family.one_row
         self._start, self._extend = (
             around(functools.partial(function, config)) for function in (family.start, family.extend)
         )
@@ -232,10 +234,11 @@ class Programs:
         self, params: PyTree, caches: PyTree, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
     ) -> tuple[Any, SlotRows, Told]:
         """Adds one token to every row that is live."""
-        extend, kernels = self._extend, self._kernels
+        extend, kernels, ways = self._extend, self._row_kernels, self._mesh.size
         if kernels is not None and not self._has_adapters and self._shape.slots == 1:
-            by_kernels = self._one_row(self._config, params)
-            extend = functools.partial(by_kernels, self._config, implementation=kernels) if by_kernels else extend
+            how: dict[str, Any] = {"implementation": kernels, "mesh": self._mesh if ways > 1 else None}
+            by_kernels = self._one_row(self._config, params, ways)
+            extend = functools.partial(by_kernels, self._config, **how) if by_kernels else extend
         step = self._before_decode(rows, draws)
         scores_BV, caches = self._traced(draws.adapter, extend, params, caches, step, rows.token)
         return self._placed(caches), *self._after_decode(rows, draws, scores_BV, is_plain=is_plain)

@@ -208,5 +208,5 @@ def multiply(x: jax.Array, stored: PyTree, contracted: int, implementation: str 
 
 
 def kernels_of(mesh: Mesh) -> str | None:
-    """Returns the implementation of kernels on these devices: Pallas on one GPU, since the compiler does not shard it."""
-    return "pallas" if mesh.size == 1 and mesh_lib.platform(mesh) == "gpu" else None
+    """Returns the implementation of kernels on these devices: Pallas on one GPU, or on several along `model` alone."""
+    return "pallas" if mesh.size == mesh.shape["model"] and mesh_lib.platform(mesh) == "gpu" else None
