@@ -93,7 +93,7 @@ def test_a_token_reads_little_more_than_the_weights_as_they_are_stored(kind, slo
 
 @pytest.mark.parametrize("ways", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_layer_of_one_row_is_five_kernels_and_little_lies_between_them(ways):
-    text, nbytes = compiled("int8", 1, ways)
+    text, nbytes = compiled("int8" if ways == 1 else "none", 1, ways)
     entry = text[text.index("\nENTRY") :]
     calls = collections.Counter(re.findall(r'gpu\.triton".*op_name="[^"]*/(\w+)/pallas_call', entry))
     assert calls == {"one_token_product": 4 + 1, "cached_attention": 1}  # with the head
@@ -102,7 +102,7 @@ def test_a_layer_of_one_row_is_five_kernels_and_little_lies_between_them(ways):
         assert len(re.findall(r" all-reduce(?:-start)?\(", entry)) == 3
         gathered = re.findall(r"= \(?\w+\[([\d,]+)\][^=]*? all-gather(?:-start)?\(", entry)
         assert all(eval(dims.replace(",", "*")) <= 2 * ways for dims in gathered), gathered  # of the likeliest tokens
-        assert nbytes <= bytes_read(text) <= OVERHEAD * nbytes
+        assert nbytes <= bytes_read(text) <= 2 * nbytes  # with the table, of which a token reads a row
 
 
 def test_no_weight_is_gathered_for_a_token_under_tensor_parallelism():
