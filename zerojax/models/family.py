@@ -142,8 +142,8 @@ class Family:
         the lengths of a row's arrays, by name.
       huggingface: the names and layouts of its weights in Hugging Face's files.
       parallel: which dims of its weights and activations tensor parallelism shards.
-      one_row: (config, params, ways) -> `extend` for one row by kernels, over so many devices along `model`, with the keywords
-        `implementation` and `mesh` (None: one device), or None where there is none.
+      one_row: (config, params, ways) -> `extend` for one row by kernels, on shards of so many devices, or None where there is none.
+        Its keywords: `implementation`; `summed`, f(array) -> its sum over the devices, None for one device; and `number`, of a device.
     """
 
     presets: Mapping[str, Any]

@@ -12,6 +12,7 @@ Shapes: B slots, R rows of a call, T tokens of a call, V vocabulary.
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import specs
+from zerojax import specs, tree
 from zerojax.inference.engine import adapters, requests, weights
 from zerojax.inference.engine import draws as draws_lib
 from zerojax.models import decoding
@@ -94,7 +95,7 @@ class Programs:
         self._has_adapters = has_adapters
         self._config, self._mesh, self._shape, self._special = config, mesh, shape, special
         self._kernels, self._axes = kernels if mesh.size == 1 else None, rows_axes
-        self._row_kernels, self._one_row = kernels, family.one_row
+        self._row_kernels, self._family = kernels, family
         self._start, self._extend = (
             around(functools.partial(function, config)) for function in (family.start, family.extend)
         )
@@ -234,14 +235,37 @@ class Programs:
         self, params: PyTree, caches: PyTree, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
     ) -> tuple[Any, SlotRows, Told]:
         """Adds one token to every row that is live."""
-        extend, kernels, ways = self._extend, self._row_kernels, self._mesh.size
-        if kernels is not None and not self._has_adapters and self._shape.slots == 1:
-            how: dict[str, Any] = {"implementation": kernels, "mesh": self._mesh if ways > 1 else None}
-            by_kernels = self._one_row(self._config, params, ways)
-            extend = functools.partial(by_kernels, self._config, **how) if by_kernels else extend
+        extend = self._extend
+        if self._row_kernels is not None and not self._has_adapters and self._shape.slots == 1:
+            by_kernels = self._family.one_row(self._config, params, self._mesh.size)
+            extend = self._on_shards(by_kernels, params) if by_kernels else extend
         step = self._before_decode(rows, draws)
         scores_BV, caches = self._traced(draws.adapter, extend, params, caches, step, rows.token)
         return self._placed(caches), *self._after_decode(rows, draws, scores_BV, is_plain=is_plain)
+
+    def _on_shards(self, by_kernels: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
+        """Returns `by_kernels` (`Family.one_row`), run on each device's shards of weights and caches."""
+        by_kernels = functools.partial(by_kernels, self._config, implementation=self._row_kernels)
+        if self._mesh.size == 1:
+            return by_kernels
+        axes, table = mesh_lib.COMPILER, self._family.parallel.weights
+
+        def spec(path: str, _: Any) -> P:
+            return next((P(*entries) for pattern, entries in table if re.search(pattern, path)), P())
+
+        def on_device(*given: Any) -> Any:
+            return by_kernels(
+                *given, summed=functools.partial(jax.lax.psum, axis_name=axes), number=jax.lax.axis_index(axes)
+            )
+
+        heads = P(None, None, axes)
+        return jax.shard_map(
+            on_device,
+            mesh=self._mesh,
+            in_specs=(tree.map_with_path(spec, params), heads, P(), P()),
+            out_specs=(P(None, axes), heads),
+            check_vma=False,
+        )
 
     def _before_decode(self, rows: SlotRows, draws: draws_lib.Draws) -> decoding.Step:
         """Returns the step that adds the last token of every row that is live."""

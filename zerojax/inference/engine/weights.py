@@ -209,4 +209,5 @@ def multiply(x: jax.Array, stored: PyTree, contracted: int, implementation: str 
 
 def kernels_of(mesh: Mesh) -> str | None:
     """Returns the implementation of kernels on these devices: Pallas on one GPU, or on several along `model` alone."""
-    return "pallas" if mesh.size == mesh.shape["model"] and mesh_lib.platform(mesh) == "gpu" else None
+    is_alone = mesh_lib.size(mesh, mesh_lib.COMPILER) == mesh.size
+    return "pallas" if is_alone and mesh_lib.platform(mesh) == "gpu" else None

@@ -1,34 +1,28 @@
 """A token of one text, by five kernels a layer. This module runs a plain Llama's layers by `pallas_kernels.one_token`.
 
 The time of such a token is that in which the weights pass the memory, and what lies between two kernels. The model's own layers are 24
-kernels each for one row. Over `model` of a mesh each device has its heads, its columns of gate and up and its rows of o and down, so what
-these two add to the residual is summed over the devices, in float32 (Megatron-LM, arXiv:1909.08053).
+kernels each for one row. Of several devices each has its heads, its columns of gate and up and its rows of o and down, so what these two
+add to the residual is summed over the devices, in float32 (Megatron-LM, arXiv:1909.08053).
 """
 
 import functools
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import cached_attention, one_token
-from zerojax import tree
-from zerojax.models import decoding, parallel
+from zerojax.models import decoding
 from zerojax.models.llama import rope
 from zerojax.models.llama.model import LlamaConfig
 from zerojax.ops import quantized, softcap
 from zerojax.tree import PyTree
 
 KERNEL = "kernel"
-AXIS = "model"  # of a mesh
-SHARDED = (
-    "bfloat16",
-)  # kinds of weights with which they were faster than the compiler's matmuls over several GPUs; others were not timed
+# Kinds of weights with which these kernels were faster than the compiler's matmuls over several GPUs; others were not timed.
+SHARDED = ("bfloat16",)
 
 
 def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
@@ -80,45 +74,21 @@ def extend(
     tokens_1: jax.Array,
     *,
     implementation: str,
-    mesh: Mesh | None = None,
+    summed: Callable[[jax.Array], jax.Array] | None = None,
+    number: Any = 0,
 ) -> tuple[jax.Array, Any]:
     """Returns the logits after one more token, float32[1, V], and every layer's keys and values; see `Family.extend`.
 
     Args:
-      config, params, caches, step, tokens_1: see `Family.extend`; one row.
+      config, params, caches, step, tokens_1: see `Family.extend`; one row. Each of several devices gives its shards of weights and caches,
+        and gets those of the logits and caches.
       implementation: of the kernels: "pallas", "interpret" or "jnp".
-      mesh: devices along `model` that have shards of the weights, by `parallel.WEIGHTS`, and of the caches' heads; None: one device.
+      summed: f(array) -> its sum over the devices that share the weights; None: one device.
+      number: of this device among them.
     """
-    if mesh is None:
-        return _extend(config, params, caches, step, tokens_1, implementation=implementation, axis=None)
-
-    def spec(path: str, _: Any) -> P:
-        return next((P(*entries) for pattern, entries in parallel.WEIGHTS if re.search(pattern, path)), P())
-
-    heads = P(None, None, AXIS)
-    return jax.shard_map(
-        functools.partial(_extend, config, implementation=implementation, axis=AXIS),
-        mesh=mesh,
-        in_specs=(tree.map_with_path(spec, params), heads, P(), P()),
-        out_specs=(P(None, AXIS), heads),
-        check_vma=False,
-    )(params, caches, step, tokens_1)
-
-
-def _extend(
-    config: Any,
-    params: PyTree,
-    caches: Any,
-    step: decoding.Step,
-    tokens_1: jax.Array,
-    *,
-    implementation: str,
-    axis: str | None,
-) -> tuple[jax.Array, Any]:
-    """Returns a device's logits and caches; see `extend`."""
     c = config
     run: dict[str, Any] = {"implementation": implementation}
-    x_D = _embedded(params["embed"]["embedding"], tokens_1[0], axis)
+    x_D = _embedded(params["embed"]["embedding"], tokens_1[0], summed, number)
     if c.embed_scale != 1:
         x_D = x_D * jnp.asarray(c.embed_scale, x_D.dtype)
     turn = _turn(c.rope_of(0), c.head_dim, step.positions_BT[0, 0])
@@ -147,7 +117,7 @@ def _extend(
             q.reshape(1, -1, c.head_dim), *keys, ends_B, counts, scale=scale, **run
         )
         o = weight(attention["o"], rows=q.shape[0])
-        x_D, squares, counts = _added(x_D, y_1HC.reshape(-1), o, counts, axis, run)
+        x_D, squares, counts = _added(x_D, y_1HC.reshape(-1), o, counts, summed, run)
         h_F, counts = one_token.gate(
             x_D,
             [weight(mlp["gate"]), weight(mlp["up"])],
@@ -156,17 +126,19 @@ def _extend(
             counts=counts,
             **run,
         )
-        x_D, squares, counts = _added(x_D, h_F, weight(mlp["down"]), counts, axis, run)
+        x_D, squares, counts = _added(x_D, h_F, weight(mlp["down"]), counts, summed, run)
     return _scores(c, params, x_D, squares, counts, run), after
 
 
-def _embedded(table_VD: jax.Array, token: jax.Array, axis: str | None) -> jax.Array:
-    """Returns a token's row of a table, of which a device of `axis` has a range of rows."""
-    if axis is None:
+def _embedded(
+    table_VD: jax.Array, token: jax.Array, summed: Callable[[jax.Array], jax.Array] | None, number: Any
+) -> jax.Array:
+    """Returns a token's row of a table, of which each device has a range of rows."""
+    if summed is None:
         return table_VD[token]
-    own = token - jax.lax.axis_index(axis) * table_VD.shape[0]
+    own = token - number * table_VD.shape[0]
     is_here = (own >= 0) & (own < table_VD.shape[0])
-    return jax.lax.psum(jnp.where(is_here, table_VD[jnp.where(is_here, own, 0)], 0), axis)
+    return summed(jnp.where(is_here, table_VD[jnp.where(is_here, own, 0)], 0))
 
 
 def _added(
@@ -174,15 +146,15 @@ def _added(
     y_K: jax.Array,
     matrix: one_token.Weight,
     counts: jax.Array,
-    axis: str | None,
+    summed: Callable[[jax.Array], jax.Array] | None,
     run: Mapping[str, Any],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns x + W y, summed over the devices of `axis`, the sums of squares of its parts, and the counters."""
-    if axis is None:
+    """Returns x + W y, of which each device has a term, the sums of squares of its parts, and the counters."""
+    if summed is None:
         return one_token.add(x_D, y_K, matrix, counts=counts, **run)
     how = one_token.form_of_add(matrix)
     part_D, counts = one_token.multiply(y_K, [matrix], counts=counts, how=how, **run)
-    x_D = x_D + jax.lax.psum(part_D, axis).astype(x_D.dtype)
+    x_D = x_D + summed(part_D).astype(x_D.dtype)
     return x_D, one_token.squares_of(x_D, x_D.shape[0] // one_token.BLOCK), counts
 
 
