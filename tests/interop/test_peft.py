@@ -193,6 +193,29 @@ def test_adapters_of_some_experts_of_a_mixture_are_refused(line):
         peft.choose(lora, family, model)
 
 
+def test_rslora_of_experts_is_written_as_the_same_scale_without_it_and_refused_where_peft_reads_another(tmp_path):
+    folder = golden_models.load("mixtral", 3)
+    family, model = folder.family, folder.config
+    lora = zerojax.Lora(
+        r=3, alpha=8, rslora=True, target_modules=("v_proj", "w1", "w2", "w3"), rank_pattern={"v_proj": 2}
+    )
+    chosen = peft.choose(lora, family, model)
+    written = peft.read_settings(tmp_path, peft.config_of(chosen, family, model, None))
+    for module in chosen.adapted:
+        name = chosen.linear[module].names[0]
+        assert written.rank_of(name) == lora.rank_of(name) and written.scale_of(name) == pytest.approx(
+            lora.scale_of(name)
+        )
+    assert not written.rslora
+    shutil.copytree(golden_models.FOLDER / "mixtral" / "lora", tmp_path / "lora")
+    raw = json.loads((tmp_path / "lora" / peft.CONFIG).read_text())
+    (tmp_path / "lora" / peft.CONFIG).write_text(json.dumps({**raw, "use_rslora": True}))
+    with pytest.raises(
+        UserError, match=r"use_rslora is true for .* set use_rslora to false and lora_alpha to 13\.8564 "
+    ):
+        peft.open_adapter(tmp_path / "lora", family, model)
+
+
 def test_what_a_config_leaves_out_has_the_default_of_peft(tmp_path):
     lora = peft.read_settings(tmp_path, {"peft_type": "LORA", "target_modules": ["q_proj"]})
     assert lora == zerojax.Lora(r=8, alpha=8, dropout=0.0, target_modules=("q_proj",), rslora=False)

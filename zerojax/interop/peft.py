@@ -6,6 +6,7 @@ module that is trained in full has its own tensor's name after that prefix. The 
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -48,6 +49,7 @@ UNREAD: Mapping[str, tuple[Any, ...]] = {
 }
 # Other ways to begin change the model's own weights too, and the folder does not hold these.
 BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+JOINED = ("/gate", "/up")  # matrices of experts that are one in transformers 5
 TYING = "ensure_weight_tying"  # a tied embedding that is trained in full stays tied; else PEFT trains a copy of it
 
 
@@ -178,6 +180,12 @@ def open_adapter(
             )
     _check_tied(path, raw, saved, family, model)
     ordered = tuple(module for module in known if module in adapted)
+    if lora.rslora and any(known[module].is_experts and module.endswith(JOINED) for module in ordered):
+        raise UserError(
+            f"{path / CONFIG}: use_rslora is true for adapters of experts' gate and up, which PEFT scales by sqrt(2) more under "
+            "transformers 5, where one matrix holds both; set use_rslora to false and lora_alpha to "
+            f"{lora.alpha * math.sqrt(lora.r):.6g} for what they were trained with"
+        )
     if lora.dropout and any(known[module].is_experts for module in ordered):
         warnings.warn(
             f"{path / CONFIG}: lora_dropout={lora.dropout} has no effect here, since adapters of experts have none",
@@ -388,6 +396,8 @@ def config_of(
 ) -> dict[str, Any]:
     """Returns the contents of adapter_config.json."""
     lora, others = chosen.lora, [path for path in chosen.linear if path not in chosen.adapted]
+    if lora.rslora and any(chosen.linear[path].is_experts for path in chosen.adapted):
+        lora = _without_rslora(lora)
     meant = _names(chosen.linear, chosen.adapted)
     return {
         "peft_type": "LORA",
@@ -409,6 +419,13 @@ def config_of(
         "inference_mode": True,
         **({TYING: True} if _tied(chosen.saved, family, model) else {}),
     }
+
+
+def _without_rslora(lora: settings.Lora) -> settings.Lora:
+    """Returns settings with the same scales, alpha / r, which PEFT keeps where it joins experts' gate and up (see `open_adapter`)."""
+    ends = dict.fromkeys([*dict(lora.rank_pattern), *dict(lora.alpha_pattern)])
+    alphas = {end: lora.scale_of(end) * lora.rank_of(end) for end in ends}
+    return dataclasses.replace(lora, rslora=False, alpha=lora.alpha * math.sqrt(lora.r), alpha_pattern=alphas)
 
 
 def task_type(family: family_lib.Family) -> str:
