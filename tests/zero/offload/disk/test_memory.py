@@ -76,7 +76,7 @@ def test_memory_for_a_gpu_is_registered_in_its_context_and_released(monkeypatch)
 def test_memory_that_cannot_be_pinned_is_one_line_and_without_a_driver_it_is_plain(monkeypatch):
     driver = Driver({"cuMemHostRegister_v2": 2})
     monkeypatch.setattr(memory, "_driver", lambda: driver)
-    with pytest.raises(UserError, match=r"cannot pin 4096 bytes of host memory \(error 2\); lower offload.chunk_bytes"):
+    with pytest.raises(UserError, match=r"^offload.chunk_bytes: CUDA cannot pin 4096 bytes of .*\(error 2\); lower it"):
         memory.Buffer(4096, [GPU])
     assert driver.calls[-1][0] == "cuCtxPopCurrent_v2"
     monkeypatch.setattr(memory, "_driver", lambda: None)
