@@ -79,8 +79,9 @@ def walk(
       further: rounds in which each mixture and pass takes tokens that their experts' rooms had no place for.
     """
     per_host = per_host or devices
-    run = _Run(flow, rates.beside(min(per_host, devices)), devices, per_host, {} if known is None else known, sent)
-    run.further = further
+    run = _Run(
+        flow, rates.beside(min(per_host, devices)), devices, per_host, {} if known is None else known, sent, further
+    )
     run.computation(flow.module.entry)
     waits = run.now * rates.spread(devices)
     parts = {name: run.parts.get(name, 0.0) for name in PARTS} | {SLOWEST: waits}
@@ -98,6 +99,7 @@ class _Run:
         per_host: int,
         known: Known,
         sent: Mapping[tuple[str, str], float],
+        further: int,
     ):
         self.flow, self.rates, self.devices, self.per_host, self.sent = flow, rates, devices, per_host, sent
         self.now = 0.0  # the compute stream
@@ -108,7 +110,7 @@ class _Run:
         self.parts: dict[str, float] = {}
         self.busy: dict[str, float] = {}
         self.spans: list[Span] = []
-        self.known, self.further = known, 0
+        self.known, self.further = known, further
 
     def computation(self, where: syntax.Computation) -> None:
         for instruction in where.instructions:

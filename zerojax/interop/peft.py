@@ -184,7 +184,7 @@ def open_adapter(
         raise UserError(
             f"{path / CONFIG}: use_rslora is true for adapters of experts' gate and up, which PEFT scales by sqrt(2) more under "
             "transformers 5, where one matrix holds both; set use_rslora to false and lora_alpha to "
-            f"{lora.alpha * math.sqrt(lora.r):.6g} for what they were trained with"
+            f"{_without_rslora(lora).alpha:.6g} for what they were trained with"
         )
     if lora.dropout and any(known[module].is_experts for module in ordered):
         warnings.warn(

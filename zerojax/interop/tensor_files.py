@@ -273,21 +273,21 @@ def check(paths: Iterable[pathlib.Path], part: slice = slice(None)) -> None:
       UserError: the record is damaged, or a file is another than it was when it was written.
     """
     ordered = sorted(set(paths))
+    known = {folder: _recorded(folder / CHECKSUMS) for folder in {path.parent for path in ordered}}
     for path in ordered[part]:
-        if _is_changed(path):
+        if _is_changed(path, known[path.parent]):
             raise UserError(_changed(path, "the weights were"))
-    for record in {path.parent / CHECKSUMS for path in ordered} if not part.start else ():
-        others = sorted(record.parent / name for name in _recorded(record) if not name.endswith(".safetensors"))
+    for folder, record in known.items() if not part.start else ():
+        others = sorted(folder / name for name in record if not name.endswith(".safetensors"))
         for path in others:
-            if path.is_file() and _is_changed(path):
+            if path.is_file() and _is_changed(path, record):
                 warnings.warn(_changed(path, "it was"), stacklevel=2)
 
 
-def _is_changed(path: pathlib.Path) -> bool:
-    """Returns whether a file is another than the record beside it says."""
-    known = _recorded(path.parent / CHECKSUMS).get(path.name)
+def _is_changed(path: pathlib.Path, record: Mapping[str, checksums.File]) -> bool:
+    """Returns whether a file is another than the record of its folder says."""
     try:
-        return known is not None and checksums.of(path.parent, [path.name])[path.name] != known
+        return path.name in record and checksums.of(path.parent, [path.name])[path.name] != record[path.name]
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read ({error.strerror}); fix that") from error
 

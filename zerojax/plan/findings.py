@@ -510,9 +510,8 @@ def layers_wait_for_examples(case: Case) -> Iterable[Finding]:
         )
 
 
-_OF_VOCABULARY = re.compile(
-    rf"\b{roles.TENSOR_PARALLEL}/shard_map\b"
-)  # the embedding and the loss, which run in no ring
+# The embedding and the loss, which run in no ring.
+_OF_VOCABULARY = re.compile(rf"\b{roles.TENSOR_PARALLEL}/shard_map\b")
 _DIMENSION = re.compile(r"dimensions=\{(\d+)\}")
 
 
