@@ -266,7 +266,8 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     data_dir = _prepare_data(config, folder) if pairs is None else folder
     streams = program_lib.open_feed(program, tokenizer, data_dir, pairs)
     if streams.times > 1:
-        repeated = f"an evaluation reads the text of config.data.eval_split {streams.times:.1f} times"
+        held_out = "eval_file" if config.data.train_file else "eval_split"
+        repeated = f"an evaluation reads the text of config.data.{held_out} {streams.times:.1f} times"
         say(f"config.evaluate.batches={config.evaluate.batches} is more than there is: {repeated}")
     keep = config.checkpoint
     asked = rollouts.Rollouts(program, tokenizer, pairs, streams) if pairs and config.data.task == tasks.GRPO else None

@@ -32,6 +32,17 @@ def test_four_kinds_are_told_apart(tmp_path, text, kind):
     assert documents.translated(document).lines
 
 
+@pytest.mark.parametrize("name", ["llama.toml", "base.yml"])
+def test_a_config_of_another_kind_is_refused_and_not_read_as_deepspeeds(tmp_path, name):
+    texts = {
+        "llama.toml": "[training]\nseq_len = 128\n",
+        "base.yml": "per_device_batch_size: 2\nici_tensor_parallelism: 2\nsteps: 5\n",
+    }
+    with pytest.raises(UserError, match="configs of torchtitan and MaxText are not translated"):
+        documents.read(write(tmp_path, texts[name], name))
+    assert documents.read(write(tmp_path, '{"zero_optimisation": {}}')).kind == documents.DEEPSPEED
+
+
 def test_comments_and_last_commas_are_read_as_in_hjson(tmp_path):
     text = '{ // one\n # two\n "train_batch_size": 8, /* three */ "zero_optimization": {"stage": 2,},'
     text += ' "tensorboard": {"output_path": "a//b"},}'

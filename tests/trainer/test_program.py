@@ -12,8 +12,8 @@ import pytest
 import runs
 import safetensors.numpy
 
+from zerojax import display, precision
 from zerojax import mesh as mesh_lib
-from zerojax import precision
 from zerojax.errors import UserError
 from zerojax.interop import folder
 from zerojax.models.llama import model as llama
@@ -46,6 +46,13 @@ def test_bytes_a_parameter_are_those_of_the_formula_on_every_device(name, moment
     assert found == [sum(expected.values()) * llama.count_params(built.model) + COUNTERS + scale] * 8
     counted = state_bytes.bytes_per_device(built.partition)
     assert sum(counted.values()) - counted["gradients"] == found[0]
+
+
+def test_a_run_at_stage_0_over_a_model_axis_holds_the_bytes_of_its_column_of_stage_0():
+    built = build(precision="bf16", zero__stage=0, mesh__model=2)
+    here, there = (state_bytes.bytes_per_device(partition) for partition in (built.partition, built.baseline))
+    assert here == there != state_bytes.bytes_per_device(build(precision="bf16", zero__stage=0).partition)
+    assert "model=2" in display.as_text(program.memory_table(built))
 
 
 def test_nothing_is_allocated_to_build(monkeypatch):

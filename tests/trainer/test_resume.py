@@ -331,7 +331,7 @@ def scramble(path, text):
 UNFIT = {
     "another depth": (lambda step: None, {"model__num_layers": 2}, "its state lacks"),
     "another width": (lambda step: None, {"model__vocab_size": 336}, "with shape"),
-    "another batch": (lambda step: None, {"global_batch_size": 16}, "num_rows=8 and this run has num_rows=16"),
+    "another batch": (lambda step: None, {"global_batch_size": 16}, "with 8 sequences a step, and this run has 16"),
     "another length": (lambda step: None, {"seq_len": 16}, "seq_len=32 and this run has seq_len=16"),
     "data that is no JSON": (lambda step: scramble(step / "data" / "metadata", "{"), {}, "damaged"),
     "data of no rows": (lambda step: scramble(step / "data" / "metadata", "{}"), {}, "row 0 is not among the 0 saved"),

@@ -78,6 +78,12 @@ def test_settings_of_what_is_computed_may_not_change_and_the_line_names_both_val
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("before, now", [(0, 4), (4, 0), (0, 0)])
+def test_a_batch_that_is_derived_is_compared_where_it_is_known(tmp_path, before, now):
+    workdir.save(tmp_path, settings(global_batch_size=before))
+    workdir.check(tmp_path, settings(global_batch_size=now))
+
+
 def test_the_line_names_another_model_and_not_the_tokenizer_that_came_with_it(tmp_path):
     one, other = ({"init_from": name, "data.tokenizer": f"{name}/tokenizer.json"} for name in ("one", "other"))
     workdir.save(tmp_path, settings(**one))

@@ -7,6 +7,7 @@ text itself, or its base64 form, in place of a path.
 import base64
 import binascii
 import dataclasses
+import difflib
 import json
 import os
 import pathlib
@@ -19,12 +20,15 @@ import yaml
 from zerojax import bounded, errors
 from zerojax.errors import UserError
 from zerojax.migration import accelerate, trainer_arguments, translate
+from zerojax.migration import keys as keys_lib
 from zerojax.migration.draft import Translation
 from zerojax.tree import PyTree
 
 DEEPSPEED, ACCELERATE, TRAINER, HOSTFILE = "DeepSpeed config", "Accelerate config", "Trainer arguments", "hostfile"
 _OF_ACCELERATE = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "mixed_precision")
 _OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir", "model_name_or_path", "base_model")
+_OTHERS = "configs of torchtitan and MaxText are not translated: docs/migrate.md has their names here, and `zerojax config` writes a config"
+_NEAR = 0.85  # of a misspelt key to the right one, by difflib
 _MOST_VALUES = 100_000
 # A text or a comment that does not end reaches to the end of the line or of the file, so that each letter is read once.
 _COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*+"?)|//[^\n]*|/\*.*?(?:\*/|\Z)|^[^\S\n]*#[^\n]*', re.DOTALL | re.MULTILINE)
@@ -123,11 +127,17 @@ def _told(name: str, text: str, folder: pathlib.Path) -> Document:
         return Document(name, TRAINER, content, folder)
     if any(key in content for key in _OF_ACCELERATE) and not has_blocks:
         return Document(name, ACCELERATE, content, folder)
+    known = {key.partition(".")[0] for key in (*keys_lib.KEYS, *keys_lib.ALIASES)}
+    if not any(difflib.get_close_matches(key, known, 1, _NEAR) for key in content):
+        shown = errors.one_line(", ".join(content), 60)
+        raise UserError(f"{name}: has no key of DeepSpeed, Accelerate or a Trainer ({shown}); {_OTHERS}")
     return Document(name, DEEPSPEED, content, folder)
 
 
 def _parse(name: str, text: str) -> Any:
     """Parses JSON, JSON with comments, or YAML."""
+    if name.endswith(".toml"):
+        raise UserError(f"{name}: TOML is not read; {_OTHERS}")
     plain = _COMMENT.sub(lambda match: match[1] or " ", text)
     for candidate in (text, re.sub(r",(\s*[}\]])", r"\1", plain)):
         try:

@@ -195,10 +195,11 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
     # A row in parts has arrays of its own, of the parts on all devices together.
     abstract_batch = functools.partial(_abstract_batch, mesh, sizes, lengths if way is None else parts.lengths(lengths))
     loss_fn = steps.loss(config, family, in_parts, schedule)
+    overrides = (*config.zero.overrides, *_parallel(config, family, params, mesh))
     partitioned = functools.partial(
         stages.partition_state,
         jax.eval_shape(create, params),
-        overrides=(*config.zero.overrides, *_parallel(config, family, params, mesh)),
+        overrides=overrides,
         min_size=config.zero.min_size,
         indivisible=config.zero.indivisible,
         trainable=trainable,
@@ -221,7 +222,14 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         tx=tx,
         create=functools.partial(create, unsent_grads=partition.abstract_state.unsent_grads),
         partition=partition,
-        baseline=_baseline(params, create, policy if weights.adapted is None else None, everywhere.mesh, trainable),
+        baseline=_baseline(
+            params,
+            create,
+            policy if weights.adapted is None else None,
+            mesh=everywhere.mesh,
+            overrides=overrides,
+            trainable=trainable,
+        ),
         lengths=lengths,
         abstract_batch=abstract_batch(),
         train_step=steps.train_step(config, sizes.grad_accum, loss_fn, family, in_parts, partition, loss_scale),
@@ -343,11 +351,11 @@ def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:
 
 
 def _baseline(
-    params: PyTree, create: Callable[..., Any], policy: precision.Precision | None, mesh: Mesh, trainable: str
+    params: PyTree, create: Callable[..., Any], policy: precision.Precision | None, **how: Any
 ) -> partition_lib.Partition:
-    """Returns the partition at stage 0: everything is replicated, with a 16-bit copy of the weights if the precision needs one."""
+    """Returns the partition at stage 0: only overrides shard, and there is a 16-bit copy of the weights if the precision needs one."""
     state = create if policy is None else functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))
-    return stages.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0, trainable=trainable)
+    return stages.partition_state(jax.eval_shape(state, params), stage=0, **how)
 
 
 def _parallel(

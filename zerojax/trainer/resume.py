@@ -144,8 +144,20 @@ def check(
             )
     position = saver.check(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL)
     if IMPORTED not in saved:  # a state from elsewhere has no position in these data
+        _check_batch(program, position)
         streams.move_to(position)
     return saved
+
+
+def _check_batch(program: program_lib.Program, position: Any) -> None:
+    """Raises a UserError if a position in the data is that of another batch, as where it is derived from the mesh. Damaged ones pass."""
+    row = position.get("0") if isinstance(position, Mapping) else None
+    before, now = row.get("num_rows") if isinstance(row, Mapping) else None, program.sizes.global_batch_size
+    if isinstance(before, int) and before != now:
+        raise UserError(
+            f"config.global_batch_size: the checkpoint is of a run with {before} sequences a step, and this run has {now}; "
+            f"set --config.global_batch_size={before} --config.micro_batch_size=0, or choose another --workdir"
+        )
 
 
 def state(program: program_lib.Program, saver: checkpointer.Checkpointer, step: int, saved: Mapping[str, Any]) -> State:

@@ -162,13 +162,17 @@ class Difference(NamedTuple):
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Difference | None:
-    """Returns the first setting that differs and may not change when a run resumes, or None. Configs are nested dicts."""
+    """Returns the first setting that differs and may not change when a run resumes, or None. Configs are nested dicts.
+
+    A batch that one of them derives (0) is compared where it is known, with the position in the data (`resume.check`).
+    """
     first, second = (flat(json.loads(json.dumps(config))) for config in (before, now))
     for place in sorted(
         first.keys() | second.keys(), key=lambda place: (place != "init_from", place)
     ):  # it decides others
         is_free = any(place == free or place.startswith(free + ".") for free in FREE)
         is_new = place not in first and second[place] in NEW.get(place, ())
+        is_free |= place == "global_batch_size" and 0 in (first.get(place), second.get(place))
         if not is_free and not is_new and first.get(place) != second.get(place):
             return Difference(place, first.get(place), second.get(place))
     return None

@@ -156,7 +156,8 @@ def memory_table(
 
 def _axes(partition: partition_lib.Partition) -> str:
     """Returns the sizes of the axes over which a partition shards, those of experts beside those of all else."""
-    mesh, of_all = partition.mesh, mesh_lib.text(partition.mesh, mesh_lib.STATE)
+    mesh = partition.mesh
+    of_all = mesh_lib.text(mesh, (*mesh_lib.STATE, *mesh_lib.COMPILER))
     over = next((weight.over for weight in partition.placements.values() if weight.is_experts), None)
     if over is None:
         return of_all

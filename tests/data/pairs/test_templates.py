@@ -57,7 +57,7 @@ def test_other_texts_may_stand_beside_a_label():
     [
         ("{a", {}, "key: '{a' has a '{' without its partner"),
         ("a}", {}, "key: 'a}' has a '}' without its partner"),
-        ("{a}", {"b": 1}, "f:3: has no field 'a', which `key` names; its fields: b"),
+        ("{a}", {"b": 1}, "f:3: has no field 'a', which `key` names; name one of its fields: b"),
         ("{a}", {"a": None}, "f:3: field 'a' is None, and `key` needs text or a number"),
         ("{c}", {"c": float("nan")}, "f:3: field 'c' is nan, and `key` needs text or a number"),
         ("{a}", {"a": "-1"}, "f:3: a is -1, and there are 2 labels (no, yes)"),

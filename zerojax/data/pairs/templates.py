@@ -108,7 +108,7 @@ class Template:
     def _text(self, example: Mapping[str, Any], field: str, place: str, names: Sequence[str] | None) -> str:
         if field not in example:
             raise UserError(
-                f"{place}: has no field {field!r}, which `{self.key}` names; its fields: {', '.join(map(str, example))}"
+                f"{place}: has no field {field!r}, which `{self.key}` names; name one of its fields: {', '.join(map(str, example))}"
             )
         value = example[field]
         if hasattr(value, "item") and not getattr(value, "shape", ()):
