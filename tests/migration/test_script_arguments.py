@@ -40,6 +40,7 @@ def test_an_argument_decides_its_setting(name):
         ({"use_peft": True}, (16, 32.0, 0.05, None)),
         ({"use_peft": True, "lora_r": 8, "lora_dropout": 0.0}, (8, 32.0, 0.0, None)),
         ({"lora_r": 8}, (8, 8.0, None, None)),
+        ({"adapter": "qlora"}, (8, 8.0, None, None)),
         ({"use_peft": False, "lora_r": 8}, (None, None, None, None)),
         ({"finetuning_type": "full", "lora_rank": 8}, (None, None, None, None)),
         ({"adapter_name_or_path": "opt/adapter", "finetuning_type": "lora"}, (None, None, None, None)),
@@ -74,6 +75,23 @@ def test_a_dataset_is_a_name_or_a_file_and_several_are_refused():
         translated(**files)[0].settings.items() >= {"data.train_file": "a.jsonl", "data.eval_file": "b.jsonl"}.items()
     )
     assert "data.eval_file" not in translated(validation_file="b.jsonl")[0].settings
+
+
+@pytest.mark.parametrize(
+    "entry, expected",
+    [
+        ({"path": "a.jsonl", "type": "alpaca"}, {"data.train_file": "a.jsonl", "data.task": "seq2seq", "data.answer": "{output}"}),
+        ({"path": "u/d", "type": "chat_template"}, {"data.name": "hf:u/d", "data.task": "chat", "data.messages": "messages"}),
+        ({"path": "a.json", "type": "sharegpt", "field": "talk"}, {"data.task": "chat", "data.messages": "talk"}),
+        ({"path": "a.json", "type": "completion"}, {"data.task": "text", "data.text_key": "text"}),
+    ],
+)  # fmt: skip
+def test_one_entry_of_datasets_is_data_and_a_task(entry, expected):
+    found, said = translated(datasets=[entry])
+    assert found.settings.items() >= expected.items() and said["datasets"].verdict == keys.TAKEN
+    for other in ([entry, entry], [{**entry, "type": "odd"}], [{**entry, "path": 3}], "text"):
+        found, said = translated(datasets=other)
+        assert "data.task" not in found.settings and said["datasets"].verdict == keys.UNSUPPORTED
 
 
 def test_a_stage_is_a_task_and_epochs_count_with_one():

@@ -37,6 +37,7 @@ ADAPTERS: Mapping[str, tuple[str, str]] = {
     "use_rslora": ("lora.rslora", FLAG),
 }
 _ALL_LINEAR = "lora_target_linear"
+_ADAPTERS = ("lora", "qlora")  # values of `adapter`
 # names of files with a `base_model`, and of PEFT's scripts -> the arguments that they mean
 ALIASES: Mapping[str, str] = {
     "base_model": "model_name_or_path",
@@ -56,6 +57,18 @@ QUANTIZED = {4: "nf4", 8: "int8"}
 PREFERENCES = ("sigmoid", "ipo")
 CLIENTS = ("tensorboard", "wandb", "mlflow")
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+# the prompt of type alpaca, which is that of Stanford Alpaca
+_ALPACA = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a response that "
+    "appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+# type of an entry of `datasets` -> (its settings, the one that names a field, the entry's key for it, the field without one)
+_TYPES: Mapping[str, tuple[dict[str, str], str, str, str]] = {
+    "alpaca": ({"data.task": "seq2seq", "data.prompt": _ALPACA, "data.answer": "{output}"}, "", "", ""),
+    "chat_template": ({"data.task": "chat"}, "data.messages", "field_messages", "messages"),
+    "sharegpt": ({"data.task": "chat"}, "data.messages", "field", "conversations"),
+    "completion": ({"data.task": "text"}, "data.text_key", "field", "text"),
+}
 
 WANTED = "config.metrics.to has tensorboard, wandb and mlflow"
 _PROCESS = "a run is one command a process"
@@ -71,7 +84,11 @@ KEYS: Mapping[str, Key] = {
     **dict.fromkeys(
         ("dataset", "dataset_name", "dataset_name_or_path"), Key(TAKEN, "", ("data.name", "data.train_file"))
     ),
-    "datasets": Key(UNSUPPORTED, "name one in config.data.train_file, or as hf:USER/DATASET in config.data.name"),
+    "datasets": Key(
+        TAKEN,
+        "of its entry path, type and the field of its type are read",
+        ("data.name", "data.train_file", "data.task", "data.messages", "data.prompt", "data.answer", "data.text_key"),
+    ),
     **dict.fromkeys(_BITS, Key(TAKEN, "of frozen kernels", ("lora.quantize",), (False, None))),
     "finetuning_type": Key(TAKEN, "", _LORA),
     "use_peft": Key(TAKEN, "", _LORA, (False, None)),
@@ -211,10 +228,31 @@ def _dataset(draft: Draft) -> None:
             draft.say(
                 name, UNSUPPORTED, "a run reads one dataset; join the files and name them in config.data.train_file"
             )
-        elif value.lower().endswith(SUFFIXES):
-            draft.put("data.train_file", value, name)
-        else:  # USER/DATASET is one of the hub; others are named without a slash
-            draft.put("data.name", f"hf:{value}" if "/" in value else value, name)
+        else:
+            draft.put(*_named(value), name)
+    found = draft.get("datasets")
+    entry = found[0] if isinstance(found, list) and len(found) == 1 and isinstance(found[0], Mapping) else {}
+    path, kind = entry.get("path"), entry.get("type")
+    if not isinstance(path, str) or not path or not isinstance(kind, str) or kind not in _TYPES:
+        if found:
+            draft.say(
+                "datasets",
+                UNSUPPORTED,
+                f"a run reads one dataset, here of type {', '.join(_TYPES)}; name it in config.data.train_file, or as hf:USER/DATASET in "
+                "config.data.name, and set config.data.task",
+            )
+        return
+    settings, place, key, default = _TYPES[kind]
+    settings = {**settings, **({place: str(entry.get(key) or default)} if place else {}), **dict([_named(path)])}
+    for place, value in settings.items():
+        draft.put(place, value, "datasets")
+
+
+def _named(value: str) -> tuple[str, str]:
+    """Returns the setting that names a dataset, and its value."""
+    if value.lower().endswith(SUFFIXES):
+        return "data.train_file", value
+    return "data.name", f"hf:{value}" if "/" in value else value  # USER/DATASET is one of the hub
 
 
 def _adapters(draft: Draft) -> None:
@@ -224,7 +262,11 @@ def _adapters(draft: Draft) -> None:
         draft.say("finetuning_type", UNSUPPORTED, "adapters are LoRA; config.lora, or all weights are trained")
     given = [name for name in ADAPTERS if draft.get(name) not in (None, "")]
     is_peft = draft.flag("use_peft")
-    is_on = kind == "lora" or is_peft or any(name in ("lora_r", "lora_rank", "adapter_name_or_path") for name in given)
+    adapter = str(draft.get("adapter") or "").lower()
+    if adapter not in ("", *_ADAPTERS):
+        draft.say("adapter", UNSUPPORTED, "adapters are LoRA; config.lora, or all weights are trained")
+    is_on = kind == "lora" or is_peft or adapter in _ADAPTERS
+    is_on |= any(name in ("lora_r", "lora_rank", "adapter_name_or_path") for name in given)
     if kind not in ("", "lora") or (draft.get("use_peft") is not None and not is_peft) or not is_on:
         if kind == "full":
             draft.say("finetuning_type", IMPLIED, "all weights are trained where config.lora.r is 0")
@@ -244,7 +286,7 @@ def _adapters(draft: Draft) -> None:
     if "lora.init_from" in draft.settings:
         defaults = {}
     lacking = {place: value for place, value in defaults.items() if place not in draft.settings}
-    switch = next((name for name in ("finetuning_type", "use_peft") if draft.has(name)), "")
+    switch = next((name for name in ("finetuning_type", "use_peft", "adapter") if draft.has(name)), "")
     if lacking:
         draft.assume(switch or "lora_alpha", lacking, "the script's default for what is absent")
     elif switch:

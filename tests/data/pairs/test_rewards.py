@@ -41,6 +41,7 @@ def test_a_function_is_found_by_its_module_and_name_also_in_the_current_folder(t
         ("no_such_module_here:f", "cannot be imported"),
         ("math:no_such", "cannot be imported"),
         ("math:pi", "is no function"),
+        ("operator:add", "cannot be called with a prompt, an answer and a label"),
     ],
 )
 def test_a_reward_that_is_not_there_is_one_line(name, words):

@@ -5,6 +5,7 @@ answer says. It must depend on these alone.
 """
 
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -59,6 +60,15 @@ def find(name: str) -> Reward:
         ) from error
     if not callable(found):
         raise UserError(f"reward: {name} is no function; name one of (prompt, answer, label)")
+    try:
+        inspect.signature(found).bind("", "", "")
+    except TypeError as error:
+        raise UserError(
+            f"reward: {name} cannot be called with a prompt, an answer and a label ({errors.one_line(error)}); take these three, each a "
+            f"text, and return a number"
+        ) from error
+    except ValueError:  # a function of C without a signature
+        pass
     return found
 
 
