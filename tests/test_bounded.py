@@ -50,8 +50,10 @@ def test_json_is_what_python_reads_within_the_bounds(form, monkeypatch):
     assert bounded.parse_json(form("[1e999]")) == [float("inf")]
     for odd in ("[1e999]", "[NaN]", "[-Infinity]"):
         with pytest.raises(ValueError, match="is no finite number"):
-            bounded.parse_json(form(odd), is_finite=True)
-    assert bounded.parse_json(form("[1e9, 3]"), is_finite=True) == [1e9, 3]
+            bounded.parse_json(form(odd), is_strict=True)
+    with pytest.raises(ValueError, match="the key 'a' comes twice"):
+        bounded.parse_json(form('[{"a": 1, "b": 2, "a": 1}]'), is_strict=True)
+    assert bounded.parse_json(form("[1e9, 3]"), is_strict=True) == [1e9, 3]
     with pytest.raises(ValueError, match="nested too deeply"):
         bounded.parse_json(form("[" * 100_000))
     with pytest.raises(ValueError, match="digits"):

@@ -49,12 +49,13 @@ def read_text(path: str | os.PathLike, most: int = MOST_BYTES) -> str:
     return read_bytes(path, most).decode("utf-8-sig")
 
 
-def parse_json(text: str | bytes, *, is_finite: bool = False) -> Any:
+def parse_json(text: str | bytes, *, is_strict: bool = False) -> Any:
     """Returns the values of a JSON text.
 
     Args:
       text: the text, or its bytes.
-      is_finite: refuse NaN and numbers beyond the range of a float, which Python reads as infinity.
+      is_strict: refuse a key that comes twice in a table, of which Python takes the last, NaN, and numbers beyond the range of a float,
+        which Python reads as infinity.
 
     Raises:
       ValueError: it is no JSON, is nested too deeply, or holds too many values or digits.
@@ -62,7 +63,9 @@ def parse_json(text: str | bytes, *, is_finite: bool = False) -> Any:
     count = sum(map(text.count, (b",", b"[", b"{"))) if isinstance(text, bytes) else sum(map(text.count, ",[{"))
     if count > MOST_VALUES:
         raise ValueError(f"it holds more than {MOST_VALUES} values")
-    how: dict[str, Any] = {"parse_float": _finite, "parse_constant": _not_finite} if is_finite else {}
+    how: dict[str, Any] = {}
+    if is_strict:
+        how = {"parse_float": _finite, "parse_constant": _not_finite, "object_pairs_hook": _once}
     try:
         return json.loads(text, **how)
     except RecursionError as error:
@@ -81,6 +84,15 @@ def _check(status: os.stat_result, path: str | os.PathLike, most: int | None) ->
 def _finite(text: str) -> float:
     value = float(text)
     return value if math.isfinite(value) else _not_finite(text)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:40]!r} comes twice")
+        found[key] = value
+    return found
 
 
 def _not_finite(text: str) -> NoReturn:

@@ -90,7 +90,19 @@ def test_a_wrong_conversation_is_named():
         assert line in error.value.message
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"\xff\xfe", b'{"model": NaN}', b"[" * 10**5, b'{"model": 1e999}', b"3"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"\xff\xfe",
+        b'{"model": "a", "model": "a"}',
+        b'{"model": NaN}',
+        b"[" * 10**5,
+        b'{"model": 1e999}',
+        b"3",
+    ],
+)
 def test_a_body_that_is_no_object_is_refused(body):
     with pytest.raises(asked.NotAnswered, match="the body"):
         asked.read(body, is_chat=False)

@@ -234,7 +234,7 @@ def measured(path: str | os.PathLike, target: str) -> GpuRates:
     """
     place = f"--rates {path}"
     try:
-        document = bounded.parse_json(bounded.read_text(path), is_finite=True)
+        document = bounded.parse_json(bounded.read_text(path), is_strict=True)
         figures = {one: (_number(value), str(source)) for one, (value, source) in document["figures"].items()}
         name = str(document["name"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:

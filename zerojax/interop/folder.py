@@ -417,7 +417,7 @@ def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mappi
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the table in a JSON file. Raises UserError if there is none."""
     try:
-        found = bounded.parse_json(bounded.read_bytes(path), is_finite=True)
+        found = bounded.parse_json(bounded.read_bytes(path), is_strict=True)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); name a folder that save_pretrained of transformers wrote"

@@ -124,7 +124,7 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
             length = int.from_bytes(begins, "little")
             if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
                 raise damaged(path, f"its header would have {length} bytes, and the file has {size}")
-            raw = bounded.parse_json(file.read(length), is_finite=True)
+            raw = bounded.parse_json(file.read(length), is_strict=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fix that or choose another folder") from error
     except UserError:
@@ -312,7 +312,7 @@ def _changed(path: pathlib.Path, what: str) -> str:
 def _read_index(path: pathlib.Path) -> dict[str, str]:
     """Returns {tensor: file name} of an index."""
     try:
-        files = bounded.parse_json(bounded.read_bytes(path), is_finite=True)["weight_map"]
+        files = bounded.parse_json(bounded.read_bytes(path), is_strict=True)["weight_map"]
         if not all(isinstance(file, str) and pathlib.PurePath(file).name == file for file in files.values()):
             raise UserError(f"{path}: names a file outside of its folder; copy the folder again")
         return dict(files)

@@ -129,8 +129,8 @@ def _told(name: str, text: str, folder: pathlib.Path) -> Document:
         return Document(name, ACCELERATE, content, folder)
     known = {key.partition(".")[0] for key in (*keys_lib.KEYS, *keys_lib.ALIASES)}
     if not any(difflib.get_close_matches(key, known, 1, _NEAR) for key in content):
-        shown = errors.one_line(", ".join(content), 60)
-        raise UserError(f"{name}: has no key of DeepSpeed, Accelerate or a Trainer ({shown}); {_OTHERS}")
+        first = errors.shown(", ".join(content), 60)
+        raise UserError(f"{name}: has no key of DeepSpeed, Accelerate or a Trainer, but {first}; {_OTHERS}")
     return Document(name, DEEPSPEED, content, folder)
 
 

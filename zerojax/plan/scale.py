@@ -83,7 +83,7 @@ def read(path: str | os.PathLike) -> Network:
       UserError: the file cannot be read, a key is unknown, or a value is no positive number.
     """
     try:
-        content = bounded.parse_json(bounded.read_text(path), is_finite=True)
+        content = bounded.parse_json(bounded.read_text(path), is_strict=True)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--cluster {path}: cannot be read ({errors.one_line(error)}); give a JSON file") from error
     known = {field.name: field.type for field in dataclasses.fields(Network)}

@@ -76,9 +76,11 @@ def read(body: bytes, *, is_chat: bool) -> Wanted:
       NotAnswered: it is no JSON, or a field is unknown, missing or of another type.
     """
     try:
-        found = bounded.parse_json(body, is_finite=True)
+        found = bounded.parse_json(body, is_strict=True)
     except ValueError as error:  # bytes that are no text too
-        raise NotAnswered(400, f"the body is not JSON ({errors.one_line(error, 160)})", code="invalid_json") from error
+        raise NotAnswered(
+            400, f"the body cannot be read as JSON ({errors.one_line(error, 160)})", code="invalid_json"
+        ) from error
     if not isinstance(found, Mapping):
         raise NotAnswered(400, f"the body must be a JSON object, and is {errors.shown(found, 60)}", code="invalid_json")
     known = {**COMMON, **(CHAT if is_chat else COMPLETION)}
