@@ -12,13 +12,14 @@ H200 = rates.of("h200")
 LAYER = {kernels.KernelWork(kernels.MATMUL, "bf16", 2.0 * 8192**3, 0.0, (1, 8192, 8192, 8192)): 3.0}
 STATE = {roles.PARAMS: 4e9, roles.GRADIENTS: 4e9, roles.OPT_STATE: 8e9}
 WORK = arithmetic.ModelWork(16, LAYER, {}, 6e7, 0.0, {"none": 4e9, "full": 2e8}, 0.0, 1e8, {True: STATE, False: STATE})
-ONE = arithmetic.Sizes(stage=3, remat="none", rows=1, passes=8)
+ONE = arithmetic.Candidate(stage=3, remat="none", micro_batch_size=1, grad_accum=8, replica=1)
 
 
-def guess(sizes=ONE, cluster=None, per_host=8, work=WORK, **changes):
-    sizes = dataclasses.replace(sizes, **changes)
-    own = H200 if cluster is None else scale.OnCluster("fake", H200.figures, {}, cluster, sizes.devices, sizes.devices)
-    return arithmetic.guess(work, sizes, own, per_host)
+def guess(candidate=ONE, cluster=None, per_host=8, work=WORK, data=1, **changes):
+    candidate = dataclasses.replace(candidate, **changes)
+    devices = data * candidate.replica * candidate.per_example
+    own = H200 if cluster is None else scale.OnCluster("fake", H200.figures, {}, cluster, devices, devices)
+    return arithmetic.guess(work, candidate, devices, own, per_host)
 
 
 def test_one_device_waits_for_nothing_and_parts_add_up():
@@ -46,7 +47,7 @@ def test_a_ring_hides_what_a_layer_waits_for_where_the_layer_takes_as_long():
 
 def test_layers_wait_at_the_rate_of_collectives_that_nothing_hides():
     figures = {name: value for name, value in H200.figures.items() if not name.startswith("beta.alone")}
-    slow = arithmetic.guess(WORK, dataclasses.replace(ONE, model=2), dataclasses.replace(H200, figures=figures), 8)
+    slow = arithmetic.guess(WORK, dataclasses.replace(ONE, model=2), 2, dataclasses.replace(H200, figures=figures), 8)
     share = slow.parts[arithmetic.TENSOR] / guess(model=2).parts[arithmetic.TENSOR]
     assert share == pytest.approx(H200.figures["beta.alone.all-gather.2"] / H200.figures["beta"], rel=0.05)
 
@@ -64,7 +65,7 @@ def test_slow_links_favour_replicas_and_pipelines():
     small = dataclasses.replace(WORK, width=1e6)
     over_all, over_hosts, over_pipe = (
         [guess(cluster=own, work=small, **sizes).seconds for own in (fast, slow)]
-        for sizes in ({"data": 64}, {"data": 8, "replica": 8}, {"data": 8, "pipe": 8, "passes": 64, "stage": 1})
+        for sizes in ({"data": 64}, {"data": 8, "replica": 8}, {"data": 8, "pipe": 8, "grad_accum": 64, "stage": 1})
     )
     assert over_all[1] > 2 * over_all[0]
     assert over_hosts[1] - over_hosts[0] < 0.6 * (over_all[1] - over_all[0])
@@ -80,7 +81,7 @@ def test_memory_is_that_of_the_stage_and_of_the_micro_batches_alive():
     # A group of n keeps n micro-batches of an n-th of the layers: as much as one device keeps of one.
     pipe = guess(stage=0, remat="full", pipe=4).peak
     assert pipe == pytest.approx(whole / 4 + held + WORK.kept["none"], rel=0.1)
-    assert guess(stage=0, remat="full", pipe=4, passes=2).peak < pipe
+    assert guess(stage=0, remat="full", pipe=4, grad_accum=2).peak < pipe
 
 
 def test_a_table_has_a_row_for_each_way_and_a_column_for_each_part():

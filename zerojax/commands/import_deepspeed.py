@@ -31,7 +31,7 @@ from zerojax.checkpoint import checkpointer
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import peft, tensor_files
+from zerojax.interop import huggingface, peft, tensor_files
 from zerojax.launch import devices
 from zerojax.migration import config_file, peft_weights, translate, weights_folder, zero_checkpoint
 from zerojax.models import families
@@ -46,14 +46,6 @@ from zerojax.tree import Leaf, PyTree
 SEQ_LEN = 128  # of the base config
 WEIGHTS, ADAPTER, CONFIG, RUN = "huggingface", "adapter", "config.py", "run"
 UNFINISHED = ".unfinished"  # lies in the folder while it is written; the next import there begins anew
-CARRIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-)
 # DeepSpeed's name of a moment -> its field in optax's states
 MOMENTS: Mapping[str, tuple[str, ...]] = {
     "exp_avg": ("mu", "trace"),
@@ -173,7 +165,7 @@ def _carried(config: pathlib.Path | None, name: str) -> dict[str, pathlib.Path]:
     """Returns a config and, beside it, the files of the tokenizer and of generation, by their names in a folder."""
     if config is None:
         return {}
-    beside = {other: config.with_name(other) for other in CARRIED}
+    beside = {other: config.with_name(other) for other in huggingface.CARRIED}
     return {other: path for other, path in beside.items() if path.is_file()} | {name: config}
 
 

@@ -17,7 +17,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,28 +47,37 @@ def stored_dtype(entry: Entry) -> np.dtype:
 
 
 @dataclasses.dataclass(frozen=True)
-class Folder:
-    """A checked folder.
+class TensorFiles:
+    """A checked folder of tensors.
 
     Attributes:
       path: the folder.
-      raw: the contents of config.json.
-      generation: the contents of generation_config.json; {} if there is none.
-      family: the model's family.
-      model: the model's config.
-      entries: each tensor of the model in the files, by name. Optional ones may be missing.
+      entries: each tensor in the files, by name. Optional ones of a model may be missing.
       first_odd: taken by the first reading that finds NaN or infinity, which warns.
       first_read: taken by the first reading, which compares checksums.
     """
 
     path: pathlib.Path
+    entries: Mapping[str, Any]
+    first_odd: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False, kw_only=True)
+    first_read: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False, kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder(TensorFiles):
+    """The folder of a model.
+
+    Attributes:
+      raw: the contents of config.json.
+      generation: the contents of generation_config.json; {} if there is none.
+      family: the model's family.
+      model: the model's config.
+    """
+
     raw: Mapping[str, Any]
     generation: Mapping[str, Any]
     family: family_lib.Family
     model: Any
-    entries: Mapping[str, Entry]
-    first_odd: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
-    first_read: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
 
     @property
     def dtype(self) -> np.dtype:
@@ -116,7 +125,7 @@ def open_folder(path: str | os.PathLike) -> Folder:
         raise UserError(f"{path}/{error}") from error
     _check(path, layout.tensors(family, model), entries, family.huggingface.prefix)
     generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
-    return Folder(path, raw, generation, family, model, entries)
+    return Folder(path, entries, raw, generation, family, model)
 
 
 def check_folder(path: pathlib.Path, config: str = CONFIG) -> None:
@@ -165,19 +174,6 @@ def read_params(folder: Folder, abstract: PyTree) -> PyTree:
     tensors = {tensor.path: tensor for tensor in layout.tensors(folder.family, folder.model)}
     found = read_leaves(folder, tensors, dict(tree.flatten(abstract)))
     return tree.map_with_path(lambda path, _: found[path], abstract)
-
-
-class TensorFiles(Protocol):
-    """Files of tensors: a folder of a model, or of an adapter. `entries` are the tensors by name; the locks are as in `Folder`."""
-
-    @property
-    def entries(self) -> Mapping[str, Any]: ...
-
-    @property
-    def first_odd(self) -> threading.Lock: ...
-
-    @property
-    def first_read(self) -> threading.Lock: ...
 
 
 def read_leaves(

@@ -11,7 +11,6 @@ import os
 import pathlib
 import re
 import shutil
-import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -54,24 +53,16 @@ TYING = "ensure_weight_tying"  # a tied embedding that is trained in full stays 
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapter:
-    """A checked folder, and the model that it is for.
+class Adapter(folder_lib.TensorFiles):
+    """The folder of an adapter, for one model.
 
     Attributes:
-      path: the folder.
       chosen: the adapters, with the folder's settings.
       tensors: its tensors, by path in our weights.
-      entries: where their bytes are, by name.
-      first_odd: taken by the first reading that finds NaN or infinity, which warns.
-      first_read: taken by the first reading, which compares checksums.
     """
 
-    path: pathlib.Path
     chosen: targets.Targets
     tensors: Mapping[str, layout.ModelTensor]
-    entries: Mapping[str, tensor_files.Entry]
-    first_odd: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
-    first_read: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
 
 
 def choose(lora: settings.Lora, family: family_lib.Family, model: ModelConfig) -> targets.Targets:
@@ -197,7 +188,7 @@ def open_adapter(
         raise UserError(f"{path / WEIGHTS}: holds no adapter; name a folder that save_pretrained of PEFT wrote")
     tensors = {tensor.path: tensor for tensor in tensors_of(chosen, family, model)}
     _check(path, tensors, entries)
-    return Adapter(path, chosen, tensors, entries)
+    return Adapter(path, entries, chosen, tensors)
 
 
 def _check_meant(path: pathlib.Path, raw: Mapping[str, Any], lora: settings.Lora, module: str) -> None:

@@ -19,10 +19,80 @@ Module = Callable[[Any], nn.Module]
 
 
 class EncoderDecoder(nn.Module):
-    """Logits and loss of an encoder-decoder. A subclass has a config, the modules `embed` and, unless embeddings are tied, `head`, and the
-    method `hidden(inputs, targets, mask, positions, positions of targets)`, which returns the head's input."""
+    """What an encoder-decoder computes. A subclass has a config, the modules `embed` and, unless embeddings are tied, `head`, the lists
+    `encoder` and `decoder` of layers, and the methods below that are not implemented here.
+
+    Shapes: B batch, S encoder length (of a cache: slots), T decoder length, D embed, V vocabulary.
+    """
 
     config: Any
+
+    def first_inputs(self, side: str, tokens_BT: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, tuple]:
+        """Returns the states float[B, T, D] that the first layer of "encoder" or "decoder" gets, and what each layer gets beside them.
+
+        Positions are by default 0, 1, ...
+        """
+        raise NotImplementedError
+
+    def next_inputs(self, targets_BT: jax.Array, step: decoding.Step) -> tuple[jax.Array, tuple]:
+        """Returns the same of targets that a step adds to the decoder's caches."""
+        raise NotImplementedError
+
+    def final(self, side: str, x_BTD: jax.Array) -> jax.Array:
+        """Returns the states after the last layer of "encoder" or "decoder" as what reads them gets them."""
+        raise NotImplementedError
+
+    def cached_shape(self) -> tuple[int, int]:
+        """Returns the number of heads of the decoder's caches and their width."""
+        raise NotImplementedError
+
+    def encode(
+        self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None, positions_BS: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the encoder's states: float[B, S, D]. `mask_BS` is False for padding. Positions: by default 0, 1, ..."""
+        masks = () if mask_BS is None else (mask_BS,)
+        x_BSD, beside = self.first_inputs("encoder", inputs_BS, positions_BS)
+        for layer in self.encoder:
+            x_BSD = layer(x_BSD, *beside, *masks)
+        return self.final("encoder", x_BSD)
+
+    def hidden(
+        self,
+        inputs_BS: jax.Array,
+        targets_BT: jax.Array,
+        mask_BS: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the decoder's states, the head's input: float[B, T, D]. `mask_BS` is False for padding inputs."""
+        encoded_BSD = self.encode(inputs_BS, mask_BS, positions_BS)
+        masks = () if mask_BS is None else (mask_BS,)
+        x_BTD, beside = self.first_inputs("decoder", targets_BT, positions_BT)
+        for layer in self.decoder:
+            x_BTD = layer(x_BTD, *beside, encoded_BSD, *masks)
+        return self.final("decoder", x_BTD)
+
+    def start(
+        self, inputs_BS: jax.Array, mask_BS: jax.Array | None, targets_BT: jax.Array, lengths_B: jax.Array, slots: int
+    ) -> tuple[jax.Array, Any]:
+        """Returns the logits after each row's first `lengths_B` targets, float32[B, V], and what `extend` reads."""
+        batch, length = targets_BT.shape
+        step, encoded_BSD = decoding.first_step(batch, length, slots), self.encode(inputs_BS, mask_BS)
+        x_BTD, beside = self.next_inputs(targets_BT, step)
+        empty, after = decoding.empty(batch, slots, *self.cached_shape(), x_BTD.dtype), []
+        for layer in self.decoder:
+            x_BTD, *keys = layer(x_BTD, *beside, encoded_BSD, mask_BS, decoding.Past(empty, step))
+            after.append(keys)
+        return self._logits(self.final("decoder", layers.at_last(x_BTD, lengths_B)))[:, 0], (after, mask_BS)
+
+    def extend(self, caches: PyTree, step: decoding.Step, targets_B: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the logits after one more target a row, float32[B, V], and the caches."""
+        (before, mask_BS), after = caches, []
+        x_B1D, beside = self.next_inputs(targets_B[:, None], step)
+        for layer, (own, keys) in zip(self.decoder, before):
+            x_B1D, *keys = layer(x_B1D, *beside, None, mask_BS, decoding.Past(own, step), keys)
+            after.append(keys)
+        return self._logits(self.final("decoder", x_B1D))[:, 0], (after, mask_BS)
 
     def __call__(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         """Returns logits of the token after each target: float32[B, T, V] from int32[B, S] and int32[B, T]."""

@@ -67,25 +67,37 @@ class ModelWork:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Settings of a step. `rows` are the examples of a device's micro-batch; `passes` is the number of micro-batches."""
+class Candidate:
+    """One choice of settings. All candidates have the same global batch, by gradient accumulation.
+
+    `offload` says where the optimizer state lives, `params` where the params do, and `inputs` where those of layers wait for their backward
+    pass. `context`, `model` and `pipe` are the sizes of these mesh axes, `chunks` those of `pipeline.chunks`, and `ring` is `model.ring`.
+    """
 
     stage: int
     remat: str
-    rows: int
-    passes: int
-    pipe: int = 1
-    chunks: int = 1
-    replica: int = 1
-    data: int = 1
+    micro_batch_size: int
+    grad_accum: int
+    replica: int
+    offload: str = "none"
+    params: str = "none"
+    tile_tokens: int = 0
+    inputs: str = "none"
     context: int = 1
     model: int = 1
+    pipe: int = 1
+    chunks: int = 1
     ring: bool = False
 
     @property
-    def devices(self) -> int:
-        """Returns their number."""
-        return self.pipe * self.replica * self.data * self.context * self.model
+    def per_example(self) -> int:
+        """Returns the number of devices that share examples, or the layers of one."""
+        return self.context * self.model * self.pipe
+
+    @property
+    def offloaded(self) -> int:
+        """Returns how many parts of the state are offloaded."""
+        return sum(where != "none" for where in (self.offload, self.params, self.inputs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,19 +146,21 @@ def table(ways: Sequence[AxisCost]) -> Table:
     return shown
 
 
-def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: int) -> Guess:
-    """Returns the estimate of a step.
+def guess(work: ModelWork, candidate: Candidate, devices: int, rates: rates_lib.GpuRates, per_host: int) -> Guess:
+    """Returns the estimate of a step that keeps all on its devices.
 
     Args:
       work: of an example.
-      sizes: the settings.
+      candidate: the settings.
+      devices: of all hosts.
       rates: of the GPU, and of links between hosts.
       per_host: devices of a host. Neighbours share examples first, then the state.
     """
     links = _Links(rates, per_host)
-    own, s = stages.STAGES[sizes.stage], sizes
-    share, ways = s.context * s.model, s.data * s.context
-    layer, rest = (took * s.rows / s.context for took in work.alone(rates, s.model))
+    own, s = stages.STAGES[candidate.stage], candidate
+    share = s.context * s.model
+    ways = devices // (s.replica * s.model * s.pipe)  # over which the state is sharded
+    layer, rest = (took * s.micro_batch_size / s.context for took in work.alone(rates, s.model))
     layer *= 1 + AGAIN[s.remat]
     wait, hops = _waits(work, s, links)
     layers = work.layers
@@ -177,18 +191,18 @@ def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: in
         return busy(hops + of_layer) + wait, rest + max(0.0, of_rest - rest)
 
     usual, last = of_pass(False), of_pass(True)
-    compute = s.passes * (layers * layer + rest) / s.pipe
-    waits = s.passes * layers * (busy(hops) - layer + wait) / s.pipe
+    compute = s.grad_accum * (layers * layer + rest) / s.pipe
+    waits = s.grad_accum * layers * (busy(hops) - layer + wait) / s.pipe
     if s.pipe == 1:
-        passes = (s.passes - 1) * (layers * usual[0] + usual[1]) + layers * last[0] + last[1]
+        passes = (s.grad_accum - 1) * (layers * usual[0] + usual[1]) + layers * last[0] + last[1]
         parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: max(0.0, passes - compute - waits)}
     else:
         of_group = _groups(layers, s.pipe, s.chunks, *usual)
-        hop = links.hop(work.width * s.rows / share, s.devices // s.pipe) * s.chunks
+        hop = links.hop(work.width * s.micro_batch_size / share, devices // s.pipe) * s.chunks
         steady = max(*of_group, 2 * hop)
-        total = (s.passes + (s.pipe - 1) / s.chunks) * steady + 2 * (s.pipe - 1) * hop
-        mean = s.passes * (layers * usual[0] + usual[1]) / s.pipe
-        sends = 2 * (s.pipe - 1) * hop + s.passes * (steady - max(of_group))
+        total = (s.grad_accum + (s.pipe - 1) / s.chunks) * steady + 2 * (s.pipe - 1) * hop
+        mean = s.grad_accum * (layers * usual[0] + usual[1]) / s.pipe
+        sends = 2 * (s.pipe - 1) * hop + s.grad_accum * (steady - max(of_group))
         parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: max(0.0, mean - compute - waits)}
         parts |= {BUBBLE: total - mean - sends, SENDS: sends}
     elements = (work.weights * layers + work.others) / (s.model * s.pipe)
@@ -197,11 +211,13 @@ def guess(work: ModelWork, sizes: Sizes, rates: rates_lib.GpuRates, per_host: in
         parts[WEIGHTS] += reduced(elements, True)  # once, after a group's last pass
     if own.opt_state and not own.params:
         update += links.seconds("all-gather", 2 * elements, ways, s.model)
-    update += (s.passes - 1) * ADDED * elements / (ways if own.grads else 1) / rates.figures["bandwidth"]
+    update += (s.grad_accum - 1) * ADDED * elements / (ways if own.grads else 1) / rates.figures["bandwidth"]
     parts[UPDATE] = update
     seconds = sum(parts.values())
-    spread = rates.spread(s.devices)
-    return Guess(seconds * (1 + spread), _peak(work, s), {part: took * (1 + spread) for part, took in parts.items()})
+    spread = rates.spread(devices)
+    return Guess(
+        seconds * (1 + spread), _peak(work, s, ways), {part: took * (1 + spread) for part, took in parts.items()}
+    )
 
 
 def _groups(layers: int, pipe: int, chunks: int, a_layer: float, rest: float) -> list[float]:
@@ -216,21 +232,21 @@ def _groups(layers: int, pipe: int, chunks: int, a_layer: float, rest: float) ->
     return min(map(of, range(layers // count + 1)), key=max)
 
 
-def _waits(work: ModelWork, s: Sizes, links: "_Links") -> tuple[float, float]:
+def _waits(work: ModelWork, s: Candidate, links: "_Links") -> tuple[float, float]:
     """Returns the seconds for which a layer waits for the devices with which it shares examples, forward and backward, and those for which
     activations travel beside it."""
     again = 1.5 if AGAIN[s.remat] > 0.1 else 1.0  # activations travel again when a layer is computed again
     kind = "collective-permute" if s.ring else "all-gather"
-    over_model = links.seconds(kind, work.width * s.rows / s.context, s.model, 1, is_alone=not s.ring)
+    over_model = links.seconds(kind, work.width * s.micro_batch_size / s.context, s.model, 1, is_alone=not s.ring)
     over_model *= again * WAITS["model"]
-    nbytes = work.width * s.rows / (s.context * s.model)
+    nbytes = work.width * s.micro_batch_size / (s.context * s.model)
     over_context = again * WAITS["context"] * links.seconds("all-to-all", nbytes, s.context, s.model, is_alone=True)
     return (over_context, over_model) if s.ring else (over_context + over_model, 0.0)
 
 
-def _peak(work: ModelWork, s: Sizes) -> float:
-    """Returns the bytes of the device that needs the most."""
-    own, ways, share = stages.STAGES[s.stage], s.data * s.context, s.context * s.model
+def _peak(work: ModelWork, s: Candidate, ways: int) -> float:
+    """Returns the bytes of the device that needs the most; the state is sharded over `ways`."""
+    own, share = stages.STAGES[s.stage], s.context * s.model
     of_group = work.weights * math.ceil(work.layers / s.pipe) + work.others / (1 if s.pipe == 1 else 2)
     part = of_group / (work.weights * work.layers + work.others) / s.model
     is_sharded = {roles.GRADIENTS: own.grads, roles.OPT_STATE: own.opt_state, roles.OTHER: False}
@@ -241,9 +257,9 @@ def _peak(work: ModelWork, s: Sizes) -> float:
     alive = float(work.layers)
     if s.pipe > 1:
         most = s.pipe if s.chunks == 1 else 2 * (s.pipe - 1) + (s.chunks - 1) * s.pipe + 1
-        alive = min(s.passes * s.chunks, most) * work.layers / (s.pipe * s.chunks)
-    kept = s.rows * (alive * work.kept[s.remat] + work.rest_kept) / share
-    again = s.rows * (work.kept["none"] - work.kept[s.remat]) / share
+        alive = min(s.grad_accum * s.chunks, most) * work.layers / (s.pipe * s.chunks)
+    kept = s.micro_batch_size * (alive * work.kept[s.remat] + work.rest_kept) / share
+    again = s.micro_batch_size * (work.kept["none"] - work.kept[s.remat]) / share
     gathered = (8 if own.params else 4) * work.weights / s.model
     return held + kept + max(again + gathered, 6 * work.others / s.model if own.params else 0.0)
 

@@ -18,6 +18,7 @@ from zerojax import display
 from zerojax.errors import UserError
 from zerojax.ops import tiles
 from zerojax.plan import arithmetic, step_plan, targets
+from zerojax.plan.arithmetic import Candidate
 from zerojax.zero import stages
 from zerojax.zero.pipeline import order as order_lib
 from zerojax.zero.pipeline import segments
@@ -41,40 +42,6 @@ LONG: Mapping[str, Sequence[Any]] = {
     "inputs": ("none", "host"),
 }
 OTHER_STAGE = 0.5  # of a stage's temporaries, which any other has at least: activations, without its gathered weights
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One choice of settings. All candidates have the same global batch, by gradient accumulation.
-
-    `offload` says where the optimizer state lives, `params` where the params do, and `inputs` where those of layers wait for their backward
-    pass. `context`, `model` and `pipe` are the sizes of these mesh axes, `chunks` those of `pipeline.chunks`, and `ring` is `model.ring`.
-    """
-
-    stage: int
-    remat: str
-    micro_batch_size: int
-    grad_accum: int
-    replica: int
-    offload: str = "none"
-    params: str = "none"
-    tile_tokens: int = 0
-    inputs: str = "none"
-    context: int = 1
-    model: int = 1
-    pipe: int = 1
-    chunks: int = 1
-    ring: bool = False
-
-    @property
-    def per_example(self) -> int:
-        """Returns the number of devices that share examples, or the layers of one."""
-        return self.context * self.model * self.pipe
-
-    @property
-    def offloaded(self) -> int:
-        """Returns how many parts of the state are offloaded."""
-        return sum(where != "none" for where in (self.offload, self.params, self.inputs))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -181,7 +181,7 @@ def search_config(
         found = search.by_arithmetic(
             target,
             search.candidates_of(_grid_of_axes(config, devices), ways=len(devices), global_batch_size=batch),
-            lambda candidate: arithmetic.guess(work, _sizes(candidate, len(devices)), rates, per_host),
+            lambda candidate: arithmetic.guess(work, candidate, len(devices), rates, per_host),
             build,
             most_compiles=most_compiles,
             memory=memory,
@@ -234,7 +234,7 @@ def axes_config(
     best: dict[tuple[tuple[str, int], ...], arithmetic.AxisCost] = {}
     for candidate in candidates:
         axes = tuple((axis, size) for axis in search.AXES if (size := getattr(candidate, axis)) > 1)
-        guess = arithmetic.guess(work, _sizes(candidate, len(devices)), rates, per_host)
+        guess = arithmetic.guess(work, candidate, len(devices), rates, per_host)
         is_fastest = axes not in best or guess.seconds < best[axes].guess.seconds
         if len(axes) < 2 and guess.peak <= memory and is_fastest:
             tokens = batch * config.seq_len / len(devices)
@@ -277,24 +277,6 @@ def _refuses_pipe(config: settings_lib.Config) -> bool:
         or config.mesh.expert > 1
         or config_lib.make_wires(config).is_on
         or precision.DTYPES[config.reduce_dtype] is None
-    )
-
-
-def _sizes(candidate: search.Candidate, devices: int) -> arithmetic.Sizes:
-    c = candidate
-    data = devices // (c.pipe * c.replica * c.context * c.model)
-    return arithmetic.Sizes(
-        c.stage,
-        c.remat,
-        c.micro_batch_size,
-        c.grad_accum,
-        c.pipe,
-        c.chunks,
-        c.replica,
-        data,
-        c.context,
-        c.model,
-        c.ring,
     )
 
 

@@ -20,7 +20,6 @@ from jax.typing import DTypeLike
 from zerojax.models import decoding, encoder_decoder, family, layers
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
-from zerojax.tree import PyTree
 
 OFFSET = 2  # the first rows of a table of positions are not used
 NORM_EPS = 1e-5
@@ -189,75 +188,26 @@ class Bart(encoder_decoder.EncoderDecoder):
             self.head = modules["head"]
         self.dropout = layers.Dropout(self.config.dropout)
 
-    def encode(
-        self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None, positions_BS: jax.Array | None = None
-    ) -> jax.Array:
-        """Returns the encoder's states: float[B, S, D]. `mask_BS` is False for padding. Positions: by default 0, 1, ..."""
-        masks = () if mask_BS is None else (mask_BS,)
-        positions = jnp.arange(inputs_BS.shape[1]) if positions_BS is None else positions_BS
-        x_BSD = self._inputs("encoder", inputs_BS, positions)
-        for layer in self.encoder:
-            x_BSD = layer(x_BSD, *masks)
-        return self._final("encoder", x_BSD)
-
-    def hidden(
-        self,
-        inputs_BS: jax.Array,
-        targets_BT: jax.Array,
-        mask_BS: jax.Array | None = None,
-        positions_BS: jax.Array | None = None,
-        positions_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """Returns the decoder's states, the head's input: float[B, T, D]. `mask_BS` is False for padding inputs."""
-        encoded_BSD = self.encode(inputs_BS, mask_BS, positions_BS)
-        masks = () if mask_BS is None else (mask_BS,)
-        positions = jnp.arange(targets_BT.shape[1]) if positions_BT is None else positions_BT
-        x_BTD = self._inputs("decoder", targets_BT, positions)
-        for layer in self.decoder:
-            x_BTD = layer(x_BTD, encoded_BSD, *masks)
-        return self._final("decoder", x_BTD)
-
-    def start(
-        self, inputs_BS: jax.Array, mask_BS: jax.Array | None, targets_BT: jax.Array, lengths_B: jax.Array, slots: int
-    ) -> tuple[jax.Array, Any]:
-        """Returns the logits after each row's first `lengths_B` targets, float32[B, V], and what `extend` reads."""
-        batch, length = targets_BT.shape
-        step = decoding.first_step(batch, length, slots)
-        encoded_BSD, x_BTD = self.encode(inputs_BS, mask_BS), self._inputs("decoder", targets_BT, step.positions_BT)
-        heads = self.config.decoder_shape[1]
-        empty = decoding.empty(batch, slots, heads, self.config.embed_dim // heads, x_BTD.dtype)
-        after = []
-        for layer in self.decoder:
-            x_BTD, *keys = layer(x_BTD, encoded_BSD, mask_BS, decoding.Past(empty, step))
-            after.append(keys)
-        return self._logits(self._final("decoder", layers.at_last(x_BTD, lengths_B)))[:, 0], (after, mask_BS)
-
-    def extend(self, caches: PyTree, step: decoding.Step, targets_B: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns the logits after one more target a row, float32[B, V], and the caches."""
-        (before, mask_BS), after = caches, []
-        x_B1D = self._inputs("decoder", targets_B[:, None], step.positions_BT)
-        for layer, (own, keys) in zip(self.decoder, before):
-            x_B1D, *keys = layer(x_B1D, None, mask_BS, decoding.Past(own, step), keys)
-            after.append(keys)
-        return self._logits(self._final("decoder", x_B1D))[:, 0], (after, mask_BS)
-
-    def _scaled(self, x_BTD: jax.Array) -> jax.Array:
+    def first_inputs(self, side: str, tokens_BT: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, tuple[()]]:
         c = self.config
-        return x_BTD * math.sqrt(c.embed_dim) if c.scale_embeddings else x_BTD
-
-    def _inputs(self, side: str, tokens_BT: jax.Array, positions: jax.Array) -> jax.Array:
-        """Returns the input of the first layer of the encoder or the decoder."""
-        c = self.config
-        x_BTD = self._scaled(getattr(self, f"{side}_embed")(tokens_BT))
+        positions = jnp.arange(tokens_BT.shape[1]) if positions is None else positions
+        x_BTD = getattr(self, f"{side}_embed")(tokens_BT)
+        x_BTD = x_BTD * math.sqrt(c.embed_dim) if c.scale_embeddings else x_BTD
         if c.has_sinusoids:
             x_BTD += sinusoids(positions, c.embed_dim).astype(x_BTD.dtype)
         else:
             table = getattr(self, f"{side}_positions")
             x_BTD += jax.lax.stop_gradient(table(positions)) if c.has_fixed_positions else table(OFFSET + positions)
-        return self.dropout(getattr(self, f"{side}_norm")(x_BTD) if c.has_embed_norm else x_BTD)
+        return self.dropout(getattr(self, f"{side}_norm")(x_BTD) if c.has_embed_norm else x_BTD), ()
 
-    def _final(self, side: str, x_BTD: jax.Array) -> jax.Array:
-        """Returns the states after the last layer, normalised if the config says so."""
+    def next_inputs(self, targets_BT: jax.Array, step: decoding.Step) -> tuple[jax.Array, tuple[()]]:
+        return self.first_inputs("decoder", targets_BT, step.positions_BT)
+
+    def cached_shape(self) -> tuple[int, int]:
+        heads = self.config.decoder_shape[1]
+        return heads, self.config.embed_dim // heads
+
+    def final(self, side: str, x_BTD: jax.Array) -> jax.Array:
         return getattr(self, f"{side}_final_norm")(x_BTD) if self.config.has_final_norm else x_BTD
 
     def bias_of_logits(self) -> jax.Array:

@@ -18,7 +18,6 @@ from zerojax.models import decoding, encoder_decoder, family, layers
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
 from zerojax.ops import tokens as tokens_lib
-from zerojax.tree import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,75 +155,27 @@ class T5(encoder_decoder.EncoderDecoder):
             self.head = modules["head"]
         self.dropout = layers.Dropout(self.config.dropout)
 
-    def encode(
-        self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None, positions_BS: jax.Array | None = None
-    ) -> jax.Array:
-        """Returns the encoder's normalised states: float[B, S, D]. `mask_BS` is False for padding. Positions: by default 0, 1, ..."""
-        masks = () if mask_BS is None else (mask_BS,)
-        x_BSD = self.dropout(self.embed(inputs_BS))
-        bias_HSS = self.encoder_bias(*self._distant(inputs_BS, positions_BS))
-        for layer in self.encoder:
-            x_BSD = layer(x_BSD, bias_HSS, *masks)
-        return self.dropout(self.encoder_norm(x_BSD))
+    def first_inputs(
+        self, side: str, tokens_BT: jax.Array, positions: jax.Array | None
+    ) -> tuple[jax.Array, tuple[jax.Array]]:
+        length, x_BTD = tokens_BT.shape[1], self.dropout(self.embed(tokens_BT))
+        # The same in all rows. Where a device has a part of the tokens, its queries see all keys.
+        distant = (jnp.arange(length),) if positions is None else (positions[0], jnp.arange(tokens_lib.of_all(length)))
+        return x_BTD, (getattr(self, f"{side}_bias")(*distant),)
 
-    def hidden(
-        self,
-        inputs_BS: jax.Array,
-        targets_BT: jax.Array,
-        mask_BS: jax.Array | None = None,
-        positions_BS: jax.Array | None = None,
-        positions_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """Returns the head's input, normalised states of the decoder: float[B, T, D]. `mask_BS` is False for padding inputs."""
-        encoded_BSD = self.encode(inputs_BS, mask_BS, positions_BS)
-        masks = () if mask_BS is None else (mask_BS,)
-        x_BTD = self.dropout(self.embed(targets_BT))
-        bias_HTT = self.decoder_bias(*self._distant(targets_BT, positions_BT))
-        for layer in self.decoder:
-            x_BTD = layer(x_BTD, bias_HTT, encoded_BSD, *masks)
-        return self._out(x_BTD)
+    def next_inputs(self, targets_BT: jax.Array, step: decoding.Step) -> tuple[jax.Array, tuple[jax.Array]]:
+        length = step.positions_BT.shape[1]  # several tokens see themselves, and one every slot
+        distant = (jnp.arange(length),) if length > 1 else (step.positions_BT, step.slot_positions_BS)
+        return self.embed(targets_BT), (self.decoder_bias(*distant),)
 
-    def start(
-        self, inputs_BS: jax.Array, mask_BS: jax.Array | None, targets_BT: jax.Array, lengths_B: jax.Array, slots: int
-    ) -> tuple[jax.Array, Any]:
-        """Returns the logits after each row's first `lengths_B` targets, float32[B, V], and what `extend` reads."""
-        c, (batch, length) = self.config, targets_BT.shape
-        encoded_BSD, x_BTD = self.encode(inputs_BS, mask_BS), self.embed(targets_BT)
-        empty = decoding.empty(batch, slots, c.num_heads, c.head_dim, x_BTD.dtype)
-        step = decoding.first_step(batch, length, slots)
-        after = []
-        for layer in self.decoder:
-            x_BTD, *keys = layer(x_BTD, self._bias(step), encoded_BSD, mask_BS, decoding.Past(empty, step))
-            after.append(keys)
-        return self._logits(self._out(layers.at_last(x_BTD, lengths_B)))[:, 0], (after, mask_BS)
+    def cached_shape(self) -> tuple[int, int]:
+        return self.config.num_heads, self.config.head_dim
 
-    def extend(self, caches: PyTree, step: decoding.Step, targets_B: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns the logits after one more target a row, float32[B, V], and the caches."""
-        (before, mask_BS), after = caches, []
-        x_B1D = self.embed(targets_B[:, None])
-        for layer, (own, keys) in zip(self.decoder, before):
-            x_B1D, *keys = layer(x_B1D, self._bias(step), None, mask_BS, decoding.Past(own, step), keys)
-            after.append(keys)
-        return self._logits(self._out(x_B1D))[:, 0], (after, mask_BS)
-
-    def _distant(self, tokens: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, ...]:
-        """Returns the positions of queries, int32[T], and of all keys where a device has a part of them; the same in all rows."""
-        if positions is None:
-            return (jnp.arange(tokens.shape[1]),)
-        return positions[0], jnp.arange(tokens_lib.of_all(tokens.shape[1]))
-
-    def _bias(self, step: decoding.Step) -> jax.Array:
-        """Returns the bias of the step's tokens: among themselves if they are several, else to every slot."""
-        length = step.positions_BT.shape[1]
-        if length > 1:
-            return self.decoder_bias(jnp.arange(length))
-        return self.decoder_bias(step.positions_BT, step.slot_positions_BS)
-
-    def _out(self, x_BTD: jax.Array) -> jax.Array:
-        c, x_BTD = self.config, self.dropout(self.decoder_norm(x_BTD))
+    def final(self, side: str, x_BTD: jax.Array) -> jax.Array:
+        c, x_BTD = self.config, self.dropout(getattr(self, f"{side}_norm")(x_BTD))
         # Rows of a tied embedding table have length sqrt(D).
         is_scaled = c.tie_embeddings if c.scale_outputs is None else c.scale_outputs
-        return x_BTD * c.embed_dim**-0.5 if is_scaled else x_BTD
+        return x_BTD * c.embed_dim**-0.5 if is_scaled and side == "decoder" else x_BTD
 
 
 def parts(config: T5Config) -> family.Parts:
