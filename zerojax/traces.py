@@ -237,21 +237,13 @@ def scopes(eqn: jex.JaxprEqn) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Frame:
-    """A program, or a call or a body in it; one program that is called twice has two frames.
+    """A program, or a call or a body in it; one program that is called twice has two frames."""
 
-    Attributes:
-      program: a jaxpr, closed or not.
-      caller: the frame of the equation that runs it.
-      call: that equation.
-      given: the caller's atoms that its arguments are, in a loop those of the first round.
-      like: the frame of the same function traced for other shapes.
-    """
-
-    program: Any
-    caller: "Frame | None" = None
-    call: Any = None
-    given: Sequence[Any] = ()
-    like: "Frame | None" = None
+    program: Any  # a jaxpr, closed or not
+    caller: "Frame | None" = None  # the frame of the equation that runs it
+    call: Any = None  # that equation
+    given: Sequence[Any] = ()  # the caller's atoms that its arguments are, in a loop those of the first round
+    like: "Frame | None" = None  # the frame of the same function traced for other shapes
 
     @property
     def jaxpr(self) -> jex.Jaxpr:

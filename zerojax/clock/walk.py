@@ -42,19 +42,12 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The foretold time of a program.
+    """The foretold time of a program."""
 
-    Attributes:
-      seconds: from its first kernel to its last.
-      parts: by a name of PARTS, seconds of the compute stream; they add up to `seconds`.
-      busy: seconds of collectives, and of copies by direction; most of them run beside kernels.
-      spans: kernels, collectives and copies, in the order in which they were started.
-    """
-
-    seconds: float
-    parts: Mapping[str, float]
-    busy: Mapping[str, float]
-    spans: tuple[Span, ...] = ()
+    seconds: float  # from its first kernel to its last
+    parts: Mapping[str, float]  # by a name of PARTS, seconds of the compute stream; they add up to `seconds`
+    busy: Mapping[str, float]  # seconds of collectives, and of copies by direction; most of them run beside kernels
+    spans: tuple[Span, ...] = ()  # kernels, collectives and copies, in the order in which they were started
 
 
 def walk(

@@ -45,19 +45,12 @@ SMALL = (2, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question.
+    """One question."""
 
-    Attributes:
-      name: of its flag.
-      text: what is asked.
-      place: the setting that it decides; "" if it decides none by itself.
-      check: (answer) -> the value. Raises UserError for one that is not allowed.
-    """
-
-    name: str
-    text: str
-    place: str
-    check: Callable[[str], Any]
+    name: str  # of its flag
+    text: str  # what is asked
+    place: str  # the setting that it decides; "" if it decides none by itself
+    check: Callable[[str], Any]  # (answer) -> the value. Raises UserError for one that is not allowed
 
 
 def _one_of(name: str, choices: Any) -> Callable[[str], str]:
@@ -179,17 +172,11 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What arithmetic and the plan say of the stages.
+    """What arithmetic and the plan say of the stages."""
 
-    Attributes:
-      table: to be shown beside the question.
-      stage: the fastest that fits; the last one if none is known to.
-      fits: by stage, how it fits; stages that do not fit are missing.
-    """
-
-    table: Table
-    stage: int
-    fits: Mapping[int, Fit]
+    table: Table  # to be shown beside the question
+    stage: int  # the fastest that fits; the last one if none is known to
+    fits: Mapping[int, Fit]  # by stage, how it fits; stages that do not fit are missing
 
 
 def main() -> None:

@@ -50,23 +50,14 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """A range of memory and the values that are stored in it, at the same time or one after the other.
+    """A range of memory and the values that are stored in it, at the same time or one after the other."""
 
-    Attributes:
-      kind: ARGUMENT, CONSTANT, OUTPUT, TEMPORARY or LOCAL (a register of a kernel).
-      nbytes: its size.
-      space: DEVICE, HOST or CHIP.
-      parameter: for an argument, the number of the program's parameter.
-      is_output: whether an output is stored here: of an argument, whether it is donated.
-      values: the values that are stored in it.
-    """
-
-    kind: str
-    nbytes: int
-    space: str
-    parameter: int | None
-    is_output: bool
-    values: tuple[Value, ...]
+    kind: str  # ARGUMENT, CONSTANT, OUTPUT, TEMPORARY or LOCAL (a register of a kernel)
+    nbytes: int  # its size
+    space: str  # DEVICE, HOST or CHIP
+    parameter: int | None  # for an argument, the number of the program's parameter
+    is_output: bool  # whether an output is stored here: of an argument, whether it is donated
+    values: tuple[Value, ...]  # the values that are stored in it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,21 +31,13 @@ _POINTS = 400  # maximum points of a curve; a step of a 70B model has a hundred 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """A leaf of the step's arguments on one device.
+    """A leaf of the step's arguments on one device."""
 
-    Attributes:
-      path: the argument's name in the step, then the leaf's path in it ("state/params/layer_0/kernel").
-      role: one of `roles.PARAMS`, MASTER, MOMENTS and REST, or a role of the caller's table.
-      nbytes: on one device.
-      space: "device" or "host".
-      is_donated: whether an output reuses its memory.
-    """
-
-    path: str
-    role: str
-    nbytes: int
-    space: str
-    is_donated: bool
+    path: str  # the argument's name in the step, then the leaf's path in it ("state/params/layer_0/kernel")
+    role: str  # one of `roles.PARAMS`, MASTER, MOMENTS and REST, or a role of the caller's table
+    nbytes: int  # on one device
+    space: str  # "device" or "host"
+    is_donated: bool  # whether an output reuses its memory
 
 
 @dataclasses.dataclass(frozen=True)

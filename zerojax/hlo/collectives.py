@@ -29,21 +29,13 @@ _LAYOUT = frozenset("bitcast reshape copy convert transpose".split())
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One array of a collective.
+    """One array of a collective."""
 
-    Attributes:
-      number: its index in the output tuple; None in a flat buffer.
-      taken: the type of the operand.
-      given: the type of the output.
-      value: the name of the operand, before it is copied to a flat buffer.
-      op_name: the scopes and the operation that it was traced from.
-    """
-
-    number: int | None
-    taken: syntax.Array
-    given: syntax.Array
-    value: str
-    op_name: str
+    number: int | None  # its index in the output tuple; None in a flat buffer
+    taken: syntax.Array  # the type of the operand
+    given: syntax.Array  # the type of the output
+    value: str  # the name of the operand, before it is copied to a flat buffer
+    op_name: str  # the scopes and the operation that it was traced from
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,15 +99,10 @@ def link(
 
 @dataclasses.dataclass(frozen=True)
 class _Linked(syntax.Module):
-    """A module whose computations are those of programs; the label of a program is before their own name.
+    """A module whose computations are those of programs; the label of a program is before their own name."""
 
-    Attributes:
-      owners: the programs by label.
-      reused: the parameters whose memory is reused.
-    """
-
-    owners: Mapping[str, LinkedProgram] = dataclasses.field(default_factory=dict)
-    reused: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    owners: Mapping[str, LinkedProgram] = dataclasses.field(default_factory=dict)  # the programs by label
+    reused: Mapping[int, int] = dataclasses.field(default_factory=dict)  # the parameters whose memory is reused
 
     def computation(self, name: str) -> syntax.Computation:
         if name not in self._read:

@@ -18,17 +18,11 @@ _KEY = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\w+)\]|([^.\[\]]+)")
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentLeaf:
-    """The leaf that a parameter holds.
+    """The leaf that a parameter holds."""
 
-    Attributes:
-      path: the argument's name in the step, then the leaf's path in it ("state/params/layer_0/kernel").
-      shape: the global shape.
-      part: the shape of a device's shard.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    part: tuple[int, ...]
+    path: str  # the argument's name in the step, then the leaf's path in it ("state/params/layer_0/kernel")
+    shape: tuple[int, ...]  # the global shape
+    part: tuple[int, ...]  # the shape of a device's shard
 
 
 def leaves(lowered: jax.stages.Lowered | Any, module: syntax.Module) -> dict[int, ArgumentLeaf]:

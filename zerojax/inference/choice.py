@@ -11,34 +11,21 @@ from zerojax.models import family as family_lib
 
 
 class Found(NamedTuple):
-    """What is known of the rows.
+    """What is known of the rows."""
 
-    Attributes:
-      num_tokens: int32[], the number of tokens that each row has.
-      token: int32[rows], the last one.
-      is_over: bool[rows], whether a row has ended.
-      tokens: int32[rows, new_tokens], padded.
-    """
-
-    num_tokens: jax.Array
-    token: jax.Array
-    is_over: jax.Array
-    tokens: jax.Array
+    num_tokens: jax.Array  # int32[], the number of tokens that each row has
+    token: jax.Array  # int32[rows], the last one
+    is_over: jax.Array  # bool[rows], whether a row has ended
+    tokens: jax.Array  # int32[rows, new_tokens], padded
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How tokens are chosen.
+    """How tokens are chosen."""
 
-    Attributes:
-      new_tokens: the most tokens that are added to a row.
-      special: the tokens that begin, end and pad a row.
-      sampling: how a token is picked from its scores.
-    """
-
-    new_tokens: int
-    special: family_lib.SpecialTokens
-    sampling: sampling_lib.Sampling
+    new_tokens: int  # the most tokens that are added to a row
+    special: family_lib.SpecialTokens  # the tokens that begin, end and pad a row
+    sampling: sampling_lib.Sampling  # how a token is picked from its scores
 
     def first(self, scores: jax.Array, lengths: jax.Array, seed: jax.Array) -> Found:
         """Returns the rows with their first token, from scores float32[rows, vocab] after texts of `lengths` tokens, int32[rows]."""

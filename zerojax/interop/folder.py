@@ -65,19 +65,12 @@ class TensorFiles:
 
 @dataclasses.dataclass(frozen=True)
 class Folder(TensorFiles):
-    """The folder of a model.
+    """The folder of a model."""
 
-    Attributes:
-      raw: the contents of config.json.
-      generation: the contents of generation_config.json; {} if there is none.
-      family: the model's family.
-      model: the model's config.
-    """
-
-    raw: Mapping[str, Any]
-    generation: Mapping[str, Any]
-    family: family_lib.Family
-    model: Any
+    raw: Mapping[str, Any]  # the contents of config.json
+    generation: Mapping[str, Any]  # the contents of generation_config.json; {} if there is none
+    family: family_lib.Family  # the model's family
+    model: Any  # the model's config
 
     @property
     def dtype(self) -> np.dtype:

@@ -54,15 +54,10 @@ TYING = "ensure_weight_tying"  # a tied embedding that is trained in full stays 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter(folder_lib.TensorFiles):
-    """The folder of an adapter, for one model.
+    """The folder of an adapter, for one model."""
 
-    Attributes:
-      chosen: the adapters, with the folder's settings.
-      tensors: its tensors, by path in our weights.
-    """
-
-    chosen: targets.Targets
-    tensors: Mapping[str, layout.ModelTensor]
+    chosen: targets.Targets  # the adapters, with the folder's settings
+    tensors: Mapping[str, layout.ModelTensor]  # its tensors, by path in our weights
 
 
 def choose(lora: settings.Lora, family: family_lib.Family, model: ModelConfig) -> targets.Targets:

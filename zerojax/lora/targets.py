@@ -47,19 +47,12 @@ class LinearModule(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """The adapters of one model.
+    """The adapters of one model."""
 
-    Attributes:
-      lora: the settings.
-      linear: all linear modules of the model, by path.
-      adapted: the paths of those with an adapter.
-      saved: the paths of the weights that are trained in full.
-    """
-
-    lora: settings.Lora
-    linear: Mapping[str, LinearModule]
-    adapted: tuple[str, ...]
-    saved: tuple[str, ...] = ()
+    lora: settings.Lora  # the settings
+    linear: Mapping[str, LinearModule]  # all linear modules of the model, by path
+    adapted: tuple[str, ...]  # the paths of those with an adapter
+    saved: tuple[str, ...] = ()  # the paths of the weights that are trained in full
 
     @property
     def trainable(self) -> str:

@@ -37,19 +37,12 @@ _MOST_BYTES = 2**18  # PyYAML reads some 50,000 a second
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A file to translate.
+    """A file to translate."""
 
-    Attributes:
-      name: what to call it.
-      kind: one of the kinds above.
-      content: nested mappings, or a hostfile's text.
-      folder: where paths in it begin.
-    """
-
-    name: str
-    kind: str
-    content: Any
-    folder: pathlib.Path
+    name: str  # what to call it
+    kind: str  # one of the kinds above
+    content: Any  # nested mappings, or a hostfile's text
+    folder: pathlib.Path  # where paths in it begin
 
 
 def read(source: str) -> Document:

@@ -21,19 +21,12 @@ UNKNOWN, NEAREST = "the format has no such key, and nothing reads it", "; did yo
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """The account of one key.
+    """The account of one key."""
 
-    Attributes:
-      key: the dotted name in the file; an absent key that matters has one too.
-      value: the value in the file; None if the key is absent.
-      verdict: one of `keys.VERDICTS`.
-      text: what becomes of it, and why.
-    """
-
-    key: str
-    value: Any
-    verdict: str
-    text: str
+    key: str  # the dotted name in the file; an absent key that matters has one too
+    value: Any  # the value in the file; None if the key is absent
+    verdict: str  # one of `keys.VERDICTS`
+    text: str  # what becomes of it, and why
 
 
 @dataclasses.dataclass(frozen=True)

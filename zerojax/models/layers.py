@@ -52,17 +52,11 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Divides by the root mean square and scales (arXiv:1910.07467, eq. 4).
+    """Divides by the root mean square and scales (arXiv:1910.07467, eq. 4)."""
 
-    Attributes:
-      eps: is added to the mean square.
-      offset: is added to the scale, in float32.
-      dims: the last dims over which the mean is.
-    """
-
-    eps: float
-    offset: float = 0.0
-    dims: int = 1
+    eps: float  # is added to the mean square
+    offset: float = 0.0  # is added to the scale, in float32
+    dims: int = 1  # the last dims over which the mean is
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -196,13 +190,9 @@ class MultiHeadAttention(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Sets a share of its input to 0 and scales the rest to the same mean, where the call of the model has a random key for it.
+    """Sets a share of its input to 0 and scales the rest to the same mean, where the call of the model has a random key for it."""
 
-    Attributes:
-      rate: the share, at least 0 and below 1.
-    """
-
-    rate: float
+    rate: float  # the share, at least 0 and below 1
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -36,21 +36,13 @@ _MATMULS = {  # (contracted dims of left and right, batch dims of left and right
 
 @dataclasses.dataclass(frozen=True)
 class BlockForm:
-    """What does not depend on arrays.
+    """What does not depend on arrays."""
 
-    Attributes:
-      kernel: "cudnn", or another for XLA's.
-      scale: multiplies the scores.
-      is_causal: query t sees keys 0 to t.
-      window: if causal: query t sees no keys before t - window + 1; 0 for no limit.
-      cap: bounds the scores (`softcap`); 0 for no bound. XLA's alone.
-    """
-
-    kernel: attention.Kernel
-    scale: float
-    is_causal: bool = False
-    window: int = 0
-    cap: float = 0.0
+    kernel: attention.Kernel  # "cudnn", or another for XLA's
+    scale: float  # multiplies the scores
+    is_causal: bool = False  # query t sees keys 0 to t
+    window: int = 0  # if causal: query t sees no keys before t - window + 1; 0 for no limit
+    cap: float = 0.0  # bounds the scores (`softcap`); 0 for no bound. XLA's alone
 
 
 def forward(

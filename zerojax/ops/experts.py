@@ -29,19 +29,12 @@ COUNT = 2.0**-60  # a row in the gradient of a bias that counts: exact, and noth
 
 
 class Routing(NamedTuple):
-    """Which experts each token takes.
+    """Which experts each token takes."""
 
-    Attributes:
-      experts_TK: int32, the experts.
-      weights_TK: float32, their weights.
-      probs_TE: float32, all scores of each token, with a sum of 1.
-      logits_TE: float32, the router's output.
-    """
-
-    experts_TK: jax.Array
-    weights_TK: jax.Array
-    probs_TE: jax.Array
-    logits_TE: jax.Array
+    experts_TK: jax.Array  # int32, the experts
+    weights_TK: jax.Array  # float32, their weights
+    probs_TE: jax.Array  # float32, all scores of each token, with a sum of 1
+    logits_TE: jax.Array  # float32, the router's output
 
 
 def route(

@@ -94,19 +94,12 @@ def _check(closed: jex.ClosedJaxpr, made: PyTree, like: jax.ShapeDtypeStruct) ->
 
 
 class _Cut(NamedTuple):
-    """How tokens are cut. Where the compiler shards tokens over devices, each tile has as many of each device.
+    """How tokens are cut. Where the compiler shards tokens over devices, each tile has as many of each device."""
 
-    Attributes:
-      shape: of all tokens.
-      ways: the devices that tokens are sharded over.
-      number: of tiles.
-      size: tokens of a tile on each device.
-    """
-
-    shape: tuple[int, ...]
-    ways: int
-    number: int
-    size: int
+    shape: tuple[int, ...]  # of all tokens
+    ways: int  # the devices that tokens are sharded over
+    number: int  # of tiles
+    size: int  # tokens of a tile on each device
 
     @classmethod
     def of(cls, shape: tuple[int, ...], tile: int, ways: int) -> "_Cut":

@@ -105,17 +105,11 @@ def read(path: str | os.PathLike) -> Network:
 
 @dataclasses.dataclass(frozen=True)
 class OnCluster(rates_lib.GpuRates):
-    """The rates of one kind of GPU where collectives between hosts are those of a larger job.
+    """The rates of one kind of GPU where collectives between hosts are those of a larger job."""
 
-    Attributes:
-      cluster: the network.
-      gpus: those of the job.
-      compiled: those of the program.
-    """
-
-    cluster: Network = dataclasses.field(default_factory=Network)
-    gpus: int = 16
-    compiled: int = 16
+    cluster: Network = dataclasses.field(default_factory=Network)  # the network
+    gpus: int = 16  # those of the job
+    compiled: int = 16  # those of the program
 
     def seconds(self, kernel: kernels_lib.KernelWork, per_host: int = 0, is_duplex: bool = False) -> float:
         if kernel.kind != kernels_lib.COLLECTIVE or not per_host:

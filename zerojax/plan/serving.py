@@ -22,35 +22,20 @@ SCHEMA = "zerojax.plan.serving/1"
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model as an engine holds it, in bytes on each device.
+    """A model as an engine holds it, in bytes on each device."""
 
-    Attributes:
-      devices: over which the weights are sharded.
-      length: tokens of a text, for which each slot has room.
-      dtype: of the matmuls: "bf16" or "fp32".
-      format: of the kernels.
-      weights: those on the device, with those that arrive from host memory at once.
-      dense: those that every step reads: not the embedding's, of which it reads rows.
-      experts: those of mixtures, of which a token reads `share`.
-      share: the share of a mixture's experts that a token takes.
-      cache: of a text.
-      row: of a text's scores and of the tokens that it has.
-      flops: of a token.
-      streamed: the weights in host memory, all of which each step reads over its link.
-    """
-
-    devices: int
-    length: int
-    dtype: str
-    format: str
-    weights: int
-    dense: int
-    experts: int
-    share: float
-    cache: int
-    row: int
-    flops: float
-    streamed: int = 0
+    devices: int  # over which the weights are sharded
+    length: int  # tokens of a text, for which each slot has room
+    dtype: str  # of the matmuls: "bf16" or "fp32"
+    format: str  # of the kernels
+    weights: int  # those on the device, with those that arrive from host memory at once
+    dense: int  # those that every step reads: not the embedding's, of which it reads rows
+    experts: int  # those of mixtures, of which a token reads `share`
+    share: float  # the share of a mixture's experts that a token takes
+    cache: int  # of a text
+    row: int  # of a text's scores and of the tokens that it has
+    flops: float  # of a token
+    streamed: int = 0  # the weights in host memory, all of which each step reads over its link
 
     def read(self, batch: int) -> float:
         """Returns the bytes that a step of `batch` texts reads."""

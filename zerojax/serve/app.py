@@ -44,19 +44,12 @@ _SLOW_READER = 30.0  # seconds beyond the time limit in which a client may read 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a server takes.
+    """What a server takes."""
 
-    Attributes:
-      queue: answers that may wait for a slot.
-      seconds: for an answer, with its wait.
-      body_bytes: of a request.
-      body_seconds: in which a body must have come.
-    """
-
-    queue: int = 64
-    seconds: float = 600.0
-    body_bytes: int = 4 * 2**20
-    body_seconds: float = 20.0
+    queue: int = 64  # answers that may wait for a slot
+    seconds: float = 600.0  # for an answer, with its wait
+    body_bytes: int = 4 * 2**20  # of a request
+    body_seconds: float = 20.0  # in which a body must have come
 
 
 class Service:

@@ -46,27 +46,16 @@ class NotAnswered(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What a request asks.
+    """What a request asks."""
 
-    Attributes:
-      model: the name.
-      prompts: of a completion, each a text or token ids.
-      messages: (role, content), of a chat.
-      settings: of generation, by the names of `requests.RequestSettings`.
-      seed: of the draws; None: any.
-      n: answers to each prompt.
-      is_streamed: whether tokens are sent as they come.
-      tells_usage: whether a stream ends with the numbers of tokens.
-    """
-
-    model: str
-    prompts: list[str | list[int]]
-    messages: list[tuple[str, str]]
-    settings: dict[str, Any]
-    seed: int | None
-    n: int
-    is_streamed: bool
-    tells_usage: bool
+    model: str  # the name
+    prompts: list[str | list[int]]  # of a completion, each a text or token ids
+    messages: list[tuple[str, str]]  # (role, content), of a chat
+    settings: dict[str, Any]  # of generation, by the names of `requests.RequestSettings`
+    seed: int | None  # of the draws; None: any
+    n: int  # answers to each prompt
+    is_streamed: bool  # whether tokens are sent as they come
+    tells_usage: bool  # whether a stream ends with the numbers of tokens
 
 
 def read(body: bytes, *, is_chat: bool) -> Wanted:

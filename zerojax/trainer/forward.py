@@ -23,19 +23,12 @@ from zerojax.zero.pipeline import state as pipeline_state
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPlacement:
-    """How a run computes without gradients.
+    """How a run computes without gradients."""
 
-    Attributes:
-      partition: how the weights are held then.
-      trained: how the step holds them.
-      passes: into which a global batch is divided.
-      loss: (params as `partition` holds them, a batch of one pass) -> float32[].
-    """
-
-    partition: partition_lib.Partition
-    trained: partition_lib.Partition
-    passes: int
-    loss: Callable[..., Any]
+    partition: partition_lib.Partition  # how the weights are held then
+    trained: partition_lib.Partition  # how the step holds them
+    passes: int  # into which a global batch is divided
+    loss: Callable[..., Any]  # (params as `partition` holds them, a batch of one pass) -> float32[]
 
     def params(self, params: PyTree) -> PyTree:
         """Returns the step's params as `partition` holds them: the same arrays, or copies for a pipeline."""

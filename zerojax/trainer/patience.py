@@ -13,17 +13,11 @@ META = "patience"  # in `meta`: the lowest loss so far, and the evaluations sinc
 
 @dataclasses.dataclass
 class EarlyStop:
-    """Counts evaluations without a lower loss.
+    """Counts evaluations without a lower loss."""
 
-    Attributes:
-      most: the number of them that ends the run; 0 never ends it.
-      lowest: the lowest held-out loss so far.
-      since: the evaluations after it.
-    """
-
-    most: int
-    lowest: float = math.inf
-    since: int = 0
+    most: int  # the number of them that ends the run; 0 never ends it
+    lowest: float = math.inf  # the lowest held-out loss so far
+    since: int = 0  # the evaluations after it
 
     @classmethod
     def resumed(cls, most: int, saved: Mapping[str, Any] | None) -> "EarlyStop":

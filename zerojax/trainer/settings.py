@@ -47,22 +47,14 @@ class Range(NamedTuple):
 
     Without the bounds XLA aborts the process where an array has 2**63 bytes, and Python traces or lists for hours. The largest arrays,
     scores of attention and logits, stay below 2**63 bytes.
-
-    Attributes:
-      is_positive: whether it must be above 0.
-      is_share: whether it must be below 1.
-      counts_steps: whether it must be whole above 1.
-      minus_one: what -1 stands for; "" if it is refused.
-      most: the largest number, and why.
-      least: the smallest number but 0, and why.
     """
 
-    is_positive: bool = False
-    is_share: bool = False
-    counts_steps: bool = False
-    minus_one: str = ""
-    most: tuple[float, str] = (math.inf, "")
-    least: tuple[float, str] = (0, "")
+    is_positive: bool = False  # whether it must be above 0
+    is_share: bool = False  # whether it must be below 1
+    counts_steps: bool = False  # whether it must be whole above 1
+    minus_one: str = ""  # what -1 stands for; "" if it is refused
+    most: tuple[float, str] = (math.inf, "")  # the largest number, and why
+    least: tuple[float, str] = (0, "")  # the smallest number but 0, and why
 
     def up_to(self, number: float, why: str) -> "Range":
         """Returns these numbers up to `number`."""
@@ -105,19 +97,12 @@ ANY = ()  # value of the type
 
 
 class Declared(NamedTuple):
-    """A setting, or a group of settings.
+    """A setting, or a group of settings."""
 
-    Attributes:
-      default: None for a group.
-      values: the numbers or the choices that are allowed; () for all of its type.
-      line: its unit and effect.
-      hint: its type; of a group its dataclass.
-    """
-
-    default: Any
-    values: Range | tuple
-    line: str
-    hint: type
+    default: Any  # None for a group
+    values: Range | tuple  # the numbers or the choices that are allowed; () for all of its type
+    line: str  # its unit and effect
+    hint: type  # its type; of a group its dataclass
 
     @property
     def choices(self) -> tuple:

@@ -137,15 +137,10 @@ def constrain(partition: partition_lib.Partition, params_like: PyTree) -> PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """Limits the gradients' global norm.
+    """Limits the gradients' global norm."""
 
-    Attributes:
-      limit: of the norm; 0 for none.
-      may_skip: whether a step is skipped if its gradients are not all finite.
-    """
-
-    limit: float = 0.0
-    may_skip: bool = False
+    limit: float = 0.0  # of the norm; 0 for none
+    may_skip: bool = False  # whether a step is skipped if its gradients are not all finite
 
     @property
     def is_early(self) -> bool:
@@ -162,15 +157,10 @@ class Clip:
 
 
 class Verdict(NamedTuple):
-    """Whether a step's gradients are finite.
+    """Whether a step's gradients are finite."""
 
-    Attributes:
-      finite: bool[], whether all are finite; None without loss scaling, where every step is taken.
-      leaf: int32[], the index of the first that is not, or -1; None without loss scaling.
-    """
-
-    finite: Any = None
-    leaf: Any = None
+    finite: Any = None  # bool[], whether all are finite; None without loss scaling, where every step is taken
+    leaf: Any = None  # int32[], the index of the first that is not, or -1; None without loss scaling
 
 
 class Unscaled:

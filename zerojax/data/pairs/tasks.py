@@ -51,27 +51,16 @@ class TaskSettings:
 
 @dataclasses.dataclass(frozen=True)
 class RowForm:
-    """The form of a model's rows.
+    """The form of a model's rows."""
 
-    Attributes:
-      is_encoder_decoder: whether prompt and answer are two arrays or one.
-      seq_len: the most tokens that are read: of a prompt, or of a prompt with its answer.
-      answer_len: the most tokens of an encoder-decoder's answer, with the token that ends it.
-      start: begins an encoder-decoder's targets.
-      end: ends an answer.
-      bos: begins a decoder's text if the tokenizer does not begin it; None for none.
-      stops: ids that end an answer.
-      classes: those of a classifier, whose prompt is read by an encoder; () for another model.
-    """
-
-    is_encoder_decoder: bool
-    seq_len: int
-    answer_len: int
-    start: int
-    end: int
-    bos: int | None
-    stops: tuple[int, ...]
-    classes: tuple[str, ...] = ()
+    is_encoder_decoder: bool  # whether prompt and answer are two arrays or one
+    seq_len: int  # the most tokens that are read: of a prompt, or of a prompt with its answer
+    answer_len: int  # the most tokens of an encoder-decoder's answer, with the token that ends it
+    start: int  # begins an encoder-decoder's targets
+    end: int  # ends an answer
+    bos: int | None  # begins a decoder's text if the tokenizer does not begin it; None for none
+    stops: tuple[int, ...]  # ids that end an answer
+    classes: tuple[str, ...] = ()  # those of a classifier, whose prompt is read by an encoder; () for another model
 
     @property
     def reads_prompt(self) -> bool:
@@ -99,17 +88,11 @@ class Example(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """All examples of a split.
+    """All examples of a split."""
 
-    Attributes:
-      examples: in the order of the source.
-      answers: the texts that occur as answers, for a classification.
-      notes: lines about what was cut, and what is empty.
-    """
-
-    examples: list[Example]
-    answers: tuple[str, ...]
-    notes: list[str]
+    examples: list[Example]  # in the order of the source
+    answers: tuple[str, ...]  # the texts that occur as answers, for a classification
+    notes: list[str]  # lines about what was cut, and what is empty
 
     def fingerprint(self) -> str:
         """Returns the CRC-32 of all tokens and labels, in hexadecimal."""
@@ -172,17 +155,11 @@ def encode(
 
 
 class Asked(NamedTuple):
-    """The prompts of examples that a model is to answer.
+    """The prompts of examples that a model is to answer."""
 
-    Attributes:
-      prompts: int32[length] of each example.
-      labels: the text of each answer that the examples hold; None where there is none.
-      notes: lines about what was cut.
-    """
-
-    prompts: list[np.ndarray]
-    labels: list[str | None]
-    notes: list[str]
+    prompts: list[np.ndarray]  # int32[length] of each example
+    labels: list[str | None]  # the text of each answer that the examples hold; None where there is none
+    notes: list[str]  # lines about what was cut
 
 
 def ask(

@@ -121,19 +121,12 @@ def of(train_step: Any, gradients: buffers_lib.Buffers, state: State, args: Sequ
 
 
 class Read(NamedTuple):
-    """What a plan reads of a step.
+    """What a plan reads of a step."""
 
-    Attributes:
-      buffers: its memory.
-      module: its program, or its programs as one.
-      operations: on all devices, by dtype.
-      executable: the step, compiled.
-    """
-
-    buffers: buffers_lib.Buffers
-    module: str | syntax.Module
-    operations: dict[str, float]
-    executable: Any
+    buffers: buffers_lib.Buffers  # its memory
+    module: str | syntax.Module  # its program, or its programs as one
+    operations: dict[str, float]  # on all devices, by dtype
+    executable: Any  # the step, compiled
 
 
 def read(

@@ -25,21 +25,13 @@ from zerojax.zero.step_programs import passes
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How fast kernels run.
+    """How fast kernels run."""
 
-    Attributes:
-      matrix: the share of the matrix rate that matmuls and attention reach.
-      blocks: the share of the memory's bandwidth that the other kernels of the passes reach.
-      sweeps: that of sums of gradients and updates.
-      launch: seconds between two kernels.
-      is_serial: whether kernels run one after the other; else arithmetic runs beside the traffic of all kernels.
-    """
-
-    matrix: float
-    blocks: float
-    sweeps: float
-    launch: float
-    is_serial: bool
+    matrix: float  # the share of the matrix rate that matmuls and attention reach
+    blocks: float  # the share of the memory's bandwidth that the other kernels of the passes reach
+    sweeps: float  # that of sums of gradients and updates
+    launch: float  # seconds between two kernels
+    is_serial: bool  # whether kernels run one after the other; else arithmetic runs beside the traffic of all kernels
 
 
 AT_PEAK = Pace(1.0, 1.0, 1.0, 0.0, is_serial=False)
@@ -50,23 +42,14 @@ AS_REACHED = Pace(bound_lib.REACHED, 0.43, 0.85, 1.9e-6, is_serial=True)
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What programs do on a device.
+    """What programs do on a device."""
 
-    Attributes:
-      compute: seconds at the matrix rate.
-      collectives: seconds of the bytes that the device receives from others.
-      traffic: bytes that all kernels read and write.
-      others: those of the kernels of passes without matmuls and attention.
-      swept: those of sums of gradients and updates.
-      kernels: their number.
-    """
-
-    compute: float = 0.0
-    collectives: float = 0.0
-    traffic: float = 0.0
-    others: float = 0.0
-    swept: float = 0.0
-    kernels: float = 0.0
+    compute: float = 0.0  # seconds at the matrix rate
+    collectives: float = 0.0  # seconds of the bytes that the device receives from others
+    traffic: float = 0.0  # bytes that all kernels read and write
+    others: float = 0.0  # those of the kernels of passes without matmuls and attention
+    swept: float = 0.0  # those of sums of gradients and updates
+    kernels: float = 0.0  # their number
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other))))
@@ -124,13 +107,9 @@ class PhaseTime:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """The time of a step.
+    """The time of a step."""
 
-    Attributes:
-      phases: one after the other.
-    """
-
-    phases: tuple[PhaseTime, ...]
+    phases: tuple[PhaseTime, ...]  # one after the other
 
     @property
     def seconds(self) -> float:

@@ -27,13 +27,9 @@ class RunInfo:
 
 
 class Client(Protocol):
-    """An opened run. Any method may raise anything.
+    """An opened run. Any method may raise anything."""
 
-    Attributes:
-      run_id: by which a later start continues it.
-    """
-
-    run_id: str
+    run_id: str  # by which a later start continues it
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         """Writes a step's numbers, which were measured at `seconds` of the clock."""

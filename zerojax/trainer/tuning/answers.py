@@ -40,17 +40,11 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The answers of an evaluation.
+    """The answers of an evaluation."""
 
-    Attributes:
-      answers: of the examples, in order.
-      name: "accuracy" of a classification, else "exact_match".
-      classes: the labels of a classification; () for another task.
-    """
-
-    answers: list[Answer]
-    name: str
-    classes: tuple[str, ...]
+    answers: list[Answer]  # of the examples, in order
+    name: str  # "accuracy" of a classification, else "exact_match"
+    classes: tuple[str, ...]  # the labels of a classification; () for another task
 
     @property
     def share(self) -> float:

@@ -44,19 +44,12 @@ from zerojax.zero.step_programs import passes as passes_lib
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a step block by block takes of each device, in bytes.
+    """What a step block by block takes of each device, in bytes."""
 
-    Attributes:
-      fetched: params that arrive from the host in a step.
-      passes: the peak of the passes, without groups of the update.
-      params: the params in host memory.
-      waiting: gradients that wait for other passes or for the norm.
-    """
-
-    fetched: int
-    passes: int
-    params: int
-    waiting: int
+    fetched: int  # params that arrive from the host in a step
+    passes: int  # the peak of the passes, without groups of the update
+    params: int  # the params in host memory
+    waiting: int  # gradients that wait for other passes or for the norm
 
 
 LEAD = 3  # programs between the sending of a group's load and its update, where params are on the host

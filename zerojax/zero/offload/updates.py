@@ -26,19 +26,12 @@ from zerojax.zero.offload import memory_kind, selection, settings, storage
 
 
 class Handed(NamedTuple):
-    """What the updates of groups read beside their state.
+    """What the updates of groups read beside their state."""
 
-    Attributes:
-      grads: the gradients of the offloaded weights, sharded as the update, by path.
-      shared: the leaves at `Updates.shared`, as they were before the step.
-      factor: float32[], multiplies the gradients.
-      finite: bool[], whether the step is taken; None where no step is skipped.
-    """
-
-    grads: dict[str, Any]
-    shared: list[Any]
-    factor: Any
-    finite: Any
+    grads: dict[str, Any]  # the gradients of the offloaded weights, sharded as the update, by path
+    shared: list[Any]  # the leaves at `Updates.shared`, as they were before the step
+    factor: Any  # float32[], multiplies the gradients
+    finite: Any  # bool[], whether the step is taken; None where no step is skipped
 
 
 class Done(NamedTuple):

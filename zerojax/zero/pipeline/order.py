@@ -57,21 +57,13 @@ class PassTimes:
 
 @dataclasses.dataclass(frozen=True)
 class PassOrder:
-    """A schedule.
+    """A schedule."""
 
-    Attributes:
-      name: of the schedule.
-      devices: the number of groups of devices that run side by side (the size of the mesh axis).
-      chunks: stages of a device.
-      micros: micro-batches of a step.
-      of_device: the passes that each device runs, in order.
-    """
-
-    name: str
-    devices: int
-    chunks: int
-    micros: int
-    of_device: Sequence[Sequence[Op]]
+    name: str  # of the schedule
+    devices: int  # the number of groups of devices that run side by side (the size of the mesh axis)
+    chunks: int  # stages of a device
+    micros: int  # micro-batches of a step
+    of_device: Sequence[Sequence[Op]]  # the passes that each device runs, in order
 
     @property
     def stages(self) -> int:

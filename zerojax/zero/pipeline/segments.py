@@ -30,34 +30,21 @@ from zerojax.zero.step_programs import blocks, cut
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
-    """What a stage does in one pass of a micro-batch.
+    """What a stage does in one pass of a micro-batch."""
 
-    Attributes:
-      kind: one of `order.PASSES`.
-      stage: its number.
-      part: the operations, with what they read and write.
-    """
-
-    kind: str
-    stage: int
-    part: cut.StepPart
+    kind: str  # one of `order.PASSES`
+    stage: int  # its number
+    part: cut.StepPart  # the operations, with what they read and write
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segments:
-    """A pass, cut.
+    """A pass, cut."""
 
-    Attributes:
-      segments: by (kind, stage).
-      results: for each result of the trace its variable or literal.
-      number_of: the number of each variable; those of equal traces are equal.
-      stage_of_call: of each call of a block.
-    """
-
-    segments: Mapping[tuple[str, int], Segment]
-    results: Sequence[Any]
-    number_of: Mapping[Any, int]
-    stage_of_call: Sequence[int]
+    segments: Mapping[tuple[str, int], Segment]  # by (kind, stage)
+    results: Sequence[Any]  # for each result of the trace its variable or literal
+    number_of: Mapping[Any, int]  # the number of each variable; those of equal traces are equal
+    stage_of_call: Sequence[int]  # of each call of a block
 
     @functools.cached_property
     def reads(self) -> dict[tuple[str, int], list[int]]:

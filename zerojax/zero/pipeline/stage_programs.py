@@ -48,27 +48,16 @@ class StageProgram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagePrograms:
-    """The programs for one shape of a micro-batch. Values have the numbers of the traces, which are equal on all groups.
+    """The programs for one shape of a micro-batch. Values have the numbers of the traces, which are equal on all groups."""
 
-    Attributes:
-      programs: by kind and stage.
-      paths: where a value comes from that no program makes, as of `passes.Trace`, by number.
-      constants: the values that are arrays of the trace, by number.
-      readers: the groups that read a value, by number; the first one gets all of `kept`.
-      metrics: the tree of the metrics, with `passes.Result`s.
-      weight: the number of the weight of a micro-batch among those of a step; None if they count alike.
-      kept: the numbers of what a micro-batch leaves: its weight and its metrics.
-      values: all values, abstract, as some group holds them, by number.
-    """
-
-    programs: Mapping[tuple[str, int], StageProgram]
-    paths: Mapping[int, str]
-    constants: Mapping[int, np.ndarray]
-    readers: Mapping[int, Sequence[int]]
-    metrics: Any
-    weight: int | None
-    kept: Collection[int]
-    values: Mapping[int, jax.ShapeDtypeStruct]
+    programs: Mapping[tuple[str, int], StageProgram]  # by kind and stage
+    paths: Mapping[int, str]  # where a value comes from that no program makes, as of `passes.Trace`, by number
+    constants: Mapping[int, np.ndarray]  # the values that are arrays of the trace, by number
+    readers: Mapping[int, Sequence[int]]  # the groups that read a value, by number; the first one gets all of `kept`
+    metrics: Any  # the tree of the metrics, with `passes.Result`s
+    weight: int | None  # the number of the weight of a micro-batch among those of a step; None if they count alike
+    kept: Collection[int]  # the numbers of what a micro-batch leaves: its weight and its metrics
+    values: Mapping[int, jax.ShapeDtypeStruct]  # all values, abstract, as some group holds them, by number
 
     def nbytes(self, number: int) -> int:
         """Returns the bytes of a value on each device of a group."""

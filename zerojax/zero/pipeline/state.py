@@ -59,21 +59,13 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placed:
-    """A pipeline for a state.
+    """A pipeline for a state."""
 
-    Attributes:
-      pipeline: its settings.
-      mesh: of all groups.
-      groups: for each group of devices, how it would hold the whole state.
-      homes: the group of each leaf of the state, or `EVERYWHERE`, by path.
-      stage_of_call: of each call of a block.
-    """
-
-    pipeline: Pipeline
-    mesh: Mesh
-    groups: Sequence[partition_lib.Partition]
-    homes: Mapping[str, int]
-    stage_of_call: Sequence[int]
+    pipeline: Pipeline  # its settings
+    mesh: Mesh  # of all groups
+    groups: Sequence[partition_lib.Partition]  # for each group of devices, how it would hold the whole state
+    homes: Mapping[str, int]  # the group of each leaf of the state, or `EVERYWHERE`, by path
+    stage_of_call: Sequence[int]  # of each call of a block
 
     @property
     def stages(self) -> int:

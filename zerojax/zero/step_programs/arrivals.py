@@ -16,29 +16,18 @@ NOTHING, PASS, STEP = "", "pass", "step"
 
 
 class Rider(NamedTuple):
-    """What a program does beside the operations of its part.
+    """What a program does beside the operations of its part."""
 
-    Attributes:
-      takes: the abstract arrays that it takes after the values of its part.
-      gives: the numbers of the values that it returns after those of its part.
-      run: f(*arrays) -> these values.
-    """
-
-    takes: Sequence[Any] = ()
-    gives: tuple[int, ...] = ()
-    run: Callable[..., Sequence[Any]] = lambda *arrays: ()
+    takes: Sequence[Any] = ()  # the abstract arrays that it takes after the values of its part
+    gives: tuple[int, ...] = ()  # the numbers of the values that it returns after those of its part
+    run: Callable[..., Sequence[Any]] = lambda *arrays: ()  # f(*arrays) -> these values
 
 
 class Arrivals:
-    """The late arguments of a step that is cut into programs. Values, and so arguments, have numbers.
+    """The late arguments of a step that is cut into programs. Values, and so arguments, have numbers."""
 
-    Attributes:
-      late: the numbers of the arguments that are not there when a run begins.
-      ahead: programs between the sending of an argument and its use.
-    """
-
-    late: Collection[int] = frozenset()
-    ahead: int = AHEAD
+    late: Collection[int] = frozenset()  # the numbers of the arguments that are not there when a run begins
+    ahead: int = AHEAD  # programs between the sending of an argument and its use
 
     def rider(self, index: int) -> Rider:
         """Returns what a program does beside its part."""
@@ -69,13 +58,9 @@ class Arrivals:
 
 
 class ArgumentSource:
-    """Stores arguments of a step. This one stores none.
+    """Stores arguments of a step. This one stores none."""
 
-    Attributes:
-      paths: of those that it stores ("params/layer_0/kernel").
-    """
-
-    paths: Collection[str] = frozenset()
+    paths: Collection[str] = frozenset()  # of those that it stores ("params/layer_0/kernel")
 
     def used(self, leaf: Leaf) -> Leaf:
         """Returns an abstract argument as programs read it."""

@@ -19,17 +19,11 @@ FEW = 8  # operations before a block that may run in its program
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TraceCall:
-    """A trace that is called.
+    """A trace that is called."""
 
-    Attributes:
-      arguments: what `closed` is called with: variables or literals.
-      writes: the variables of its results.
-      closed: the trace.
-    """
-
-    arguments: Sequence[Any]
-    writes: Sequence[Any]
-    closed: jex.ClosedJaxpr
+    arguments: Sequence[Any]  # what `closed` is called with: variables or literals
+    writes: Sequence[Any]  # the variables of its results
+    closed: jex.ClosedJaxpr  # the trace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

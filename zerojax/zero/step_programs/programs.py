@@ -28,21 +28,13 @@ from zerojax.zero.step_programs import cut as cut_lib
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepProgram:
-    """One program of a step.
+    """One program of a step."""
 
-    Attributes:
-      part: its operations in the trace.
-      reads: the numbers of the values that it takes.
-      writes: the numbers of the values that it returns.
-      rider: what it does beside its part.
-      run: f(*values, *arrays of the rider) -> list of values, compiled.
-    """
-
-    part: cut_lib.StepPart
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    rider: arrivals_lib.Rider
-    run: jax.stages.Compiled
+    part: cut_lib.StepPart  # its operations in the trace
+    reads: tuple[int, ...]  # the numbers of the values that it takes
+    writes: tuple[int, ...]  # the numbers of the values that it returns
+    rider: arrivals_lib.Rider  # what it does beside its part
+    run: jax.stages.Compiled  # f(*values, *arrays of the rider) -> list of values, compiled
 
     @property
     def name(self) -> str:
