@@ -26,20 +26,14 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The dtypes in which a run computes and stores its weights; updates are always computed in float32.
+    """The dtypes in which a run computes and stores its weights; updates are always computed in float32."""
 
-    Attributes:
-      compute_dtype: of forward and backward arithmetic.
-      weight_dtype: of the weights that are updated. In 16 bits most updates are smaller than half a last place, so they are rounded
-        stochastically, and add up in expectation (Gupta et al., arXiv:1502.02551).
-      scales_loss: whether gradients need a loss scale to fit `compute_dtype`.
-      has_fp8: whether the matmuls of blocks run in fp8 (`zero.fp8`).
-    """
-
-    compute_dtype: Any
+    compute_dtype: Any  # of forward and backward arithmetic
+    # of the weights that are updated. In 16 bits most updates are smaller than half a last place, so they are rounded stochastically, and
+    # add up in expectation (Gupta et al., arXiv:1502.02551).
     weight_dtype: Any = jnp.float32
-    scales_loss: bool = False
-    has_fp8: bool = False
+    scales_loss: bool = False  # whether gradients need a loss scale to fit `compute_dtype`
+    has_fp8: bool = False  # whether the matmuls of blocks run in fp8 (`zero.fp8`)
 
     @property
     def rounds_stochastically(self) -> bool:

@@ -44,17 +44,12 @@ SHORT = 512  # elements that a matmul sums over; of so few it is slower in a ste
 
 @dataclasses.dataclass(frozen=True)
 class GpuRates:
-    """The rates of one kind of GPU.
+    """The rates of one kind of GPU."""
 
-    Attributes:
-      name: the target's name.
-      figures: name -> value, in FLOP/s, bytes/s, seconds or shares; the names are those of the table's file.
-      sources: name -> where the figure is from.
-    """
-
-    name: str
+    name: str  # the target's name
+    # name -> value, in FLOP/s, bytes/s, seconds or shares; the names are those of the table's file
     figures: Mapping[str, float]
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> where the figure is from
 
     @property
     def gap(self) -> float:

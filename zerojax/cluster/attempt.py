@@ -35,36 +35,22 @@ OWN_VARIABLES = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What to run, and where.
+    """What to run, and where."""
 
-    Attributes:
-      command: the program and its arguments.
-      hosts: the hosts and their slots.
-      per_process: GPUs of a process; 0 for one process a host.
-      coordinator: "HOST[:PORT]" at which process 0 listens, "" to find one.
-      log_dir: folder for the output of each process, on its host; "" for none.
-      max_restarts: attempts after the first.
-      min_nodes: the fewest hosts with which to go on.
-      rejoin_seconds: how long a restart waits for hosts that do not answer.
-      grace_seconds: from SIGTERM to SIGKILL after a failure.
-      python: the interpreter of the agents on other hosts.
-      ssh_options: arguments of ssh.
-      limits: see `verdict.LIMITS`.
-      variables: of the environment, for the processes of all hosts.
-    """
-
-    command: Sequence[str]
-    hosts: Sequence[hosts.Node]
-    per_process: int = 1
-    coordinator: str = ""
-    log_dir: str = ""
-    max_restarts: int = 0
-    min_nodes: int = 0
-    rejoin_seconds: float = 60.0
-    grace_seconds: float = 10.0
-    python: str = sys.executable
-    ssh_options: Sequence[str] = ()
+    command: Sequence[str]  # the program and its arguments
+    hosts: Sequence[hosts.Node]  # the hosts and their slots
+    per_process: int = 1  # GPUs of a process; 0 for one process a host
+    coordinator: str = ""  # "HOST[:PORT]" at which process 0 listens, "" to find one
+    log_dir: str = ""  # folder for the output of each process, on its host; "" for none
+    max_restarts: int = 0  # attempts after the first
+    min_nodes: int = 0  # the fewest hosts with which to go on
+    rejoin_seconds: float = 60.0  # how long a restart waits for hosts that do not answer
+    grace_seconds: float = 10.0  # from SIGTERM to SIGKILL after a failure
+    python: str = sys.executable  # the interpreter of the agents on other hosts
+    ssh_options: Sequence[str] = ()  # arguments of ssh
+    # see `verdict.LIMITS`
     limits: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(verdict.LIMITS))
+    # of the environment, for the processes of all hosts
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -90,21 +76,14 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """What an attempt needs of the launcher.
+    """What an attempt needs of the launcher."""
 
-    Attributes:
-      connect: (host, inbox) -> the connection to its agent.
-      show: (host, rank, line) prints a line of a process.
-      tell: prints the first failure, before the others are ended.
-      signals: returns the signals to pass on.
-      run_id: names the run.
-    """
-
+    # (host, inbox) -> the connection to its agent
     connect: Callable[[str, "queue.SimpleQueue[connection.Message]"], connection.Connection]
-    show: Callable[[str, int, str], None]
-    tell: Callable[["Failure"], None]
-    signals: Callable[[], Iterator[int]]
-    run_id: str
+    show: Callable[[str, int, str], None]  # (host, rank, line) prints a line of a process
+    tell: Callable[["Failure"], None]  # prints the first failure, before the others are ended
+    signals: Callable[[], Iterator[int]]  # returns the signals to pass on
+    run_id: str  # names the run
 
 
 class Attempt:

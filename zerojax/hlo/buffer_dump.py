@@ -62,16 +62,11 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """The memory of one program.
+    """The memory of one program."""
 
-    Attributes:
-      allocations: its allocations.
-      length: the number of instructions in the order.
-      started: maps an instruction in an asynchronous wrapper to the instruction that starts the wrapper.
-    """
-
-    allocations: tuple[Allocation, ...]
-    length: int
+    allocations: tuple[Allocation, ...]  # its allocations
+    length: int  # the number of instructions in the order
+    # maps an instruction in an asynchronous wrapper to the instruction that starts the wrapper
     started: Mapping[str, str]
 
 

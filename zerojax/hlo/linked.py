@@ -22,22 +22,15 @@ _PASS, _UNTIL = "pass", "until"
 
 @dataclasses.dataclass(frozen=True)
 class LinkedProgram:
-    """One program in a row of programs.
+    """One program in a row of programs."""
 
-    Attributes:
-      module: the program; equal programs share one.
-      reads: the numbers of the values that are its parameters.
-      writes: the numbers of the values that it returns.
-      scope: a name to put before its operations' names.
-      names: words of its operations' names -> what they are here. Programs that share a module have the names of the first.
-      named: the numbers of parameters by the path of their argument (`parameters.path_of`), where `reads` does not count them.
-    """
-
-    module: syntax.Module
-    reads: Sequence[int]
-    writes: Sequence[int]
-    scope: str = ""
+    module: syntax.Module  # the program; equal programs share one
+    reads: Sequence[int]  # the numbers of the values that are its parameters
+    writes: Sequence[int]  # the numbers of the values that it returns
+    scope: str = ""  # a name to put before its operations' names
+    # words of its operations' names -> what they are here. Programs that share a module have the names of the first.
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # the numbers of parameters by the path of their argument (`parameters.path_of`), where `reads` does not count them
     named: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def op_name(self, found: re.Match) -> str:

@@ -13,16 +13,11 @@ from zerojax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is picked.
+    """How a token is picked."""
 
-    Attributes:
-      temperature: divides the scores before a token is drawn; 0 takes the likeliest token.
-      top_k: draws among the k likeliest tokens; 0: among all.
-      top_p: draws among the likeliest tokens that together have this probability (nucleus sampling, arXiv:1904.09751); 1: among all.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
+    temperature: float = 0.0  # divides the scores before a token is drawn; 0 takes the likeliest token
+    top_k: int = 0  # draws among the k likeliest tokens; 0: among all
+    # draws among the likeliest tokens that together have this probability (nucleus sampling, arXiv:1904.09751); 1: among all
     top_p: float = 1.0
 
     def __post_init__(self) -> None:

@@ -57,18 +57,12 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """What `zerojax launch` says to a process that it starts.
+    """What `zerojax launch` says to a process that it starts."""
 
-    Attributes:
-      cluster: the processes of this attempt.
-      full_processes: the processes of an attempt on all hosts. There are fewer if a restart lacks hosts.
-      attempt: the number of restarts before.
-      run_id: names the run. All its attempts share it, and one begins only when the processes of the one before have ended.
-    """
-
-    cluster: Cluster
-    full_processes: int
-    attempt: int
+    cluster: Cluster  # the processes of this attempt
+    full_processes: int  # the processes of an attempt on all hosts. There are fewer if a restart lacks hosts.
+    attempt: int  # the number of restarts before
+    # names the run. All its attempts share it, and one begins only when the processes of the one before have ended.
     run_id: str
 
 

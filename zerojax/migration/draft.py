@@ -31,20 +31,13 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """What a foreign config becomes.
+    """What a foreign config becomes."""
 
-    Attributes:
-      settings: {place in a config: value}, such as {"zero.stage": 2}.
-      sources: {place: the keys that decided it}.
-      lines: the account of every key of the file, in its order, and of absent keys that matter.
-      devices: the number of devices that the file speaks of; None if it does not say.
-      assumed: the places whose values the file leaves to a training script. Lines with the verdict `keys.ASSUMED` name them.
-    """
-
-    settings: dict[str, Any]
-    sources: dict[str, tuple[str, ...]]
-    lines: tuple[Line, ...]
-    devices: int | None = None
+    settings: dict[str, Any]  # {place in a config: value}, such as {"zero.stage": 2}
+    sources: dict[str, tuple[str, ...]]  # {place: the keys that decided it}
+    lines: tuple[Line, ...]  # the account of every key of the file, in its order, and of absent keys that matter
+    devices: int | None = None  # the number of devices that the file speaks of; None if it does not say
+    # the places whose values the file leaves to a training script. Lines with the verdict `keys.ASSUMED` name them.
     assumed: frozenset[str] = frozenset()
 
     @property

@@ -14,18 +14,12 @@ VERDICTS = (TAKEN, IMPLIED, NO_EFFECT, ASSUMED, UNSUPPORTED)
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a key becomes.
+    """What a key becomes."""
 
-    Attributes:
-      verdict: one of VERDICTS.
-      why: the reason, or what differs here.
-      into: the settings that it decides, by their places in a config ("zero.stage").
-      off: values with which the key asks for nothing; they are reported as without effect. A truth value is no number: True is not 1.
-    """
-
-    verdict: str
-    why: str = ""
-    into: tuple[str, ...] = ()
+    verdict: str  # one of VERDICTS
+    why: str = ""  # the reason, or what differs here
+    into: tuple[str, ...] = ()  # the settings that it decides, by their places in a config ("zero.stage")
+    # values with which the key asks for nothing; they are reported as without effect. A truth value is no number: True is not 1.
     off: tuple[Any, ...] = ()
 
 

@@ -31,37 +31,24 @@ _UNIVERSAL_FILES = {"fp32": _WEIGHTS}  # file of a universal checkpoint -> what 
 
 @dataclasses.dataclass(frozen=True)
 class ZeroCheckpoint:
-    """A checkpoint of DeepSpeed, put together.
+    """A checkpoint of DeepSpeed, put together."""
 
-    Attributes:
-      folder: where it was read.
-      params: {name: float32[...]}, those that are trained as the optimizer keeps them, frozen ones and buffers as stored.
-      moments: {"exp_avg": {name: float32[...]}, ...}, as the optimizer names them; empty if none are stored.
-      trainable: the names of the weights that are trained.
-      copies: {name: the name of the weight that it shares}.
-      step: global steps, skipped ones included.
-      skipped: steps that overflowed.
-      updates: updates of the optimizer, as it counts them.
-      loss_scaler: the fields of DeepSpeed's scaler; None without loss scaling.
-      groups: the hyperparameters of each of the optimizer's groups of weights ("lr", "betas"); empty if none are stored.
-      config: the DeepSpeed config, as saved.
-      ranks: into how many parts the state was cut.
-      version: of DeepSpeed.
-    """
-
-    folder: pathlib.Path
+    folder: pathlib.Path  # where it was read
+    # {name: float32[...]}, those that are trained as the optimizer keeps them, frozen ones and buffers as stored
     params: Arrays
+    # {"exp_avg": {name: float32[...]}, ...}, as the optimizer names them; empty if none are stored
     moments: dict[str, Arrays]
-    trainable: tuple[str, ...]
-    copies: dict[str, str]
-    step: int
-    skipped: int
-    updates: int
-    loss_scaler: dict[str, Any] | None
+    trainable: tuple[str, ...]  # the names of the weights that are trained
+    copies: dict[str, str]  # {name: the name of the weight that it shares}
+    step: int  # global steps, skipped ones included
+    skipped: int  # steps that overflowed
+    updates: int  # updates of the optimizer, as it counts them
+    loss_scaler: dict[str, Any] | None  # the fields of DeepSpeed's scaler; None without loss scaling
+    # the hyperparameters of each of the optimizer's groups of weights ("lr", "betas"); empty if none are stored
     groups: tuple[dict[str, Any], ...]
-    config: dict[str, Any]
-    ranks: int
-    version: str
+    config: dict[str, Any]  # the DeepSpeed config, as saved
+    ranks: int  # into how many parts the state was cut
+    version: str  # of DeepSpeed
 
 
 def read(path: pathlib.Path) -> ZeroCheckpoint:

@@ -20,22 +20,14 @@ from zerojax.ops import attention, context_attention, sinks, tokens
 
 
 class Step(NamedTuple):
-    """The tokens that one call adds, in every layer's cache.
+    """The tokens that one call adds, in every layer's cache."""
 
-    Attributes:
-      slot: int32[], of the first token; int32[B] where rows differ. Tokens beyond the last slot are dropped.
-      positions_BT: int32[B, T], of the tokens in their rows.
-      slot_positions_BS: int32[B, S], of the token in each slot.
-      is_text_BS: bool[B, S], whether a slot holds text when the tokens are in.
-      counts_B: int32[B], how many of a call's tokens are text, where rows differ; None: all.
-      ends_B: int32[B], the slots from 0 that hold text, where a kernel reads no others; None: all slots are read.
-    """
-
-    slot: jax.Array
-    positions_BT: jax.Array
-    slot_positions_BS: jax.Array
-    is_text_BS: jax.Array
-    counts_B: jax.Array | None = None
+    slot: jax.Array  # int32[], of the first token; int32[B] where rows differ. Tokens beyond the last slot are dropped.
+    positions_BT: jax.Array  # int32[B, T], of the tokens in their rows
+    slot_positions_BS: jax.Array  # int32[B, S], of the token in each slot
+    is_text_BS: jax.Array  # bool[B, S], whether a slot holds text when the tokens are in
+    counts_B: jax.Array | None = None  # int32[B], how many of a call's tokens are text, where rows differ; None: all
+    # int32[B], the slots from 0 that hold text, where a kernel reads no others; None: all slots are read
     ends_B: jax.Array | None = None
 
     def last(self, x_BTD: jax.Array) -> jax.Array:

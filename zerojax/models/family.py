@@ -24,21 +24,14 @@ Parts = dict[str, tuple[nn.Module, Inputs]]
 
 @dataclasses.dataclass(frozen=True)
 class SpecialTokens:
-    """The ids with a meaning for generation.
+    """The ids with a meaning for generation."""
 
-    Attributes:
-      stops: each ends a text.
-      pad: fills a row after its end.
-      start: begins every text of an encoder-decoder's decoder.
-      forced_first: the second token of a text, whatever its scores: the first new one after a prompt of one token; None for none.
-      forced_last: the last of the most new tokens, whatever its scores; None for none.
-    """
-
-    stops: tuple[int, ...] = ()
-    pad: int = 0
-    start: int = 0
+    stops: tuple[int, ...] = ()  # each ends a text
+    pad: int = 0  # fills a row after its end
+    start: int = 0  # begins every text of an encoder-decoder's decoder
+    # the second token of a text, whatever its scores: the first new one after a prompt of one token; None for none
     forced_first: int | None = None
-    forced_last: int | None = None
+    forced_last: int | None = None  # the last of the most new tokens, whatever its scores; None for none
 
 
 class Tensor(NamedTuple):

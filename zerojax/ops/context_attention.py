@@ -40,18 +40,12 @@ _BIASED = 'way: ring takes no bias of the scores; set `way="gather"`, or "auto"'
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """What devices exchange.
+    """What devices exchange."""
 
-    Attributes:
-      name: one of WAYS.
-      order: of the tokens, as `token_order` names it.
-      text: why, for a person.
-      halo: whether causal attention with a window that is not longer than a chunk of tokens is by a halo instead.
-    """
-
-    name: str
-    order: token_order.Order
-    text: str
+    name: str  # one of WAYS
+    order: token_order.Order  # of the tokens, as `token_order` names it
+    text: str  # why, for a person
+    # whether causal attention with a window that is not longer than a chunk of tokens is by a halo instead
     halo: bool = False
 
 

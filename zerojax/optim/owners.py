@@ -33,18 +33,12 @@ MOST = 1 << 27  # elements of the matrices that one owner computes at once, wher
 
 @dataclasses.dataclass(frozen=True)
 class MatrixLayout:
-    """A leaf as a batch of matrices.
+    """A leaf as a batch of matrices."""
 
-    Attributes:
-      shape: of the leaf.
-      form: a letter for each dim.
-      axes: for each dim, the mesh axes that shard it, those of one device omitted.
-      sizes: the mesh axes of more than one device, in the mesh's order, and their sizes.
-    """
-
-    shape: tuple[int, ...]
-    form: str
-    axes: tuple[tuple[str, ...], ...]
+    shape: tuple[int, ...]  # of the leaf
+    form: str  # a letter for each dim
+    axes: tuple[tuple[str, ...], ...]  # for each dim, the mesh axes that shard it, those of one device omitted
+    # the mesh axes of more than one device, in the mesh's order, and their sizes
     sizes: tuple[tuple[str, int], ...] = ()
 
     @property

@@ -20,30 +20,20 @@ _SCALAR_SIZE = 4096  # elements; a smaller reduction that is not a gradient of a
 
 @dataclasses.dataclass(frozen=True)
 class WeightDims:
-    """The dims of one weight: `shape` is global; the others are those of one device's shard.
+    """The dims of one weight: `shape` is global; the others are those of one device's shard."""
 
-    Attributes:
-      path: the leaf's path.
-      shape: of the global array.
-      used: of the weight as the forward pass uses it.
-      stored: of the weight as stored.
-      grad: of its gradient.
-      moments: of its moments.
-      trainable: whether it has a gradient and moments.
-      axes: the mesh axes over which the weight is sharded as used, such as those of tensor parallelism.
-      apart: the devices, of those that a batch is sharded over, that use other parts of it: those along which experts live.
-      received: the elements that its wire brings to a device in a pass, by role, where that is not what its dims say.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    used: tuple[int, ...]
-    stored: tuple[int, ...]
-    grad: tuple[int, ...]
-    moments: tuple[int, ...]
-    trainable: bool = True
+    path: str  # the leaf's path
+    shape: tuple[int, ...]  # of the global array
+    used: tuple[int, ...]  # of the weight as the forward pass uses it
+    stored: tuple[int, ...]  # of the weight as stored
+    grad: tuple[int, ...]  # of its gradient
+    moments: tuple[int, ...]  # of its moments
+    trainable: bool = True  # whether it has a gradient and moments
+    # the mesh axes over which the weight is sharded as used, such as those of tensor parallelism
     axes: frozenset[str] = frozenset()
+    # the devices, of those that a batch is sharded over, that use other parts of it: those along which experts live
     apart: int = 1
+    # the elements that its wire brings to a device in a pass, by role, where that is not what its dims say
     received: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property

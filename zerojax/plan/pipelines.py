@@ -36,34 +36,22 @@ PASSES, BUBBLE, UPDATE = "passes of stages", "bubble", "update"
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """What a plan says of a pipeline.
+    """What a plan says of a pipeline."""
 
-    Attributes:
-      order: the schedule.
-      times: of its passes; in operations where they are not foretold.
-      stage_of_call: of each call of a block.
-      calls: of blocks, by group.
-      memory: of each group.
-      largest: the group whose devices need the most, of those that this process runs.
-      theory: the bubble of the schedule, if all stages take equally long, backward passes twice as long as forward passes, and the
-        gradients of weights half of a backward pass.
-      line: when passes run: by the foretold times of their programs, or where there are none by their operations.
-      is_foretold: whether these are seconds.
-      update: seconds of the slowest group's update; 0 if unknown.
-      programs: of all groups that this process runs, each once.
-    """
-
-    order: order_lib.PassOrder
-    times: order_lib.PassTimes
-    stage_of_call: Sequence[int]
-    calls: Sequence[int]
-    memory: Sequence[memory.GroupMemory]
-    largest: int
+    order: order_lib.PassOrder  # the schedule
+    times: order_lib.PassTimes  # of its passes; in operations where they are not foretold
+    stage_of_call: Sequence[int]  # of each call of a block
+    calls: Sequence[int]  # of blocks, by group
+    memory: Sequence[memory.GroupMemory]  # of each group
+    largest: int  # the group whose devices need the most, of those that this process runs
+    # the bubble of the schedule, if all stages take equally long, backward passes twice as long as forward passes, and the gradients of
+    # weights half of a backward pass
     theory: float
+    # when passes run: by the foretold times of their programs, or where there are none by their operations
     line: order_lib.Timeline
-    is_foretold: bool
-    update: float
-    programs: Sequence[syntax.Module]
+    is_foretold: bool  # whether these are seconds
+    update: float  # seconds of the slowest group's update; 0 if unknown
+    programs: Sequence[syntax.Module]  # of all groups that this process runs, each once
 
     @property
     def peak(self) -> int:

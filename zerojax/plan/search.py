@@ -72,20 +72,13 @@ class Continued:
 
 
 class Built(NamedTuple):
-    """A candidate's step before it is compiled.
+    """A candidate's step before it is compiled."""
 
-    Attributes:
-      held: the bytes of its state and gradients on each device.
-      plan: compiles and plans it.
-      line: compiles two models of few layers; None where they do not tell.
-      least: seconds below which no step of it is; 0 if unknown.
-      trusts_line: whether the few layers have the last word unless they come near the memory, since compiling it takes minutes.
-    """
-
-    held: int
-    plan: Callable[[], step_plan.Plan]
-    line: Callable[[], Continued] | None = None
-    least: float = 0.0
+    held: int  # the bytes of its state and gradients on each device
+    plan: Callable[[], step_plan.Plan]  # compiles and plans it
+    line: Callable[[], Continued] | None = None  # compiles two models of few layers; None where they do not tell
+    least: float = 0.0  # seconds below which no step of it is; 0 if unknown
+    # whether the few layers have the last word unless they come near the memory, since compiling it takes minutes
     trusts_line: bool = False
 
 

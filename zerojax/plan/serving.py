@@ -44,22 +44,14 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class ServingPlan:
-    """What a target does with a served model.
+    """What a target does with a served model."""
 
-    Attributes:
-      served: the model.
-      target: the kind of device.
-      largest: the most texts that fit; None if the memory is unknown.
-      bandwidth: bytes/s of a device's memory; None if it is unknown.
-      link: bytes/s from host memory; None if it is unknown, or nothing is there.
-      rows: (batch, bytes of a device, most tokens/s of all texts or None) for batches of 1, 2, 4, ... and the largest.
-    """
-
-    served: Served
-    target: targets.Target
-    largest: int | None
-    bandwidth: targets.Figure | None
-    link: targets.Figure | None
+    served: Served  # the model
+    target: targets.Target  # the kind of device
+    largest: int | None  # the most texts that fit; None if the memory is unknown
+    bandwidth: targets.Figure | None  # bytes/s of a device's memory; None if it is unknown
+    link: targets.Figure | None  # bytes/s from host memory; None if it is unknown, or nothing is there
+    # (batch, bytes of a device, most tokens/s of all texts or None) for batches of 1, 2, 4, ... and the largest.
     rows: tuple[tuple[int, int, float | None], ...]
 
 

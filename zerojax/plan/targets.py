@@ -45,37 +45,25 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One kind of device. Rates are of one device, and those of links are for one direction. None means unknown.
+    """One kind of device. Rates are of one device, and those of links are for one direction. None means unknown."""
 
-    Attributes:
-      name: the value of --target.
-      kind: "gpu", "tpu" or "cpu".
-      device_kind: JAX's name of the device.
-      memory: bytes of device memory.
-      memory_bandwidth: bytes/s to and from device memory.
-      matrix_rates: dense FLOP/s by dtype ("bf16", "fp8", "fp32"; on GPUs fp32 matmuls run as TF32).
-      link: bytes/s to devices of the same host (NVLink) or slice (ICI).
-      network: bytes/s to other hosts; None if the link reaches them (ICI) or there are none.
-      host_link: bytes/s to host memory.
-      host_duplex: bytes/s to host memory and as many from it at the same time; None: those of `host_link`.
-      host_memory: bytes/s to host memory from all devices of one host together; None: what their links carry.
-      disk: bytes/s of a host's disk, read and written at the same time, both together; for offload to a disk.
-      is_pool: whether `memory` is the amount that JAX may allocate, not all of the device's memory.
-    """
-
-    name: str
-    kind: str
-    device_kind: str
-    memory: Figure | None = None
-    memory_bandwidth: Figure | None = None
+    name: str  # the value of --target
+    kind: str  # "gpu", "tpu" or "cpu"
+    device_kind: str  # JAX's name of the device
+    memory: Figure | None = None  # bytes of device memory
+    memory_bandwidth: Figure | None = None  # bytes/s to and from device memory
+    # dense FLOP/s by dtype ("bf16", "fp8", "fp32"; on GPUs fp32 matmuls run as TF32)
     matrix_rates: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
-    link: Figure | None = None
-    network: Figure | None = None
-    host_link: Figure | None = None
+    link: Figure | None = None  # bytes/s to devices of the same host (NVLink) or slice (ICI)
+    network: Figure | None = None  # bytes/s to other hosts; None if the link reaches them (ICI) or there are none
+    host_link: Figure | None = None  # bytes/s to host memory
+    # bytes/s to host memory and as many from it at the same time; None: those of `host_link`
     host_duplex: Figure | None = None
+    # bytes/s to host memory from all devices of one host together; None: what their links carry
     host_memory: Figure | None = None
+    # bytes/s of a host's disk, read and written at the same time, both together; for offload to a disk
     disk: Figure = Figure(2e9, ASSUMED)
-    is_pool: bool = False
+    is_pool: bool = False  # whether `memory` is the amount that JAX may allocate, not all of the device's memory
 
     @property
     def usable(self) -> int | None:

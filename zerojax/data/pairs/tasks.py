@@ -69,21 +69,14 @@ class RowForm:
 
 
 class Example(NamedTuple):
-    """An encoded example.
+    """An encoded example."""
 
-    Attributes:
-      inputs: int32[length], what an encoder reads; of a decoder, the prompt and its answer.
-      targets: int32[length], an encoder-decoder's start token and answer, or the number of a class; empty for a decoder.
-      labeled: bool, whether each token of `targets`, or of a decoder's `inputs`, is a label.
-      prompt: the number of a decoder's tokens before its last answer.
-      answer: the text of the last answer.
-    """
-
-    inputs: np.ndarray
+    inputs: np.ndarray  # int32[length], what an encoder reads; of a decoder, the prompt and its answer
+    # int32[length], an encoder-decoder's start token and answer, or the number of a class; empty for a decoder
     targets: np.ndarray
-    labeled: np.ndarray
-    prompt: int
-    answer: str
+    labeled: np.ndarray  # bool, whether each token of `targets`, or of a decoder's `inputs`, is a label
+    prompt: int  # the number of a decoder's tokens before its last answer
+    answer: str  # the text of the last answer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,20 +8,13 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class ModelType:
-    """One model_type.
+    """One model_type."""
 
-    Attributes:
-      architecture: its class in transformers.
-      fields: fields of `LlamaConfig` that the class fixes.
-      reads: fields of config.json that not all classes read.
-      defaults: of fields that a config.json may lack.
-      activation: the name of the field with the MLP's activation, and its default.
-    """
-
-    architecture: str
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    reads: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    architecture: str  # its class in transformers
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of `LlamaConfig` that the class fixes
+    reads: tuple[str, ...] = ()  # fields of config.json that not all classes read
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of fields that a config.json may lack
+    # the name of the field with the MLP's activation, and its default
     activation: tuple[str, str] = ("hidden_act", "silu")
 
 

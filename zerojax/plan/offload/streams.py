@@ -33,31 +33,20 @@ _DTYPES = {"bfloat": "bf", "float8_": "f8", "float": "f", "uint": "u", "int": "s
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The stream of one step on one device.
+    """The stream of one step on one device."""
 
-    Attributes:
-      nbytes: bytes of optimizer state in host memory, or on a disk. As many arrive in each step, and leave.
-      groups: the number of groups.
-      before: device bytes of groups that arrive before the program of the gradients ends, or the last backward pass begins.
-      in_flight: device bytes of the groups that may leave beside the next step.
-      at_once: device bytes of the groups in flight, and of the temporaries of an update.
-      peak: device bytes during the updates: the state that stays, the gradients and `at_once`.
-      is_on_disk: whether the bytes are on a disk.
-      params_on_disk: whether params are.
-      by_block: of a step block by block, whose peak is `peak`; None: the step is one program and its updates.
-      is_early: whether the groups of a step block by block are updated beside the backward pass.
-    """
-
-    nbytes: int
-    groups: int
+    nbytes: int  # bytes of optimizer state in host memory, or on a disk. As many arrive in each step, and leave.
+    groups: int  # the number of groups
+    # device bytes of groups that arrive before the program of the gradients ends, or the last backward pass begins
     before: int
-    in_flight: int
-    at_once: int
-    peak: int
-    is_on_disk: bool = False
-    params_on_disk: bool = False
+    in_flight: int  # device bytes of the groups that may leave beside the next step
+    at_once: int  # device bytes of the groups in flight, and of the temporaries of an update
+    peak: int  # device bytes during the updates: the state that stays, the gradients and `at_once`
+    is_on_disk: bool = False  # whether the bytes are on a disk
+    params_on_disk: bool = False  # whether params are
+    # of a step block by block, whose peak is `peak`; None: the step is one program and its updates
     by_block: step_by_block.Memory | None = None
-    is_early: bool = False
+    is_early: bool = False  # whether the groups of a step block by block are updated beside the backward pass
 
     @property
     def disk(self) -> int:

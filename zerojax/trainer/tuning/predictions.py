@@ -27,17 +27,12 @@ FIELDS = ("prediction", "expected", "is_right")  # that are added to an example
 
 
 class Asking(NamedTuple):
-    """How examples become prompts.
+    """How examples become prompts."""
 
-    Attributes:
-      settings: the task and its templates.
-      seq_len: the most tokens of a prompt (with its answer, for a decoder); 0: as many as the model has positions for.
-      answer_len: the tokens of an answer; 0: not known.
-    """
-
-    settings: tasks.TaskSettings
+    settings: tasks.TaskSettings  # the task and its templates
+    # the most tokens of a prompt (with its answer, for a decoder); 0: as many as the model has positions for
     seq_len: int
-    answer_len: int
+    answer_len: int  # the tokens of an answer; 0: not known
 
 
 def asking(run: pathlib.Path | None, template: str | None) -> Asking:

@@ -82,18 +82,13 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Rest:
-    """The part of the optimizer state that no item updates.
+    """The part of the optimizer state that no item updates."""
 
-    Attributes:
-      positions: of its leaves in the whole optimizer state.
-      partition: the train state's, with its optimizer state reduced to the rest and the offloaded weights frozen, so that an update made
-        from it leaves them alone.
-      numbers: of its trained weights, see `Item`.
-    """
-
-    positions: tuple[int, ...]
+    positions: tuple[int, ...]  # of its leaves in the whole optimizer state
+    # the train state's, with its optimizer state reduced to the rest and the offloaded weights frozen, so that an update made from it
+    # leaves them alone
     partition: partition_lib.Partition
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # of its trained weights, see `Item`
 
     @property
     def on_device(self) -> partition_lib.Partition:

@@ -346,24 +346,15 @@ def _is_empty(node: PyTree) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """States of one structure. Numbers count the leaves of the state.
+    """States of one structure. Numbers count the leaves of the state."""
 
-    Attributes:
-      structure: of the state.
-      state: f(leaves) -> the state.
-      rest: f(leaves) -> `Rest.of(state)`.
-      params: the number of each param, by path, from the state.
-      opt_state: the numbers of the optimizer state's leaves.
-      finished: the numbers of the leaves that `finish` updates.
-      finish: f(these leaves, aux, grads, squares) -> (the new ones, metrics, what the updates of groups read), compiled.
-    """
-
-    structure: Any
-    state: _Mold
-    rest: _Mold
-    params: Mapping[str, int]
-    opt_state: Sequence[int]
-    finished: Sequence[int]
+    structure: Any  # of the state
+    state: _Mold  # f(leaves) -> the state
+    rest: _Mold  # f(leaves) -> `Rest.of(state)`
+    params: Mapping[str, int]  # the number of each param, by path, from the state
+    opt_state: Sequence[int]  # the numbers of the optimizer state's leaves
+    finished: Sequence[int]  # the numbers of the leaves that `finish` updates
+    # f(these leaves, aux, grads, squares) -> (the new ones, metrics, what the updates of groups read), compiled
     finish: Callable[..., tuple[list[jax.Array], dict[str, jax.Array], updates_lib.Handed]]
 
 

@@ -12,24 +12,16 @@ from zerojax.zero.pipeline import stage_programs, state
 
 @dataclasses.dataclass(frozen=True)
 class GroupMemory:
-    """What a step takes of each device of a group, in bytes.
+    """What a step takes of each device of a group, in bytes."""
 
-    Attributes:
-      peak: at most at once.
-      state: leaves of the state, and copies of weights of other groups (a tied embedding).
-      sums: of gradients.
-      batch: all micro-batches, and the batch that they are made of.
-      values: what passes have left for others when they take the most: what a backward pass reads, and what other groups sent.
-      sent: to other groups in a step.
-      host: optimizer state in host memory or on a disk, which is not in the peak. As much arrives in a step, and leaves.
-    """
-
-    peak: int
-    state: int
-    sums: int
-    batch: int
+    peak: int  # at most at once
+    state: int  # leaves of the state, and copies of weights of other groups (a tied embedding)
+    sums: int  # of gradients
+    batch: int  # all micro-batches, and the batch that they are made of
+    # what passes have left for others when they take the most: what a backward pass reads, and what other groups sent
     values: int
-    sent: int
+    sent: int  # to other groups in a step
+    # optimizer state in host memory or on a disk, which is not in the peak. As much arrives in a step, and leaves.
     host: int = 0
 
 

@@ -23,21 +23,14 @@ from zerojax.zero.step_programs import blocks, one_pass
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-    """One pass, traced for the devices of a group.
+    """One pass, traced for the devices of a group."""
 
-    Attributes:
-      call: the equation of the `jax.shard_map` that it is.
-      structure: the tree of its results ((loss, aux), grads).
-      values: the abstract inputs of `inner`, by number.
-      paths: where each comes from: "0/" params, "1/" the batch, "2/" the state, "3" the number of the pass; by number.
-      constants: the inputs of `inner` that are arrays of the trace, by number.
-    """
-
-    call: Any
-    structure: Any
-    values: Mapping[int, Any]
+    call: Any  # the equation of the `jax.shard_map` that it is
+    structure: Any  # the tree of its results ((loss, aux), grads)
+    values: Mapping[int, Any]  # the abstract inputs of `inner`, by number
+    # where each comes from: "0/" params, "1/" the batch, "2/" the state, "3" the number of the pass; by number
     paths: Mapping[int, str]
-    constants: Mapping[int, np.ndarray]
+    constants: Mapping[int, np.ndarray]  # the inputs of `inner` that are arrays of the trace, by number
 
     @property
     def inner(self) -> Any:

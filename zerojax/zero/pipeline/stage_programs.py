@@ -22,28 +22,18 @@ from zerojax.zero.step_programs import cut, programs
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageProgram:
-    """One pass of a stage.
+    """One pass of a stage."""
 
-    Attributes:
-      group: of devices that run it.
-      reads: the numbers of the values that it takes.
-      writes: the numbers of the values that it returns.
-      sums: what it adds up, abstract, by the path of the weight.
-      weight: the number of the weight of the micro-batch, if it takes it.
-      is_seeded: whether it takes a seed, by which its sums are rounded to bf16.
-      run: f(values, sums, the weight or None, the seed or None) -> (values, sums), compiled; it reuses the memory of the sums. None for
-        a group that another process runs.
-      part: its operations in the trace.
-    """
-
-    group: int
-    reads: Sequence[int]
-    writes: Sequence[int]
-    sums: Mapping[str, jax.ShapeDtypeStruct]
-    weight: int | None
-    is_seeded: bool
+    group: int  # of devices that run it
+    reads: Sequence[int]  # the numbers of the values that it takes
+    writes: Sequence[int]  # the numbers of the values that it returns
+    sums: Mapping[str, jax.ShapeDtypeStruct]  # what it adds up, abstract, by the path of the weight
+    weight: int | None  # the number of the weight of the micro-batch, if it takes it
+    is_seeded: bool  # whether it takes a seed, by which its sums are rounded to bf16
+    # f(values, sums, the weight or None, the seed or None) -> (values, sums), compiled; it reuses the memory of the sums. None for a
+    # group that another process runs.
     run: Any
-    part: cut.StepPart
+    part: cut.StepPart  # its operations in the trace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

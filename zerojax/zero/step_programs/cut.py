@@ -28,18 +28,12 @@ class TraceCall:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPart:
-    """The operations of one program.
+    """The operations of one program."""
 
-    Attributes:
-      name: "forward" or "backward" of a block, or "between".
-      calls: one after the other.
-      writes: the variables that it returns.
-      same: variables that are returned as they came in, so that the program need not copy them.
-    """
-
-    name: str
-    calls: Sequence[TraceCall]
-    writes: Sequence[Any]
+    name: str  # "forward" or "backward" of a block, or "between"
+    calls: Sequence[TraceCall]  # one after the other
+    writes: Sequence[Any]  # the variables that it returns
+    # variables that are returned as they came in, so that the program need not copy them
     same: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property

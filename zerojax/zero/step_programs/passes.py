@@ -29,23 +29,15 @@ Ready = Callable[[int, dict[str, jax.Array], dict[str, jax.Array]], None]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PassPrograms:
-    """One pass as programs.
+    """One pass as programs."""
 
-    Attributes:
-      schedule: the programs.
-      paths: where each leaf of the arguments comes from ("state/params/kernel", "batch/x", "pass"), by number.
-      grads: the path of the weight whose gradient a value is, by number.
-      weights: the path of the param that arrives and that a value is, by number.
-      weight: the number of the weight of the pass among passes; None if they count alike.
-      params: the path of the param that a value is, by number.
-    """
-
-    schedule: schedule.Schedule
+    schedule: schedule.Schedule  # the programs
+    # where each leaf of the arguments comes from ("state/params/kernel", "batch/x", "pass"), by number
     paths: Mapping[int, str]
-    grads: Mapping[int, str]
-    weights: Mapping[int, str]
-    weight: int | None
-    params: Mapping[int, str]
+    grads: Mapping[int, str]  # the path of the weight whose gradient a value is, by number
+    weights: Mapping[int, str]  # the path of the param that arrives and that a value is, by number
+    weight: int | None  # the number of the weight of the pass among passes; None if they count alike
+    params: Mapping[int, str]  # the path of the param that a value is, by number
 
     @functools.cached_property
     def position(self) -> dict[str, int]:

@@ -44,27 +44,18 @@ class StepProgram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CutStep:
-    """A step as programs. Values have numbers: first the leaves of the arguments, then constants and what the programs write.
+    """A step as programs. Values have numbers: first the leaves of the arguments, then constants and what the programs write."""
 
-    Attributes:
-      programs: in the order of execution.
-      values: the abstract values as programs read them, with shardings, by number.
-      arguments: the number of leaves of the arguments.
-      arrivals: those of the arguments that arrive while programs are sent.
-      constants: values that programs read and no program writes, by number: arrays that the loss closes over, and integers.
-      results: for each leaf of the step's result the number of its value, or an array if it is a constant.
-      structure: the tree of the result.
-      trace: of the whole.
-    """
-
-    programs: tuple[StepProgram, ...]
-    values: tuple[jax.ShapeDtypeStruct, ...]
-    arguments: int
-    arrivals: arrivals_lib.Arrivals
+    programs: tuple[StepProgram, ...]  # in the order of execution
+    values: tuple[jax.ShapeDtypeStruct, ...]  # the abstract values as programs read them, with shardings, by number
+    arguments: int  # the number of leaves of the arguments
+    arrivals: arrivals_lib.Arrivals  # those of the arguments that arrive while programs are sent
+    # values that programs read and no program writes, by number: arrays that the loss closes over, and integers
     constants: Mapping[int, np.ndarray]
+    # for each leaf of the step's result the number of its value, or an array if it is a constant
     results: tuple[Any, ...]
-    structure: Any
-    trace: jex.ClosedJaxpr
+    structure: Any  # the tree of the result
+    trace: jex.ClosedJaxpr  # of the whole
 
     def nbytes(self, number: int) -> int:
         """Returns the bytes of a value on one device."""

@@ -38,22 +38,15 @@ Future = concurrent.futures.Future
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a store moves its arrays.
+    """How a store moves its arrays."""
 
-    Attributes:
-      folder: whose disk holds the file.
-      buffers: runs of arrays that were read and are not on the device yet; at least 1.
-      buffer_bytes: bytes of each buffer. Arrays that are asked for together are read in runs that fit. A buffer that is too small for an
-        array is replaced.
-      threads: calls to the kernel at once.
-      part_bytes: bytes of one call, a multiple of the alignment.
-    """
-
-    folder: str
-    buffers: int = 4
+    folder: str  # whose disk holds the file
+    buffers: int = 4  # runs of arrays that were read and are not on the device yet; at least 1
+    # bytes of each buffer. Arrays that are asked for together are read in runs that fit. A buffer that is too small for an array is
+    # replaced.
     buffer_bytes: int = 0
-    threads: int = THREADS
-    part_bytes: int = PART_BYTES
+    threads: int = THREADS  # calls to the kernel at once
+    part_bytes: int = PART_BYTES  # bytes of one call, a multiple of the alignment
 
 
 class FileShard:
