@@ -21,8 +21,6 @@ from zerojax.ops import quantized, softcap
 from zerojax.tree import PyTree
 
 KERNEL = "kernel"
-# Kinds of weights with which these kernels were faster than the compiler's matmuls over several GPUs; others were not timed.
-SHARDED = ("bfloat16",)
 
 
 def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
@@ -61,7 +59,6 @@ def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
         has_shapes
         and all(leaf.dtype == jnp.bfloat16 for leaf in others)
         and len(kinds) == 1
-        and (ways == 1 or kinds <= {*SHARDED})
         and all(_can_be_read(node) for node in kernels)
     )
 
