@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from flax import traverse_util
 from zerojax import errors
 
 PyTree = Any  # nodes that JAX knows, around leaves of one kind: arrays, abstract arrays, shardings or specs
+T = TypeVar("T")
 Leaf = Any  # an array, its shape and dtype, or what stands for one
 
 
@@ -140,6 +141,24 @@ def nbytes(leaf: Leaf, shape: Iterable[int] | None = None) -> int:
 def shard_bytes(leaf: Leaf) -> int:
     """Returns the bytes of an abstract leaf on each device, or in host memory for each device."""
     return nbytes(leaf, leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
+
+
+def runs(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> list[list[T]]:
+    """Returns items in order, in runs of at most `most` bytes, or of one item.
+
+    >>> runs([3, 3, 9, 1], int, 6)
+    [[3, 3], [9], [1]]
+    """
+    found: list[list[T]] = []
+    held = 0
+    for item in items:
+        size = nbytes_of(item)
+        if not found or held + size > most:
+            found.append([])
+            held = 0
+        found[-1].append(item)
+        held += size
+    return found
 
 
 def suffix_index(paths: Iterable[str]) -> dict[str, str]:

@@ -53,6 +53,13 @@ def check_new(path: pathlib.Path, *, force: bool) -> None:
         raise UserError(f"--out {path}: exists; choose another file, or add --force to replace it")
 
 
+def write(path: pathlib.Path, text: str) -> None:
+    """Writes the file of --out, and its folders."""
+    with files.writing(path, "choose another --out"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, text)
+
+
 def run(command: Callable[[], int | None]) -> NoReturn:
     """Runs a command and ends the process with its status. A UserError prints one line and ends with status 2."""
     for name in ("stdin", "stdout", "stderr"):

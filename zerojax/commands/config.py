@@ -22,7 +22,7 @@ import jax
 import ml_collections
 from rich.table import Table
 
-from zerojax import configs, display, errors, files, precision
+from zerojax import configs, display, errors, precision
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.launch import devices as devices_lib
@@ -567,9 +567,7 @@ def _write(path: pathlib.Path, settings: Mapping[str, Any]) -> None:
     text = config_file.text(
         settings, sources, origin="the answers", path=str(path), maker="Written by `zerojax config` from"
     )
-    with files.writing(path, "choose another --out"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, text)
+    arguments.write(path, text)
     say(f"written: {path}\npython -m zerojax.train --config {path}")
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zerojax import configs, files
+from zerojax import configs
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.migration import accelerate_keys, config_file, documents, draft, script_arguments, trainer_arguments
@@ -54,7 +54,7 @@ def _migrate() -> int:
         print(f"zerojax: {document.name}: {are} not supported (--strict); nothing was written", file=sys.stderr)
         return _STATUS_STRICT
     if given.out:
-        _write(given.out, config)
+        arguments.write(given.out, config)
         if not given.json:
             print(f"\nwritten: {given.out}")
     elif not given.json:
@@ -170,12 +170,6 @@ def _count(found: draft.Translation, verdict: str) -> int:
 def _stem(name: str) -> str:
     """Returns a name for the config, that Python can import."""
     return re.sub(r"\W+", "_", pathlib.Path(name).stem).strip("_").lower() or "migrated"
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    with files.writing(path, "choose another --out"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, text)
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -118,8 +118,8 @@ def quantize(
         path: _kernel_like((*one.stack, *one.shape), wanted[f"{path}/{kind}"], kind) for path, one in kernels.items()
     }
     found: dict[str, jax.Array] = {}
-    for run in _runs(likes):
-        for path, kernel in make(run).items():
+    for run in tree.runs(likes, lambda path: tree.nbytes(likes[path]), MOST_BYTES):
+        for path, kernel in make({path: likes[path] for path in run}).items():
             parts = {name: wanted[f"{path}/{name}"] for name in (kind, quantized.SCALES)}
             stored = tuple((part.shape, part.sharding) for part in parts.values())
             made = _quantizer(kind, stored, len(kernels[path].stack))(kernel)
@@ -144,20 +144,6 @@ def _kernel_like(shape: tuple[int, ...], codes: Any, kind: str) -> jax.ShapeDtyp
     is_padded = quantized.shape_of({kind: codes}) != shape
     spec = P() if is_padded else codes.sharding.spec
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(codes.sharding.mesh, spec))
-
-
-def _runs(kernels: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns abstract kernels in runs of at most `MOST_BYTES`, or of one kernel."""
-    runs: list[dict[str, Any]] = []
-    held = 0
-    for path, like in kernels.items():
-        nbytes = tree.nbytes(like)
-        if not runs or held + nbytes > MOST_BYTES:
-            runs.append({})
-            held = 0
-        runs[-1][path] = like
-        held += nbytes
-    return runs
 
 
 @functools.lru_cache

@@ -97,7 +97,7 @@ def export(
     _check(leaves, tensors)
     tensors = [member for tensor in tensors for member in tensor.members]
     dtypes = dtypes_of(tensors, dtype, source)
-    shards = _pack(tensors, max_shard_bytes, dtypes)
+    shards = tensor_files.packed(tensors, lambda tensor: _nbytes(tensor, dtypes), max_shard_bytes)
     directory = pathlib.Path(directory).resolve()  # a link stays, and its folder is replaced
     is_primary = jax.process_index() == 0
     fetch = make_fetch(is_primary)
@@ -182,24 +182,6 @@ def dtypes_of(
 
 def _nbytes(tensor: layout.ModelTensor, dtypes: Mapping[str, np.dtype]) -> int:
     return dtypes[tensor.name].itemsize * math.prod(tensor.shape)
-
-
-def _pack(
-    tensors: list[layout.ModelTensor], max_bytes: int, dtypes: Mapping[str, np.dtype]
-) -> dict[str, list[layout.ModelTensor]]:
-    """Assigns tensors to files in order, each up to `max_bytes`. Returns {file name: tensors}."""
-    groups: list[list[layout.ModelTensor]] = [[]]
-    held = 0
-    for tensor in tensors:
-        nbytes = _nbytes(tensor, dtypes)
-        if groups[-1] and held + nbytes > max_bytes:
-            groups.append([])
-            held = 0
-        groups[-1].append(tensor)
-        held += nbytes
-    if len(groups) == 1:
-        return {ONE_FILE: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 def _carried(source: str | os.PathLike | None) -> list[pathlib.Path]:

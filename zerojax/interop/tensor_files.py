@@ -12,16 +12,17 @@ import mmap
 import os
 import pathlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from zerojax import bounded, errors
+from zerojax import bounded, errors, tree
 from zerojax.checkpoint import checksums
 from zerojax.errors import UserError
+from zerojax.tree import T
 
 CHECKSUMS = "checksums.json"  # of the weights beside it; other programs do not read it
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -68,6 +69,14 @@ class Entry(NamedTuple):
     def nbytes(self) -> int:
         """Returns its bytes."""
         return DTYPES[self.dtype].itemsize * math.prod(self.shape)
+
+
+def packed(tensors: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> dict[str, list[T]]:
+    """Returns {file name: its tensors}, in order, each file up to `most` bytes."""
+    files = tree.runs(tensors, nbytes_of, most) or [[]]
+    if len(files) == 1:
+        return {ONE_FILE: files[0]}
+    return {f"model-{number:05}-of-{len(files):05}.safetensors": own for number, own in enumerate(files, 1)}
 
 
 def read_folder(folder: pathlib.Path) -> dict[str, Entry]:

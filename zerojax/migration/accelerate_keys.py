@@ -11,6 +11,8 @@ from zerojax.migration.keys import IMPLIED, NO_EFFECT, OFF, ONE, TAKEN, UNSUPPOR
 
 _WAY = "what attention exchanges follows from heads, lengths and windows; the run says it"
 _JOIN = "zerojax launch, Slurm, Open MPI or Kubernetes start the processes and join them"
+_HOSTS = "start processes on the wanted hosts alone; CUDA_VISIBLE_DEVICES chooses a host's GPUs"
+_NEXT = "the backward pass gathers the next block's weights while a block runs"
 _BLOCKS = "the model family says which modules are blocks; `blocks=` in your own step"
 
 KEYS: Mapping[str, Key] = {
@@ -89,12 +91,8 @@ KEYS: Mapping[str, Key] = {
     "deepspeed_config.seq_parallel_communication_data_type": Key(NO_EFFECT, "there is no sequence parallelism"),
     "deepspeed_config.deepspeed_multinode_launcher": Key(IMPLIED, _JOIN),
     "deepspeed_config.deepspeed_hostfile": Key(IMPLIED, _JOIN + "; `zerojax migrate HOSTFILE` translates it"),
-    "deepspeed_config.deepspeed_exclusion_filter": Key(
-        IMPLIED, "start processes on the wanted hosts alone; CUDA_VISIBLE_DEVICES chooses a host's GPUs"
-    ),
-    "deepspeed_config.deepspeed_inclusion_filter": Key(
-        IMPLIED, "start processes on the wanted hosts alone; CUDA_VISIBLE_DEVICES chooses a host's GPUs"
-    ),
+    "deepspeed_config.deepspeed_exclusion_filter": Key(IMPLIED, _HOSTS),
+    "deepspeed_config.deepspeed_inclusion_filter": Key(IMPLIED, _HOSTS),
     "fsdp_config.version": Key(IMPLIED, "FSDP 1 and 2 are the same stages here"),
     "fsdp_config.sharding_strategy": Key(TAKEN, "", ("zero.stage", "mesh.replica")),
     "fsdp_config.reshard_after_forward": Key(TAKEN, "true: stage 3, false: stage 2", ("zero.stage", "mesh.replica")),
@@ -107,12 +105,8 @@ KEYS: Mapping[str, Key] = {
     "fsdp_config.auto_wrap_policy": Key(IMPLIED, _BLOCKS),
     "fsdp_config.transformer_layer_cls_to_wrap": Key(IMPLIED, _BLOCKS),
     "fsdp_config.min_num_params": Key(NO_EFFECT, _BLOCKS),
-    "fsdp_config.backward_prefetch": Key(
-        IMPLIED, "the backward pass gathers the next block's weights while a block runs"
-    ),
-    "fsdp_config.backward_prefetch_policy": Key(
-        IMPLIED, "the backward pass gathers the next block's weights while a block runs"
-    ),
+    "fsdp_config.backward_prefetch": Key(IMPLIED, _NEXT),
+    "fsdp_config.backward_prefetch_policy": Key(IMPLIED, _NEXT),
     "fsdp_config.forward_prefetch": Key(
         IMPLIED, "the forward pass gathers the next block's weights while a block runs"
     ),

@@ -55,6 +55,8 @@ PIPE = "layers are divided by their foretold times, or FLOPs, and passes of conf
 CONTEXT = "each device has a part of every sequence, and attention exchanges heads or keys, whichever the run says"
 TENSOR = "heads, the MLP's width, the vocabulary and, between matmuls, tokens are sharded, at any stage"
 _NO_FEEDBACK = "LoCo's error is a moving average that is reset; config.wire.error_feedback adds the last error instead"
+_NOT_FINITE = "a step whose numbers are not finite is not skipped: it ends the run, and is not saved"
+_AVERAGED = "gradients are averaged in float32, where the order of scaling does not matter"
 _ONE_BIT = "gradients are summed uncompressed; the optimizer without compression is taken"
 
 KEYS: Mapping[str, Key] = {
@@ -168,12 +170,8 @@ KEYS: Mapping[str, Key] = {
     # Precision
     "bf16.enabled": _taken("precision", "float32 master weights, as in DeepSpeed"),
     "bf16.immediate_grad_update": _no_effect("gradients are added up in config.reduce_dtype"),
-    "bf16.check_grad_overflow": _no_effect(
-        "a step whose numbers are not finite is not skipped: it ends the run, and is not saved"
-    ),
-    "bf16.check_overflow": _no_effect(
-        "a step whose numbers are not finite is not skipped: it ends the run, and is not saved"
-    ),
+    "bf16.check_grad_overflow": _no_effect(_NOT_FINITE),
+    "bf16.check_overflow": _no_effect(_NOT_FINITE),
     "bf16.auto_cast": _implied("floating inputs are cast to the compute dtype"),
     "bf16.bf16_master_weights_and_grads": Key(
         TAKEN, "bf16 weights without master weights, rounded stochastically", ("precision",), (False, None)
@@ -208,10 +206,8 @@ KEYS: Mapping[str, Key] = {
     "data_types.buffer_dtype": _no_effect("the models have no buffers"),
     "communication_data_type": _taken("reduce_dtype", "fp16 becomes fp32"),
     "fp32_allreduce": Key(TAKEN, "", ("reduce_dtype",), (False, None)),
-    "prescale_gradients": _implied("gradients are averaged in float32, where the order of scaling does not matter"),
-    "gradient_predivide_factor": _implied(
-        "gradients are averaged in float32, where the order of scaling does not matter"
-    ),
+    "prescale_gradients": _implied(_AVERAGED),
+    "gradient_predivide_factor": _implied(_AVERAGED),
     "gradient_allreduce_op": _unsupported("gradients are averaged over devices", "mean", None),
     "sparse_gradients": _unsupported("gradients of embeddings are dense", *OFF),
     "gradient_clipping": _taken("optimizer.clip_norm"),

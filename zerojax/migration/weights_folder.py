@@ -39,7 +39,9 @@ def write(
         held = next(iter(sorted(folder.iterdir())), None)
         if held is not None:
             raise UserError(f"{folder}: holds {held.name}; choose a new folder")
-        shards = {only_file: list(arrays)} if only_file else _pack(arrays, max_shard_bytes)
+        shards = {only_file: list(arrays)}
+        if not only_file:
+            shards = tensor_files.packed(arrays, lambda name: arrays[name].nbytes, max_shard_bytes)
         for name, group in shards.items():
             _write_file(folder / name, {key: arrays[key] for key in group})
         if len(shards) > 1:
@@ -52,21 +54,6 @@ def write(
         for name, path in (carried or {}).items():
             shutil.copyfile(path, folder / name)
         tensor_files.write_checksums(folder)
-
-
-def _pack(arrays: Mapping[str, np.ndarray], most: int) -> dict[str, list[str]]:
-    """Returns {file name: names of its arrays}."""
-    groups: list[list[str]] = [[]]
-    held = 0
-    for name, array in arrays.items():
-        if groups[-1] and held + array.nbytes > most:
-            groups.append([])
-            held = 0
-        groups[-1].append(name)
-        held += array.nbytes
-    if len(groups) == 1:
-        return {tensor_files.ONE_FILE: groups[0]}
-    return {f"model-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
 def _write_file(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -15,23 +15,11 @@ Schedule = Callable[[Any], Any]
 WARMUPS = deepspeed_schedules.WARMUPS
 
 
-def _constant(peak: float, warmup: int, steps: int, final: float) -> Schedule:
-    return optax.constant_schedule(peak)
-
-
-def _linear(peak: float, warmup: int, steps: int, final: float) -> Schedule:
-    return optax.linear_schedule(peak, peak * final, max(1, steps - warmup))
-
-
-def _cosine(peak: float, warmup: int, steps: int, final: float) -> Schedule:
-    return optax.cosine_decay_schedule(peak, max(1, steps - warmup), alpha=final)
-
-
-# name -> the schedule after the warm-up, counted from its end
-SCHEDULES: dict[str, Callable[[float, int, int, float], Schedule]] = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
+# name -> the schedule after the warm-up, counted from its end: peak, steps from there and final fraction of the peak -> schedule
+SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
+    "constant": lambda peak, steps, final: optax.constant_schedule(peak),
+    "linear": lambda peak, steps, final: optax.linear_schedule(peak, peak * final, steps),
+    "cosine": lambda peak, steps, final: optax.cosine_decay_schedule(peak, steps, alpha=final),
 }
 
 # DeepSpeed's, by its names: peak, warm-up steps and its form, steps, initial and final fraction of the peak -> schedule
@@ -86,7 +74,9 @@ def make(
     rise = optax.linear_schedule(peak * initial_fraction, peak, warmup_steps)
     if warmup == "log":
         rise = _logarithmic(peak * initial_fraction, peak, warmup_steps)
-    return optax.join_schedules([rise, SCHEDULES[schedule](peak, warmup_steps, steps, final_fraction)], [warmup_steps])
+    return optax.join_schedules(
+        [rise, SCHEDULES[schedule](peak, max(1, steps - warmup_steps), final_fraction)], [warmup_steps]
+    )
 
 
 def fitting_warmup(name: str, warmup_steps: float, steps: int) -> int:

@@ -39,21 +39,15 @@ def plan_config(
     config: settings_lib.Config,
     target: str,
     topology: str = "",
-    *,
-    compiler_options: Mapping[str, Any] | None = None,
-    host_rate: float | None = None,
-    disk_rate: float | None = None,
-    rates: rates_lib.GpuRates | None = None,
+    **how: Any,
 ) -> step_plan.Plan:
-    """Plans the trainer's step under a config. The target devices need not be present. `rates` are the clock's; None: the target's table.
+    """Plans the trainer's step under a config. The target devices need not be present. `how` is further for `step_plan.plan_step`.
 
     Raises:
       UserError: the config, the target or the topology is invalid, or an extra is not installed.
     """
     program = program_lib.build(config, devices=targets.devices(target, topology))
-    return plan_program(
-        program, target, compiler_options=compiler_options, host_rate=host_rate, disk_rate=disk_rate, rates=rates
-    )
+    return plan_program(program, target, **how)
 
 
 def partitions(
@@ -64,17 +58,8 @@ def partitions(
     return program.partition, program.baseline
 
 
-def plan_program(
-    program: program_lib.Program,
-    target: str,
-    *,
-    from_cache: bool = False,
-    compiler_options: Mapping[str, Any] | None = None,
-    host_rate: float | None = None,
-    disk_rate: float | None = None,
-    rates: rates_lib.GpuRates | None = None,
-) -> step_plan.Plan:
-    """Plans a built program on its own mesh; see `step_plan.plan_step`. Errors name config keys."""
+def plan_program(program: program_lib.Program, target: str, **how: Any) -> step_plan.Plan:
+    """Plans a built program on its own mesh. `how` is further for `step_plan.plan_step`. Errors name config keys."""
     config, sizes = program.config, program.sizes
     with names.of_config():
         return step_plan.plan_step(
@@ -88,13 +73,9 @@ def plan_program(
             compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
             passes=sizes.grad_accum,
             by_hand=True,
-            from_cache=from_cache,
-            compiler_options=compiler_options,
-            host_rate=host_rate,
-            disk_rate=disk_rate,
-            rates=rates,
             flops_per_token=program.flops_per_token,
             exchange=exchange_of(program),
+            **how,
         )
 
 

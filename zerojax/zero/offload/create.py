@@ -80,7 +80,9 @@ def from_parts(
         held |= part
         del part
         ready = [number for number, needed in needs.items() if needed <= held.keys()]
-        for run in _runs([number for number in ready if memory_kind.is_on_host(wanted[number])], wanted):
+        on_host = [number for number in ready if memory_kind.is_on_host(wanted[number])]
+        nbytes_of = lambda number: sum(map(tree.shard_bytes, jax.tree.leaves(wanted[number])))  # noqa: E731
+        for run in tree.runs(on_host, nbytes_of, MOST_BYTES):
             for number, found in zip(run, slices.evaluated(run, held)):
                 like = jax.tree.leaves(wanted[number])
                 moved = [keep(piece, abstract) for piece, abstract in zip(found, like)]
@@ -188,20 +190,6 @@ def _fill(
 
 def _slices(array: jax.Array, like: PyTree) -> list[Any]:
     return pieces.slices(like.lengths, like.dim, array) if pieces.is_pieces(like) else [array]
-
-
-def _runs(numbers: Sequence[int], wanted: Sequence[Any]) -> list[list[int]]:
-    """Returns the numbers in runs of leaves of at most `MOST_BYTES` on a device, or of one leaf."""
-    runs: list[list[int]] = []
-    held = 0
-    for number in numbers:
-        count = sum(tree.shard_bytes(piece) for piece in jax.tree.leaves(wanted[number]))
-        if not runs or held + count > MOST_BYTES:
-            runs.append([])
-            held = 0
-        runs[-1].append(number)
-        held += count
-    return runs
 
 
 def _fill_value(traced: jex.ClosedJaxpr, number: int) -> Any:

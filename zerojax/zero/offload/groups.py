@@ -8,6 +8,7 @@ update, of what stays on the device, makes the new ones.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -264,13 +265,8 @@ class _Parts:
 
 def _groups(items: Sequence[Item], chunk_bytes: int) -> list[Group]:
     """Returns runs of items of about `chunk_bytes`, each within a block of the model."""
-    groups: list[list[Item]] = []
-    for item in items:
-        is_full = bool(groups) and sum(i.nbytes for i in groups[-1]) + item.nbytes > chunk_bytes
-        if not groups or is_full or block_of(groups[-1][-1].weight) != block_of(item.weight):
-            groups.append([])
-        groups[-1].append(item)
-    return [Group(tuple(group)) for group in groups]
+    blocks = [list(block) for _, block in itertools.groupby(items, key=lambda item: block_of(item.weight))]
+    return [Group(tuple(run)) for block in blocks for run in tree.runs(block, lambda item: item.nbytes, chunk_bytes)]
 
 
 def block_of(weight: str) -> str:

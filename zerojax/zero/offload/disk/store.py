@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf
 from zerojax.zero.offload.disk import memory, scratch
@@ -382,12 +383,7 @@ class Store:
 
     def _runs(self, arrays: Sequence[DiskArray]) -> list[list[DiskArray]]:
         """Returns the arrays in runs that fit into a buffer each, or of one array."""
-        runs: list[list[DiskArray]] = []
-        for array in arrays:
-            if not runs or sum(map(bytes_of, runs[-1])) + bytes_of(array) > self._buffer_bytes:
-                runs.append([])
-            runs[-1].append(array)
-        return runs
+        return tree.runs(arrays, bytes_of, self._buffer_bytes)
 
     def _arrive(self, request: _Request, shardings: Sequence[Any]) -> list[jax.Array]:
         """Returns a request's arrays on the device. Runs in a thread."""
