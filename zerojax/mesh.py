@@ -170,6 +170,12 @@ def platform(where: Mesh | jax.Device | None = None) -> str:
     return "gpu" if name in ("cuda", "rocm") else name
 
 
+def capability(mesh: Mesh) -> float | None:
+    """Returns the compute capability of a mesh's NVIDIA GPUs, present or absent, such as 9.0; None of other devices."""
+    found = getattr(mesh.devices.flat[0], "compute_capability", None)
+    return None if found is None else float(found)
+
+
 def size(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> int:
     """Returns the number of devices along some axes together."""
     return math.prod(map(mesh.shape.__getitem__, axes))

@@ -148,6 +148,33 @@ def test_auto_is_cudnn_on_gpus_in_16_bits_where_the_family_can(wanted, known, pl
 
 
 @pytest.mark.parametrize(
+    "head_dim, capability, expected",
+    [
+        (128, 8.0, "cudnn"),
+        (192, 8.0, "xla"),
+        (192, 9.0, "cudnn"),
+        (256, 10.0, "cudnn"),
+        (264, 9.0, "xla"),
+        (20, 9.0, "xla"),
+    ],
+)
+def test_cudnn_takes_heads_as_wide_as_its_gpu_allows(head_dim, capability, expected):
+    given = {"head_dim": head_dim, "capability": capability}
+    assert attention.choose_kernel("auto", BOTH, "gpu", jnp.bfloat16, **given) == expected
+    if expected == "xla":
+        with pytest.raises(
+            UserError, match=f"cudnn takes heads .* and this model's have {head_dim}; set `attention=xla`"
+        ):
+            attention.choose_kernel("cudnn", BOTH, "gpu", jnp.bfloat16, **given)
+
+
+def test_arrays_that_cudnn_does_not_take_are_refused_in_one_line():
+    q = jnp.zeros((1, 4, 1, 192), jnp.bfloat16)
+    with pytest.raises(UserError, match="^attention: cudnn does not take these arrays; set `attention=xla` \\("):
+        jax.eval_shape(lambda q: attention.attend(q, q, q, "cudnn", is_causal=True), q)
+
+
+@pytest.mark.parametrize(
     "known, platform, dtype, message",
     [
         (BOTH, "cpu", jnp.bfloat16, "cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has cpu and bfloat16"),

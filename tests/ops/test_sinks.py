@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import zerojax
-from zerojax.ops import sinks, tokens
+from zerojax.ops import attention, sinks, tokens
 
 ROUNDING = 2e-6  # float32 sums in another order
 QUERIES, HEADS, KV_HEADS = 9, 4, 2
@@ -55,6 +55,32 @@ def test_a_sink_is_one_score_more_without_a_value_and_so_are_its_gradients(name)
     np.testing.assert_allclose(y, expected, atol=ROUNDING)
     for found, wanted in zip(pull(dy), theirs(dy)):
         np.testing.assert_allclose(found, wanted, atol=5 * ROUNDING)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_sinks_it_is_attention(name):
+    given, _ = CASES[name]
+    q, k, v, _ = drawn()
+    dy = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+    own = jax.vjp(lambda *qkv: sinks.attend(*qkv, "xla", sinks_H=None, **given), q, k, v)
+    theirs = jax.vjp(lambda *qkv: attention.attend(*qkv, "xla", **given), q, k, v)
+    found, wanted = ((y, *pull(dy)) for y, pull in (own, theirs))
+    if name == "no key":  # which JAX's attention gives the mean of all values, and nothing defines
+        assert all(not np.asarray(array).any() for array in found)
+        return
+    for array, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(array, expected, atol=5 * ROUNDING)
+
+
+def test_wide_heads_for_an_absent_gpu_call_its_kernels_in_both_passes():
+    shape = jax.ShapeDtypeStruct((2, 64, 2, 192), jnp.bfloat16)
+    segments = np.zeros((2, 64), np.int32)
+
+    def loss(q, k, v):
+        return tokens.attend(q, k, v, "cudnn", way=None, is_causal=True, segments_BT=segments).astype(jnp.float32).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(shape, shape, shape))
+    assert text.count("target_name=__cudnn$fmhaScaleBiasSoftmax") == 2
 
 
 def test_each_device_has_the_sinks_of_its_heads():

@@ -166,6 +166,13 @@ def heads(family: Family, config: ModelConfig) -> str:
     return "" if config.tie_embeddings and not family.is_classifier else family.heads
 
 
+def head_dim(config: ModelConfig) -> int:
+    """Returns the dims of a head of attention, as kernels get them."""
+    latent = getattr(config, "latent", None)
+    own = getattr(config, "head_dim", 0) or config.embed_dim // config.num_heads
+    return own if latent is None else max(own, latent.value_dim)
+
+
 def parts_to_initialise(parts: Callable[[Any], Parts], config: ModelConfig) -> Parts:
     """Returns the parts of a config, with which any device can trace their initialisation.
 

@@ -19,7 +19,9 @@ from zerojax.errors import UserError
 from zerojax.ops import softcap
 
 Kernel = Literal["xla", "cudnn", "splash"]  # the last two never materialise the scores
+NARROW, WIDEST = 128, 256  # the most dims of a head that cuDNN's kernel takes: on any GPU, and from Hopper on
 LANES = 128  # sequences of splash attention are a multiple of it
+_HOPPER = 9.0
 _BLOCKS = (512, 256, LANES)  # queries, and keys, of a tile; the largest that divides is taken
 
 
@@ -73,13 +75,12 @@ def attend(
         )
     if mesh_lib.rest():
         attended = of_heads(attended, q_BTHN.shape[2], k_BSKN.shape[2])
-    y_BTHN = attended(
-        q_BTHN,
-        k_BSKN,
-        v_BSKN,
-        bias[None] if bias is not None and bias.ndim == 3 else bias,
-        mask if mask is None else mask[:, None, None, :] if mask.ndim == 2 else mask[:, None],
-    )
+    bias = bias[None] if bias is not None and bias.ndim == 3 else bias
+    masks = mask if mask is None else mask[:, None, None, :] if mask.ndim == 2 else mask[:, None]
+    try:
+        y_BTHN = attended(q_BTHN, k_BSKN, v_BSKN, bias, masks)
+    except NotImplementedError as error:  # JAX knows what cuDNN takes, such as an even number of positions with masks
+        raise UserError(f"attention: {kernel} does not take these arrays; set `attention=xla` ({error})") from error
     if is_causal and mask is not None and not cap:
         sees_BT = _sees_a_key(mask, q_BTHN.shape[1], window)
         y_BTHN = jnp.where(sees_BT[:, :, None, None], y_BTHN, 0)
@@ -200,9 +201,17 @@ def _splash_can_run(q_BTHN: jax.Array, k_BSKN: jax.Array) -> bool:
 
 
 def choose_kernel(
-    attention: str, known: Sequence[str], platform: str, compute_dtype: DTypeLike, length: int | None = None
+    attention: str,
+    known: Sequence[str],
+    platform: str,
+    compute_dtype: DTypeLike,
+    length: int | None = None,
+    *,
+    head_dim: int | None = None,
+    capability: float | None = None,
 ) -> Kernel:
-    """Returns the kernel to run. "auto" takes, in 16-bit arithmetic, cuDNN's on GPUs and splash on TPUs, and XLA's elsewhere.
+    """Returns the kernel to run. "auto" takes, in 16-bit arithmetic, cuDNN's on GPUs and splash on TPUs, and XLA's elsewhere, and where
+    cuDNN's does not take the model's heads.
 
     Args:
       attention: "auto", or a kernel.
@@ -210,6 +219,8 @@ def choose_kernel(
       platform: of the devices, as returned by `mesh.platform`.
       compute_dtype: the dtype of the matmuls.
       length: positions of a sequence in training; None: not known.
+      head_dim: of the model's heads; None: not known.
+      capability: the GPUs' compute capability (`mesh.capability`); None: not known.
 
     Raises:
       UserError: the wanted kernel cannot run.
@@ -225,6 +236,14 @@ def choose_kernel(
             f"attention: cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has {platform} and "
             f"{jnp.dtype(compute_dtype).name}; set `attention=xla`"
         )
+    widest = WIDEST if capability is None or capability >= _HOPPER else NARROW
+    takes_heads = head_dim is None or (head_dim <= widest and head_dim % 8 == 0)
+    if attention == "cudnn" and not takes_heads:
+        raise UserError(
+            f"attention: cudnn takes heads of a multiple of 8 dims, at most {widest} on these GPUs, and this model's have {head_dim}; "
+            "set `attention=xla`"
+        )
+    can_cudnn &= takes_heads
     can_splash = "splash" in known and platform == "tpu" and compute_dtype == jnp.bfloat16 and not (length or 0) % LANES
     if attention == "splash" and not can_splash:
         raise UserError(

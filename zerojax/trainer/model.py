@@ -125,7 +125,15 @@ def choose(
     known = ("xla",) if is_capped(model) else family.attention
     if has_sinks(model):
         known = tuple(kernel for kernel in known if kernel != "splash")  # which returns no log-sum-exps
-    chosen = attention.choose_kernel(config.model.attention, known, platform, compute_dtype, config.seq_len)
+    chosen = attention.choose_kernel(
+        config.model.attention,
+        known,
+        platform,
+        compute_dtype,
+        config.seq_len,
+        head_dim=family_lib.head_dim(model),
+        capability=mesh_lib.capability(mesh),
+    )
     if config.model.dropout and not hasattr(model, "dropout"):
         raise UserError(
             f"config.model.dropout: is {config.model.dropout}, and the model of {name} has no dropout; set --config.model.dropout=0"

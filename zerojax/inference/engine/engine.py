@@ -126,7 +126,14 @@ class Engine:
         wide = jnp.dtype(dtype or max(floats, key=lambda found: found.itemsize))
         config = dataclasses.replace(
             model.config,
-            attention=attention.choose_kernel("auto", family.attention, mesh_lib.platform(mesh), wide),
+            attention=attention.choose_kernel(
+                "auto",
+                family.attention,
+                mesh_lib.platform(mesh),
+                wide,
+                head_dim=family_lib.head_dim(model.config),
+                capability=mesh_lib.capability(mesh),
+            ),
         )
         axes: tuple[str, ...] = ()
         if is_streamed:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 from jax.sharding import Mesh
 
+from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8, tiles
@@ -133,8 +134,8 @@ def _ends(blocks: Collection[str], first: int, last: int) -> set[str]:
 def check_devices(mesh: Mesh) -> None:
     """Raises a UserError if the devices of a mesh multiply nothing in fp8. CPUs emulate it."""
     device = mesh.devices.flat[0]
-    capability = getattr(device, "compute_capability", None)
-    is_old_gpu = device.platform == "gpu" and capability is not None and float(capability) < _FIRST_GPU
+    capability = mesh_lib.capability(mesh)
+    is_old_gpu = device.platform == "gpu" and capability is not None and capability < _FIRST_GPU
     if is_old_gpu or (device.platform == "tpu" and device.device_kind not in _TPUS):
         raise UserError(
             f"fp8: {device.device_kind} has no arithmetic in fp8 (GPUs have it from compute capability {_FIRST_GPU}, Ada and Hopper, on); "
