@@ -5,8 +5,8 @@ query's scores and s its head's sink, it is one more block of keys, whose values
 
     l' = log(exp(l) + exp(s))    y' = exp(l - l') y    ds = -sum exp(s - l') (dy' y')
 
-so that any kernel that returns l computes it, and the gradients of q, k and v are those of a block (`attention_blocks`). Without sinks it is
-attention by the same kernels, which JAX's own check of the local GPU does not keep from programs for absent ones.
+so that any kernel that returns l computes it, and the gradients of q, k and v are those of a block (`attention_blocks`). Without sinks
+it is attention by the same kernels, which JAX's own check of the local GPU does not keep from programs for absent ones.
 
 Shapes: B batch, T queries, S keys, H query heads, K key and value heads, N head dim.
 """

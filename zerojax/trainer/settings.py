@@ -216,7 +216,7 @@ class ModelSettings:
         'True: room for texts of hundreds of thousands of tokens, by tile_tokens=8192, remat="attention" and offload=r"layer_\\d+", where '
         "these have their defaults")
     attention: str = setting("auto", ("auto", "xla", "cudnn", "splash"),
-        '"xla", "cudnn" (from Ampere on, 16 bits, heads of 128 dims, on Hopper 256), "splash" (TPUs, bf16), or "auto": by device and precision')
+        '"xla", "cudnn" (from Ampere on, 16 bits, heads of 128 or 256 dims), "splash" (TPUs, bf16), or "auto": by device and precision')
     dropout: float = setting(0.0, SHARE,
         "in training, of encoder-decoders: the share of embeddings and of outputs of residual branches that is set to 0")
 
