@@ -170,7 +170,7 @@ def test_cudnn_takes_heads_as_wide_as_its_gpu_allows(head_dim, capability, expec
 
 def test_arrays_that_cudnn_does_not_take_are_refused_in_one_line():
     q = jnp.zeros((1, 4, 1, 192), jnp.bfloat16)
-    with pytest.raises(UserError, match="^attention: cudnn does not take these arrays; set `attention=xla` \\("):
+    with pytest.raises(UserError, match=r"^attention: cudnn does not take these arrays; set `attention=xla` \("):
         jax.eval_shape(lambda q: attention.attend(q, q, q, "cudnn", is_causal=True), q)
 
 
