@@ -6,7 +6,10 @@
 >>> state, metrics = train_step(state, batch)
 """
 
+import inspect as _inspect
+
 import zerojax.launch.early  # noqa: F401  first: it ends a command that is stopped during the imports below
+from zerojax import signatures as _signatures
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
 from zerojax.inference.engine.engine import Engine
@@ -91,3 +94,7 @@ __all__ = [
     "with_master_weights",
     "with_unsent",
 ]
+
+globals().update(
+    {_name: _signatures.checked(_found) for _name in __all__ if _inspect.isfunction(_found := globals()[_name])}
+)

@@ -25,6 +25,7 @@ GROUND = {
     "mesh",
     "precision",
     "roles",
+    "signatures",
     "specs",
     "train_state",
     "traces",

@@ -114,7 +114,7 @@ def dot_general(
 
 def check_recipe(recipe: str) -> None:
     """Raises UserError for a recipe that is unknown."""
-    if recipe not in RECIPES:
+    if not isinstance(recipe, str) or recipe not in RECIPES:
         raise UserError(f"recipe: must be one of {', '.join(RECIPES)}, and is {recipe!r}")
 
 

@@ -122,7 +122,7 @@ class DynamicLossScale:
             raise UserError(
                 f"loss_scale.min_scale: {self.min_scale} is above init_scale={self.init_scale}; set it to that or less"
             )
-        if self.on_minimum not in ON_MINIMUM:
+        if not isinstance(self.on_minimum, str) or self.on_minimum not in ON_MINIMUM:
             raise UserError(
                 f"loss_scale.on_minimum: must be one of {', '.join(ON_MINIMUM)}, and is {self.on_minimum!r}"
             )

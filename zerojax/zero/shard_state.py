@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax import roles, tree
+from zerojax import roles, signatures, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
@@ -17,6 +17,8 @@ from zerojax.zero import padding, stages
 from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import create
 from zerojax.zero.pipeline import state as pipeline_state
+
+_partition_state = signatures.checked(stages.partition_state)  # whose options `shard_train_state` takes unseen
 
 
 def shard_train_state(
@@ -52,7 +54,7 @@ def shard_train_state(
     if callable(state_or_init) and jax.tree_util.all_leaves([state_or_init]):
         traced, init = _close_over_settings(state_or_init, init_args, trainable)
         abstract_state = jax.eval_shape(init, *traced)
-        partition = stages.partition_state(abstract_state, mesh=mesh, stage=stage, trainable=trainable, **options)
+        partition = _partition_state(abstract_state, mesh=mesh, stage=stage, trainable=trainable, **options)
         if partition.pipeline:
             leaves = pipeline_state.created(
                 lambda *args: padding.pad(init(*args), partition.on_device),
@@ -78,7 +80,7 @@ def shard_train_state(
     if init_args:
         raise UserError("shard_train_state: init arguments need an init function, and the first argument is a state")
     state = _trained(_checked(state_or_init), trainable)
-    partition = stages.partition_state(state, mesh=mesh, stage=stage, trainable=trainable, **options)
+    partition = _partition_state(state, mesh=mesh, stage=stage, trainable=trainable, **options)
     if partition.offload:
         stored, keep = jax.tree.leaves(padding.pad(state, partition.on_device)), create.begin(partition)
         leaves = create.from_leaves(stored, partition.abstract_state, keep, _copy_to)

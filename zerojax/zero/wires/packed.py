@@ -62,7 +62,7 @@ class PackedWires:
 
     def __post_init__(self) -> None:
         for name, known in (("weights", WEIGHTS), ("gradients", GRADIENTS)):
-            if getattr(self, name) not in known:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
                 raise UserError(
                     f"wire.{name}: {errors.shown(getattr(self, name))} is not known; {errors.choose(getattr(self, name), known)}"
                 )

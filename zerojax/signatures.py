@@ -1,0 +1,136 @@
+"""Compares the arguments of public functions with their annotations. This module refuses those of another type in one line.
+
+`zerojax` puts it around the functions that it offers. Rooms call each other without it, and judge values (ranges, names, regexes) where
+they read them.
+"""
+
+import collections.abc
+import functools
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar, Union
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from zerojax import errors
+from zerojax.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., Any])
+_BOOLS = (bool, np.bool_)
+_DTYPES = frozenset(typing.get_args(DTypeLike))
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def checked(function: F) -> F:
+    """Returns a function that raises a UserError where an argument is not of its annotation, such as "stage: must be a whole number"."""
+    signature = inspect.signature(function)
+    hints = typing.get_type_hints(function)
+    named = [name for name, one in signature.parameters.items() if one.kind not in _OPEN and name in hints]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # one lacks or is unknown, which Python says of the function itself
+            return function(*args, **kwargs)
+        for name in named:
+            if name in given and not is_of(given[name], hints[name]):
+                raise UserError(f"{name}: must be {words(hints[name])}, and is {_shown(given[name])}")
+        return function(*args, **kwargs)
+
+    return typing.cast(F, call)
+
+
+def is_of(value: Any, hint: Any) -> bool:
+    """Returns whether a value is of a type; of a type that says nothing, such as `Any`, every value is.
+
+    Numbers of numpy are numbers, True is none, and nan is none either. Whatever has a shape and a dtype is an array.
+    """
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        if set(inner) >= _DTYPES and value is not None:
+            return _is_dtype(value)
+        return any(is_of(value, one) for one in inner)
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and (Ellipsis in inner or _fits(value, inner))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and _all_are(value.keys(), inner[0]) and _all_are(value.values(), inner[1])
+    if isinstance(origin, type) and issubclass(origin, Iterable):
+        is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, jax.Array))
+        return is_list and (not isinstance(value, Collection) or _all_are(value, inner[0]))
+    if hint in (int, float):
+        return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool) and not _is_nan(value)
+    if hint is bool:
+        return isinstance(value, _BOOLS)
+    if hint is jax.Array:
+        return hasattr(value, "shape") and hasattr(value, "dtype")
+    if getattr(hint, "_is_protocol", False):
+        return all(hasattr(value, name) for name in vars(hint) if not name.startswith("_"))
+    kind = origin or hint
+    return isinstance(value, kind) if isinstance(kind, type) and kind is not Any else True
+
+
+_NUMBERS: Mapping[type, type] = {int: numbers.Integral, float: numbers.Real}
+_WORDS: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    jax.Array: "an array",
+    type(None): "None",
+}
+
+
+def words(hint: Any) -> str:
+    """Returns a type in words."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        is_dtype = set(inner) >= _DTYPES
+        rest = [words(one) for one in inner if not (is_dtype and one in _DTYPES)]
+        return " or ".join(dict.fromkeys((["a dtype"] if is_dtype else []) + rest))
+    if origin is collections.abc.Callable:
+        return "a function"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "a dict" if inner[1] is Any else f"a dict by name, of which each is {words(inner[1])}"
+    if origin is tuple:
+        return f"({', '.join(map(words, inner))})"
+    if isinstance(origin, type) and issubclass(origin, Iterable):
+        return f"a list of which each is {words(inner[0])}"
+    name = getattr(hint, "__name__", str(hint))
+    return _WORDS.get(hint) or f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def _fits(values: Collection[Any], hints: tuple) -> bool:
+    return len(values) == len(hints) and all(map(is_of, values, hints))
+
+
+def _all_are(values: Iterable[Any], hint: Any) -> bool:
+    return all(is_of(value, hint) for value in values)
+
+
+def _is_dtype(value: Any) -> bool:
+    try:
+        jnp.dtype(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) and math.isnan(value)
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as errors show it; of arrays their type alone, as their numbers may be on many devices."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} {value.dtype}{list(value.shape)}"
+    return errors.shown(value)
