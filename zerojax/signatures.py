@@ -7,7 +7,6 @@ they read them.
 import collections.abc
 import functools
 import inspect
-import math
 import numbers
 import types
 import typing
@@ -25,6 +24,7 @@ from zerojax.errors import UserError
 F = TypeVar("F", bound=Callable[..., Any])
 _BOOLS = (bool, np.bool_)
 _DTYPES = frozenset(typing.get_args(DTypeLike))
+_NO_DTYPES = (jax.Array, np.ndarray, np.generic, dict, list, tuple)  # although numpy makes one of these
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -51,7 +51,7 @@ def checked(function: F) -> F:
 def is_of(value: Any, hint: Any) -> bool:
     """Returns whether a value is of a type; of a type that says nothing, such as `Any`, every value is.
 
-    Numbers of numpy are numbers, True is none, and nan is none either. Whatever has a shape and a dtype is an array.
+    Numbers of numpy and arrays of one number are numbers, and True is none. Whatever has a shape and a dtype is an array.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -61,14 +61,17 @@ def is_of(value: Any, hint: Any) -> bool:
     if origin is collections.abc.Callable:
         return callable(value)
     if origin is tuple:
-        return isinstance(value, (tuple, list)) and (Ellipsis in inner or _fits(value, inner))
+        hints = inner[:1] * len(value) if isinstance(value, (tuple, list)) and Ellipsis in inner else inner
+        return isinstance(value, (tuple, list)) and _fits(value, hints)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return isinstance(value, Mapping) and _all_are(value.keys(), inner[0]) and _all_are(value.values(), inner[1])
     if isinstance(origin, type) and issubclass(origin, Iterable):
         is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, jax.Array))
         return is_list and (not isinstance(value, Collection) or _all_are(value, inner[0]))
     if hint in (int, float):
-        return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool) and not _is_nan(value)
+        kind, of = (numbers.Real, jnp.number) if hint is float else (numbers.Integral, jnp.integer)
+        is_scalar = getattr(value, "shape", None) == () and jnp.issubdtype(getattr(value, "dtype", bool), of)
+        return is_scalar or (isinstance(value, kind) and not isinstance(value, _BOOLS))
     if hint is bool:
         return isinstance(value, _BOOLS)
     if hint is jax.Array:
@@ -79,7 +82,6 @@ def is_of(value: Any, hint: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) and kind is not Any else True
 
 
-_NUMBERS: Mapping[type, type] = {int: numbers.Integral, float: numbers.Real}
 _WORDS: Mapping[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -122,11 +124,7 @@ def _is_dtype(value: Any) -> bool:
         jnp.dtype(value)
     except (TypeError, ValueError):
         return False
-    return True
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) and math.isnan(value)
+    return not isinstance(value, _NO_DTYPES)
 
 
 def _shown(value: Any) -> str:

@@ -24,6 +24,7 @@ def path_string(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+_OF_NO_NUMBERS = "OSUMm"  # kinds of numpy's dtypes: objects, bytes, texts, dates, times
 IsLeaf = Callable[[Any], bool] | None
 
 
@@ -109,12 +110,21 @@ def abstract(tree: PyTree) -> PyTree:
 def with_arrays_alone(tree: PyTree) -> PyTree:
     """Returns the tree. Raises UserError if a leaf is no array, such as the functions in modules of Equinox."""
     for path, leaf in flatten(tree):
-        if callable(leaf) or isinstance(leaf, str):
+        if not is_array(leaf):
             raise errors.UserError(
-                f"{path}: is {leaf!r}, and every leaf of a state must be an array or a number; keep the arrays alone in it "
-                "(equinox.partition(model, equinox.is_array)), and combine them with the rest in the loss function"
+                f"{path or 'state'}: is {errors.shown(leaf)}, and every leaf of a state must be an array or a number; keep the arrays "
+                "alone in it (equinox.partition(model, equinox.is_array)), and combine them with the rest in the loss function"
             )
     return tree
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether JAX takes a leaf: an array, abstract array or random key, or a number. Arrays of texts or of objects are none."""
+    try:
+        dtype = dtype_of(leaf)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return not callable(leaf) and not (isinstance(dtype, np.dtype) and dtype.kind in _OF_NO_NUMBERS)
 
 
 def dtype_of(leaf: Leaf) -> Any:

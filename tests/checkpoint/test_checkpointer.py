@@ -385,7 +385,7 @@ def test_the_newest_intact_step_is_found(three_steps, tmp_path):
 )
 def test_numbers_that_would_delete_all_checkpoints_are_refused(tmp_path, kept):
     name = next(iter(kept))
-    assert f"{name}: must be a whole number of at least" in error_of(open_in, tmp_path, **kept)
+    assert f"{name}: must be a whole number" in error_of(open_in, tmp_path, **kept)
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
@@ -394,6 +394,14 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
             assert "step: must be a whole number of at least 0" in error_of(saver.save, step, small_state(0))
         assert "data_state: is saved as JSON" in error_of(saver.save, 1, small_state(0), {"at": object()})
         assert "meta: is saved as JSON" in error_of(saver.save, 1, small_state(0), meta={"at": {1, 2}})
+        assert "data_state: is saved as JSON" in error_of(saver.save, 1, small_state(0), 3)
+        assert "partition: must be the Partition of the state, and is 3" in error_of(
+            saver.save, 1, small_state(0), partition=3
+        )
+        assert "eval_loss: must be a number, and is 'x'" in error_of(saver.save, 1, small_state(0), eval_loss="x")
+        for leaf in ("text", object(), len, np.array(["text"])):
+            assert "a: is " in error_of(saver.save, 1, {"a": leaf})
+        assert "step: must be a whole number or None, and is [1]" in error_of(saver.restore, [1], small_state(0))
     assert not os.listdir(tmp_path)
 
 

@@ -30,7 +30,7 @@ def shard(init=init, mesh=None, **options):
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), "x", None, True])
 def test_a_limit_that_would_turn_gradients_round_is_refused(value):
-    with pytest.raises(UserError, match=r"^clip_norm: must be above 0, or 0 for no limit, and is "):
+    with pytest.raises(UserError, match=r"^clip_norm: must be (above 0, or 0 for no limit|a number), and is "):
         zerojax.make_train_step(loss_fn, shard()[1], clip_norm=value)
 
 
@@ -126,6 +126,17 @@ def test_a_mesh_with_a_data_axis_is_enough(mesh, reduce_dtype):
 
     expected = losses(zerojax.make_mesh(), jax.P(("replica", "data")))
     np.testing.assert_allclose(losses(mesh(), jax.P("data")), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("leaf", ["a text", ["a", "text"], np.array(["a"]), np.array([None]), object(), len])
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+def test_a_batch_with_texts_is_refused_with_their_place(leaf, reduce_dtype):
+    state, partition = shard()
+    step = zerojax.make_train_step(loss_fn, partition, reduce_dtype=reduce_dtype)
+    with pytest.raises(
+        UserError, match=r"^batch/text(/0)?: is .*, and every leaf of a batch must be an array or a num"
+    ):
+        step(state, {"x": BATCH, "text": leaf})
 
 
 def test_a_batch_on_another_device_is_refused_with_the_call_that_moves_it():

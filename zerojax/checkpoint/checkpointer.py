@@ -24,7 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from zerojax import errors, tree
+from zerojax import errors, signatures, tree
 from zerojax.checkpoint import files as step_files
 from zerojax.checkpoint import in_file, logical
 from zerojax.checkpoint import lock as lock_lib
@@ -75,6 +75,7 @@ class Checkpointer:
     ...     state, data_state = saver.restore(None, partition)  # of any stage and mesh
     """
 
+    @signatures.checked
     def __init__(self, directory: str | os.PathLike, *, keep_last: int = 2, keep_best: int = 0, run_id: str = ""):
         """Opens or creates `directory`. The first save removes unfinished steps of killed saves.
 
@@ -137,6 +138,9 @@ class Checkpointer:
             argument cannot be saved. The last complete checkpoint is untouched.
         """
         step = _count("step", step, 0)
+        if not signatures.is_of(partition, StateLayout | None):
+            raise UserError(f"partition: must be the Partition of the state, and is {errors.shown(partition)}")
+        tree.with_arrays_alone(state)
         padded = {} if partition is None else _padded_shapes(partition, state)
         rows, about = _as_json("data_state", data_state or {}), _as_json("meta", meta or {})
         manager = self._open_to_write()
@@ -144,7 +148,7 @@ class Checkpointer:
         if os.path.lexists(self.directory / str(step)):
             step_files.intact(self.directory, step, step_files.NONE)
             return
-        loss = math.inf if eval_loss is None or math.isnan(eval_loss) else float(eval_loss)
+        loss = _loss(eval_loss)
         beside = {"eval_loss": None if loss == math.inf else loss, "padded": padded}
         stored = logical.to_stored(state)
         items = ocp.args.Composite(
@@ -233,6 +237,7 @@ class Checkpointer:
         with self._read(step):
             return step_files.read_json(path, "data")
 
+    @signatures.checked
     def restore(
         self,
         step: int | None,
@@ -510,10 +515,19 @@ def _resized(array: Any, wanted: jax.ShapeDtypeStruct) -> np.ndarray:
     return np.pad(cut, [(0, want - have) for want, have in zip(wanted.shape, cut.shape)])
 
 
+def _loss(value: Any) -> float:
+    """Returns an evaluation loss by which steps are ranked: infinity for None and NaN."""
+    try:
+        number = math.inf if value is None else float(value)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"eval_loss: must be a number, and is {errors.shown(value)}") from error
+    return math.inf if math.isnan(number) else number
+
+
 def _as_json(name: str, value: Mapping) -> dict:
     """Returns a copy through JSON, so that later changes to `value` do not reach the background write."""
     try:
-        return json.loads(json.dumps(value))
+        return dict(json.loads(json.dumps(value)))
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"{name}: is saved as JSON, and is not fit for it ({error}); pass numbers, texts, lists and dicts"

@@ -82,7 +82,7 @@ def from_deepspeed_config(
     >>> train_step = zerojax.make_train_step(loss_fn, partition, **found.step)
     """
     devices = len(jax.devices()) if devices is None else devices
-    found = _of_program(translate.translate(config, version=version, devices=devices, auto=auto))
+    found = _of_program(translate.translate(config, version=tuple(version), devices=devices, auto=auto))
     given = _Given(config, auto or {})
     schedule, tx, own = _optimizer(found, given)
     for start, why in _UNREAD.items():

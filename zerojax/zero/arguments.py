@@ -149,7 +149,7 @@ def of_call(partition: partition_lib.Partition) -> dict[str, Any]:
     """Returns the checks of a step's calls, as arguments of `xla_options.jit`."""
     return {
         "before": lambda state, batch: is_usable(state),
-        "explained": lambda state, batch: explained(partition, state) or elsewhere(partition, batch),
+        "explained": lambda state, batch: explained(partition, state) or unusable(partition, batch),
     }
 
 
@@ -173,9 +173,13 @@ def explained(partition: partition_lib.Partition, state: State) -> UserError | N
     return None
 
 
-def elsewhere(partition: partition_lib.Partition, batch: PyTree) -> UserError | None:
-    """Returns the error for a batch that is committed to other devices than the partition's, or None if it is not."""
+def unusable(partition: partition_lib.Partition, batch: PyTree) -> UserError | None:
+    """Returns the error for a batch with leaves that are no arrays, or are committed to other devices than the partition's, or None."""
     for path, leaf in tree.flatten(batch):
+        if not tree.is_array(leaf):
+            return UserError(
+                f"batch/{path}: is {errors.shown(leaf)}, and every leaf of a batch must be an array or a number; leave it out of the batch"
+            )
         if (
             isinstance(leaf, jax.Array)
             and leaf.committed
