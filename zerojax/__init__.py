@@ -6,10 +6,8 @@
 >>> state, metrics = train_step(state, batch)
 """
 
-import inspect as _inspect
-
 import zerojax.launch.early  # noqa: F401  first: it ends a command that is stopped during the imports below
-from zerojax import signatures as _signatures
+import zerojax.signatures
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
 from zerojax.inference.engine.engine import Engine
@@ -95,6 +93,4 @@ __all__ = [
     "with_unsent",
 ]
 
-globals().update(
-    {_name: _signatures.checked(_found) for _name in __all__ if _inspect.isfunction(_found := globals()[_name])}
-)
+globals().update(zerojax.signatures.all_checked({name: globals()[name] for name in __all__}))

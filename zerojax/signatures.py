@@ -48,6 +48,11 @@ def checked(function: F) -> F:
     return typing.cast(F, call)
 
 
+def all_checked(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of some names that are functions, `checked`."""
+    return {name: checked(one) for name, one in found.items() if inspect.isfunction(one)}
+
+
 def is_of(value: Any, hint: Any) -> bool:
     """Returns whether a value is of a type; of a type that says nothing, such as `Any`, every value is.
 
