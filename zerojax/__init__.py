@@ -6,7 +6,7 @@
 >>> state, metrics = train_step(state, batch)
 """
 
-import zerojax.launch.early  # noqa: F401  first: it ends a command that is stopped during the imports below
+import zerojax.launch.early  # first: it ends a command that is stopped during the imports below
 import zerojax.signatures
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
