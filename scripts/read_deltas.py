@@ -74,11 +74,15 @@ def main() -> None:
             2,
             f"{options.folder}: holds no index.json that can be read ({error}); name the folder WORKDIR/deltas of a run\n",
         )
-    nbytes = 0
-    for name, tensor in tensors(options.folder, found, options.since):
-        nbytes += tensor.numel() * tensor.element_size()
-        print(name, tuple(tensor.shape), tensor.dtype, "step", found["tensors"][name]["step"])
-    print(f"step {found['step']}: {nbytes:,} bytes after step {options.since}")
+    try:
+        nbytes = 0
+        for name, tensor in tensors(options.folder, found, options.since):
+            nbytes += tensor.numel() * tensor.element_size()
+            print(name, tuple(tensor.shape), tensor.dtype, "step", found["tensors"][name]["step"])
+        print(f"step {found['step']}: {nbytes:,} bytes after step {options.since}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        parser.exit(2, f"{options.folder}: is damaged, or changed while it was read ({line}); read or copy it again\n")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ def checked(function: F) -> F:
     signature = inspect.signature(function)
     hints = typing.get_type_hints(function)
     named = [name for name, one in signature.parameters.items() if one.kind not in _OPEN and name in hints]
+    if not named:
+        return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -187,7 +187,7 @@ def _take_steps(
                 profile=profile,
                 stop=stop,
                 patience=patience,
-                publish=lambda step, state: _publish(program, state, folder, step),
+                publish=lambda step, state: _publish(program, state, folder, step, start.step),
                 next_batch=None if asked is None else lambda step, state: asked.next(step, state.params),
                 is_unevaluated=_is_unevaluated(start),
             )
@@ -398,8 +398,9 @@ def _when(config: settings_lib.Config, epoch_ends: tuple[int, ...] = ()) -> loop
     )
 
 
-def _publish(program: program_lib.Program, state: State, folder: pathlib.Path, step: int) -> None:
-    found = results.publish(program, state, folder / "deltas", step)
+def _publish(program: program_lib.Program, state: State, folder: pathlib.Path, step: int, start: int) -> None:
+    is_first = step - program.config.export.deltas_every <= start
+    found = results.publish(program, state, folder / "deltas", step, is_first=is_first)
     say(f"step {step}: {found.tensors} of {found.of} tensors published, {display.human(found.nbytes)}")
 
 

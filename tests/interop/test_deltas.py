@@ -78,7 +78,9 @@ def test_steps_that_no_index_names_are_removed_and_a_step_before_the_newest_is_w
     for step in (1, 2, 3):
         published(drawn(model, step), model, tmp_path, step)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "index.json"]
+    earlier = reader.index(str(tmp_path))
     again = published(drawn(model, 2), model, tmp_path, 2)
+    assert len(dict(reader.tensors(str(tmp_path), earlier))) == again.of  # of a reader that has just read the index
     assert again.tensors == again.of
     assert len(dict(reader.tensors(str(tmp_path), reader.index(str(tmp_path))))) == again.of
 
@@ -109,6 +111,26 @@ def test_damage_is_told(reader, model, tmp_path):
     (tmp_path / "index.json").write_text("[]")
     with pytest.raises(UserError, match=r"index.json: is no index of weights"):
         published(drawn(model, 0), model, tmp_path, 2)
+
+
+@pytest.mark.parametrize("how", ["bit", "cut", "gone", "other", "index"])
+def test_a_list_of_a_damaged_folder_is_one_line(how, reader, model, tmp_path, monkeypatch, capsys):
+    published(drawn(model, 0), model, tmp_path, 1)
+    (file,) = (tmp_path / "1").iterdir()
+    content = file.read_bytes()
+    if how == "index":
+        (tmp_path / "index.json").write_text('{"step": 1, "tensors": {"a": 3}}')
+    elif how == "gone":
+        file.unlink()
+    else:
+        bit = content[:-1] + bytes([content[-1] ^ 1])
+        other = safetensors.numpy.save({"a": np.zeros(1)})
+        file.write_bytes({"bit": bit, "cut": content[:-9], "other": other}[how])
+    monkeypatch.setattr("sys.argv", ["read_deltas.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        reader.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path}: is damaged, or changed while it was read")
 
 
 @pytest.mark.parametrize("damage", [{"step": 1e999}, {"tensors": {"a": {"step": 1, "file": 5, "checksum": []}}}])
@@ -145,15 +167,8 @@ def test_a_worker_follows_a_run_that_goes_back_to_a_checkpoint(reader, model, tm
 
 
 def test_a_worker_of_vllm_loads_what_a_run_with_adapters_publishes(reader, cache_dir, tmp_path):
-    runs.run(
-        tmp_path,
-        devices=2,
-        steps=2,
-        lora__r=4,
-        export__deltas_every=1,
-        export__format="huggingface",
-        export__dtype="fp32",
-    )
+    how = {"devices": 2, "lora__r": 4, "export__deltas_every": 1, "export__format": "huggingface"}
+    runs.run(tmp_path, steps=2, export__dtype="fp32", **how)
     loaded = {}
     worker = reader.Reader()
     worker.model_runner = types.SimpleNamespace(model=types.SimpleNamespace(load_weights=loaded.update))
@@ -169,3 +184,9 @@ def test_a_worker_of_vllm_loads_what_a_run_with_adapters_publishes(reader, cache
     loaded.clear()
     worker.read_deltas(folder)
     assert not loaded
+
+    runs.run(tmp_path, steps=4, export__dtype="bf16", **how)  # resumed: the frozen tensors get the new dtype too
+    assert worker.read_deltas(folder) == 4
+    assert loaded.keys() == exported.keys() and {str(tensor.dtype) for tensor in loaded.values()} == {"torch.bfloat16"}
+    found = json.loads((tmp_path / "deltas" / "index.json").read_text())["tensors"]
+    assert {name for name, entry in found.items() if entry["step"] == 4} == changed

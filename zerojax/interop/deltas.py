@@ -68,8 +68,8 @@ def publish(
     leaves = dict(tree.flatten(params, is_leaf=lambda node: isinstance(node, huggingface.Made)))
     tensors = [member for tensor in layout.written(family, model) for member in tensor.members]
     dtypes = huggingface.dtypes_of(tensors, dtype, source)
-    newest, known = _read(folder / INDEX)
-    known = {name: entry for name, entry in known.items() if step > newest and (folder / entry["file"]).is_file()}
+    newest, before = _read(folder / INDEX)
+    known = {name: entry for name, entry in before.items() if step > newest and (folder / entry["file"]).is_file()}
     fetch = huggingface.make_fetch(is_primary)
     found, written = dict(known), 0
     group: list[tuple[layout.ModelTensor, np.ndarray]] = []
@@ -110,7 +110,7 @@ def publish(
         shutil.rmtree(folder / str(step), ignore_errors=True)
         os.replace(partial, folder / str(step))
         files.replace(folder / INDEX, json.dumps({"step": step, "tensors": found}) + "\n")
-        _remove(folder, {entry["file"].partition("/")[0] for entries in (known, found) for entry in entries.values()})
+        _remove(folder, {entry["file"].partition("/")[0] for entries in (before, found) for entry in entries.values()})
     changed = sum(entry["step"] == step for entry in found.values())
     return Published(changed, len(tensors), written)
 

@@ -65,13 +65,18 @@ def export(
     huggingface.export(params, weights.family, weights.model, folder, dtype=dtype, source=source, **of_tokenizer)
 
 
-def publish(program: program_lib.Program, state: State, folder: pathlib.Path, step: int) -> deltas.Published:
-    """Writes the tensors that changed to `folder`, adapters merged; see `deltas.publish`. All processes must call it."""
+def publish(
+    program: program_lib.Program, state: State, folder: pathlib.Path, step: int, *, is_first: bool
+) -> deltas.Published:
+    """Writes the tensors that changed to `folder`, adapters merged; see `deltas.publish`. All processes must call it.
+
+    `is_first`: of this process, which then compares the frozen tensors too. An earlier one may have had other weights or another dtype.
+    """
     params, weights, changing = resume.logical_params(program, state), program.weights, None
     if weights.adapted is not None:
         chosen = weights.adapted.chosen
         params = merged.of_params(params, chosen)
-        changing = {*map(chosen.kernel, chosen.adapted), *chosen.saved}
+        changing = None if is_first else {*map(chosen.kernel, chosen.adapted), *chosen.saved}
     return deltas.publish(
         params,
         weights.family,
