@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 from flax import nnx
 
 from zerojax.errors import UserError
 from zerojax.lora import linen, nnx_modules, settings
+from zerojax.tree import PyTree
 
 
 def add_lora(
-    model: nn.Module | nnx.Module,
+    model: PyTree | nnx.Module,
     lora: settings.Lora,
     key: jax.Array,
     function: Callable[..., Any] | None = None,
