@@ -127,6 +127,8 @@ def _all_are(values: Iterable[Any], hint: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
+    if isinstance(value, str):
+        return True  # some functions know other names ("bf16")
     try:
         jnp.dtype(value)
     except (TypeError, ValueError):
