@@ -1,6 +1,7 @@
 """Reads a command's arguments. This module turns every wrong argument, and every UserError of a command, into one line and status 2."""
 
 import argparse
+import functools
 import io
 import os
 import pathlib
@@ -90,6 +91,11 @@ def run(command: Callable[[], int | None]) -> NoReturn:
         print(f"zerojax: {line}; run again", file=sys.stderr, flush=True)
         status = 2
     sys.exit(status)
+
+
+def command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
+    """Returns a command's `main`, which `run` runs."""
+    return functools.wraps(main)(lambda: run(main))
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:

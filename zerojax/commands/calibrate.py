@@ -137,12 +137,9 @@ TINY = ArraySizes(
 )
 
 
+@arguments.command
 def main() -> None:
     """Measures, writes the file and prints a table. A UserError prints one line and ends with status 2."""
-    arguments.run(_calibrate)
-
-
-def _calibrate() -> None:
     began = time.monotonic()
     given = _parse(sys.argv[1:])
     is_cpu = devices_lib.emulate_cpu_devices(given.emulate_devices)

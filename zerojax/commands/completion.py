@@ -39,12 +39,9 @@ complete -o default -F _zerojax zerojax
 """
 
 
+@arguments.command
 def main() -> None:
     """Prints the script. A UserError prints one line and ends with status 2."""
-    arguments.run(_completion)
-
-
-def _completion() -> None:
     shell = _parse(sys.argv[1:]).shell
     commands = re.findall(r"^  ([\w-]+)  ", _help(), re.MULTILINE)
     flags = {

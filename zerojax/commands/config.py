@@ -179,12 +179,9 @@ class Advice:
     fits: Mapping[int, Fit]  # by stage, how it fits; stages that do not fit are missing
 
 
+@arguments.command
 def main() -> None:
     """Asks, writes the config, and prints its command. A wrong input ends with one line and status 2."""
-    arguments.run(_config)
-
-
-def _config() -> None:
     given = _parse(sys.argv[1:])
     asks = not given.yes
     if asks and not sys.stdin.isatty():

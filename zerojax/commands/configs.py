@@ -13,12 +13,9 @@ from zerojax.commands import arguments
 from zerojax.errors import UserError
 
 
+@arguments.command
 def main() -> None:
     """Prints the list, or one file. A UserError prints one line and ends with status 2."""
-    arguments.run(_configs)
-
-
-def _configs() -> None:
     name = _parse(sys.argv[1:]).name
     if name is None:
         width = max(map(len, configs.names()))

@@ -24,12 +24,9 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _CHUNKS, _THREADS, _SIZE = "1M,8M,32M", "1,4,16", "2G"
 
 
+@arguments.command
 def main() -> None:
     """Prints the rates. A UserError prints one line and ends with status 2."""
-    arguments.run(_disk)
-
-
-def _disk() -> None:
     given = _parse(sys.argv[1:])
     warning = folder_lib.warning(given.folder)
     if warning:

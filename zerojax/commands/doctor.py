@@ -34,12 +34,9 @@ SHOWN_PAIRS = 28  # of 8 hosts; of more hosts only the slowest are listed
 Found = Mapping[int, Mapping[str, Any]]  # rank -> what its probe found
 
 
-def main() -> None:
+@arguments.command
+def main() -> int:
     """Prints what was found. Ends with status 1 if a line is wrong."""
-    arguments.run(_doctor)
-
-
-def _doctor() -> int:
     given = _parse(sys.argv[1:])
     if given.probe:
         probe.run([int(rank) for rank in given.probe.split(",")], given.workdir, given.emulate_devices)

@@ -42,13 +42,9 @@ NEW_TOKENS = 64  # that are added if the user names no number
 MOST_BYTES = 2**28  # of the arrays of token ids
 
 
+@arguments.command
 def main() -> None:
-    """Prints texts, or writes arrays. A UserError prints one line and ends with status 2."""
-    arguments.run(_leaving)
-
-
-def _leaving() -> None:
-    """Generates. A process that fails does not wait for the others."""
+    """Prints texts, or writes arrays. A UserError prints one line and ends with status 2. A process that fails waits for no other."""
     try:
         _generate()
     except UserError as error:

@@ -54,12 +54,9 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@arguments.command
 def main() -> None:
     """Writes the folder, and a line for each part of it. A wrong input ends with one line and status 2."""
-    arguments.run(_import)
-
-
-def _import() -> None:
     given = _parse(sys.argv[1:])
     _check_out(given.out)
     found = zero_checkpoint.read(given.checkpoint)

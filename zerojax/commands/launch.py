@@ -29,12 +29,9 @@ DEEPSPEED = {
 }
 
 
-def main() -> None:
+@arguments.command
+def main() -> int:
     """Runs the command and ends with the status of its first failed process, or 0. Wrong arguments end with one line and status 2."""
-    arguments.run(_launch)
-
-
-def _launch() -> int:
     given = _parse(sys.argv[1:])
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command:

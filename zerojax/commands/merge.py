@@ -15,12 +15,9 @@ from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, merged, peft
 
 
+@arguments.command
 def main() -> None:
     """Writes the merged model. A UserError prints one line and ends with status 2."""
-    arguments.run(_merge)
-
-
-def _merge() -> None:
     given = _parse(sys.argv[1:])
     files.check_path(given.out, "--out")
     out = pathlib.Path(given.out)

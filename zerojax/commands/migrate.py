@@ -25,12 +25,9 @@ from zerojax.trainer import config as config_lib
 _STATUS_STRICT = 2
 
 
-def main() -> None:
+@arguments.command
+def main() -> int:
     """Prints the report, writes the config, and ends with status 2 under --strict if a key is not supported."""
-    arguments.run(_migrate)
-
-
-def _migrate() -> int:
     given = _parse(sys.argv[1:])
     if given.keys:
         print("\n".join(key_tables()))
@@ -49,7 +46,7 @@ def _migrate() -> int:
     else:
         print(report(document, found))
     if fails:
-        count = _count(found, keys_lib.UNSUPPORTED)
+        count = len(found.unsupported)
         are = "1 key is" if count == 1 else f"{count} keys are"
         print(f"zerojax: {document.name}: {are} not supported (--strict); nothing was written", file=sys.stderr)
         return _STATUS_STRICT
@@ -161,10 +158,6 @@ def _absent_from(document: documents.Document) -> Callable[[draft.Line], bool]:
     content = document.content
     there = {name for name, _ in draft.leaves(content)} if isinstance(content, Mapping) else set()
     return lambda line: line.value is None and line.key not in there
-
-
-def _count(found: draft.Translation, verdict: str) -> int:
-    return sum(line.verdict == verdict for line in found.lines)
 
 
 def _stem(name: str) -> str:

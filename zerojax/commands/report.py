@@ -72,12 +72,9 @@ print("\\n" + json.dumps({"calls": text.count("custom_call_target=\\"__gpu$xla.g
 """
 
 
-def main() -> None:
+@arguments.command
+def main() -> int:
     """Prints the report. Ends with status 1 if a line is wrong."""
-    arguments.run(_report)
-
-
-def _report() -> int:
     given = _parse(sys.argv[1:])
     if sys.stderr.isatty():
         print("asking devices and compilers: up to a minute ...", file=sys.stderr, flush=True)

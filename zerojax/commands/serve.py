@@ -35,13 +35,9 @@ NEEDED = ("starlette", "uvicorn", "h11")
 _LAST = 5.0  # seconds in which the engine's thread ends
 
 
-def main() -> None:
-    """Serves until a signal. A UserError prints one line and ends with status 2."""
-    arguments.run(_leaving)
-
-
-def _leaving() -> int:
-    """Serves. A process that fails does not wait for the others."""
+@arguments.command
+def main() -> int:
+    """Serves until a signal. A UserError prints one line and ends with status 2. A process that fails waits for no other."""
     try:
         return _serve()
     except Exception as error:

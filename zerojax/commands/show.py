@@ -25,12 +25,9 @@ _NOTHING = "-"
 _LONGEST = 60  # characters of a setting
 
 
+@arguments.command
 def main() -> None:
     """Prints one card or compares two. A UserError prints one line and ends with status 2."""
-    arguments.run(_show)
-
-
-def _show() -> None:
     given = _parse(sys.argv[1:])
     cards = [document.read(place) for place in given.runs]
     if len(cards) == 1:
@@ -104,12 +101,13 @@ def compared(first: pathlib.Path, second: pathlib.Path, a: Mapping[str, Any], b:
     settings_a, settings_b = (workdir.flat(_group(card, "config")) for card in (a, b))
     places = [place for place in {**settings_a, **settings_b} if settings_a.get(place) != settings_b.get(place)]
     is_same = bool(_hash(_group(a, "losses")) != _NOTHING and a.get("losses") == b.get("losses"))
+    common = {} if is_same else _common(first, second)
     return {
         "schema": document.SCHEMA,
         "settings": {place: {"a": settings_a.get(place), "b": settings_b.get(place)} for place in places},
         "same_losses": is_same,
-        "compared_steps": 0 if is_same else len(_common(first, second)),
-        "first_different_step": None if is_same else _first_difference(first, second),
+        "compared_steps": len(common),
+        "first_different_step": next((step for step, (a, b) in common.items() if a != b), None),
     }
 
 
@@ -135,10 +133,6 @@ def _common(first: pathlib.Path, second: pathlib.Path) -> dict[int, tuple[Any, A
             log = {record["step"]: record["loss"] for record in metrics.read(folder) if "loss" in record}
         logs.append(log)
     return {step: (loss, logs[1][step]) for step, loss in sorted(logs[0].items()) if step in logs[1]}
-
-
-def _first_difference(first: pathlib.Path, second: pathlib.Path) -> int | None:
-    return next((step for step, (a, b) in _common(first, second).items() if a != b), None)
 
 
 def _group(card: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -95,14 +95,11 @@ class Verified:
     card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def main() -> None:
+@arguments.command
+def main() -> int:
     """Runs each setting and prints the table. Status 1: some losses differ, or nothing was proven; 2: wrong input."""
     if early.listens_for(signal.SIGTERM):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the run in progress too
-    arguments.run(_verify)
-
-
-def _verify() -> int:
     given, rest = _parse(sys.argv[1:])
     config = config_lib.from_dict(command.parse(["zerojax verify", *rest]))
     if scheduler := processes.detect_scheduler(os.environ) or (processes.find_cluster() and "zerojax launch"):

@@ -240,7 +240,7 @@ def gathered_weights_kept(case: Case) -> Iterable[Finding]:
     """Finds gathered weights that stay in memory until the backward pass reads them."""
     rows = [row for row in case.rows if row.is_kept]
     if rows and not case.is_cpu and _is_large(case, rows):  # whose compiler merges a second gather with the first
-        held = sum(_nbytes(row.dims, row.dtype) * row.times for row in rows)
+        held = sum(syntax.Array(row.dtype, tuple(row.dims)).nbytes * row.times for row in rows)
         yield Finding(
             "gathered weights are kept for the backward pass",
             _where(rows),
@@ -692,10 +692,6 @@ def _where(rows: list[ledger_lib.Row]) -> str:
         name = row.weights[0] if row.weights else f"{row.op_name}{source}{read_by}"
         named[name] = named.get(name, 0) + row.nbytes
     return _listed(named)
-
-
-def _nbytes(dims: tuple[int, ...], dtype: str) -> int:
-    return syntax.Array(dtype, tuple(dims)).nbytes
 
 
 def _listed(named: Mapping[str, int]) -> str:

@@ -120,10 +120,8 @@ def ledger_table(plan: step_plan.Plan) -> Table:
         share = f"{overlapped / nbytes:.0%}" if nbytes else "-"
         table.add_row(*key, str(sum(r.times for r in rows)), display.human(nbytes), f"{params:.3f}", share)
     table.add_section()
-    total = plan.ledger.totals()
-    table.add_row(
-        "total", "", "", "", "", display.human(sum(t["bytes"] for t in total.values())), f"{_sum(total):.3f}", ""
-    )
+    nbytes, params = (sum(total[name] for total in plan.ledger.totals().values()) for name in ("bytes", "params"))
+    table.add_row("total", "", "", "", "", display.human(nbytes), f"{params:.3f}", "")
     table.caption = f"theory: {sum(plan.theory.values()):.3f} parameters"
     return table
 
@@ -280,10 +278,6 @@ def _ms(seconds: float) -> str:
 
 def _bytes(count: int | None) -> str:
     return "" if count is None else display.human(count)
-
-
-def _sum(totals: dict[str, dict[str, float]]) -> float:
-    return sum(total["params"] for total in totals.values())
 
 
 def cost(plan: step_plan.Plan, price: float) -> dict[str, float]:

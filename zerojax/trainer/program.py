@@ -327,7 +327,11 @@ def _state(
     weights = precision.cast_floating(params, policy.weight_dtype) if not trainable else params
     part = shard_state.trained_params(weights, trainable)
     last_norm = late_norm.first_norm() if has_late_norm else ()
-    fields = {"loss_scale": _first_scale(loss_scale), "fp8": histories(), late_norm.FIELD: last_norm}
+    fields = {
+        "loss_scale": () if loss_scale is None else loss_scale.init(),
+        "fp8": histories(),
+        late_norm.FIELD: last_norm,
+    }
     fields[unsent.FIELD] = unsent.zeros(unsent_grads)
     logical = train_state.create(part, inner, jax.random.key(seed), **fields)
     logical = logical.replace(params=weights)
@@ -344,10 +348,6 @@ def _abstract_batch(
     return {
         name: jax.ShapeDtypeStruct((*leading, length), jnp.int32, sharding=sharding) for name, length in lengths.items()
     }
-
-
-def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:
-    return () if loss_scale is None else loss_scale.init()
 
 
 def _baseline(

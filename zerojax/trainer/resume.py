@@ -133,7 +133,8 @@ def check(
       UserError: the checkpoint is damaged or of another model.
     """
     saved = saver.meta(step)
-    before, now = saved.get("padded", {}), _shapes(program.partition)
+    before = saved.get("padded", {})
+    now = {path: list(leaf.shape) for path, leaf in _logical_leaves(program.partition)}  # unpadded
     if not isinstance(before, Mapping) or not all(isinstance(shape, list) for shape in before.values()):
         raise step_files.damaged(saver.directory, step, "meta: padded is not a table of shapes")
     for path, shape in before.items():
@@ -229,11 +230,6 @@ def _check_same_run(
                 f"{path}: was saved with another {what} (fingerprint {before}, now {fingerprints[name]}); "
                 f"{way_out}, or choose another --workdir"
             )
-
-
-def _shapes(partition: partition_lib.Partition) -> dict[str, list[int]]:
-    """Returns every leaf's unpadded shape, by its path in a checkpoint."""
-    return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition)}
 
 
 def _logical_leaves(partition: partition_lib.Partition) -> list[tuple[str, partition_lib.Decision]]:

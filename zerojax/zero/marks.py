@@ -110,12 +110,8 @@ def not_kept(function: Callable[[], list[jax.Array]]) -> list[jax.Array]:
     Raises:
       UserError: a matmul has a dot algorithm instead of a precision, and cannot be marked.
     """
-    closed = jax.make_jaxpr(function)()
-    return jex.jaxpr_as_fun(_marked(closed))()
-
-
-def _marked(program: traces.Program) -> traces.Program:
-    return traces.replaced(program, lambda eqn: eqn.replace(params=_marked_params(eqn)))
+    marked = traces.replaced(jax.make_jaxpr(function)(), lambda eqn: eqn.replace(params=_marked_params(eqn)))
+    return jex.jaxpr_as_fun(marked)()
 
 
 def _marked_params(eqn: jex.JaxprEqn) -> dict[str, Any]:

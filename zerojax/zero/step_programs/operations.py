@@ -106,7 +106,8 @@ def _walked(part: cut.StepPart, values: Mapping[Any, Any], how: Any) -> dict[Any
     values = dict(values)
 
     def constant(value: Any, aval: Any) -> Any:
-        return how.integer(value, aval) if _is_integer(aval) else how.constant(value)
+        may_be_argument = getattr(aval, "shape", None) == () and str(aval.dtype) in _INTEGERS
+        return how.integer(value, aval) if may_be_argument else how.constant(value)
 
     def apply(eqn: jex.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
         inner = inlined(eqn)
@@ -127,8 +128,3 @@ def inlined(eqn: jex.JaxprEqn) -> Any:
     if is_bound or np.any(params.get("prevent_cse", False)) or params.get("compiler_options_kvs"):
         return None
     return traces.called(eqn)
-
-
-def _is_integer(aval: Any) -> bool:
-    """Returns whether a constant of this type may be an argument instead."""
-    return getattr(aval, "shape", None) == () and str(aval.dtype) in _INTEGERS

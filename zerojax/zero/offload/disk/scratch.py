@@ -92,7 +92,7 @@ class Scratch:
         """
         view = memoryview(memory).cast("B")
         whole = len(view) if not self.is_direct else len(view) // ALIGNMENT * ALIGNMENT
-        if whole and self.is_direct and _address(view) % self.memory_alignment:
+        if whole and self.is_direct and np.frombuffer(view, np.uint8).ctypes.data % self.memory_alignment:
             self._write_copied(view[:whole], offset)
         elif whole:
             self._move(os.pwritev, "writing", view[:whole], offset)
@@ -152,10 +152,6 @@ class Scratch:
                     raise
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags)
         return 0
-
-
-def _address(view: memoryview) -> int:
-    return np.frombuffer(view, np.uint8).ctypes.data if len(view) else 0
 
 
 def describe(folder: pathlib.Path, is_direct: bool) -> str:
