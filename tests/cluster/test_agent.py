@@ -84,6 +84,13 @@ def test_children_of_a_process_that_ended_end_too_and_its_output_is_complete(cap
     launches.wait_until(lambda: not launches.is_alive(pids(tmp_path, 0)[2]))
 
 
+def test_lines_of_connections_are_printed_and_not_quoted_as_the_last_words_of_a_process(capfd):
+    done = launch(
+        capfd, "print('cause\\n[Gloo] Rank 0 is connected to 1 peer ranks.'); raise SystemExit(3)", processes=1
+    )
+    assert done.lines(0)[-1].startswith("[Gloo]") and "cause" in done.err and "[Gloo]" not in done.err
+
+
 def test_an_agent_leaves_no_files(capfd):
     done = launch(capfd, "import os; print(os.environ['ZEROJAX_HEARTBEAT'])", processes=1)
     launches.wait_until(lambda: not os.path.exists(os.path.dirname(done.lines(0)[0])))

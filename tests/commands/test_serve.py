@@ -342,6 +342,7 @@ WRONG = {
     "--tensor_parallel: is 64, and there are 8 devices": (LLAMA, "--tensor_parallel", 64),
     "--weights host: streams them to one device": (LLAMA, "--weights", "host", "--tensor_parallel", 2),
     "--host_fraction: is of --weights host": (LLAMA, "--host_fraction", 0.5),
+    "--max_inputs: is of encoder-decoders": (LLAMA, "--max_inputs", 8),
     "--host_fraction: must be above 0": (LLAMA, "--weights", "host", "--host_fraction", 0),
     "format: is for weights on the devices": (LLAMA, "--weights", "host", "--format", "int8"),
     "chat_template: is 'own', and": (LLAMA, "--chat_template", "own"),

@@ -38,6 +38,7 @@ LOOK_SECONDS = 5.0  # between looks at what the kernel counts of the processes
 # Less than this in a second is the noise of a process that waits: its heartbeat, JAX's connections.
 IDLE_CPUS, IDLE_PAGES, IDLE_BYTES = 0.02, 16, 1 << 16  # CPUs, page faults, bytes read and written
 TAIL_LINES = 20  # of a process's output that are quoted
+CHATTER = "[Gloo] Rank "  # begins lines of connections, which no failure is in need of
 MOST_UNSENT = 32 << 20  # bytes of output that wait for a slow connection; what follows is only in the files
 BEAT_BYTES = 4096  # of a heartbeat file
 STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 7  # asks a process for the stacks of its threads
@@ -229,7 +230,8 @@ class Process:
         while line := self.popen.stdout.readline(1 << 16):
             self._write(line)
             text = line.decode(errors="replace").rstrip("\n")
-            self.tail.append(text)
+            if not text.startswith(CHATTER):
+                self.tail.append(text)
             self._tell({"out": self.rank, "text": text})
 
     def _write(self, line: bytes) -> None:

@@ -120,6 +120,8 @@ def _model(
         raise UserError(
             f"{folder.path}: is a classifier, which writes no text; zerojax generate prints the classes of texts"
         )
+    if given.max_inputs is not None and not folder.family.is_encoder_decoder:
+        raise UserError(f"--max_inputs: is of encoder-decoders, and {folder.path} is none; omit it, and see --max_len")
     words = words_lib.of_folder(folder, given.chat_template)
     name = given.name or pathlib.Path(given.folder).resolve().name
     named, ways = _adapters(name, given.adapter), _ways(given, cluster)
@@ -135,7 +137,12 @@ def _model(
         offload = {"params": settings.HOST, "params_fraction": given.host_fraction}
         how |= {"stage": 3, "offload": offload, "min_size": 1}
     loaded = pretrained.load_huggingface(folder.path, **how)
-    sizes = {"slots": given.slots, "max_len": given.max_len, "max_inputs": given.max_inputs, "chunk": given.chunk}
+    sizes = {
+        "slots": given.slots,
+        "max_len": given.max_len,
+        "max_inputs": given.max_inputs or 512,
+        "chunk": given.chunk,
+    }
     adapters = {own: loaded.read_adapter(path) for own, path in named.items()}
     engine = engine_lib.Engine(loaded, format=given.format, adapters=adapters, text_of=words.text_of, **sizes)
     if given.warm_up:
@@ -231,7 +238,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
         default=2048,
         help="the most tokens of a prompt and its answer; the cache has them for each slot (2048)",
     )
-    add("--max_inputs", type=int, default=512, help="the most tokens of an encoder-decoder's prompt (512)")
+    add("--max_inputs", type=int, help="the most tokens of an encoder-decoder's prompt (512)")
     add("--chunk", type=int, default=1024, help="the most tokens of a prompt that one program reads (1024)")
     add(
         "--tensor_parallel",
