@@ -8,7 +8,7 @@ import pytest
 
 from zerojax.errors import UserError
 from zerojax.trainer import health as health_lib
-from zerojax.trainer import metrics, progress, recorder
+from zerojax.trainer import metrics, progress, recorder, timing
 
 
 class Health(health_lib.Health):
@@ -60,6 +60,14 @@ def test_a_record_holds_the_times_of_its_step(opened, tmp_path):
     (record,) = metrics.read(tmp_path)
     assert record["tokens_per_second"] == pytest.approx(100 / record["step_seconds"])
     assert 0 <= record["host_seconds"] <= record["step_seconds"]
+
+
+def test_two_results_that_are_read_at_once_do_not_make_a_step_fast(opened, tmp_path):
+    opened._clock = 0.0
+    for step, arrived in enumerate((3.0, 4.0, 5.0, 7.0, 7.001, 8.0), 1):
+        opened._record(timing.Reading(step, {"loss": 2.0, "grad_norm": 1.0}, arrived))
+    rates = [record["tokens_per_second"] for record in metrics.read(tmp_path)]
+    assert max(rates) <= 100.1 and rates[-1] == pytest.approx(100)
 
 
 def test_the_line_of_a_step_shows_its_reward_where_there_is_one(opened, out):

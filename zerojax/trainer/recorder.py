@@ -1,7 +1,9 @@
 """Records each step. This module logs, shows and checks a step's metrics one step late, so that no device waits."""
 
+import collections
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +17,7 @@ from zerojax.trainer.card import tally as tally_lib
 from zerojax.zero import loss_scale
 
 # In a step's line, where a step has them. The loss of rewarded answers is about 0 whatever was learnt.
+LATELY = 5  # steps whose median tells tokens_per_second: a busy host reads the results of two steps at once
 SHOWN = ("loss", "reward", "reward_margin", "grad_norm", "tokens_per_second")
 
 
@@ -48,6 +51,7 @@ class Recorder:
         self._hear: list[Callable[[Mapping[str, float]], None]] = []
         self._own = timing.OwnTime()
         self._clock = 0.0  # the arrival time of the previous step's metrics
+        self._lately = collections.deque[float](maxlen=LATELY)
         self.peak_at_start: int | None = None  # bytes of device memory, before the first step
         self.differs: dict[str, Any] | None = (
             None  # the phase of a profiled step that differs most from its foretold time
@@ -143,8 +147,9 @@ class Recorder:
             return
         step, values, arrived = read
         seconds, self._clock = arrived - self._clock, arrived
+        self._lately.append(seconds)
         numbers = {name: value for name, value in values.items() if name not in loss_scale.VERDICT}
-        numbers["tokens_per_second"] = self._tokens / seconds
+        numbers["tokens_per_second"] = self._tokens / statistics.median(self._lately)
         numbers["step_seconds"] = seconds
         flaw = self._health.flaw(values)
         is_skipped = flaw is not None and flaw.is_skipped

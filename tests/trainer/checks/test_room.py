@@ -52,6 +52,12 @@ def test_the_checkpoints_are_those_that_the_folder_holds_at_once(steps, every, a
     assert room.most_saved(config, step, saved) == most - saved
 
 
+@pytest.mark.parametrize("every, counted", [(2, 3), (0, 2)])
+def test_the_best_checkpoints_have_room_beside_the_newest_where_there_are_losses(every, counted):
+    changes = {"checkpoint__every": 2, "checkpoint__keep_last": 1, "checkpoint__keep_best": 1, "evaluate__every": every}
+    assert room.most_saved(runs.config(steps=9, **runs.EVALUATED | changes), 0, 0) == counted
+
+
 def test_a_disk_needs_room_for_checkpoints_export_and_offloaded_state_together(monkeypatch, tmp_path):
     whole, plain = built(), built(checkpoint__at_end=False, checkpoint__every=0)
     state = sum(tree.nbytes(leaf) for _, leaf in tree.flatten(whole.logical_abstract_state))

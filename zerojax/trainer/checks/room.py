@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from zerojax import display, files, tree
+from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
 from zerojax.models import family as family_lib
@@ -65,19 +66,34 @@ def check(program: program_lib.Program, folder: pathlib.Path, *, step: int, save
 
 
 def most_saved(config: settings_lib.Config, step: int, saved: int) -> int:
-    """Returns how many more checkpoints than now a run holds at once: the new one is complete before the oldest goes."""
+    """Returns how many more checkpoints than now a run may hold at once: the new one is complete before the oldest goes, and those of the
+    lowest evaluation loss may be older."""
     if step >= config.steps:
         return 0
-    every, last = config.checkpoint.every, config.steps - 1
-    due = (last // every - step // every if every else 0) + config.checkpoint.at_end
-    return min(due, max(1, config.checkpoint.keep_last + 1 - saved))
+    keep = config.checkpoint
+    due = _times(keep.every, step, config.steps - 1) + keep.at_end
+    if config.evaluate.patience:
+        due += _times(config.evaluate.every, step, config.steps - 1)
+    best = keep.keep_best if _ranks(config) else 0
+    return min(due, max(1, keep.keep_last + best + 1 - saved))
+
+
+def _times(every: int, after: int, to: int) -> int:
+    return to // every - after // every if every else 0
+
+
+def _ranks(config: settings_lib.Config) -> bool:
+    """Returns whether checkpoints before the last step have an evaluation loss."""
+    data = config.data
+    held_out = data.eval_file if data.train_file else data.eval_split
+    return bool(held_out) and bool(config.evaluate.every or config.epochs) and data.task != tasks.GRPO
 
 
 def _needs(program: program_lib.Program, folder: pathlib.Path, step: int, saved: int) -> Iterator[Need]:
     config = program.config
     if count := most_saved(config, step, saved):
         each = _COMPRESSED * _nbytes(program.logical_abstract_state)
-        fewer = " or lower config.checkpoint.keep_last" if count > 1 else ""
+        fewer = f" or lower config.checkpoint.keep_last{' or keep_best' if _ranks(config) else ''}" if count > 1 else ""
         what = f"{count} checkpoints" if count > 1 else "a checkpoint"
         yield Need(folder, what, count * each, f"choose another --workdir{fewer}")
     if config.export.format != "none":
