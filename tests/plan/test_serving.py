@@ -40,6 +40,9 @@ def test_one_text_is_bound_by_the_weights_and_many_by_their_caches():
     assert speeds == sorted(speeds) and speeds[-1] < bandwidth / SERVED.cache
     assert json.loads(json.dumps(serving.as_json(found)))["largest_batch"] == found.largest
     assert f"{found.largest:,} texts fit at most" in serving.text(found)
+    told = serving.dataclasses.replace(SERVED, runs="kernels")
+    lines = [serving.text(serving.plan(told, targets.get(name))) for name in ("h200", "v5p")]
+    assert ["a token is made by: kernels" in text for text in lines] == [True, False]
 
 
 def test_short_texts_are_bound_by_matmuls():

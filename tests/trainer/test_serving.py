@@ -56,6 +56,7 @@ def test_an_engine_holds_what_is_planned(preset, precision, kind, ways):
     assert unread in (0, table, table // ways) and bool(planned.experts) == (preset == "moe_test")
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     assert preset == "moe_test" or planned.flops < 2.5 * count / ways
+    assert ("dequantized" in planned.runs) == (kind != "none")
 
 
 def test_an_engine_whose_weights_are_in_host_memory_streams_what_is_planned():

@@ -36,6 +36,7 @@ class Served:
     row: int  # of a text's scores and of the tokens that it has
     flops: float  # of a token
     streamed: int = 0  # the weights in host memory, all of which each step reads over its link
+    runs: str = ""  # which matmuls an engine on GPUs runs, in words
 
     def read(self, batch: int) -> float:
         """Returns the bytes that a step of `batch` texts reads."""
@@ -119,6 +120,8 @@ def text(found: ServingPlan) -> str:
     if served.streamed:
         link = "an unknown rate" if found.link is None else f"{found.link.value / 1e9:.0f} GB/s ({found.link.source})"
         lines.append(f"{display.human(served.streamed)} of weights in host memory, which every step reads at {link}")
+    if served.runs and target.kind == "gpu":
+        lines.append(f"a token is made by: {served.runs}")
     if found.bandwidth is not None:
         lines.append(
             f"memory at {found.bandwidth.value / 1e12:.2f} TB/s ({found.bandwidth.source}); a bound, not a measurement"

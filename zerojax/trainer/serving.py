@@ -97,7 +97,25 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
         row=model.vocab_size * (jnp.dtype(jnp.float32).itemsize + 1),
         flops=2 * (active + attended) / ways,
         streamed=arriving.total(),
+        runs=_runs(family, model, placed, ways, format, is_streamed=is_streamed),
     )
+
+
+def _runs(family: family_lib.Family, model: Any, placed: Any, ways: int, format: str, *, is_streamed: bool) -> str:
+    """Returns which matmuls an engine on GPUs adds a token with, in words (`inference.engine.weights.multiply`)."""
+    plain = "the compiler's matmuls"
+    if is_streamed:
+        return f"{plain}, block by block"
+    if format == "none":
+        several, one = plain, "a kernel for each matmul" if ways == 1 else plain
+    elif ways == 1:
+        one = f"kernels that read {format}"
+        several = f"{one} for up to {weights.MOST_ROWS}, and beyond {plain} of dequantized weights, whose bytes are not counted"
+    else:
+        one = several = f"{plain} of dequantized weights, whose bytes are not counted"
+    if family.one_row(model, placed, ways) is not None:
+        one = "five kernels a layer"
+    return one if one == several else f"for a single text (slots=1) {one}; for several {several}"
 
 
 def _on_host(config: settings_lib.Config, abstract: Any, mesh: Mesh) -> frozenset[str]:

@@ -27,6 +27,7 @@ from zerojax.zero import tensor_parallel
 
 FORMATS = (quantized.NONE, quantized.INT8, quantized.FP8, quantized.NF4)
 KERNEL = "kernel"
+MOST_ROWS = narrow.MOST_ROWS  # of a matmul whose kernel is read as it is stored
 
 
 def check_format(name: str) -> None:
