@@ -43,14 +43,20 @@ _is_read: contextvars.ContextVar[bool] = contextvars.ContextVar("is_read", defau
 
 
 @contextlib.contextmanager
+def held(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """Gives a context variable a value inside."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def reading() -> Iterator[None]:
     """Says that what is traced inside is only read: attention over sharded tokens is a call named EXCHANGE, and no function is in parts."""
-    token = _is_read.set(True)
-    try:
-        with _traced(True):
-            yield
-    finally:
-        _is_read.reset(token)
+    with held(_is_read, True), _traced(True):
+        yield
 
 
 def is_read() -> bool:

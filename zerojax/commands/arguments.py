@@ -24,9 +24,11 @@ def whole(word: str) -> int:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Refuses wrong arguments in one line. Options of `type=int` are read by `whole`."""
+    """Refuses wrong arguments in one line. Options of `type=int` are read by `whole`. `doc`: a module's docstring, for --help."""
 
-    def __init__(self, *args: Any, **settings: Any):
+    def __init__(self, *args: Any, doc: str | None = "", **settings: Any):
+        if doc:
+            settings |= {"description": described(doc), "formatter_class": argparse.RawDescriptionHelpFormatter}
         super().__init__(*args, **settings)
         self.register("type", int, whole)
 

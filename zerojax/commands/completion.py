@@ -97,12 +97,7 @@ def _help(*words: str) -> str:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax completion",
-        usage="zerojax completion SHELL",
-        description=arguments.described(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.OneLineParser("zerojax completion", "zerojax completion SHELL", doc=__doc__)
     parser.add_argument("shell", metavar="SHELL", choices=tuple(SHELLS), help=" or ".join(SHELLS))
     return parser.parse_args(argv)
 

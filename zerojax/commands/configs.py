@@ -27,12 +27,7 @@ def main() -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax configs",
-        usage="zerojax configs [NAME]",
-        description=arguments.described(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.OneLineParser("zerojax configs", "zerojax configs [NAME]", doc=__doc__)
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this config")
     return parser.parse_args(argv)
 

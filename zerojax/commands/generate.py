@@ -224,11 +224,7 @@ def _by_engine(
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax generate",
-        description=arguments.described(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.OneLineParser("zerojax generate", doc=__doc__)
     add = parser.add_argument
     add(
         "folder",

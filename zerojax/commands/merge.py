@@ -40,11 +40,7 @@ def main() -> None:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax merge",
-        description=arguments.described(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.OneLineParser("zerojax merge", doc=__doc__)
     add = parser.add_argument
     add("folder", help="a folder with config.json and safetensors")
     add("--adapter", required=True, help="a folder with adapter_config.json and adapter_model.safetensors")

@@ -196,11 +196,7 @@ def _key(path: str | None) -> str:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax serve",
-        description=arguments.described(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.OneLineParser("zerojax serve", doc=__doc__)
     add = parser.add_argument
     add("folder", help="a folder with config.json and safetensors, or a name on the Hugging Face hub")
     add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine alone)")

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from zerojax import traces
 from zerojax.errors import UserError
 
 Part = TypeVar("Part")
@@ -52,11 +53,8 @@ class StandIns(Generic[Part]):
           UserError: at its end, no operation has taken the part of one.
         """
         known: list[_StandIn[Part]] = []
-        token = self._known.set(known)
-        try:
+        with traces.held(self._known, known):
             yield
-        finally:
-            self._known.reset(token)
         if left := {one.path for one in known} - {one.path for one in known if one.is_taken}:
             raise UserError(self._left.format(min(left)))
 

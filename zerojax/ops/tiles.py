@@ -58,11 +58,8 @@ def over_tiles(function: Callable[[jax.Array], Any], x: jax.Array, tile: int) ->
     like = jax.ShapeDtypeStruct(cut.tile_shape, x.dtype)
 
     def of_tile(number: jax.Array, x: jax.Array) -> Any:
-        before = _tokens.set(cut.tokens(number))
-        try:
+        with traces.held(_tokens, cut.tokens(number)):
             return function(x)
-        finally:
-            _tokens.reset(before)
 
     closed, made = jax.make_jaxpr(of_tile, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32), like)
     _check(closed, made, like)

@@ -5,7 +5,6 @@ Shapes: B batch, T queries and S keys of this device, H query heads, K key and v
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -184,14 +183,9 @@ def _exchange(query: jax.Array, *_: Any) -> jax.Array:
     return jax.jit(exchange)(query, *_)
 
 
-@contextlib.contextmanager
-def whole_rows() -> Iterator[None]:
+def whole_rows() -> contextlib.AbstractContextManager[None]:
     """Says that in its body a device has all tokens of its rows, also on a mesh with `context`."""
-    token = _WHOLE_ROWS.set(True)
-    try:
-        yield
-    finally:
-        _WHOLE_ROWS.reset(token)
+    return traces.held(_WHOLE_ROWS, True)
 
 
 def _is_sharded() -> bool:

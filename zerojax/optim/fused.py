@@ -10,7 +10,6 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from pallas_kernels import rounding, rules, update
-from zerojax import errors, tree
+from zerojax import errors, traces, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit, sharded_kernels
@@ -117,24 +116,14 @@ def fused_lion(
     return _transformation(_Settings(rule, learning_rate, b1, b2, 0.0, weight_decay, mask, moments, implementation))
 
 
-@contextlib.contextmanager
-def in_plain_jnp() -> Iterator[None]:
+def in_plain_jnp() -> contextlib.AbstractContextManager[None]:
     """Makes updates that are traced inside take the plain form, on all devices, so that a reader of the program finds no kernel."""
-    token = _IS_PLAIN.set(True)
-    try:
-        yield
-    finally:
-        _IS_PLAIN.reset(token)
+    return traces.held(_IS_PLAIN, True)
 
 
-@contextlib.contextmanager
-def of_a_part() -> Iterator[None]:
+def of_a_part() -> contextlib.AbstractContextManager[None]:
     """Makes `init` take a part of the weights, in which stochastic rounding may have nothing to round."""
-    token = _IS_PART.set(True)
-    try:
-        yield
-    finally:
-        _IS_PART.reset(token)
+    return traces.held(_IS_PART, True)
 
 
 def is_part() -> bool:

@@ -14,18 +14,15 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import specs
+from zerojax import specs, traces
 from zerojax.tree import PyTree
 
 
 @contextlib.contextmanager
 def dropped(axes: Collection[str]) -> Iterator[None]:
     """Drops these axes of a mesh from the sharding constraints inside; what is left of a constraint holds."""
-    token = _mapped.set(frozenset(axes))
-    try:
+    with traces.held(_mapped, frozenset(axes)):
         yield
-    finally:
-        _mapped.reset(token)
 
 
 _mapped: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("zerojax_mapped_axes", default=frozenset())

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core.scope import LazyRng
 
-from zerojax import specs, train_state, tree
+from zerojax import specs, traces, train_state, tree
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero.sharded_batch import dependence, inputs
@@ -122,12 +122,8 @@ _bind, _draw = flax.core.scope.bind, nnx.RngStream.__call__
 
 @contextlib.contextmanager
 def _holding(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        with _traces(next(_trace_numbers)):
-            yield
-    finally:
-        variable.reset(token)
+    with traces.held(variable, value), _traces(next(_trace_numbers)):
+        yield
 
 
 def _bind_folded(variables: PyTree, rngs: Any = None, mutable: Any = False, flags: Mapping | None = None) -> Any:
