@@ -42,9 +42,7 @@ def checked(function: F) -> F:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:  # one lacks or is unknown, which Python says of the function itself
             return function(*args, **kwargs)
-        for name in named:
-            if name in given and not is_of(given[name], hints[name]):
-                raise UserError(f"{name}: must be {words(hints[name])}, and is {_shown(given[name])}")
+        _compare({name: given[name] for name in named if name in given}, hints)
         return function(*args, **kwargs)
 
     return typing.cast(F, call)
@@ -53,6 +51,23 @@ def checked(function: F) -> F:
 def all_checked(found: Mapping[str, Any]) -> dict[str, Any]:
     """Returns those of some names that are functions, `checked`."""
     return {name: checked(one) for name, one in found.items() if inspect.isfunction(one)}
+
+
+def check_fields(values: Any) -> None:
+    """Raises a UserError if a field of a dataclass is not of its annotation."""
+    hints = _hints_of(values.__class__)
+    _compare({name: getattr(values, name) for name in hints}, hints)
+
+
+@functools.cache
+def _hints_of(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _compare(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if not is_of(value, hints[name]):
+            raise UserError(f"{name}: must be {words(hints[name])}, and is {_shown(value)}")
 
 
 def is_of(value: Any, hint: Any) -> bool:
@@ -81,7 +96,7 @@ def is_of(value: Any, hint: Any) -> bool:
         return is_scalar or (isinstance(value, kind) and not isinstance(value, _BOOLS))
     if hint is bool:
         return isinstance(value, _BOOLS)
-    if hint is jax.Array:
+    if hint in (jax.Array, np.ndarray):
         return hasattr(value, "shape") and hasattr(value, "dtype")
     if getattr(hint, "_is_protocol", False):
         return all(hasattr(value, name) for name in vars(hint) if not name.startswith("_"))
@@ -95,6 +110,7 @@ _WORDS: Mapping[Any, str] = {
     bool: "True or False",
     str: "text",
     jax.Array: "an array",
+    np.ndarray: "an array",
     type(None): "None",
 }
 
@@ -110,6 +126,8 @@ def words(hint: Any) -> str:
         return "a function"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "a dict" if inner[1] is Any else f"a dict by name, of which each is {words(inner[1])}"
+    if origin is tuple and Ellipsis in inner:
+        return f"a list of which each is {words(inner[0])}"
     if origin is tuple:
         return f"({', '.join(map(words, inner))})"
     if isinstance(origin, type) and issubclass(origin, Iterable):

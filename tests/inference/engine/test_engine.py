@@ -129,3 +129,32 @@ def test_what_does_not_fit_is_refused_in_one_line():
     assert own.is_idle
     with pytest.raises(UserError, match="format: must be one of none, int8, fp8, nf4, and is 'int3'"):
         engine_lib.Engine(model(), format="int3")
+    for line, settings in (
+        ("max_tokens: must be a whole number or None, and is 2.5", {"max_tokens": 2.5}),
+        ("temperature: must be a number, and is None", {"temperature": None}),
+        ("stop_ids: must be a list of which each is a whole number, and is 'a'", {"stop_ids": "a"}),
+        ("stop_strings: must be a list of which each is text, and is 'end'", {"stop_strings": "end"}),
+        ("adapter: must be text, and is \\[\\]", {"adapter": []}),
+    ):
+        with pytest.raises(UserError, match=line):
+            own.submit([9], **settings)
+    for line, call in (
+        ("request: must be a Request, and is None", lambda: own.add(None)),
+        ("request: must be a Request, and is 3", lambda: own.cancel(3)),
+        ("prompt: must be token ids, and is", lambda: own.submit([[9], [9, 9]])),
+        ("params: embed/embedding is not there, and in the engine float32", lambda: own.renew({"a": 1})),
+    ):
+        with pytest.raises(UserError, match=line):
+            call()
+    own.submit([9], max_tokens=1)
+    with pytest.raises(UserError, match="renew: the engine has texts that are not answered"):
+        own.renew({})
+    own.run()
+    for line, wrong in (
+        ("slots: must be a whole number, and is None", {"slots": None}),
+        ("max_len: must be a whole number, and is 9.5", {"max_len": 9.5}),
+        ("text_of: must be a function or None, and is 3", {"text_of": 3}),
+        ("model: must be what zerojax.load_huggingface returns, and is 'llama'", {"model": "llama"}),
+    ):
+        with pytest.raises(UserError, match=line):
+            engine_lib.Engine(**{"model": model(), **wrong})

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from zerojax import errors
+from zerojax import errors, signatures, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import adapters as adapters_lib
@@ -74,6 +74,7 @@ class Engine:
       UserError: an argument is out of range, or does not go with where the weights are.
     """
 
+    @signatures.checked
     def __init__(
         self,
         model: ModelConfig,
@@ -92,6 +93,8 @@ class Engine:
         adapters: Mapping[str, adapters_lib.LowRank] | None = None,
         text_of: Callable[[list[int]], str] | None = None,
     ):
+        if not hasattr(model, "family") or not hasattr(model, "partition"):
+            raise UserError(f"model: must be what zerojax.load_huggingface returns, and is {errors.shown(model)}")
         sizes = {"slots": slots, "max_len": max_len, "max_inputs": max_inputs, "chunk": chunk, "together": together}
         for name, value in {**sizes, "prefill_tokens": chunk if prefill_tokens is None else prefill_tokens}.items():
             if value < 1:
@@ -198,8 +201,22 @@ class Engine:
         """Answers what is asked from now on with other weights, of the same shapes, dtypes and shardings. Nothing may be asked still.
 
         For an engine with `is_gathered`, which reads weights as they are. What slots hold of earlier texts is forgotten.
+
+        Raises:
+          UserError: something is asked still, or the weights are others than the engine's in form.
         """
-        assert self.is_idle
+        if not self.is_idle:
+            raise UserError("renew: the engine has texts that are not answered; call `run` first")
+        own, other = (
+            {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in tree.flatten(held)}
+            for held in (self._params, tree.abstract(params))
+        )
+        for path in own | other:
+            if own.get(path) != other.get(path):
+                raise UserError(
+                    f"params: {path} is {other.get(path, 'not there')}, and in the engine {own.get(path, 'not there')}; "
+                    "pass weights of the same form, or make another engine"
+                )
         self._params = params
         for slot in self._slots:
             slot.text = []
@@ -244,6 +261,7 @@ class Engine:
         self.add(request)
         return request
 
+    @signatures.checked
     def add(self, request: requests.Request) -> None:
         """Asks what `request` has made."""
         self._waiting.append(request)
@@ -253,7 +271,10 @@ class Engine:
     ) -> requests.Request:
         """Returns a request that `add` asks. It changes nothing, so any thread may call it. Raises as `submit` does."""
         chosen = requests.RequestSettings(**settings)
-        ids = np.asarray(prompt)
+        try:
+            ids = np.asarray(prompt)
+        except ValueError as error:
+            raise UserError(f"prompt: must be token ids, and is {errors.shown(prompt)}") from error
         if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
             raise UserError(f"prompt: must be token ids, at least one, and is {ids.dtype}{list(ids.shape)}")
         vocab = self._config.vocab_size
@@ -277,6 +298,7 @@ class Engine:
         text = None if self._text_of is None else growing.Growing(self._text_of)
         return requests.Request(ids.astype(np.int32), chosen, chosen.max_tokens or room, on_change, so_far=text)
 
+    @signatures.checked
     def cancel(self, request: requests.Request) -> None:
         """Ends a request where it is. Its slot is free for others."""
         if request.finish:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax import signatures
 from zerojax.errors import UserError
 from zerojax.inference.engine import growing
 
@@ -48,7 +49,8 @@ class RequestSettings:
     adapter: str = ""
 
     def __post_init__(self) -> None:
-        """Raises UserError for a value that is out of range."""
+        """Raises UserError for a value that is out of range or of another type."""
+        signatures.check_fields(self)
         for name, is_right, rule in (
             ("max_tokens", self.max_tokens is None or 0 < self.max_tokens < 2**31, "1 or more"),
             ("temperature", 0 <= self.temperature <= 1e6, "0 (the likeliest token) or more"),
