@@ -71,7 +71,7 @@ def main() -> None:
     checkpointer.report_failed_writes_once()
     with signals.StopSignal(has_state=False) as stop:
         watch.at(watch.START)
-        ending.guard_streams(functools.partial(_unheard, stop))
+        ending.guard_streams((lambda error: None) if command.asks_help(sys.argv) else functools.partial(_unheard, stop))
         try:
             config = config_lib.from_dict(command.parse(sys.argv))
             start_up.keep_every_program()

@@ -148,3 +148,10 @@ def test_a_config_file_that_fails_is_told_in_one_line(parsed, tmp_path, text, wo
 @pytest.mark.parametrize("config", [["--config", "configs/base.py"], ["--config=configs/base.py"]], ids=" ".join)
 def test_a_setting_may_come_before_the_config(parsed, config):
     assert parsed("--config.steps=3", *config, "--config.seed=5").to_dict().items() >= {"steps": 3, "seed": 5}.items()
+
+
+@pytest.mark.parametrize(
+    "words, asks", [(["--help"], True), (["--helpfull"], True), (["-h"], True), (["--config=a"], False), ([], False)]
+)
+def test_the_help_is_told_from_a_run_which_resumes(words, asks):
+    assert command.asks_help(["-h", *words]) == asks

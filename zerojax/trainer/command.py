@@ -51,6 +51,11 @@ class _Texts(tuple_parser.TupleParser):
 config_flags.register_flag_parser_for_type(tuple, _Texts())
 
 
+def asks_help(argv: list[str]) -> bool:
+    """Returns whether a command line asks for the help, which runs nothing."""
+    return any(word.startswith(("--help", "-help")) or word in ("-h", "-?") for word in argv[1:])
+
+
 def parse(argv: list[str]) -> ml_collections.ConfigDict:
     """Reads the flags, in any order. Config files in any folder may import ours as `from zerojax.configs import base`.
 
@@ -69,7 +74,7 @@ def parse(argv: list[str]) -> ml_collections.ConfigDict:
     try:
         rest = flags.FLAGS(argv)
     except SystemExit as end:  # absl prints the help and exits with 1
-        if not any(word.startswith(("--help", "-help")) or word in ("-h", "-?") for word in argv[1:]):
+        if not asks_help(argv):
             raise UserError(f"--config: the file ends the program with status {end.code}; fix the config file") from end
         print(f"\n{settings.text(max(60, min(140, shutil.get_terminal_size().columns)))}")
         raise SystemExit(0) from end
