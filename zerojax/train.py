@@ -265,6 +265,8 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     program = _build(config, tokenizer)
     data_dir = _prepare_data(config, folder) if pairs is None else folder
     streams = program_lib.open_feed(program, tokenizer, data_dir, pairs)
+    if pairs is None and config.data.train_file and not config.data.eval_file:
+        say("config.data.eval_file is empty: nothing is held out, and nothing is evaluated")
     if streams.times > 1:
         held_out = "eval_file" if config.data.train_file else "eval_split"
         repeated = f"an evaluation reads the text of config.data.{held_out} {streams.times:.1f} times"

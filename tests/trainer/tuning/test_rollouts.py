@@ -156,10 +156,10 @@ def test_two_processes_answer_and_learn_as_one(prompts_file, commands, tmp_path,
 @pytest.mark.slow
 @runs.LONG
 def test_a_reward_that_fails_on_the_first_process_ends_both(prompts_file, commands, tmp_path):
-    task = {**TASK, "data__train_file": prompts_file, "grpo__reward": "json:loads", "steps": 4}
+    task = {**TASK, "data__train_file": prompts_file, "grpo__reward": "posixpath:join", "steps": 4}
     both = commands.start_two(*runs.flags(emulate_devices=1, **task), f"--workdir={tmp_path}")
     assert 0 not in [command.wait().status for command in both]
-    assert "zerojax: config.grpo.reward: json:loads failed for the answer" in both[0].err
+    assert "zerojax: config.grpo.reward: posixpath:join failed for the answer" in both[0].err
     assert both[1].err.count("\n") == 1, both[1].err
 
 
