@@ -9,7 +9,9 @@ of the group's matrix and the right one the group's rows, so that a tile has abo
 tile. The copy engine takes rows of 128 bytes, so a tile begins where its group begins.
 
 In `grouped_matrices` the rows are contracted, in steps that begin at a multiple of 8, as the layout of these operands requires. Rows of
-other groups at both ends are set to 0 in shared memory.
+other groups at both ends are set to 0 in shared memory. The rows of a group are few, so those of 128 columns of `dout` stay there while
+those of `lhs` pass, and the two warpgroups take turns: one multiplies while the other writes. Of a group with more rows than stay, both
+pass, step by step.
 """
 
 import dataclasses
@@ -58,15 +60,19 @@ class MatricesTile:
     """The sizes of one block's work in `grouped_matrices`.
 
     Attributes:
-      rows, columns: of the result.
-      buffers: how many pairs of operands are in shared memory.
-      chunks: how many parts of a warpgroup's result, of 64 columns, are in shared memory.
+      rows, columns: of the result that a warpgroup computes at a time.
+      kept: steps of 64 rows of `dout` that stay in shared memory while results are computed from them.
+      buffers: steps of `lhs` in shared memory.
+      chunks: how many parts of a warpgroup's result, of 64 x 64, are in shared memory.
+      pairs: of results in one work, at most.
     """
 
     rows: int = 128
-    columns: int = 256
-    buffers: int = 4
+    columns: int = 128
+    kept: int = 7
+    buffers: int = 6
     chunks: int = 1
+    pairs: int = 8
 
 
 def takes_rows(lhs_MK: jax.Array, rhs_GKN: jax.Array, transposed: bool) -> bool:
@@ -118,9 +124,8 @@ def grouped_rows(
             mine = lax.div(works - block + (blocks - 1), blocks)
 
             def find(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-                """Returns the tile and the first column of the i-th work. Every second round of blocks is in reverse order."""
-                turned = i * blocks + (blocks - 1 - block)
-                work = jnp.where((lax.rem(i, 2) == 1) & (turned < works), turned, i * blocks + block)
+                """Returns the tile and the first column of the i-th work."""
+                work = _in_turns(i, works, blocks, block)
                 return lax.div(work, across), lax.rem(work, across) * tile.columns
 
             def copy(i: jax.Array, _: None) -> None:
@@ -243,25 +248,28 @@ def grouped_matrices(
 ) -> jax.Array:
     """Returns `drhs` (see `grouped`) of arrays that `takes_matrices`; the other arguments are as in `grouped_rows`."""
     groups, shape = sizes_G.shape[0], (lhs_MK.shape[1], dout_MN.shape[1])
-    if shape[1] % tile.columns:
-        tile = dataclasses.replace(tile, columns=128)
-    down, across, half = shape[0] // tile.rows, shape[1] // tile.columns, tile.rows // MULTIPLIERS
+    if shape[0] % (2 * tile.rows):
+        tile = dataclasses.replace(tile, rows=64)
+    pairs = max(n for n in range(1, tile.pairs + 1) if shape[0] // (2 * tile.rows) % n == 0)
+    down, across = shape[0] // (2 * tile.rows * pairs), shape[1] // tile.columns
     works = groups * down * across
-    number = jnp.arange(groups)
-    sizes_G = sizes_G.astype(jnp.int32)
-    # As a cumulative sum these are three kernels.
-    ends_G = jnp.sum(jnp.where(number <= number[:, None], sizes_G, 0), axis=1)
+    table = row_tiles.by_size(sizes_G)
 
-    def body(size_ref: jax.Ref, end_ref: jax.Ref, lhs_ref: jax.Ref, dout_ref: jax.Ref, out_ref: jax.Ref) -> None:
-        def scope(lhs_smem: jax.Ref, dout_smem: jax.Ref, out_smem: jax.Ref, full: Any, free: Any) -> None:
+    def body(
+        size_ref: jax.Ref, end_ref: jax.Ref, order_ref: jax.Ref, lhs_ref: Any, dout_ref: Any, out_ref: Any
+    ) -> None:
+        def scope(
+            lhs_smem: Any, dout_smem: Any, out_smem: Any, full: Any, free: Any, came: Any, went: Any, turn: Any
+        ) -> None:
             warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
             mine = lax.div(works - block + (blocks - 1), blocks)
 
             def find(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-                work = i * blocks + block
+                # Half of the blocks begin with their smallest works, which wait for memory while large ones multiply.
+                work = _in_turns(jnp.where(block < blocks // 2, i, mine - 1 - i), works, blocks, block)
                 inside = lax.rem(work, down * across)
-                top, left = lax.div(inside, across) * tile.rows, lax.rem(inside, across) * tile.columns
-                return lax.div(work, down * across), top, left
+                top, left = lax.rem(inside, down) * (2 * tile.rows * pairs), lax.div(inside, down) * tile.columns
+                return order_ref[lax.div(work, down * across)], top, left
 
             def extent(group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
                 """Returns the first row that is copied, which of the copied rows are the group's, and the steps."""
@@ -270,54 +278,108 @@ def grouped_matrices(
                 steps = lax.div(end - first + (DEPTH - 1), DEPTH)
                 return first, end - size - first, end - first, jnp.where(size > 0, steps, 0)
 
-            def copy(i: jax.Array, before: jax.Array) -> jax.Array:
+            def copy(i: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 group, top, left = find(i)
                 start, _, _, steps = extent(group)
+                is_long = steps > tile.kept
 
-                def step(k: jax.Array, _: None) -> None:
-                    slot = _slot(before + k, tile.buffers, free)
-                    deep = pl.ds(start + k * DEPTH, DEPTH)
-                    source = lhs_ref.at[deep, pl.ds(top, tile.rows)]
-                    plgpu.copy_gmem_to_smem(source, _swizzled(lhs_smem.at[slot]), full.at[slot])
-                    source = dout_ref.at[deep, pl.ds(left, tile.columns)]
-                    plgpu.copy_gmem_to_smem(source, dout_smem.at[slot], full.at[slot])
+                def pair(j: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                    """Copies the operands of two results; of a long group step by step, otherwise one after the other."""
+                    passed, kept = before
+                    fresh = (j == 0) | is_long
 
-                lax.fori_loop(0, steps, step, None)
-                return before + steps
+                    def one(t: jax.Array, n: jax.Array, k: jax.Array) -> None:
+                        deep = pl.ds(start + k * DEPTH, DEPTH)
 
-            def multiply(i: jax.Array, before: jax.Array) -> jax.Array:
+                        @pl.when(fresh & (n == 0))
+                        def _() -> None:
+                            slot = _slot(kept + k, tile.kept, went)
+                            source = dout_ref.at[deep, pl.ds(left, tile.columns)]
+                            plgpu.copy_gmem_to_smem(source, _swizzled(dout_smem.at[slot]), came.at[slot])
+
+                        own = _slot(passed + t, tile.buffers, free)
+                        source = lhs_ref.at[deep, pl.ds(top + (2 * j + n) * tile.rows, tile.rows)]
+                        plgpu.copy_gmem_to_smem(source, lhs_smem.at[own], full.at[n * tile.buffers + own])
+
+                    def step(t: jax.Array, _: None) -> None:
+                        second = jnp.where(is_long, lax.rem(t, 2), (t >= steps).astype(jnp.int32))
+                        one(t, second, jnp.where(is_long, lax.div(t, 2), t - second * steps))
+
+                    lax.fori_loop(0, 2 * steps, step, None)
+                    return passed + 2 * steps, kept + jnp.where(fresh, steps, 0)
+
+                return lax.fori_loop(0, pairs, pair, before)
+
+            def multiply(i: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 group, top, left = find(i)
                 _, low, high, steps = extent(group)
+                is_long = steps > tile.kept
 
-                def product(acc: Any) -> jax.Array:
-                    def step(slot: jax.Array, k: jax.Array) -> None:
-                        mask(slot, jnp.where(k == 0, low, 0), jnp.minimum(high - k * DEPTH, DEPTH))
-                        own = _swizzled(lhs_smem.at[slot]).at[:, pl.ds(warpgroup * half, half)]
-                        plgpu.wgmma(acc, _transposed(own), dout_smem.at[slot])
+                def pair(j: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                    passed, kept = before
+                    fresh, last = (j == 0) | is_long, (j == pairs - 1) | is_long
+                    base = kept - jnp.where(fresh, 0, steps)
 
-                    _multiply(before, steps, tile.buffers, full, free, step, 1)
-                    return acc[...]
+                    def product(acc: Any) -> jax.Array:
+                        def slots(k: jax.Array) -> tuple[jax.Array, jax.Array]:
+                            t = jnp.where(is_long, 2 * k + warpgroup, warpgroup * steps + k)
+                            return lax.rem(passed + t, tile.buffers), lax.rem(base + k, tile.kept)
 
-                acc = pl.run_scoped(product, plgpu.ACC((half, tile.columns), jnp.float32)).astype(out_ref.dtype)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for n in range(tile.columns // DEPTH):
-                    if n >= tile.chunks:
-                        plgpu.wait_smem_to_gmem(tile.chunks - 1, wait_read_only=True)
-                    out_smem[warpgroup, n % tile.chunks] = acc[:, n * DEPTH : (n + 1) * DEPTH]
-                    plgpu.commit_smem()
-                    target = (group, pl.ds(top + warpgroup * half, half), pl.ds(left + n * DEPTH, DEPTH))
-                    plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, n % tile.chunks], out_ref.at[target])
-                return before + steps
+                        def leave(k: jax.Array) -> None:
+                            own, common = slots(k)
+                            plgpu.barrier_arrive(free.at[own])
+                            pl.when(last)(lambda: plgpu.barrier_arrive(went.at[common]))
+
+                        def step(k: jax.Array, _: None) -> None:
+                            own, common = slots(k)
+                            pl.when((k == 0) | is_long)(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
+
+                            @pl.when(fresh)
+                            def enter() -> None:
+                                plgpu.barrier_wait(came.at[common])
+                                # The other warpgroup has its turn after this one.
+                                bounds = jnp.where(k == 0, low, 0), jnp.minimum(high - k * DEPTH, DEPTH)
+                                pl.when(warpgroup == 0)(lambda: mask(common, *bounds))
+
+                            plgpu.barrier_wait(full.at[warpgroup * tile.buffers + own])
+                            plgpu.wgmma(acc, _transposed(lhs_smem.at[own]), _swizzled(dout_smem.at[common]))
+                            pl.when((k == steps - 1) | is_long)(lambda: plgpu.barrier_arrive(turn.at[1 - warpgroup]))
+                            plgpu.wgmma_wait(1)
+                            pl.when(k > 0)(lambda: leave(k - 1))
+
+                        lax.fori_loop(0, steps, step, None)
+                        plgpu.wgmma_wait(0)
+                        pl.when(steps > 0)(lambda: leave(steps - 1))
+                        return acc[...]
+
+                    acc = pl.run_scoped(product, plgpu.ACC((tile.rows, tile.columns), jnp.float32)).astype(
+                        out_ref.dtype
+                    )
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    above = top + (2 * j + warpgroup) * tile.rows
+                    pieces = [(n, m) for n in range(tile.rows // DEPTH) for m in range(tile.columns // DEPTH)]
+                    for number, (n, m) in enumerate(pieces):
+                        if number >= tile.chunks:
+                            plgpu.wait_smem_to_gmem(tile.chunks - 1, wait_read_only=True)
+                        chunk = out_smem.at[warpgroup, number % tile.chunks]
+                        chunk[...] = acc[n * DEPTH : (n + 1) * DEPTH, m * DEPTH : (m + 1) * DEPTH]
+                        plgpu.commit_smem()
+                        target = group, pl.ds(above + n * DEPTH, DEPTH), pl.ds(left + m * DEPTH, DEPTH)
+                        plgpu.copy_smem_to_gmem(chunk, out_ref.at[target])
+                    return passed + 2 * steps, kept + jnp.where(fresh, steps, 0)
+
+                return lax.fori_loop(0, pairs, pair, before)
 
             def mask(slot: jax.Array, low: jax.Array, high: jax.Array) -> None:
-                """Sets rows before `low` and from `high` on to 0, in the columns of the warpgroup."""
+                """Sets rows before `low` and from `high` on to 0."""
 
                 def keep(eight: Any, low: Any, high: Any) -> None:
                     layout = plgpu.Layout.WG_STRIDED((EIGHT, DEPTH), vec_size=4)
                     row = plgpu.broadcasted_iota(jnp.int32, (EIGHT, DEPTH), 0, layout=layout)
-                    ref = lhs_smem.at[slot, eight, warpgroup]
-                    values = plgpu.load(ref, (), layout=layout)
-                    ref[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
+                    for part in range(tile.columns // DEPTH):
+                        ref = dout_smem.at[slot, eight, part]
+                        values = plgpu.load(ref, (), layout=layout)
+                        ref[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
 
                 @pl.when((low > 0) | (high < DEPTH))
                 def _() -> None:
@@ -331,22 +393,33 @@ def grouped_matrices(
 
                     plgpu.commit_smem()
 
-            _specialised(mine, copy, multiply, lambda copied: _drain(copied, tile.buffers, free), jnp.int32(0))
+            def drain(before: tuple[jax.Array, jax.Array]) -> None:
+                passed, kept = before
+                _drain(kept, tile.kept, went)
+                _drain(passed, tile.buffers, free)
+
+            pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+            _specialised(mine, copy, multiply, drain, (jnp.int32(0), jnp.int32(0)))
+            pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
 
         pl.run_scoped(
             scope,
+            _operands((tile.buffers,), (DEPTH, tile.rows), lhs_MK.dtype),
             # Without its layout, which `_swizzled` adds: a mask takes rows as they are.
-            plgpu.SMEM((tile.buffers, DEPTH // EIGHT, tile.rows // DEPTH, EIGHT, DEPTH), lhs_MK.dtype),
-            _operands((tile.buffers,), (DEPTH, tile.columns), lhs_MK.dtype),
-            _operands((MULTIPLIERS, tile.chunks), (half, DEPTH), lhs_MK.dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=tile.buffers),
-            plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=tile.buffers),
+            plgpu.SMEM((tile.kept, DEPTH // EIGHT, tile.columns // DEPTH, EIGHT, DEPTH), lhs_MK.dtype),
+            _operands((MULTIPLIERS, tile.chunks), (DEPTH, DEPTH), lhs_MK.dtype),
+            plgpu.Barrier(
+                num_arrivals=1, num_barriers=MULTIPLIERS * tile.buffers
+            ),  # a warpgroup waits for its own copies
+            plgpu.Barrier(num_arrivals=1, num_barriers=tile.buffers),
+            plgpu.Barrier(num_arrivals=1, num_barriers=tile.kept),
+            plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=tile.kept),
+            plgpu.Barrier(num_arrivals=1, num_barriers=MULTIPLIERS),
             collective_axes="warpgroup",
         )
 
-    # No thread reads what another one wrote to shared memory; copies and matmuls do, after `commit_smem`.
     kernel = _kernel(body, jax.ShapeDtypeStruct((groups, *shape), lhs_MK.dtype), blocks, "grouped_matrices", False)
-    return kernel(sizes_G, ends_G, lhs_MK, dout_MN)
+    return kernel(*table, lhs_MK, dout_MN)
 
 
 def _specialised(works: Any, copy: Any, multiply: Any, drain: Any, first: Any = None) -> None:
@@ -363,6 +436,12 @@ def _specialised(works: Any, copy: Any, multiply: Any, drain: Any, first: Any = 
         plgpu.set_max_registers(232, action="increase")
         lax.fori_loop(0, works, multiply, first)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _in_turns(i: Any, works: Any, blocks: int, block: Any) -> jax.Array:
+    """Returns the i-th of a block's works, which are in order of their size. Every second round of blocks is in reverse order."""
+    turned = i * blocks + (blocks - 1 - block)
+    return jnp.where((lax.rem(i, 2) == 1) & (turned < works), turned, i * blocks + block)
 
 
 def _slot(count: jax.Array, buffers: int, free: Any) -> jax.Array:

@@ -68,3 +68,14 @@ def largest_first(sizes_G: jax.Array, rows: int, most: int) -> tuple[Table, jax.
         pick(count_TG),
     )
     return listed, jnp.sum(tiles)
+
+
+def by_size(sizes_G: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the sizes, the ends, and the numbers of the groups, the largest first: int32[G] each."""
+    sizes = sizes_G.astype(jnp.int32)
+    number = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    is_earlier = number[None] < number[:, None]
+    ends = sizes + jnp.sum(jnp.where(is_earlier, sizes, 0), axis=1)
+    is_before = (sizes[None] > sizes[:, None]) | ((sizes[None] == sizes[:, None]) & is_earlier)
+    rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    return sizes, ends, jnp.sum(jnp.where(rank[None] == number[:, None], number, 0), axis=1, dtype=jnp.int32)

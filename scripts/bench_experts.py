@@ -5,8 +5,9 @@ r"""Measures the grouped matmuls of experts on one GPU: each of the three produc
 
 The shapes are those of Qwen3-30B-A3B: 128 experts, D 2,048 and F 768, rows for 4,096 tokens with 8 experts each. "D>F" is the matmul of
 gate or up, "F>D" that of down. Groups are of the sizes that a random router gives ("balanced"), and of sizes from 4 to 1 ("4:1"). Each
-result is compared with a batched matmul of padded groups first. Kernels are compiled by several processes at once and measured one at a
-time. The table comes last: TFLOP/s, and beside them the share of the dense rate. A variant that fails has its error below the table.
+result is compared with a batched matmul of padded groups first, and with the twin where groups are empty and where one has all rows.
+Kernels are compiled by several processes at once and measured one at a time, with the clock and the power meanwhile. The table comes last:
+TFLOP/s, and beside them the share of the dense rate. A variant that fails has its error below the table.
 """
 
 import argparse
@@ -27,14 +28,15 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-ROWS = [(288, 32, 128, 4, 32, 2), (288, 16, 128, 4, 32, 2)]  # the fields of `grouped_mosaic.RowsTile`
-MATRICES = [(128, 256, 4, 1), (128, 256, 3, 4)]  # and of `MatricesTile`
+# The fields of `grouped_mosaic.RowsTile` and of `MatricesTile`.
+ROWS = [(288, 32, 128, 4, 32, 2), (288, 16, 128, 4, 32, 2)]
+MATRICES = [(128, 128, 7, 6, 1, 8), (128, 128, 5, 7, 2, 8), (64, 256, 5, 6, 1, 8)]
 TRITON = [(128, 128, 64, 8, 3), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 256, 64, 8, 3), (64, 128, 64, 4, 4)]
 JAX = [(128, 128, 64, 4, 1), (64, 256, 64, 4, 1)]
 VARIANTS = [
     "dense",
-    *("rows-{}-{}-{}-{}-{}-{}".format(*tile) for tile in ROWS),
-    *("matrices-{}-{}-{}-{}".format(*tile) for tile in MATRICES),
+    *("-".join(map(str, ("rows", *tile))) for tile in ROWS),
+    *("-".join(map(str, ("matrices", *tile))) for tile in MATRICES),
     *("triton-{}x{}x{}-w{}-s{}".format(*tile) for tile in TRITON),
     *("jax-{}x{}x{}-{}-{}".format(*tile) for tile in JAX),
     "padded",
@@ -108,6 +110,8 @@ def _watch(options: argparse.Namespace, name: str, lock: str, ends: float) -> di
     for line in child.stdout or ():
         if line.startswith("BUSY "):
             busy.append((time.monotonic(), line[5:].strip()))
+        elif line.startswith("STATE "):
+            print(name, line[6:].strip(), flush=True)
         elif line.startswith("DONE "):
             busy.clear()
             case, figures = json.loads(line[5:])
@@ -178,31 +182,54 @@ def _case(options: argparse.Namespace, case: str) -> dict[str, float] | None:
     run = _product(options.child, product, rows)
     if run is None:
         return None
-    abstract = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    compiled = jax.jit(run).lower(*abstract, jax.ShapeDtypeStruct((groups,), jnp.int32)).compile()
+    abstract = [
+        *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes),
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+    ]
+    compiled = jax.jit(run).lower(*abstract).compile()
     flops = 2 * rows * contracted * columns
     random = np.random.default_rng(0)
     weights = {"balanced": np.ones(groups), "4:1": random.permutation(np.linspace(4, 1, groups))}
+    sizes = {load: random.multinomial(rows, weight / weight.sum()) for load, weight in weights.items()}
+    judge = None
+    edges: dict[str, Any] = {}
+    if options.child != "dense":
+        size = int(-(-max(max(own) for own in sizes.values()) // 64) * 64)
+        result = jax.eval_shape(run, *abstract)
+        judge = jax.jit(functools.partial(_error, product, size)).lower(result, *abstract).compile()
+        odd = random.random(groups) * (random.random(groups) < 0.5)
+        edges = {
+            "empty groups and rows left over": random.multinomial(rows * 15 // 16, odd / odd.sum()),
+            "one group": np.where(np.arange(groups) == groups // 2, rows, 0),
+        }
+        twin = jax.jit(functools.partial(_error, product, 0)).lower(result, *abstract).compile()
     figures = {}
     with open(options.lock) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         print("BUSY " + case, flush=True)
         keys = jax.random.split(jax.random.key(0))
-        first, second = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes))
-        for load in LOADS:
-            sizes = jnp.asarray(random.multinomial(rows, weights[load] / weights[load].sum()), jnp.int32)
-            if options.child != "dense":
-                size = int(-(-int(sizes.max()) // 64) * 64)
-                error = _error(compiled(first, second, sizes), first, second, sizes, product, size)
-                if not error < WORST:
-                    raise ValueError(f"wrong with {load}: error {error:.3g} of the largest value")
-            figures[load] = flops / _seconds(functools.partial(compiled, first, second, sizes), options.seconds) / 1e12
+        inputs = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes)]
+
+        def check(judge: Any, load: str, sizes: Any) -> None:
+            error = float(judge(compiled(*inputs, sizes), *inputs, sizes))
+            if not error < WORST:
+                raise ValueError(f"wrong with {load}: error {error:.3g} of the largest value")
+
+        for load, each in sizes.items():
+            own = jnp.asarray(each, jnp.int32)
+            if judge is not None:
+                check(judge, load, own)
+            seconds, state = _seconds(functools.partial(compiled, *inputs, own), options.seconds)
+            figures[load] = flops / seconds / 1e12
+            print(f"STATE {case} {load} {state} {jax.devices()[0].device_kind}", flush=True)
+        for load, each in edges.items():
+            check(twin, load, jnp.asarray(each, jnp.int32))
         fcntl.flock(lock, fcntl.LOCK_UN)
     return figures
 
 
-def _seconds(run: Callable[[], Any], duration: float) -> float:
-    """Returns the median time of a call over rounds of calls, without waiting in between."""
+def _seconds(run: Callable[[], Any], duration: float) -> tuple[float, str]:
+    """Returns the median time of a call over rounds of calls, without waiting in between, and the GPU's clock and power meanwhile."""
     import jax
 
     def some() -> float:
@@ -213,10 +240,18 @@ def _seconds(run: Callable[[], Any], duration: float) -> float:
         return (time.perf_counter() - start) / 20
 
     some()
-    began, rounds = time.monotonic(), []
+    began = time.monotonic()
+    rounds: list[float] = []
+    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader"]
+    try:
+        asked = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    except OSError:
+        asked = None
     while len(rounds) < 3 or time.monotonic() - began < duration:
         rounds.append(some())
-    return statistics.median(rounds)
+    while asked is not None and asked.poll() is None and time.monotonic() - began < duration + 1:
+        some()
+    return statistics.median(rounds), asked.stdout.read().strip() if asked is not None and asked.stdout else ""
 
 
 def _product(variant: str, product: str, height: int) -> Callable[..., Any] | None:
@@ -288,15 +323,19 @@ def _padded(first: Any, second: Any, sizes: Any, product: str, size: int, dtype:
     return jnp.zeros((rows, found.shape[-1]), dtype).at[spots].set(found, mode="drop")
 
 
-def _error(result: Any, first: Any, second: Any, sizes: Any, product: str, size: int) -> float:
-    import jax
+def _error(product: str, size: int, result: Any, first: Any, second: Any, sizes: Any) -> Any:
+    """Returns the largest difference from a batched matmul of groups padded to `size` rows, or from the twin, over its largest value."""
     import jax.numpy as jnp
 
-    def compare(result: Any, first: Any, second: Any, sizes: Any) -> Any:
-        judge = _padded(first, second, sizes, product, size, jnp.float32)
-        return jnp.max(jnp.abs(result.astype(jnp.float32) - judge)) / jnp.max(jnp.abs(judge))
+    from pallas_kernels import grouped
 
-    return float(jax.jit(compare)(result, first, second, sizes))
+    if size:
+        judge = _padded(first, second, sizes, product, size, jnp.float32)
+    elif product == "drhs":
+        judge = grouped.matrices_ref(first, second, sizes).astype(jnp.float32)
+    else:
+        judge = grouped.rows_ref(first, second, sizes, product == "dlhs").astype(jnp.float32)
+    return jnp.max(jnp.abs(result.astype(jnp.float32) - judge)) / jnp.max(jnp.abs(judge))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,13 @@ def test_the_largest_tiles_come_first_and_those_that_are_not_needed_last():
         assert used == sum(-(-size // 32) for size in (*sizes, rest))  # as few as can be
 
 
+def test_groups_by_size_are_the_largest_first_and_equal_ones_in_order():
+    for sizes in SIZES.values():
+        _, ends, order = jax.jit(row_tiles.by_size)(np.asarray(sizes, np.int32))
+        assert list(ends) == list(np.cumsum(sizes))
+        assert list(order) == sorted(range(len(sizes)), key=lambda group: -sizes[group])
+
+
 NARROW = 9  # as an adapter's rank
 
 
