@@ -378,7 +378,7 @@ def grouped_matrices(
                     row = plgpu.broadcasted_iota(jnp.int32, (EIGHT, DEPTH), 0, layout=layout)
                     for part in range(tile.columns // DEPTH):
                         ref = dout_smem.at[slot, eight, part]
-                        values = plgpu.load(ref, (), layout=layout)
+                        values = plgpu.load(ref, *_WHOLE, layout=layout)
                         ref[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
 
                 @pl.when((low > 0) | (high < DEPTH))
@@ -492,6 +492,7 @@ def _by_count(count: Any, tile: RowsTile, of: Callable[[int], None]) -> None:
 
 _SWIZZLE, _TILING = plgpu.SwizzleTransform(128), plgpu.TilingTransform((EIGHT, DEPTH))
 _NO_TYPE: Any = None  # neither reads it
+_WHOLE: Any = () if jax.__version_info__ >= (0, 12) else ((),)  # the indices of a load, which JAX 0.12 takes no more
 _UNSWIZZLING, _UNTILING = _SWIZZLE.undo(_NO_TYPE), _TILING.undo(_NO_TYPE)
 
 
