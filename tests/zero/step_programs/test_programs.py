@@ -1,6 +1,7 @@
 """Checks a step that is cut into programs against the same step as one program. This module tests zerojax.zero.step_programs.programs."""
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
-from zerojax.zero.step_programs import programs, schedule
+from zerojax.zero.step_programs import cut, programs, schedule
 
 
 @runs.LONG
@@ -77,3 +78,20 @@ def test_bytes_are_those_on_one_device():
     cut = programs.cut(nested, *abstract(args))
     for number, leaf in enumerate(jax.tree.leaves(args)):
         assert cut.nbytes(number) == leaf.addressable_shards[0].data.nbytes
+
+
+def test_an_array_without_elements_is_made_where_it_is_read():
+    """The compiler of JAX 0.11 ends the process where a mapped function gets one that nothing reads."""
+    mesh = mesh_lib.make_mesh(data=2, devices=jax.devices()[:2])
+    mapped = jax.shard_map(
+        lambda x, e: x * 2 + e.sum(), mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check_vma=False
+    )
+    given = jnp.arange(6.0).reshape(2, 3), jnp.zeros((2, 0))
+    [call] = jax.make_jaxpr(mapped)(*given).eqns
+    inner = call.params["jaxpr"]
+    closed = jex.ClosedJaxpr(inner, ())
+    part = cut.StepPart("between", [cut.TraceCall(inner.invars, inner.outvars, closed)], inner.outvars)
+    program = programs.Mapped(call).program(part, (), lambda *arrays: ())
+    [own] = jax.make_jaxpr(program)(*given).eqns
+    assert len(own.invars) == 1
+    np.testing.assert_array_equal(jax.jit(program)(*given)[0], 2 * given[0])

@@ -188,9 +188,14 @@ class Mapped:
           beside: the rider's function, which is not mapped.
         """
         reads = part.reads
+        # An array without elements is made here: JAX 0.11.2 ends the process at a mapped function that gets one and does not read it.
+        empty = [var for var in reads if 0 in getattr(var.aval, "shape", ())]
+        sent = [number for number, var in enumerate(reads) if var not in empty]
 
         def on_device(*values: Any) -> list[Any]:
-            own = {var: value if var in self._in_specs else value[0] for var, value in zip(reads, values)}
+            own: dict[Any, Any] = {var: jnp.zeros(var.aval.shape, var.aval.dtype) for var in empty}
+            for number, value in zip(sent, values):
+                own[reads[number]] = value if reads[number] in self._in_specs else value[0]
             integers = {place: values[-1][number] for number, place in enumerate(places)}
             found = operations.run(part, own, integers)
             return [value if var in self._out_specs else value[None] for var, value in zip(part.writes, found)]
@@ -198,7 +203,10 @@ class Mapped:
         run = jax.shard_map(
             on_device,
             mesh=self._mesh,
-            in_specs=(*(self._in_specs.get(var, self._stacked) for var in reads), *([P()] if places else [])),
+            in_specs=(
+                *(self._in_specs.get(reads[number], self._stacked) for number in sent),
+                *([P()] if places else []),
+            ),
             out_specs=[self._out_specs.get(var, self._stacked) for var in part.writes],
             axis_names=self._axes,
             check_vma=False,
@@ -206,7 +214,7 @@ class Mapped:
         count = len(reads) + bool(places)
 
         def program(*values: Any) -> list[Any]:
-            return [*run(*values[:count]), *beside(*values[count:])]
+            return [*run(*(values[number] for number in [*sent, *range(len(reads), count)])), *beside(*values[count:])]
 
         program.__name__ = program.__qualname__ = f"{blocks.NAME}_{part.name}"
         return program
