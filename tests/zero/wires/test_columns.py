@@ -75,8 +75,8 @@ def test_gradients_of_matrices_used_by_columns_are_those_of_one_device():
     ("pattern", "stage", "reduce_dtype", "line"),
     [
         ("head(", 3, jnp.float32, r"by_columns: 'head\(' is not a regex"),
-        (["head"], 3, jnp.float32, r"by_columns: must be a regex over module paths, .* and is \['head'\]"),
-        (None, 3, jnp.float32, "by_columns: must be a regex over module paths, .* and is None"),
+        (["head"], 3, jnp.float32, r"by_columns: must be text, and is \['head'\]"),
+        (None, 3, jnp.float32, "by_columns: must be text, and is None"),
         ("head", 3, None, "by_columns: needs explicit collectives; pass reduce_dtype="),
         (
             "head",
