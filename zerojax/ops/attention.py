@@ -163,6 +163,12 @@ def of_heads(attended: Callable[..., jax.Array], heads: int, kv_heads: int) -> C
     return mesh_lib.manual_over_rest(function, (queries, keys, keys, scores, P()), queries)
 
 
+def jax_takes_wide_heads() -> bool:
+    """Returns whether JAX hands cuDNN heads of more than `NARROW` dims: it asks this host's GPU, also for absent ones."""
+    found = getattr(jax.devices()[0], "compute_capability", None)
+    return found is not None and float(found) >= _HOPPER
+
+
 def _sees_a_key(mask: jax.Array, queries: int, window: int) -> jax.Array:
     """Returns bool[B, T]: whether a causal query sees any key of a mask bool[B, S] or bool[B, T, S], with T = S."""
     distance_TS = jnp.arange(queries)[:, None] - jnp.arange(queries)

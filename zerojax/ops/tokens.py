@@ -73,8 +73,7 @@ def attend(
         )
     seen = mask if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
     is_wide = kernel == "cudnn" and q_BTHN.shape[3] > attention_lib.NARROW
-    # Whether cuDNN takes wide heads, JAX asks this host's GPU, which a program for absent ones does not run on.
-    is_for_absent = is_wide and bias is None and not cap and jax.default_backend() != "gpu"
+    is_for_absent = is_wide and bias is None and not cap and not attention_lib.jax_takes_wide_heads()
     if sinks_H is not None or is_for_absent:
         return sinks.attend(
             q_BTHN, k_BSKN, v_BSKN, kernel, sinks_H=sinks_H, is_causal=is_causal, mask=seen, scale=scale, window=window
