@@ -170,9 +170,11 @@ def platform(where: Mesh | jax.Device | None = None) -> str:
     return "gpu" if name in ("cuda", "rocm") else name
 
 
-def capability(mesh: Mesh) -> float | None:
-    """Returns the compute capability of a mesh's NVIDIA GPUs, present or absent, such as 9.0; None of other devices."""
-    found = getattr(mesh.devices.flat[0], "compute_capability", None)
+def capability(mesh: Mesh | None = None) -> float | None:
+    """Returns the compute capability, such as 9.0, of the NVIDIA GPUs of a mesh, present or absent, or by default of this process; None of
+    other devices."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    found = getattr(device, "compute_capability", None)
     return None if found is None else float(found)
 
 

@@ -15,8 +15,9 @@ from flax import traverse_util
 from zerojax import errors
 
 PyTree = Any  # nodes that JAX knows, around leaves of one kind: arrays, abstract arrays, shardings or specs
-T = TypeVar("T")
 Leaf = Any  # an array, its shape and dtype, or what stands for one
+T = TypeVar("T")
+_OF_NO_NUMBERS = "OSUMm"  # kinds of numpy's dtypes: objects, bytes, texts, dates, times
 
 
 def path_string(path: tuple) -> str:
@@ -24,7 +25,6 @@ def path_string(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-_OF_NO_NUMBERS = "OSUMm"  # kinds of numpy's dtypes: objects, bytes, texts, dates, times
 IsLeaf = Callable[[Any], bool] | None
 
 

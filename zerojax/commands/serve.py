@@ -137,12 +137,8 @@ def _model(
         offload = {"params": settings.HOST, "params_fraction": given.host_fraction}
         how |= {"stage": 3, "offload": offload, "min_size": 1}
     loaded = pretrained.load_huggingface(folder.path, **how)
-    sizes = {
-        "slots": given.slots,
-        "max_len": given.max_len,
-        "max_inputs": given.max_inputs or 512,
-        "chunk": given.chunk,
-    }
+    sizes = {name: getattr(given, name) for name in ("slots", "max_len", "max_inputs", "chunk")}
+    sizes = {name: size for name, size in sizes.items() if size is not None}  # the engine's own
     adapters = {own: loaded.read_adapter(path) for own, path in named.items()}
     engine = engine_lib.Engine(loaded, format=given.format, adapters=adapters, text_of=words.text_of, **sizes)
     if given.warm_up:

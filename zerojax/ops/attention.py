@@ -165,8 +165,8 @@ def of_heads(attended: Callable[..., jax.Array], heads: int, kv_heads: int) -> C
 
 def jax_takes_wide_heads() -> bool:
     """Returns whether JAX hands cuDNN heads of more than `NARROW` dims: it asks this host's GPU, also for absent ones."""
-    found = getattr(jax.devices()[0], "compute_capability", None)
-    return found is not None and float(found) >= _HOPPER
+    found = mesh_lib.capability()
+    return found is not None and found >= _HOPPER
 
 
 def _sees_a_key(mask: jax.Array, queries: int, window: int) -> jax.Array:

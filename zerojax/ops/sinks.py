@@ -47,14 +47,13 @@ def attend(
     )
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, None] if mask.ndim == 2 else mask, (*q_BTHN.shape[:2], k_BSKN.shape[1]))
-    sinks = (
-        sinks_H if sinks_H is None else sinks_H.astype(jnp.float32)[None, :, None, None]
-    )  # where `of_heads` has scores
+    # Where `of_heads` has scores.
+    sinks = None if sinks_H is None else sinks_H.astype(jnp.float32)[None, :, None, None]
 
     def of_own(
         q: jax.Array, k: jax.Array, v: jax.Array, sinks_1H11: jax.Array | None, seen: jax.Array | None
     ) -> jax.Array:
-        return _attend(form, q, k, v, sinks_1H11 if sinks_1H11 is None else sinks_1H11[0, :, 0, 0], seen)
+        return _attend(form, q, k, v, None if sinks_1H11 is None else sinks_1H11[0, :, 0, 0], seen)
 
     return attention.of_heads(of_own, q_BTHN.shape[2], k_BSKN.shape[2])(q_BTHN, k_BSKN, v_BSKN, sinks, mask)
 

@@ -212,9 +212,10 @@ class Mapped:
             check_vma=False,
         )
         count = len(reads) + bool(places)
+        passed = [*sent, *range(len(reads), count)]
 
         def program(*values: Any) -> list[Any]:
-            return [*run(*(values[number] for number in [*sent, *range(len(reads), count)])), *beside(*values[count:])]
+            return [*run(*(values[number] for number in passed)), *beside(*values[count:])]
 
         program.__name__ = program.__qualname__ = f"{blocks.NAME}_{part.name}"
         return program
