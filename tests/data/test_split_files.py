@@ -56,3 +56,11 @@ def test_damaged_fingerprints_are_told(folder, text):
     (folder / split_files.FILE).write_bytes(text.encode("latin1"))
     with pytest.raises(UserError, match=r"^data_dir: .*fingerprints.json' is damaged: .* run again$"):
         check(folder)
+
+
+def test_fingerprints_that_are_a_broken_link_are_not_taken_for_none(folder):
+    (folder / split_files.FILE).unlink()
+    check(folder)  # an older version wrote none
+    (folder / split_files.FILE).symlink_to("gone")
+    with pytest.raises(UserError, match=r"fingerprints.json' is damaged"):
+        check(folder)

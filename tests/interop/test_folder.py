@@ -73,6 +73,24 @@ def test_a_missing_or_unreadable_config_is_refused(tmp_path, copied):
         assert message in refused(folder)
 
 
+@pytest.mark.parametrize(
+    "target", ["gone", "{name}", "/dev/null"]
+)  # a blob that a cache of the hub lost, a loop, a device
+def test_a_file_that_is_none_is_not_taken_for_one_that_is_missing(target, copied):
+    folder = copied("llama")
+    for name in ("generation_config.json", "config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        other = (folder / name).rename(folder / "other") if (folder / name).exists() else None
+        (folder / name).symlink_to(target.format(name=name))
+        assert f"{folder / name}: cannot be read (" in refused(folder)
+        (folder / name).unlink()
+        if other is not None:
+            other.rename(folder / name)
+    (folder / "onnx").mkdir()
+    folder_lib.open_folder(folder)
+    (folder / "tokenizer.json").mkdir()
+    assert f"{folder / 'tokenizer.json'}: cannot be read (" in refused(folder)
+
+
 def test_a_setting_of_generation_is_found_in_either_config(copied):
     folder = copied("llama", {"top_k": 3, "top_p": 0.5})
     (folder / "generation_config.json").write_text('{"top_k": 7, "top_p": null}')

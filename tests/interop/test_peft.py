@@ -296,6 +296,11 @@ def test_a_changed_config_of_an_export_is_told(tmp_path):
         UserWarning, match=rf"^{out / peft.CONFIG}: is not what was written: .* if it was changed on purpose$"
     ):
         zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=out)
+    (out / "tokenizer.json").touch()
+    tensor_files.write_checksums(out)
+    (out / "tokenizer.json").unlink()
+    with pytest.warns(UserWarning, match=rf"^{out / 'tokenizer.json'}: is missing, and was written with the weights"):
+        tensor_files.check([out / peft.WEIGHTS])
     (out / tensor_files.CHECKSUMS).unlink()
     zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=out)
 

@@ -35,7 +35,7 @@ def check(folder: str | os.PathLike, paths: Iterable[str | os.PathLike]) -> None
       OSError: a file cannot be read.
     """
     written = pathlib.Path(folder) / FILE
-    if not written.is_file():
+    if not os.path.lexists(written):
         return
     try:
         known = json.loads(written.read_text())

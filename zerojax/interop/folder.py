@@ -32,6 +32,7 @@ from zerojax.tree import PyTree
 
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 EXPORT = "export"  # of a run's folder
+_SUFFIXES = (".json", ".safetensors", ".jinja")  # of the files of a model, an adapter and a tokenizer
 READERS = 8  # threads, each of which reads a shard
 SAMPLES, SAMPLE_BYTES = 8, 512  # of a tensor, for the fingerprint of a folder
 MOST_BYTES = 2**30  # of the shards that are read at a time, unless one shard is larger
@@ -125,11 +126,18 @@ def check_folder(path: pathlib.Path, config: str = CONFIG) -> None:
     """Checks that a path may be the folder of a model, or with ADAPTER that of an adapter.
 
     Raises:
-      UserError: it is no folder, or that of the other, or of a run. The line says which to name. A folder of none of them passes.
+      UserError: it is no folder, or that of the other, or of a run, and the line says which to name; or a file is none, such as a link to
+        one that is gone, and would be taken for one that the folder lacks. A folder of none of them passes.
     """
     if not path.is_dir():
         by = "PEFT" if config == ADAPTER else "transformers"
         raise UserError(f"{path}: is not a folder; name one that save_pretrained of {by} wrote")
+    for entry in sorted(path.iterdir()):
+        if entry.suffix in _SUFFIXES and not entry.is_file():
+            try:
+                bounded.open_file(entry).close()
+            except OSError as error:
+                raise UserError(f"{entry}: cannot be read ({error.strerror}); copy the folder again") from error
     if (path / EXPORT / config).is_file() and not any(path.glob("*.safetensors")):
         raise UserError(f"{path}: is the folder of a run; name its export, {path / EXPORT}")
     if config == CONFIG and (path / ADAPTER).is_file() and not (path / CONFIG).is_file():

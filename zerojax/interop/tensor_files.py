@@ -272,7 +272,7 @@ def write_checksums(folder: pathlib.Path) -> None:
 def check(paths: Iterable[pathlib.Path], part: slice = slice(None)) -> None:
     """Compares files of weights with the record beside them, where there is one. Reads them as a whole.
 
-    A config or a tokenizer in the record that has changed is warned of: users edit these.
+    A config or a tokenizer in the record that has changed or is gone is warned of: users edit these.
 
     Args:
       paths: the files.
@@ -289,7 +289,11 @@ def check(paths: Iterable[pathlib.Path], part: slice = slice(None)) -> None:
     for folder, record in known.items() if not part.start else ():
         others = sorted(folder / name for name in record if not name.endswith(".safetensors"))
         for path in others:
-            if path.is_file() and _is_changed(path, record):
+            if not os.path.lexists(path):
+                warnings.warn(
+                    f"{path}: is missing, and was written with the weights; copy the folder again", stacklevel=2
+                )
+            elif _is_changed(path, record):
                 warnings.warn(_changed(path, "it was"), stacklevel=2)
 
 
@@ -304,7 +308,7 @@ def _is_changed(path: pathlib.Path, record: Mapping[str, checksums.File]) -> boo
 def _recorded(record: pathlib.Path) -> Mapping[str, checksums.File]:
     """Returns the files of a record; none if there is no record."""
     try:
-        return checksums.read(record).files if record.is_file() else {}
+        return checksums.read(record).files if os.path.lexists(record) else {}
     except OSError as error:
         raise UserError(f"{error.filename or record}: cannot be read ({error.strerror}); fix that") from error
     except ValueError as error:

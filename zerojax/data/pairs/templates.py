@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import re
 import signal
@@ -218,9 +219,9 @@ def _own_template(folder: pathlib.Path) -> tuple[str, Mapping[str, Any]]:
     path, file = folder / TOKENIZER_CONFIG, folder / JINJA_FILE
     settings: Any = {}
     try:
-        if path.is_file():
+        if os.path.lexists(path):
             settings = bounded.parse_json(bounded.read_bytes(path))
-        if file.is_file():
+        if os.path.lexists(file):
             found: Any = bounded.read_text(file, _MOST_BYTES)
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read ({error.strerror}); fix that") from error
@@ -230,7 +231,7 @@ def _own_template(folder: pathlib.Path) -> tuple[str, Mapping[str, Any]]:
         raise UserError(f"{path}: is not JSON ({errors.first_line(error)}); save the tokenizer again") from error
     if not isinstance(settings, Mapping):
         raise UserError(f"{path}: is not a table of settings; save the tokenizer again")
-    if file.is_file():
+    if os.path.lexists(file):
         return found, settings
     found = settings.get("chat_template") or ""
     if isinstance(found, list):  # several by name
