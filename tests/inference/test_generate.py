@@ -102,7 +102,9 @@ def test_draws_depend_on_the_seed_and_the_row_alone():
 
 def test_invalid_prompts_are_refused_in_one_line():
     cases = {
-        r"input_ids: must be integers \[rows, length\]": (PROMPTS[0], None),
+        r"input_ids: must be integers \[rows, length\], and are int": (PROMPTS[0], None),
+        "are a batch of input_ids, labels; give batch": ({"input_ids": PROMPTS, "labels": PROMPTS}, None),
+        "rows differ in length; pad them": ([[1, 2], [3]], None),
         "input_ids: hold 61, and the model knows ids from 0 to 60": (np.where(PROMPTS == 9, 61, PROMPTS), MASK),
         r"attention_mask: has shape \(3, 7\)": (PROMPTS, MASK[:, 1:]),
         "attention_mask: row 1 is 0 everywhere": (PROMPTS, MASK * [[1], [0], [1]]),

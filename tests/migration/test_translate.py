@@ -115,6 +115,22 @@ def test_params_are_offloaded_with_their_optimizer_state_and_bring_none_along(op
     assert told == (keys.TAKEN if optimizer else keys.UNSUPPORTED)
 
 
+@pytest.mark.parametrize(
+    "extra, params, lost",
+    [
+        ({}, "host", ["zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size"]),
+        ({"pipeline": {"stages": 2}}, None, ["offload_param.device", "zero_quantized_weights"]),
+    ],
+)
+def test_what_no_run_has_beside_another_is_told_and_left_out(extra, params, lost):
+    cpu = {"device": "cpu"}
+    zero = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 4}
+    file = {**BASE, **extra, "zero_optimization": {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu, **zero}}
+    found = settings(file)
+    assert found.get("offload.params") == params and not any(place.startswith("wire.") for place in found)
+    assert {verdict(file, f"zero_optimization.{name}").verdict for name in lost} == {keys.UNSUPPORTED}
+
+
 @pytest.mark.parametrize("folder, told", [("/disk", keys.TAKEN), ("/other", keys.UNSUPPORTED)])
 def test_one_folder_holds_what_is_on_a_disk(folder, told):
     on_disk = {"device": "nvme", "nvme_path": "/disk"}

@@ -193,9 +193,17 @@ def check(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[np.ndar
     Raises:
       UserError: they are not numbers of one shape, a row has no token, or the model does not know one.
     """
-    ids = np.asarray(input_ids)
+    rule = "input_ids: must be integers [rows, length]"
+    try:
+        ids = np.asarray(input_ids)
+    except ValueError as error:
+        raise UserError(f"{rule}, and rows differ in length; pad them, with an attention_mask") from error
+    if isinstance(input_ids, Mapping):
+        raise UserError(
+            f"{rule}, and are a batch of {', '.join(input_ids)}; give batch['input_ids'], batch['attention_mask']"
+        )
     if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-        raise UserError(f"input_ids: must be integers [rows, length], and are {ids.dtype}{list(ids.shape)}")
+        raise UserError(f"{rule}, and are {ids.dtype}{list(ids.shape)}")
     given = np.ones(ids.shape, bool) if attention_mask is None else np.asarray(attention_mask)
     if given.dtype.kind not in "biuf":
         raise UserError(f"attention_mask: must be 0 where a row is padded, else 1, and holds {given.dtype}")

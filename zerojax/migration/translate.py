@@ -122,8 +122,8 @@ def translate(
     for place, (size, key) in axes.items():
         if size > 1:
             draft.put(place, size, key)
-    _wires(draft, devices)
     _offload(draft)
+    _wires(draft, devices)
     _precision(draft)
     _sums(draft)
     _optimizer(draft)
@@ -245,6 +245,14 @@ def _wires(draft: Draft, devices: int | None) -> None:
         for name in (name for name, is_on in asked.items() if is_on):
             draft.say(name, keys_lib.NO_EFFECT, "DeepSpeed reads it at stage 3 alone")
         return
+    why_plain = {
+        "offload.params": "weights are fetched from config.offload.params as they are, so they also travel so",
+        "mesh.pipe": "the stages of config.mesh.pipe send weights as they are",
+    }
+    for why in (why for place, why in why_plain.items() if place in draft.settings):
+        for name in (name for name, is_on in asked.items() if is_on):
+            draft.say(name, keys_lib.UNSUPPORTED, why)
+        return
     spans = size > 1 and not (devices and devices <= size)
     if asked[names["quantized_weights"]]:
         draft.put("wire.weights", packed.INT8, names["quantized_weights"])
@@ -266,10 +274,15 @@ def _offload(draft: Draft) -> None:
         wanted = str(draft.get(name, "none")).lower()
         if wanted != "none":
             offload(draft, part, wanted, name)
-    if "offload.params" in draft.settings and "offload.optimizer" not in draft.settings:
+    why_not = {
+        "here params are offloaded with the optimizer state alone, so both stay on the device; add offload_optimizer, or set "
+        "config.offload": "offload.optimizer" not in draft.settings,
+        "a stage of config.mesh.pipe reads weights from the devices, so they stay there": "mesh.pipe" in draft.settings,
+    }
+    if "offload.params" in draft.settings and any(why_not.values()):
         del draft.settings["offload.params"]
-        why = "here params are offloaded with the optimizer state alone, so both stay on the device; add offload_optimizer, or set "
-        draft.say(f"{_ZERO}.offload_param.device", keys_lib.UNSUPPORTED, f"{why}config.offload")
+        why = next(why for why, holds in why_not.items() if holds)
+        draft.say(f"{_ZERO}.offload_param.device", keys_lib.UNSUPPORTED, why)
     for part, group in (("optimizer", "offload_optimizer"), ("params", "offload_param")):
         folder = f"{_ZERO}.{group}.nvme_path"
         wanted, known = str(draft.get(folder, "")), draft.settings.get("offload.nvme_path")
