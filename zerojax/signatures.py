@@ -67,7 +67,7 @@ def _hints_of(kind: type) -> dict[str, Any]:
 def _compare(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if not is_of(value, hints[name]):
-            raise UserError(f"{name}: must be {words(hints[name])}, and is {_shown(value)}")
+            raise UserError(f"{name}: must be {words(hints[name])}, and is {shown(value)}")
 
 
 def is_of(value: Any, hint: Any) -> bool:
@@ -154,7 +154,7 @@ def _is_dtype(value: Any) -> bool:
     return not isinstance(value, _NO_DTYPES)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Returns a value as errors show it; of arrays their type alone, as their numbers may be on many devices."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} {value.dtype}{list(value.shape)}"

@@ -113,10 +113,14 @@ def test_a_process_whose_end_follows_from_another_is_not_blamed(capfd):
     assert done.status == 3 and "rank 1 on localhost ended with status 3" in done.err
 
 
-def test_a_command_that_is_not_there_is_an_error_of_one_line(capfd):
-    order = attempt.Order(command=["/no/such/program"], hosts=nodes("localhost"))
+def test_a_command_that_is_not_there_is_an_error_of_one_line_and_not_restarted(capfd):
+    order = attempt.Order(command=["/no/such/program"], hosts=nodes("localhost"), max_restarts=3)
     assert supervisor.Supervisor(order).run() == 127
-    assert "zerojax: /no/such/program: No such file or directory" in capfd.readouterr().out
+    done = capfd.readouterr()
+    assert done.out.count("zerojax: /no/such/program: No such file or directory") == 1
+    assert (
+        "status 127 is a command that is not there, which another attempt would meet again; not restarted" in done.err
+    )
 
 
 STOPS = f"""{BEATS}

@@ -24,7 +24,9 @@ HELLO_SECONDS = 60.0  # for a host to answer
 SETTLE_SECONDS = 2.0  # after the first failure, for a better witness of it
 STACK_SECONDS = 3.0
 LOST_STATUS = 1
-USAGE = 2  # the status of wrong input, which another attempt would meet again
+USAGE = 2
+# Statuses that another attempt would meet again, and what they mean. Shells end with the last two, and an agent with the last.
+FINAL = {USAGE: "wrong input", 126: "a command that cannot be run", 127: "a command that is not there"}
 LAUNCHER = "zerojax launch"
 # Variables that belong to one host or one terminal.
 OWN_VARIABLES = re.compile(

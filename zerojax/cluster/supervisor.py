@@ -129,8 +129,10 @@ class Supervisor:
                 return 0
             if self._stopped_by or number >= order.max_restarts:
                 return failure.status
-            if failure.status == attempt_lib.USAGE:
-                self._screen.say("status 2 is wrong input, which another attempt would meet again; not restarted")
+            if why := attempt_lib.FINAL.get(failure.status):
+                self._screen.say(
+                    f"status {failure.status} is {why}, which another attempt would meet again; not restarted"
+                )
                 return failure.status
             number += 1
             if failure.is_lost:

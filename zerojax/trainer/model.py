@@ -91,7 +91,8 @@ def _with_classes(
     if has_head and labels and len(labels) != len(model.classes):
         raise UserError(
             f"config.data.labels: names {len(labels)} classes, and the head of {name} has {len(model.classes)} "
-            f"({', '.join(model.classes[:8])}); name as many, or omit it"
+            f"({', '.join(model.classes[:8])}); name as many, or omit it; for a new head start from the model without its own, as "
+            f'transformers\' AutoModel.from_pretrained("{config.init_from}").save_pretrained(FOLDER) writes it'
         )
     return dataclasses.replace(model, classes=labels or model.classes)
 

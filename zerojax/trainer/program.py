@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from rich.table import Table
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, specs, train_state, tree
+from zerojax import precision, train_state, tree
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
@@ -210,7 +210,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         offload=offload,
         pipeline=steps.pipeline(config, loss_fn, family, in_parts, mesh, abstract_batch(passes=1)),
     )
-    _check_model_axis(partition)
+    _check_axes(partition)
     partition = unsent.in_partition(partition, steps.as_sent(config, family, partition))
     everywhere = partitioned(mesh=forward_lib.mesh_of(mesh)) if partition.pipeline else partition
     return Program(
@@ -371,15 +371,13 @@ def _parallel(
     return rows
 
 
-def _check_model_axis(partition: partition_lib.Partition) -> None:
+def _check_axes(partition: partition_lib.Partition) -> None:
     """Raises a UserError if devices along an axis that overrides shard would only repeat each other's work."""
-    named = {axis for leaf in partition.leaves.values() for axis in specs.axes(leaf.sharded)}
-    for axis in mesh_lib.COMPILER:
-        if (size := partition.mesh.shape[axis]) > 1 and axis not in named:
-            raise UserError(
-                f"config.mesh.{axis}: is {size}, and no weight is sharded over `{axis}`, so its devices would repeat each other's work; "
-                f"name weights in config.zero.overrides, or set --config.mesh.{axis}=1"
-            )
+    for axis, size in stages.unused_axes(partition):
+        raise UserError(
+            f"config.mesh.{axis}: is {size}, and no weight is sharded over `{axis}`, so its devices would repeat each other's work; "
+            f"name weights in config.zero.overrides, or set --config.mesh.{axis}=1"
+        )
     ways = mesh_lib.size(partition.mesh, mesh_lib.EXPERT)
     if ways > 1 and not any(weight.is_experts for weight in partition.placements.values()):
         raise UserError(

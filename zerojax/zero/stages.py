@@ -16,7 +16,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -194,8 +194,22 @@ def partition_state(
         decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
         decided = dataclasses.replace(decided, weight=weight or "")
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
-    placed = selection.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size)
-    return storage.with_keeper(placed)
+    decided = _assemble(mesh, stage, abstract_state, leaves)
+    for axis, size in unused_axes(decided):
+        warnings.warn(
+            f"mesh: {axis} is {size}, and no weight is sharded over `{axis}`, so its devices repeat each other's work unless the loss "
+            f'divides it; name weights in overrides, as in overrides=[("kernel", PartitionSpec(None, "{axis}"))], or make_mesh({axis}=1)',
+            stacklevel=2,
+        )
+    return storage.with_keeper(selection.place(decided, chosen, min_size))
+
+
+def unused_axes(partition: partition_lib.Partition) -> Iterator[tuple[str, int]]:
+    """Yields the name and the size of each axis over which overrides alone shard, and none does."""
+    named = {axis for leaf in partition.leaves.values() for axis in specs_lib.axes(leaf.sharded)}
+    for axis in mesh_lib.COMPILER:
+        if (size := partition.mesh.shape[axis]) > 1 and axis not in named:
+            yield axis, size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,7 +118,12 @@ def test_what_does_not_fit_is_refused_in_one_line():
         ("prompt: has 64 tokens, and at most 63 fit", [9] * 64, {}),
         ("max_tokens: is 62, and after a text of 3 tokens 61 fit", [9] * 3, {"max_tokens": 62}),
         ("prompt: holds 61, and the model knows ids from 0 to 60", [61], {}),
-        ("prompt: must be token ids", [], {}),
+        ("prompt: must be a list of token ids, at least one, and is \\[\\]", [], {}),
+        (
+            "prompt: must be a list of token ids, at least one, and is 'abc'; a tokenizer makes them of a text",
+            "abc",
+            {},
+        ),
         ("stop_ids: holds -1", [9], {"stop_ids": (-1,)}),
         ("top_p: must be above 0", [9], {"top_p": 0.0}),
         ("temperature: must be 0", [9], {"temperature": float("nan")}),
@@ -141,7 +146,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
     for line, call in (
         ("request: must be a Request, and is None", lambda: own.add(None)),
         ("request: must be a Request, and is 3", lambda: own.cancel(3)),
-        ("prompt: must be token ids, and is", lambda: own.submit([[9], [9, 9]])),
+        ("prompt: must be a list of token ids, at least one, and is", lambda: own.submit([[9], [9, 9]])),
         ("params: embed/embedding is not there, and in the engine float32", lambda: own.renew({"a": 1})),
     ):
         with pytest.raises(UserError, match=line):

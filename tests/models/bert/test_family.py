@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import numpy as np
+import programs
 import pytest
 import runs
 
@@ -100,6 +101,11 @@ def test_a_run_learns_classes_and_tells_its_accuracy(tmp_path, cache_dir):
 WRONG = {
     "config.data.task: is seq2seq, and config.model.preset=bert_test is a classifier": {"data__task": "seq2seq"},
     "config.data.labels: has 0 classes, and config.model.preset=bert_test has no head yet": {"data__labels": ()},
+    "config.data.labels: names 2 classes, and the head of .* has 3 .*; for a new head start from the model without its own, as": {
+        "model__preset": "bert_test",
+        "init_from": str(programs.ROOT / "tests/golden/huggingface/bert"),
+        "data__tokenizer": "bytes",
+    },
     "config.mesh.context: is 2, and the head of a classifier reads a text's first token": {"mesh__context": 2},
 }
 

@@ -273,10 +273,12 @@ class Engine:
         chosen = requests.RequestSettings(**settings)
         try:
             ids = np.asarray(prompt)
-        except ValueError as error:
-            raise UserError(f"prompt: must be token ids, and is {errors.shown(prompt)}") from error
+        except ValueError:  # rows of several lengths
+            ids = np.empty(0)
         if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-            raise UserError(f"prompt: must be token ids, at least one, and is {ids.dtype}{list(ids.shape)}")
+            raise UserError(
+                f"prompt: must be a list of token ids, at least one, and is {signatures.shown(prompt)}; a tokenizer makes them of a text"
+            )
         vocab = self._config.vocab_size
         for name, values in (("prompt", ids), ("stop_ids", np.asarray(chosen.stop_ids, np.int64))):
             if wrong := values[(values < 0) | (values >= vocab)].tolist():
