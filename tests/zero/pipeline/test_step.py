@@ -126,7 +126,16 @@ def test_a_mesh_with_stages_needs_a_pipeline():
         prepared({"pipe": 2}, shard=abstract)
 
 
+def test_one_pass_is_warned_of_with_the_share_that_groups_wait():
+    (_, partition), _ = prepared({"pipe": 2}, shard=abstract, schedule="1f1b")
+    with pytest.warns(
+        UserWarning, match="^grad_accum: is 1, so the 2 groups .* each waits 50% of the time; divide .* at least 2"
+    ):
+        zerojax.make_train_step(lambda *_: 0.0, partition, blocks=BLOCKS, reduce_dtype=jnp.float32)
+
+
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:grad_accum")
 @pytest.mark.parametrize("passes", [1, 4])
 def test_a_batch_may_be_one_array_and_leaves_may_be_padded(passes):
     batch = np.random.default_rng(0).normal(size=(passes, 12, 16)).astype(np.float32)

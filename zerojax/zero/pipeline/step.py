@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,13 @@ def of(
     for line, is_wrong in wrong.items():
         if is_wrong:
             raise UserError(line)
+    if layout.passes == 1:
+        count = len(partition.pipeline.groups)
+        warnings.warn(
+            f"grad_accum: is 1, so the {count} groups of a pipeline run one after another, and each waits {1 - 1 / count:.0%} of the time; "
+            f"divide a step's examples into at least {count} passes, and several times as many to wait less",
+            stacklevel=3,
+        )
     of_groups = [
         passes.Pass(
             loss_fn,
