@@ -118,6 +118,15 @@ def test_a_quiet_process_is_named_in_every_phase_and_a_busy_one_in_none(phase):
     assert judge.suspect(other) is None  # one line for one stand-still
 
 
+def test_a_server_that_was_asked_nothing_is_never_named_and_one_that_hangs_while_the_others_wait_is():
+    judge, still = verdict.Judge(), {"quiet": 1e6, "still": 1e6}
+    idle = [beat(0, watch.IDLE, **still), beat(1, watch.IDLE, **still)]
+    assert judge.judge(idle) is None and judge.suspect(idle) is None
+    hung = [beat(0, watch.ANSWER, step=6, quiet=41.0, still=41.0), idle[1]]
+    assert judge.judge(hung) is None and judge.suspect(hung).beat.rank == 0
+    assert judge.judge([hung[0]._replace(quiet=241.0), idle[1]]).beat.rank == 0
+
+
 def test_a_process_that_is_ahead_of_the_others_or_like_a_busy_one_is_not_named():
     judge = verdict.Judge()
     assert judge.suspect([beat(0, step=6, quiet=99), beat(1, step=5)]) is None

@@ -5,6 +5,7 @@ import types
 
 import small_engine
 
+from zerojax.launch import watch
 from zerojax.serve import followers, worker
 
 
@@ -13,6 +14,10 @@ class Recorded:
 
     def __init__(self):
         self.done = []
+
+    @property
+    def is_idle(self):
+        return not self.done
 
     def submit(self, prompt, **settings):
         self.done.append((prompt, settings))
@@ -25,7 +30,9 @@ class Recorded:
         self.done.append("step")
 
 
-def test_others_ask_the_same_of_their_engines_before_the_same_steps():
+def test_others_ask_the_same_of_their_engines_before_the_same_steps(monkeypatch):
+    phases = []
+    monkeypatch.setattr(watch, "at", phases.append)
     orders, engine = [], small_engine.engine()
     leader = followers.Leader(lambda what: orders.append(json.loads(json.dumps(what))))
     settings = {
@@ -42,6 +49,7 @@ def test_others_ask_the_same_of_their_engines_before_the_same_steps():
     leader.end()
     other = Recorded()
     followers.follow(other, iter(orders).__next__)
+    assert phases == [watch.IDLE, *[watch.ANSWER] * 3]
     (first, asked), (second, again), *rest = other.done
     assert (first, second, rest) == (
         [9],

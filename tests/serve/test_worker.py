@@ -4,10 +4,13 @@ import threading
 
 import small_engine
 
+from zerojax.launch import watch
 from zerojax.serve import worker
 
 
-def test_requests_are_answered_and_cancelled_between_steps_and_an_idle_engine_waits():
+def test_requests_are_answered_and_cancelled_between_steps_and_an_idle_engine_waits(monkeypatch):
+    phases = []
+    monkeypatch.setattr(watch, "at", phases.append)
     engine, done = small_engine.engine(), threading.Semaphore(0)
     made = worker.Worker(engine)
     made.start()
@@ -25,6 +28,7 @@ def test_requests_are_answered_and_cancelled_between_steps_and_an_idle_engine_wa
     made.stop(60)
     engine.run()  # what was on its way when the thread ended
     assert (len(first.tokens), first.finish, second.finish, made.failure) == (4, "length", "cancelled", "")
+    assert phases[0] == watch.IDLE and set(phases) == {watch.IDLE, watch.ANSWER}
     assert engine.is_idle and not made._thread.is_alive()
 
 

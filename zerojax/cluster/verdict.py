@@ -29,6 +29,7 @@ LIMITS: Mapping[str, float] = {
     watch.EVALUATE: 1800.0,
     watch.CHECKPOINT: 1800.0,
     watch.RESULTS: 3600.0,  # sample, plot, export
+    watch.ANSWER: 3600.0,  # each length of prompts is compiled when it is first asked
     SILENT: 40.0,
     QUIET: 240.0,  # in any phase but a step, whose limit is its own; less than the time in which processes must join
 }
@@ -204,12 +205,12 @@ class Judge:
 
 
 def furthest_behind(beats: Iterable[Beat]) -> list[Beat]:
-    """Returns the processes that the others wait for, the likeliest cause first; none if none has heartbeats.
+    """Returns the processes that the others wait for, the likeliest cause first; none if none has heartbeats or has something to do.
 
     They have advanced the least. Of those, the ones that wait for other processes are left out, unless all do. Processes that wait for
     devices cannot be told from one that hangs. But they have the same stack, as they wait at the same place, and they have worked before.
     """
-    told = list(beats)
+    told = [one for one in beats if one.phase != watch.IDLE]
     if not any(one.has_beat for one in told):
         return []
     least = min((one.has_beat, one.step, one.advances) for one in told)

@@ -23,7 +23,7 @@ VARIABLE = "ZEROJAX_HEARTBEAT"
 STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 7  # `agent.STACK_SIGNAL`; the agent imports nothing of ours
 
 # Phases in which the main thread does not come by for long have limits of their own: `verdict.LIMITS`.
-START, DATA, COMPILE, RESTORE, STEP, EVALUATE, CHECKPOINT, RESULTS = (
+START, DATA, COMPILE, RESTORE, STEP, EVALUATE, CHECKPOINT, RESULTS, ANSWER, IDLE = (
     "start",
     "data",
     "compile",
@@ -32,6 +32,8 @@ START, DATA, COMPILE, RESTORE, STEP, EVALUATE, CHECKPOINT, RESULTS = (
     "evaluation",
     "checkpoint",
     "results",
+    "answer",  # a step of a server's engine
+    "idle",  # a server that was asked nothing
 )
 
 # What the thread reads. `at` replaces it at once, so the three belong together.

@@ -16,6 +16,7 @@ from typing import Any
 
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import requests
+from zerojax.launch import watch
 from zerojax.serve import worker
 
 END = "end"  # the last order
@@ -56,7 +57,12 @@ def follow(engine: engine_lib.Engine, next_order: Callable[[], Any]) -> None:
       next_order: returns what process 0 orders next.
     """
     running: dict[int, requests.Request] = {}
-    while (order := next_order()) != END:
+    while True:
+        if engine.is_idle:
+            watch.at(watch.IDLE)
+        if (order := next_order()) == END:
+            return
+        watch.at(watch.ANSWER)
         for kind, number, *asked in order:
             if kind == worker.CANCEL:
                 if number in running:

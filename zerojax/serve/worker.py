@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from zerojax import errors
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import requests
+from zerojax.launch import watch
 
 ADD, CANCEL = "add", "cancel"
 Action = tuple[str, requests.Request]  # what is asked of the engine, and the request
@@ -56,6 +57,7 @@ class Worker:
     def _run(self) -> None:
         try:
             while (actions := self._asked()) is not None:
+                watch.at(watch.ANSWER)
                 self._tell(actions)
                 for kind, request in actions:
                     (self.engine.add if kind == ADD else self.engine.cancel)(request)
@@ -68,6 +70,7 @@ class Worker:
         """Returns what was asked since the last step; waits for something to do if there is nothing. None: the thread is to end."""
         found: list[Action | None] = []
         if self.engine.is_idle:
+            watch.at(watch.IDLE)
             found.append(self._inbox.get())
         with contextlib.suppress(queue.Empty):
             while True:
