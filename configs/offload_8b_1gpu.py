@@ -6,8 +6,8 @@ Devices: 1 GPU with 80 GB or more, and a host with 130 GB of free memory: 12 byt
 pinned memory wastes. 16 passes make up 65,536 tokens a step, beside which the optimizer state passes over the link to the host once. With
 --config.offload.late_norm=True it passes beside the last backward pass, and gradients are clipped by the norm of the step before.
 Result: 8,560 tokens/s and 69.7 GiB on one H200, and on random tokens the loss falls as that of configs/llama3_1b.py. An H200 has room for
---config.zero.stage=3 --config.model.remat=dots --config.micro_batch_size=4 --config.grad_accum=4: 9,718 tokens/s and 113 GiB. For memory and the
-least step time add --target h200 --topology 1x1 to the command of python -m zerojax.plan.
+--config.zero.stage=3 --config.model.remat=dots --config.micro_batch_size=4 --config.grad_accum=4: 9,718 tokens/s and 113 GiB. For memory
+and the least step time add --target h200 --topology 1x1 to the command of python -m zerojax.plan.
 """
 
 from zerojax.configs import llama3_1b
