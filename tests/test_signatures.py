@@ -63,6 +63,8 @@ def _is_open(hint: Any) -> bool:
         (lambda: zerojax.make_mesh(None), "replica: must be a whole number, and is None"),
         (lambda: zerojax.make_mesh(devices=3), "devices: must be a list of which each is a Device or None, and is 3"),
         (lambda: zerojax.attention(jnp.ones(3), "x", jnp.ones(3)), "key: must be an array, and is 'x'"),
+        (lambda: zerojax.Pipeline(3, {}, "layer"), "loss_fn: must be a function, and is 3"),
+        (lambda: zerojax.Pipeline(len, {}, "layer", chunks="2"), "chunks: must be a whole number, and is '2'"),
         (lambda: zerojax.muon("x"), "learning_rate: must be a number or an array or a function, and is 'x'"),
         (lambda: zerojax.embedding_lookup([1], jnp.ones(3)), "table: must be an array, and is [1]"),
         (lambda: zerojax.make_train_step(len, {}), "partition: must be a Partition, and is {}"),

@@ -71,7 +71,7 @@ def floating(name: str, dtype: DTypeLike | None) -> Any:
         return None
     try:
         found = jnp.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: a text that is not UTF-8
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
         raise UserError(f"{name}: must be a floating dtype of at least 16 bits, such as jnp.bfloat16, and is {dtype!r}")

@@ -122,9 +122,12 @@ def is_array(leaf: Any) -> bool:
     """Returns whether JAX takes a leaf: an array, abstract array or random key, or a number. Arrays of texts or of objects are none."""
     try:
         dtype = dtype_of(leaf)
+        if isinstance(leaf, int):
+            np.array(leaf, dtype)  # raises if it has more bits
     except (TypeError, ValueError, OverflowError):
         return False
-    return not callable(leaf) and not (isinstance(dtype, np.dtype) and dtype.kind in _OF_NO_NUMBERS)
+    is_text = isinstance(leaf, str | np.dtype) or (isinstance(dtype, np.dtype) and dtype.kind in _OF_NO_NUMBERS)
+    return not is_text and not callable(leaf)
 
 
 def dtype_of(leaf: Leaf) -> Any:

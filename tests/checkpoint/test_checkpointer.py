@@ -1,5 +1,6 @@
 """Tests zerojax.checkpoint.checkpointer."""
 
+import functools
 import json
 import logging
 import os
@@ -395,14 +396,23 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
         assert "data_state: is saved as JSON" in error_of(saver.save, 1, small_state(0), {"at": object()})
         assert "meta: is saved as JSON" in error_of(saver.save, 1, small_state(0), meta={"at": {1, 2}})
         assert "data_state: is saved as JSON" in error_of(saver.save, 1, small_state(0), 3)
+        assert "meta: is saved as JSON" in error_of(saver.save, 1, small_state(0), meta=np.zeros(3))
         assert "partition: must be the Partition of the state, and is 3" in error_of(
             saver.save, 1, small_state(0), partition=3
         )
         assert "eval_loss: must be a number, and is 'x'" in error_of(saver.save, 1, small_state(0), eval_loss="x")
-        for leaf in ("text", object(), len, np.array(["text"])):
+        for leaf in ("text", "int8", np.dtype("int8"), 2**40, object(), len, np.array(["text"])):
             assert "a: is " in error_of(saver.save, 1, {"a": leaf})
         assert "step: must be a whole number or None, and is [1]" in error_of(saver.restore, [1], small_state(0))
+        for call in (
+            saver.meta,
+            saver.data_state,
+            saver.has_checksums,
+            functools.partial(saver.check, abstract_state={}),
+        ):
+            assert error_of(call, step=[1]) == "step: must be a whole number, and is [1]"
     assert not os.listdir(tmp_path)
+    assert "has a null byte" in error_of(open_in, "a\0b")
 
 
 def test_another_models_state_is_refused_by_the_names_of_its_leaves(tmp_path):

@@ -1,5 +1,7 @@
 """Checks what a train step refuses. This module tests zerojax.zero.arguments."""
 
+import functools
+
 import arrays
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,28 @@ def shard(init=init, mesh=None, **options):
 def test_a_limit_that_would_turn_gradients_round_is_refused(value):
     with pytest.raises(UserError, match=r"^clip_norm: must be (above 0, or 0 for no limit|a number), and is "):
         zerojax.make_train_step(loss_fn, shard()[1], clip_norm=value)
+
+
+def test_a_loss_of_other_arguments_is_refused_with_those_that_it_is_given():
+    state, partition = shard()
+    takes_two = lambda params, batch: loss_fn(params, batch, None)  # noqa: E731
+    for compare in (functools.partial(zerojax.compare_sums, state=state, batch=BATCH), zerojax.make_train_step):
+        with pytest.raises(
+            UserError, match=r"^loss_fn: is called as loss_fn\(params, batch, state\), and takes \(params, batch\);"
+        ):
+            compare(takes_two, partition)
+    zerojax.make_train_step(lambda *all: loss_fn(*all), partition)
+
+
+@pytest.mark.parametrize("name", ["compute_dtype", "reduce_dtype", "accum_dtype"])
+@pytest.mark.parametrize("dtype", ["x", "\ud800", jnp.int8])
+def test_a_dtype_that_is_none_or_not_floating_is_refused(name, dtype):
+    partition = shard()[1]
+    with pytest.raises(UserError, match=rf"^{name}: must be "):
+        zerojax.make_train_step(loss_fn, partition, **{name: dtype})
+    if name == "compute_dtype":
+        with pytest.raises(UserError, match=rf"^{name}: must be "):
+            zerojax.where_used(loss_fn, partition.placements, compute_dtype=dtype)
 
 
 def test_an_infinite_limit_is_none():

@@ -107,6 +107,7 @@ def test_only_full_paths_match_and_the_outermost_wins():
     assert found.entered == {"block_0", "block_1"}
     found, _ = apply(pattern="inner", run=False)
     assert not found.entered
+    assert apply(pattern=".*")[0].entered == {"block_0", "block_1", "shares_0"}  # the model itself is none
     assert found.owns("params/inner/dense/kernel") and not found.owns("params/block_0/inner/dense/kernel")
 
 

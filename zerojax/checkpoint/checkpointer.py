@@ -142,7 +142,7 @@ class Checkpointer:
             raise UserError(f"partition: must be the Partition of the state, and is {errors.shown(partition)}")
         tree.with_arrays_alone(state)
         padded = {} if partition is None else _padded_shapes(partition, state)
-        rows, about = _as_json("data_state", data_state or {}), _as_json("meta", meta or {})
+        rows, about = _as_json("data_state", data_state), _as_json("meta", meta)
         manager = self._open_to_write()
         self.wait()
         if os.path.lexists(self.directory / str(step)):
@@ -197,6 +197,7 @@ class Checkpointer:
                 return step
         return None
 
+    @signatures.checked
     def has_checksums(self, step: int) -> bool:
         """Returns whether a step was saved with checksums. If not, only the sizes of its files are checked.
 
@@ -206,6 +207,7 @@ class Checkpointer:
         self._checked(step)
         return step_files.has_checksums(self.directory, step)
 
+    @signatures.checked
     def meta(self, step: int) -> dict:
         """Returns the `meta` saved with a step.
 
@@ -219,6 +221,7 @@ class Checkpointer:
             raise step_files.damaged(self.directory, step, "meta is not a table")
         return meta
 
+    @signatures.checked
     def data_state(self, step: int) -> dict:
         """Returns the `data_state` of all processes saved with a step.
 
@@ -229,6 +232,7 @@ class Checkpointer:
         with self._read(step):
             return step_files.read_json(path, "data")
 
+    @signatures.checked
     def check(
         self, step: int, abstract_state: State, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
     ) -> dict:
@@ -477,7 +481,7 @@ def _is_partition(like: PyTree) -> bool:
 def _is_apart(leaf: Leaf) -> bool:
     """Returns whether an abstract leaf is restored to a memory other than its devices' own."""
     kind = getattr(leaf.sharding, "memory_kind", None)
-    return kind not in (None, next(iter(leaf.sharding.device_set)).default_memory().kind)
+    return kind is not None and kind != next(iter(leaf.sharding.device_set)).default_memory().kind
 
 
 def _unpadded_shapes(partition: StateLayout) -> dict[str, tuple[int, ...]]:
@@ -524,10 +528,12 @@ def _loss(value: Any) -> float:
     return math.inf if math.isnan(number) else number
 
 
-def _as_json(name: str, value: Mapping) -> dict:
-    """Returns a copy through JSON, so that later changes to `value` do not reach the background write."""
+def _as_json(name: str, value: Mapping | None) -> dict:
+    """Returns a copy through JSON, so that later changes to `value` do not reach the background write; {} of None."""
     try:
-        return dict(json.loads(json.dumps(value)))
+        if not isinstance(value, Mapping | None):
+            raise TypeError(f"it is no dict, but {errors.shown(value)}")
+        return json.loads(json.dumps(value or {}))
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"{name}: is saved as JSON, and is not fit for it ({error}); pass numbers, texts, lists and dicts"

@@ -39,6 +39,8 @@ def open_directory(directory: str | os.PathLike) -> pathlib.Path:
     if "://" in str(directory):
         raise UserError(f"{directory}: checkpoints need a mounted file system; give a directory's path")
     path = pathlib.Path(directory).absolute()
+    if "\0" in str(path):
+        raise UserError(f"{str(path)!r}: cannot hold checkpoints (it has a null byte); choose another directory")
     check_path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -129,7 +129,7 @@ def check_folder(path: pathlib.Path, config: str = CONFIG) -> None:
       UserError: it is no folder, or that of the other, or of a run, and the line says which to name; or a file is none, such as a link to
         one that is gone, and would be taken for one that the folder lacks. A folder of none of them passes.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):  # not `path.is_dir`, which raises for a name that is too long
         by = "PEFT" if config == ADAPTER else "transformers"
         raise UserError(f"{path}: is not a folder; name one that save_pretrained of {by} wrote")
     for entry in sorted(path.iterdir()):

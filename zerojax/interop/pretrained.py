@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from zerojax import files, precision, tree
 from zerojax import mesh as mesh_lib
-from zerojax import precision, tree
 from zerojax.errors import UserError
 from zerojax.inference import classify, generate, sampling
 from zerojax.interop import adapted, huggingface, merged, peft
@@ -315,6 +315,8 @@ def export_huggingface(
     Raises:
       UserError: a leaf is missing, unknown or of another shape, the folder holds other files, or the disk is full.
     """
+    files.check_path(path, "path")
+    dtype = precision.floating("dtype", dtype)
     params = padding.unpad({"params": params}, loaded.partition)["params"]
     if loaded.adapters is not None:
         params = merged.of_params(params, loaded.adapters)

@@ -32,7 +32,7 @@ def checked_dtype(dtype: DTypeLike | None, passes: int) -> bool:
     """
     try:
         name = None if dtype is None else jnp.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: a text that is not UTF-8
         name = repr(dtype)
     if name not in (None, "float32", "bfloat16"):
         raise UserError(f"accum_dtype: must be float32 or bfloat16, and is {name}; pass jnp.bfloat16, or omit it")

@@ -158,7 +158,7 @@ class Interceptor:
         made_of: Callable[[Any], tuple[str, Any] | None] = lambda array: None,
     ):
         self._pattern = re.compile(f"(?:{how.blocks})|(?:{how.heads})" if how.heads else how.blocks)
-        self.matches, self.made_of = self._pattern.fullmatch, made_of  # of a block's path
+        self.made_of = made_of
         self._heads = re.compile(how.heads) if how.heads else None
         self.marks = marks.Modules(how) if how.recompute or how.offload else None
         self._how, self._gather_leaf, self._policy, self._run = how, gather_leaf, policy, run
@@ -224,6 +224,10 @@ class Interceptor:
                 is_leaf=self._is_leaf,
                 is_made=self._stored_of is not None,
             )
+
+    def matches(self, path: str) -> bool:
+        """Returns whether a module's path is that of a block. The model, whose path is empty, is none, whatever the regex."""
+        return path != "" and self._pattern.fullmatch(path) is not None
 
     @property
     def is_inside(self) -> bool:

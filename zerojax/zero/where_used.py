@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from zerojax import tree
+from zerojax import precision, tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import block_settings, gather, intercept, lifted_blocks, marks, nnx_blocks, placement, remat
@@ -58,8 +58,8 @@ def where_used(
         loss that differentiates its own gradient cannot be offloaded. Empty: none.
 
     Raises:
-      UserError: `remat` is unknown; `blocks`, `heads`, `recompute` or `offload` match no call; or a weight's shape is not that of its
-        placement.
+      UserError: `remat` is unknown; `compute_dtype` is not floating; `blocks`, `heads`, `recompute` or `offload` match no call; or a
+        weight's shape is not that of its placement.
 
     >>> grads = jax.grad(where_used(loss_fn, partition.placements, blocks=r"layer_\\d+"))(state.params, batch)
     """
@@ -68,6 +68,7 @@ def where_used(
             "placements: the weights are on the groups of a pipeline, and a loss by itself is one program; use make_train_step, or a mesh "
             "without `pipe`"
         )
+    compute_dtype = precision.floating("compute_dtype", compute_dtype)
     return with_gathers(
         loss_fn, placements, block_settings.How(blocks, heads, remat, recompute, offload), compute_dtype
     )

@@ -147,10 +147,14 @@ def test_what_does_not_fit_is_refused_in_one_line():
         ("request: must be a Request, and is None", lambda: own.add(None)),
         ("request: must be a Request, and is 3", lambda: own.cancel(3)),
         ("prompt: must be a list of token ids, at least one, and is", lambda: own.submit([[9], [9, 9]])),
+        ("on_change: must be a function or None, and is 3", lambda: own.submit([9], on_change=3)),
+        ("prompts: must be a list of prompts", lambda: own.generate(None)),
+        ("prompt: must be a list of token ids, at least one", lambda: own.generate([[9], []])),
         ("params: embed/embedding is not there, and in the engine float32", lambda: own.renew({"a": 1})),
     ):
         with pytest.raises(UserError, match=line):
             call()
+    assert own.is_idle  # nothing of a list with a wrong prompt is asked
     own.submit([9], max_tokens=1)
     with pytest.raises(UserError, match="renew: the engine has texts that are not answered"):
         own.renew({})
@@ -159,6 +163,9 @@ def test_what_does_not_fit_is_refused_in_one_line():
         ("slots: must be a whole number, and is None", {"slots": None}),
         ("max_len: must be a whole number, and is 9.5", {"max_len": 9.5}),
         ("text_of: must be a function or None, and is 3", {"text_of": 3}),
+        ("dtype: must be a floating dtype of at least 16 bits, such as jnp.bfloat16, and is 'x'", {"dtype": "x"}),
+        ("params: embed/embedding is not there, and in the model ", {"params": {}}),
+        ("params: embed/embedding is not there, and in the model ", {"params": True}),
         ("model: must be what zerojax.load_huggingface returns, and is 'llama'", {"model": "llama"}),
     ):
         with pytest.raises(UserError, match=line):

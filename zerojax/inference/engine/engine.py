@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from zerojax import errors, signatures, tree
+from zerojax import errors, precision, signatures, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import adapters as adapters_lib
@@ -124,7 +124,15 @@ class Engine:
         limit = family.positions(model.config)
         self._inputs = min(max_inputs, limit or max_inputs) if family.is_encoder_decoder else 0
         max_len = min(max_len, limit or max_len)
-        params = model.params if params is None else params
+        dtype = precision.floating("dtype", dtype)
+        if params is None:
+            params = model.params
+        else:
+            own, other = (
+                {path: f"{list(leaf.shape)}" for path, leaf in tree.flatten(tree.abstract(tree.with_arrays_alone(one)))}
+                for one in (model.params, params)
+            )
+            _check_same_form(own, other, "model")
         floats = [leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
         wide = jnp.dtype(dtype or max(floats, key=lambda found: found.itemsize))
         config = dataclasses.replace(
@@ -211,12 +219,7 @@ class Engine:
             {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in tree.flatten(held)}
             for held in (self._params, tree.abstract(params))
         )
-        for path in own | other:
-            if own.get(path) != other.get(path):
-                raise UserError(
-                    f"params: {path} is {other.get(path, 'not there')}, and in the engine {own.get(path, 'not there')}; "
-                    "pass weights of the same form, or make another engine"
-                )
+        _check_same_form(own, other, "engine")
         self._params = params
         for slot in self._slots:
             slot.text = []
@@ -226,7 +229,11 @@ class Engine:
 
         Requests of one seed draw from streams of their own: 0, 1, ...
         """
-        asked = [self.submit(prompt, **{"stream": n, **settings}) for n, prompt in enumerate(prompts)]
+        if not isinstance(prompts, Iterable):
+            raise UserError(f"prompts: must be a list of prompts, each of token ids, and is {errors.shown(prompts)}")
+        asked = [self.request(prompt, **{"stream": n, **settings}) for n, prompt in enumerate(prompts)]
+        for request in asked:  # all of them, or none if one is refused
+            self.add(request)
         self.run()
         return asked
 
@@ -271,6 +278,8 @@ class Engine:
     ) -> requests.Request:
         """Returns a request that `add` asks. It changes nothing, so any thread may call it. Raises as `submit` does."""
         chosen = requests.RequestSettings(**settings)
+        if not (on_change is None or callable(on_change)):
+            raise UserError(f"on_change: must be a function or None, and is {errors.shown(on_change)}")
         try:
             ids = np.asarray(prompt)
         except ValueError:  # rows of several lengths
@@ -511,6 +520,16 @@ class Engine:
         return jax.tree.map(
             lambda array: jax.make_array_from_callback(array.shape, same, lambda index: array[index]), arrays
         )
+
+
+def _check_same_form(own: Mapping[str, str], other: Mapping[str, str], where: str) -> None:
+    """Raises a UserError if weights, whose forms by path are `other`, are not those of the engine or of the model."""
+    for path in [*own, *other]:
+        if own.get(path) != other.get(path):
+            raise UserError(
+                f"params: {path} is {other.get(path, 'not there')}, and in the {where} {own.get(path, 'not there')}; "
+                "pass weights of the same form, or make another engine"
+            )
 
 
 def _tell(request: requests.Request) -> None:

@@ -52,7 +52,7 @@ class Fp8:
     def __post_init__(self) -> None:
         fp8.check_recipe(self.recipe)
         try:
-            re.compile(self.filter)
+            re.compile(self.filter).fullmatch("")
         except (re.error, TypeError, OverflowError) as error:
             raise UserError(
                 f"fp8.filter: {self.filter!r} is not a regex: {error}; pass one over module paths, such as 'layer_\\d+/mlp/.*'"

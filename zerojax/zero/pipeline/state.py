@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, roles, specs, tree
+from zerojax import precision, roles, signatures, specs, tree
 from zerojax.errors import UserError
 from zerojax.optim import pieces
 from zerojax.train_state import State
@@ -55,6 +55,10 @@ class Pipeline:
     costs: Sequence[float] | Callable[[Any], float] | None = None
     batch_specs: Any = ()
     compute_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a value of another type."""
+        signatures.check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

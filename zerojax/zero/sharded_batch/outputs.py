@@ -17,6 +17,7 @@ the loss's traced program.
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -86,8 +87,18 @@ def with_aux(loss_fn: Callable[..., Any], scale: Callable[[Any], Any]) -> Callab
     """Returns a loss function that always returns (scaled loss, aux); the unscaled loss is a metric. Both may be a `Mean` or a `Sum`.
 
     Raises:
-      UserError: the loss function returned anything else than make_train_step's docstring says.
+      UserError: the loss function takes other arguments, or returned anything else, than make_train_step's docstring says.
     """
+    try:
+        taken = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # a function of C may tell nothing
+        taken = inspect.signature(lambda *_: None)
+    try:
+        taken.bind(None, None, None)
+    except TypeError as error:
+        raise UserError(
+            f"loss_fn: is called as loss_fn(params, batch, state), and takes {taken}; give it these three arguments"
+        ) from error
 
     def with_aux(params: PyTree, batch: PyTree, state: State) -> tuple[Any, dict]:
         with _axes_named():
