@@ -128,6 +128,7 @@ def test_a_state_of_another_stage_model_or_optimizer_is_refused():
             train_step(other, BATCH)
 
 
+@pytest.mark.filterwarnings("ignore:mesh. model is 2, and no weight is sharded over")
 @pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
 @pytest.mark.parametrize(
     "mesh",
