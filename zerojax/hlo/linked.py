@@ -127,6 +127,11 @@ def label_of(instruction: syntax.Instruction) -> str:
     return found[1] if found else ""
 
 
+def modules(module: syntax.Module) -> dict[str, syntax.Module]:
+    """Returns the programs of a row by label, in their order; {} of a module that is none."""
+    return {label: own.module for label, own in module.owners.items()} if isinstance(module, _Linked) else {}
+
+
 def program_of(module: syntax.Module, instruction: syntax.Instruction) -> tuple[str, str]:
     """Returns the name of the program that an instruction of a module is of, and the instruction's name there.
 

@@ -23,19 +23,20 @@ FAKE = targets.Target(
     host_duplex=targets.Figure(5.0, "test"),
     disk=targets.Figure(2.0, "test"),
 )
-PEAK, SERIAL = times.AT_PEAK, times.Pace(0.5, 0.5, 0.8, 0.25, is_serial=True)
-WORK = times.Work(compute=3.0, collectives=1.0, traffic=400.0, others=100.0, swept=40.0, kernels=4)
+WORK = times.Work(compute=3.0, collectives=1.0, traffic=400.0, foretold=7.0)
 
 
-def test_work_takes_its_longest_term_at_the_peak_and_all_of_them_as_reached():
-    assert WORK.seconds(100.0, PEAK) == 4.0
-    assert WORK.seconds(100.0, SERIAL) == 3.0 / 0.5 + 1.0 + (1.0 / 0.5 + 0.4 / 0.8) + 4 * 0.25
-    assert (WORK + WORK * 2).seconds(100.0, PEAK) == 12.0
+def test_work_takes_its_longest_term_at_least_and_is_estimated_as_foretold():
+    assert WORK.least(100.0) == 4.0 and (WORK + WORK).least(100.0) == 8.0
+    assert times.of([times.StepPhase("a", 3, WORK)], FAKE, is_least=True).seconds == 12.0
+    assert times.of([times.StepPhase("a", 3, WORK, arriving=80.0)], FAKE).seconds == 24.0
+    beside = times.of([times.StepPhase("a", 1, WORK, arriving=20.0)], FAKE)  # 2 seconds, in which kernels do less
+    assert math.isclose(beside.seconds, 2.0 + (7.0 - 2.0 / times.SLOWED)) and not beside.exposed
 
 
 def test_copies_hide_beside_their_own_phase_alone():
     phases = [times.StepPhase("a", 3, WORK, arriving=30.0), times.StepPhase("b", 1, WORK, arriving=20.0, leaving=50.0)]
-    found = times.of(phases, FAKE, PEAK)
+    found = times.of(phases, FAKE, is_least=True)
     # Alone at 10 bytes a second; 20 each way at 5, and the other 30 alone.
     assert [phase.link for phase in found.phases] == [9.0, 7.0]
     assert [phase.seconds for phase in found.phases] == [12.0, 7.0] and found.seconds == 19.0
@@ -44,8 +45,8 @@ def test_copies_hide_beside_their_own_phase_alone():
 
 def test_no_copy_begins_before_the_first_program_of_a_phase_and_a_disk_may_take_longest():
     head = times.Work(compute=2.0)
-    assert times.of([times.StepPhase("a", 1, WORK, arriving=30.0, first=head)], FAKE, PEAK).seconds == 5.0
-    found = times.of([times.StepPhase("a", 1, WORK, arriving=30.0, read=4.0, written=8.0)], FAKE, PEAK)
+    assert times.of([times.StepPhase("a", 1, WORK, arriving=30.0, first=head)], FAKE, is_least=True).seconds == 5.0
+    found = times.of([times.StepPhase("a", 1, WORK, arriving=30.0, read=4.0, written=8.0)], FAKE, is_least=True)
     assert (found.link, found.disk, found.seconds) == (3.0, 6.0, 6.0)
 
 
@@ -54,7 +55,7 @@ def test_a_bound_has_the_traffic_of_all_phases_and_a_target_without_rates_no_tim
     found = times.bounded(first, [times.StepPhase("a", 4, WORK, arriving=80.0, read=2.0)], FAKE)
     assert found.seconds == {"compute": 12.0, "memory": 16.0, "collectives": 0.0, "host link": 32.0, "disk": 4.0}
     assert found.binds == "host link" and found.step_seconds == 32.0
-    assert times.of([times.StepPhase("a", 1, WORK)], targets.get("cpu"), PEAK) is None
+    assert times.of([times.StepPhase("a", 1, WORK)], targets.get("cpu")) is None
 
 
 @pytest.mark.parametrize(

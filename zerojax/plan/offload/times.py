@@ -4,14 +4,16 @@ block by block      forward passes; backward passes and the sums of gradients; t
                     state arrive, are updated and leave. Where updates wait for the norm they are a phase of their own
 one program         the gradients; the updates
 
-A phase takes as long as the device's programs, the copies over the host link or those of the disk, whichever is longest. `AT_PEAK` gives
-the least time: the rates of data sheets, and arithmetic beside the traffic of memory. `AS_REACHED` gives an estimate: kernels run one after
-the other, at the share of the rates that steps reached. It knows neither waits of the host nor copies that begin late.
+A phase takes as long as the device's programs, the copies over the host link or those of the disk, whichever is longest. Two answers: the
+least time, with the rates of data sheets and arithmetic beside the traffic of memory, and an estimate, in which programs take the time that
+the clock foretells, and are slowed by copies beside them. It knows neither waits of the host nor copies that begin late.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+from zerojax.clock import rates as rates_lib
+from zerojax.clock import walk
 from zerojax.hlo import buffers, linked, syntax, traffic
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import bound as bound_lib
@@ -22,22 +24,8 @@ from zerojax.tree import PyTree
 from zerojax.zero.offload import step_by_block, streamed_step
 from zerojax.zero.step_programs import passes
 
-
-@dataclasses.dataclass(frozen=True)
-class Pace:
-    """How fast kernels run."""
-
-    matrix: float  # the share of the matrix rate that matmuls and attention reach
-    blocks: float  # the share of the memory's bandwidth that the other kernels of the passes reach
-    sweeps: float  # that of sums of gradients and updates
-    launch: float  # seconds between two kernels
-    is_serial: bool  # whether kernels run one after the other; else arithmetic runs beside the traffic of all kernels
-
-
-AT_PEAK = Pace(1.0, 1.0, 1.0, 0.0, is_serial=False)
-# Measured on an H200, 14B shapes block by block (docs/benchmarks/plan.md): matmuls and attention 509 ms a pass, where the rates give 355;
-# other kernels of blocks 70 ms, where the bytes of the untuned program give 30; sums of gradients at 4.1e12 bytes/s of 4.8e12.
-AS_REACHED = Pace(bound_lib.REACHED, 0.43, 0.85, 1.9e-6, is_serial=True)
+# How many times as long kernels take while copies run: matmuls of 364 ms took 379 beside 220 ms of copies (raw/offload_1xh200.txt, 5).
+SLOWED = 1.068
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,22 +35,31 @@ class Work:
     compute: float = 0.0  # seconds at the matrix rate
     collectives: float = 0.0  # seconds of the bytes that the device receives from others
     traffic: float = 0.0  # bytes that all kernels read and write
-    others: float = 0.0  # those of the kernels of passes without matmuls and attention
-    swept: float = 0.0  # those of sums of gradients and updates
-    kernels: float = 0.0  # their number
+    foretold: float = 0.0  # seconds by the clock, without waits for what the phase copies
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other))))
 
-    def __mul__(self, times: float) -> "Work":
-        return Work(*(times * count for count in dataclasses.astuple(self)))
+    def least(self, bandwidth: float) -> float:
+        """Returns the least seconds on a device whose memory has this bandwidth."""
+        return max(self.compute, self.collectives, self.traffic / bandwidth)
 
-    def seconds(self, bandwidth: float, pace: Pace) -> float:
-        """Returns the time on a device whose memory has this bandwidth."""
-        if not pace.is_serial:
-            return max(self.compute / pace.matrix, self.collectives, self.traffic / bandwidth)
-        moved = (self.others / pace.blocks + self.swept / pace.sweeps) / bandwidth
-        return self.compute / pace.matrix + self.collectives + moved + self.kernels * pace.launch
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """Foretells programs on the devices of a mesh."""
+
+    rates: rates_lib.GpuRates
+    devices: int
+    per_host: int
+
+    def walk(self, module: syntax.Module) -> walk.StepTime:
+        """Returns the time of a program."""
+        return walk.walk(hlo_flow.flow(module), self.rates, self.devices, self.per_host)
+
+    def sweep(self, nbytes: float, kernels: int) -> float:
+        """Returns the seconds of kernels that read and write so many bytes, one after the other."""
+        return nbytes / self.rates.figures["bandwidth"] + kernels * self.rates.gap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,19 +129,20 @@ class Times:
         return sum(phase.disk for phase in self.phases)
 
 
-def of(phases: Iterable[StepPhase], target: targets.Target, pace: Pace) -> Times | None:
-    """Returns the time of a step's phases; None if the target's rates are unknown."""
+def of(phases: Iterable[StepPhase], target: targets.Target, *, is_least: bool = False) -> Times | None:
+    """Returns the estimated time of a step's phases, or the least; None if the target's rates are unknown."""
     if target.memory_bandwidth is None or target.host_link is None:
         return None
+    bandwidth = target.memory_bandwidth.value
     both = (target.host_duplex or target.host_link).value
     # A rate of both directions that is above that of one, as a user may give it, is that of one too.
     one, disk = max(target.host_link.value, both), target.disk.value
     found = []
     for phase in phases:
-        device = phase.work.seconds(target.memory_bandwidth.value, pace)
-        first = phase.first.seconds(target.memory_bandwidth.value, pace)
+        device, first = (own.least(bandwidth) if is_least else own.foretold for own in (phase.work, phase.first))
         shared, alone = sorted((phase.arriving, phase.leaving))
         link, of_disk = shared / both + (alone - shared) / one, (phase.read + phase.written) / disk
+        device += 0.0 if is_least else min(device, link) * (1 - 1 / SLOWED)
         seconds = max([device, *(first + copies for copies in (link, of_disk) if copies)])
         found.append(PhaseTime(phase.name, phase.runs, *(phase.runs * s for s in (device, link, of_disk, seconds))))
     return Times(tuple(found))
@@ -152,7 +150,7 @@ def of(phases: Iterable[StepPhase], target: targets.Target, pace: Pace) -> Times
 
 def bounded(bound: bound_lib.Bound, phases: Sequence[StepPhase], target: targets.Target) -> bound_lib.Bound:
     """Returns a bound with all the programs' traffic, the copies over the host link and those of a disk."""
-    least = of(phases, target, AT_PEAK)
+    least = of(phases, target, is_least=True)
     if least is None or target.memory_bandwidth is None:
         return bound
     traffic = sum(phase.runs * phase.work.traffic for phase in phases)
@@ -169,6 +167,7 @@ def phases(
     state: State,
     batch: PyTree,
     activations: tuple[int, int] = (0, 0),
+    clock: Clock | None = None,
 ) -> list[StepPhase]:
     """Returns the phases of a step.
 
@@ -179,13 +178,14 @@ def phases(
       seconds: the terms of its bound.
       state, batch: of the step, abstract.
       activations: bytes that its program of gradients sends to host memory, and fetches.
+      clock: foretells its programs; without it nothing is foretold.
     """
-    updates = _updates(step)
+    updates = _updates(step, clock)
     if isinstance(step, step_by_block.BlockwiseStep):
-        return _by_block(step, stream, flow, seconds, updates, step.one_pass(state, batch))
+        return _by_block(step, stream, flow, seconds, updates, step.one_pass(state, batch), clock)
     ahead, read = stream.before, _read_ahead(step, stream)
-    work = _work(flow.module, traffic.kernels(flow)).get("", Work())
-    work += Work(seconds[bound_lib.COMPUTE], seconds[bound_lib.COLLECTIVES])
+    foretold = clock.walk(flow.module).seconds if clock else 0.0
+    work = Work(seconds[bound_lib.COMPUTE], seconds[bound_lib.COLLECTIVES], traffic.memory_traffic(flow), foretold)
     sent, fetched = activations
     on_disk = stream.nbytes if stream.is_on_disk else 0
     return [
@@ -201,17 +201,18 @@ def _by_block(
     seconds: Mapping[str, float],
     updates: Work,
     one_pass: passes.PassPrograms,
+    clock: Clock | None,
 ) -> list[StepPhase]:
     cut, count = one_pass.schedule.cut, step.passes.count
-    row = _programs(one_pass, flow, seconds, count)
+    row = _programs(one_pass, flow, seconds, count, clock)
     turn = next((n for n, program in enumerate(cut.programs) if program.name == "backward"), len(row))
     forward, backward = sum(row[:turn], Work()), sum(row[turn:], Work())
     to_forward, to_backward = (
         sum(cut.nbytes(number) for index in indices for number in cut.arrivals.sent(index))
         for indices in (range(-1, turn), range(turn, len(cut.programs)))
     )
-    sums, last_sums = _sums(one_pass, count, step.passes.in_16_bits)
-    last_sums += _squares(step, one_pass)
+    sums, last_sums = _sums(one_pass, count, step.passes.in_16_bits, clock)
+    last_sums += _squares(step, one_pass, clock)
     # The first groups may arrive, and those of the step before leave, beside any pass.
     ahead, read = stream.before / count, _read_ahead(step, stream) / count
     leaving = stream.nbytes + step.updates.param_bytes(step.updates.groups)
@@ -239,35 +240,41 @@ def _by_block(
 
 
 def _programs(
-    one_pass: passes.PassPrograms, flow: hlo_flow.Flow, seconds: Mapping[str, float], count: int
+    one_pass: passes.PassPrograms,
+    flow: hlo_flow.Flow,
+    seconds: Mapping[str, float],
+    count: int,
+    clock: Clock | None,
 ) -> list[Work]:
-    """Returns the work of each program of a pass."""
-    by_label = _work(flow.module, traffic.kernels(flow))
+    """Returns the work of each program of a pass. What it waits for weights is none: they arrive beside the programs before it."""
+    traffic_of: dict[str, float] = {}
+    for kernel in traffic.kernels(flow):
+        label = linked.label_of(kernel.instruction)
+        traffic_of[label] = traffic_of.get(label, 0.0) + kernel.nbytes * kernel.times / count
+    walked: dict[int, float] = {}  # equal programs share a module
+    modules = linked.modules(flow.module)
+    if clock is not None:
+        for module in {id(own): own for own in modules.values()}.values():
+            found = clock.walk(module)
+            walked[id(module)] = found.seconds - found.parts[walk.WAITS]
     operations = [
         sum(sum(flops.count(call.closed).values()) for call in program.part.calls)
         for program in one_pass.schedule.cut.programs
     ]
     whole = max(1.0, sum(operations))
+    shares = (own / whole / count for own in operations)
     return [
-        by_label.get(f"p{place}", Work()) * (1 / count)
-        + Work(seconds[bound_lib.COMPUTE], seconds[bound_lib.COLLECTIVES]) * (own / whole / count)
-        for place, own in enumerate(operations)
+        Work(
+            share * seconds[bound_lib.COMPUTE],
+            share * seconds[bound_lib.COLLECTIVES],
+            traffic_of.get(label, 0.0),
+            walked.get(id(module), 0.0),
+        )
+        for share, (label, module) in zip(shares, modules.items())
     ]
 
 
-def _work(module: syntax.Module, kernels: Iterable[traffic.KernelBytes]) -> dict[str, Work]:
-    """Returns the traffic of kernels by the label of their program (`linked`); "" without."""
-    found: dict[str, Work] = {}
-    for kernel in kernels:
-        nbytes = kernel.nbytes * kernel.times
-        is_bound = traffic.uses_matrix_units(module, kernel.where, kernel.instruction)
-        own = Work(traffic=nbytes, others=0 if is_bound else nbytes, kernels=kernel.times)
-        name = linked.label_of(kernel.instruction)
-        found[name] = found.get(name, Work()) + own
-    return found
-
-
-def _sums(one_pass: passes.PassPrograms, count: int, in_16_bits: bool) -> tuple[Work, Work]:
+def _sums(one_pass: passes.PassPrograms, count: int, in_16_bits: bool, clock: Clock | None = None) -> tuple[Work, Work]:
     """Returns the work to add the gradients of a pass to the sums: the mean of the passes before the last, and that of the last.
 
     The first pass reads gradients and writes sums, the others read both. The last sum is float32, and is read and written again for the
@@ -279,17 +286,21 @@ def _sums(one_pass: passes.PassPrograms, count: int, in_16_bits: bool) -> tuple[
     sums, number = (2 if in_16_bits else 4) * elements, len(one_pass.grads)
     nbytes = grads + sums + sums * (count - 2) / (count - 1)
     last = grads + sums + 3 * 4 * elements
-    return Work(traffic=nbytes, swept=nbytes, kernels=number), Work(traffic=last, swept=last, kernels=2 * number)
+    return _swept(nbytes, number, clock), _swept(last, 2 * number, clock)
 
 
-def _squares(step: step_by_block.BlockwiseStep, one_pass: passes.PassPrograms) -> Work:
+def _swept(nbytes: float, kernels: int, clock: Clock | None) -> Work:
+    """Returns the work of kernels that memory bounds."""
+    return Work(traffic=nbytes, foretold=clock.sweep(nbytes, kernels) if clock else 0.0)
+
+
+def _squares(step: step_by_block.BlockwiseStep, one_pass: passes.PassPrograms, clock: Clock | None) -> Work:
     """Returns the work to sum up the squares of the gradients of groups."""
     apart = [count for path, count in one_pass.elements.items() if path in step.updates.weights]
-    nbytes = 4 * sum(apart)
-    return Work(traffic=nbytes, swept=nbytes, kernels=len(apart))
+    return _swept(4 * sum(apart), len(apart), clock)
 
 
-def _updates(step: streamed_step.StreamedStep) -> Work:
+def _updates(step: streamed_step.StreamedStep, clock: Clock | None) -> Work:
     """Returns the work of the updates of groups."""
     by_program: dict[int, Work] = {}
     found = Work()
@@ -298,8 +309,8 @@ def _updates(step: streamed_step.StreamedStep) -> Work:
             program = step.updates.executable(item)
             if id(program) not in by_program:
                 flow = hlo_flow.flow(syntax.parse(buffers.text_of(program)))
-                own = _work(flow.module, traffic.kernels(flow)).get("", Work())
-                by_program[id(program)] = Work(traffic=own.traffic, swept=own.traffic, kernels=own.kernels)
+                foretold = clock.walk(flow.module).seconds if clock else 0.0
+                by_program[id(program)] = Work(traffic=traffic.memory_traffic(flow), foretold=foretold)
             found += by_program[id(program)]
     return found
 
