@@ -72,6 +72,23 @@ def test_slow_links_favour_replicas_and_pipelines():
     assert over_pipe[1] < 1.1 * over_pipe[0]
 
 
+def test_offloaded_state_leaves_the_device_and_waits_for_the_link_unless_a_pass_hides_it():
+    plain, moments, params = guess(), guess(offload="host"), guess(offload="host", params="host")
+    assert plain.peak - moments.peak == pytest.approx(STATE[roles.OPT_STATE])
+    assert moments.peak - params.peak == pytest.approx(STATE[roles.PARAMS])
+    link, update = STATE[roles.OPT_STATE] / H200.figures["link.both"], arithmetic.UPDATED * 16 * 6e7
+    waits = link - update / H200.figures["bandwidth"]
+    assert moments.seconds - plain.seconds == pytest.approx(waits) == moments.parts[arithmetic.HOST]
+    # Params arrive twice in each pass: beside the forward pass, and beside the backward pass.
+    a_pass, arriving = plain.parts[arithmetic.COMPUTE] / 8, STATE[roles.PARAMS] / H200.figures["link.from host"]
+    more = 8 * sum(max(0.0, arriving - a_pass * share) for share in (1 / 3, 2 / 3))
+    assert params.seconds - moments.seconds == pytest.approx(more) and more > 0
+    early = guess(offload="host", work=dataclasses.replace(WORK, is_early=True))
+    assert early.parts[arithmetic.HOST] == pytest.approx(max(0.0, link - a_pass * 2 / 3))
+    half = guess(offload="host", work=dataclasses.replace(WORK, away=(0.5, 1.0)))
+    assert plain.peak - half.peak == pytest.approx(STATE[roles.OPT_STATE] / 2)
+
+
 def test_memory_is_that_of_the_stage_and_of_the_micro_batches_alive():
     whole = sum(STATE.values())
     held = 16 * WORK.kept["full"]

@@ -123,6 +123,32 @@ def test_a_deep_model_over_slow_links_is_judged_by_arithmetic_before_anything_is
     assert min(plain) > min(ratio for c, ratio in slowed.items() if c.pipe > 1 or c.replica > 1)
 
 
+@pytest.mark.parametrize("offload", [{}, {"offload__optimizer": "host"}])
+def test_arithmetic_judges_offload_too_and_more_of_it_only_where_nothing_fits_with_less(monkeypatch, offload):
+    tiers = []
+
+    def by_arithmetic(target, candidates, guess, build, **how):
+        tiers.append(({(c.offload, c.params) for c in candidates}, min(guess(c).peak for c in candidates)))
+        return []
+
+    monkeypatch.setattr(search, "by_arithmetic", by_arithmetic)
+    monkeypatch.setattr(search, "search", lambda *args, **how: [])
+    compile_only.gpus()
+    deep = runs.config(
+        global_batch_size=8,
+        model__vocab_size=320,
+        model__num_layers=12,
+        precision="bf16",
+        reduce_dtype="fp32",
+        zero__stage=2,
+        **offload,
+    )
+    plans.search_config(deep, "h200", "1x1")
+    kinds = [("none", "none"), ("host", "none"), ("host", "host")][len(offload) :]
+    assert [found for found, _ in tiers] == [{kind} for kind in kinds]
+    assert [peak for _, peak in tiers] == sorted((peak for _, peak in tiers), reverse=True)
+
+
 @pytest.mark.long
 def test_each_axis_alone_has_its_fastest_settings():
     compile_only.gpus()

@@ -4,6 +4,8 @@
                 over `model` activations travel beside the layer instead, and two gradients of each weight are added up
     pass        layers x max( layer, its weights gathered and its gradients reduced )      beside which collectives run
     step        passes x pass, or of a pipeline (micro-batches + (groups - 1) / chunks) x the longest stage, + update and sums of gradients
+    offload     optimizer state that arrives and leaves beside the update, or beside the last backward pass where no norm is waited for;
+                params that arrive twice in each pass
 
 It leaves out what a compiler does: kernels of a trace are not those of a compiled program. `plan.search` compiles the settings that it puts
 first.
@@ -26,6 +28,7 @@ UPDATED = 30.0  # bytes that an update reads and writes for each weight: its gra
 SLOWED = 0.12  # of a layer's time, more, while collectives run beside it (`slowdown` of the tables)
 AGAIN = {"none": 0.0, "dots": 0.05, "attention": 0.28, "full": 1 / 3}  # of a layer's time, computed again
 WAITS = {"model": 8, "context": 12}  # times that a layer's activations travel over these axes, forward and backward
+BACKWARD = 2 / 3  # of a pass
 ADDED = (
     12.0  # bytes read and written for each weight where a gradient is added to another: of a pass, or of a ring's step
 )
@@ -44,6 +47,8 @@ class ModelWork:
       width: bytes of what one layer gives the next.
       state: bytes of the state and the gradients of all weights, by role: where params are sharded, and where they are not.
       sent: bytes in which an element of a layer's weights is gathered: 1 in fp8.
+      away: the shares of the optimizer state and of the params that are in host memory where they are offloaded.
+      is_early: whether offloaded state is updated beside the backward pass.
     """
 
     layers: int
@@ -56,6 +61,8 @@ class ModelWork:
     width: float
     state: Mapping[bool, Mapping[str, float]]
     sent: float = 2.0
+    away: tuple[float, float] = (1.0, 1.0)
+    is_early: bool = False
     _alone: dict[tuple[int, int], tuple[float, float]] = dataclasses.field(default_factory=dict, repr=False)
 
     def alone(self, rates: rates_lib.GpuRates, ways: int) -> tuple[float, float]:
@@ -109,13 +116,14 @@ class Guess:
     parts: Mapping[str, float]
 
 
-COMPUTE, TENSOR, WEIGHTS, BUBBLE, SENDS, UPDATE = (
+COMPUTE, TENSOR, WEIGHTS, BUBBLE, SENDS, UPDATE, HOST = (
     "arithmetic",
     "waits for model and context",
     "waits for weights and gradients",
     "bubble",
     "waits for stages",
     "update",
+    "waits for host memory",
 )
 
 
@@ -147,7 +155,7 @@ def table(ways: Sequence[AxisCost]) -> Table:
 
 
 def guess(work: ModelWork, candidate: Candidate, devices: int, rates: rates_lib.GpuRates, per_host: int) -> Guess:
-    """Returns the estimate of a step that keeps all on its devices.
+    """Returns the estimate of a step.
 
     Args:
       work: of an example.
@@ -211,13 +219,38 @@ def guess(work: ModelWork, candidate: Candidate, devices: int, rates: rates_lib.
         parts[WEIGHTS] += reduced(elements, True)  # once, after a group's last pass
     if own.opt_state and not own.params:
         update += links.seconds("all-gather", 2 * elements, ways, s.model)
-    update += (s.grad_accum - 1) * ADDED * elements / (ways if own.grads else 1) / rates.figures["bandwidth"]
-    parts[UPDATE] = update
+    sums = (s.grad_accum - 1) * ADDED * elements / (ways if own.grads else 1) / rates.figures["bandwidth"]
+    parts[UPDATE] = update + sums
+    if s.offload != "none":
+        a_pass = (compute + waits + parts[WEIGHTS]) / s.grad_accum
+        parts[HOST] = _waits_for_host(work, s, ways, a_pass, update, rates.beside(min(per_host, devices)))
     seconds = sum(parts.values())
     spread = rates.spread(devices)
     return Guess(
         seconds * (1 + spread), _peak(work, s, ways), {part: took * (1 + spread) for part, took in parts.items()}
     )
+
+
+def _waits_for_host(
+    work: ModelWork, s: Candidate, ways: int, a_pass: float, update: float, rates: rates_lib.GpuRates
+) -> float:
+    """Returns the seconds for which a step waits for offloaded state, beside passes and an update that take so long."""
+    away = _away(work, s, ways)
+    behind = a_pass * BACKWARD if work.is_early else update
+    waits = max(0.0, away[roles.OPT_STATE] / rates.figures["link.both"] - behind)
+    arriving = away[roles.PARAMS] / rates.figures["link.from host"]
+    # in the forward pass, and in the backward pass
+    return waits + s.grad_accum * sum(max(0.0, arriving - a_pass * share) for share in (1 - BACKWARD, BACKWARD))
+
+
+def _away(work: ModelWork, s: Candidate, ways: int) -> dict[str, float]:
+    """Returns the bytes of a device's state that are in host memory or on a disk, by role."""
+    own = stages.STAGES[s.stage]
+    shares = {
+        roles.OPT_STATE: work.away[0] * (s.offload != "none") / (ways if own.opt_state else 1),
+        roles.PARAMS: work.away[1] * (s.params != "none") / (ways if own.params else 1),
+    }
+    return {role: share * work.state[own.params].get(role, 0.0) for role, share in shares.items()}
 
 
 def _groups(layers: int, pipe: int, chunks: int, a_layer: float, rest: float) -> list[float]:
@@ -253,7 +286,7 @@ def _peak(work: ModelWork, s: Candidate, ways: int) -> float:
     held = sum(
         part * count / (ways if is_sharded.get(role, own.params) else 1)
         for role, count in work.state[own.params].items()
-    )
+    ) - sum(_away(work, s, ways).values())
     alive = float(work.layers)
     if s.pipe > 1:
         most = s.pipe if s.chunks == 1 else 2 * (s.pipe - 1) + (s.chunks - 1) * s.pipe + 1

@@ -23,6 +23,7 @@ from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
 from zerojax.zero import partition as partition_lib
 from zerojax.zero import stages, state_bytes
+from zerojax.zero.offload import step_by_block
 
 FORWARD_AGAIN = 1.25  # of a step's operations, at least, where nothing but the inputs of layers is kept: 4/3 without embedding and head
 
@@ -156,27 +157,35 @@ def search_config(
         return search.Built(held, plan, line if is_deep else None, least, program.model.num_layers > search.VERY_DEEP)
 
     batch = config_lib.batch_sizes(config, len(devices) // config_lib.per_example(config.mesh)).global_batch_size
-    if work is not None:
-        assert rates is not None and memory is not None
-        per_host = len(devices) // len({device.process_index for device in devices})
-        found = search.by_arithmetic(
-            target,
-            search.candidates_of(_grid_of_axes(config, devices), ways=len(devices), global_batch_size=batch),
-            lambda candidate: arithmetic.guess(work, candidate, len(devices), rates, per_host),
-            build,
-            most_compiles=most_compiles,
-            memory=memory,
-            say=say,
-        )
-        if any(not outcome.reason for outcome in found):
-            return found
     others = {**search.default_grid(devices), **_offloads(config), **_of_long(config), **_axes(config, devices)}
     others["pipe"] = (config.mesh.pipe,)
     if len(devices) == 1:  # at which all stages that keep the weights on each device are the same
         others["stage"] = (2, 3)
+    choices = functools.partial(search.candidates_of, ways=len(devices), global_batch_size=batch)
+    candidates = choices({**_own_axes(config), **(grid or others)})
+    if work is not None:
+        assert rates is not None and memory is not None
+        per_host = len(devices) // len({device.process_index for device in devices})
+        tiers: dict[tuple[bool, bool], list[search.Candidate]] = {}
+        for candidate in sorted(candidates, key=lambda one: (one.offload != "none", one.params != "none")):
+            tiers.setdefault((candidate.offload != "none", candidate.params != "none"), []).append(candidate)
+        if (False, False) in tiers:
+            tiers[False, False] = choices(_grid_of_axes(config, devices))
+        for tier in tiers.values():  # the next one only where nothing fits with less offloaded
+            found = search.by_arithmetic(
+                target,
+                tier,
+                lambda candidate: arithmetic.guess(work, candidate, len(devices), rates, per_host),
+                build,
+                most_compiles=most_compiles,
+                memory=memory,
+                say=say,
+            )
+            if any(not outcome.reason for outcome in found):
+                return found
     return search.search(
         target,
-        search.candidates_of({**_own_axes(config), **(grid or others)}, ways=len(devices), global_batch_size=batch),
+        candidates,
         build,
         most_compiles=most_compiles,
         memory=memory,
@@ -202,10 +211,12 @@ def axes_config(
     devices = targets.devices(target, topology)
     rates, memory = rates or rates_lib.of(target), targets.get(target).usable
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, recompute="", offload=""))
-    work = _work(config, devices) if rates is not None else None
+    is_alone = (config.offload.optimizer, config.offload.params) == ("none", "none")
+    work = _work(config, devices) if rates is not None and is_alone else None
     if work is None or rates is None or memory is None:
         raise UserError(
-            f"--axes: needs a decoder of {search.DEEP} or more equal layers, mesh.expert=1 and a GPU of known rates; see docs/plan.md"
+            f"--axes: needs a decoder of {search.DEEP} or more equal layers, mesh.expert=1, nothing offloaded and a GPU of known rates; "
+            "see docs/plan.md"
         )
     if cluster is not None:
         rates = scale.OnCluster(rates.name, rates.figures, rates.sources, cluster, len(devices), len(devices))
@@ -274,6 +285,7 @@ def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.Mod
         zero=dataclasses.replace(config.zero, stage=3),
         model=dataclasses.replace(config.model, remat="none", recompute="", offload="", by_columns=""),
         mesh=settings_lib.MeshSettings(),
+        offload=settings_lib.OffloadSettings(),
     )
     program = program_lib.build(plain, devices=devices[:1])
     depths = [name for name in activations.DEPTHS if getattr(program.model, name, 0)]
@@ -300,13 +312,17 @@ def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.Mod
     width = 2.0 * config.seq_len * program.model.embed_dim
     in_8_bits = precision.PRECISIONS[config.precision].has_fp8 and config.fp8.recipe != fp8.ROWWISE
     rest, others, sent = traced.less(first, layer), total - block * layers, 1.0 if in_8_bits else 2.0
-    return arithmetic.ModelWork(layers, layer, rest, block, others, kept, rest_kept, width, stored, sent)
+    away = config.offload.fraction, config.offload.params_fraction
+    is_early = config.offload.late_norm or not config.optimizer.clip_norm
+    return arithmetic.ModelWork(
+        layers, layer, rest, block, others, kept, rest_kept, width, stored, sent, away, is_early
+    )
 
 
 def _is_deep(config: settings_lib.Config, program: program_lib.Program) -> bool:
     """Returns whether models of few layers tell what a step of a model takes: its layers are many and alike, and it is one program."""
-    alone = (config.offload.optimizer, config.offload.params) == ("none", "none")
-    is_whole = alone and config.mesh.pipe == 1 and not config.init_from and not config.zero.overrides
+    is_by_block = isinstance(program.train_step, step_by_block.BlockwiseStep)  # whose programs are few at any depth
+    is_whole = not is_by_block and config.mesh.pipe == 1 and not config.init_from and not config.zero.overrides
     is_alike = not (_names_layers(config) or config.fp8.first or config.fp8.last)
     return is_whole and is_alike and program.model.num_layers >= search.DEEP
 
