@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
 MOST_BYTES = 64 * 2**20  # of a file of settings
@@ -65,7 +66,7 @@ def parse_json(text: str | bytes, *, is_strict: bool = False) -> Any:
         raise ValueError(f"it holds more than {MOST_VALUES} values")
     how: dict[str, Any] = {}
     if is_strict:
-        how = {"parse_float": _finite, "parse_constant": _not_finite, "object_pairs_hook": _once}
+        how = {"parse_float": _finite, "parse_constant": _not_finite, "object_pairs_hook": once}
     try:
         return json.loads(text, **how)
     except RecursionError as error:
@@ -86,11 +87,12 @@ def _finite(text: str) -> float:
     return value if math.isfinite(value) else _not_finite(text)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]], refusal: Callable[[str], ValueError] | None = None) -> dict[str, Any]:
+    """Returns the table of pairs. For a key that comes twice it raises what `refusal` makes of it, by default a ValueError."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key[:40]!r} comes twice")
+            raise refusal(key) if refusal else ValueError(f"the key {key[:40]!r} comes twice")
         found[key] = value
     return found
 

@@ -1,5 +1,6 @@
 """The one exception that means "the input is wrong". This module holds it, and functions that read other exceptions."""
 
+import contextlib
 import difflib
 import errno
 import os
@@ -56,6 +57,15 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+@contextlib.contextmanager
+def below(place: str) -> Iterator[None]:
+    """Puts a place ("config.") in front of the UserErrors of the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}{error}") from error
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -513,10 +513,8 @@ def _write_results(
         size = display.human(files.folder_bytes(folder / "export")) if processes.is_primary() else ""
         say(f"{what} exported to {folder / 'export'}, {size}")
         if config.export.push_to and processes.is_primary():
-            try:
+            with errors.below("config.export.push_to: "):
                 hub.push(folder / "export", config.export.push_to)
-            except UserError as error:
-                raise UserError(f"config.export.push_to: {error}") from error
             say(f"and written to the Hugging Face hub: {config.export.push_to}")
 
     wanted: list[tuple[Callable[[], None], bool]] = [

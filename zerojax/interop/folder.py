@@ -113,10 +113,8 @@ def open_folder(path: str | os.PathLike) -> Folder:
         entries = _canonical(family, raw, tensor_files.read_folder(path))
     except UserError as error:
         raise (UserError(f"{path}/{error}") if str(error).startswith(CONFIG) else error) from error
-    try:
+    with errors.below(f"{path}/"):
         model = family.huggingface.read(raw, entries)
-    except UserError as error:
-        raise UserError(f"{path}/{error}") from error
     _check(path, layout.tensors(family, model), entries, family.huggingface.prefix)
     generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
     return Folder(path, entries, raw, generation, family, model)

@@ -298,10 +298,8 @@ def read_settings(path: pathlib.Path, raw: Mapping[str, Any], *, quantize: str =
         "rank_pattern": raw.get("rank_pattern") or {},
         "alpha_pattern": raw.get("alpha_pattern") or {},
     }
-    try:
+    with errors.below(f"{path / CONFIG}: "):
         return settings.Lora(**read, quantize=quantize)
-    except UserError as error:
-        raise UserError(f"{path / CONFIG}: {error}") from error
 
 
 def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: ModelConfig) -> list[layout.ModelTensor]:

@@ -8,6 +8,7 @@ import base64
 import binascii
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import pathlib
@@ -68,7 +69,7 @@ def translated(document: Document, *, version: tuple[int, ...] = translate.NEWES
       UserError: a value has a wrong type, or keys contradict each other. The line begins with the file's name.
     """
     content = document.content
-    try:
+    with errors.below(f"{document.name}: "):
         if document.kind == HOSTFILE:
             return accelerate.translate_hostfile(content)
         if document.kind == DEEPSPEED:
@@ -79,8 +80,6 @@ def translated(document: Document, *, version: tuple[int, ...] = translate.NEWES
         group = content.get("deepspeed_config")
         named = group.get("deepspeed_config_file") if isinstance(group, Mapping) else None
         return accelerate.translate_accelerate(content, _named(named, document.folder), version=version)
-    except UserError as error:
-        raise UserError(f"{document.name}: {error}") from error
 
 
 def _named(value: object, folder: pathlib.Path) -> Mapping[str, Any] | None:
@@ -131,10 +130,14 @@ def _parse(name: str, text: str) -> Any:
     """Parses JSON, JSON with comments, or YAML."""
     if name.endswith(".toml"):
         raise UserError(f"{name}: TOML is not read; {_OTHERS}")
+
+    def twice(key: str) -> UserError:
+        return UserError(f"{name}: the key {key!r} comes twice, and DeepSpeed refuses that; remove one")
+
     plain = _COMMENT.sub(lambda match: match[1] or " ", text)
     for candidate in (text, re.sub(r",(\s*[}\]])", r"\1", plain)):
         try:
-            return json.loads(candidate, object_pairs_hook=lambda pairs: _once(name, pairs))
+            return json.loads(candidate, object_pairs_hook=functools.partial(bounded.once, refusal=twice))
         except UserError:
             raise
         except (ValueError, RecursionError) as error:
@@ -146,20 +149,6 @@ def _parse(name: str, text: str) -> Any:
     except Exception as error:  # PyYAML raises its own errors, and Python's for odd texts
         why = first if text.lstrip().startswith(("{", "[")) else error
         raise UserError(f"{name}: is neither JSON nor YAML ({errors.one_line(why, 120)}); correct it") from error
-
-
-def _once(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a mapping of pairs.
-
-    Raises:
-      UserError: a key comes twice, which DeepSpeed refuses too.
-    """
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise UserError(f"{name}: the key {key!r} comes twice, and DeepSpeed refuses that; remove one")
-        found[key] = value
-    return found
 
 
 def _loader(name: str) -> type[yaml.SafeLoader]:

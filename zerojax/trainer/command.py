@@ -97,11 +97,9 @@ def parse(argv: list[str]) -> ml_collections.ConfigDict:
 
 def _fetch(init_from: Any) -> None:
     """Downloads a model that is named as on the Hugging Face hub: its tokenizer is part of the settings."""
-    try:
+    with errors.below("config.init_from: "):
         if isinstance(init_from, str):
             hub.fetched(init_from)
-    except UserError as error:
-        raise UserError(f"config.init_from: {error}") from error
 
 
 def _with_config(words: list[str]) -> list[str]:

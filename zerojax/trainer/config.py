@@ -127,11 +127,9 @@ def make_offload(group: settings.OffloadSettings, stage: int) -> offload_lib.Off
     Raises:
       UserError: the stage does not allow it, or a setting is out of range or cannot take effect.
     """
-    try:
+    with errors.below("config."):
         chosen = offload_lib.read(vars(group))
         offload_lib.check(chosen, stages.STAGES, stage)
-    except UserError as error:
-        raise UserError(f"config.{error}") from error
     return chosen
 
 
@@ -143,10 +141,8 @@ def make_fp8(config: settings.Config) -> fp8_lib.Fp8 | None:
     """
     if not precision.PRECISIONS[config.precision].has_fp8:
         return None
-    try:
+    with errors.below("config."):
         return fp8_lib.Fp8(**vars(config.fp8))
-    except UserError as error:
-        raise UserError(f"config.{error}") from error
 
 
 def make_wires(config: settings.Config) -> packed.PackedWires:
@@ -155,10 +151,8 @@ def make_wires(config: settings.Config) -> packed.PackedWires:
     Raises:
       UserError: a setting is out of range.
     """
-    try:
+    with errors.below("config."):
         return packed.PackedWires(**vars(config.wire))
-    except UserError as error:
-        raise UserError(f"config.{error}") from error
 
 
 def read(cls: type, raw: Mapping[str, Any], place: str) -> Any:
@@ -336,10 +330,8 @@ def _check_push(group: settings.ExportSettings) -> None:
         raise UserError(
             f"config.export.push_to: is {group.push_to!r}, and nothing is exported; set --config.export.format=huggingface (or peft)"
         )
-    try:
+    with errors.below("config.export.push_to: "):
         hub.check_push(group.push_to)
-    except UserError as error:
-        raise UserError(f"config.export.push_to: {error}") from error
 
 
 def _check_lora(config: settings.Config) -> None:
@@ -351,14 +343,12 @@ def _check_lora(config: settings.Config) -> None:
                 "config.export.format: 'peft' writes adapters, and the run has none; set config.lora.r, or choose 'huggingface'"
             )
         return
-    try:
+    with errors.below("config."):
         if any(not re.fullmatch(r"[\w.]+", name) for name in _modules(group.modules_to_save)):
             raise UserError(
                 f"lora.modules_to_save: must be names with commas between them, and is {errors.shown(group.modules_to_save)}"
             )
         make_lora(dataclasses.replace(group, r=group.r or 1))
-    except UserError as error:
-        raise UserError(f"config.{error}") from error
     if precision.PRECISIONS[config.precision].has_fp8 and group.quantize != "none":
         raise UserError(
             f"config.lora.quantize: is {group.quantize!r}, and quantized kernels are dequantized to bf16, so config.precision='fp8' cannot "

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from zerojax import files
+from zerojax import errors, files
 from zerojax import mesh as mesh_lib
 from zerojax.data import objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
@@ -27,10 +27,8 @@ def source(config: settings_lib.Config) -> folder_lib.Folder | None:
     if not config.init_from:
         return None
     files.check_path(config.init_from, "config.init_from")
-    try:
+    with errors.below("config.init_from: "):
         opened = folder_lib.open_folder(config.init_from)
-    except UserError as error:
-        raise UserError(f"config.init_from: {error}") from error
     model = _with_classes(config, opened.family, opened.model, opened)
     return dataclasses.replace(opened, model=model)
 
