@@ -122,7 +122,6 @@ class Buffers:
 def compile_with_buffers(
     lowered: jax.stages.Lowered,
     *,
-    roles: Sequence[tuple[str, str]] = buffer_roles.PATH_ROLES,
     from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.stages.Compiled, Buffers]:
@@ -130,7 +129,6 @@ def compile_with_buffers(
 
     Args:
       lowered: `jax.jit(step).lower(abstract_state, abstract_batch)`.
-      roles: ordered (path regex, role) for arguments. Temporaries with shapes of "params", "master weights" or "moments" may be gradients.
       from_cache: uses JAX's persistent compilation cache, if it is on. Then there are totals only, because XLA assigns no buffers.
       compiler_options: XLA options.
 
@@ -138,13 +136,13 @@ def compile_with_buffers(
     """
     if from_cache and jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         compiled = lowered.compile(compiler_options=dict(compiler_options or {}))
-        return compiled, _buffers(lowered, compiled, None, roles)
+        return compiled, _buffers(lowered, compiled, None)
     with tempfile.TemporaryDirectory(prefix="zerojax-buffers-") as folder:
         options = {**(compiler_options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         with _without_cache():
             compiled = lowered.compile(compiler_options=options)
         dump = buffer_dump.read(pathlib.Path(folder))
-    return compiled, _buffers(lowered, compiled, dump, roles)
+    return compiled, _buffers(lowered, compiled, dump)
 
 
 @contextlib.contextmanager
@@ -163,9 +161,7 @@ def _without_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _buffers(
-    lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, dump: Dump | None, roles: Sequence[tuple[str, str]]
-) -> Buffers:
+def _buffers(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, dump: Dump | None) -> Buffers:
     stats = compiled.memory_analysis()
     analysis = stats.argument_size_in_bytes + stats.temp_size_in_bytes if stats is not None else 0
     analysis += stats.output_size_in_bytes - stats.alias_size_in_bytes if stats is not None else 0
@@ -173,12 +169,12 @@ def _buffers(
     module = syntax.parse(text)
     leaves = parameters.leaves(lowered, module)
     if dump is None:
-        return _from_analysis(stats, module, leaves, analysis, roles)
+        return _from_analysis(stats, module, leaves, analysis)
     flow = hlo_flow.flow(module)
-    arguments = tuple(_arguments(dump, leaves, roles))
+    arguments = tuple(_arguments(dump, leaves))
     own = [a for a in dump.allocations if a.space == DEVICE]
     kinds = _sums((a.kind, a.nbytes) for a in own)
-    reader = _reader(flow, dump, leaves, roles)
+    reader = _reader(flow, dump, leaves)
     values = [v for a in own if a.kind == TEMPORARY for v in _one_at_a_time(a.values)]
     curve, position = _curve(values, reader, dump.length)
     alive = sorted((v for v in values if v.start <= position <= v.end), key=lambda v: -v.nbytes)
@@ -213,7 +209,7 @@ def text_of(compiled: Any) -> str:
         ) from error
 
 
-def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis: int, roles: Sequence) -> Buffers:
+def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis: int) -> Buffers:
     """Returns buffers with totals only."""
     donated = set(module.aliases.values())
     arguments = []
@@ -221,7 +217,7 @@ def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis:
         path = leaves[number].path
         space = HOST if any(array.is_on_host for array in parameter.arrays) else DEVICE
         nbytes = sum(array.nbytes for array in parameter.arrays)
-        arguments.append(Argument(path, buffer_roles.argument_role(path, roles), nbytes, space, number in donated))
+        arguments.append(Argument(path, buffer_roles.argument_role(path), nbytes, space, number in donated))
     held = sum(a.nbytes for a in arguments if a.space == DEVICE)
     temporaries = stats.temp_size_in_bytes if stats is not None else 0
     return Buffers(
@@ -240,20 +236,16 @@ def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis:
     )
 
 
-def _arguments(
-    dump: Dump, leaves: Mapping[int, parameters.ArgumentLeaf], roles: Sequence[tuple[str, str]]
-) -> Iterable[Argument]:
+def _arguments(dump: Dump, leaves: Mapping[int, parameters.ArgumentLeaf]) -> Iterable[Argument]:
     for allocation in dump.allocations:
         if allocation.parameter is not None and allocation.parameter in leaves:
             path = leaves[allocation.parameter].path
-            role = buffer_roles.argument_role(path, roles)
+            role = buffer_roles.argument_role(path)
             yield Argument(path, role, allocation.nbytes, allocation.space, allocation.is_output)
 
 
-def _reader(
-    flow: hlo_flow.Flow, dump: Dump, leaves: Mapping[int, parameters.ArgumentLeaf], roles: Sequence[tuple[str, str]]
-) -> buffer_roles.Reader:
-    known = {number: buffer_roles.argument_role(leaf.path, roles) for number, leaf in leaves.items()}
+def _reader(flow: hlo_flow.Flow, dump: Dump, leaves: Mapping[int, parameters.ArgumentLeaf]) -> buffer_roles.Reader:
+    known = {number: buffer_roles.argument_role(leaf.path) for number, leaf in leaves.items()}
     weights = [number for number, role in known.items() if role in (roles_lib.PARAMS, roles_lib.MASTER)]
     shapes = buffer_roles.shapes((known[number], leaf.shape, leaf.part) for number, leaf in leaves.items())
     return buffer_roles.Reader(flow, dump.started, weights, shapes)

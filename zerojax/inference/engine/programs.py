@@ -12,7 +12,6 @@ Shapes: B slots, R rows of a call, T tokens of a call, V vocabulary.
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -248,10 +247,7 @@ class Programs:
         by_kernels = functools.partial(by_kernels, self._config, implementation=self._row_kernels)
         if self._mesh.size == 1:
             return by_kernels
-        axes, table = mesh_lib.COMPILER, self._family.parallel.weights
-
-        def spec(path: str, _: Any) -> P:
-            return next((P(*entries) for pattern, entries in table if re.search(pattern, path)), P())
+        axes, spec = mesh_lib.COMPILER, weights.spec_of(self._family, params, self._mesh)
 
         def on_device(*given: Any) -> Any:
             return by_kernels(
@@ -262,7 +258,7 @@ class Programs:
         return jax.shard_map(
             on_device,
             mesh=self._mesh,
-            in_specs=(tree.map_with_path(spec, params), heads, P(), P()),
+            in_specs=(tree.map_with_path(lambda path, _: spec(path), params), heads, P(), P()),
             out_specs=(P(None, axes), heads),
             check_vma=False,
         )

@@ -82,19 +82,24 @@ def abstract(
     return tree.map_with_path(describe, params)
 
 
+def spec_of(family: family_lib.Family, params: PyTree, mesh: Mesh) -> Callable[[str], P]:
+    """Returns f(path) -> the spec of a weight, by the family's table."""
+    shapes = {path: leaf.shape for path, leaf in tree.flatten(params)}
+    rows, _ = tensor_parallel.overrides(family.parallel.weights, shapes, mesh)
+    return lambda path: next((P(*entries) for pattern, entries in rows if re.search(pattern, path)), P())
+
+
 def _rule(
     family: family_lib.Family, config: ModelConfig, params: PyTree, mesh: Mesh, dtype: DTypeLike | None, kind: str
 ) -> Callable[[str, Leaf], tuple[Any, P, bool]]:
     """Returns f(path, leaf) -> the weight's dtype, its spec, and whether it is quantized."""
-    shapes = {path: leaf.shape for path, leaf in tree.flatten(params)}
-    rows, _ = tensor_parallel.overrides(family.parallel.weights, shapes, mesh)
+    spec = spec_of(family, params, mesh)
     coded = set() if kind == quantized.NONE else linear_modules(family, config, params)
 
     def rule(path: str, leaf: Leaf) -> tuple[Any, P, bool]:
         wanted = leaf.dtype if dtype is None or not jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.dtype(dtype)
-        spec = next((P(*entries) for pattern, entries in rows if re.search(pattern, path)), P())
         module, _, name = path.rpartition("/")
-        return wanted, spec, module in coded and name == KERNEL and quantized.takes(tuple(leaf.shape))
+        return wanted, spec(path), module in coded and name == KERNEL and quantized.takes(tuple(leaf.shape))
 
     return rule
 
