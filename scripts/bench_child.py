@@ -15,14 +15,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 RESULT = "result "  # begins the line that holds a case's figures as JSON
 
 
+def python_path(*folders: pathlib.Path) -> str:
+    """Returns the PYTHONPATH of a process that imports this project, `folders`, and what this process imports."""
+    return os.pathsep.join(filter(None, [str(ROOT), *map(str, folders), os.environ.get("PYTHONPATH")]))
+
+
 def run(name: str, words: Sequence[str], limit_s: float) -> dict[str, Any] | None:
     """Runs `python words` for up to `limit_s` seconds and returns its figures; None if it failed or was ended.
 
     Each line that it prints is shown at once, with the case's name and the seconds since its start.
     """
     began, found, last = time.monotonic(), None, ""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process = start([sys.executable, "-u", *words], {**os.environ, "PYTHONPATH": path})
+    process = start([sys.executable, "-u", *words], {**os.environ, "PYTHONPATH": python_path()})
     timer = threading.Timer(max(0.0, limit_s), _kill, [process])
     timer.start()
     try:

@@ -25,7 +25,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import bench_report  # in this folder
+import bench_child  # in this folder
+import bench_report
 import bench_train
 
 ROOT = bench_report.ROOT
@@ -170,9 +171,10 @@ def _best(function: Callable[[], None], repeat: int) -> float:
 
 def _child(part: str, arguments: Sequence[str], *more: str) -> dict[str, float] | None:
     """Runs a part in its own process and returns its figures; None if it failed."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     words = [sys.executable, __file__, *arguments, *more, f"--child={part}"]
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": bench_child.python_path()}, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
         print(f"{part} {' '.join(more)}: failed with status {done.returncode}", flush=True)
         return None

@@ -17,6 +17,8 @@ import tempfile
 import threading
 import time
 
+import bench_child  # in this folder
+
 ROOT = pathlib.Path(__file__).parents[1]
 NAMED_SECONDS, GIVE_UP_SECONDS = 60.0, 240.0
 PHASES = ("import", "start", "data", "compile", "restore", "step", "evaluation", "checkpoint", "results")
@@ -64,8 +66,7 @@ def try_phase(phase: str, folder: pathlib.Path) -> bool:
     hung = folder / "hung"
     times = 6 if phase in ("step", "data") else 1  # the first steps load programs
     (folder / "site" / "sitecustomize.py").write_text(SITE.format(hung=str(hung), phase=phase, times=times))
-    paths = [str(ROOT), str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    env = {**os.environ, "PYTHONPATH": bench_child.python_path(folder / "site")}
     env.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
     config = [f"--config.{word}" for word in SETTINGS.split()] + [f"--config.data.dir={folder.parent / 'datasets'}"]
     command = [

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import bench_child  # in this folder
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 
     use_gpu = options.gpus > 0
     resources = {"CPU": options.cpus} | ({"GPU": options.gpus} if use_gpu else {})
-    environ = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    environ = {"PYTHONPATH": bench_child.python_path()}
     environ |= {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_", "NCCL_"))}
     trainer = ray_jax.JaxTrainer(
         run_worker,

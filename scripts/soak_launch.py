@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 
+import bench_child  # in this folder
 import ssh_hosts
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -82,7 +83,7 @@ class Run:
             "--ssh_options",
             made.ssh_options,
         ]
-        env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{self.hang.parent}", "JAX_PLATFORMS": "cpu"}
+        env = {**os.environ, "PYTHONPATH": bench_child.python_path(self.hang.parent), "JAX_PLATFORMS": "cpu"}
         env.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
         log = open(folder.with_suffix(".out"), "w")  # noqa: SIM115
         self.process = subprocess.Popen(
