@@ -418,8 +418,7 @@ def _attention(bench: Bench, dim: int, length: int, batch: int) -> Figures:
 def _experts(bench: Bench) -> Figures:
     """Measures products of groups of rows, whose sizes a balanced router draws."""
     rows, groups, embed, width = bench.sizes.experts
-    drawn = np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups))
-    sizes = np.asarray(drawn, np.int32)
+    sizes = np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups)).astype(np.int32)
     x, dy = bench.normal((rows, embed), jnp.bfloat16), bench.normal((rows, width), jnp.bfloat16, seed=1)
     w = bench.normal((groups, embed, width), jnp.bfloat16, seed=2)
     ways = grouped.IMPLEMENTATIONS[grouped.BY_PLATFORM]
@@ -509,16 +508,16 @@ def _over(bench: Bench, ways: int, run: Callable[..., Any]) -> Callable[..., Any
     return jax.shard_map(run, mesh=bench.mesh(ways), in_specs=P(GPUS), out_specs=P(GPUS), check_vma=False)
 
 
-def _options(bench: Bench, ways: int) -> dict[str, Any]:
-    return {"compiler_options": xla_options.for_mesh(bench.mesh(ways))}
+def _sending(bench: Bench, name: str, ways: int, run: Callable[..., Any], *args: Any) -> float:
+    """Returns the seconds of a program with collectives, compiled as a step is."""
+    return bench.alone(name, _over(bench, ways, run), args, compiler_options=xla_options.for_mesh(bench.mesh(ways)))
 
 
 def _collective(bench: Bench, kind: str, ways: int) -> Figures:
     """Measures a collective alone: the start of small ones, and the rate of a large one."""
     x, received = _shard(bench, kind, ways, bench.sizes.sent)
     name = f"{kind} of {ways}"
-    send = _over(bench, ways, functools.partial(_SENT[kind], ways=ways))
-    seconds = bench.alone(name, send, (x,), **_options(bench, ways))
+    seconds = _sending(bench, name, ways, functools.partial(_SENT[kind], ways=ways), x)
     small, _ = _shard(bench, kind, ways, bench.sizes.short)
 
     def row(count: int, x: jax.Array) -> jax.Array:
@@ -529,12 +528,7 @@ def _collective(bench: Bench, kind: str, ways: int) -> Figures:
         return x
 
     many, one = (
-        bench.alone(
-            f"{count} small {name}",
-            _over(bench, ways, functools.partial(row, count)),
-            (small,),
-            **_options(bench, ways),
-        )
+        _sending(bench, f"{count} small {name}", ways, functools.partial(row, count), small)
         for count in (_SMALL_COLLECTIVES, 1)
     )
     start = max((many - one) / (_SMALL_COLLECTIVES - 1), 1e-7)
@@ -631,15 +625,13 @@ def _matmuls(bench: Bench, side: int, count: int, ways: int) -> tuple[Any, ...]:
 
 
 def _alone(bench: Bench, kind: str, ways: int, x: jax.Array) -> float:
-    send = _over(bench, ways, functools.partial(_SENT[kind], ways=ways))
-    return bench.alone(f"{kind} of {ways}, {x.nbytes:,} bytes", send, (x,), **_options(bench, ways))
+    return _sending(bench, f"{kind} of {ways}, {x.nbytes:,} bytes", ways, functools.partial(_SENT[kind], ways=ways), x)
 
 
 def _both(bench: Bench, kind: str, ways: int, x: jax.Array, run: Callable[..., Any], *args: Any) -> float:
     """Returns the seconds of a program with a collective and kernels that do not wait for each other."""
     name = f"{kind} of {ways}, {x.nbytes:,} bytes, beside {len(jax.tree.leaves(args))} arrays"
-    both = _over(bench, ways, lambda x, *args: (_SENT[kind](x, ways), run(*args)))
-    return bench.alone(name, both, (x, *args), **_options(bench, ways))
+    return _sending(bench, name, ways, lambda x, *args: (_SENT[kind](x, ways), run(*args)), x, *args)
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

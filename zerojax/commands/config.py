@@ -490,10 +490,7 @@ def _devices(answers: Mapping[str, Any], config: settings_lib.Config) -> list[An
         if "pip install" not in str(error):
             raise
         say(f"{error}; without it only bytes are compared")
-        count = 1
-        for size in topology.split("x"):
-            count *= int(size)
-        return targets.devices("cpu", str(count))
+        return targets.devices("cpu", str(math.prod(map(int, topology.split("x")))))
 
 
 def _chosen(answers: Mapping[str, Any]) -> dict[str, Any]:
@@ -535,9 +532,7 @@ def _settings(answers: Mapping[str, Any], advice: Advice) -> dict[str, Any]:
     else:
         found["micro_batch_size"], found["grad_accum"] = 0, answers["grad_accum"] or 1
     if answers["target"] == "cpu" and answers["topology"]:
-        found["emulate_devices"] = int(answers["topology"].split("x")[0]) * int(
-            (answers["topology"] + "x1").split("x")[1]
-        )
+        found["emulate_devices"] = math.prod(map(int, answers["topology"].split("x")))
     return found
 
 
@@ -559,8 +554,8 @@ def _write(path: pathlib.Path, settings: Mapping[str, Any]) -> None:
         "grad_accum": ("0: derived",),
         "model.remat": ("that fits",),
         "model.tile_tokens": ("of a long text, for which an MLP runs at a time",),
+        "export.format": ("the adapters alone",),
     }
-    sources |= {"export.format": ("the adapters alone",)}
     text = config_file.text(
         settings, sources, origin="the answers", path=str(path), maker="Written by `zerojax config` from"
     )
