@@ -4,7 +4,6 @@ All processes generate the same batches, whose number is known beforehand, so no
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,8 +88,29 @@ def make(
     if held is None or not most:
         return None
     chosen = held.examples[:most]
-    if pairs.form.classes:
-        return _make_classes(program, tokenizer, pairs, chosen, check)
+    read = (_classes if pairs.form.classes else _texts)(program, tokenizer, pairs)
+    batches = list(_batches(chosen, pairs.form, program.sizes.global_batch_size // program.forward.passes))
+    name = "accuracy" if pairs.settings.task == tasks.CLASSIFICATION else "exact_match"
+    known = pairs.form.classes or tuple(map(str.strip, pairs.answers))
+
+    def answer(params: PyTree) -> Score:
+        found, held = [], program.forward.params(params)
+        for ids, mask in batches:
+            watch.at(watch.EVALUATE)
+            check()
+            found += read(held, ids, mask)
+        prompts = (tokenizer.decode(ids) for ids in tasks.prompts(chosen, pairs.form))
+        answers = [Answer(prompt, own, example.answer.strip()) for prompt, own, example in zip(prompts, found, chosen)]
+        return Score(answers, name, known)
+
+    return answer
+
+
+Read = Callable[[PyTree, np.ndarray, np.ndarray], list[str]]  # (params, ids, mask) -> the answers to prompts
+
+
+def _texts(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, pairs: splits.Splits) -> Read:
+    """Returns a function that generates answers."""
     special = examples.special_tokens(program.family, program.weights.source, tokenizer)
     generator = generate.make_generator(
         program.family,
@@ -100,48 +120,19 @@ def make(
         special=special,
         compute_dtype=precision.PRECISIONS[program.config.precision].compute_dtype,
     )
-    batches = list(_batches(chosen, pairs.form, program.sizes.global_batch_size // program.forward.passes))
-    text = functools.partial(text_of, tokenizer, special.stops)
 
-    def answer(params: PyTree) -> Score:
-        found, held = [], program.forward.params(params)
-        for ids, mask in batches:
-            watch.at(watch.EVALUATE)
-            check()
-            tokens = generator(held, ids, mask)
-            found += [text(row) for row in tokens[:, 1 if pairs.form.is_encoder_decoder else ids.shape[1] :]]
-        prompts = (tokenizer.decode(ids) for ids in tasks.prompts(chosen, pairs.form))
-        answers = [Answer(prompt, own, example.answer.strip()) for prompt, own, example in zip(prompts, found, chosen)]
-        is_class = pairs.settings.task == tasks.CLASSIFICATION
-        return Score(answers, "accuracy" if is_class else "exact_match", tuple(map(str.strip, pairs.answers)))
+    def read(params: PyTree, ids: np.ndarray, mask: np.ndarray) -> list[str]:
+        tokens = generator(params, ids, mask)[:, 1 if pairs.form.is_encoder_decoder else ids.shape[1] :]
+        return [text_of(tokenizer, special.stops, row) for row in tokens]
 
-    return answer
+    return read
 
 
-def _make_classes(
-    program: program_lib.Program,
-    tokenizer: tokenizer_lib.Tokenizer,
-    pairs: splits.Splits,
-    chosen: Sequence[tasks.Example],
-    check: Callable[[], object],
-) -> Callable[[Any], Score]:
-    """Returns `make` of a classifier, whose answers are its likeliest classes."""
-    compute_dtype = precision.PRECISIONS[program.config.precision].compute_dtype
-    held_by = program.forward.partition
-    scores = classify.make_classifier(program.family, program.model, held_by, compute_dtype=compute_dtype)
-    batches = list(_batches(chosen, pairs.form, program.sizes.global_batch_size // program.forward.passes))
-
-    def answer(params: PyTree) -> Score:
-        found, held = [], program.forward.params(params)
-        for ids, mask in batches:
-            watch.at(watch.EVALUATE)
-            check()
-            found += [pairs.form.classes[number] for number in scores(held, ids, mask).argmax(axis=1)]
-        prompts = (tokenizer.decode(ids) for ids in tasks.prompts(chosen, pairs.form))
-        answers = [Answer(prompt, own, example.answer.strip()) for prompt, own, example in zip(prompts, found, chosen)]
-        return Score(answers, "accuracy", pairs.form.classes)
-
-    return answer
+def _classes(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, pairs: splits.Splits) -> Read:
+    """Returns a function that names the likeliest classes, of a classifier."""
+    dtype = precision.PRECISIONS[program.config.precision].compute_dtype
+    scores = classify.make_classifier(program.family, program.model, program.forward.partition, compute_dtype=dtype)
+    return lambda params, ids, mask: [pairs.form.classes[number] for number in scores(params, ids, mask).argmax(axis=1)]
 
 
 def _batches(chosen: Sequence[tasks.Example], form: tasks.RowForm, size: int) -> Any:
