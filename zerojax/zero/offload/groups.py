@@ -171,7 +171,7 @@ class Division:
         """Returns the items of a weight."""
         found = self._partition.placements[weight]
         whole = self.params[weight]
-        cut = selection.cut_of(self._partition, weight)
+        cut = self._partition.cuts.get(weight)
         rest = set(self.rest.positions)
         items, start = [], 0
         for piece, length in enumerate(cut.lengths if cut else (0,)):

@@ -284,11 +284,6 @@ def host_leaves(partition: partition_lib.Partition) -> dict[str, Any]:
     return {path: leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.on_host}
 
 
-def cut_of(partition: partition_lib.Partition, weight: str) -> Cut | None:
-    """Returns the pieces of a weight; None for none."""
-    return partition.cuts.get(weight)
-
-
 def are_params_on_host(partition: partition_lib.Partition) -> bool:
     """Returns whether any param is stored in host memory, or on a disk."""
     return any(path in partition.on_host for path in partition.placements)

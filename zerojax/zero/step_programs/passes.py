@@ -286,16 +286,8 @@ _added_to_grads = jax.jit(accumulate.added, donate_argnums=1)
 _added_apart = jax.jit(accumulate.added)
 
 _seed = jax.jit(rounded.seed)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _averaged(sums: PyTree, count: jax.Array | int) -> PyTree:
-    return accumulate.averaged(sums, count)
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
-def _divided(sums: PyTree, count: int) -> PyTree:
-    return accumulate.averaged(sums, count)
+_averaged = jax.jit(accumulate.averaged, donate_argnums=0)  # by a weight that is an array
+_divided = jax.jit(accumulate.averaged, donate_argnums=0, static_argnums=1)
 
 
 @jax.jit
