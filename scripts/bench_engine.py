@@ -98,6 +98,12 @@ def _child(options: argparse.Namespace) -> int:
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
     import jax
 
+    if options.ways > 1:  # NVLink multicast is off, because not every machine offers it
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        if jax.__version_info__ >= (0, 11):  # earlier ones have no such flag
+            flags = f"--xla_gpu_experimental_use_collective_kernels= {os.environ.get('XLA_FLAGS', '')}"
+            os.environ["XLA_FLAGS"] = flags.strip()
+
     import zerojax  # noqa: F401  while another measures
 
     while not pathlib.Path(options.turn).exists():
