@@ -22,7 +22,17 @@ def test_the_former_text_stays_where_the_new_one_cannot_be_written(tmp_path, mon
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="No space left"):
         files.replace(tmp_path / "plan.json", "two\n")
-    assert (tmp_path / "plan.json").read_text() == "one\n"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"plan.json": "one\n"}
+
+
+def test_a_device_or_a_pipe_is_never_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for name, why in (("pipe", "is a device or a pipe"), ("link", "is a device or a pipe"), ("", "is a folder")):
+        for check in (files.check_file, files.check_replaceable):
+            with pytest.raises(UserError, match=rf"^--out {tmp_path / name}: {why}"):
+                check(tmp_path / name, "--out")
+    files.check_replaceable(tmp_path / "new.json", "--out")
 
 
 def test_a_disk_error_is_one_line_with_the_path_the_reason_and_the_way_out(tmp_path):

@@ -58,10 +58,35 @@ def replace(path: str | os.PathLike, text: str) -> None:
     Raises:
       OSError: the disk is full, or the folder cannot be written; the old file is unchanged.
     """
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+    """Gives a path beside `path`, which gets its name at the end of the block, and is removed if the block fails."""
     path = pathlib.Path(path)
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
+    try:
+        yield new
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise
+
+
+def check_file(path: str | os.PathLike, place: str) -> None:
+    """Checks that a path is free, or that of a file, which another may replace.
+
+    Raises:
+      UserError: it is a folder, a device or a pipe, or can be no path.
+    """
+    check_path(path, place)
+    if os.path.isdir(path):
+        raise UserError(f"{place} {path}: is a folder; name a file in it")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{place} {path}: is a device or a pipe, which a file would replace; choose another path")
 
 
 def check_replaceable(path: str | os.PathLike, place: str) -> None:
@@ -70,6 +95,7 @@ def check_replaceable(path: str | os.PathLike, place: str) -> None:
     Raises:
       UserError: it cannot.
     """
+    check_file(path, place)
     path = pathlib.Path(path)
     new = path.with_name(f"{path.name}.new")
     try:

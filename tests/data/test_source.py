@@ -140,6 +140,17 @@ def test_a_dataset_without_its_data_files_is_an_error(broken_dir):
     assert "delete the dataset and run again" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
 
 
+@pytest.mark.parametrize("name", ["dataset_info.json", "features.json"])
+@pytest.mark.parametrize("target", ["/dev/zero", "gone"])
+def test_a_device_or_a_broken_link_in_place_of_a_description_is_an_error_at_once(name, target, broken_dir):
+    (path,) = broken_dir.rglob(name)
+    path.unlink()
+    path.symlink_to(target)
+    for call in (source.open_source, source.class_names):
+        given = ("python_stdlib", "train", broken_dir) if call is source.open_source else ("python_stdlib", broken_dir)
+        assert f"{str(path)!r} is not a file that can be read; delete the dataset" in refusal(call, *given)
+
+
 def test_a_dataset_without_its_description_is_an_error(broken_dir):
     (info,) = broken_dir.rglob("dataset_info.json")
     info.unlink()

@@ -1,12 +1,15 @@
 """Checks the reported memory of a step. This module tests zerojax.hlo.buffers."""
 
 import dataclasses
+import shutil
+import tempfile
 
 import compile_only
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import runs
 from flax.training import train_state
 from jax.ad_checkpoint import checkpoint_name
 
@@ -145,6 +148,23 @@ def test_a_program_in_the_compilation_cache_is_compiled_again(cache_dir, stage3)
         lowered.compile()
         assert buffers.compile_with_buffers(lowered)[1].source == buffers.ASSIGNMENT
     assert jax.config.jax_enable_compilation_cache
+
+
+@pytest.mark.parametrize("free", [[0], [1 << 30, 1 << 20]])
+def test_a_full_disk_of_temporary_files_is_refused_before_and_after_xla_writes_there(free, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free.pop(0)))
+    lowered = jax.jit(jnp.cos).lower(jax.ShapeDtypeStruct((64,), jnp.float32))
+    with pytest.raises(
+        UserError, match=rf"^{tmp_path}: has \d+ bytes free, and XLA .* or name another folder by TMPDIR$"
+    ):
+        buffers.compile_with_buffers(lowered)
+    assert free == [] and not list(tmp_path.iterdir())
+    free.append(0)
+    monkeypatch.setattr(buffer_dump, "read", None)
+    with runs.jax_settings(jax_compilation_cache_dir=None):
+        assert buffers.compile_with_buffers(lowered, from_cache=True)[1].source == buffers.ANALYSIS
 
 
 def test_host_memory_is_the_same_with_and_without_an_assignment(monkeypatch):

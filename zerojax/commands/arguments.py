@@ -47,11 +47,9 @@ def check_new(path: pathlib.Path, *, force: bool) -> None:
     Raises:
       UserError: it exists, or cannot be written.
     """
-    files.check_path(path, "--out")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UserError(f"--out {path}: is a folder; name a file in it, such as {path / 'mine.py'}")
-    if path.exists() and not path.is_file():
-        raise UserError(f"--out {path}: is a device or a pipe, which a file would replace; choose another path")
+    files.check_file(path, "--out")
     if os.path.lexists(path) and not force:
         raise UserError(f"--out {path}: exists; choose another file, or add --force to replace it")
 

@@ -77,8 +77,7 @@ def _generate() -> None:
     generated = generator(loaded.params, arrays["input_ids"], arrays.get("attention_mask"), seed=given.seed)
     found = {**forward, "generated": generated}
     if processes.is_primary():
-        with files.writing(given.out, "name another file with --out"), open(given.out, "wb") as file:
-            np.savez(file, **found)
+        _write_arrays(given.out, found)
 
 
 def _classify(
@@ -97,8 +96,13 @@ def _classify(
         _check_labels(labels[:, None] if labels.ndim == 1 else labels, len(scores), len(loaded.config.classes))
         found["loss"] = np.asarray(loaded.loss_of(jnp.asarray(scores), jnp.asarray(labels)))
     if processes.is_primary():
-        with files.writing(given.out, "name another file with --out"), open(given.out, "wb") as file:
-            np.savez(file, **found)
+        _write_arrays(given.out, found)
+
+
+def _write_arrays(path: str, found: dict[str, Any]) -> None:
+    """Writes the file of --out."""
+    with files.writing(path, "name another file with --out"), files.replacing(path) as new, open(new, "wb") as file:
+        np.savez(file, **found)
 
 
 def _check_no_text(given: argparse.Namespace) -> None:
@@ -272,6 +276,8 @@ def _parse(words: list[str]) -> argparse.Namespace:
         raise UserError("--prompt, --ids, --file: give one of them: a text, a file of token ids, or a file of examples")
     if bool(given.ids or given.file) != bool(given.out):
         raise UserError("--ids or --file, and --out: belong together: a file to read and one to write")
+    if given.out:
+        files.check_file(given.out, "--out")
     if not given.file and (given.run or given.template):
         raise UserError("--run, --template: are of --file's prompts; a --prompt is taken as it is")
     if given.batch_size < 1:

@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import io
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -212,6 +213,8 @@ def _builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder
     try:
         if name.startswith(hub_dataset.PREFIX):
             return hub_dataset.builder(name, data_dir)
+        if found := re.match(r"\w+", name):
+            _check_regular(os.path.join(data_dir, found[0]))
         with _quiet():
             return tfds.builder(name, data_dir=os.fspath(data_dir), file_format="array_record")
     except UserError:
@@ -226,6 +229,15 @@ def _builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder
             f"name: {name!r} cannot be opened in {os.fspath(data_dir)!r}: {_line(error)}; "
             "correct the name or choose another `data_dir`"
         ) from error
+
+
+def _check_regular(folder: str) -> None:
+    """Checks that a dataset's folder holds files and folders alone: a pipe or a device in place of one would be read forever."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)
+            if not os.path.isfile(path) and os.path.lexists(path):
+                raise UserError(f"data_dir: {path!r} is not a file that can be read; delete the dataset and run again")
 
 
 def _why_not_prepared(name: str, data_dir: str | os.PathLike, error: BaseException) -> str:

@@ -9,7 +9,9 @@ maximum of the bytes alive at a time, plus the waste of the packing. The numbers
 import contextlib
 import dataclasses
 import itertools
+import os
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +28,7 @@ from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo.buffer_dump import DEVICE, HOST, TEMPORARY, Dump, Value
 
 ASSIGNMENT, ANALYSIS, PROGRAMS = "buffer assignment", "memory analysis", "programs of blocks"
+_ROOM = 4 << 20  # bytes that are free on a disk with room for XLA's dump
 _POINTS = 400  # maximum points of a curve; a step of a 70B model has a hundred thousand instructions
 
 
@@ -129,20 +132,40 @@ def compile_with_buffers(
 
     Args:
       lowered: `jax.jit(step).lower(abstract_state, abstract_batch)`.
-      from_cache: uses JAX's persistent compilation cache, if it is on. Then there are totals only, because XLA assigns no buffers.
+      from_cache: uses JAX's persistent compilation cache, if it is on. Then, or if the disk of temporary files is full, there are totals
+        only, because XLA assigns or dumps no buffers.
       compiler_options: XLA options.
+
+    Raises:
+      UserError: the disk of temporary files is full.
 
     >>> compiled, buffers = compile_with_buffers(train_step.lower(partition.abstract_state, batch))
     """
-    if from_cache and jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+    is_cached = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if from_cache and (is_cached or _free(tempfile.gettempdir()) < _ROOM):
         compiled = lowered.compile(compiler_options=dict(compiler_options or {}))
         return compiled, _buffers(lowered, compiled, None)
     with tempfile.TemporaryDirectory(prefix="zerojax-buffers-") as folder:
         options = {**(compiler_options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        _check_room(folder)
         with _without_cache():
             compiled = lowered.compile(compiler_options=options)
+        _check_room(folder)  # XLA reports a full disk to stderr alone, and goes on
         dump = buffer_dump.read(pathlib.Path(folder))
     return compiled, _buffers(lowered, compiled, dump)
+
+
+def _check_room(folder: str) -> None:
+    """Raises a UserError if the disk of a temporary folder is full, on which XLA's dump would be cut or missing."""
+    if (free := _free(folder)) < _ROOM:
+        raise UserError(
+            f"{os.path.dirname(folder)}: has {free} bytes free, and XLA writes there how a compiled step uses memory; make room, or name "
+            "another folder by TMPDIR"
+        )
+
+
+def _free(folder: str) -> int:
+    return shutil.disk_usage(folder).free
 
 
 @contextlib.contextmanager

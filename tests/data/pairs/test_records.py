@@ -98,3 +98,13 @@ def test_a_document_without_text_is_named(tmp_path):
     assert opened[0]["text"] == "a"
     with pytest.raises(UserError, match=r"a.jsonl:2: has no text in field 'text'"):
         opened[1]
+
+
+def test_a_parquet_page_that_is_not_what_its_checksum_says_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.Table.from_pylist([{"text": f"cat {n}"} for n in range(50)])
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"cat 7", b"cut 7", 1))
+    with pytest.raises(UserError, match=rf"^{path}: cannot be read as parquet \(.*CRC"):
+        records.Files(str(path), KEY)

@@ -248,7 +248,10 @@ def _open_parquet(path: pathlib.Path) -> _File:
     batches: list[pyarrow.RecordBatch] = []
     nbytes = 0
     try:
-        with bounded.open_file(path) as file, pyarrow.parquet.ParquetFile(file) as table:
+        with (
+            bounded.open_file(path) as file,
+            pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table,
+        ):
             most = max(_MOST_UNPACKED, _MOST_RATIO * os.fstat(file.fileno()).st_size)
             names = table.schema_arrow.names
             if len(set(names)) < len(names):

@@ -168,7 +168,7 @@ def in_batches(
 
 def check_out(path: str, read: str) -> None:
     """Raises a UserError if `path` is a file of the examples, which the pattern `read` names, or can be no file."""
-    files.check_path(path, "--out")
+    files.check_file(path, "--out")
     if os.path.realpath(path) in {os.path.realpath(found) for found in records.matching(read)}:
         raise UserError(f"--out {path}: the examples are read from it; name another file")
 
@@ -180,15 +180,12 @@ def replacing(path: pathlib.Path) -> Iterator[TextIO]:
     Raises:
       UserError: it cannot be written.
     """
-    partial = path.with_name(f"{path.name}.partial")
-    with files.writing(path, "name another file with --out"):
-        try:
-            with open(partial, "w", encoding="utf-8") as file:
-                yield file
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+    with (
+        files.writing(path, "name another file with --out"),
+        files.replacing(path) as new,
+        open(new, "w", encoding="utf-8") as file,
+    ):
+        yield file
 
 
 def _plain(value: object) -> object:

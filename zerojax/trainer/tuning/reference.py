@@ -61,11 +61,10 @@ def make(program: program_lib.Program, pairs: splits.Splits, params: PyTree, fol
             found = np.asarray(log_probs(held, generate.sharded_rows(batch, program.forward.partition.mesh)))
             split.reference[at : at + size] = found[: len(split) - at]
     if processes.is_primary():
-        partial = folder / f"{FILE}.partial.npz"
-        with files.writing(folder / FILE, "choose another --workdir"):
+        with files.writing(folder / FILE, "choose another --workdir"), files.replacing(folder / FILE) as new:
             arrays: dict[str, Any] = {name: split.reference for name, split in _splits(pairs)}
-            np.savez(partial, pairs=pairs.fingerprint + pairs.of_held_out, **arrays)
-            partial.replace(folder / FILE)
+            with open(new, "wb") as file:
+                np.savez(file, pairs=pairs.fingerprint + pairs.of_held_out, **arrays)
 
 
 def _splits(pairs: splits.Splits) -> Iterator[tuple[str, rows.Pairs]]:
