@@ -1,6 +1,9 @@
 """Checks how traced programs are read. This module tests zerojax.traces."""
 
+import warnings
+
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
@@ -127,3 +130,12 @@ def test_dims_of_one_program_for_two_shapes_are_compared_also_inside_its_calls()
     assert traces.Frame(frame.program, like=other).lengths(frame.jaxpr.eqns[-1].outvars[0]) is None
     flat, square = (traces.Frame(jax.make_jaxpr(jnp.sin)(jnp.ones(shape))) for shape in ((4,), (4, 3)))
     assert traces.Frame(square.program, like=flat).lengths(square.jaxpr.outvars[0]) is None
+
+
+def test_a_part_of_a_program_runs_alone_and_jax_finds_nothing_deprecated_in_it():
+    whole = jax.make_jaxpr(lambda x, y: (jnp.sin(x) * 2, jnp.arange(4.0) + y))(X, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cut = traces.trimmed(whole, whole.jaxpr.outvars[1:])
+        assert len(cut.jaxpr.invars) == 1
+        np.testing.assert_array_equal(*jax.jit(jex.jaxpr_as_fun(cut))(X), jnp.arange(4.0) + X)

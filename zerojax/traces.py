@@ -8,6 +8,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -219,7 +220,18 @@ def trimmed(closed: jex.ClosedJaxpr, results: Sequence[Any]) -> jex.ClosedJaxpr:
     eqns = live(jaxpr.eqns, results)
     read = set(variables([*results, *(atom for eqn in eqns for atom in eqn.invars)]))
     invars = [var for var in jaxpr.invars if var in read]
-    return jex.ClosedJaxpr(jex.Jaxpr(jaxpr.constvars, invars, list(results), eqns), closed.consts)
+    return part(invars, list(results), eqns, dict(zip(jaxpr.constvars, closed.consts, strict=True)))
+
+
+def part(
+    reads: Sequence[Any],
+    writes: Sequence[Atom],
+    eqns: Sequence[jex.JaxprEqn],
+    consts: Mapping[Any, Any] = MappingProxyType({}),
+) -> jex.ClosedJaxpr:
+    """Returns a program of some operations that reads and writes these variables; `consts` has the values of others."""
+    info = jex.DebugInfo("zerojax", "part", None, None)  # JAX deprecates programs without one
+    return jex.ClosedJaxpr(jex.Jaxpr(list(consts), reads, writes, eqns, debug_info=info), list(consts.values()))
 
 
 def needs(jaxpr: jex.Jaxpr) -> list[set[int]]:

@@ -114,9 +114,9 @@ class _WrittenOut:
         results = [self.known.get(var, var) for var in writes]
         own = {var for eqn in eqns for var in eqn.outvars}
         read = traces.variables([*(atom for eqn in eqns for atom in eqn.invars), *results])
-        consts = [var for var in read if var in self.consts]
+        consts = {var: self.consts[var] for var in read if var in self.consts}
         reads = [var for var in read if var not in own and var not in self.consts]
-        closed = jex.ClosedJaxpr(jex.Jaxpr(consts, reads, results, list(eqns)), [self.consts[var] for var in consts])
+        closed = traces.part(reads, results, eqns, consts)
         return cut.StepPart(name, [cut.TraceCall(reads, list(writes), closed)], list(writes))
 
     def _flat(self, eqns: Iterable[jex.JaxprEqn]) -> list[jex.JaxprEqn]:

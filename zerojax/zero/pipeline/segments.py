@@ -222,7 +222,7 @@ class _Places:
                 for var in self._eqns[number].outvars
                 if var in needed and (self._place[var] == key or var in wanted[key])
             ]
-            closed = jex.ClosedJaxpr(jex.Jaxpr((), read[key], writes, [self._eqns[n] for n in numbers]), ())
+            closed = traces.part(read[key], writes, [self._eqns[n] for n in numbers])
             found[key] = Segment(*key, cut.StepPart(key[0], [cut.TraceCall(read[key], writes, closed)], writes))
         order = [*self._jaxpr.invars, *self._jaxpr.constvars, *(var for eqn in self._eqns for var in eqn.outvars)]
         return Segments(found, results, {var: number for number, var in enumerate(order)}, ())

@@ -101,8 +101,7 @@ def _between(eqns: list[jex.JaxprEqn], needed: set[Any]) -> StepPart:
     own = {var for eqn in eqns for var in eqn.outvars}
     reads = [var for var in traces.variables(atom for eqn in eqns for atom in eqn.invars) if var not in own]
     writes = [var for eqn in eqns for var in eqn.outvars if var in needed]
-    closed = jex.ClosedJaxpr(jex.Jaxpr((), reads, writes, eqns), ())
-    return StepPart("between", [TraceCall(reads, writes, closed)], writes)
+    return StepPart("between", [TraceCall(reads, writes, traces.part(reads, writes, eqns))], writes)
 
 
 def _names(eqns: Iterable[jex.JaxprEqn]) -> tuple[str, ...]:
