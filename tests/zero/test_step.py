@@ -257,7 +257,8 @@ def test_an_unknown_result_of_the_loss_is_named():
     state, part = shard(linear_state())
     train_step = step.make_train_step(lambda p, b, s: (linear_loss(p, b, s), {"stats": {}}), part)
     with pytest.raises(
-        UserError, match=r"^loss_fn: returned \['stats'\] beside the loss; allowed are 'state' and 'metr"
+        UserError,
+        match=r"^loss_fn: returned \['stats'\] beside the loss; allowed are 'state' and 'metrics': return loss, or",
     ):
         train_step(state, linear_batch())
 

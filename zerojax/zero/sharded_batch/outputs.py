@@ -242,7 +242,7 @@ def _read(result: Any, state: State) -> tuple[Any, Mapping[str, Any]]:
         raise UserError(f"loss_fn: returned {type_of(aux)} beside the loss, and needs a dict; {form}")
     if unknown := set(aux) - {"state", "metrics"}:
         raise UserError(
-            f"loss_fn: returned {sorted(map(str, unknown))} beside the loss; allowed are 'state' and 'metrics'"
+            f"loss_fn: returned {sorted(map(str, unknown))} beside the loss; allowed are 'state' and 'metrics': {form}"
         )
     for name, part in aux.items():
         if not isinstance(part, Mapping):
