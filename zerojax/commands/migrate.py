@@ -6,7 +6,6 @@ zerojax migrate --keys                                 prints every known key an
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import pathlib
@@ -89,12 +88,11 @@ def report(document: documents.Document, found: draft.Translation) -> str:
 
 def unknown(found: draft.Translation) -> dict[str, str]:
     """Returns {name: the nearest known name, or ""} of sections of which no key is known, and of other keys that look misspelt."""
-    lost = {line.key: line.text for line in found.lines if line.text.startswith(draft.UNKNOWN)}
+    lost = {line.key: line.nearest for line in found.lines if line.nearest is not None}
     known = {line.key.partition(".")[0] for line in found.lines if line.key not in lost}
     names: dict[str, str] = {}
-    for key, text in lost.items():
+    for key, near in lost.items():
         section, is_inside, _ = key.partition(".")
-        near = text.partition(draft.NEAREST)[2].rstrip("?")
         if is_inside and section not in known:
             names[f"the section {section}"] = names.get(f"the section {section}") or near.partition(".")[0]
         elif near:
@@ -141,7 +139,10 @@ def _as_json(document: documents.Document, found: draft.Translation, config: str
         "kind": document.kind,
         "devices": found.devices,
         "settings": found.settings,
-        "keys": [{**dataclasses.asdict(line), "value": _finite(line.value)} for line in found.lines],
+        "keys": [
+            {"key": line.key, "value": _finite(line.value), "verdict": line.verdict, "text": line.text}
+            for line in found.lines
+        ],
         "config": config,
     }
 

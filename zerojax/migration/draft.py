@@ -16,7 +16,6 @@ from zerojax.migration import keys as keys_lib
 
 AUTO = "auto"
 SCRIPT = "the training script's; transformers' default is taken"
-UNKNOWN, NEAREST = "the format has no such key, and nothing reads it", "; did you mean "  # of a line's text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +26,9 @@ class Line:
     value: Any  # the value in the file; None if the key is absent
     verdict: str  # one of `keys.VERDICTS`
     text: str  # what becomes of it, and why
+    nearest: str | None = dataclasses.field(
+        default=None, repr=False
+    )  # of a key that the format lacks: the nearest known one, or ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,12 +187,12 @@ class Draft:
         return Translation(self.settings, self.sources, (*lines, *self._absent), devices, frozenset(self.assumed))
 
     def _line(self, own: str, name: str, value: object) -> Line:
-        verdict, text = self._account(own, name, value)
+        verdict, text, *nearest = self._account(own, name, value)
         now = f" (now {name})" if name != own else ""
-        return Line(own, value, verdict, text + now)
+        return Line(own, value, verdict, text + now, *nearest)
 
-    def _account(self, own: str, name: str, value: object) -> tuple[str, str]:
-        """Returns the verdict on a key and its reason."""
+    def _account(self, own: str, name: str, value: object) -> tuple[str, ...]:
+        """Returns the verdict on a key and its reason, and of a key that the format lacks `Line.nearest`."""
         if name in self._said:
             return self._said[name]
         if isinstance(value, Mapping):
@@ -270,10 +272,10 @@ def _is_one_of(value: object, values: tuple[Any, ...]) -> bool:
     return any(isinstance(value, bool) == isinstance(other, bool) and value == other for other in values)
 
 
-def _unknown(name: str, table: Mapping[str, keys_lib.Key]) -> tuple[str, str]:
+def _unknown(name: str, table: Mapping[str, keys_lib.Key]) -> tuple[str, ...]:
     """Returns the verdict on a key without a row."""
     if name.startswith(("_", "comment")):
         return keys_lib.NO_EFFECT, "it is a comment"
-    near = difflib.get_close_matches(name, [key for key in table if not key.endswith("*")], 1, 0.75)
-    hint = f"{NEAREST}{near[0]}?" if near else ""
-    return keys_lib.UNSUPPORTED, f"{UNKNOWN}{hint}"
+    near = next(iter(difflib.get_close_matches(name, [key for key in table if not key.endswith("*")], 1, 0.75)), "")
+    hint = f"; did you mean {near}?" if near else ""
+    return keys_lib.UNSUPPORTED, f"the format has no such key, and nothing reads it{hint}", near
