@@ -145,6 +145,15 @@ def test_a_config_file_that_fails_is_told_in_one_line(parsed, tmp_path, text, wo
     assert words in str(caught.value) and str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize("body", ["pass", "return 'x'", "return 3", "yield 1"])
+def test_what_is_no_config_is_told_without_an_override_too(parsed, tmp_path, body):
+    (tmp_path / "own.py").write_text(f"def get_config():\n    {body}\n")
+    with pytest.raises(
+        zerojax.UserError, match=r"^--config: get_config must return an ml_collections.ConfigDict, .*; fix the"
+    ):
+        parsed(f"--config={tmp_path}/own.py")
+
+
 @pytest.mark.parametrize("config", [["--config", "configs/base.py"], ["--config=configs/base.py"]], ids=" ".join)
 def test_a_setting_may_come_before_the_config(parsed, config):
     assert parsed("--config.steps=3", *config, "--config.seed=5").to_dict().items() >= {"steps": 3, "seed": 5}.items()

@@ -56,6 +56,9 @@ def asks_help(argv: list[str]) -> bool:
     return any(word.startswith(("--help", "-help")) or word in ("-h", "-?") for word in argv[1:])
 
 
+_NO_CONFIG = "--config: get_config must return an ml_collections.ConfigDict, as zerojax.configs.base does ({}); fix the config file"
+
+
 def parse(argv: list[str]) -> ml_collections.ConfigDict:
     """Reads the flags, in any order. Config files in any folder may import ours as `from zerojax.configs import base`.
 
@@ -85,7 +88,9 @@ def parse(argv: list[str]) -> ml_collections.ConfigDict:
             list(errors.causes(error))[-1] if isinstance(error, flags.Error) else error
         )  # which absl replaces by its own
         raise UserError(_why_no_config(first, argv)) from error
-    if _CONFIG.value is None:
+    if not isinstance(_CONFIG.value, dict | ml_collections.ConfigDict):
+        if flags.FLAGS["config"].present:
+            raise UserError(_NO_CONFIG.format(f"it returns {errors.shown(_CONFIG.value)}"))
         raise UserError(
             "--config: is missing; name a file, or one of those that `zerojax configs` lists: --config zero3"
         )
@@ -185,7 +190,7 @@ def _why_no_config(error: BaseException, argv: list[str]) -> str:
         why = errors.one_line(error) or type(error).__name__
         if override := next((word for word in overrides if isinstance(error, SyntaxError)), None):
             return f"{override}: is not a setting ({why}); give it as --config.steps=50"
-        return f"--config: get_config must return an ml_collections.ConfigDict, as zerojax.configs.base does ({why}); fix the config file"
+        return _NO_CONFIG.format(why)
     group = override.removeprefix("--config.").partition("=")[0].rpartition(".")[0]
     known = settings.expected(group)
     hint = f"config.{group} is {known}" if known else "zerojax train --help lists every key"
