@@ -145,6 +145,19 @@ def test_a_config_file_that_fails_is_told_in_one_line(parsed, tmp_path, text, wo
     assert words in str(caught.value) and str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize(
+    "words", [["--flagfile=/dev/zero"], ["-flagfile", "/dev/zero"], ["--flagfile=gone"], ["--flagfile="]]
+)
+def test_a_file_of_flags_that_is_none_is_refused_before_it_is_read(parsed, words):
+    with pytest.raises(zerojax.UserError, match=r"^--flagfile"):
+        parsed("--config=base", *words)
+
+
+def test_a_file_of_flags_is_read(parsed, tmp_path):
+    (tmp_path / "flags").write_text("--config.steps=7\n")
+    assert parsed("--config=base", f"--flagfile={tmp_path}/flags").steps == 7
+
+
 @pytest.mark.parametrize("body", ["pass", "return 'x'", "return 3", "yield 1"])
 def test_what_is_no_config_is_told_without_an_override_too(parsed, tmp_path, body):
     (tmp_path / "own.py").write_text(f"def get_config():\n    {body}\n")

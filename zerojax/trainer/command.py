@@ -15,7 +15,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags import tuple_parser
 
-from zerojax import configs, errors, files
+from zerojax import bounded, configs, errors, files
 from zerojax.errors import UserError
 from zerojax.interop import hub
 from zerojax.trainer import settings
@@ -72,6 +72,9 @@ def parse(argv: list[str]) -> ml_collections.ConfigDict:
       UserError: a flag or key is unknown, or the config file is missing or fails. The line names it.
     """
     logging.set_verbosity(logging.WARNING)
+    for word, value in zip(argv[1:], [*argv[2:], ""]):
+        if found := re.fullmatch(r"--?flagfile(=.*)?", word, re.DOTALL):
+            _check_flag_file(value if found[1] is None else found[1][1:])
     sys.argv[1:], argv = _with_config(sys.argv[1:]), [*argv[:1], *_with_config(argv[1:])]
     app.define_help_flags()
     try:
@@ -98,6 +101,17 @@ def parse(argv: list[str]) -> ml_collections.ConfigDict:
         raise UserError(f"command line: {rest[1]!r} is not a flag; settings are given as --config.steps=50")
     _fetch(_CONFIG.value.get("init_from"))
     return _CONFIG.value
+
+
+def _check_flag_file(path: str) -> None:
+    """Raises a UserError for a file of flags that absl would read forever or not find."""
+    files.check_path(path, "--flagfile")
+    try:
+        bounded.open_file(path).close()
+    except OSError as error:
+        raise UserError(
+            f"--flagfile {path}: cannot be read ({error.strerror}); name a file with a flag in each line"
+        ) from error
 
 
 def _fetch(init_from: Any) -> None:
