@@ -1,5 +1,7 @@
 """Checks which options a step is compiled with. This module tests zerojax.zero.xla_options."""
 
+import copy
+
 import compile_only
 import jax
 import jax.export
@@ -74,3 +76,9 @@ def test_a_program_with_options_computes_what_it_does_without():
     x = jnp.arange(4.0)
     assert (step(x) == jnp.sin(x)).all() and (jax.jit(step)(x) == jnp.sin(x)).all()
     assert xla_options.jit(jnp.sin, {}).lower(x).compile()(x).shape == (4,)
+
+
+def test_a_program_can_be_copied():
+    program = xla_options.jit(lambda x: x + 1, {})
+    for copied in (copy.copy(program), copy.deepcopy(program)):
+        assert copied(jnp.float32(1)) == 2

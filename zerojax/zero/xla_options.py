@@ -171,4 +171,6 @@ class _Program:
             raise why from error
 
     def __getattr__(self, name: str) -> Any:  # other attributes of a jitted function
+        if "_program" not in vars(self):  # `copy.copy` asks an object that is not made yet
+            raise AttributeError(name)
         return getattr(self._program, name)
