@@ -16,6 +16,7 @@ import zerojax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.interop import peft, tensor_files
+from zerojax.models import families
 
 LOGITS, LOSS = 2e-5, 1e-5  # as in tests/interop/test_pretrained.py
 # (model, adapter, stage): every model and both kinds of scale at a stage, and both stages of two models
@@ -191,6 +192,13 @@ def test_adapters_of_some_experts_of_a_mixture_are_refused(line):
     family, model = golden_models.load("qwen3moe", 3).family, golden_models.load("qwen3moe", 3).config
     with pytest.raises(UserError, match=line.replace("0.gate", r".*gate")):
         peft.choose(lora, family, model)
+
+
+@pytest.mark.parametrize("preset, inputs_first", [("gpt2", True), ("llama3_8b", False)])
+def test_a_model_that_stores_inputs_first_is_said_to(preset, inputs_first):
+    family = families.PRESETS[preset]
+    chosen = peft.choose(zerojax.Lora(r=2, alpha=2, target_modules="all-linear"), family, family.presets[preset])
+    assert peft.config_of(chosen, family, family.presets[preset], None)["fan_in_fan_out"] is inputs_first
 
 
 def test_rslora_of_experts_is_written_as_the_same_scale_without_it_and_refused_where_peft_reads_another(tmp_path):

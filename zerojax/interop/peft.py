@@ -397,7 +397,7 @@ def config_of(
         "rank_pattern": dict(lora.rank_pattern),
         "alpha_pattern": dict(lora.alpha_pattern),
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": any(tensor.entry.inputs_first for tensor in layout.tensors(family, model)),
         "init_lora_weights": True,
         "use_dora": False,
         "inference_mode": True,
