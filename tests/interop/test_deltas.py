@@ -85,6 +85,28 @@ def test_steps_that_no_index_names_are_removed_and_a_step_before_the_newest_is_w
     assert len(dict(reader.tensors(str(tmp_path), reader.index(str(tmp_path))))) == again.of
 
 
+def test_a_step_that_comes_again_leaves_the_first_whole_until_the_index_names_it(reader, model, tmp_path, monkeypatch):
+    for step in (1, 2):
+        published(drawn(model, step), model, tmp_path, step)
+    before = reader.index(str(tmp_path))
+
+    def end(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(deltas.files, "replace", end)
+        published(drawn(model, 9), model, tmp_path, 2)
+    assert reader.index(str(tmp_path)) == before
+    every = dict(reader.tensors(str(tmp_path), before))
+    np.testing.assert_array_equal(every["model.embed_tokens.weight"], drawn(model, 2)["embed"]["embedding"])
+    published(drawn(model, 9), model, tmp_path, 2)
+    every = dict(reader.tensors(str(tmp_path), reader.index(str(tmp_path))))
+    np.testing.assert_array_equal(every["model.embed_tokens.weight"], drawn(model, 9)["embed"]["embedding"])
+    published(drawn(model, 3), model, tmp_path, 3)
+    published(drawn(model, 4), model, tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4", "index.json"]
+
+
 def test_a_folder_without_deltas_is_one_line(reader, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["read_deltas.py", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):

@@ -5,16 +5,18 @@
 
 Names and layouts are Hugging Face's. A tensor is written if its bytes are others than those that the index knows, so a reader that has step
 4 reads the tensors of later steps (scripts/read_deltas.py). The index is replaced when all files of a step are complete: a reader finds the
-old step or the new one. Files stay while this index or the one before names them.
+old step or the new one. Files stay while this index or the one before names them, so a step that comes again is FOLDER/8-2.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -74,6 +76,8 @@ def publish(
     found, written = dict(known), 0
     group: list[tuple[layout.ModelTensor, np.ndarray]] = []
     partial = folder / f"{step}.partial"
+    # A step that comes again, as after a resume, gets a folder of its own: the index may name files of the first.
+    home = next(name for name in _homes(step) if not os.path.lexists(folder / name))
 
     def write() -> None:
         numbered = sum(1 for _ in partial.iterdir()) + 1
@@ -82,7 +86,7 @@ def publish(
             tensor_files.write_header(file, {tensor.name: (tensor.shape, array.dtype) for tensor, array in group})
             for tensor, array in group:
                 file.write(array.view(np.uint8).data)
-                found[tensor.name] = {"step": step, "file": f"{step}/{name}", "checksum": checksum(array)}
+                found[tensor.name] = {"step": step, "file": f"{home}/{name}", "checksum": checksum(array)}
         group.clear()
 
     with files.writing(folder, "make room, or choose another folder"):
@@ -107,8 +111,7 @@ def publish(
             return Published(0, 0, 0)
         if group:
             write()
-        shutil.rmtree(folder / str(step), ignore_errors=True)
-        os.replace(partial, folder / str(step))
+        os.replace(partial, folder / home)
         files.replace(folder / INDEX, json.dumps({"step": step, "tensors": found}) + "\n")
         _remove(folder, {entry["file"].partition("/")[0] for entries in (before, found) for entry in entries.values()})
     changed = sum(entry["step"] == step for entry in found.values())
@@ -134,9 +137,15 @@ def _read(path: pathlib.Path) -> tuple[int, Mapping[str, Any]]:
         raise UserError(f"{path}: is no index of weights ({errors.one_line(error)}); delete the folder") from error
 
 
+def _homes(step: int) -> Iterator[str]:
+    """Yields names for the folder of a step: 8, 8-2, 8-3, ..."""
+    yield str(step)
+    yield from (f"{step}-{number}" for number in itertools.count(2))
+
+
 def _remove(folder: pathlib.Path, kept: set[str]) -> None:
     """Removes the steps that no index names."""
     for path in folder.iterdir():
-        if path.is_dir() and path.name.isdigit() and path.name not in kept:
+        if path.is_dir() and re.fullmatch(r"\d+(-\d+)?", path.name) and path.name not in kept:
             with contextlib.suppress(OSError):
                 shutil.rmtree(path)
