@@ -85,6 +85,7 @@ def main() -> None:
             start_up.take_memory(targets.USABLE, mapped=config.offload.params != offload_settings.NONE)
             emulated = devices.emulate_cpu_devices(config.emulate_devices)
             processes.initialize(*_joined_by())
+            devices.start()
             if emulated:
                 say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
             config = _refit(config)

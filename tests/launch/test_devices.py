@@ -92,6 +92,14 @@ def test_a_platform_that_the_user_sets_is_kept():
     assert programs.python(program, JAX_PLATFORMS="cuda,cpu").stdout == "False cuda,cpu -1\n"
 
 
+def test_a_platform_that_jax_does_not_know_is_one_line():
+    program = "from zerojax.launch import devices\ndevices.emulate_cpu_devices(2)\ndevices.start()"
+    found = programs.python(program, JAX_PLATFORMS="x")
+    line = found.stderr.splitlines()[-1]
+    assert line.startswith("zerojax.errors.UserError: JAX_PLATFORMS: is 'x', and JAX finds no such devices here: ")
+    assert line.endswith("; unset it, or set it to cpu")
+
+
 def test_emulation_after_jax_started_is_an_error():
     program = "import jax; jax.devices()\nfrom zerojax.launch import devices; devices.emulate_cpu_devices(6)"
     done = programs.python(program, JAX_PLATFORMS="cpu")

@@ -58,6 +58,7 @@ def _generate() -> None:
     given = _parse(sys.argv[1:])
     devices.emulate_cpu_devices(given.emulate_devices)
     processes.initialize(given.coordinator, given.num_processes, given.process_id)
+    devices.start()
     if given.file:
         return _answer_file(given)
     arrays = _read(given.ids) if given.ids else None

@@ -58,6 +58,7 @@ def _serve() -> int:
         processes.initialize(cluster.coordinator, cluster.num_processes, cluster.process_id)
         if cluster.process_id > 0:
             return _follow(given)
+    devices.start()
     bound = server.bind(given.host, given.port)  # before the model is read, which takes a while
     with contextlib.closing(bound):
         if not server.is_loopback(bound) and not key:

@@ -1,6 +1,6 @@
 """Chooses the devices of a run: accelerators if this machine has any, else emulated CPU devices. This module starts no JAX backend.
 
-Only `describe` lists JAX's devices, which starts a backend.
+Only `start` and `describe` list JAX's devices, which starts a backend.
 """
 
 import glob
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import jax
 
-from zerojax import xla_flags
+from zerojax import errors, xla_flags
 from zerojax.errors import UserError
 
 MOST_EMULATED = 1024
@@ -77,6 +77,25 @@ def pass_over_absent() -> bool:
     if plugins:
         jax.config.update("jax_platforms", "cpu")
     return True
+
+
+def start() -> None:
+    """Starts JAX's backend.
+
+    Raises:
+      UserError: JAX_PLATFORMS names what JAX does not find here.
+    """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an assertion of JAX: it names a plugin that failed
+        if not (asked := jax.config.jax_platforms):  # type: ignore[attr-defined]
+            raise
+        why = "its plugin did not start"
+        if isinstance(error, RuntimeError):
+            why = errors.first_line(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+        raise UserError(
+            f"JAX_PLATFORMS: is {asked!r}, and JAX finds no such devices here: {why}; unset it, or set it to cpu"
+        ) from error
 
 
 def describe() -> str:
