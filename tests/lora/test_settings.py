@@ -44,6 +44,8 @@ def test_the_shortest_ends_mean_the_names_and_no_other():
         ("r", 0, "lora.r: must be a whole number of at least 1, and is 0"),
         ("r", True, "lora.r: must be a whole number"),
         ("alpha", float("nan"), "lora.alpha: must be a number above 0, and is nan"),
+        ("rslora", "False", "lora.rslora: must be True or False, and is 'False'"),
+        ("rslora", None, "lora.rslora: must be True or False, and is None"),
         ("dropout", 1.0, "lora.dropout: must be at least 0 and below 1"),
         ("rank_pattern", 3, "lora.rank_pattern: must be a number for each regex, such as .*, and is 3"),
         ("alpha_pattern", ["q_proj"], "lora.alpha_pattern: must be a number for each regex"),

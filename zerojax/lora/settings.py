@@ -59,6 +59,8 @@ class Lora:
                 raise UserError(f"lora.alpha: must be a number above 0, and is {errors.shown(alpha)}")
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise UserError(f"lora.dropout: must be at least 0 and below 1, and is {errors.shown(self.dropout)}")
+        if not isinstance(self.rslora, bool):
+            raise UserError(f"lora.rslora: must be True or False, and is {errors.shown(self.rslora)}")
         if not isinstance(self.quantize, str) or self.quantize not in quantized.KINDS:
             way_out = errors.choose(self.quantize, quantized.KINDS)
             raise UserError(f"lora.quantize: is {errors.shown(self.quantize)}, which is not known; {way_out}")
