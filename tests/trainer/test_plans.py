@@ -1,4 +1,5 @@
 import dataclasses
+import shlex
 
 import compile_only
 import pytest
@@ -7,7 +8,7 @@ import runs
 import zerojax
 from zerojax import roles
 from zerojax.plan import scale, search
-from zerojax.trainer import plans
+from zerojax.trainer import plans, settings
 
 GRID = {"stage": (3,), "remat": ("none",), "micro_batch_size": (1, 2, 4), "replica": (1,)}
 
@@ -53,6 +54,31 @@ def test_settings_that_need_another_remat_are_dropped(config):
     assert kept == {"none": "", "dots": "layer_0/mlp/uplayer_1/mlp/up", "full": "layer_1/mlp/up"}
 
 
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        search.Candidate(3, "full", 2, 4, 2, offload="host", params="host"),
+        search.Candidate(1, "none", 1, 8, 1, pipe=2, chunks=2),
+        search.Candidate(3, "dots", 4, 1, 1, context=2, model=2, tile_tokens=8192, inputs="host", ring=True),
+    ],
+)
+def test_flags_of_a_candidate_make_its_settings_of_the_config_that_was_searched(config, candidate):
+    named = dataclasses.replace(config, model=dataclasses.replace(config.model, recompute="layer_0/mlp/up"))
+    words = shlex.split(plans._flags(config, candidate, named))
+    changes = dict(word.removeprefix("--config.").split("=", 1) for word in words)
+    known = {place: settings.lookup(named, place) for place in changes}
+    typed = {"model.vocab_size": 320, "model.recompute": "layer_0/mlp/up"}
+    for place, value in changes.items():
+        typed[place] = value == "True" if isinstance(known[place], bool) else type(known[place])(value)
+    made = runs.config(**{place.replace(".", "__"): value for place, value in typed.items()})
+    applied = plans._applied(config, candidate)
+    assert dataclasses.replace(made, global_batch_size=0) == applied
+
+
+def test_the_best_outcome_has_its_flags_and_no_other(roomy):
+    assert [bool(outcome.flags) for outcome in roomy] == [not outcome.reason for outcome in roomy]
+
+
 def test_over_several_hosts_state_is_sharded_over_all_devices_or_those_of_each_host(config):
     grid = {
         **search.default_grid(compile_only.gpus(topology="2x8")),
@@ -65,9 +91,12 @@ def test_over_several_hosts_state_is_sharded_over_all_devices_or_those_of_each_h
 
 
 def test_one_device_tries_no_stage_whose_step_is_that_of_another(config, monkeypatch):
-    monkeypatch.setattr(search, "search", lambda target, candidates, *_, **__: candidates)
-    assert {own.stage for own in plans.search_config(config, "cpu", "1x1", memory=1e12)} == {2, 3}
-    assert {own.stage for own in plans.search_config(config, "cpu", "1x2", memory=1e12)} == {0, 1, 2, 3}
+    def tried(target, candidates, *_, **__):
+        return [search.Outcome(candidate, None, None, "not compiled") for candidate in candidates]
+
+    monkeypatch.setattr(search, "search", tried)
+    assert {own.candidate.stage for own in plans.search_config(config, "cpu", "1x1", memory=1e12)} == {2, 3}
+    assert {own.candidate.stage for own in plans.search_config(config, "cpu", "1x2", memory=1e12)} == {0, 1, 2, 3}
 
 
 def test_a_target_of_unknown_memory_is_refused(config):

@@ -200,7 +200,8 @@ def _search(config: settings_lib.Config) -> None:
     if _JSON.value:
         print(json.dumps(search.as_json(outcomes), indent=2), flush=True)
     else:
-        print(display.as_text(search.table(outcomes)), flush=True)
+        best = [f"The first, as flags of zerojax train: {own.flags}" for own in outcomes if own.flags]
+        print("\n\n".join([display.as_text(search.table(outcomes)), *best]), flush=True)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Outcome:
 
     `seconds` are those that the clock foretells, and `tokens_per_second` their rate; without the clock's rates, that of the bound. Of a
     candidate that is not compiled in full they are continued from models of few layers. `held` are the bytes of its state and gradients,
-    if they were counted.
+    if they were counted. `flags` are the settings of the best as command-line overrides of the config.
     """
 
     candidate: Candidate
@@ -60,6 +60,7 @@ class Outcome:
     is_compiled: bool = False
     held: int | None = None
     seconds: float | None = None
+    flags: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -138,6 +139,7 @@ def search_config(
         rates = scale.OnCluster(rates.name, rates.figures, rates.sources, cluster, len(devices), len(devices))
 
     work = _work(config, devices) if rates is not None and memory is not None and grid is None else None
+    origin = config
     if work is not None and _names_layers(config):
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, recompute="", offload=""))
         say("model.recompute and model.offload name single layers, and are left out")
@@ -182,15 +184,19 @@ def search_config(
                 say=say,
             )
             if any(not outcome.reason for outcome in found):
-                return found
-    return search.search(
-        target,
-        candidates,
-        build,
-        most_compiles=most_compiles,
-        memory=memory,
-        say=say,
-    )
+                return _with_flags(found, config, origin)
+    found = search.search(target, candidates, build, most_compiles=most_compiles, memory=memory, say=say)
+    return _with_flags(found, config, origin)
+
+
+def _with_flags(
+    outcomes: Sequence[search.Outcome], config: settings_lib.Config, origin: settings_lib.Config
+) -> list[search.Outcome]:
+    """Returns the outcomes, the best with its flags."""
+    return [
+        outcome if outcome.reason else dataclasses.replace(outcome, flags=_flags(config, outcome.candidate, origin))
+        for outcome in outcomes
+    ]
 
 
 def axes_config(
@@ -506,23 +512,14 @@ def _with_long(config: settings_lib.Config, candidate: search.Candidate) -> sett
     return dataclasses.replace(model, tile_tokens=candidate.tile_tokens or model.tile_tokens)
 
 
-def _flags(config: settings_lib.Config, candidate: search.Candidate) -> str:
-    """Returns a candidate as command-line overrides."""
-    model = _with_long(config, candidate)
-    settings: dict[str, Any] = {
-        "zero.stage": (config.zero.stage, candidate.stage),
-        **{
-            f"model.{name}": (getattr(config.model, name), getattr(model, name))
-            for name in ("remat", "recompute", "offload", "tile_tokens")
-        },
-        "mesh.context": (config.mesh.context, candidate.context),
-        "mesh.model": (config.mesh.model, candidate.model),
-        "offload.optimizer": (config.offload.optimizer, candidate.offload),
-        "offload.params": (config.offload.params, candidate.params),
-        "micro_batch_size": (config.micro_batch_size, candidate.micro_batch_size),
-        "grad_accum": (config.grad_accum, candidate.grad_accum),
-    }
-    return " ".join(f"--config.{name}={new}" for name, (old, new) in settings.items() if old != new)
+def _flags(config: settings_lib.Config, candidate: search.Candidate, origin: settings_lib.Config | None = None) -> str:
+    """Returns a candidate of a config as command-line overrides of it, or of the one that it was made of. The global batch stays."""
+    applied, origin = _applied(config, candidate), origin or config
+    places = [place for place, declared in settings_lib.table().items() if declared.hint in settings_lib.KINDS]
+    places.sort(key=lambda place: "." not in place)  # those of groups first
+    pairs = ((place, settings_lib.lookup(applied, place)) for place in places if place != "global_batch_size")
+    changed = ((place, new) for place, new in pairs if new != settings_lib.lookup(origin, place))
+    return " ".join(shlex.quote(f"--config.{place}={new}") for place, new in changed)
 
 
 def _from(choices: Sequence[Any], first: Any) -> Sequence[Any]:
