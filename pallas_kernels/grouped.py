@@ -6,7 +6,8 @@ Rows are sorted by group, so that a group is a run of rows. With start(g) the ro
     dlhs[m] = dout[m] @ rhs[g]^T                           for the same m
     drhs[g] = sum over these m of lhs[m]^T dout[m]
 
-accumulated in float32 and rounded once. Rows after the last group are 0 in `out` and `dlhs` and count nowhere.
+accumulated in float32. `out` and `dlhs` are rounded once. So is `drhs`, by a cast which a sum over devices in float32 leaves out
+(`zerojax.zero.float32_grads`); Hopper's kernel rounds it too. Rows after the last group are 0 in `out` and `dlhs` and count nowhere.
 
 Tiles of rows begin where a group begins, so a group of 256 rows is two tiles of 128 wherever it lies. A tile that ends after its group is
 masked. A table tells each tile its group and its rows (`row_tiles`).
@@ -83,7 +84,8 @@ def _forward(lhs_MK: jax.Array, rhs_GKN: jax.Array, sizes_G: jax.Array, implemen
 def _backward(implementation: str, saved: Any, dout_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     lhs_MK, rhs_GKN, sizes_G = saved
     products = IMPLEMENTATIONS[implementation]
-    return products.rows(dout_MN, rhs_GKN, sizes_G, True), products.matrices(lhs_MK, dout_MN, sizes_G), None
+    drhs_GKN = products.matrices(lhs_MK, dout_MN, sizes_G).astype(rhs_GKN.dtype)
+    return products.rows(dout_MN, rhs_GKN, sizes_G, True), drhs_GKN, None
 
 
 grouped_matmul.defvjp(_forward, _backward)
@@ -104,12 +106,12 @@ def rows_ref(lhs_MK: jax.Array, rhs_GKN: jax.Array, sizes_G: jax.Array, transpos
 
 
 def matrices_ref(lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Returns `drhs`: a loop over groups, as in `rows_ref`."""
+    """Returns `drhs` in float32: a loop over groups, as in `rows_ref`."""
 
     def one(is_own_M: jax.Array) -> jax.Array:
         own_MK = jnp.where(is_own_M[:, None], lhs_MK, 0)
         dims = (((0,), (0,)), ((), ()))
-        return jax.lax.dot_general(own_MK, dout_MN, dims, preferred_element_type=jnp.float32).astype(lhs_MK.dtype)
+        return jax.lax.dot_general(own_MK, dout_MN, dims, preferred_element_type=jnp.float32)
 
     with jax.named_scope(TWIN):
         return jax.lax.map(one, _members(sizes_G, lhs_MK.shape[0]))
@@ -192,14 +194,14 @@ def _cost(first: jax.Array, second: jax.Array, rows: int, contracted: int, colum
 def matrices_by_triton(
     lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array, *, tile: TritonTile = MATRICES, interpret: bool = False
 ) -> jax.Array:
-    """Returns `drhs` by a kernel of Triton."""
+    """Returns `drhs` in float32 by a kernel of Triton."""
     shape = lhs_MK.shape[1], dout_MN.shape[1]
     tile = tile.fitted(*shape, tile.depth)
     down, across = pl.cdiv(shape[0], tile.rows), pl.cdiv(shape[1], tile.columns)
     ends_G = jnp.cumsum(sizes_G.astype(jnp.int32))
     call = pl.pallas_call(
         functools.partial(_matrices_kernel, tile, shape, across),
-        out_shape=jax.ShapeDtypeStruct((sizes_G.shape[0], *shape), lhs_MK.dtype),
+        out_shape=jax.ShapeDtypeStruct((sizes_G.shape[0], *shape), jnp.float32),
         grid=(down * across, sizes_G.shape[0]),
         compiler_params=pltriton.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
@@ -227,11 +229,7 @@ def _matrices_kernel(tile: TritonTile, shape: tuple[int, int], across: int, *ref
 
     steps = pl.cdiv(end - start, tile.depth)
     acc = jax.lax.fori_loop(0, steps, step, jnp.zeros((tile.rows, tile.columns), jnp.float32))
-    pltriton.store(
-        out_ref.at[group, down[:, None], right[None, :]],
-        acc.astype(out_ref.dtype),
-        mask=is_down[:, None] & is_right[None],
-    )
+    pltriton.store(out_ref.at[group, down[:, None], right[None, :]], acc, mask=is_down[:, None] & is_right[None])
 
 
 def _dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -239,7 +237,8 @@ def _dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 class Products(NamedTuple):
-    """Functions of (rows, matrices, sizes, whether the matrices are transposed) for `out` and `dlhs`, of (rows, rows, sizes) for `drhs`."""
+    """Functions of (rows, matrices, sizes, whether the matrices are transposed) for `out` and `dlhs`, of (rows, rows, sizes) for `drhs`
+    in float32."""
 
     rows: Callable[..., jax.Array]
     matrices: Callable[..., jax.Array]
@@ -264,7 +263,7 @@ def matrices_on_gpu(lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array) -
         from pallas_kernels import grouped_mosaic
 
         if grouped_mosaic.takes_matrices(lhs_MK, dout_MN):
-            return grouped_mosaic.grouped_matrices(lhs_MK, dout_MN, sizes_G, blocks=blocks)
+            return grouped_mosaic.grouped_matrices(lhs_MK, dout_MN, sizes_G, blocks=blocks).astype(jnp.float32)
     return matrices_by_triton(lhs_MK, dout_MN, sizes_G)
 
 

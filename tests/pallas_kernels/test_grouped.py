@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import grouped, row_tiles
 from zerojax import traces
+from zerojax.zero import float32_grads
 
 F32 = 1e-4  # float32 sums of some hundred terms, in another order
 ROWS, DIM, WIDTH = 200, 72, 40
@@ -88,6 +89,26 @@ def test_three_products_are_those_of_a_loop_over_groups(implementation, width, m
         found = both(*arrays(width), np.asarray(sizes, np.int32))
         for ours, theirs in zip(found, by_loop(*arrays(width), sizes), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=F32)
+
+
+@pytest.mark.parametrize("implementation", ["jnp", "interpret"])
+def test_gradients_of_matrices_that_are_summed_in_float32_are_not_rounded_before(implementation, monkeypatch):
+    small = {"tile": TILE, "interpret": True}
+    products = (functools.partial(f, **small) for f in (grouped.rows_by_triton, grouped.matrices_by_triton))
+    monkeypatch.setitem(grouped.IMPLEMENTATIONS, "interpret", grouped.Products(*products))
+    lhs, rhs, dout = (jnp.asarray(array, jnp.bfloat16) for array in arrays())
+    sizes = jnp.asarray(SIZES["ragged"], jnp.int32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def grads(widen, rhs):
+        _, pull = jax.vjp(lambda rhs: grouped.grouped_matmul(lhs, rhs, sizes, implementation), rhs)
+        return (float32_grads.in_float32(pull, platform="cuda") if widen else pull)(dout)[0]
+
+    exact = by_loop(*(np.asarray(array, np.float32) for array in (lhs, rhs, dout)), SIZES["ragged"])[2]
+    summed, rounded = grads(True, rhs), grads(False, rhs)
+    assert (summed.dtype, rounded.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(summed, exact, atol=F32)
+    np.testing.assert_array_equal(rounded, summed.astype(jnp.bfloat16))
 
 
 def test_tiles_are_no_larger_than_a_product_needs():
