@@ -25,6 +25,7 @@ def compile_step(*_, **__):
 plans.plan_config = compile_step
 command.main()
 """
+LOST = 'import os\nos.dup2(os.open("/dev/full", os.O_WRONLY), 1)\n'
 BAD = {
     "target: must be one of": ["--target=h300"],
     "topology": ["--target=cpu", "--topology=4by4"],
@@ -44,6 +45,7 @@ def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands")
     (folder / "no_room.py").write_text(NO_ROOM)
     (folder / "broken.py").write_text(NO_ROOM.replace("RESOURCE_EXHAUSTED: Used", "INTERNAL: no tile\\nfits"))
+    (folder / "lost.py").write_text(LOST + NO_ROOM)
     picture = folder / "plan.png"
     first = ["zerojax.plan", *SMALL, "--target=cpu", "--topology=1x4"]
     commands = [
@@ -51,6 +53,7 @@ def ended(tmp_path_factory):
         ["no_room", *first[1:]],
         ["broken", *first[1:]],
         *(["zerojax.plan", *SMALL, *arguments] for arguments in BAD.values()),
+        ["lost", *first[1:]],
         ["zerojax.plan", *SMALL, "--target=h200", "--serve", "--format=int8", "--config.mesh.model=2", "--json"],
     ]
     path = os.pathsep.join([str(runs.ROOT), str(folder)])
@@ -84,6 +87,12 @@ def test_a_step_that_the_compiler_fails_on_is_one_line(ended):
     done = ended[1][2]
     assert done.status == 2 and done.err.count("\n") == 1, done.err
     assert "--target cpu: XLA cannot compile this step; plan another target" in done.err and "no tile fits" in done.err
+
+
+def test_a_plan_that_cannot_be_written_is_one_line_and_status_2(ended):
+    done = ended[1][-2]
+    line = "zerojax: stdout cannot be written (No space left on device); make room, or write elsewhere\n"
+    assert (done.status, done.err) == (2, line)
 
 
 @pytest.mark.parametrize("words", BAD)

@@ -6,6 +6,7 @@ python -m zerojax.plan --config configs/llama3_8b.py --target h200 --serve --for
 """
 
 import dataclasses
+import errno
 import json
 import sys
 
@@ -53,7 +54,8 @@ _DISK_GBPS = flags.DEFINE_float(
 
 def main() -> None:
     """Parses the command line and prints the plan. A UserError prints one line and exits with status 2."""
-    ending.guard_streams(lambda error: None)
+    lost: list[OSError] = []
+    ending.guard_streams(lost.append)
     errors.warn_in_one_line()
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
@@ -75,6 +77,9 @@ def main() -> None:
             2,
             f"zerojax: --target {_TARGET.value}: XLA cannot compile this step; plan another target or config.precision ({why})",
         )
+    sys.stdout.flush()
+    if lost and lost[0].errno != errno.EPIPE:  # a reader that ends, as `head`, has what it wants
+        processes.leave(2, f"zerojax: stdout cannot be written ({lost[0].strerror}); make room, or write elsewhere")
     processes.leave(0)
 
 
