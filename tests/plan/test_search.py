@@ -268,22 +268,6 @@ def test_where_arithmetic_is_wrong_by_the_same_factor_the_fastest_is_found_with_
     assert memory < 1000 or any("by arithmetic" in o.reason for o in outcomes)
 
 
-def test_of_settings_that_differ_in_replica_alone_the_first_that_fits_is_compiled():
-    """The estimate says 4, 2, 1 in this order, and the step of 4 does not fit."""
-    candidates, tried = [search.Candidate(3, "dots", 1, 4, replica) for replica in (1, 2, 4)], []
-
-    def build_any(candidate):
-        tried.append(candidate.replica)
-        return search.Built(1, lambda: None, lambda: search.Continued(10.0 * candidate.replica, 1.0, 1), 0.0, True)
-
-    def guess(candidate):
-        return arithmetic.Guess(1.0 - 0.01 * candidate.replica, 8.0 * candidate.replica, {})
-
-    outcomes = search.by_arithmetic("h200", candidates, guess, build_any, memory=25.0)
-    assert tried == [4, 2] and (outcomes[0].candidate.replica, outcomes[0].reason) == (2, "")
-    assert {o.candidate.replica for o in outcomes if "by arithmetic" in o.reason} == {1}
-
-
 def test_a_step_that_takes_minutes_to_compile_has_the_line_s_word_unless_it_is_near_the_memory():
     candidate = search.Candidate(3, "full", 1, 8, 1, pipe=4)
     for memory, is_compiled in ((1000, False), (100.5, True)):

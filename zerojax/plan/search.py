@@ -163,7 +163,7 @@ def by_arithmetic(
 
     Of two settings of which one should be faster by more than `NEAR`, the other is not compiled, and neither is one that exceeds the
     memory by more than `OFF`. Once steps were compiled, both are counted from where these were; of two with the same axes and remat `ALIKE`
-    is enough. Of those that differ in `replica` alone only the first that fits is compiled: arithmetic knows their links as the clock does.
+    is enough.
     """
     guesses = sorted(
         ((guess(candidate), candidate) for candidate in candidates), key=lambda own: (own[0].seconds, own[1].grad_accum)
@@ -174,13 +174,11 @@ def by_arithmetic(
     of_time, of_peak, left = 1.0, dict[tuple[Any, ...], float](), 0
     of_kind = dict[tuple[Any, ...], float]()
     best, lines = float("inf"), 0
-    tried = set[Candidate]()
     for own, candidate in fitting:
         kind = candidate.remat, candidate.pipe > 1, candidate.model > 1
         alike = *kind, candidate.context > 1, candidate.tile_tokens, candidate.inputs
         should = of_kind[alike] * (1 - ALIKE) if alike in of_kind else of_time * (1 - NEAR)
-        of_replicas = dataclasses.replace(candidate, replica=1)
-        if own.seconds * should >= best or lines >= most_compiles or of_replicas in tried:
+        if own.seconds * should >= best or lines >= most_compiles:
             left += 1
             if left <= SHOWN:
                 why = f"by arithmetic {own.seconds * 1e3:,.0f} ms and {display.human(own.peak)}"
@@ -201,7 +199,6 @@ def by_arithmetic(
         of_kind[alike] = min(of_kind.get(alike, took), took)
         if not outcome.reason:
             best = min(best, outcome.seconds)
-            tried.add(of_replicas)
         if built is not None:
             waiting[candidate] = built
     _compile_fastest(outcomes, waiting, memory, most_compiles, say)
