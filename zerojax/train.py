@@ -82,6 +82,7 @@ def main() -> None:
                 size = budget.pool_size_gb(pinned / count, budget.read_host(), count)
                 # Where the config names fewer devices than there are, activations take more than is known.
                 start_up.size_pinned_pool(max(size, round(xla_flags.DEFAULT_POOL_GB)) if activations else size)
+            start_up.settle_environment()
             start_up.take_memory(targets.USABLE, mapped=config.offload.params != offload_settings.NONE)
             emulated = devices.emulate_cpu_devices(config.emulate_devices)
             processes.initialize(*_joined_by())

@@ -1,6 +1,8 @@
 """Checks the parts that make a run start faster. This module tests zerojax.launch.start_up."""
 
 import gc
+import importlib
+import os
 import subprocess
 import sys
 
@@ -21,6 +23,15 @@ def test_the_trainer_starts_without_importing_slow_libraries_and_the_library_wit
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[]", "[]"]
+
+
+def test_the_import_of_tensorboardx_adds_no_variable_while_threads_of_a_step_read_them(monkeypatch):
+    monkeypatch.setenv("CRC32C_SW_MODE", "")  # so that the end of the test removes what is set here
+    monkeypatch.delenv("CRC32C_SW_MODE")
+    start_up.settle_environment()
+    before = dict(os.environ)
+    importlib.reload(importlib.import_module("tensorboardX.crc32c"))
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("is_on", [True, False])

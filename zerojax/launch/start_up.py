@@ -42,6 +42,15 @@ def take_memory(share: float, *, mapped: bool) -> None:
         os.environ.setdefault(xla_flags.ALLOCATOR, "cuda_async")
 
 
+def settle_environment() -> None:
+    """Sets the variable that tensorboardX sets when it is imported, in a thread while the first step runs.
+
+    The C library moves the environment when a variable is added, and a thread of XLA that reads one then crashes. Must run before the
+    first use of a device.
+    """
+    os.environ.setdefault("CRC32C_SW_MODE", "auto")
+
+
 def wake_devices() -> None:
     """Initializes this process's devices in a background thread. A GPU takes seconds.
 
