@@ -1,3 +1,5 @@
+import dataclasses
+
 import flax.linen as nn
 import jax.numpy as jnp
 import pytest
@@ -45,3 +47,13 @@ def test_replicated_gradients_with_sharded_moments_are_explained():
 def test_a_program_with_replicated_weights_is_explained():
     _, found = plain(P(), P("fsdp"), True)
     assert any("the weight is replicated in the program" in d.why for d in departures.departures(found))
+
+
+def test_a_weight_whose_one_gather_carries_the_name_of_the_backward_pass_is_not_called_replicated():
+    _, found = plain(P("fsdp"), P("fsdp"), True)
+    later = [
+        dataclasses.replace(row, role="weights backward") if row.role == "weights forward" else row
+        for row in found.rows
+    ]
+    listed = departures.departures(dataclasses.replace(found, rows=tuple(later)))
+    assert {d.why for d in listed if d.role == "weights forward"} == {"gathered once for both passes"}

@@ -54,10 +54,11 @@ def _why(
     if is_less and any("all-to-all" in row.kind and set(row.weights) & set(paths) for row in ledger.rows):
         return "devices use it by columns, and activations are sent instead"
     if role in (roles.WEIGHTS_FORWARD, roles.WEIGHTS_BACKWARD) and is_less:
-        gathered = [r for r in ledger.rows if r.role == roles.WEIGHTS_FORWARD and set(r.weights) & set(paths)]
-        if not gathered:
+        gathered = {r.role for r in ledger.rows if set(r.weights) & set(paths)}
+        if not gathered & {roles.WEIGHTS_FORWARD, roles.WEIGHTS_BACKWARD}:
             return "the weight is replicated in the program, or the program moves activations instead"
-        return "kept from the forward pass"
+        is_kept = role == roles.WEIGHTS_BACKWARD and roles.WEIGHTS_FORWARD in gathered
+        return "kept from the forward pass" if is_kept else "gathered once for both passes"
     if role == roles.GRADIENTS and is_less:
         modules = {path.split("/")[-2] for path in paths if "/" in path}
         moved = [
