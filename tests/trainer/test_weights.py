@@ -200,6 +200,16 @@ def test_a_folder_of_adapters_is_a_start(cache_dir):
     jax.tree.map(np.testing.assert_array_equal, state.params, loaded.params)
 
 
+def test_targets_that_mean_the_modules_of_a_folder_by_other_names_are_no_contradiction():
+    changes = {"lora__r": 0, "lora__dropout": 0.0, "lora__init_from": str(FOLDER / "lora")}
+    chosen = build(lora__target_modules=r".*\.(q|v)_proj", **changes).weights.adapted.chosen
+    assert chosen.lora.target_modules == ("q_proj", "v_proj") and chosen.adapted
+    with pytest.raises(
+        UserError, match=r"^config.lora.target_modules: is 'all-linear', and config.lora.init_from=.* has"
+    ):
+        build(**changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

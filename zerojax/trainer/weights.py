@@ -145,13 +145,21 @@ def _adapted(group: settings_lib.LoraSettings, family: family_lib.Family, model:
     except UserError as error:
         line = str(error)
         raise UserError(f"config.{line}" if line.startswith("lora.") else f"config.lora.init_from: {line}") from error
-    _check_same(group, chosen.lora)
+    _check_same(group, chosen, family, model)
     return Adapted(chosen, opened)
 
 
-def _check_same(group: settings_lib.LoraSettings, own: settings.Lora) -> None:
-    """Refuses settings that differ from those of the folder."""
+def _check_same(
+    group: settings_lib.LoraSettings, chosen: targets.Targets, family: family_lib.Family, model: ModelConfig
+) -> None:
+    """Refuses settings that differ from those of the folder. Targets may mean the same modules by other names ("all-linear")."""
+    own = chosen.lora
     given = config_lib.make_lora(dataclasses.replace(group, r=group.r or own.r, alpha=group.alpha or own.alpha))
+    if given.target_modules:
+        with errors.below("config."):
+            named = peft.choose(dataclasses.replace(own, target_modules=given.target_modules), family, model)
+        if set(named.adapted) == set(chosen.adapted):
+            given = dataclasses.replace(given, target_modules=own.target_modules)
     for name in ("r", "alpha", "target_modules", "exclude_modules", "rslora", "modules_to_save"):
         value, known = getattr(given, name), getattr(own, name)
         is_given = bool(getattr(group, name))
