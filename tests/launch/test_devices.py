@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+import types
 
+import jax
 import programs
 import pytest
 import runs
 
+from zerojax.errors import UserError
 from zerojax.launch import devices
 
 
@@ -98,6 +101,17 @@ def test_a_platform_that_jax_does_not_know_is_one_line():
     line = found.stderr.splitlines()[-1]
     assert line.startswith("zerojax.errors.UserError: JAX_PLATFORMS: is 'x', and JAX finds no such devices here: ")
     assert line.endswith("; unset it, or set it to cpu")
+
+
+@pytest.mark.parametrize("name", devices.REFUSED)
+def test_a_setting_of_jax_with_which_nothing_runs_is_one_line(name, monkeypatch):
+    monkeypatch.setattr(
+        devices, "jax", types.SimpleNamespace(config=types.SimpleNamespace(**dict.fromkeys(devices.REFUSED)))
+    )
+    setattr(devices.jax.config, name, devices.REFUSED[name][0])
+    with pytest.raises(UserError, match=f"^{name.upper()}: is .*; unset it"):
+        devices.start()
+    assert all(hasattr(jax.config, known) for known in devices.REFUSED)
 
 
 def test_emulation_after_jax_started_is_an_error():

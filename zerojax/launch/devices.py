@@ -23,6 +23,19 @@ DEVICE_FILES = {
     "tpu": (("/dev/accel*", "/dev/vfio/[0-9]*"), "TPU_VISIBLE_CHIPS"),
 }
 
+# JAX's settings for the search of errors, with which no run ends -> their values
+_GUARDS = (
+    "jax_transfer_guard",
+    *(f"jax_transfer_guard_{way}_to_device" for way in ("host", "device")),
+    "jax_transfer_guard_device_to_host",
+)
+REFUSED = {
+    "jax_disable_jit": (True,),
+    "jax_numpy_rank_promotion": ("raise",),
+    "jax_numpy_dtype_promotion": ("strict",),
+    **dict.fromkeys(_GUARDS, ("disallow", "disallow_explicit")),
+}
+
 
 def emulate_cpu_devices(count: int) -> bool:
     """Makes JAX emulate `count` CPU devices in this process if it would find no accelerator.
@@ -83,8 +96,13 @@ def start() -> None:
     """Starts JAX's backend.
 
     Raises:
-      UserError: JAX_PLATFORMS names what JAX does not find here.
+      UserError: JAX_PLATFORMS names what JAX does not find here, or a setting of JAX is one of REFUSED.
     """
+    for name, values in REFUSED.items():
+        if (value := getattr(jax.config, name)) in values:
+            raise UserError(
+                f"{name.upper()}: is {value!r}, with which the programs of zerojax do not run; unset it, and test your own functions with it"
+            )
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # an assertion of JAX: it names a plugin that failed
