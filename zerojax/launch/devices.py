@@ -101,7 +101,7 @@ def start() -> None:
     for name, values in REFUSED.items():
         if (value := getattr(jax.config, name)) in values:
             raise UserError(
-                f"{name.upper()}: is {value!r}, with which the programs of zerojax do not run; unset it, and test your own functions with it"
+                f"{name.upper()}: is {value!r}, with which the programs of zerojax do not run; unset it, and test own functions with it"
             )
     try:
         jax.devices()
