@@ -1,5 +1,6 @@
 """Checks that a model keeps its meaning on the global batch. This module tests zerojax.zero.by_compiler."""
 
+import warnings
 from typing import Any
 
 import arrays
@@ -62,3 +63,28 @@ def test_batch_statistics_are_those_of_the_global_batch_and_travel_with_the_stat
         assert metrics["step"] == number
     for found, expected in zip(jax.tree.leaves(sharded), jax.tree.leaves(state)):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)  # divided by batch deviations thrice
+
+
+KERNELS = {
+    "patch": {"kernel": (4, 4, 3, 32)},
+    "conv_0": {"kernel": (3, 8, 8)},
+    "layers": {"kernel": (48, 8, 2, 16)},
+    "dense": {"kernel": (8, 64)},
+}
+
+
+@pytest.mark.parametrize("reduce_dtype, model", [(None, 2), (None, 1), (jnp.float32, 2)])
+def test_convolutions_beside_tensor_parallel_matrices_are_warned_of_without_reduce_dtype(reduce_dtype, model):
+    params = jax.tree.map(jnp.zeros, KERNELS, is_leaf=lambda node: isinstance(node, tuple))
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    overrides = [("dense/kernel", (None, "model"))]
+    _, partition = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(model=model), overrides=overrides)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        step.make_train_step(lambda params, batch, state: (0.0, {}), partition, reduce_dtype=reduce_dtype)
+    said = [str(one.message) for one in found]
+    if reduce_dtype is not None or model == 1:
+        assert not said
+    else:
+        assert "gradient of a convolution's kernel 2 times too large" in said[0]
+        assert "patch/kernel" in said[0] and "conv_0/kernel" in said[0] and "layers" not in said[0]

@@ -6,12 +6,14 @@ The other form is `explicit`.
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
+from zerojax import mesh as mesh_lib
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero import accumulate, block_settings, where_used
@@ -30,6 +32,7 @@ def value_and_grad(
     in_16_bits: bool = False,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads of the trainable part); see `explicit.value_and_grad`."""
+    _warn_of_convolutions(partition)
     loss_of_stored = where_used.with_gathers(loss_fn, partition.placements, how, compute_dtype)
 
     def gradients(params: PyTree, batch: PyTree, state: State) -> PyTree:
@@ -58,3 +61,25 @@ def value_and_grad(
         return (loss, {**aux, "state": fields, "metrics": outputs.values(aux["metrics"])}), grads
 
     return gradients
+
+
+def _warn_of_convolutions(partition: partition_lib.Partition) -> None:
+    """Warns of weights that look like kernels of convolutions beside others that the compiler shards.
+
+    XLA's partitioner multiplies some of their gradients by the size of that axis (JAX 0.10 to 0.12, on CPUs, in plain `jax.jit` too).
+    """
+    ways = mesh_lib.size(partition.mesh, mesh_lib.COMPILER)
+    found = [
+        path for path, leaf in partition.leaves.items() if path in partition.placements and _is_kernel(path, leaf.shape)
+    ]
+    if ways > 1 and found:
+        warnings.warn(
+            f"overrides: without reduce_dtype XLA may make the gradient of a convolution's kernel {ways} times too large beside weights "
+            f"that are sharded over {' or '.join(mesh_lib.COMPILER)}: {', '.join(found[:3])}; give reduce_dtype=jnp.float32",
+            stacklevel=2,
+        )
+
+
+def _is_kernel(path: str, shape: tuple[int, ...]) -> bool:
+    """Returns whether a weight looks like a convolution's kernel: its first dims are small, and they are two or its path says so."""
+    return len(shape) >= (3 if "conv" in path.lower() else 4) and max(shape[:-2], default=0) <= 32
