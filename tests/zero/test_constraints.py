@@ -39,6 +39,7 @@ class Constrained(nn.Module):
         return nn.with_logical_constraint(x, ("batch", "features"), rules=rules, mesh=self.mesh)
 
 
+@pytest.mark.filterwarnings("ignore:mesh. model is 2, and no weight is sharded over")  # the model's constraints use it
 @pytest.mark.parametrize("model", [1, 2])
 def test_a_models_own_constraints_over_the_batch_are_dropped_with_a_warning(model):
     mesh = zerojax.make_mesh(model=model, devices=jax.devices()[:4])

@@ -80,6 +80,7 @@ ALIKE = (0, 1, 4, 5)  # a transformation inside the model changes nothing of the
         for number, way in enumerate(WAYS)
     ],
 )
+@pytest.mark.filterwarnings("ignore:mesh. model is 2, and no weight is sharded over")
 def test_gradients_are_those_of_the_global_batch_sharded_as_the_moments(stage, mesh, passes, options, nested):
     net = Net(nested)
     params, state, part = sharded(stage, mesh)

@@ -136,3 +136,14 @@ def test_arguments_for_a_state_are_refused():
 def test_options_reach_the_partition():
     with pytest.raises(UserError, match="stage: must be one of 0, 1, 2, 3, and is 4"):
         shard_state.shard_train_state(init, jax.random.key(0), mesh=make_mesh(8), stage=4)
+
+
+def test_an_axis_that_only_overrides_shard_and_none_names_is_warned_of():
+    params = {"kernel": jnp.zeros((64, 64))}
+    for state in (params, lambda: params):
+        with pytest.warns(
+            UserWarning,
+            match=r"^mesh: model is 2, and no weight is sharded .* repeat .*; name weights in overrides, as in",
+        ):
+            shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(model=2))
+    shard_state.shard_train_state(params, mesh=mesh_lib.make_mesh(context=2, expert=2))  # a stage shards over these

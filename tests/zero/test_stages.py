@@ -286,15 +286,6 @@ def test_the_stage_adds_data_to_an_override_of_other_axes(stage, shape, base, sh
     assert part.placements["params/kernel"].used.spec == base
 
 
-def test_an_axis_that_only_overrides_shard_and_none_names_is_warned_of():
-    state = abstract_state({"kernel": (64, 64)}, optax.adam(1e-3))
-    with pytest.warns(
-        UserWarning, match=r"^mesh: model is 2, and no weight is sharded .* repeat .*; name weights in overrides, as in"
-    ):
-        stages.partition_state(state, mesh=make_mesh(2, model=2), overrides=[("kernel", P())])
-    stages.partition_state(state, mesh=mesh_lib.make_mesh(context=2, expert=2))  # a stage shards over these
-
-
 def test_a_base_that_takes_every_dim_keeps_the_leaf_as_it_is():
     state = abstract_state({"kernel": (64, 64)}, optax.adam(1e-3))
     mesh = mesh_lib.make_mesh(replica=2, data=2, model=2)

@@ -1,5 +1,6 @@
 """Shards a train state. This module holds the one call that a user needs to shard a state of their own."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,18 @@ from zerojax.zero.offload import create
 from zerojax.zero.pipeline import state as pipeline_state
 
 _partition_state = signatures.checked(stages.partition_state)  # whose options `shard_train_state` takes unseen
+
+
+def _partitioned(state: State, mesh: Mesh, **options: Any) -> partition_lib.Partition:
+    """Returns the partition of a state to train. Warns of axes over which nothing is sharded."""
+    partition = _partition_state(state, mesh=mesh, **options)
+    for axis, size in stages.unused_axes(partition):
+        warnings.warn(
+            f"mesh: {axis} is {size}, and no weight is sharded over `{axis}`, so its devices repeat each other's work unless the loss "
+            f'divides it; name weights in overrides, as in overrides=[("kernel", PartitionSpec(None, "{axis}"))], or make_mesh({axis}=1)',
+            stacklevel=3,
+        )
+    return partition
 
 
 def shard_train_state(
@@ -54,7 +67,7 @@ def shard_train_state(
     if callable(state_or_init) and jax.tree_util.all_leaves([state_or_init]):
         traced, init = _close_over_settings(state_or_init, init_args, trainable)
         abstract_state = jax.eval_shape(init, *traced)
-        partition = _partition_state(abstract_state, mesh=mesh, stage=stage, trainable=trainable, **options)
+        partition = _partitioned(abstract_state, mesh, stage=stage, trainable=trainable, **options)
         if partition.pipeline:
             leaves = pipeline_state.created(
                 lambda *args: padding.pad(init(*args), partition.on_device),
@@ -80,7 +93,7 @@ def shard_train_state(
     if init_args:
         raise UserError("shard_train_state: init arguments need an init function, and the first argument is a state")
     state = _trained(_checked(state_or_init), trainable)
-    partition = _partition_state(state, mesh=mesh, stage=stage, trainable=trainable, **options)
+    partition = _partitioned(state, mesh, stage=stage, trainable=trainable, **options)
     if partition.offload:
         stored, keep = jax.tree.leaves(padding.pad(state, partition.on_device)), create.begin(partition)
         leaves = create.from_leaves(stored, partition.abstract_state, keep, _copy_to)

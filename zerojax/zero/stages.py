@@ -194,14 +194,7 @@ def partition_state(
         decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
         decided = dataclasses.replace(decided, weight=weight or "")
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
-    assembled = _assemble(mesh, stage, abstract_state, leaves)
-    for axis, size in unused_axes(assembled):
-        warnings.warn(
-            f"mesh: {axis} is {size}, and no weight is sharded over `{axis}`, so its devices repeat each other's work unless the loss "
-            f'divides it; name weights in overrides, as in overrides=[("kernel", PartitionSpec(None, "{axis}"))], or make_mesh({axis}=1)',
-            stacklevel=2,
-        )
-    return storage.with_keeper(selection.place(assembled, chosen, min_size))
+    return storage.with_keeper(selection.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size))
 
 
 def unused_axes(partition: partition_lib.Partition) -> Iterator[tuple[str, int]]:
