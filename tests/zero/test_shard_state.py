@@ -139,7 +139,7 @@ def test_options_reach_the_partition():
 
 
 def test_an_axis_that_only_overrides_shard_and_none_names_is_warned_of():
-    params = {"kernel": jnp.zeros((64, 64))}
+    params = {"params": {"kernel": jnp.zeros((64, 64))}}
     for state in (params, lambda: params):
         with pytest.warns(
             UserWarning,
