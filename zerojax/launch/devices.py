@@ -24,11 +24,7 @@ DEVICE_FILES = {
 }
 
 # JAX's settings for the search of errors, with which no run ends -> their values
-_GUARDS = (
-    "jax_transfer_guard",
-    *(f"jax_transfer_guard_{way}_to_device" for way in ("host", "device")),
-    "jax_transfer_guard_device_to_host",
-)
+_GUARDS = [f"jax_transfer_guard{way}" for way in ("", "_host_to_device", "_device_to_device", "_device_to_host")]
 REFUSED = {
     "jax_disable_jit": (True,),
     "jax_numpy_rank_promotion": ("raise",),
