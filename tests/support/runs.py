@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -288,8 +289,8 @@ class Command:
 
     @property
     def err(self) -> str:
-        """Returns its stderr so far."""
-        return pathlib.Path(self.files[2]).read_text()
+        """Returns its stderr so far, without the line of a process that waits for another: a busy machine causes it."""
+        return re.sub(r"process .*: still waiting for the others; .*\n", "", pathlib.Path(self.files[2]).read_text())
 
     @property
     def error_line(self) -> str:
