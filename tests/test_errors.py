@@ -49,6 +49,10 @@ def test_causes_are_walked_by_what_raised_and_by_what_was_handled():
     first = ValueError("first")
     assert [str(error) for error in errors.causes(caused_by(first))] == ["'outermost'", "outer", "first"]
     assert list(errors.causes(None)) == []
+    last = caused_by(first)
+    first.__cause__ = last  # as where a kept error is raised again while one that it caused is handled
+    assert [str(error) for error in errors.causes(last)] == ["'outermost'", "outer", "first"]
+    assert not errors.is_disk_full(last)
 
 
 @pytest.mark.parametrize(

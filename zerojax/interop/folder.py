@@ -112,7 +112,9 @@ def open_folder(path: str | os.PathLike) -> Folder:
     try:
         entries = _canonical(family, raw, tensor_files.read_folder(path))
     except UserError as error:
-        raise (UserError(f"{path}/{error}") if str(error).startswith(CONFIG) else error) from error
+        if not str(error).startswith(CONFIG):
+            raise
+        raise UserError(f"{path}/{error}") from error
     with errors.below(f"{path}/"):
         model = family.huggingface.read(raw, entries)
     _check(path, layout.tensors(family, model), entries, family.huggingface.prefix)
