@@ -63,6 +63,7 @@ WRONG = {
     "temperature: must be a number, and is True": {"temperature": True},
     "n: must be from 1 to 128, and is 0": {"n": 0},
     "stop: must be a text or up to 16 texts": {"stop": ["a"] * 17},
+    "of a letter or more, and is ''": {"stop": ""},
     "stream_options: needs stream=true": {"stream_options": {"include_usage": True}},
     "stream_options: knows include_usage": {"stream": True, "stream_options": {"other": 1}},
     "prompt: holds half of a surrogate pair": {"prompt": "\ud800"},
@@ -79,7 +80,7 @@ def test_a_wrong_field_is_named(line):
 def test_a_wrong_conversation_is_named():
     for line, messages in (
         ("messages: must be", []),
-        ("messages[0]: role must be one of", [{"role": "tool", "content": "x"}]),
+        ("messages[0]: role must be one of", [{"role": "tool", "content": "x", "tool_call_id": "1"}]),
         ("messages[0]: content must be", [{"role": "user", "content": 3}]),
         ("messages[0]: content must be", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
         ("messages[0]: has 'tool_calls'", [{"role": "user", "content": "x", "tool_calls": [1]}]),

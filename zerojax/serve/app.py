@@ -194,9 +194,9 @@ class Service:
         asked = asked_lib.read(await self._body(request), is_chat=is_chat)
         self._check_model(asked.model)
         if (count := max(1, len(asked.prompts)) * asked.n) > self._most:
-            raise NotAnswered(
-                400, f"n: asks for {count} answers, and at most {self._most} fit; lower it, or raise --queue", "n"
-            )
+            name = "n" if asked.n > 1 else "prompt"
+            line = f"{name}: asks for {count} answers, and at most {self._most} fit; ask for fewer, or raise --queue"
+            raise NotAnswered(400, line, name)
         prompts = await self._ids(asked, is_chat=is_chat)
         self._check_takes()  # the server may have begun to end while the body came
         call = _Answering(self._worker, began, self._limits.seconds)

@@ -167,8 +167,8 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
 
 def _stops(name: str, value: object) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or len(texts) > MOST_STOPS:
-        raise _wrong(name, f"a text or up to {MOST_STOPS} texts", value)
+    if not isinstance(texts, list) or len(texts) > MOST_STOPS or "" in texts:
+        raise _wrong(name, f"a text or up to {MOST_STOPS} texts, of a letter or more", value)
     if any(len(_text(name, text)) > LONGEST_STOP for text in texts):
         raise NotAnswered(400, f"{name}: a text has more than {LONGEST_STOP} letters; shorten it", name)
     return tuple(texts)
@@ -192,13 +192,13 @@ def _messages(name: str, value: object) -> list[tuple[str, str]]:
     for number, message in enumerate(value):
         place = f"{name}[{number}]"
         given = {key: part for key, part in message.items() if part is not None}
-        if unknown := [key for key in given if key not in ("role", "content") and given[key] not in ([], "")]:
-            raise NotAnswered(400, f"{place}: has {errors.shown(unknown[0], 60)}, which is not applied; omit it", name)
         role = given.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise NotAnswered(
                 400, f"{place}: role must be one of {', '.join(ROLES)}, and is {errors.shown(role, 60)}", name
             )
+        if unknown := [key for key in given if key not in ("role", "content") and given[key] not in ([], "")]:
+            raise NotAnswered(400, f"{place}: has {errors.shown(unknown[0], 60)}, which is not applied; omit it", name)
         found.append((ROLES[role], _content(place, given.get("content", ""), name)))
     if found[-1][0] == "assistant":
         raise NotAnswered(400, f"{name}: the last one is the assistant's, and an answer follows another's", name)
@@ -239,10 +239,8 @@ def _neutral(name: str, value: object) -> None:
     else:
         is_same = is_same or value == neutral
     if not is_same:
-        way_out = "omit it" if neutral is None else f"omit it, or give {errors.shown(neutral)}"
-        raise NotAnswered(
-            400, f"{name}: is {errors.shown(value, 60)}, which is not applied; {way_out}", name, "unsupported_parameter"
-        )
+        line = f"{name}: is {errors.shown(value, 60)}, which is not applied; omit it, or give {errors.shown(neutral)}"
+        raise NotAnswered(400, line, name, "unsupported_parameter")
 
 
 Reader = Callable[[str, Any], Any]
@@ -272,7 +270,13 @@ COMPLETION: dict[str, Reader] = {"prompt": _prompts, "logprobs": _whole}
 # Fields of OpenAI's API that are not applied, and the value that changes nothing; None: every value changes nothing.
 NEUTRAL: dict[str, Any] = {
     "user": None,
+    "safety_identifier": None,
     "metadata": None,
+    "prompt_cache_key": None,
+    "prompt_cache_retention": None,
+    "prediction": None,
+    "service_tier": None,
+    "parallel_tool_calls": None,
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "logit_bias": {},
@@ -282,10 +286,12 @@ NEUTRAL: dict[str, Any] = {
     "tools": [],
     "tool_choice": "none",
     "functions": [],
+    "function_call": "none",
+    "reasoning_effort": "none",
+    "verbosity": "medium",
     "response_format": {"type": "text"},
     "modalities": ["text"],
     "store": False,
-    "service_tier": "auto",
 }
 _NAMES = {"stop_strings": "stop", "stop_ids": "stop_token_ids", "ignores_end": "ignore_eos"}
 _SAME = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs")
