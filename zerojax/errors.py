@@ -53,7 +53,7 @@ def warn_in_one_line(named: Callable[[str], str] = str) -> None:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error, the one that caused it, and so on to the first. One that is raised again may come to cause itself: each comes once."""
+    """Yields an error, the one that caused it, and so on to the first. Each comes once: an error may come to cause itself."""
     known: set[int] = set()
     while error is not None and id(error) not in known:
         yield error
