@@ -74,6 +74,12 @@ def test_a_pipeline_without_groups_has_no_effect_and_says_so():
         prepared({"data": 2}, shard=abstract, schedule="1f1b")
 
 
-def test_fewer_blocks_than_stages_are_refused():
-    with pytest.raises(UserError, match="pipe: the loss calls 2 blocks, and there are 4"):
-        prepared({"pipe": 4}, shard=abstract, schedule="1f1b", net=Net(layers=1))
+@pytest.mark.parametrize(
+    ("pipe", "order", "fewer"),
+    [(4, {"schedule": "1f1b"}, "`pipe`,"), (2, {"schedule": "interleaved", "chunks": 2}, "`pipe` or `chunks`,")],
+)
+def test_fewer_blocks_than_stages_are_refused(pipe, order, fewer):
+    with pytest.raises(
+        UserError, match=f"pipe: the loss calls 2 blocks, and there are 4 stages; take a smaller {fewer}"
+    ):
+        prepared({"pipe": pipe}, shard=abstract, net=Net(layers=1), **order)

@@ -155,8 +155,9 @@ def of_trace(
     eqns = traces.live(jaxpr.eqns, jaxpr.outvars)
     forward = [eqn for eqn in eqns if _kind(eqn) == FORWARD]
     if len(forward) < stages:
+        fewer = "`pipe`" if chunks == 1 else "`pipe` or `chunks`"
         raise UserError(
-            f"pipe: the loss calls {len(forward)} blocks, and there are {stages} stages; take a smaller `pipe`, more layers, or "
+            f"pipe: the loss calls {len(forward)} blocks, and there are {stages} stages; take a smaller {fewer}, more layers, or "
             "`make_train_step(blocks=)` that matches more modules"
         )
     if stage_of_call is not None and len(stage_of_call) != len(forward):
