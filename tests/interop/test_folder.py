@@ -195,6 +195,7 @@ def test_a_config_of_another_model_is_refused_by_name(copied, message):
 def test_tensors_that_do_not_fit_are_refused_by_name(copied):
     norm = "model.norm.weight"
     assert f"tensor {norm} is missing (1 of 21 are)" in refused(copied("llama", **{norm: None}))
+    assert "or set tie_word_embeddings to true" in refused(copied("llama", **{"lm_head.weight": None}))
     arrays = safetensors.numpy.load_file(golden_models.FOLDER / "llama" / tensor_files.ONE_FILE)
     compiled = {**dict.fromkeys(arrays), **{f"_orig_mod.{name}": array for name, array in arrays.items()}}
     assert "(21 of 21 are); names there begin with '_orig_mod.': save the tensors without it" in refused(

@@ -263,8 +263,16 @@ def test_special_tokens_come_from_the_settings_of_generation_and_else_from_the_c
     assert (found.forced_first, found.forced_last) == (9, 2)
     folder = settings(tmp_path, "llama", pad_token_id=None)
     assert pretrained.special_tokens(folder).pad == 0  # of config.json
-    with pytest.raises(UserError, match="eos_token_id is 384, and ids are from 0 to 383"):
-        pretrained.special_tokens(settings(tmp_path, eos_token_id=384))
+    assert pretrained.special_tokens(settings(tmp_path, forced_eos_token_id=[7, 3])).forced_last == 3
+    for match, change in (
+        ("eos_token_id is 384, and ids are from 0 to 383", {"eos_token_id": 384}),
+        (
+            "decoder_start_token_id is .2, 3., and rows begin with the same; name one",
+            {"decoder_start_token_id": [2, 3]},
+        ),
+    ):
+        with pytest.raises(UserError, match=match):
+            pretrained.special_tokens(settings(tmp_path, **change))
 
 
 def test_settings_that_are_not_applied_are_named(tmp_path):

@@ -392,6 +392,10 @@ def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mappi
         if prefix and all(f"{prefix}{name}" in entries for name in missing):
             own = prefix.removeprefix(added) or prefix
             way_out = f"names there begin with {own!r}: save the tensors without it"
+        elif missing == ["lm_head.weight"]:
+            way_out = (
+                "copy the folder again, or set tie_word_embeddings to true in config.json if the head is the embedding"
+            )
         raise UserError(f"{path}: tensor {missing[0]} is missing ({len(missing)} of {len(expected)} are); {way_out}")
     unknown = [name for name in entries if name not in expected]
     if unknown:

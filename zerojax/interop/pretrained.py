@@ -356,18 +356,20 @@ def special_tokens(folder: folder_lib.Folder) -> family_lib.SpecialTokens:
     """Returns the tokens that a folder's configs name.
 
     Raises:
-      UserError: an id is not one, or an encoder-decoder has no start token.
+      UserError: an id is not one, or an encoder-decoder has no start token, or one for each row.
     """
     stops = _ids(folder, "eos_token_id")
     start = _ids(folder, "decoder_start_token_id") or _ids(folder, "bos_token_id")
-    if folder.family.is_encoder_decoder and not start:
-        raise UserError(f"{folder.path / folder_lib.CONFIG}: decoder_start_token_id is missing; add it")
+    if folder.family.is_encoder_decoder and len(start) != 1:
+        is_what = f"is {list(start)}, and rows begin with the same; name one" if start else "is missing; add it"
+        raise UserError(f"{folder.path}: decoder_start_token_id {is_what}")
     return family_lib.SpecialTokens(
         stops=stops,
         pad=(_ids(folder, "pad_token_id") or stops or (0,))[0],
         start=start[0] if start else 0,
-        forced_first=next(iter(_ids(folder, "forced_bos_token_id")), None),
-        forced_last=next(iter(_ids(folder, "forced_eos_token_id")), None),
+        # of several, those that transformers' greedy search takes
+        forced_first=min(_ids(folder, "forced_bos_token_id"), default=None),
+        forced_last=min(_ids(folder, "forced_eos_token_id"), default=None),
     )
 
 
