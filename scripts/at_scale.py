@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument(
         "--alone", action="store_true", help="of `weak`: the state is sharded over all GPUs, without other axes"
     )
+    parser.add_argument("--plain", action="store_true", help="of `wires`: without packed ones")
     parser.add_argument("--layers", type=int, nargs=2, default=[2, 4], help="of `wires`")
     parser.add_argument("changes", nargs="*", help="key=value, of the config")
     given = parser.parse_intermixed_args()
@@ -88,7 +89,7 @@ def wires(given: argparse.Namespace, config: Any) -> None:
         flush=True,
     )
     steps = []
-    for name, form in (("plain", {}), ("packed", PACKED)):
+    for name, form in {"plain": {}, **({} if given.plain else {"packed": PACKED})}.items():
         rows = []
         for count in given.layers:
             few = dataclasses.replace(
@@ -111,9 +112,10 @@ def wires(given: argparse.Namespace, config: Any) -> None:
             f"| {name} | {seconds * 1e3:,.0f} | {waits * 1e3:,.0f} | {nbytes / 1e9:,.1f} | {exact} | {peak / 1e9:,.1f} |",
             flush=True,
         )
-    print(
-        f"\n{steps[0] / steps[1]:.2f} times as fast, on {gpus} {given.target.upper()}s at {given.adapter_gbps:g} Gb/s a GPU"
-    )
+    if not given.plain:
+        print(
+            f"\n{steps[0] / steps[1]:.2f} times as fast, on {gpus} {given.target.upper()}s at {given.adapter_gbps:g} Gb/s a GPU"
+        )
 
 
 if __name__ == "__main__":

@@ -60,16 +60,50 @@ def test_the_bubble_is_that_of_the_paper_and_chunks_shorten_it():
 
 
 def test_slow_links_favour_replicas_and_pipelines():
-    """Sharded over all hosts the weights of every pass travel between them; of a pipeline activations alone do."""
+    """Sharded over all hosts the weights of every pass travel between them; at stage 1 gradients once, of a pipeline activations alone."""
     fast, slow = scale.Network(adapter_gbps=400.0), scale.Network(adapter_gbps=25.0)
     small = dataclasses.replace(WORK, width=1e6)
     over_all, over_hosts, over_pipe = (
         [guess(cluster=own, work=small, **sizes).seconds for own in (fast, slow)]
-        for sizes in ({"data": 64}, {"data": 8, "replica": 8}, {"data": 8, "pipe": 8, "grad_accum": 64, "stage": 1})
+        for sizes in (
+            {"data": 64},
+            {"data": 8, "replica": 8, "stage": 1},
+            {"data": 8, "pipe": 8, "grad_accum": 64, "stage": 1},
+        )
     )
     assert over_all[1] > 2 * over_all[0]
     assert over_hosts[1] - over_hosts[0] < 0.6 * (over_all[1] - over_all[0])
     assert over_pipe[1] < 1.1 * over_pipe[0]
+
+
+def test_a_sum_over_replicas_makes_each_layer_wait_for_the_sum_before_it_and_edges_of_a_pass_hide_nothing():
+    """As compiled (docs/benchmarks/clock.md, weak scaling): XLA starts the second sum as early as it can."""
+    cluster = scale.Network()
+    slow = dataclasses.replace(WORK, layer={kernel: 10 * times for kernel, times in LAYER.items()})
+    one, two = (guess(cluster=cluster, work=slow, grad_accum=1, data=64 // count, replica=count) for count in (1, 8))
+    rate = scale.OnCluster("fake", H200.figures, {}, cluster, 64, 64)
+    links = arithmetic._Links(rate, 8)
+    near = links.seconds("reduce-scatter", 4 * WORK.weights, 8, 1, is_alone=True)
+    beside = links.seconds("all-reduce", 4 * WORK.weights / 8, 8, 8) - links.seconds(
+        "all-gather", 2 * WORK.weights, 8, 1
+    )
+    gathers = 2 * links.seconds("all-gather", 2 * WORK.weights, 8, 1)
+    edges = links.seconds("all-gather", 2 * WORK.weights, 8, 1, is_alone=True)
+    edges += links.seconds("all-reduce", 4 * WORK.weights / 8, 8, 8)
+    expected = 16 * (near + arithmetic.SLOWED * (gathers + max(0.0, beside))) + edges
+    assert two.parts[arithmetic.WEIGHTS] == pytest.approx(expected * (1 + rate.spread(64)))
+    travels = (
+        links.seconds("all-gather", 2 * WORK.weights, 64, 1),
+        links.seconds("reduce-scatter", 4 * WORK.weights, 64, 1),
+    )
+    expected = 16 * arithmetic.SLOWED * (2 * travels[0] + travels[1]) + sum(travels)
+    assert one.parts[arithmetic.WEIGHTS] == pytest.approx(expected * (1 + rate.spread(64)))
+    # Each pass sums sharded gradients, and one after the last pass the others.
+    for stage, ratio in ((2, 4), (1, 1)):
+        once, often = (
+            guess(cluster=cluster, data=8, replica=8, stage=stage, grad_accum=count).parts for count in (2, 8)
+        )
+        assert often[arithmetic.WEIGHTS] / once[arithmetic.WEIGHTS] == pytest.approx(ratio)
 
 
 def test_offloaded_state_leaves_the_device_and_waits_for_the_link_unless_a_pass_hides_it():

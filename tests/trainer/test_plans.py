@@ -75,6 +75,23 @@ def test_flags_of_a_candidate_make_its_settings_of_the_config_that_was_searched(
     assert dataclasses.replace(made, global_batch_size=0) == applied
 
 
+def test_matrices_are_used_by_columns_where_the_devices_divide_them_and_their_tokens_are_about_as_many_as_rows():
+    config = runs.config(model__preset="llama3_8b", model__by_columns="embed|head", seq_len=8192)
+    sizes = {"stage": (2, 3), "remat": ("dots",), "micro_batch_size": (2, 4), "replica": (1, 8, 64), "model": (1, 2)}
+
+    def chosen(ways, **how):
+        found = plans._choices(config, ways, 4 * ways, sizes, **how)
+        return {(c.stage, c.micro_batch_size, ways // c.replica) for c in found if c.by_columns and c.model == 1}
+
+    assert chosen(8, keeps_columns=False) == {(3, 2, 8), (3, 2, 1), (3, 4, 1)}  # of 131,072 and 262,144 tokens
+    assert chosen(512, keeps_columns=False) == {(3, 2, 8)}
+    # The head's columns divide by 64, and not by 512.
+    assert {found[2] for found in chosen(512, keeps_columns=True)} == {8, 64}
+    assert not any(c.by_columns for c in plans._choices(config, 8, 32, {**sizes, "model": (2,)}, keeps_columns=True))
+    candidate = next(c for c in plans._choices(config, 512, 2048, sizes, keeps_columns=False) if not c.by_columns)
+    assert "--config.model.by_columns=" in shlex.split(plans._flags(config, candidate))
+
+
 def test_the_best_outcome_has_its_flags_and_no_other(roomy):
     assert [bool(outcome.flags) for outcome in roomy] == [not outcome.reason for outcome in roomy]
 

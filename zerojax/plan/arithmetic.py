@@ -2,7 +2,8 @@
 
     layer       its kernels from a trace, shared by `context` and `model`, + what these axes' devices wait for each other, alone; in a ring
                 over `model` activations travel beside the layer instead, and two gradients of each weight are added up
-    pass        layers x max( layer, its weights gathered and its gradients reduced )      beside which collectives run
+    pass        layers x ( forward + backward ), each max( kernels, gathers and reductions beside them ), + the collectives at the pass's
+                edges, and sums that a sum over replicas follows, beside which nothing runs
     step        passes x pass, or of a pipeline (micro-batches + (groups - 1) / chunks) x the longest stage, + update and sums of gradients
     offload     optimizer state that arrives and leaves beside the update, or beside the last backward pass where no norm is waited for;
                 params that arrive twice in each pass
@@ -26,7 +27,8 @@ from zerojax.zero import stages
 
 UPDATED = 30.0  # bytes that an update reads and writes for each weight: its gradient, the master weight and two moments
 SLOWED = 0.12  # of a layer's time, more, while collectives run beside it (`slowdown` of the tables)
-AGAIN = {"none": 0.0, "dots": 0.05, "attention": 0.28, "full": 1 / 3}  # of a layer's time, computed again
+# Of a layer's time, computed again. With "dots" it is elementwise work, and less is stored.
+AGAIN = {"none": 0.0, "dots": 0.0, "attention": 0.28, "full": 1 / 3}
 WAITS = {"model": 8, "context": 12}  # times that a layer's activations travel over these axes, forward and backward
 BACKWARD = 2 / 3  # of a pass
 ADDED = (
@@ -79,6 +81,7 @@ class Candidate:
 
     `offload` says where the optimizer state lives, `params` where the params do, and `inputs` where those of layers wait for their backward
     pass. `context`, `model` and `pipe` are the sizes of these mesh axes, `chunks` those of `pipeline.chunks`, and `ring` is `model.ring`.
+    `by_columns` says whether the config's `model.by_columns` stays.
     """
 
     stage: int
@@ -95,6 +98,7 @@ class Candidate:
     pipe: int = 1
     chunks: int = 1
     ring: bool = False
+    by_columns: bool = False
 
     @property
     def per_example(self) -> int:
@@ -175,52 +179,65 @@ def guess(work: ModelWork, candidate: Candidate, devices: int, rates: rates_lib.
     if s.ring:
         wait += (s.model - 1) * ADDED * work.weights / s.model / rates.figures["bandwidth"]
 
-    def busy(sent: float) -> float:
-        """Returns the time of a layer beside which collectives run for so long."""
-        return max(layer + SLOWED * min(layer, sent), sent)
+    def busy(took: float, sent: float) -> float:
+        """Returns the time of a layer's kernels beside which collectives run for so long."""
+        return max(took + SLOWED * min(took, sent), sent)
 
-    def reduced(elements: float, over_replicas: bool) -> float:
-        """Returns the seconds of the sum over devices of some weights' gradients, of a group's own."""
+    def gathered(elements: float, sent: float = 2.0, is_alone: bool = False) -> float:
+        return links.seconds("all-gather", sent * elements, ways, s.model, is_alone) if own.params else 0.0
+
+    def reduced(elements: float, is_alone: bool = False) -> float:
         kind = "reduce-scatter" if own.grads or own.opt_state else "all-reduce"
+        return links.seconds(kind, 4 * elements, ways, s.model, is_alone)
+
+    def over_replicas(elements: float) -> float:
         left = elements / (ways if own.grads or own.opt_state else 1)
-        took = links.seconds(kind, 4 * elements, ways, s.model)
-        return took + (links.seconds("all-reduce", 4 * left, s.replica, s.model * ways) if over_replicas else 0.0)
+        return links.seconds("all-reduce", 4 * left, s.replica, s.model * ways)
 
-    def beside(elements: float, is_last: bool, sent: float = 2.0) -> float:
-        """Returns the seconds of the collectives of some weights in a pass, each gathered in so many bytes."""
-        elements /= s.model
-        took = 2 * links.seconds("all-gather", sent * elements, ways, s.model) if own.params else 0.0
-        # Gradients are reduced in each pass where they are sharded.
-        return took + (reduced(elements, is_last or s.pipe > 1) if own.grads or is_last else 0.0)
-
-    def of_pass(is_last: bool) -> tuple[float, float]:
-        """Returns the time of a layer, and of the rest, in a pass."""
-        of_layer, of_rest = beside(work.weights, is_last, work.sent), beside(work.others, is_last)
-        return busy(hops + of_layer) + wait, rest + max(0.0, of_rest - rest)
-
-    usual, last = of_pass(False), of_pass(True)
+    # Each pass reduces gradients that are sharded; others are reduced once.
+    at_once = own.grads or s.grad_accum == s.pipe == 1
+    # XLA starts a sum over replicas as early as it can, and so waits at once for the sum that it follows.
+    is_chain = at_once and s.replica > 1 and ways > 1
+    in_layer, table = work.weights / s.model, work.others / 2 / s.model  # the embedding's, and as many of the head
+    gather, sums = gathered(in_layer, work.sent), (reduced(in_layer), over_replicas(in_layer))
+    beside = gather
+    if is_chain:  # links inside a host and those between hosts send at once
+        beside = gather + sums[1] if ways * s.model > per_host else max(gather, sums[1])
+    elif at_once:
+        beside = gather + sum(sums)
+    halves = [(layer * (1 - BACKWARD), hops * (1 - BACKWARD), gather), (layer * BACKWARD, hops * BACKWARD, beside)]
+    a_layer = sum(busy(took, hop + sent) for took, hop, sent in halves) + wait
+    a_layer += reduced(in_layer, is_alone=True) if is_chain else 0.0
+    a_layer_alone = sum(busy(took, hop) for took, hop, _ in halves) + wait
+    # Nothing is beside the first gathers of a pass and its last sums, nor beside the head's before a sum over replicas.
+    edges = gathered(table, is_alone=True) + gathered(in_layer, work.sent, is_alone=True)
+    if at_once:
+        edges += reduced((2 if is_chain else 1) * table, is_alone=True) + over_replicas(in_layer + table)
+        edges += 0.0 if is_chain else reduced(in_layer, is_alone=True)
+    a_rest = rest + edges
+    if s.pipe > 1:  # other micro-batches are beside them
+        a_rest = max(
+            rest, 2 * gathered(2 * table) + (reduced(2 * table) + over_replicas(2 * table) if at_once else 0.0)
+        )
     compute = s.grad_accum * (layers * layer + rest) / s.pipe
-    waits = s.grad_accum * layers * (busy(hops) - layer + wait) / s.pipe
-    if s.pipe == 1:
-        passes = (s.grad_accum - 1) * (layers * usual[0] + usual[1]) + layers * last[0] + last[1]
-        parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: max(0.0, passes - compute - waits)}
-    else:
-        of_group = _groups(layers, s.pipe, s.chunks, *usual)
+    waits = s.grad_accum * layers * (a_layer_alone - layer) / s.pipe
+    mean = s.grad_accum * (layers * a_layer + a_rest) / s.pipe
+    parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: max(0.0, mean - compute - waits)}
+    if s.pipe > 1:
+        of_group = _groups(layers, s.pipe, s.chunks, a_layer, a_rest)
         hop = links.hop(work.width * s.micro_batch_size / share, devices // s.pipe) * s.chunks
         steady = max(*of_group, 2 * hop)
         total = (s.grad_accum + (s.pipe - 1) / s.chunks) * steady + 2 * (s.pipe - 1) * hop
-        mean = s.grad_accum * (layers * usual[0] + usual[1]) / s.pipe
         sends = 2 * (s.pipe - 1) * hop + s.grad_accum * (steady - max(of_group))
-        parts = {COMPUTE: compute, TENSOR: waits, WEIGHTS: max(0.0, mean - compute - waits)}
         parts |= {BUBBLE: total - mean - sends, SENDS: sends}
     elements = (work.weights * layers + work.others) / (s.model * s.pipe)
     update = UPDATED * elements / (ways if own.opt_state else 1) / rates.figures["bandwidth"]
-    if s.pipe > 1 and not own.grads:
-        parts[WEIGHTS] += reduced(elements, True)  # once, after a group's last pass
+    if not at_once:
+        parts[WEIGHTS] += reduced(elements, is_alone=True) + over_replicas(elements)  # after the last pass
     if own.opt_state and not own.params:
         update += links.seconds("all-gather", 2 * elements, ways, s.model)
-    sums = (s.grad_accum - 1) * ADDED * elements / (ways if own.grads else 1) / rates.figures["bandwidth"]
-    parts[UPDATE] = update + sums
+    added = (s.grad_accum - 1) * ADDED * elements / (ways if own.grads else 1) / rates.figures["bandwidth"]
+    parts[UPDATE] = update + added
     if s.offload != "none":
         a_pass = (compute + waits + parts[WEIGHTS]) / s.grad_accum
         parts[HOST] = _waits_for_host(work, s, ways, a_pass, update, rates.beside(min(per_host, devices)))
@@ -305,7 +322,7 @@ class _Links:
     def seconds(self, kind: str, whole: float, ways: int, stride: int, is_alone: bool = False) -> float:
         """Returns the seconds of a collective of arrays of so many bytes, over devices whose numbers are `stride` apart, beside kernels or
         alone."""
-        if ways == 1:
+        if ways == 1 or not whole:
             return 0.0
         spans = ways * stride > self.per_host
         here = max(1, self.per_host // stride) if spans else 0

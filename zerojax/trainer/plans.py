@@ -163,7 +163,7 @@ def search_config(
     others["pipe"] = (config.mesh.pipe,)
     if len(devices) == 1:  # at which all stages that keep the weights on each device are the same
         others["stage"] = (2, 3)
-    choices = functools.partial(search.candidates_of, ways=len(devices), global_batch_size=batch)
+    choices = functools.partial(_choices, config, len(devices), batch, keeps_columns=grid is not None)
     candidates = choices({**_own_axes(config), **(grid or others)})
     if work is not None:
         assert rates is not None and memory is not None
@@ -187,6 +187,28 @@ def search_config(
                 return _with_flags(found, config, origin)
     found = search.search(target, candidates, build, most_compiles=most_compiles, memory=memory, say=say)
     return _with_flags(found, config, origin)
+
+
+def _choices(
+    config: settings_lib.Config, ways: int, batch: int, grid: Mapping[str, Sequence[Any]], *, keeps_columns: bool
+) -> list[search.Candidate]:
+    """Returns a grid's candidates on so many devices, each with the config's `model.by_columns` where that is allowed, and
+    may pay or is kept."""
+    candidates = search.candidates_of(grid, ways=ways, global_batch_size=batch)
+    if not config.model.by_columns:
+        return candidates
+    model = model_lib.shape(config, None)[1]
+
+    def has_columns(c: search.Candidate) -> bool:
+        # What only a step has that is one program and gathers weights. Where the tokens of all devices that share the state are more than
+        # the rows of embedding and head, sending them takes longer than these (`findings.columns_send_more_than_weights`).
+        of_state = ways // (c.replica * c.per_example)
+        is_open = stages.STAGES[c.stage].params and c.pipe == c.model == 1
+        divides = not any(size % (of_state * c.context) for size in (model.vocab_size, model.embed_dim))
+        pays = of_state * c.micro_batch_size * config.seq_len <= 2 * model.vocab_size
+        return is_open and divides and (pays or keeps_columns)
+
+    return [dataclasses.replace(c, by_columns=has_columns(c)) for c in candidates]
 
 
 def _with_flags(
@@ -413,8 +435,6 @@ def with_remat(model: settings_lib.ModelSettings, remat: str) -> settings_lib.Mo
 
 
 def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settings_lib.Config:
-    # What only a step has that is one program and gathers weights.
-    has_columns = stages.STAGES[candidate.stage].params and candidate.pipe == candidate.model == 1
     if candidate.pipe > 1:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, offload=""))
     return dataclasses.replace(
@@ -425,7 +445,7 @@ def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settin
         zero=dataclasses.replace(config.zero, stage=candidate.stage),
         model=dataclasses.replace(
             _with_long(config, candidate),
-            by_columns=config.model.by_columns if has_columns else "",
+            by_columns=config.model.by_columns if candidate.by_columns else "",
             ring=candidate.ring,
         ),
         mesh=dataclasses.replace(
