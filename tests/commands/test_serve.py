@@ -185,7 +185,7 @@ def loading(*given, **how):
     return loaded
 folder._read_slice, pretrained.load_huggingface = counted, loading
 """
-SOON = 10.0  # seconds
+SOON = 45.0  # seconds; heartbeats alone take 100
 
 
 @runs.LONG

@@ -23,6 +23,12 @@ def test_a_description_has_the_figures_of_the_table(name, form):
 
 
 @pytest.mark.parametrize("name", GPUS)
+def test_the_compiler_counts_with_the_memory_that_a_run_has(name):
+    (memory,) = re.findall(r"device_memory_size: (\d+)", gpu_configs.for_compiler(name, targets.USABLE))
+    assert int(memory) * 0.8 == pytest.approx(targets.TARGETS[name].usable, abs=2)  # without a device XLA takes 0.8
+
+
+@pytest.mark.parametrize("name", GPUS)
 def test_every_edit_finds_what_it_changes(name):
     text = gpu_configs.text("h200", FORMS["0.11"])
     for pattern, replacement in gpu_configs.EDITS[name]:

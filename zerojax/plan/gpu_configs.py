@@ -67,3 +67,20 @@ def text(name: str, jax_version: tuple[int, ...] = jax.__version_info__) -> str:
     for pattern, replacement in EDITS[name]:
         described = re.sub(pattern, replacement, described)
     return described
+
+
+def for_compiler(name: str, usable: float) -> str:
+    """Returns a GPU's description with which the compiler of an absent GPU recomputes no more than that of a run.
+
+    Where XLA's estimate of a program's memory is above what JAX may take, it computes values again. Without a device it counts with 0.8 of
+    the memory described.
+
+    Args:
+      name: one of `EDITS`.
+      usable: the share of the memory that JAX may take in a run.
+    """
+
+    def counted(found: re.Match[str]) -> str:
+        return f"{found[1]}{round(int(found[2]) * usable / 0.8)}"
+
+    return re.sub(r"(device_memory_size: )(\d+)", counted, text(name))

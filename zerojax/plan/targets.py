@@ -195,9 +195,8 @@ def _gpus(target: Target, topology: str) -> list[Any]:
     hosts, per_host = _hosts(target.name, topology)
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12)):
         raise UserError(f"target {target.name}: JAX's CUDA compiler is missing; pip install 'zerojax[plan-gpu]'")
-    return _compile_only(
-        target, topology, platform="cuda", target_config=gpu_configs.text(target.name), topology=f"1x{hosts}x{per_host}"
-    )
+    config = gpu_configs.for_compiler(target.name, USABLE)
+    return _compile_only(target, topology, platform="cuda", target_config=config, topology=f"1x{hosts}x{per_host}")
 
 
 def _tpus(target: Target, topology: str) -> list[Any]:
