@@ -3,13 +3,14 @@
 `settings` declares every field. No library reads nested mappings as strictly (docs/design.md names those that were tried).
 """
 
+import contextlib
 import dataclasses
 import math
 import os
 import pathlib
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zerojax import errors, precision
@@ -31,6 +32,7 @@ from zerojax.zero.wires import packed
 
 AUTO, BYTES = "auto", "bytes"  # of config.data.tokenizer
 TOKENIZER = "tokenizer.json"
+LONG_TEXTS: Mapping[str, Any] = {"tile_tokens": tiles.USUAL, "remat": "attention", "offload": r"layer_\d+"}
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
 
@@ -79,10 +81,21 @@ def _for_long_texts(model: settings.ModelSettings) -> settings.ModelSettings:
     if not model.long_texts:
         return model
     default = settings.ModelSettings()
-    own: dict[str, Any] = {"tile_tokens": tiles.USUAL, "remat": "attention", "offload": r"layer_\d+"}
     return dataclasses.replace(
-        model, **{name: value for name, value in own.items() if getattr(model, name) == getattr(default, name)}
+        model, **{name: value for name, value in LONG_TEXTS.items() if getattr(model, name) == getattr(default, name)}
     )
+
+
+@contextlib.contextmanager
+def telling_of_long_texts(model: settings.ModelSettings) -> Iterator[None]:
+    """Adds to a UserError that refuses the `offload` of `long_texts` where it comes from: "" would ask for it again."""
+    try:
+        yield
+    except UserError as error:
+        if not model.long_texts or repr(LONG_TEXTS["offload"]) not in str(error):
+            raise
+        instead = f"omit that, and set --config.model.tile_tokens={tiles.USUAL}"
+        raise UserError(f"{error}. config.model.long_texts=True sets this offload; {instead}") from error
 
 
 def with_scratch(config: settings.Config, folder: str | os.PathLike) -> settings.Config:

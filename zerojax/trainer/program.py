@@ -157,7 +157,7 @@ def build(config: settings_lib.Config, *, tokenizer_vocab: int = 0, devices: Seq
     Raises:
       UserError: settings contradict each other or the devices.
     """
-    with names.of_config():
+    with names.of_config(), config_lib.telling_of_long_texts(config.model):
         return _build(config, tokenizer_vocab, devices)
 
 
