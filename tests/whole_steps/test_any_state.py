@@ -239,13 +239,17 @@ def test_a_layer_of_nn_scan_is_gathered_inside_the_scan():
     assert gathers and all(f"-> tensor<{WIDTH}" in line for line in gathers), gathers
 
 
-def test_a_stack_sharded_by_its_layers_is_refused_with_the_override_that_helps():
+@pytest.mark.parametrize("stacked", ["scan", "vmap"])
+def test_a_stack_sharded_by_its_layers_is_refused_with_the_override_that_helps(stacked):
     stack = {"layer": {"Dense_0": {"kernel": jnp.ones((8, WIDTH, WIDTH)), "bias": jnp.ones((8, WIDTH))}}}
 
     class Eight(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.scan(Layer, variable_axes={"params": 0}, split_rngs={}, length=8)(name="layer")(x, None)[0]
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {}}
+            if stacked == "scan":
+                return nn.scan(Layer, length=8, **axes)(name="layer")(x, None)[0]
+            return nn.vmap(Layer, axis_size=8, in_axes=None, **axes)(name="layer")(x, None)[0]
 
     state = TrainState.create(apply_fn=None, params=stack, tx=optax.sgd(1.0))
     on, part = zerojax.shard_train_state(state, mesh=zerojax.make_mesh(), stage=3, min_size=8)

@@ -76,6 +76,7 @@ def by_block(
             found = made.get(id(array))
             return found and found[1]
 
+        layers = lifted_blocks.Stacks(stacks) if stacks else None
         inside = Interceptor(
             how,
             gather_leaf,
@@ -84,7 +85,7 @@ def by_block(
             stored_of=stored_of if run else None,
             is_leaf=is_weight,
             shape_of=shapes.get if run else None,
-            stacks=lifted_blocks.Stacks(stacks) if stacks else None,
+            stacks=layers,
             made_of=stored_of,
         )
 
@@ -100,6 +101,8 @@ def by_block(
         if run is not None:
             outer = unboxed(outer)
             shapes.update({path: leaf.shape for path, leaf in tree.flatten(outer)})
+        if layers:
+            layers.check(params, shapes, is_leaf=is_weight)
         return inside, outer
 
     return loss_of_stored
@@ -140,7 +143,7 @@ class Interceptor:
       stored_of: f(array) -> (path, stored), or None for an unknown array. None: arrays are as stored, and their paths are the modules'.
       is_leaf: returns whether a node of the params is one stored weight.
       shape_of: f(path) -> the shape of the weight that the model was given at this path; None: `lifted_blocks.StackFound` is never raised.
-      stacks: those of blocks that `nn.scan` runs, as `lifted_blocks.StackFound` told.
+      stacks: those of blocks that `nn.scan` or `nn.vmap` runs, as `lifted_blocks.StackFound` told.
       made_of: `stored_of` of the arrays in NNX modules, which are known by their identity in any case.
     """
 

@@ -1,5 +1,5 @@
 """Lifts blocks by Linen's own transformations. This module runs those that are not plain: they change variables, read arrays or modules
-from elsewhere, or are layers of a stack, which `nn.scan` runs.
+from elsewhere, or are layers of a stack, which `nn.scan` or `nn.vmap` runs.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ Known = Mapping[
 
 
 class StackFound(Exception):
-    """A block with this path is a layer of a stack, run by `nn.scan`. The loss is to be traced again, by an `Interceptor` that knows it."""
+    """A block with this path is a layer of a stack, as of `nn.scan`. The loss is to be traced again, by an `Interceptor` that knows it."""
 
     def __init__(self, path: str):
         super().__init__(path)
@@ -75,13 +75,11 @@ def is_layer(params: PyTree, stacks: Collection[tuple[int, ...] | None], *, is_l
 
 
 def of_layer(path: str, stack: Placement) -> Placement:
-    """Returns the placement of one layer of a stack of `nn.scan`, whose first dim counts layers."""
+    """Returns the placement of one layer of a stack of `nn.scan` or `nn.vmap`, whose first dim counts layers."""
+    assert stack.shape is not None
     if any(sharding.spec and sharding.spec[0] for sharding in (stack.stored, stack.grad, stack.update)):
-        raise UserError(
-            f"blocks: {path} of shape {stack.shape} is sharded on its first dim, which counts the layers of nn.scan, so no layer can be "
-            f'gathered alone; pass overrides=[("{tree.below_params(path)}", PartitionSpec(None, "data"))] to shard_train_state'
-        )
-    assert stack.shape is not None and not any(stack.padding[:1])  # a padded dim is sharded
+        raise _sharded_by_layers(path, stack.shape)
+    assert not any(stack.padding[:1])  # a padded dim is sharded
     shardings = {
         name: NamedSharding(
             getattr(stack, name).mesh, P(*getattr(stack, name).spec[1:]), memory_kind=getattr(stack, name).memory_kind
@@ -91,8 +89,15 @@ def of_layer(path: str, stack: Placement) -> Placement:
     return dataclasses.replace(stack, padding=stack.padding[1:], shape=stack.shape[1:], **shardings)  # type: ignore[arg-type]
 
 
+def _sharded_by_layers(path: str, shape: tuple[int, ...]) -> UserError:
+    return UserError(
+        f"blocks: {path} of shape {shape} is sharded on its first dim, which counts the layers of nn.scan or nn.vmap, so no layer can be "
+        f'gathered alone; pass overrides=[("{tree.below_params(path)}", PartitionSpec(None, "data"))] to shard_train_state'
+    )
+
+
 class Stacks:
-    """The stacks that `nn.scan` cuts into layers. A model runs with them as they are stored, so that each layer gathers its own slice.
+    """The stacks that `nn.scan` or `nn.vmap` cuts. A model runs with them as they are stored, so that each layer gathers its own slice.
 
     Args:
       blocks: their paths, as `StackFound` told.
@@ -102,6 +107,17 @@ class Stacks:
         self._blocks = re.compile("|".join(map(re.escape, blocks)))
         self._path_of: dict[str, str] = {}  # the path in the params of a weight in a stack, by its path in the model
         self._runs = False  # whether a model runs with its stacks
+
+    def check(self, params: PyTree, shapes: Mapping[str, tuple[int, ...]], *, is_leaf: tree.IsLeaf) -> None:
+        """Raises a UserError for a stack that is sharded by its layers, whose number `nn.vmap` compares before it runs one.
+
+        Args:
+          params: stored weights.
+          shapes: of the gathered ones, by path.
+        """
+        for path, leaf in tree.flatten(params, is_leaf=is_leaf):
+            if tree.block_of(path, self._blocks) and leaf.stored.shape[0] != shapes[path][0]:
+                raise _sharded_by_layers(path, shapes[path])
 
     def begin_with(self, module: nn.Module, method: str) -> bool:
         """Returns whether a call is that of a model whose stacks are not as stored yet."""

@@ -157,7 +157,8 @@ def of_trace(
     if len(forward) < stages:
         fewer = "`pipe`" if chunks == 1 else "`pipe` or `chunks`"
         raise UserError(
-            f"pipe: the loss calls {len(forward)} blocks, and there are {stages} stages; take a smaller {fewer}, more layers, or "
+            f"pipe: the loss calls {len(forward)} blocks that read only their own weights and inputs and change none, and there are "
+            f"{stages} stages; take a smaller {fewer}, more layers, or "
             "`make_train_step(blocks=)` that matches more modules"
         )
     if stage_of_call is not None and len(stage_of_call) != len(forward):
