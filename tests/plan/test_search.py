@@ -268,6 +268,28 @@ def test_where_arithmetic_is_wrong_by_the_same_factor_the_fastest_is_found_with_
     assert memory < 1000 or any("by arithmetic" in o.reason for o in outcomes)
 
 
+def test_steps_over_other_axes_are_judged_by_those_that_were_compiled_over_them():
+    """Arithmetic has every ring 10% too fast. One is compiled, and the others are behind by as much."""
+    plain = [search.Candidate(3, "dots", micro, 4 // micro, replica) for micro in (1, 2) for replica in (1, 2)]
+    rings = [search.Candidate(3, remat, 2, 2, 1, model=2, ring=True) for remat in ("none", "dots", "full")]
+    times = {one: 1.0 + 0.03 * place for place, one in enumerate([*plain, *rings])}
+    lines = []
+
+    def build(candidate):
+        def line():
+            lines.append(candidate)
+            return search.Continued(1.0, times[candidate], 1)
+
+        plan = types.SimpleNamespace(peak=1, bound=None, seconds=times[candidate], tokens=1)
+        return search.Built(1, lambda: plan, line)
+
+    def guess(candidate):
+        return arithmetic.Guess(times[candidate] * (0.9 if candidate.ring else 1.0), 1.0, {})
+
+    outcomes = search.by_arithmetic("h200", [*plain, *rings], guess, build, memory=10)
+    assert outcomes[0].candidate == plain[0] and [c.ring for c in lines] == [False, True]
+
+
 def test_a_step_that_takes_minutes_to_compile_has_the_line_s_word_unless_it_is_near_the_memory():
     candidate = search.Candidate(3, "full", 1, 8, 1, pipe=4)
     for memory, is_compiled in ((1000, False), (100.5, True)):

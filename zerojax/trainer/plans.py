@@ -156,8 +156,10 @@ def search_config(
         least = _least_seconds(program, rates, candidate) if rates else 0.0
         plan = functools.partial(plan_program, program, target, rates=rates)
         is_deep = _is_deep(applied, program)
-        return search.Built(held, plan, line if is_deep else None, least, program.model.num_layers > search.VERY_DEEP)
+        trusts_line = program.model.num_layers > search.VERY_DEEP or (work is not None and per_host < len(devices))
+        return search.Built(held, plan, line if is_deep else None, least, trusts_line)
 
+    per_host = len(devices) // len({device.process_index for device in devices})
     batch = config_lib.batch_sizes(config, len(devices) // config_lib.per_example(config.mesh)).global_batch_size
     others = {**search.default_grid(devices), **_offloads(config), **_of_long(config), **_axes(config, devices)}
     others["pipe"] = (config.mesh.pipe,)
@@ -167,7 +169,6 @@ def search_config(
     candidates = choices({**_own_axes(config), **(grid or others)})
     if work is not None:
         assert rates is not None and memory is not None
-        per_host = len(devices) // len({device.process_index for device in devices})
         tiers: dict[tuple[bool, bool], list[search.Candidate]] = {}
         for candidate in sorted(candidates, key=lambda one: (one.offload != "none", one.params != "none")):
             tiers.setdefault((candidate.offload != "none", candidate.params != "none"), []).append(candidate)
