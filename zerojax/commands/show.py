@@ -58,7 +58,7 @@ def rows(card: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     sent = [f"{kind} {_bytes(count)}" for kind, count in received.items()]
     yield "received a step", ", ".join(sent) or _NOTHING
     yield "skipped steps", _text(card.get("skipped_steps"))
-    yield "resumed", f"{_text(card.get('resumes'))} times"
+    yield "resumes", _text(card.get("resumes"))
     config, devices = _group(card, "config"), _group(card, "devices")
     yield "stage", f"{_text(card.get('stage'))}, {_text(config.get('precision'))}"
     yield "mesh", ", ".join(f"{axis} {size}" for axis, size in _group(card, "mesh").items()) or _NOTHING
