@@ -64,6 +64,10 @@ def test_adapters_and_modules_to_save_are_trained_and_the_output_stays_unquantiz
             "lora.target_modules: 'nothing' means no linear module of this model; known: q_p",
         ),
         (
+            {"target_modules": "q_proj,o_proj"},
+            "lora.target_modules: 'q_proj,o_proj' means.*give several names as a list",
+        ),
+        (
             {"modules_to_save": ("score",)},
             "lora.modules_to_save: 'score' names no module with weights of its own; known",
         ),

@@ -128,7 +128,10 @@ def choose(
             if lora.exclude_modules
             else errors.shown(wanted)
         )
-        raise UserError(f"lora.target_modules: {told} means no linear module of this model; known: {', '.join(known)}")
+        ways = ", ".join(known)
+        if isinstance(wanted, str) and "," in wanted:
+            ways += "; a text is one regex, so give several names as a list"
+        raise UserError(f"lora.target_modules: {told} means no linear module of this model; known: {ways}")
     if lora.exclude_modules and not any(
         settings.matches(lora.exclude_modules, name) for found in linear.values() for name in found.names
     ):
