@@ -467,7 +467,7 @@ def _first_state(
         recorder.say(f"the reference is the model at step {start.step}: log-probabilities of both answers of all pairs")
         reference.make(program, pairs, state.params, folder)
     again = _is_unevaluated(start)
-    recorder.open(start.step, is_over=not goes_on and not again, is_unevaluated=again)
+    recorder.open(is_over=not goes_on and not again, is_unevaluated=again)
     return state
 
 

@@ -30,7 +30,7 @@ def out():
 def opened(tmp_path, out):
     with metrics.MetricsLog(tmp_path, enabled=True) as log, progress.Progress(4, log_every=1, out=out) as shown:
         found = recorder.Recorder(log, shown, Health(), tokens=100, is_logged=lambda step: step != 2)
-        found.open(0, is_over=False)
+        found.open(is_over=False)
         found.begin()
         yield found
 
@@ -120,5 +120,5 @@ def test_a_state_is_checked_after_the_steps_before_it_are_recorded(opened, tmp_p
 
 def test_a_finished_run_opens_no_file(tmp_path, out):
     with metrics.MetricsLog(tmp_path, enabled=True) as log, progress.Progress(4, out=out) as shown:
-        recorder.Recorder(log, shown, Health(), tokens=1, is_logged=bool).open(4, is_over=True)
+        recorder.Recorder(log, shown, Health(), tokens=1, is_logged=bool).open(is_over=True)
     assert not list(tmp_path.iterdir())

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax
 from zerojax import bounded, files
 from zerojax.errors import UserError
 from zerojax.trainer import events
+from zerojax.trainer.card import tally
 from zerojax.trainer.clients import outlets
 
 FILE = "metrics.jsonl"
@@ -57,16 +59,16 @@ class MetricsLog:
         if self._clients is not None:
             self._clients.close(is_failed=kind is not None)
 
-    def resume_at(self, step: int, *, is_unevaluated: bool = False) -> None:
-        """Removes all lines after `step` and a truncated last line, so that no step appears twice.
+    def resume_at(self, curve: tally.LossCurve, *, is_unevaluated: bool = False) -> None:
+        """Removes all lines after the last step of `curve` and a truncated last line, so that no step appears twice.
 
-        With `is_unevaluated` also the evaluation of `step`: the run that resumes repeats it, and an earlier one may have done so.
-        Call it before the first `write`. In a new run, `step` is 0.
+        With `is_unevaluated` also the evaluation of that step: the run that resumes repeats it, and an earlier one may have done so.
+        Warns of losses that are others than those of `curve`, which the checkpoint holds. Call it before the first `write`.
 
         Raises:
           UserError: the file cannot be read or rewritten.
         """
-        path = self._workdir / FILE
+        path, step = self._workdir / FILE, curve.last
         if not self._enabled:
             return
         self._first_step = step + 1
@@ -77,6 +79,12 @@ class MetricsLog:
             for record in read(self._workdir)
             if record["step"] <= step and not (is_unevaluated and record["step"] == step and _is_evaluation(record))
         ]
+        if _is_other(kept, curve):
+            warnings.warn(
+                f"{path}: the losses of steps {curve.first} to {step} are not those of this run, whose hash its checkpoint holds; the run "
+                "goes on, and the file may have been altered",
+                stacklevel=1,
+            )
         with files.writing(path):
             files.replace(path, "".join(map(_line, kept)))
 
@@ -187,6 +195,21 @@ def read(workdir: str | os.PathLike) -> list[dict]:
 def _is_evaluation(record: Mapping[str, Any]) -> bool:
     """Returns whether a record tells of an evaluation."""
     return any(name.startswith("eval_") or name == "answers" for name in record)
+
+
+def _is_other(records: list[dict], curve: tally.LossCurve) -> bool:
+    """Returns whether records hold the loss of each step of a curve, and others than the curve's."""
+    losses = {record["step"]: record for record in records if "loss" in record and record["step"] >= curve.first}
+    if not curve.sha256 or list(losses) != list(range(curve.first, curve.last + 1)):
+        return False
+    found = tally.LossCurve(curve.first)
+    try:
+        for step, record in losses.items():
+            value = record["loss"]
+            found.add(step, float(record["not_finite"]["loss"] if value is None else value))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return True
+    return found.sha256 != curve.sha256
 
 
 def device_memory() -> dict[str, int]:

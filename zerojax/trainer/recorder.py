@@ -77,9 +77,10 @@ class Recorder:
         """Logs a JSON value under a name, and `shown`, in Markdown, in TensorBoard."""
         self._log.note(step, name, value, shown)
 
-    def open(self, step: int, *, is_over: bool, is_unevaluated: bool = False) -> None:
-        """Removes lines after `step` from the log, and its evaluation if that is to be repeated. Opens the log unless the run is over."""
-        self._log.resume_at(step, is_unevaluated=is_unevaluated)
+    def open(self, *, is_over: bool, is_unevaluated: bool = False) -> None:
+        """Removes lines after the last step from the log, and its evaluation if that is to be repeated. Opens the log unless the run is
+        over."""
+        self._log.resume_at(self.tally.curve, is_unevaluated=is_unevaluated)
         if not is_over:
             self._log.open()
 

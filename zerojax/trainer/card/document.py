@@ -1,9 +1,13 @@
-"""The file of a run card. This module finds it for a run, a checkpoint or a path, and reads and replaces it."""
+"""The file of a run card. This module finds it for a run, a checkpoint or a path, and reads and replaces it.
 
-import contextlib
+Its last field is the checksum of the others; cards of older code have none.
+"""
+
 import json
 import os
 import pathlib
+import warnings
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +17,7 @@ from zerojax.errors import UserError
 
 FILE = step_files.CARD
 SCHEMA = 1
+CRC32 = "crc32"
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 
 
@@ -20,7 +25,7 @@ def read(place: str | os.PathLike) -> dict[str, Any]:
     """Returns the run card of a run's folder, of a checkpoint's folder, or in a file.
 
     Raises:
-      UserError: there is none, or it is damaged or of a newer version. The line names the file.
+      UserError: there is none, or it is damaged, altered or of a newer version. The line names the file.
     """
     files.check_path(place, "RUN")
     path = pathlib.Path(place)
@@ -40,20 +45,26 @@ def read(place: str | os.PathLike) -> dict[str, Any]:
         raise UserError(f"{path}: is not a run card (it has no schema); name the folder of a run")
     if schema != SCHEMA:
         raise UserError(f"{path}: has schema {schema}, and this version reads {SCHEMA}; use the version that wrote it")
+    if found.pop(CRC32, None) not in (None, _crc32(found)):
+        raise UserError(f"{path}: is altered (its checksum differs); name the card of another checkpoint of the run")
     return found
 
 
 def read_if_there(folders: list[pathlib.Path]) -> dict[str, Any] | None:
-    """Returns the card of the first folder that holds a sound one, or None."""
+    """Returns the card of the first folder that holds a sound one, or None. Warns of one that is not sound."""
     for folder in folders:
-        with contextlib.suppress(UserError):
+        try:
             return read(folder)
+        except UserError as error:
+            if os.path.lexists(folder / FILE):
+                warnings.warn(f"{error}; this run goes on without what it tells of earlier starts", stacklevel=1)
     return None
 
 
 def text(card: Mapping[str, Any]) -> str:
     """Returns a card as the text of its file. JSON has no NaN and no infinity, so these become text."""
-    return json.dumps(_plain(card), indent=1, allow_nan=False) + "\n"
+    plain = _plain(card)
+    return json.dumps({**plain, CRC32: _crc32(plain)}, indent=1, allow_nan=False) + "\n"
 
 
 def write(folder: pathlib.Path, card: Mapping[str, Any]) -> None:
@@ -66,7 +77,11 @@ def write(folder: pathlib.Path, card: Mapping[str, Any]) -> None:
         files.replace(folder / FILE, text(card))
 
 
-def _plain(value: object) -> object:
+def _crc32(card: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(card).encode())
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
