@@ -1,6 +1,7 @@
 """Checks the sub-commands. This module tests zerojax.__main__."""
 
 import importlib.util
+import os
 import pathlib
 import sys
 import tomllib
@@ -50,6 +51,20 @@ def test_the_version_is_that_of_the_package(monkeypatch, capsys):
     cli.main()
     project = tomllib.loads((runs.ROOT / "pyproject.toml").read_text())["project"]
     assert capsys.readouterr().out == f"zerojax {project['version']}\n"
+
+
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_a_full_disk_behind_stdout_ends_in_one_line_with_status_2(monkeypatch, capsys, word):
+    monkeypatch.setattr(sys, "argv", ["zerojax", word])
+    with open("/dev/full", "w") as full, pytest.raises(SystemExit, match=r"^2$"):
+        monkeypatch.setattr(sys, "stdout", full)
+        try:
+            cli.main()
+        finally:
+            monkeypatch.undo()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what it still holds
+    err = capsys.readouterr().err
+    assert err.startswith("zerojax: ") and "space left on" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ COMMANDS = {
     "completion": ("zerojax.commands.completion", "Prints a script with which bash or zsh completes this command."),
     "show": ("zerojax.commands.show", "Prints the card of a run, or compares two runs."),
     "verify": ("zerojax.commands.verify", "Proves that all stages and offloads give the same losses here."),
-    "verify-checkpoint": ("zerojax.checkpoint", "Checks the files of a run's checkpoints."),
+    "verify-checkpoint": ("zerojax.commands.verify_checkpoint", "Checks the files of a run's checkpoints."),
 }
 
 
@@ -38,16 +38,23 @@ def main() -> None:
     """Runs the named sub-command as `python -m MODULE` does. An unknown name ends with one line and status 2."""
     name, *arguments = sys.argv[1:] or [""]
     if name in ("-h", "--help", "help"):
-        print(usage())
-        return
+        return _say(usage())
     if name == "--version":
-        print(f"zerojax {importlib.metadata.version('zerojax')}")
-        return
+        return _say(f"zerojax {importlib.metadata.version('zerojax')}")
     if name not in COMMANDS:
         print(f"zerojax: {_refused(name)}; zerojax --help lists the commands", file=sys.stderr, flush=True)
         sys.exit(2)
     sys.argv[1:] = arguments
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
+
+
+def _say(text: str) -> None:
+    """Prints a text. If stdout takes none, as on a full disk, ends the process with one line and status 2."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        print(f"zerojax: stdout: cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def usage() -> str:

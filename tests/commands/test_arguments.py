@@ -77,3 +77,8 @@ def test_closed_streams_are_as_empty_ones():
 def test_help_leaves_out_what_a_docstring_says_of_the_module():
     doc = "Merges two files. This module is the command line `merge`.\n\nmerge A B    writes A\n"
     assert arguments.described(doc) == "Merges two files.\n\nmerge A B    writes A\n"
+
+
+def test_help_that_a_full_disk_does_not_take_is_an_error():
+    with pytest.raises(OSError, match="No space left"), open("/dev/full", "w") as full:
+        arguments.OneLineParser().print_help(full)

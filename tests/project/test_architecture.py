@@ -81,7 +81,7 @@ ROOMS["migration"] = {"optim", "zero", "interop"}
 ROOMS["cluster"] = {"launch"}
 ROOMS["commands"] = {*ROOMS, KERNELS}  # `calibrate` times a kernel
 # Command lines define flags, and no module imports them; `commands.arguments` and `commands.facts` are what they share.
-COMMAND_LINES = {"__main__", "train", "plan.__main__", "checkpoint.__main__"} | {
+COMMAND_LINES = {"__main__", "train", "plan.__main__"} | {
     f"commands.{path.stem}"
     for path in (PACKAGE / "commands").glob("*.py")
     if path.stem not in ("__init__", "arguments", "facts")

@@ -35,6 +35,9 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists the arguments")
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)  # argparse's own says nothing of a full disk
+
 
 def described(doc: str | None) -> str:
     """Returns a module's docstring for its --help, without the sentence on the module itself."""

@@ -1,45 +1,33 @@
 """Checks the checkpoints of a run without restoring them. This module is the command line `zerojax verify-checkpoint`.
 
-python -m zerojax.checkpoint runs/mine             all steps
-python -m zerojax.checkpoint runs/mine --step 100  one step
+zerojax verify-checkpoint runs/mine             all steps
+zerojax verify-checkpoint runs/mine --step 100  one step
 """
 
 import argparse
 import pathlib
-import sys
-from typing import NoReturn
 
 from zerojax import display
 from zerojax.checkpoint import checksums
 from zerojax.checkpoint import files as step_files
+from zerojax.commands import arguments
 from zerojax.errors import UserError
 
 
-class _Parser(argparse.ArgumentParser):
-    """Refuses wrong arguments in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help lists the arguments")
-
-
-def main() -> None:
-    """Prints a line for each step, and ends with status 2 if one is damaged. A wrong input ends with one line and status 2."""
-    try:
-        arguments = _parse()
-        directory = _directory(arguments.workdir)
-        steps = step_files.steps(directory) if arguments.step is None else [arguments.step]
-        if not steps:
-            raise UserError(f"{directory}: holds no checkpoint; give the --workdir of a run")
-        is_intact = [_verify(directory, step) for step in steps]
-    except UserError as error:
-        print(f"zerojax: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    if not all(is_intact):
-        sys.exit(2)
+@arguments.command
+def main() -> int:
+    """Prints a line for each step. Status 2: one is damaged. A wrong input ends with one line and status 2."""
+    given = _parse()
+    directory = _directory(given.workdir)
+    steps = step_files.steps(directory) if given.step is None else [given.step]
+    if not steps:
+        raise UserError(f"{directory}: holds no checkpoint; give the --workdir of a run")
+    is_intact = [_verify(directory, step) for step in steps]
+    return 0 if all(is_intact) else 2
 
 
 def _parse() -> argparse.Namespace:
-    parser = _Parser(
+    parser = arguments.OneLineParser(
         prog="zerojax verify-checkpoint",
         usage="zerojax verify-checkpoint WORKDIR [--step N]",
         description="Reads all files of a run's checkpoints and compares them with their sizes and checksums.",

@@ -1,13 +1,13 @@
-"""Checks the command `verify-checkpoint`. This module tests zerojax.checkpoint.__main__."""
+"""Checks the command `verify-checkpoint`. This module tests zerojax.commands.verify_checkpoint."""
 
 import os
-import runpy
 import sys
 
 import pytest
 import step_folders
 
 from zerojax.checkpoint import files as step_files
+from zerojax.commands import verify_checkpoint
 
 
 @pytest.fixture
@@ -16,16 +16,10 @@ def verify(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["zerojax", *map(str, arguments)])
-        monkeypatch.delitem(
-            sys.modules, "zerojax.checkpoint.__main__", raising=False
-        )  # runpy warns of an earlier import
-        status = 0
-        try:
-            runpy.run_module("zerojax.checkpoint", run_name="__main__")
-        except SystemExit as end:
-            status = end.code
+        with pytest.raises(SystemExit) as ended:
+            verify_checkpoint.main()
         printed = capsys.readouterr()
-        return status, printed.out.splitlines(), printed.err
+        return ended.value.code, printed.out.splitlines(), printed.err
 
     return run
 
