@@ -53,5 +53,16 @@ def test_only_the_trainer_and_own_programs_promise_to_resume(line, name, monkeyp
     assert ("resumes" in early.line(signal.SIGTERM)) == (name in ("", "train"))
 
 
+@pytest.mark.parametrize("name", ["JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION"])  # JAX's words for each kind differ
+def test_a_variable_that_jax_refuses_ends_a_command_in_one_line(name):
+    command = [sys.executable, "-m", "zerojax", "--version"]
+    environment = programs.environment(**{name: "x"})
+    ended = subprocess.run(
+        command, cwd=programs.ROOT, env=environment, capture_output=True, text=True, timeout=programs.LIMIT
+    )
+    line = f"zerojax: {name}: is 'x', which JAX refuses; unset this variable\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
+
+
 def test_a_program_that_imports_the_library_keeps_its_handlers():
     assert signal.getsignal(signal.SIGTERM) is not early._end and not early._is_command()

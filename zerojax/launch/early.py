@@ -1,9 +1,12 @@
-"""Ends a command in one line if it is stopped while it starts. This module is imported before the others, which take seconds.
+"""Ends a command in one line if it is stopped while it starts, or if JAX refuses a variable of the environment. This module is
+imported before the others, which take seconds.
 
 Where zerojax is imported as a library it only starts the heartbeat that `zerojax launch` asks for.
 """
 
+import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -56,7 +59,21 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(status(number))
 
 
+def _import_jax() -> None:
+    """Imports JAX, which reads its settings from the environment. One that it refuses ends the command in one line."""
+    try:
+        importlib.import_module("jax")
+    except ValueError as error:
+        named = re.search("jax_[a-z0-9_]+", str(error), re.IGNORECASE)
+        if named is None:
+            raise
+        name = named[0].upper()
+        os.write(2, f"zerojax: {name}: is {os.environ.get(name)!r}, which JAX refuses; unset this variable\n".encode())
+        os._exit(2)
+
+
 watch.begin()
 if _is_command():
     for _number in filter(listens_for, STOPS):
         signal.signal(_number, _end)
+    _import_jax()
