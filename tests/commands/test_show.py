@@ -61,6 +61,7 @@ def test_a_card_is_a_table_and_what_it_lacks_is_a_dash(call, tmp_path):
     assert found["tokens/s"] == "20,000, the median of 4 steps (0.5 s)" and found["peak, measured"] == "-"
     assert found["received a step"] == "all-gather 1.00 MiB" and found["losses"] == "of steps 1 to 2: abababababababab"
     assert json.loads(call(tmp_path / "a", "--json")[1]) == CARD
+    assert dict(show.rows({**CARD, "timed_steps": 1}))["tokens/s"] == "20,000, of 1 step (0.5 s)"
 
 
 def test_the_sizes_of_a_batch_multiply_to_it(call, tmp_path):

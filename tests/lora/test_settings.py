@@ -41,7 +41,8 @@ def test_the_shortest_ends_mean_the_names_and_no_other():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("r", 0, "lora.r: must be a whole number of at least 1, and is 0"),
+        ("r", 2**31, "lora.r: must be a whole number from 1 to 65536"),
+        ("r", 0, "lora.r: must be a whole number from 1 to 65536, and is 0"),
         ("r", True, "lora.r: must be a whole number"),
         ("alpha", float("nan"), "lora.alpha: must be a number above 0, and is nan"),
         ("rslora", "False", "lora.rslora: must be True or False, and is 'False'"),

@@ -8,6 +8,7 @@ from flax.training.train_state import TrainState
 
 from zerojax import display, precision, roles, tree
 from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
 from zerojax.optim import master_weights
 from zerojax.zero import shard_state, stages, state_bytes
 
@@ -132,3 +133,5 @@ def test_a_table_of_stage_0_has_nothing_saved_and_no_caption():
     part = make_partition(0)
     text = display.as_text(state_bytes.memory_table(part, part))
     assert "replicated" not in text and "0%" in next(line for line in text.splitlines() if "total" in line)
+    with pytest.raises(UserError, match=r"^one_block: '\[' is not a regex"):
+        state_bytes.memory_table(part, part, one_block="[")

@@ -162,7 +162,8 @@ def _speed(card: Mapping[str, Any]) -> str:
     rate, seconds = card.get("tokens_per_second"), card.get("step_seconds")
     if not isinstance(rate, float) or not isinstance(seconds, float):
         return _NOTHING
-    return f"{rate:,.0f}, the median of {_text(card.get('timed_steps'))} steps ({seconds:.4g} s)"
+    steps = card.get("timed_steps")
+    return f"{rate:,.0f}, {'of 1 step' if steps == 1 else f'the median of {_text(steps)} steps'} ({seconds:.4g} s)"
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

@@ -10,6 +10,7 @@ from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.ops import quantized
 
+MOST_RANK = 2**16
 ALL_LINEAR = "all-linear"
 A, B = "lora_a", "lora_b"  # the names of an adapter's weights
 TRAINABLE = rf"(^|/)({A}|{B})(/|$)"
@@ -52,8 +53,8 @@ class Lora:
             object.__setattr__(self, name, _pairs(name, getattr(self, name)))
             _check_regexes(name, [pattern for pattern, _ in getattr(self, name)])
         for rank in (self.r, *(rank for _, rank in self.rank_pattern)):
-            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-                raise UserError(f"lora.r: must be a whole number of at least 1, and is {errors.shown(rank)}")
+            if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= MOST_RANK:
+                raise UserError(f"lora.r: must be a whole number from 1 to {MOST_RANK}, and is {errors.shown(rank)}")
         for alpha in (self.alpha, *(alpha for _, alpha in self.alpha_pattern)):
             if not _is_number(alpha) or not 0 < alpha < math.inf:
                 raise UserError(f"lora.alpha: must be a number above 0, and is {errors.shown(alpha)}")

@@ -267,7 +267,8 @@ KEYS: Mapping[str, Key] = {
     # Activations
     "activation_checkpointing.partition_activations": _unsupported("activations are not split over a model axis", *OFF),
     "activation_checkpointing.cpu_checkpointing": _unsupported(
-        "config.model.offload keeps the outputs of chosen modules in host memory; name them", *OFF
+        "config.model.offload keeps the outputs of chosen modules in host memory, unless config.offload.params is set; name them",
+        *OFF,
     ),
     "activation_checkpointing.contiguous_memory_optimization": _implied("XLA plans the memory of activations"),
     "activation_checkpointing.number_checkpoints": _no_effect("every block is rematerialised by config.model.remat"),

@@ -64,7 +64,11 @@ def from_dict(raw: Mapping[str, Any]) -> settings.Config:
     _check_push(config.export)
     make_offload(config.offload, config.zero.stage)
     make_fp8(config)
-    make_wires(config)
+    if make_wires(config).is_on and config.offload.params != offload_lib.NONE:
+        raise UserError(
+            f"config.wire: packs within one program, and with config.offload.params={config.offload.params!r} each block has its own; "
+            "omit either"
+        )
     _check_lora(config)
     chosen = config.optimizer
     decay = registry.own_weight_decay(chosen.name) if chosen.weight_decay == settings.OWN else chosen.weight_decay

@@ -13,7 +13,7 @@ from zerojax import display, precision, roles, tree
 from zerojax import mesh as mesh_lib
 from zerojax.optim import eight_bit
 from zerojax.train_state import State
-from zerojax.zero import gather, stages
+from zerojax.zero import block_settings, gather, stages
 from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import memory_kind, selection, storage
 
@@ -136,6 +136,7 @@ def memory_table(
     in_16_bits: bool = False,
 ) -> Table:
     """Returns a table of the bytes of a partition and of `baseline`, the same run at stage 0; see `bytes_per_device`."""
+    block_settings.check_regex("one_block", one_block, r"layer_\d+", one_block)
     how: dict[str, Any] = {"accumulates": accumulates, "by_hand": by_hand, "in_16_bits": in_16_bits}
     here, there = bytes_per_device(partition, one_block=one_block, **how), bytes_per_device(baseline, **how)
     table = Table(title=f"Bytes on each device: stage {partition.stage}, {_axes(partition)}")

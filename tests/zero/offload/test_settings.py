@@ -1,5 +1,6 @@
 """Tests of zerojax.zero.offload.settings: what is offloaded is read from three forms, and what cannot take effect is refused."""
 
+import numpy as np
 import pytest
 
 from zerojax.errors import UserError
@@ -22,6 +23,9 @@ def test_nothing_is_offloaded_by_default(value):
     [
         ("disk", "offload.optimizer: must be one of none, host, nvme, and is 'disk'"),
         (True, "offload: must be one of"),
+        (settings.Offload(np.zeros(2)), "offload.optimizer: must be one of"),  # which has no truth value
+        (settings.Offload("host", by_block=np.zeros(2)), "offload.by_block: must be one of"),
+        (settings.Offload("host", chunk_bytes=np.zeros(2)), "offload.chunk_bytes: must be a whole number"),
         ({"optimiser": "host"}, "offload.optimiser: unknown; known are optimizer, params"),
         ({"optimizer": "host", "fraction": 0}, "offload.fraction: must be above 0 and at most 1, and is 0"),
         ({"optimizer": "host", "fraction": float("nan")}, "offload.fraction"),

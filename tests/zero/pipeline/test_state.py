@@ -74,6 +74,12 @@ def test_a_pipeline_without_groups_has_no_effect_and_says_so():
         prepared({"data": 2}, shard=abstract, schedule="1f1b")
 
 
+def test_a_batch_of_no_arrays_is_refused():
+    for value in (3, "x", jax.numpy.float16):
+        with pytest.raises(UserError, match=r"^batch/x: must be an array, and is "):
+            zerojax.Pipeline(abs, {"x": value}, "layer")
+
+
 @pytest.mark.parametrize(
     ("pipe", "order", "fewer"),
     [(4, {"schedule": "1f1b"}, "`pipe`,"), (2, {"schedule": "interleaved", "chunks": 2}, "`pipe` or `chunks`,")],

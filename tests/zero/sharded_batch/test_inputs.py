@@ -120,8 +120,14 @@ def test_leaves_of_unlike_lengths_are_refused_where_each_device_sees_its_own_exa
 
 
 REFUSED = {
-    "a spec that does not fit": ([("x", P("data", None, None)), ("first", P())], r"^batch/x: batch_specs gives"),
-    "another mesh's axis": ([("x", P("fsdp")), ("first", P())], r"^batch/x: batch_specs gives .* on a mesh of"),
+    "a spec that does not fit": (
+        [("x", P("data", None, None)), ("first", P())],
+        r"^batch/x: batch_specs gives .*, with 2 dims for 3 entries",
+    ),
+    "another mesh's axis": (
+        [("x", P("fsdp")), ("first", P())],
+        r"^batch/x: batch_specs gives P.*'fsdp'.*, and the mesh has no axis 'fsdp' but",
+    ),
     "a length that does not divide": (
         [("^first", P("data"))],
         r"^batch/first_time: dim 0 of \(3, 16\) does not divide by data = 8",

@@ -8,7 +8,7 @@ params      none, host, nvme      those that shard params
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from zerojax.errors import UserError
@@ -93,9 +93,13 @@ def read(value: object) -> Offload:
     return _checked(Offload(**value))
 
 
+def _is_one_of(value: Any, names: Collection[str]) -> bool:
+    return isinstance(value, str) and value in names
+
+
 def _checked(offload: Offload) -> Offload:
     for part in PARTS:
-        if getattr(offload, part) not in KINDS:
+        if not _is_one_of(getattr(offload, part), KINDS):
             raise UserError(f"offload.{part}: must be one of {', '.join(KINDS)}, and is {getattr(offload, part)!r}")
     for name in ("fraction", "params_fraction"):
         value = getattr(offload, name)
@@ -104,8 +108,11 @@ def _checked(offload: Offload) -> Offload:
             raise UserError(f"offload.{name}: must be above 0 and at most 1, and is {value!r}")
     for name, least in (("chunk_bytes", 1), ("in_flight", 2), ("nvme_buffers", 1)):
         value = getattr(offload, name)
-        derives = value == 0 and name != "chunk_bytes"
-        if not isinstance(value, int) or isinstance(value, bool) or (value < least and not derives):
+        if (
+            not isinstance(value, int)
+            or isinstance(value, bool)
+            or (value < least and (value or name == "chunk_bytes"))
+        ):
             or_else = "" if name == "chunk_bytes" else ", or 0 to derive it"
             raise UserError(f"offload.{name}: must be a whole number of at least {least}{or_else}, and is {value!r}")
     if not isinstance(offload.params_on_device, str):
@@ -114,7 +121,7 @@ def _checked(offload: Offload) -> Offload:
         re.compile(offload.params_on_device)
     except re.error as error:
         raise UserError(f"offload.params_on_device: {offload.params_on_device!r} is no regex: {error}") from error
-    if offload.by_block not in BY_BLOCK:
+    if not _is_one_of(offload.by_block, BY_BLOCK):
         raise UserError(f"offload.by_block: must be one of {', '.join(BY_BLOCK)}, and is {offload.by_block!r}")
     if not isinstance(offload.late_norm, bool):
         raise UserError(f"offload.late_norm: must be True or False, and is {offload.late_norm!r}")

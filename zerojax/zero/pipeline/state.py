@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import errors, precision, roles, signatures, specs, tree
 from zerojax import mesh as mesh_lib
-from zerojax import precision, roles, signatures, specs, tree
 from zerojax.errors import UserError
 from zerojax.optim import pieces
 from zerojax.train_state import State
@@ -59,6 +59,9 @@ class Pipeline:
     def __post_init__(self) -> None:
         """Raises UserError for a value of another type."""
         signatures.check_fields(self)
+        for path, leaf in tree.flatten(self.batch):
+            if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                raise UserError(f"batch/{path}: must be an array, and is {errors.shown(leaf)}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -105,7 +105,22 @@ class Layout:
             except ValueError as error:
                 raise arguments.other_tree(paths) from error
             found = dict(zip(paths, jax.tree.leaves(full, is_leaf=is_spec)))
-        return {path: mesh_lib.with_parts(self.mesh, spec) for path, spec in found.items() if spec is not None}
+        own = {path: spec for path, spec in found.items() if spec is not None}
+        for path, leaf in tree.flatten(batch):
+            if path in own:
+                self._check_spec(path, leaf, own[path])
+        return {path: mesh_lib.with_parts(self.mesh, spec) for path, spec in own.items()}
+
+    def _check_spec(self, path: str, leaf: Leaf, spec: P) -> None:
+        dims = leaf.ndim - int(self.passes > 1 and bool(specs_lib.axes(spec)))
+        unknown = sorted(specs_lib.axes(spec) - set(self.mesh.shape))
+        if unknown or len(spec) > dims:
+            why = (
+                f"and the mesh has no axis {unknown[0]!r} but {', '.join(mesh_lib.sizes(self.mesh))}"
+                if unknown
+                else f"with {dims} dims{' in each pass' if self.passes > 1 else ''} for {len(spec)} entries"
+            )
+            raise UserError(f"batch/{path}: batch_specs gives {spec} to shape {leaf.shape}, {why}; change the spec")
 
     def _spec(self, own: dict[str, P], path: str, dims: int) -> P:
         return own[path] if path in own else P(mesh_lib.EXAMPLES) if dims > 0 else P()
@@ -126,10 +141,6 @@ class Layout:
         return jax.lax.with_sharding_constraint(leaf, sharding) if specs_lib.axes(spec) else leaf
 
     def _check_fits(self, path: str, leaf: Leaf, spec: P, *, is_own: bool) -> None:
-        if specs_lib.axes(spec) - set(self.mesh.shape) or len(spec) > leaf.ndim:
-            raise UserError(
-                f"batch/{path}: batch_specs gives {spec} to shape {leaf.shape} on a mesh of {mesh_lib.sizes(self.mesh)}"
-            )
         for dim, entry in enumerate(spec):
             if leaf.shape[dim] % mesh_lib.size(self.mesh, specs_lib.names(entry)):
                 raise arguments.indivisible(self.mesh, path, leaf, spec, dim, is_own=is_own)

@@ -289,4 +289,8 @@ def is_term(node: PyTree) -> bool:
 
 def type_of(value: Any) -> str:
     """Returns the type of a value as text: `int32[4]` for arrays."""
-    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+    return (
+        f"{value.dtype}{list(value.shape)}"
+        if hasattr(value, "dtype") and hasattr(value, "shape")
+        else type(value).__name__
+    )
