@@ -62,6 +62,19 @@ def assert_equal_logits(name, loaded):
     np.testing.assert_allclose(loaded.loss_of(logits, batch["labels"]), expected["loss"], rtol=LOSS)
 
 
+def test_a_batch_without_what_a_model_reads_is_refused():
+    decoder, encoder_decoder = golden_models.load("llama", 0), golden_models.load("t5", 0)
+    for call, batch, line in (
+        (decoder.apply, None, "batch: must be a dict, and is None"),
+        (decoder.loss, {"ids": 1, "labels": 2}, "batch: lacks input_ids, and has ids, labels; add input_ids to it"),
+        (encoder_decoder.apply, {"input_ids": np.ones((1, 2), int)}, "batch: lacks labels, and has input_ids; add"),
+    ):
+        with pytest.raises(UserError, match=rf"^{line}"):
+            call({}, batch)
+    with pytest.raises(UserError, match=r"^path: must be .*, and is b'x'"):
+        decoder.read_adapter(b"x")
+
+
 OTHERS = golden_models.DECODERS + golden_models.MIXTURES + golden_models.ENCODER_DECODERS
 # What these do, qwen2moe, the norms of qwen3, bart, pegasus, and mbart under tensor parallelism do by default.
 AGAIN = ("mixtral", "olmoe", "qwen3moe", "marian", "mbart")

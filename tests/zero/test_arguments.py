@@ -153,15 +153,18 @@ def test_a_mesh_with_a_data_axis_is_enough(mesh, reduce_dtype):
     np.testing.assert_allclose(losses(mesh(), jax.P("data")), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("leaf", ["a text", ["a", "text"], np.array(["a"]), np.array([None]), object(), len])
+@pytest.mark.parametrize("leaf", ["a text", ["a", "text"], np.array(["a"]), np.array([None]), object(), len, 2**31])
 @pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
 def test_a_batch_with_texts_is_refused_with_their_place(leaf, reduce_dtype):
     state, partition = shard()
     step = zerojax.make_train_step(loss_fn, partition, reduce_dtype=reduce_dtype)
-    with pytest.raises(
-        UserError, match=r"^batch/text(/0)?: is .*, and every leaf of a batch must be an array or a num"
-    ):
-        step(state, {"x": BATCH, "text": leaf})
+    for call in (step, step.lower, step.trace):
+        with pytest.raises(
+            UserError, match=r"^batch/text(/0)?: is .*, and every leaf of a batch must be an array or a num"
+        ):
+            call(state, {"x": BATCH, "text": leaf})
+    with pytest.raises(UserError, match=r"^state: "):
+        step.lower(3, BATCH)
 
 
 def test_a_batch_on_another_device_is_refused_with_the_call_that_moves_it():

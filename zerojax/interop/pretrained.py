@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from zerojax import files, precision, tree
+from zerojax import files, precision, signatures, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference import classify, generate, sampling
@@ -96,6 +96,7 @@ class Pretrained:
         """Returns the tokens that begin, end and pad a generated text."""
         return special_tokens(self.folder)
 
+    @signatures.checked
     def apply(self, params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
         """Returns the model's logits float32[batch, length, vocab], or of a classifier float32[batch, classes]. The function is written for
         unsharded weights.
@@ -108,13 +109,14 @@ class Pretrained:
         inputs, tokens = self._inputs(batch)
         return self.family.logits(self.config, params, inputs, tokens)
 
+    @signatures.checked
     def loss(self, params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
         """Returns the mean cross-entropy of `batch["labels"]`, float32[], without those that are -100, as transformers does.
 
         A decoder's labels are its own inputs: the scores after a token are compared with the label of the next one. A classifier's are
         int[batch].
         """
-        return self.loss_of(self.apply(params, batch), jnp.asarray(batch["labels"]))
+        return self.loss_of(self.apply(params, batch), _array(batch, "labels"))
 
     def loss_of(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
         """Returns `loss` from the logits that `apply` returns."""
@@ -165,6 +167,7 @@ class Pretrained:
             raise UserError(f"classifier: the model of {self.folder.path} has no classes; use `generator`")
         return classify.make_classifier(self.family, self.config, self.partition, compute_dtype=compute_dtype)
 
+    @signatures.checked
     def read_adapter(self, path: str | os.PathLike) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Reads a folder of PEFT for `zerojax.Engine(adapters=...)`: {module's path: (A float32[inputs, r], scale * B [r, outputs])}.
 
@@ -194,17 +197,23 @@ class Pretrained:
         if self.family.is_classifier and "token_type_ids" in batch:
             inputs["kinds"] = jnp.asarray(batch["token_type_ids"])
         if not self.family.is_encoder_decoder:
-            return inputs, jnp.asarray(batch["input_ids"])
-        inputs["inputs"] = jnp.asarray(batch["input_ids"])
+            return inputs, _array(batch, "input_ids")
+        inputs["inputs"] = _array(batch, "input_ids")
         if "decoder_input_ids" in batch:
             return inputs, jnp.asarray(batch["decoder_input_ids"])
-        labels, special = jnp.asarray(batch["labels"]), self.special
+        labels, special = _array(batch, "labels"), self.special
         labels = jnp.where(labels == NO_LABEL, special.pad, labels)
         shifted = jnp.pad(labels, ((0, 0), (1, 0)), constant_values=special.start)[:, :-1]
         if getattr(self.config, "starts_with_last", False):
             last_B1 = jnp.sum(labels != special.pad, axis=1, keepdims=True) - 1
             shifted = shifted.at[:, :1].set(jnp.take_along_axis(labels, last_B1, axis=1))
         return inputs, shifted
+
+
+def _array(batch: Mapping[str, Any], name: str) -> jax.Array:
+    if name not in batch:
+        raise UserError(f"batch: lacks {name}, and has {', '.join(map(str, batch)) or 'nothing'}; add {name} to it")
+    return jnp.asarray(batch[name])
 
 
 def load_huggingface(

@@ -153,18 +153,26 @@ class _Program:
         functools.update_wrapper(self, run)
         self._program = jax.jit(run, compiler_options=dict(options), **how) if options else jax.jit(run, **how)
         self._part = jax.jit(run, **how) if options else self._program
-        self.trace, self.lower = self._program.trace, self._program.lower
         self._before, self._explained = before, explained
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return self._part(*args, **kwargs)
         self._before(*args, **kwargs)
+        return self._tried(self._program, *args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tried(self._program.trace, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tried(self._program.lower, *args, **kwargs)
+
+    def _tried(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._program(*args, **kwargs)
+            return call(*args, **kwargs)
         except errors.UserError:
             raise
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             why = self._explained(*args, **kwargs)
             if why is None:
                 raise

@@ -282,7 +282,7 @@ class Engine:
             raise UserError(f"on_change: must be a function or None, and is {errors.shown(on_change)}")
         try:
             ids = np.asarray(prompt)
-        except ValueError:  # rows of several lengths
+        except (ValueError, TypeError):  # rows of several lengths, or a random key
             ids = np.empty(0)
         if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
             raise UserError(

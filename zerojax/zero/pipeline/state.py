@@ -60,7 +60,7 @@ class Pipeline:
         """Raises UserError for a value of another type."""
         signatures.check_fields(self)
         for path, leaf in tree.flatten(self.batch):
-            if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            if not (tree.is_array(leaf) and hasattr(leaf, "shape")):
                 raise UserError(f"batch/{path}: must be an array, and is {errors.shown(leaf)}")
 
 
