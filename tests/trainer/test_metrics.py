@@ -122,6 +122,12 @@ def test_a_folder_without_a_log_is_refused(tmp_path):
         metrics.read(tmp_path)
 
 
+def test_a_file_in_the_place_of_the_events_is_named(tmp_path):
+    (tmp_path / metrics.TENSORBOARD).touch()
+    with metrics.MetricsLog(tmp_path, enabled=True) as file, pytest.raises(UserError, match="/tensorboard: cannot be"):
+        file.open()
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("full", ["lines", "events"])
 def test_a_full_disk_is_reported_once_and_then_the_log_is_silent(tmp_path, full, monkeypatch):

@@ -164,7 +164,8 @@ class MetricsLog:
     def _opened(self) -> tuple[Any, events.Events | None]:
         if self._lines is None:
             if self._has_events:
-                self._events = events.Events(self._workdir / TENSORBOARD, self._first_step)
+                with files.writing(self._workdir / TENSORBOARD):
+                    self._events = events.Events(self._workdir / TENSORBOARD, self._first_step)
             self._lines = open(self._workdir / FILE, "ab")  # noqa: SIM115
         return self._lines, self._events
 

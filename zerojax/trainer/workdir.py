@@ -140,7 +140,8 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
             return
         saved = bounded.parse_json(bounded.read_bytes(folder / CONFIG_FILE))
     except OSError as error:
-        raise UserError(f"--workdir {folder}: cannot be used ({error.strerror}); choose another folder") from error
+        where = f"--workdir {folder}: cannot be used ({error.strerror}, {CONFIG_FILE})"
+        raise UserError(f"{where}; choose another folder") from error
     except ValueError as error:
         raise UserError(f"{folder / CONFIG_FILE}: is not JSON; restore it, or choose another --workdir") from error
     if not isinstance(saved, Mapping):
