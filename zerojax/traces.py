@@ -246,9 +246,9 @@ def needs(jaxpr: jex.Jaxpr) -> list[set[int]]:
 
 
 @contextlib.contextmanager
-def scopes(eqn: jex.JaxprEqn) -> Iterator[None]:
-    """Gives what is traced inside the line of code, the names and the context of an equation."""
-    stack = source.current_name_stack() + eqn.source_info.name_stack
+def scopes(eqn: jex.JaxprEqn, names: Any = None) -> Iterator[None]:
+    """Gives what is traced inside the line of code, the context and the names of an equation, or these `names` in their place."""
+    stack = source.current_name_stack() + (eqn.source_info.name_stack if names is None else names)
     with source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 

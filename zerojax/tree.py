@@ -215,3 +215,7 @@ class NonArrays:
         """Returns the value that was taken, with other arrays."""
         own, rest = iter(arrays), iter(self._rest)
         return jax.tree.unflatten(self._structure, [next(own if array else rest) for array in self._is_array])
+
+    def rest(self) -> tuple[Any, ...]:
+        """Returns all that is kept, which may be compared."""
+        return self._structure, *self._is_array, *((type(value), value) for value in self._rest)

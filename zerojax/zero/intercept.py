@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.core
@@ -27,7 +27,7 @@ from flax.traverse_util import unflatten_dict
 
 from zerojax import tree
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import block_keys, block_settings, lifted_blocks, marks, nnx_blocks, remat
+from zerojax.zero import alike, block_keys, block_settings, lifted_blocks, marks, nnx_blocks, remat
 
 # run(body, params, arrays, policy) -> outputs, with body(used params, *arrays) -> outputs; `params` are by path in the model.
 Run = Callable[[Callable[..., Any], dict[str, Any], list[jax.Array], remat.Policy], Any]
@@ -168,6 +168,10 @@ class Interceptor:
         self._is_leaf, self._stored_of, self._shape_of, self._stacks = is_leaf, stored_of, shape_of, stacks
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
+        self._kinds: dict[Hashable, list[alike.AlikeBlocks]] = {}
+        self._called: dict[
+            str, set[str]
+        ] = {}  # the ends of the paths of modules that a block's marks know, by the block's path
         self.entered: set[str] = set()
         self.with_unknown: set[str] = set()  # blocks with weights for which `stored_of` returns None
 
@@ -213,7 +217,10 @@ class Interceptor:
         is_known = bool(known) and all(known.values())
         if self._run and is_known and _is_plain(module) and not _reads_others((args, kwargs), is_field=False):
             block = _LinenBlock(module, context.method_name, known, self._is_leaf)
-            return self.run_block(block, path, module.path, args, kwargs)
+            is_alone = (
+                call is context.orig_method
+            )  # no interceptor of the loss tells it from others, as those of adapters may
+            return self.run_block(block, path, module.path, args, kwargs, is_alone)
         with self._entered_as(path, module.path):  # calls inside a block, also flax's own of the lifted function, pass
             return lifted_blocks.run(
                 module,
@@ -261,10 +268,13 @@ class Interceptor:
         root: tuple[str, ...],
         args: tuple,
         kwargs: dict,
+        is_alone: bool = False,
     ) -> Any:
-        """Runs a block as a function of its weights and of arrays."""
-        given, result, names, hooks = tree.NonArrays(), tree.NonArrays(), list(block.known), self._how.hooks
+        """Runs a block as a function of its weights and of arrays. One that `is_alone`, without interceptors, may be alike others."""
+        given, names, hooks = tree.NonArrays(), list(block.known), self._how.hooks
         arrays = given.take((args, kwargs))
+        kind = self._kind(block, path, given) if is_alone and not hooks else None
+        result = tree.NonArrays() if kind is None else kind.result
         first, last = len(arrays), len(arrays) + len(block.inputs)
         read, form = jax.tree.flatten([hook.of_block(names) for hook in hooks])
 
@@ -278,8 +288,32 @@ class Interceptor:
                 return result.take(call(*inner_args, **inner_kwargs))
 
         run = self._run or lifted_blocks.by_gathers(self._gather_leaf)
+        if kind is not None:
+            assert isinstance(block, _LinenBlock)
+            body = alike.Body(body, root[-1], block.root, kind)
         outputs = run(body, dict(block.known), [*arrays, *block.inputs, *read], self._policy_of(path))
         return result.give(outputs)
+
+    def _kind(
+        self, block: "_LinenBlock | nnx_blocks.Block", path: str, given: tree.NonArrays
+    ) -> alike.AlikeBlocks | None:
+        """Returns the kind of a block, a new one if none before is alike; None if nothing is known of others."""
+        if not isinstance(block, _LinenBlock) or not block.root or block.inputs:
+            return None
+        found = alike.description(block.alone, block.method, block.leaves, given)
+        if found is None:
+            return None
+        kinds = self._kinds.setdefault((found, self._is_head(path)), [])
+        kind = next((kind for kind in kinds if self._is_marked_as(kind.first, path)), None)
+        if kind is None:
+            kind = alike.AlikeBlocks(path, tree.NonArrays())
+            kinds.append(kind)
+        return kind
+
+    def _is_marked_as(self, first: str, path: str) -> bool:
+        """Returns whether marks name the same modules in a block as in one that has run."""
+        inner = ("", *self._called.get(first, ()))
+        return self.marks is None or all(self.marks.of(first + name) == self.marks.of(path + name) for name in inner)
 
     def _inputs(self, path: str, values: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays that a block is called with."""
@@ -289,6 +323,7 @@ class Interceptor:
         """Runs a call inside a block."""
         assert self._inside is not None and self.marks is not None
         path = "/".join((self._inside, *module.path[len(self._root) :]))
+        self._called.setdefault(self._inside, set()).add(path.removeprefix(self._inside))
         if path == self._inside or self._is_head(self._inside):
             return call(*args, **kwargs)
         return self.marks.call(path, call, args, kwargs, module)
@@ -313,10 +348,11 @@ class _LinenBlock:
     """A call that reads the module's own params, its random keys and its inputs alone, as a function of arrays; see `nnx_blocks.Block`."""
 
     def __init__(self, module: nn.Module, method: str, known: lifted_blocks.Known, is_leaf: tree.IsLeaf):
-        self._alone, self._path, self._method, scope = module.clone(parent=None), module.path, method, module.scope
+        self.alone, self._path, self.method, scope = module.clone(parent=None), module.path, method, module.scope
         self._structure = jax.tree.structure(module.variables.get("params", {}), is_leaf=is_leaf)
         found = [weight for weight in known.values() if weight]
         self._names, self.known = [name for name, _ in found], dict(found)
+        self.leaves, self.root = list(known), _root({leaf: weight[0] for leaf, weight in known.items() if weight})
         assert scope is not None
         self._streams = block_keys.Streams(scope) if scope.rngs else None
         self.inputs: Sequence[Any] = self._streams.words if self._streams else ()
@@ -326,10 +362,10 @@ class _LinenBlock:
         """Yields the method, with these weights and inputs."""
         params = jax.tree.unflatten(self._structure, [used[name] for name in self._names])
         with contextlib.ExitStack() as around:
-            module = around.enter_context(bound(self._alone, self._path, params))
+            module = around.enter_context(bound(self.alone, self._path, params))
             if self._streams:
                 around.enter_context(self._streams.running(module.scope, inputs))
-            yield getattr(module, self._method)
+            yield getattr(module, self.method)
 
 
 @contextlib.contextmanager
@@ -374,6 +410,12 @@ def _reads_others(value: object, *, is_field: bool) -> bool:
             if any(_reads_others(part, is_field=True) for part in (*cells, *partial) if part is not leaf):
                 return True
     return False
+
+
+def _root(paths: Mapping[str, str]) -> str:
+    """Returns the path below which all weights of a module are, from their paths by those in the module; "" if there is none."""
+    found = {path.removesuffix(f"/{leaf}") if path.endswith(f"/{leaf}") else "" for leaf, path in paths.items()}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _join(module_path: str, leaf_path: str) -> str:

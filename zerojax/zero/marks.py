@@ -61,6 +61,10 @@ class Modules:
                 "or kept in host memory; let one of them match it"
             )
 
+    def of(self, path: str) -> tuple[bool, bool]:
+        """Returns whether `recompute` and `offload` match a module."""
+        return self._recompute.fullmatch(path) is not None, self._offload.fullmatch(path) is not None
+
     def inputs(self, path: str, values: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays that a block is called with, kept in host memory if `offload` matches the block."""
         if not self._offload.fullmatch(path):

@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax.tree import PyTree
-from zerojax.zero import float32_grads, gather, lifted_blocks, marks, placement, remat
+from zerojax.zero import alike, float32_grads, gather, lifted_blocks, marks, placement, remat
 
 Body = Callable[..., Any]
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
@@ -54,13 +54,17 @@ def no_tokens() -> Tokens:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockCall:
-    """One block's call: its body, and how its weights are sent and reduced (`placement.Wire`)."""
+    """One block's call: its body, and how its weights are sent and reduced (`placement.Wire`).
+
+    `passes` are those of blocks that are alike; None: this block's passes are traced for it alone.
+    """
 
     body: Body
     placements: Mapping[str, placement.Placement]
     dtype: Any
     reduction: gather.Reduction
     policy: Any
+    passes: alike.SharedPasses | None = None
 
     def near(self, stored: Mapping[str, jax.Array], after: jax.Array) -> dict[str, Any]:
         """Returns what is kept for the backward pass in place of shards, of the weights whose wires keep it; `after` is there before."""
@@ -102,6 +106,10 @@ class BlockCall:
 
         Returns what it returns, the leaves of the vjp function, which leaf of `sent` each of them is (None: a residual), and their tree.
         """
+        if self.passes is not None:
+            assert isinstance(self.body, alike.Body)
+            with contextlib.suppress(alike.ReadsOthers):
+                return self.passes.vjp(self.body, stored, sent, arrays)
         # Barriers or programs of their own prevent CSE of the two passes; those of jax.checkpoint would also delay copies from the host.
         body = self.run if self.policy is None else jax.checkpoint(self.run, policy=self.policy, prevent_cse=False)
         weights = self.differentiated(stored, sent)
@@ -112,11 +120,21 @@ class BlockCall:
         arrival_of = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(sent))}
         return outputs, leaves, tuple(arrival_of.get(id(leaf)) for leaf in leaves), structure
 
-    def pulled(self, pull: Callable[..., Any], cotangents: PyTree) -> tuple[dict[str, jax.Array], list[Any]]:
+    def pulled(
+        self, structure: Any, leaves: Sequence[Any], cotangents: PyTree
+    ) -> tuple[dict[str, jax.Array], list[Any]]:
         """Returns what is left for `reduce` of the gradients of `differentiated`, and the gradients of the body's arrays.
 
         What wires send of gradients at once is sent here, beside this block's own backward pass.
+
+        Args:
+          structure, leaves: those of the vjp function, as `vjp` returns them.
+          cotangents: of what the body returned.
         """
+        if isinstance(structure, alike.Once):
+            assert isinstance(self.body, alike.Body) and self.passes is not None
+            return self.passes.pulled(self.body, structure, leaves, cotangents)
+        pull = jax.tree.unflatten(structure, leaves)
         if jnp.dtype(self.reduction.dtype) == jnp.float32 and self.placements:
             mesh = next(iter(self.placements.values())).stored.mesh
             pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
@@ -160,6 +178,7 @@ class Chain:
     ):
         self._find, self._dtype, self._reduction, self._known = find, dtype, reduction, known
         self.tokens, self._first, self._trace = tokens, tokens, _trace()
+        self._passes: dict[Any, alike.SharedPasses] = {}
         self._with_unsent: list[Any] = []  # the arrays of `ShardAndSink.unsent` that blocks had
 
     def __call__(
@@ -174,10 +193,19 @@ class Chain:
             # Tokens cannot pass through a transformation inside the model.
             return lifted_blocks.by_gathers(self.gather_leaf)(body, weights, arrays, marks.without_offload(policy))
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
-        plan = BlockCall(body, placements, self._dtype, self._reduction, policy)
+        plan = self._shared(BlockCall(body, placements, self._dtype, self._reduction, policy))
         known = {path: self._known[path] for path in weights if path in self._known}
         outputs, self.tokens = _block(plan, weights, known, self.tokens, tuple(arrays))
         return outputs
+
+    def _shared(self, plan: BlockCall) -> BlockCall:
+        """Returns a block's call with the passes of those that are alike and sent alike."""
+        if not isinstance(plan.body, alike.Body):
+            return plan
+        key = (plan.body.kind, *(plan.placements[path] for path in sorted(plan.placements)))
+        if key not in self._passes:
+            self._passes[key] = alike.SharedPasses(plan.body, plan.vjp, plan.pulled)
+        return dataclasses.replace(plan, passes=self._passes[key])
 
     def restart(self) -> None:
         """Forgets the blocks that ran, because the loss is traced again."""
@@ -289,7 +317,7 @@ def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[An
         again[own] if own is not None else near if far is None else far
         for own, near, far in zip(residuals.arrivals, on_device, on_host)
     ]
-    grads, inputs = plan.pulled(jax.tree.unflatten(residuals.structure, leaves), arrived)
+    grads, inputs = plan.pulled(residuals.structure, leaves, arrived)
     # The previous block begins once all matmuls here are done and the next block's gradients are summed.
     grads, inputs, end = jax.lax.optimization_barrier((grads, inputs, tokens.end))
     (sums, unsent), end = jax.lax.optimization_barrier((plan.reduce(grads, residuals.unsent), end))

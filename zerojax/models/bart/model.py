@@ -98,6 +98,8 @@ class FullyConnected(nn.Module):
 class BartEncoderLayer(nn.Module):
     """One residual self-attention and one residual MLP, each normalised after its sum."""
 
+    calls_are_alike = True
+
     config: BartConfig
 
     @nn.compact
@@ -111,6 +113,8 @@ class BartEncoderLayer(nn.Module):
 
 class BartDecoderLayer(nn.Module):
     """One residual causal self-attention, one residual attention to the encoder's states, and one residual MLP."""
+
+    calls_are_alike = True
 
     config: BartConfig
 

@@ -72,6 +72,8 @@ class BertMLP(nn.Module):
 class BertLayer(nn.Module):
     """One residual self-attention and one residual MLP, each normalised after its sum."""
 
+    calls_are_alike = True
+
     config: BertConfig
 
     @nn.compact

@@ -289,6 +289,8 @@ class Mixture(nn.Module):
 class Layer(nn.Module):
     """One residual attention and one residual MLP."""
 
+    calls_are_alike = True
+
     config: LlamaConfig
     window: int = 0
     rotation: rope.Rope | None = None

@@ -92,6 +92,8 @@ class FeedForward(nn.Module):
 class EncoderLayer(nn.Module):
     """One residual self-attention and one residual MLP."""
 
+    calls_are_alike = True
+
     config: T5Config
 
     @nn.compact
@@ -105,6 +107,8 @@ class EncoderLayer(nn.Module):
 
 class DecoderLayer(nn.Module):
     """One residual causal self-attention, one residual attention to the encoder's states, and one residual MLP."""
+
+    calls_are_alike = True
 
     config: T5Config
 

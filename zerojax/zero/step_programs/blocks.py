@@ -94,7 +94,7 @@ def _backward(plan: overlap.BlockCall, residuals: _Saved, cotangents: PyTree) ->
     def run(stored: dict[str, jax.Array], leaves: list[jax.Array], cotangents: PyTree) -> tuple[Any, list[Any]]:
         again, rest = jax.tree.leaves(plan.gather(stored)), iter(leaves)
         filled = [next(rest) if own is None else again[own] for own in residuals.arrivals]
-        grads, inputs = plan.pulled(jax.tree.unflatten(residuals.structure, filled), cotangents)
+        grads, inputs = plan.pulled(residuals.structure, filled, cotangents)
         return plan.reduce(grads)[0], inputs
 
     sums, inputs = _nested("backward", run)(residuals.stored, residuals.leaves, cotangents)
