@@ -148,5 +148,4 @@ nnx.RngStream.__call__ = _draw_folded  # type: ignore[method-assign, assignment]
 
 
 def _may_be_raw(leaf: Leaf) -> bool:
-    words = jax.eval_shape(jax.random.PRNGKey, 0).shape
-    return leaf.dtype == jnp.uint32 and leaf.shape[-1:] == words
+    return leaf.dtype == jnp.uint32 and leaf.shape[-1:] == jax.eval_shape(jax.random.PRNGKey, 0).shape
