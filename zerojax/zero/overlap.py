@@ -199,8 +199,12 @@ class Chain:
         return outputs
 
     def _shared(self, plan: BlockCall) -> BlockCall:
-        """Returns a block's call with the passes of those that are alike and sent alike."""
-        if not isinstance(plan.body, alike.Body):
+        """Returns a block's call with the passes of those that are alike and sent alike.
+
+        A wire with a context of its own around the loss notes which weights are read, so each block is traced.
+        """
+        notes = [own for own in plan.placements.values() if not isinstance(own.wire.around(), contextlib.nullcontext)]
+        if notes or not isinstance(plan.body, alike.Body):
             return plan
         key = (plan.body.kind, *(plan.placements[path] for path in sorted(plan.placements)))
         if key not in self._passes:
