@@ -1,5 +1,6 @@
 """Checks that blocks that are alike are traced once, and that the step stays what it is. This module tests zerojax.zero.alike."""
 
+import contextlib
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from flax.training import train_state
 
 import zerojax
-from zerojax.zero import alike
+from zerojax.zero import alike, gather
 
 WIDTH, LAYERS = 16, 4
 traced: list[str] = []  # the names of the layers that were traced
@@ -118,6 +119,12 @@ def test_each_block_has_its_own_names(monkeypatch):
 
 def test_modules_whose_fields_cannot_be_compared_are_not_alike(monkeypatch):
     lowered(monkeypatch, True, Net(slopes=tuple((number, Unhashable(1.0)) for number in range(LAYERS))))
+    assert len(traced) == LAYERS
+
+
+def test_blocks_whose_wire_notes_which_weights_are_read_are_each_traced(monkeypatch):
+    monkeypatch.setattr(gather.Plain, "around", lambda self: contextlib.ExitStack())  # as of experts on several devices
+    lowered(monkeypatch, True, Net())
     assert len(traced) == LAYERS
 
 
