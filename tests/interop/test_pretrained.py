@@ -288,6 +288,18 @@ def test_special_tokens_come_from_the_settings_of_generation_and_else_from_the_c
             pretrained.special_tokens(settings(tmp_path, **change))
 
 
+@pytest.mark.parametrize("of_config", [3, None])
+def test_labels_begin_with_the_start_token_of_config_json(tmp_path, of_config):
+    folder = settings(tmp_path, decoder_start_token_id=4)
+    raw = {name: value for name, value in folder.raw.items() if name != "decoder_start_token_id"}
+    (folder.path / folder_lib.CONFIG).write_text(json.dumps(raw | ({"decoder_start_token_id": 3} if of_config else {})))
+    loaded = zerojax.load_huggingface(folder.path, mesh=zerojax.make_mesh(), stage=3)
+    assert loaded.special.start == 4
+    batch = {name: np.asarray([[5, 6, 7]]) for name in ("input_ids", "labels")}
+    told = {**batch, "decoder_input_ids": np.asarray([[of_config or 2, 5, 6]])}  # 2: of transformers' BartConfig
+    np.testing.assert_array_equal(loaded.apply(loaded.params, batch), loaded.apply(loaded.params, told))
+
+
 def test_settings_that_are_not_applied_are_named(tmp_path):
     assert pretrained.unread_settings(settings(tmp_path)) == []
     found = pretrained.unread_settings(settings(tmp_path, num_beams=4, no_repeat_ngram_size=3, min_length=0))

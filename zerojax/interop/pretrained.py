@@ -203,7 +203,7 @@ class Pretrained:
             return inputs, jnp.asarray(batch["decoder_input_ids"])
         labels, special = _array(batch, "labels"), self.special
         labels = jnp.where(labels == NO_LABEL, special.pad, labels)
-        shifted = jnp.pad(labels, ((0, 0), (1, 0)), constant_values=special.start)[:, :-1]
+        shifted = jnp.pad(labels, ((0, 0), (1, 0)), constant_values=start_of_labels(self.folder))[:, :-1]
         if getattr(self.config, "starts_with_last", False):
             last_B1 = jnp.sum(labels != special.pad, axis=1, keepdims=True) - 1
             shifted = shifted.at[:, :1].set(jnp.take_along_axis(labels, last_B1, axis=1))
@@ -380,6 +380,13 @@ def special_tokens(folder: folder_lib.Folder) -> family_lib.SpecialTokens:
         forced_first=min(_ids(folder, "forced_bos_token_id"), default=None),
         forced_last=min(_ids(folder, "forced_eos_token_id"), default=None),
     )
+
+
+def start_of_labels(folder: folder_lib.Folder) -> int:
+    """Returns the token before an encoder-decoder's labels: config.json's, as in transformers, whatever that of generation is."""
+    named = folder.raw.get("decoder_start_token_id", folder.family.huggingface.starts.get(folder.raw["model_type"]))
+    is_id = isinstance(named, int) and not isinstance(named, bool) and 0 <= named < folder.model.vocab_size
+    return named if is_id else special_tokens(folder).start
 
 
 def unread_settings(folder: folder_lib.Folder) -> list[str]:

@@ -83,6 +83,7 @@ class HuggingFace:
       prefix: begins all names but those in `outside`. Files of a model without its head lack it. "" if it has no such form.
       outside: the names of the head's tensors.
       quantized: pairs (model_type, quant_method of its config.json) of quantized weights that are read.
+      starts: {model_type: the token before labels where config.json names none}, of transformers' classes of configs.
     """
 
     architectures: Mapping[str, tuple[str, ...]]
@@ -99,6 +100,7 @@ class HuggingFace:
     prefix: str = ""
     outside: tuple[str, ...] = ()
     quantized: tuple[tuple[str, str], ...] = ()
+    starts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

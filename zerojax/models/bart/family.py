@@ -160,6 +160,7 @@ FAMILY = family.Family(
         read=_read,
         adapted=lambda config: ("q_proj", "v_proj"),
         repeated=_repeated,
+        starts={"bart": 2, "marian": 58_100, "pegasus": 0},
         copies=lambda raw: {
             r"model\.(encoder|decoder)\.embed_tokens\.weight": EMBED,
             **({HEAD: EMBED} if raw.get("tie_word_embeddings", True) else {}),

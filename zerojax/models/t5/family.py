@@ -160,6 +160,7 @@ FAMILY = family.Family(
         write=_write,
         read=_read,
         adapted=lambda config: ("q", "v"),
+        starts={"mt5": 0},
         copies=lambda raw: {
             r"(encoder|decoder)\.embed_tokens\.weight": EMBED,
             **({HEAD: EMBED} if raw.get("tie_word_embeddings", True) else {}),

@@ -42,7 +42,7 @@ def form(
         is_encoder_decoder=family.is_encoder_decoder,
         seq_len=config.seq_len,
         answer_len=config.data.answer_len,
-        start=special.start,
+        start=special.start if source is None or not family.is_encoder_decoder else pretrained.start_of_labels(source),
         end=special.stops[0],
         bos=tokenizer.bos_id if is_own and not family.is_encoder_decoder else None,
         stops=special.stops,
