@@ -290,6 +290,20 @@ def test_steps_over_other_axes_are_judged_by_those_that_were_compiled_over_them(
     assert outcomes[0].candidate == plain[0] and [c.ring for c in lines] == [False, True]
 
 
+def test_few_layers_have_the_last_word_where_the_full_program_computes_values_again():
+    first, second = (search.Candidate(3, "dots", micro, 4 // micro, 1) for micro in (2, 1))
+    times = {first: 1.0, second: 1.03}
+
+    def build(candidate):
+        full = types.SimpleNamespace(peak=1, bound=None, seconds=1.07 * times[candidate], tokens=1)
+        return search.Built(1, lambda: full, lambda: search.Continued(1.0, times[candidate], 1))
+
+    guess = lambda candidate: arithmetic.Guess(times[candidate], 1.0, {})  # noqa: E731
+    outcomes = search.by_arithmetic("h200", [second, first], guess, build, memory=10)
+    assert outcomes[0].candidate == first and outcomes[0].is_compiled
+    assert (outcomes[0].seconds, outcomes[0].tokens_per_second) == (1.0, 1.0)
+
+
 def test_a_step_that_takes_minutes_to_compile_has_the_line_s_word_unless_it_is_near_the_memory():
     candidate = search.Candidate(3, "full", 1, 8, 1, pipe=4)
     for memory, is_compiled in ((1000, False), (100.5, True)):
