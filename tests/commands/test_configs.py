@@ -1,6 +1,6 @@
 """Checks the list of configs. This module tests zerojax.commands.configs and zerojax.configs."""
 
-import sys
+import functools
 
 import pytest
 import runs
@@ -10,16 +10,9 @@ from zerojax.commands import configs
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
+def call(run_main):
     """Returns f(argument, ...) -> (status, stdout, stderr)."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["configs", *words])
-        with pytest.raises(SystemExit) as end:
-            configs.main()
-        return end.value.code, *capsys.readouterr()
-
-    return run
+    return functools.partial(run_main, configs)
 
 
 def test_every_config_has_one_line_that_says_what_it_is(call):

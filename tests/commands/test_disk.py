@@ -1,7 +1,7 @@
 """Checks the command `zerojax disk`. This module tests zerojax.commands.disk."""
 
+import functools
 import json
-import sys
 
 import pytest
 
@@ -9,17 +9,9 @@ from zerojax.commands import disk
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(run_main):
     """Returns a function that runs the command, and returns its status, output and error."""
-
-    def started(*arguments):
-        monkeypatch.setattr(sys, "argv", ["zerojax disk", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            disk.main()
-        printed = capsys.readouterr()
-        return end.value.code, printed.out, printed.err
-
-    return started
+    return functools.partial(run_main, disk)
 
 
 SMALL = ("--size=1M", "--chunk=256K", "--threads=1,2")

@@ -1,5 +1,6 @@
 """Runs the command in this process. This module tests zerojax.commands.generate."""
 
+import functools
 import json
 import pathlib
 import shutil
@@ -21,16 +22,9 @@ WORDS = ["<s>", "</s>", "<pad>", "one", "two", "three", "four"]
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(run_main):
     """Returns f(words) -> (status, stdout, stderr)."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["zerojax generate", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            generate.main()
-        return (end.value.code, *capsys.readouterr())
-
-    return run
+    return functools.partial(run_main, generate)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Runs the command in this process. This module tests zerojax.commands.merge."""
 
+import functools
 import os
 import re
-import sys
 
 import golden_models
 import numpy as np
@@ -16,16 +16,9 @@ LOGITS = 2e-5  # as in tests/interop/test_pretrained.py
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(run_main):
     """Returns f(words) -> (status, stdout, stderr)."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["zerojax merge", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            merge.main()
-        return (end.value.code, *capsys.readouterr())
-
-    return run
+    return functools.partial(run_main, merge)
 
 
 def test_a_merged_model_gives_the_logits_of_the_model_with_its_adapter(tmp_path, command):

@@ -1,6 +1,7 @@
 """Serves models in processes, and asks them with OpenAI's client. This module tests zerojax.commands.serve."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -314,16 +315,9 @@ def _quietly(url, body):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(run_main):
     """Returns f(words) -> (status, stdout, stderr)."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["zerojax serve", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            serve.main()
-        return (end.value.code, *capsys.readouterr())
-
-    return run
+    return functools.partial(run_main, serve)
 
 
 WRONG = {

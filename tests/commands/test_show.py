@@ -1,8 +1,8 @@
 """Checks how cards are printed and compared. This module tests zerojax.commands.show."""
 
+import functools
 import json
 import pathlib
-import sys
 
 import pytest
 
@@ -30,14 +30,8 @@ CARD = {
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    def called(*words):
-        monkeypatch.setattr(sys, "argv", ["show", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            show.main()
-        return end.value.code, *capsys.readouterr()
-
-    return called
+def call(run_main):
+    return functools.partial(run_main, show)
 
 
 def folder(path: pathlib.Path, logged=(3.0, 2.5), /, **changes):

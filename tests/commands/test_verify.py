@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import sys
 
 import pytest
 import runs
@@ -16,13 +15,10 @@ LOSSES = {"loss": [3.0, 2.5, 2.0], "grad_norm": [1.0, 0.9, 0.8]}
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
+def call(run_main):
     def called(*words):
         runs.forget_flags()
-        monkeypatch.setattr(sys, "argv", ["verify", *words])
-        with pytest.raises(SystemExit) as end:
-            verify.main()
-        return end.value.code, *capsys.readouterr()
+        return run_main(verify, *words)
 
     yield called
     runs.forget_flags()

@@ -1,7 +1,6 @@
 """Checks the command `verify-checkpoint`. This module tests zerojax.commands.verify_checkpoint."""
 
 import os
-import sys
 
 import pytest
 import step_folders
@@ -11,15 +10,12 @@ from zerojax.commands import verify_checkpoint
 
 
 @pytest.fixture
-def verify(monkeypatch, capsys):
+def verify(run_main):
     """Returns a function that runs the command, and returns its status, lines and error."""
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["zerojax", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            verify_checkpoint.main()
-        printed = capsys.readouterr()
-        return ended.value.code, printed.out.splitlines(), printed.err
+        status, out, err = run_main(verify_checkpoint, *arguments)
+        return status, out.splitlines(), err
 
     return run
 
