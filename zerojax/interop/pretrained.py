@@ -4,7 +4,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -385,8 +385,7 @@ def special_tokens(folder: folder_lib.Folder) -> family_lib.SpecialTokens:
 def start_of_labels(folder: folder_lib.Folder) -> int:
     """Returns the token before an encoder-decoder's labels: config.json's, as in transformers, whatever that of generation is."""
     named = folder.raw.get("decoder_start_token_id", folder.family.huggingface.starts.get(folder.raw["model_type"]))
-    is_id = isinstance(named, int) and not isinstance(named, bool) and 0 <= named < folder.model.vocab_size
-    return named if is_id else special_tokens(folder).start
+    return named if _is_id(folder, named) else special_tokens(folder).start
 
 
 def unread_settings(folder: folder_lib.Folder) -> list[str]:
@@ -398,13 +397,15 @@ def unread_settings(folder: folder_lib.Folder) -> list[str]:
     return [f"{name}={value}" for name, value in found.items() if value not in (None, UNREAD[name])]
 
 
+def _is_id(folder: folder_lib.Folder, value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < folder.model.vocab_size
+
+
 def _ids(folder: folder_lib.Folder, name: str) -> tuple[int, ...]:
     """Returns the ids of a setting: a number, a list, or nothing."""
     value = folder.setting(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(
-        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < folder.model.vocab_size for token in ids
-    ):
+    if not all(_is_id(folder, token) for token in ids):
         raise UserError(
             f"{folder.path}: {name} is {value!r}, and ids are from 0 to {folder.model.vocab_size - 1}; mend it"
         )
