@@ -169,9 +169,8 @@ class Interceptor:
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
         self._kinds: dict[Hashable, list[alike.AlikeBlocks]] = {}
-        self._called: dict[
-            str, set[str]
-        ] = {}  # the ends of the paths of modules that a block's marks know, by the block's path
+        # the ends of the paths of modules that a block's marks know, by the block's path
+        self._called: dict[str, set[str]] = {}
         self.entered: set[str] = set()
         self.with_unknown: set[str] = set()  # blocks with weights for which `stored_of` returns None
 
@@ -217,9 +216,8 @@ class Interceptor:
         is_known = bool(known) and all(known.values())
         if self._run and is_known and _is_plain(module) and not _reads_others((args, kwargs), is_field=False):
             block = _LinenBlock(module, context.method_name, known, self._is_leaf)
-            is_alone = (
-                call is context.orig_method
-            )  # no interceptor of the loss tells it from others, as those of adapters may
+            # No interceptor of the loss tells it from others, as those of adapters may.
+            is_alone = call is context.orig_method
             return self.run_block(block, path, module.path, args, kwargs, is_alone)
         with self._entered_as(path, module.path):  # calls inside a block, also flax's own of the lifted function, pass
             return lifted_blocks.run(
