@@ -60,7 +60,7 @@ def apply(
     net, plain = Net(rate), []
     params = net.init(jax.random.key(0), X)["params"]
 
-    def run_block(body, params, arrays, policy):
+    def run_block(body, params, arrays, policy, own):
         plain.append((sorted(params), policy))
         return body({path: used(leaf) for path, leaf in params.items()}, *arrays)
 

@@ -1,11 +1,8 @@
 """Checks which options a step is compiled with. This module tests zerojax.zero.xla_options."""
 
-import copy
-
 import compile_only
 import jax
 import jax.export
-import jax.numpy as jnp
 
 import zerojax
 from zerojax import xla_flags
@@ -53,32 +50,3 @@ def test_a_flag_that_the_user_set_is_left_alone(monkeypatch):
     options = xla_options.for_mesh(mesh, gathered=2**28, but=xla_flags.names())
     assert "xla_gpu_all_gather_combine_threshold_bytes" not in options
     assert xla_options.for_blocks(mesh, but=["xla_gpu_enable_triton_gemm"]) == {"xla_gpu_dot_merger_threshold_mb": 0}
-
-
-def test_a_program_with_options_may_be_part_of_another_or_exported():
-    """JAX refuses options of a function that another one calls."""
-    mesh = zerojax.make_mesh(devices=compile_only.devices())
-    leaf = jax.ShapeDtypeStruct((8,), "float32", sharding=zerojax.batch_sharding(mesh))
-    step = xla_options.jit(lambda x: (jnp.sin(x), 2 * x), xla_options.for_mesh(mesh), donate_argnums=0)
-
-    def twice(x):
-        return jax.lax.scan(lambda carry, _: (step(carry)[0], None), x, length=2)[0]
-
-    with compile_only.optimized():
-        for program in (jax.jit(twice), jax.jit(step), step):
-            program.lower(leaf).compile()
-    assert jax.eval_shape(step, leaf)[1].shape == (8,)
-    assert jax.export.export(step)(leaf).in_avals[0].shape == (8,)
-
-
-def test_a_program_with_options_computes_what_it_does_without():
-    step = xla_options.jit(jnp.sin, {"xla_cpu_enable_fast_math": False})
-    x = jnp.arange(4.0)
-    assert (step(x) == jnp.sin(x)).all() and (jax.jit(step)(x) == jnp.sin(x)).all()
-    assert xla_options.jit(jnp.sin, {}).lower(x).compile()(x).shape == (4,)
-
-
-def test_a_program_can_be_copied():
-    program = xla_options.jit(lambda x: x + 1, {})
-    for copied in (copy.copy(program), copy.deepcopy(program)):
-        assert copied(jnp.float32(1)) == 2

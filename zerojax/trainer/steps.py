@@ -24,7 +24,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings
 from zerojax.trainer.tuning import preferences, rewarded
 from zerojax.tree import PyTree
-from zerojax.zero import forward_only, step, xla_options
+from zerojax.zero import forward_only, jitted, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import partition as partition_lib
 from zerojax.zero.fp8 import modules as fp8_modules
@@ -151,7 +151,7 @@ def eval_loss(
     how["batch_specs"] = _batch_specs(partition.mesh)
     if selection.are_params_on_host(partition):
         return fetched_params.mean_of(loss_fn, partition, compiler_options=options, **how)
-    return xla_options.jit(forward_only.mean(loss_fn, partition, **how), options)
+    return jitted.jit(forward_only.mean(loss_fn, partition, **how), options)
 
 
 def _batch_specs(mesh: Mesh) -> list[tuple[str, P]]:

@@ -1,4 +1,4 @@
-"""Traces blocks that are alike once. This module runs the first one's passes for those that follow, each with its own names.
+"""Traces blocks that are alike once. This module puts the trace of the first one in for each of the others, with its own names.
 
 A model has tens of equal layers, and tracing them, forward and backward, is most of what Python does before a first step. Whether two calls
 depend on their weights and arguments alone cannot be seen from outside, so a class of Linen modules says it:
@@ -11,7 +11,7 @@ Such a class reads neither its name nor what changes between two calls. Like the
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -32,17 +32,13 @@ class AlikeBlocks:
     result: tree.NonArrays
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Body:
-    """A block as a function `run(used weights, *arrays)`; `name` is its module's, and its weights are below `path`."""
+@dataclasses.dataclass(frozen=True)
+class AlikeBlock:
+    """What is a block's own: its module's `name`, and the `path` below which its weights are."""
 
-    run: Callable[..., Any]
+    kind: AlikeBlocks
     name: str
     path: str
-    kind: AlikeBlocks
-
-    def __call__(self, used: Mapping[str, Any], *values: Any) -> Any:
-        return self.run(used, *values)
 
 
 def description(module: nn.Module, method: str, weights: Sequence[str], given: tree.NonArrays) -> Hashable | None:
@@ -64,116 +60,75 @@ def description(module: nn.Module, method: str, weights: Sequence[str], given: t
     return found
 
 
-class ReadsOthers(Exception):
-    """A block reads an array of the trace around it, and nothing is known of that of the next one."""
+class FirstBlock:
+    """The first of blocks that are alike; `call` is its `overlap.BlockCall`, whose passes are traced once for arrays of equal types."""
+
+    def __init__(self, own: AlikeBlock, call: Any):
+        self.own, self.vjp, self.pulled = own, jax.jit(call.vjp), jax.jit(call.pulled)
 
 
 class SharedPasses:
-    """The two passes of blocks that are alike, traced for the first one.
+    """The two passes of a block, see `overlap.BlockCall`: those of the first one, or those of its own `call` if it reads other arrays."""
 
-    Args:
-      body: that of the first block.
-      vjp: `vjp(stored, sent, arrays)` -> (outputs, leaves, arrivals, structure), see `overlap.BlockCall.vjp`.
-      pulled: `pulled(structure, leaves, cotangents)` -> (gradients by path, gradients of arrays), see `overlap.BlockCall.pulled`.
-    """
+    def __init__(self, first: FirstBlock, own: AlikeBlock, call: Any):
+        self._first, self._own, self._call = first, own, call
+        self._reads_others = False
+        self._stacks: dict[Any, Any] = {}
 
-    def __init__(self, body: Body, vjp: Callable[..., Any], pulled: Callable[..., Any]):
-        self._body, self._vjp, self._pulled = body, vjp, pulled
-        self._forward = Once(self._traced_forward)
+    def vjp(self, stored: Mapping[str, Any], sent: Mapping[str, Any], arrays: tuple) -> tuple[Any, Any]:
+        """Returns `vjp` of the block."""
+        as_first = [self._renamed(weights, self._own, self._first.own) for weights in (stored, sent)]
+        traced = self._first.vjp.trace(*as_first, arrays)
+        jaxpr, consts = traces.opened(traced.jaxpr)
+        # An array of the trace around the first block; nothing is known of that of the next one.
+        self._reads_others = any(isinstance(const, jax.core.Tracer) for const in consts)
+        self._reads_others |= len(jaxpr.invars) > len(jax.tree.leaves((as_first, arrays)))
+        if self._reads_others:
+            return self._call.vjp(stored, sent, arrays)
+        return self._put_in(traced, (as_first, arrays))
 
-    def vjp(
-        self, own: Body, stored: Mapping[str, Any], sent: Mapping[str, Any], arrays: Iterable[jax.Array]
-    ) -> tuple[Any, list[Any], tuple[int | None, ...], Any]:
-        """Returns `vjp` of a block; its structure is for `pulled`.
+    def pulled(self, pull: Any, cotangents: Any) -> tuple[dict[str, Any], list[Any]]:
+        """Returns `pulled` of the block."""
+        if self._reads_others:
+            return self._call.pulled(pull, cotangents)
+        grads, inputs = self._put_in(self._first.pulled.trace(pull, cotangents), (pull, cotangents))
+        return self._renamed(grads, self._first.own, self._own), inputs
 
-        Raises:
-          ReadsOthers: the block must be traced alone.
-        """
-        paths = [self._body.path + path.removeprefix(own.path) for path in stored]
-        args = (dict(zip(paths, stored.values())), dict(zip(paths, sent.values())), tuple(arrays))
-        (outputs, kept), (arrivals, backward) = self._forward(args, _Names(self._body, own))
-        arrived, rest = jax.tree.leaves(sent), iter(kept)
-        return outputs, [next(rest) if number is None else arrived[number] for number in arrivals], arrivals, backward
-
-    def pulled(
-        self, own: Body, backward: "Once", leaves: Sequence[Any], cotangents: Any
-    ) -> tuple[dict[str, Any], list[Any]]:
-        """Returns `pulled` of a block."""
-        (grads, inputs), _ = backward((leaves, cotangents), _Names(self._body, own))
-        return {own.path + path.removeprefix(self._body.path): grad for path, grad in grads.items()}, inputs
-
-    def _traced_forward(self, stored: Any, sent: Any, arrays: Any) -> tuple[Any, Any]:
-        outputs, leaves, arrivals, structure = self._vjp(stored, sent, arrays)
-        backward = Once(lambda leaves, cotangents: (self._pulled(structure, leaves, cotangents), None))
-        return (outputs, [leaf for leaf, own in zip(leaves, arrivals) if own is None]), (arrivals, backward)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Names:
-    """The names of a block in place of those of the first one."""
-
-    first: Body
-    own: Body
-    _stacks: dict[Any, Any] = dataclasses.field(default_factory=dict)
-
-    def stack(self, stack: Any) -> Any:
-        """Returns the names of an equation."""
-        if self.first.path == self.own.path:
-            return stack
-        if stack not in self._stacks:
-            self._stacks[stack] = source.NameStack(
-                tuple(part._replace(name=self._of(part.name)) for part in stack.stack)
-            )
-        return self._stacks[stack]
-
-    def _of(self, name: str) -> str:
-        if name == self.first.name:
-            return self.own.name
-        below = name.removeprefix(f"{self.first.path}/")
-        return name if below == name else f"{self.own.path}/{below}"
-
-    def inside(self, program: Any) -> Any:
-        """Returns a checkpoint's program with these names."""
-        return program.replace(eqns=[self._equation(eqn) for eqn in program.eqns])
-
-    def params(self, eqn: jex.JaxprEqn) -> dict[str, Any]:
-        """Returns an equation's parameters, with these names in the program of a checkpoint; a nested `jax.jit` has names of its own."""
-        if self.first.path == self.own.path or eqn.primitive.name not in traces.CHECKPOINTS:
-            return eqn.params
-        return {**eqn.params, "jaxpr": self.inside(eqn.params["jaxpr"])}
-
-    def _equation(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
-        info = eqn.source_info.replace(name_stack=self.stack(eqn.source_info.name_stack))
-        return eqn.replace(source_info=info, params=self.params(eqn))
-
-
-class Once:
-    """A function of trees of arrays that returns such a tree and what is none. It is traced once for arrays of equal types, by the rules
-    of `jax.jit`, and each call puts the trace into the trace around it."""
-
-    def __init__(self, function: Callable[..., tuple[Any, Any]]):
-        self._function, self._jitted = function, jax.jit(self._flat)
-        self._structure: Any = None
-        self._traced: tuple[Any, Any] = (None, None)  # the structure and the rest of the last trace's result
-        self._results: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, args: Any, names: _Names) -> tuple[Any, Any]:
-        leaves, structure = jax.tree.flatten(args)
-        self._structure = structure
-        program = self._jitted.trace(*leaves).jaxpr
-        jaxpr, consts = traces.opened(program)
-        if len(jaxpr.invars) > len(leaves) or any(isinstance(const, jax.core.Tracer) for const in consts):
-            raise ReadsOthers
-        structure, rest = self._results.setdefault(id(program), self._traced)  # `_jitted` keeps the program
+    def _put_in(self, traced: Any, args: Any) -> Any:
+        """Puts a trace of the first block into the trace around, with the names of this one."""
 
         def apply(eqn: jex.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-            with traces.scopes(eqn, names.stack(eqn.source_info.name_stack)):
-                return traces.bind(eqn, inputs, names.params(eqn))
+            with traces.scopes(eqn, self._stack(eqn)):
+                return traces.bind(eqn, inputs, self._params(eqn))
 
-        return jax.tree.unflatten(structure, traces.run(program, leaves, apply)), rest
+        return jax.tree.unflatten(traced.out_tree, traces.run(traced.jaxpr, jax.tree.leaves(args), apply))
 
-    def _flat(self, *leaves: Any) -> list[Any]:
-        result, rest = self._function(*jax.tree.unflatten(self._structure, leaves))
-        leaves_of_result, structure = jax.tree.flatten(result)
-        self._traced = structure, rest
-        return leaves_of_result
+    def _params(self, eqn: jex.JaxprEqn) -> dict[str, Any]:
+        """Returns an equation's parameters, with own names in the program of a checkpoint; that of a `jax.jit` has names of its own."""
+        if eqn.primitive.name not in traces.CHECKPOINTS:
+            return eqn.params
+        program = eqn.params["jaxpr"]
+        inside = [
+            one.replace(source_info=one.source_info.replace(name_stack=self._stack(one)), params=self._params(one))
+            for one in program.eqns
+        ]
+        return {**eqn.params, "jaxpr": program.replace(eqns=inside)}
+
+    def _stack(self, eqn: jex.JaxprEqn) -> Any:
+        """Returns the names of an equation."""
+        stack = eqn.source_info.name_stack
+        if stack not in self._stacks:
+            parts = (part._replace(name=self._name(part.name)) for part in stack.stack)
+            self._stacks[stack] = source.NameStack(tuple(parts))
+        return self._stacks[stack]
+
+    def _name(self, name: str) -> str:
+        first = self._first.own
+        if name == first.name:
+            return self._own.name
+        below = name.removeprefix(f"{first.path}/")
+        return name if below == name else f"{self._own.path}/{below}"
+
+    @staticmethod
+    def _renamed(weights: Mapping[str, Any], before: AlikeBlock, after: AlikeBlock) -> dict[str, Any]:
+        return {after.path + path.removeprefix(before.path): value for path, value in weights.items()}

@@ -146,7 +146,7 @@ def weights(partition: partition_lib.Partition, *, is_explicit: bool) -> None:
 
 
 def of_call(partition: partition_lib.Partition) -> dict[str, Any]:
-    """Returns the checks of a step's calls, as arguments of `xla_options.jit`."""
+    """Returns the checks of a step's calls, as arguments of `jitted.jit`."""
     return {
         "before": lambda state, batch: is_usable(state),
         "explained": lambda state, batch: explained(partition, state) or unusable(partition, batch),

@@ -29,8 +29,9 @@ from zerojax import tree
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import alike, block_keys, block_settings, lifted_blocks, marks, nnx_blocks, remat
 
-# run(body, params, arrays, policy) -> outputs, with body(used params, *arrays) -> outputs; `params` are by path in the model.
-Run = Callable[[Callable[..., Any], dict[str, Any], list[jax.Array], remat.Policy], Any]
+# run(body, params, arrays, policy, own) -> outputs, with body(used params, *arrays) -> outputs; `params` are by path in the model, and
+# `own` is what is the block's own among blocks that are alike, or None.
+Run = Callable[[Callable[..., Any], dict[str, Any], list[jax.Array], remat.Policy, alike.AlikeBlock | None], Any]
 
 
 def by_block(
@@ -169,8 +170,6 @@ class Interceptor:
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
         self._kinds: dict[Hashable, list[alike.AlikeBlocks]] = {}
-        # the ends of the paths of modules that a block's marks know, by the block's path
-        self._called: dict[str, set[str]] = {}
         self.entered: set[str] = set()
         self.with_unknown: set[str] = set()  # blocks with weights for which `stored_of` returns None
 
@@ -271,8 +270,8 @@ class Interceptor:
         """Runs a block as a function of its weights and of arrays. One that `is_alone`, without interceptors, may be alike others."""
         given, names, hooks = tree.NonArrays(), list(block.known), self._how.hooks
         arrays = given.take((args, kwargs))
-        kind = self._kind(block, path, given) if is_alone and not hooks else None
-        result = tree.NonArrays() if kind is None else kind.result
+        own = self._own(block, path, given) if is_alone and not hooks else None
+        result = own.kind.result if own else tree.NonArrays()
         first, last = len(arrays), len(arrays) + len(block.inputs)
         read, form = jax.tree.flatten([hook.of_block(names) for hook in hooks])
 
@@ -280,38 +279,29 @@ class Interceptor:
             inner_args, inner_kwargs = given.give(self._inputs(path, values[:first]))
             with contextlib.ExitStack() as around:
                 around.enter_context(self._entered_as(path, root))
-                for hook, own in zip(hooks, jax.tree.unflatten(form, values[last:])):
-                    around.enter_context(hook.known(own))
+                for hook, known in zip(hooks, jax.tree.unflatten(form, values[last:])):
+                    around.enter_context(hook.known(known))
                 call = around.enter_context(block.bound(used, values[first:last]))
                 return result.take(call(*inner_args, **inner_kwargs))
 
         run = self._run or lifted_blocks.by_gathers(self._gather_leaf)
-        if kind is not None:
-            assert isinstance(block, _LinenBlock)
-            body = alike.Body(body, root[-1], block.root, kind)
-        outputs = run(body, dict(block.known), [*arrays, *block.inputs, *read], self._policy_of(path))
-        return result.give(outputs)
+        return result.give(run(body, dict(block.known), [*arrays, *block.inputs, *read], self._policy_of(path), own))
 
-    def _kind(
+    def _own(
         self, block: "_LinenBlock | nnx_blocks.Block", path: str, given: tree.NonArrays
-    ) -> alike.AlikeBlocks | None:
-        """Returns the kind of a block, a new one if none before is alike; None if nothing is known of others."""
+    ) -> alike.AlikeBlock | None:
+        """Returns what is a block's own, of a new kind if none before is alike; None if nothing is known of others."""
         if not isinstance(block, _LinenBlock) or not block.root or block.inputs:
             return None
         found = alike.description(block.alone, block.method, block.leaves, given)
         if found is None:
             return None
         kinds = self._kinds.setdefault((found, self._is_head(path)), [])
-        kind = next((kind for kind in kinds if self._is_marked_as(kind.first, path)), None)
+        kind = next((kind for kind in kinds if self.marks is None or self.marks.are_equal(kind.first, path)), None)
         if kind is None:
             kind = alike.AlikeBlocks(path, tree.NonArrays())
             kinds.append(kind)
-        return kind
-
-    def _is_marked_as(self, first: str, path: str) -> bool:
-        """Returns whether marks name the same modules in a block as in one that has run."""
-        inner = ("", *self._called.get(first, ()))
-        return self.marks is None or all(self.marks.of(first + name) == self.marks.of(path + name) for name in inner)
+        return alike.AlikeBlock(kind, path.rpartition("/")[2], block.root)
 
     def _inputs(self, path: str, values: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays that a block is called with."""
@@ -321,7 +311,6 @@ class Interceptor:
         """Runs a call inside a block."""
         assert self._inside is not None and self.marks is not None
         path = "/".join((self._inside, *module.path[len(self._root) :]))
-        self._called.setdefault(self._inside, set()).add(path.removeprefix(self._inside))
         if path == self._inside or self._is_head(self._inside):
             return call(*args, **kwargs)
         return self.marks.call(path, call, args, kwargs, module)

@@ -146,7 +146,9 @@ class Stacks:
 def by_gathers(gather_leaf: Callable[[str, Any], Any]) -> Callable[..., Any]:
     """Returns an `intercept.Run` of blocks that gather their weights one by one. Its results can be differentiated twice."""
 
-    def run(body: Callable[..., Any], weights: Mapping[str, Any], arrays: list[Any], policy: remat.Policy) -> Any:
+    def run(
+        body: Callable[..., Any], weights: Mapping[str, Any], arrays: list[Any], policy: remat.Policy, own: Any = None
+    ) -> Any:
         def gathered(stored: Mapping[str, Any], *values: Any) -> Any:
             return body({name: gather_leaf(name, weight) for name, weight in stored.items()}, *values)
 

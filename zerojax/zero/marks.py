@@ -40,6 +40,7 @@ class Modules:
 
     def __init__(self, how: block_settings.How):
         self._how, self._recompute, self._offload = how, re.compile(how.recompute), re.compile(how.offload)
+        self._called: set[str] = set()  # paths of modules inside blocks
         self.recomputed: set[str] = set()
         self.offloaded: set[str] = set()
 
@@ -61,9 +62,14 @@ class Modules:
                 "or kept in host memory; let one of them match it"
             )
 
-    def of(self, path: str) -> tuple[bool, bool]:
-        """Returns whether `recompute` and `offload` match a module."""
-        return self._recompute.fullmatch(path) is not None, self._offload.fullmatch(path) is not None
+    def are_equal(self, block: str, other: str) -> bool:
+        """Returns whether the same modules are named in two blocks, of which the first has run."""
+
+        def of(path: str) -> tuple[bool, bool]:
+            return self._recompute.fullmatch(path) is not None, self._offload.fullmatch(path) is not None
+
+        inside = [path.removeprefix(block) for path in self._called if path.startswith(f"{block}/")]
+        return all(of(block + name) == of(other + name) for name in ("", *inside))
 
     def inputs(self, path: str, values: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays that a block is called with, kept in host memory if `offload` matches the block."""
@@ -74,6 +80,7 @@ class Modules:
 
     def call(self, path: str, call: Callable, args: tuple, kwargs: dict, module: nn.Module) -> Any:
         """Runs a call inside a block; marks its matmuls if `recompute` matches the module, and its result if `offload` does."""
+        self._called.add(path)
         if self._recompute.fullmatch(path):
             self.recomputed.add(path)
             result = _recomputed(call, args, kwargs, path, module)

@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -56,7 +56,7 @@ def no_tokens() -> Tokens:
 class BlockCall:
     """One block's call: its body, and how its weights are sent and reduced (`placement.Wire`).
 
-    `passes` are those of blocks that are alike; None: this block's passes are traced for it alone.
+    `shared` has its passes as traced for a block that is alike; None: they are traced for it alone.
     """
 
     body: Body
@@ -64,7 +64,7 @@ class BlockCall:
     dtype: Any
     reduction: gather.Reduction
     policy: Any
-    passes: alike.SharedPasses | None = None
+    shared: alike.SharedPasses | None = None
 
     def near(self, stored: Mapping[str, jax.Array], after: jax.Array) -> dict[str, Any]:
         """Returns what is kept for the backward pass in place of shards, of the weights whose wires keep it; `after` is there before."""
@@ -100,41 +100,25 @@ class BlockCall:
             return self.body(used, *arrays)
 
     def vjp(
-        self, stored: Mapping[str, jax.Array], sent: Mapping[str, Any], arrays: Iterable[jax.Array]
-    ) -> tuple[Any, list[Any], tuple[int | None, ...], Any]:
-        """Runs the body for a backward pass.
-
-        Returns what it returns, the leaves of the vjp function, which leaf of `sent` each of them is (None: a residual), and their tree.
-        """
-        if self.passes is not None:
-            assert isinstance(self.body, alike.Body)
-            with contextlib.suppress(alike.ReadsOthers):
-                return self.passes.vjp(self.body, stored, sent, arrays)
+        self, stored: Mapping[str, jax.Array], sent: Mapping[str, Any], arrays: tuple
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Runs the body for a backward pass; returns what it returns, and the vjp function of its weights and arrays."""
         # Barriers or programs of their own prevent CSE of the two passes; those of jax.checkpoint would also delay copies from the host.
         body = self.run if self.policy is None else jax.checkpoint(self.run, policy=self.policy, prevent_cse=False)
         weights = self.differentiated(stored, sent)
         trained = {path: weight for path, weight in weights.items() if self.placements[path].trainable}
         frozen = {path: weight for path, weight in weights.items() if path not in trained}
-        outputs, pull = jax.vjp(functools.partial(body, frozen, sent), trained, *arrays)
-        leaves, structure = jax.tree.flatten(pull)
-        arrival_of = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(sent))}
-        return outputs, leaves, tuple(arrival_of.get(id(leaf)) for leaf in leaves), structure
+        return jax.vjp(functools.partial(body, frozen, sent), trained, *arrays)
 
-    def pulled(
-        self, structure: Any, leaves: Sequence[Any], cotangents: PyTree
-    ) -> tuple[dict[str, jax.Array], list[Any]]:
+    def pulled(self, pull: Callable[..., Any], cotangents: PyTree) -> tuple[dict[str, jax.Array], list[Any]]:
         """Returns what is left for `reduce` of the gradients of `differentiated`, and the gradients of the body's arrays.
 
         What wires send of gradients at once is sent here, beside this block's own backward pass.
 
         Args:
-          structure, leaves: those of the vjp function, as `vjp` returns them.
+          pull: the vjp function, as `vjp` returns it.
           cotangents: of what the body returned.
         """
-        if isinstance(structure, alike.Once):
-            assert isinstance(self.body, alike.Body) and self.passes is not None
-            return self.passes.pulled(self.body, structure, leaves, cotangents)
-        pull = jax.tree.unflatten(structure, leaves)
         if jnp.dtype(self.reduction.dtype) == jnp.float32 and self.placements:
             mesh = next(iter(self.placements.values())).stored.mesh
             pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
@@ -158,6 +142,29 @@ class BlockCall:
         return found
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pull:
+    """A block's vjp function without what arrived of its weights, which is sent again for the backward pass."""
+
+    leaves: list[Any]  # arrays, or None in the place of those that are kept elsewhere
+    arrivals: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})  # which of what arrived a leaf is
+    structure: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def without(cls, sent: PyTree, pull: Callable[..., Any]) -> "Pull":
+        """Takes what arrived out of a vjp function."""
+        leaves, structure = jax.tree.flatten(pull)
+        number_of = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(sent))}
+        arrivals = tuple(number_of.get(id(leaf)) for leaf in leaves)
+        return cls([leaf for leaf, own in zip(leaves, arrivals) if own is None], arrivals, structure)
+
+    def of(self, sent: PyTree) -> Callable[..., Any]:
+        """Returns the vjp function with what arrived."""
+        again, rest = jax.tree.leaves(sent), iter(self.leaves)
+        return jax.tree.unflatten(self.structure, [next(rest) if n is None else again[n] for n in self.arrivals])
+
+
 class Chain:
     """Runs blocks so that each block's collectives overlap its neighbours' arithmetic in a fixed order.
 
@@ -177,8 +184,8 @@ class Chain:
         known: Mapping[str, Any] = NOTHING,
     ):
         self._find, self._dtype, self._reduction, self._known = find, dtype, reduction, known
-        self.tokens, self._first, self._trace = tokens, tokens, _trace()
-        self._passes: dict[Any, alike.SharedPasses] = {}
+        self.tokens, self._before, self._trace = tokens, tokens, _trace()
+        self._first: dict[Any, alike.FirstBlock] = {}  # of the blocks that are alike and sent alike
         self._with_unsent: list[Any] = []  # the arrays of `ShardAndSink.unsent` that blocks had
 
     def __call__(
@@ -187,33 +194,33 @@ class Chain:
         weights: dict[str, gather.ShardAndSink],
         arrays: list[jax.Array],
         policy: remat.Policy,
+        own: alike.AlikeBlock | None = None,
     ) -> Any:
         weights = {path: self._once(weight) for path, weight in weights.items()}
         if _trace() != self._trace:
             # Tokens cannot pass through a transformation inside the model.
             return lifted_blocks.by_gathers(self.gather_leaf)(body, weights, arrays, marks.without_offload(policy))
-        placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
-        plan = self._shared(BlockCall(body, placements, self._dtype, self._reduction, policy))
         known = {path: self._known[path] for path in weights if path in self._known}
+        plan = self._planned(body, weights, policy, own)
         outputs, self.tokens = _block(plan, weights, known, self.tokens, tuple(arrays))
         return outputs
 
-    def _shared(self, plan: BlockCall) -> BlockCall:
-        """Returns a block's call with the passes of those that are alike and sent alike.
-
-        A wire with a context of its own around the loss notes which weights are read, so each block is traced.
-        """
-        notes = [own for own in plan.placements.values() if not isinstance(own.wire.around(), contextlib.nullcontext)]
-        if notes or not isinstance(plan.body, alike.Body):
+    def _planned(
+        self, body: Body, weights: dict[str, gather.ShardAndSink], policy: remat.Policy, own: alike.AlikeBlock | None
+    ) -> BlockCall:
+        placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
+        plan = BlockCall(body, placements, self._dtype, self._reduction, policy)
+        # A wire with a context of its own around the loss notes which weights are read, so each block is traced.
+        notes = any(not isinstance(at.wire.around(), contextlib.nullcontext) for at in placements.values())
+        if own is None or notes:
             return plan
-        key = (plan.body.kind, *(plan.placements[path] for path in sorted(plan.placements)))
-        if key not in self._passes:
-            self._passes[key] = alike.SharedPasses(plan.body, plan.vjp, plan.pulled)
-        return dataclasses.replace(plan, passes=self._passes[key])
+        key = (own.kind, *(placements[path] for path in sorted(placements)))
+        first = self._first.setdefault(key, alike.FirstBlock(own, plan))
+        return dataclasses.replace(plan, shared=alike.SharedPasses(first, own, plan))
 
     def restart(self) -> None:
         """Forgets the blocks that ran, because the loss is traced again."""
-        self.tokens, self._with_unsent = self._first, []
+        self.tokens, self._with_unsent = self._before, []
 
     def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
         """Returns one gathered weight, outside of the order."""
@@ -278,13 +285,9 @@ class _Residuals:
     stored: dict[str, Any]
     unsent: dict[str, Any]
     known: dict[str, Any]
-    on_device: list[jax.Array | None]
+    pull: Pull  # with the leaves on the device
     on_host: list[jax.Array | None]
     begun: jax.Array | None  # the token of a head's forward pass; None for other blocks
-    arrivals: tuple[int | None, ...] = dataclasses.field(
-        metadata={"static": True}
-    )  # which array that arrived a leaf is
-    structure: Any = dataclasses.field(metadata={"static": True})
 
 
 def _block_forward(
@@ -292,17 +295,17 @@ def _block_forward(
 ) -> tuple[Any, _Residuals]:
     stored = {path: weight.stored for path, weight in weights.items()}
     sent, tokens, arrays, _, near = _begin(plan, stored, known, tokens, arrays, sends_far=True)
-    outputs, leaves, arrivals, structure = plan.vjp(stored, sent, arrays)
-    on_device = [leaf if own is None and not _is_on_host(leaf) else None for leaf, own in zip(leaves, arrivals)]
-    on_host = [leaf if own is None and _is_on_host(leaf) else None for leaf, own in zip(leaves, arrivals)]
+    outputs, vjp = (plan.shared or plan).vjp(stored, sent, arrays)
+    pull = Pull.without(sent, vjp)
+    on_host = [leaf if _is_on_host(leaf) else None for leaf in pull.leaves]
+    pull = dataclasses.replace(pull, leaves=[None if _is_on_host(leaf) else leaf for leaf in pull.leaves])
     # A copy to the host may take as long as a block's forward pass, so it ends two blocks later.
     outputs, _ = jax.lax.optimization_barrier((outputs, tokens.sent))
     on_host, sending = jax.lax.optimization_barrier((on_host, tokens.sending))
     tokens = tokens._replace(sent=tokens.sending, sending=sending)
     begun = tokens.start if plan.policy is None else None
     unsent = {path: weight.unsent for path, weight in weights.items()}
-    residuals = _Residuals({**stored, **near}, unsent, known, on_device, on_host, begun, arrivals, structure)
-    return (outputs, tokens), residuals
+    return (outputs, tokens), _Residuals({**stored, **near}, unsent, known, pull, on_host, begun)
 
 
 def _is_on_host(leaf: jax.Array) -> bool:
@@ -311,17 +314,14 @@ def _is_on_host(leaf: jax.Array) -> bool:
 
 def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[Any, Tokens]) -> tuple[Any, ...]:
     outputs, tokens = cotangents
-    sent, tokens, (arrived, on_device), on_host, _ = _begin(
-        plan, residuals.stored, residuals.known, tokens, (outputs, residuals.on_device), residuals.on_host
+    sent, tokens, (arrived, pull), on_host, _ = _begin(
+        plan, residuals.stored, residuals.known, tokens, (outputs, residuals.pull), residuals.on_host
     )
     if residuals.begun is not None:
         tokens = tokens._replace(start=residuals.begun)
-    again = jax.tree.leaves(sent)
-    leaves = [
-        again[own] if own is not None else near if far is None else far
-        for own, near, far in zip(residuals.arrivals, on_device, on_host)
-    ]
-    grads, inputs = plan.pulled(residuals.structure, leaves, arrived)
+    leaves = [near if far is None else far for near, far in zip(pull.leaves, on_host)]
+    vjp = dataclasses.replace(pull, leaves=leaves).of(sent)
+    grads, inputs = (plan.shared or plan).pulled(vjp, arrived)
     # The previous block begins once all matmuls here are done and the next block's gradients are summed.
     grads, inputs, end = jax.lax.optimization_barrier((grads, inputs, tokens.end))
     (sums, unsent), end = jax.lax.optimization_barrier((plan.reduce(grads, residuals.unsent), end))

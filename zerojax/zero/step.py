@@ -21,6 +21,7 @@ from zerojax.zero import (
     block_settings,
     by_compiler,
     explicit,
+    jitted,
     tensor_parallel,
     xla_options,
 )
@@ -167,7 +168,7 @@ def make_train_step(
         return new_state, metrics, *(updates.handed(state, grads, factor, finite) if updates else ())
 
     resident = updates.rest.on_device if updates else partition
-    step = xla_options.jit(
+    step = jitted.jit(
         train_step,
         options,
         **arguments.of_call(resident),

@@ -9,17 +9,15 @@ For the same reason each collective waits for the end of a matmul before it star
 a block's weights and one sums their gradients; by default XLA merges only small ones. Measured: docs/benchmarks/gpu.md.
 """
 
-import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from zerojax import errors, xla_flags
 from zerojax import mesh as mesh_lib
+from zerojax import xla_flags
 from zerojax.zero import block_settings
 from zerojax.zero import partition as partition_lib
 
@@ -115,70 +113,3 @@ def _on_gpus(options: Mapping[str, Any], mesh: Mesh, but: Collection[str]) -> di
     if mesh_lib.platform(mesh) != "gpu":
         return {}
     return {name: value for name, value in options.items() if name not in but}
-
-
-def jit(
-    run: Callable[..., Any],
-    options: Mapping[str, Any],
-    *,
-    before: Callable[..., None] = lambda *args: None,
-    explained: Callable[..., Exception | None] = lambda *args: None,
-    **how: Any,
-) -> Any:
-    """Returns `jax.jit(run, **how)`, compiled with XLA options. A call inside another traced function uses that function's options.
-
-    Args:
-      run: the function.
-      options: XLA's.
-      before: called with the arguments of each call that is not traced.
-      explained: (arguments of a call that failed) -> the error to raise in place of JAX's, or None.
-      **how: arguments of `jax.jit`.
-
-    >>> step = jit(lambda x: x + 1, for_mesh(mesh))
-    """
-    return _Program(run, options, how, before, explained)
-
-
-class _Program:
-    """A `jax.stages.Wrapped`. JAX takes options for a whole program only, so a function inside another has none."""
-
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        options: Mapping[str, Any],
-        how: Mapping[str, Any],
-        before: Callable[..., None],
-        explained: Callable[..., Exception | None],
-    ):
-        functools.update_wrapper(self, run)
-        self._program = jax.jit(run, compiler_options=dict(options), **how) if options else jax.jit(run, **how)
-        self._part = jax.jit(run, **how) if options else self._program
-        self._before, self._explained = before, explained
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
-            return self._part(*args, **kwargs)
-        self._before(*args, **kwargs)
-        return self._tried(self._program, *args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tried(self._program.trace, *args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tried(self._program.lower, *args, **kwargs)
-
-    def _tried(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except errors.UserError:
-            raise
-        except (ValueError, TypeError, OverflowError) as error:
-            why = self._explained(*args, **kwargs)
-            if why is None:
-                raise
-            raise why from error
-
-    def __getattr__(self, name: str) -> Any:  # other attributes of a jitted function
-        if "_program" not in vars(self):  # `copy.copy` asks an object that is not made yet
-            raise AttributeError(name)
-        return getattr(self._program, name)

@@ -125,7 +125,7 @@ def rotate(
         positions_BT = jnp.arange(x_BTHN.shape[1])[None]
     frequency_F = frequency_F if frequency_F.ndim == 1 else frequency_F[:, None]
     angle_BTF = positions_BT.astype(jnp.float32)[..., None] * frequency_F
-    sin, cos = (turn(angle_BTF)[:, :, None, :] for turn in (jnp.sin, jnp.cos))
+    sin, cos = jnp.sin(angle_BTF)[:, :, None, :], jnp.cos(angle_BTF)[:, :, None, :]
     if factor != 1:
         sin, cos = sin * factor, cos * factor
     pairs = angle_BTF.shape[-1]

@@ -5,7 +5,6 @@ compiled program the nested functions are inlined and change nothing. Cut apart,
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ import optax
 
 from zerojax.errors import UserError
 from zerojax.tree import PyTree
-from zerojax.zero import gather, overlap
+from zerojax.zero import alike, gather, overlap
 
 NAME = "zerojax_block"
 AGAIN = (
@@ -33,12 +32,10 @@ class NestedBlocks(overlap.Chain):
         weights: dict[str, gather.ShardAndSink],
         arrays: list[jax.Array],
         policy: Callable[..., Any] | None,
+        own: alike.AlikeBlock | None = None,
     ) -> Any:
         assert not self._known
-        placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
-        return self._run(
-            overlap.BlockCall(body, placements, self._dtype, self._reduction, policy), weights, tuple(arrays)
-        )
+        return self._run(self._planned(body, weights, policy, own), weights, tuple(arrays))
 
     def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
         return _block(plan, weights, arrays)
@@ -66,39 +63,26 @@ def _block(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arr
 
 def _forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> tuple[Any, Any]:
     stored = {path: weight.stored for path, weight in weights.items()}
-    static: dict[str, Any] = {}
     for sink in jax.tree.leaves([weight.sink for weight in weights.values()])[:1]:
         _constant(sink)
 
-    def run(stored: dict[str, jax.Array], arrays: tuple) -> tuple[Any, list[jax.Array]]:
-        outputs, leaves, arrivals, structure = plan.vjp(stored, plan.gather(stored), arrays)
-        static.update(structure=structure, arrivals=arrivals)
-        return outputs, [leaf for leaf, own in zip(leaves, arrivals) if own is None]
+    def run(stored: dict[str, jax.Array], arrays: tuple) -> tuple[Any, overlap.Pull]:
+        sent = plan.gather(stored)
+        outputs, pull = (plan.shared or plan).vjp(stored, sent, arrays)
+        return outputs, overlap.Pull.without(sent, pull)
 
-    outputs, residuals = _nested("forward", run)(stored, arrays)
-    return outputs, _Saved(stored, residuals, static["arrivals"], static["structure"])
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Saved:
-    """The stored weights of a block, and the leaves of its vjp function that are nothing that arrived; `arrivals` tells which those are."""
-
-    stored: dict[str, jax.Array]
-    leaves: list[jax.Array]
-    arrivals: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
-    structure: Any = dataclasses.field(metadata={"static": True})
+    outputs, pull = _nested("forward", run)(stored, arrays)
+    return outputs, (stored, pull)
 
 
-def _backward(plan: overlap.BlockCall, residuals: _Saved, cotangents: PyTree) -> tuple[Any, Any]:
-    def run(stored: dict[str, jax.Array], leaves: list[jax.Array], cotangents: PyTree) -> tuple[Any, list[Any]]:
-        again, rest = jax.tree.leaves(plan.gather(stored)), iter(leaves)
-        filled = [next(rest) if own is None else again[own] for own in residuals.arrivals]
-        grads, inputs = plan.pulled(residuals.structure, filled, cotangents)
+def _backward(plan: overlap.BlockCall, residuals: tuple[dict, overlap.Pull], cotangents: PyTree) -> tuple[Any, Any]:
+    def run(stored: dict[str, jax.Array], pull: overlap.Pull, cotangents: PyTree) -> tuple[Any, list[Any]]:
+        grads, inputs = (plan.shared or plan).pulled(pull.of(plan.gather(stored)), cotangents)
         return plan.reduce(grads)[0], inputs
 
-    sums, inputs = _nested("backward", run)(residuals.stored, residuals.leaves, cotangents)
-    totals = {**dict.fromkeys(residuals.stored, optax.MaskedNode()), **sums}
+    stored, pull = residuals
+    sums, inputs = _nested("backward", run)(stored, pull, cotangents)
+    totals = {**dict.fromkeys(stored, optax.MaskedNode()), **sums}
     sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
     return sinks, tuple(inputs)
 
