@@ -172,7 +172,9 @@ def _take_steps(
         with (
             start_up.collector_restored(),
             memory_guard.explained(program, plan),
-            _open_profiler(config, folder) as profile,
+            profiler.Profiler(
+                folder, config.profile.start, config.profile.steps, enabled=processes.is_primary()
+            ) as profile,
             _evaluation(prepared, recorder, stop) as evaluate,
         ):
             end = loop.run(
@@ -382,11 +384,6 @@ def _open_recorder(
         logged = 0 if start.saved is None else start.saved.get("logged")
         is_logged = _when(config).logs
         yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=is_logged, logged=logged, tally=tally)
-
-
-def _open_profiler(config: settings_lib.Config, folder: pathlib.Path) -> profiler.Profiler:
-    traced = config.profile
-    return profiler.Profiler(folder, traced.start, traced.steps, enabled=processes.is_primary())
 
 
 def _when(config: settings_lib.Config, epoch_ends: tuple[int, ...] = ()) -> loop.When:

@@ -22,7 +22,12 @@ def to_logical(state: State) -> State:
     """
     if not isinstance(state.opt_state, master_weights.MasterWeightsState):
         return state
-    params = jax.tree.map(_master_of, state.opt_state.master, state.params, is_leaf=_is_frozen_or_pieces)
+    params = jax.tree.map(
+        _master_of,
+        state.opt_state.master,
+        state.params,
+        is_leaf=lambda node: _is_frozen(node) or pieces.is_pieces(node),
+    )
     return state.replace(params=params, opt_state=state.opt_state.inner)
 
 
@@ -49,10 +54,6 @@ def from_logical(logical: State, copy_dtype: DTypeLike | None, like: PyTree = No
 
 def _master_of(master: Any, param: Any) -> Leaf:
     return param if _is_frozen(master) else master
-
-
-def _is_frozen_or_pieces(node: PyTree) -> bool:
-    return _is_frozen(node) or pieces.is_pieces(node)
 
 
 def _is_frozen(node: PyTree) -> bool:

@@ -236,7 +236,8 @@ class Attempt:
             return given if re.search(r":\d+$", given) else f"{given}:{port}"
         if all(hosts.is_here(host.name) for host in self._hosts):
             return f"127.0.0.1:{port}"
-        return f"{_bracketed(self._address(first))}:{port}"
+        address = self._address(first)
+        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
     def _address(self, first: str) -> str:
         """Returns the address of the first host: that under which ssh reached it, or from which another host was reached."""
@@ -432,7 +433,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

@@ -197,14 +197,10 @@ def _versions(ranks: Sequence[hosts.Rank], found: Found) -> Iterator[Fact]:
     machines = _machines(ranks, found)
     for name in next(iter(machines.values()), {"versions": {}})["versions"]:
         values = {host: machine["versions"].get(name, "missing") for host, machine in machines.items()}
-        yield _agreeing(name, values, f"install the same {name} on all hosts")
-
-
-def _agreeing(name: str, values: Mapping[str, str], remedy: str) -> Fact:
-    """Returns whether all hosts have the same value, or those that differ from the most frequent one."""
-    usual = statistics.mode(values.values())
-    others = [f"{host}: {value}" for host, value in values.items() if value != usual]
-    return Fact.judged("versions", name, f"{usual}; but {', '.join(others)}" if others else usual, not others, remedy)
+        usual = statistics.mode(values.values())
+        others = [f"{host}: {value}" for host, value in values.items() if value != usual]
+        told = f"{usual}; but {', '.join(others)}" if others else usual
+        yield Fact.judged("versions", name, told, not others, f"install the same {name} on all hosts")
 
 
 def _memory(ranks: Sequence[hosts.Rank], found: Found) -> Iterator[Fact]:

@@ -189,7 +189,9 @@ class _Passes:
 
     @functools.cached_property
     def _local(self) -> list[int]:
-        return _local_indices(self.mesh, self.rows)
+        """Returns the rows of a batch that are on this process's addressable devices, in order."""
+        indices = mesh_lib.batch_sharding(self.mesh).addressable_devices_indices_map((self.rows,))
+        return sorted({row for index in indices.values() if index for row in range(*index[0].indices(self.rows))})
 
     @property
     def own(self) -> list[int]:
@@ -232,9 +234,3 @@ def _times_read(held_out: batches.Batches, tokens: int, count: int) -> float:
             f"{times:.0f} times; set `eval_batches={max(1, held // tokens)}`"
         )
     return times
-
-
-def _local_indices(mesh: jax.sharding.Mesh, rows: int) -> list[int]:
-    """Returns the rows of a batch that are on this process's addressable devices, in order."""
-    indices = mesh_lib.batch_sharding(mesh).addressable_devices_indices_map((rows,))
-    return sorted({row for index in indices.values() if index for row in range(*index[0].indices(rows))})

@@ -78,13 +78,11 @@ def abstract_stack(shape: tuple[int, ...], kind: str, dims: int) -> dict[str, ja
 
 def merged(kernel: Any, a: Any, b: Any, scale: float) -> Any:
     """Returns kernel + scale * A B in float32, as the kernel's shape. Takes arrays of JAX or NumPy."""
-    xp = np if isinstance(kernel, np.ndarray) else jnp
-    low = xp.matmul(a.astype(np.float32), b.astype(np.float32)) if xp is np else _exact(a, b)
+    matmul: Any = np.matmul
+    if not isinstance(kernel, np.ndarray):
+        matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    low = matmul(a.astype(np.float32), b.astype(np.float32))
     return kernel.astype(np.float32) + scale * low.reshape(kernel.shape)
-
-
-def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 def split(params: PyTree, targets: targets_lib.Targets) -> tuple[dict[str, Any], dict[str, tuple[str, Any, Any]]]:

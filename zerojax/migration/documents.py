@@ -108,7 +108,8 @@ def _text(path: pathlib.Path) -> str:
 
 def _told(name: str, text: str, folder: pathlib.Path) -> Document:
     """Returns the document that a text is."""
-    if _is_hostfile(text):
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    if any(re.fullmatch(r"\S+\s+slots\s*=\s*[0-9]{1,5}", line) for line in lines):
         return Document(name, HOSTFILE, text, folder)
     content = _parse(name, text)
     if not isinstance(content, Mapping) or not content:
@@ -198,11 +199,6 @@ def _check(name: str, content: object, sizes: dict[int, int | None]) -> int:
         raise UserError(f"{name}: holds more than {_MOST_VALUES} values, aliases (*) counted; no config does")
     sizes[id(content)] = total
     return total
-
-
-def _is_hostfile(text: str) -> bool:
-    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    return any(re.fullmatch(r"\S+\s+slots\s*=\s*[0-9]{1,5}", line) for line in lines)
 
 
 def _from_base64(source: str) -> str | None:

@@ -173,7 +173,8 @@ def _init(settings: _Settings, params: PyTree) -> PyTree:
             raise UserError(
                 f"{path}: the fused optimizers update floating weights, and it is {leaf.dtype}; use optax.masked"
             )
-    if settings.rule.stochastic and settings.moments == "fp32" and not _has_bf16(params) and not is_part():
+    has_bf16 = any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
+    if settings.rule.stochastic and settings.moments == "fp32" and not has_bf16 and not is_part():
         raise UserError(
             "stochastic_rounding: nothing is stored in bf16 or int8: params are not bf16 and moments='fp32'; "
             "set moments='bf16' or 'int8', or stochastic_rounding=False"
@@ -189,10 +190,6 @@ def _init(settings: _Settings, params: PyTree) -> PyTree:
     if settings.rule.name == "lion":
         return optax.ScaleByLionState(count, mu)
     return optax.ScaleByAdamState(count, mu, jax.tree.map(functools.partial(moment, jnp.uint8), params))
-
-
-def _has_bf16(params: PyTree) -> bool:
-    return any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
 
 
 def _update(

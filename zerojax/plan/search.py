@@ -133,7 +133,10 @@ def search(
             reason = _why_skipped(candidate, outcomes)
             if not reason and compiled >= most_compiles:
                 reason = f"not compiled: the limit of {most_compiles} compiles was reached"
-            is_needed = not reason and not any(_fits_on_fewer(outcome, candidate) for outcome in outcomes)
+            fits_on_fewer = any(
+                not one.reason and one.candidate.per_example < candidate.per_example for one in outcomes
+            )
+            is_needed = not reason and not fits_on_fewer
             if candidate.per_example > fewest and not is_needed:
                 continue  # the table has no rows of larger axes that nobody needs
             if reason:
@@ -488,11 +491,6 @@ def _expected_cost(candidate: Candidate) -> tuple[float, ...]:
     sent = 3 if stages.STAGES[candidate.stage].params else 2
     first = (candidate.offloaded, candidate.per_example, candidate.model)
     return (*first, recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
-
-
-def _fits_on_fewer(outcome: Outcome, candidate: Candidate) -> bool:
-    """Returns whether a plan fits with fewer devices for an example."""
-    return not outcome.reason and outcome.candidate.per_example < candidate.per_example
 
 
 def _why_skipped(candidate: Candidate, outcomes: Sequence[Outcome]) -> str:

@@ -28,17 +28,12 @@ def applied(partition: partition_lib.Partition) -> Callable[[Any, Any, PyTree], 
 
     def applied(before: State, after: State, grads: PyTree) -> State:
         new = after.apply_gradients(grads=_in_dtypes_that_keep(before, grads))
-        return _with_copies(new) if is_copied else new
+        if not is_copied:
+            return new
+        # Sums of 16-bit params and updates may round ties the other way than the master weights, from which a state is restored.
+        return new.replace(params=jax.tree.map(lambda m, p: m.astype(p.dtype), new.opt_state.master, new.params))
 
     return applied
-
-
-def _with_copies(state: State) -> State:
-    """Returns a state with master weights whose 16-bit params are these, rounded.
-
-    Sums of 16-bit params and updates may round ties the other way, and a state that is restored from its master weights would be another.
-    """
-    return state.replace(params=jax.tree.map(lambda m, p: m.astype(p.dtype), state.opt_state.master, state.params))
 
 
 def _in_dtypes_that_keep(state: State, grads: PyTree) -> PyTree:

@@ -417,7 +417,7 @@ class _Encoder:
             parts.append(ids)
             labeled.append(is_answer)
         most, last = f.seq_len + 1, parts[-1]
-        first = parts[0][: 1 if len(parts[0]) and self._begins(parts[0][0]) else 0]
+        first = parts[0][: 1 if len(parts[0]) and parts[0][0] in (f.bos, self._tokenizer.bos_id) else 0]
         if len(last) > most - len(first) - 1:
             counts.add("answer", place)
             parts[-1] = last[: most - len(first) - 1]
@@ -445,9 +445,6 @@ class _Encoder:
     def _whole(self, text: str, has_special: bool) -> np.ndarray:
         """Returns the ids of a text with those that the tokenizer adds, or with those that the text itself names."""
         return self._tokenizer.encode_special(text) if has_special else self._tokenizer.encode_whole(text)
-
-    def _begins(self, token: int) -> bool:
-        return token == self._form.bos or token == self._tokenizer.bos_id
 
 
 def _fits(template: templates.Template, example: Mapping[str, Any]) -> bool:

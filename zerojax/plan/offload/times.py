@@ -57,10 +57,6 @@ class Clock:
         """Returns the time of a program."""
         return walk.walk(hlo_flow.flow(module), self.rates, self.devices, self.per_host)
 
-    def sweep(self, nbytes: float, kernels: int) -> float:
-        """Returns the seconds of kernels that read and write so many bytes, one after the other."""
-        return nbytes / self.rates.figures["bandwidth"] + kernels * self.rates.gap
-
 
 @dataclasses.dataclass(frozen=True)
 class StepPhase:
@@ -290,8 +286,9 @@ def _sums(one_pass: passes.PassPrograms, count: int, in_16_bits: bool, clock: Cl
 
 
 def _swept(nbytes: float, kernels: int, clock: Clock | None) -> Work:
-    """Returns the work of kernels that memory bounds."""
-    return Work(traffic=nbytes, foretold=clock.sweep(nbytes, kernels) if clock else 0.0)
+    """Returns the work of kernels that read and write so many bytes, one after the other."""
+    rates = clock and clock.rates
+    return Work(traffic=nbytes, foretold=nbytes / rates.figures["bandwidth"] + kernels * rates.gap if rates else 0.0)
 
 
 def _squares(step: step_by_block.BlockwiseStep, one_pass: passes.PassPrograms, clock: Clock | None) -> Work:

@@ -87,9 +87,12 @@ class Rollouts:
         self._prompts = list(tasks.prompts(pairs.train.examples, pairs.form))
         self._is_pair = program.family.is_encoder_decoder
         self._engine: engine_lib.Engine | None = None
+        adapted, bare = program.weights.adapted, program.family
+        if adapted is not None:
+            bare = families_lora.with_adapters(program.weights.family, adapted.chosen, 0)
         self._log_probs = {
             rewarded.OLD: _log_probs(program, program.family),
-            rewarded.REFERENCE: _log_probs(program, _without_adapters(program)),
+            rewarded.REFERENCE: _log_probs(program, bare),
         }
         self._made: tuple[int, feed.Batch] | None = None
 
@@ -203,11 +206,6 @@ def advantages(scores: np.ndarray, group: int) -> np.ndarray:
 def _bits(values: np.ndarray) -> np.ndarray:
     """Returns float32 numbers as the integers that a batch holds; a step would round floats to its dtype."""
     return np.ascontiguousarray(values, np.float32).view(np.int32)
-
-
-def _without_adapters(program: program_lib.Program) -> family_lib.Family:
-    adapted = program.weights.adapted
-    return program.family if adapted is None else families_lora.with_adapters(program.weights.family, adapted.chosen, 0)
 
 
 def _log_probs(program: program_lib.Program, family: family_lib.Family) -> Callable[..., jax.Array]:

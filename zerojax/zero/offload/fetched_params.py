@@ -118,7 +118,8 @@ class ParamCopies(arrivals.Arrivals):
         small = set() if source.on_disk else {n for n in late if tree.shard_bytes(values[n]) < SMALL}
         self.first, self.after, self.brings = _copies(reads, small, self.ahead)
         frozen = {number for number, path in late.items() if path in source.frozen}
-        self._sent_for = {PASS: self._beside_last(), STEP: self._after_copies(frozen)}
+        beside_last: Mapping[int, Sequence[int]] = dict(enumerate(self.first, max(0, len(reads) - EARLY)))
+        self._sent_for = {PASS: beside_last, STEP: self._after_copies(frozen)}
         self._stored: Sequence[Any] = ()
         self._follows, self._early = arrivals.NOTHING, dict[int, Any]()
 
@@ -177,10 +178,6 @@ class ParamCopies(arrivals.Arrivals):
             loading = storage.load([self._stored[n] for n in missing], [self._values[n].sharding for n in missing])
             # cuDNN builds its attention in a CUDA graph when a program is first run, and fails if copies begin meanwhile.
             values.update(zip(missing, loading if self._has_run else storage.arrived(loading)))
-
-    def _beside_last(self) -> dict[int, Sequence[int]]:
-        """Returns the numbers whose copies for the next pass are sent before a program, by its index."""
-        return dict(enumerate(self.first, max(0, len(self._reads) - EARLY)))
 
     def _after_copies(self, frozen: Collection[int]) -> dict[int, Sequence[int]]:
         """Returns the same for the next step: those that are frozen, after the last copies of this one."""

@@ -146,7 +146,7 @@ class StreamedStep(StateStream):
     def trace(self, state: State, batch: PyTree) -> jax.stages.Traced:
         """Traces the program of the gradients, for the whole train state, abstract or not."""
         traced = self.gradients.trace(self.updates.rest.of(state), batch)  # type: ignore[attr-defined]
-        self._set_dtypes(traced.out_info[2])
+        self.updates.set_grad_dtypes({weight: grad.dtype for weight, grad in traced.out_info[2].grads.items()})
         return traced
 
     def lower(self, state: State, batch: PyTree) -> jax.stages.Lowered:
@@ -169,9 +169,6 @@ class StreamedStep(StateStream):
             )
         if not self.updates.knows_dtypes:
             self.trace(tree.abstract(state), batch)
-
-    def _set_dtypes(self, handed: updates_lib.Handed) -> None:
-        self.updates.set_grad_dtypes({weight: grad.dtype for weight, grad in handed.grads.items()})
 
     def _joined(self, state: State, new_state: State, params: PyTree, new_leaves: dict[int, Any]) -> State:
         """Returns the new train state, of which `new_state` has all but the optimizer state of items and their params."""

@@ -80,7 +80,11 @@ class Travel:
             jax.block_until_ready(sent)
         if not self.here[target]:
             return [None] * len(likes)
-        return [_unstacked(own, like, sharding) for own, like, sharding in zip(sent, likes, shardings)]
+        found = []
+        for own, like, sharding in zip(sent, likes, shardings):
+            parts = [shard.data[0] for shard in own.addressable_shards if shard.device in sharding.device_set]
+            found.append(jax.make_array_from_single_device_arrays(like.shape, sharding, parts))
+        return found
 
     def shared(self, x: Sequence[Any], likes: Sequence[Any], homes: Sequence[int]) -> list[jax.Array]:
         """Returns small arrays of some groups, replicated over all devices."""
@@ -118,8 +122,3 @@ def _stacked(mesh: Mesh, groups: Sequence[Mesh], x: Any, like: Leaf, home: int) 
         for device in sharding.addressable_devices
     ]
     return jax.make_array_from_single_device_arrays((len(groups), *like.shape), sharding, parts)
-
-
-def _unstacked(x: jax.Array, like: Leaf, sharding: NamedSharding) -> jax.Array:
-    parts = [shard.data[0] for shard in x.addressable_shards if shard.device in sharding.device_set]
-    return jax.make_array_from_single_device_arrays(like.shape, sharding, parts)

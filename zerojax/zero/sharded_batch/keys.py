@@ -139,12 +139,8 @@ def _bind_folded(variables: PyTree, rngs: Any = None, mutable: Any = False, flag
     return scope
 
 
-def _draw_folded(stream: nnx.RngStream) -> jax.Array:
-    return folded(_draw(stream))
-
-
 flax.core.scope.bind = flax.core.bind = _bind_folded
-nnx.RngStream.__call__ = _draw_folded  # type: ignore[method-assign, assignment]
+nnx.RngStream.__call__ = lambda stream: folded(_draw(stream))  # type: ignore[method-assign, assignment]
 
 
 def _may_be_raw(leaf: Leaf) -> bool:

@@ -229,7 +229,10 @@ class InBlocks(gather.Plain):
             if hosts.size == 1:
                 return parts
             own = packed.pack(parts, 8, platform)
-            by_place = packed.Packed(*(_by_place(array, hosts) for array in own))
+            in_hosts = [array.reshape(hosts.count, hosts.size, *array.shape[1:]) for array in own]
+            by_place = packed.Packed(
+                *(jnp.swapaxes(array, 0, 1) for array in in_hosts)
+            )  # [places in a host, hosts, ...]
             return packed.sum_of(_exchanged(by_place, hosts.within), 8, parts.shape[1], platform)
 
         with jax.named_scope(roles.PACKED_GRADIENT):
@@ -439,11 +442,6 @@ def _gathered(arrays: tuple, groups: list[list[int]] | None) -> tuple:
     return tuple(
         None if array is None else jax.lax.all_gather(array, gather.STATE, axis_index_groups=groups) for array in arrays
     )
-
-
-def _by_place(array: jax.Array, hosts: Hosts) -> jax.Array:
-    """Returns parts [devices, ...] as [places in a host, hosts, ...]."""
-    return jnp.swapaxes(array.reshape(hosts.count, hosts.size, *array.shape[1:]), 0, 1)
 
 
 def _exchanged(parts: packed.Packed, groups: list[list[int]] | None) -> packed.Packed:
