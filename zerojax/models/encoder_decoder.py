@@ -22,6 +22,10 @@ class EncoderDecoder(nn.Module):
     """What an encoder-decoder computes. A subclass has a config, the modules `embed` and, unless embeddings are tied, `head`, the lists
     `encoder` and `decoder` of layers, and the methods below that are not implemented here.
 
+    A layer of the decoder gets the targets' states, what `first_inputs` has beside them, the encoder's states float[B, S, D] and their
+    mask bool[B, S], False for padding. With a past (`decoding.Past`, the targets before these) it returns its own keys and values and those
+    of the encoder's states beside its result, and may be called with the latter in place of these states, as `keys`.
+
     Shapes: B batch, S encoder length (of a cache: slots), T decoder length, D embed, V vocabulary.
     """
 

@@ -127,15 +127,7 @@ class BartDecoderLayer(nn.Module):
         past: decoding.Past | None = None,
         keys: tuple[jax.Array, jax.Array] | None = None,
     ) -> Any:
-        """Returns float[B, T, D] and, if there is a past, the layer's own keys and values and those of the encoder's states.
-
-        Args:
-          x_BTD: the targets' states.
-          encoded_BSD: the encoder's states; None if `keys` are given.
-          mask_BS: False for padding inputs.
-          past: the targets before these.
-          keys: of the encoder's states, if an earlier call returned them.
-        """
+        """See `encoder_decoder.EncoderDecoder`."""
         _, heads, mlp_dim = self.config.decoder_shape
         c, before = self.config, keys
         attend, cross = attention(c, heads, "attention", is_causal=True), attention(c, heads, "cross")
@@ -172,30 +164,13 @@ class Bart(encoder_decoder.EncoderDecoder):
     config: BartConfig
 
     def setup(self) -> None:
-        modules = {name: module.clone() for name, (module, _) in parts(self.config).items()}
-        self.embed, self.logits_bias = modules["embed"], modules["logits_bias"]
-        if not self.config.has_sinusoids:
-            self.encoder_positions, self.decoder_positions = modules["encoder_positions"], modules["decoder_positions"]
-        if self.config.has_embed_norm:
-            self.encoder_norm, self.decoder_norm = modules["encoder_norm"], modules["decoder_norm"]
-        if self.config.has_final_norm:
-            self.encoder_final_norm, self.decoder_final_norm = (
-                modules["encoder_final_norm"],
-                modules["decoder_final_norm"],
-            )
-        self.encoder_embed, self.decoder_embed = self.embed, self.embed
-        if self.config.separate_embeddings:
-            self.encoder_embed, self.decoder_embed = modules["encoder_embed"], modules["decoder_embed"]
-        self.encoder = [modules[f"encoder_{i}"] for i in range(self.config.encoder_shape[0])]
-        self.decoder = [modules[f"decoder_{i}"] for i in range(self.config.decoder_shape[0])]
-        if not self.config.tie_embeddings:
-            self.head = modules["head"]
+        family.own(self, parts(self.config))
         self.dropout = layers.Dropout(self.config.dropout)
 
     def first_inputs(self, side: str, tokens_BT: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, tuple[()]]:
         c = self.config
         positions = jnp.arange(tokens_BT.shape[1]) if positions is None else positions
-        x_BTD = getattr(self, f"{side}_embed")(tokens_BT)
+        x_BTD = (getattr(self, f"{side}_embed") if c.separate_embeddings else self.embed)(tokens_BT)
         x_BTD = x_BTD * math.sqrt(c.embed_dim) if c.scale_embeddings else x_BTD
         if c.has_sinusoids:
             x_BTD += sinusoids(positions, c.embed_dim).astype(x_BTD.dtype)

@@ -112,10 +112,7 @@ class Bert(nn.Module):
     config: BertConfig
 
     def setup(self) -> None:
-        modules = {name: module.clone() for name, (module, _) in parts(self.config).items()}
-        self.embed, self.positions, self.kinds = modules["embed"], modules["positions"], modules["kinds"]
-        self.norm, self.head = modules["norm"], modules["head"]
-        self.layer = [modules[f"layer_{i}"] for i in range(self.config.num_layers)]
+        family.own(self, parts(self.config))
         self.dropout = layers.Dropout(self.config.dropout)
 
     def __call__(

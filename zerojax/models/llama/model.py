@@ -364,13 +364,7 @@ class Llama(nn.Module):
     config: LlamaConfig
 
     def setup(self) -> None:
-        modules = {name: module.clone() for name, (module, _) in parts(self.config).items()}
-        self.embed, self.norm = modules["embed"], modules["norm"]
-        if self.config.has_positions:
-            self.positions = modules["positions"]
-        self.layer = [modules[f"layer_{i}"] for i in range(self.config.num_layers)]
-        if not self.config.tie_embeddings:
-            self.head = modules["head"]
+        family.own(self, parts(self.config))
 
     @nn.nowrap
     def hidden(

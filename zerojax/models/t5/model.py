@@ -122,16 +122,8 @@ class DecoderLayer(nn.Module):
         past: decoding.Past | None = None,
         keys: tuple[jax.Array, jax.Array] | None = None,
     ) -> Any:
-        """Returns float[B, T, D] and, if there is a past, the layer's own keys and values and those of the encoder's states.
-
-        Args:
-          x_BTD: the targets' states.
-          bias: of the scores of self-attention: float[H, T, T], or float[B, H, 1, S] of a token with a past.
-          encoded_BSD: the encoder's states; None if `keys` are given.
-          mask_BS: False for padding inputs.
-          past: the targets before these.
-          keys: of the encoder's states, if an earlier call returned them.
-        """
+        """See `encoder_decoder.EncoderDecoder`; `bias` of the scores of self-attention is float[H, T, T], or float[B, H, 1, S] of a token
+        with a past."""
         c = self.config
         y_BTD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
         y_BTD, own = attention(c, "attention", is_causal=True)(y_BTD, bias=bias, past=past)
@@ -149,14 +141,7 @@ class T5(encoder_decoder.EncoderDecoder):
     config: T5Config
 
     def setup(self) -> None:
-        modules = {name: module.clone() for name, (module, _) in parts(self.config).items()}
-        self.embed = modules["embed"]
-        self.encoder_bias, self.encoder_norm = modules["encoder_bias"], modules["encoder_norm"]
-        self.decoder_bias, self.decoder_norm = modules["decoder_bias"], modules["decoder_norm"]
-        self.encoder = [modules[f"encoder_{i}"] for i in range(self.config.num_layers)]
-        self.decoder = [modules[f"decoder_{i}"] for i in range(depth_of_decoder(self.config))]
-        if not self.config.tie_embeddings:
-            self.head = modules["head"]
+        family.own(self, parts(self.config))
         self.dropout = layers.Dropout(self.config.dropout)
 
     def first_inputs(
