@@ -231,13 +231,13 @@ def _linked(
     row = []
     for key in keys:
         own = found.programs[key]
-        named = {f"sums/{path}": sums[path] for path in own.sums} | (
+        named = {f"sums/{place}": sums[path] for place, path in enumerate(own.sums)} | (
             {} if own.weight is None else {"factor": own.weight}
         )
         if own.is_seeded:
             number = named["seed"] = next(fresh)
             arguments[number] = ("pass", syntax.Array("u32", (), False))
-        writes = (*own.writes, *(sums[path] for path in sorted(own.sums)))
+        writes = (*own.writes, *(sums[path] for path in own.sums))
         row.append(linked.LinkedProgram(modules[key], tuple(own.reads), writes, named=named))
     known = {path: number for number, (path, _) in arguments.items()}
     leaves = []
@@ -267,27 +267,27 @@ def _after(
 ) -> list[linked.LinkedProgram]:
     """Returns the programs of a group's update, and adds what they read of other groups to `arguments`."""
     scalar = syntax.Array("f32", (), False)
-    grads = {path: next(fresh) for path in sorted(sums)}
+    grads = [next(fresh) for _ in sums]
     squares = {}
     for other, update in enumerate(step.updates):
-        for path in update.trained:
-            squares[other, path] = next(fresh)
+        for place, path in enumerate(update.trained):
+            squares[other, place] = next(fresh)
             if other != group:
-                arguments[squares[other, path]] = (f"received/{other}/{path}", scalar)
+                arguments[squares[other, place]] = (f"received/{other}/{path}", scalar)
     count = next(fresh)
     arguments[count] = ("count", scalar)
     first = linked.LinkedProgram(
         modules[0],
         tuple(leaves),
-        (*grads.values(), *(squares[group, path] for path in sorted(sums))),
-        named={f"sums/{path}": number for path, number in sums.items()} | {"count": count},
+        (*grads, *(squares[group, place] for place in range(len(sums)))),
+        named={f"sums/{place}": number for place, number in enumerate(sums.values())} | {"count": count},
     )
     second = linked.LinkedProgram(
         modules[1],
         tuple(leaves),
         tuple(next(fresh) for _ in modules[1].entry.root.arrays),
-        named={f"grads/{path}": number for path, number in grads.items()}
-        | {f"squares/{other}/{path}": number for (other, path), number in squares.items()},
+        named={f"grads/{place}": number for place, number in enumerate(grads)}
+        | {f"squares/{other}/{place}": number for (other, place), number in squares.items()},
     )
     return [first, second]
 

@@ -35,7 +35,17 @@ def test_a_loss_that_renews_the_state_is_refused():
         step.programs(jax.tree.map(lambda leaf: leaf[0], batch_of(0)))
 
 
-@pytest.mark.long
+def test_inner_stages_and_groups_whose_layers_are_equal_have_one_program_each():
+    _, step = prepared({"pipe": 4}, 1, shard=abstract, schedule="1f1b", net=Net(layers=4))
+    alike: dict = {}
+    found = step.stand_ins(step.micro(jax.eval_shape(lambda: batch_of(0))), None, alike)
+    runs = {key: program.run for key, program in found.programs.items()}
+    for kind in (order.FORWARD, order.BACKWARD):  # of the first, the inner and the last stage
+        assert runs[kind, 1] is runs[kind, 2] and len({id(runs[kind, stage]) for stage in range(4)}) == 3
+    updates = step.update_programs(found, alike)
+    assert updates[1] == updates[2] and len({own for two in updates for own in two}) == 6
+
+
 @pytest.mark.long
 def test_where_nothing_runs_equal_programs_are_compiled_once_and_say_the_same():
     _, step = prepared({"pipe": 4}, 1, shard=abstract, schedule="1f1b", net=Net(layers=4))

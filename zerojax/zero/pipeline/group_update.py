@@ -56,7 +56,8 @@ class GroupUpdate:
         known = dict(tree.flatten(whole.abstract_state))
         self._params = [f"params/{path}" for path, _ in tree.flatten(whole.abstract_state.params)]
         trained = [path for path in self._params if whole.placements[path].trainable]
-        self.trained = [path for path in trained if placed.homes[path] == group]
+        of_groups = [[path for path in trained if placed.homes[path] == g] for g in range(len(placed.groups))]
+        self.trained = of_groups[group]
         self._structures: dict[str, Any] = {"params": jax.tree.structure(whole.abstract_state.params)}
         with fused.of_a_part():
             opt_state = jax.eval_shape(whole.abstract_state.tx.init, self._only(known))
@@ -93,24 +94,28 @@ class GroupUpdate:
         self.reads = [path for path, _ in tree.flatten(abstract)]
         finish = update_lib.finish(partition, own, scaling, clip)
 
-        def squares(leaves: list[Any], sums: dict[str, jax.Array], count: Any) -> Any:
-            grads = accumulate.averaged(one_pass.reduced(sums, whole.placements, reduction), count)
+        # Gradients and squares are in the order of `trained` and have no names, so that groups of equal layers have equal programs.
+        def squares(leaves: list[Any], sums: list[jax.Array], count: Any) -> Any:
+            own = one_pass.reduced(dict(zip(self.trained, sums)), whole.placements, reduction)
+            grads = accumulate.averaged(own, count)
             scale = scaling.scale(self._state(dict(zip(self.reads, leaves))))
-            return grads, update_lib.squares(grads, 1.0 / scale)
+            found = update_lib.squares(grads, 1.0 / scale)
+            return [grads[path] for path in self.trained], [found[path] for path in self.trained]
 
-        def apply(leaves: list[Any], grads: dict[str, jax.Array], squares: list[dict[str, jax.Array]]) -> Any:
-            known = {path: own for part in squares for path, own in part.items()}
+        def apply(leaves: list[Any], grads: list[jax.Array], squares: list[list[jax.Array]]) -> Any:
+            known = {path: own for paths, part in zip(of_groups, squares) for path, own in zip(paths, part)}
             of_all = [known[path] for path in trained]  # as one device would add them
             before = self._state(dict(zip(self.reads, leaves)))
-            new_state, metrics, factor, finite = finish(before, {"metrics": {}}, self._only(grads), of_all)
+            own = self._only(dict(zip(self.trained, grads)))
+            new_state, metrics, factor, finite = finish(before, {"metrics": {}}, own, of_all)
             handed = self.stream and self.stream.updates.handed_to(before, {}, factor, finite)
             return jax.tree.leaves(new_state), metrics, handed
 
-        self._grads = {
-            path: jax.ShapeDtypeStruct(found.shape or (), jnp.float32, sharding=found.update)
-            for path, found in ((path, whole.placements[path]) for path in self.trained)
-        }
-        grad_shardings = {path: like.sharding for path, like in self._grads.items()}
+        self._grads = [
+            jax.ShapeDtypeStruct(found.shape or (), jnp.float32, sharding=found.update)
+            for found in (whole.placements[path] for path in self.trained)
+        ]
+        grad_shardings = [like.sharding for like in self._grads]
         self._squares = jax.jit(squares, donate_argnums=1, out_shardings=(grad_shardings, None))
         self.abstract = jax.tree.leaves(abstract)
         shardings = [leaf.sharding for leaf in self.abstract]
@@ -128,8 +133,8 @@ class GroupUpdate:
         self, sums: Mapping[str, Any], count: Any, squares: list[dict[str, Any]]
     ) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
         """Returns the programs of `squares` and `apply` for abstract arguments."""
-        own = {path: sums[path] for path in self.trained}
-        return self._squares.lower(self.abstract, own, count), self._apply.lower(self.abstract, self._grads, squares)
+        own, of_groups = [sums[path] for path in self.trained], [[*part.values()] for part in squares]
+        return self._squares.lower(self.abstract, own, count), self._apply.lower(self.abstract, self._grads, of_groups)
 
     def prefetch(self, leaves: Mapping[str, Any]) -> None:
         """Begins to read what of the group's state is on a disk; `leaves` are given by path."""
@@ -138,13 +143,15 @@ class GroupUpdate:
 
     def squares(self, read: list[jax.Array], sums: Mapping[str, jax.Array], count: Any) -> Any:
         """Returns the mean gradients and their sums of squares, by path, from sums over passes; `count` as of `accumulate.averaged`."""
-        return self._squares(read, {path: sums[path] for path in self.trained}, count)
+        grads, found = self._squares(read, [sums[path] for path in self.trained], count)
+        return dict(zip(self.trained, grads)), dict(zip(self.trained, found))
 
     def apply(
         self, read: list[jax.Array], grads: PyTree, squares: PyTree
     ) -> tuple[dict[str, jax.Array], dict[str, Any], updates_lib.Handed | None]:
         """Returns the new leaves, by path, the metrics, and what `streamed` reads; `squares` are those of all groups, on this one."""
-        new, metrics, handed = self._apply(read, grads, squares)
+        own, of_groups = [grads[path] for path in self.trained], [[*part.values()] for part in squares]
+        new, metrics, handed = self._apply(read, own, of_groups)
         return dict(zip(self.reads, new)), metrics, handed and handed._replace(grads=dict(grads))
 
     def streamed(self, leaves: dict[str, Any], handed: updates_lib.Handed | None) -> Iterator[None]:

@@ -30,8 +30,8 @@ class StageProgram:
     sums: Mapping[str, jax.ShapeDtypeStruct]  # what it adds up, abstract, by the path of the weight
     weight: int | None  # the number of the weight of the micro-batch, if it takes it
     is_seeded: bool  # whether it takes a seed, by which its sums are rounded to bf16
-    # f(values, sums, the weight or None, the seed or None) -> (values, sums), compiled; it reuses the memory of the sums. None for a
-    # group that another process runs.
+    # f(values, sums, the weight or None, the seed or None) -> (values, sums), compiled; it reuses the memory of the sums, which are in
+    # the order of `sums` and have no names, so that equal stages have equal programs. None for a group that another process runs.
     run: Any
     part: cut.StepPart  # its operations in the trace
 
@@ -165,38 +165,39 @@ def _program(
     """Compiles one program, and adds the abstract values that it returns to `values`."""
     part, reads = found.segments[key].part, found.reads[key]
     mesh, writes = of_group.partition.mesh, values_of(found, key)
-    own = {path: number for path, number in grads.items() if number in writes}
+    own = dict(sorted((path, number) for path, number in grads.items() if number in writes))
     kept = [number for number in writes if number in read_elsewhere or number not in own.values()]
     mapped = programs.Mapped(trace.call)
     run = mapped.program(part, (), lambda *arrays: ())
     taken_weight = weight if own and weight not in writes else None
 
     def program(
-        read: list[jax.Array], sums: dict[str, jax.Array], factor: Any, seed: Any
-    ) -> tuple[list[jax.Array], dict]:
+        read: list[jax.Array], sums: list[jax.Array], factor: Any, seed: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         made = dict(zip(writes, run(*read)))
         if weight is not None and weight in made:
             factor = made[weight]
         grads = {path: made[number] for path, number in own.items()}
-        return [made[number] for number in kept], accumulate.added(sums, grads, factor, seed)
+        added = accumulate.added(dict(zip(own, sums)), grads, factor, seed)
+        return [made[number] for number in kept], [added[path] for path in own]
 
     taken = [on_mesh(values[number], mesh) for number in reads]
     sums = {path: of_group.summed(path) for path in own}
     # What leaves has a sharding that each process knows, also if it does not compile the program.
     specs = dict(zip(writes, mapped.specs_of_writes(part)))
     known = [NamedSharding(mesh, specs[number]) if number in leaving else None for number in kept]
-    shardings = (known, {path: like.sharding for path, like in sums.items()})
+    shardings = (known, [like.sharding for like in sums.values()])
     program.__name__ = program.__qualname__ = f"stage_{key[1]}_{key[0]}"
     factor = None if taken_weight is None else on_mesh(values[taken_weight], mesh)
     is_seeded = of_group.in_16_bits and bool(own)
     seed = jax.ShapeDtypeStruct((), np.uint32, sharding=NamedSharding(mesh, P())) if is_seeded else None
     if alike is None and not placed.is_here(group):
-        made, _ = jax.eval_shape(program, taken, sums, factor, seed)
+        made, _ = jax.eval_shape(program, taken, [*sums.values()], factor, seed)
         for number, like in zip(kept, made):
             sharding = NamedSharding(mesh, specs[number])
             values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
         return StageProgram(group, reads, kept, sums, taken_weight, is_seeded, None, part)
-    lowered = jax.jit(program, donate_argnums=1, out_shardings=shardings).lower(taken, sums, factor, seed)
+    lowered = jax.jit(program, donate_argnums=1, out_shardings=shardings).lower(taken, [*sums.values()], factor, seed)
     done = together(lowered, program.__name__, alike, options)
     for number, like, sharding in zip(kept, done.out_info[0], done.output_shardings[0]):
         values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)

@@ -243,10 +243,10 @@ class PipelineStep:
                 self._send(found, found.programs[before.kind, before.stage], held[before.micro])
             if self.travel.here[group]:
                 given = None if program.weight is None else values[program.weight, group]
-                own = {path: sums.pop(path) for path in program.sums}
+                own = [sums.pop(path) for path in program.sums]
                 seed = self._seed(leaves, op, group) if program.is_seeded else None
                 written, own = program.run([values[number, group] for number in program.reads], own, given, seed)
-                sums |= own
+                sums |= zip(program.sums, own)
                 values.update({(number, group): value for number, value in zip(program.writes, written)})
                 if self.travel.is_one:
                     self._send(found, program, values)
@@ -320,14 +320,12 @@ class PipelineStep:
             for n in self._here
         }
 
-    def _wait(
-        self, running: collections.deque[Any], written: Sequence[jax.Array], sums: Mapping[str, jax.Array]
-    ) -> None:
+    def _wait(self, running: collections.deque[Any], written: Sequence[jax.Array], sums: Sequence[jax.Array]) -> None:
         """Keeps the sender near its devices: memory is taken when a program is sent."""
         if mesh_lib.platform(self._mesh) == "cpu":  # emulated devices share threads, which waiting programs may use up
             jax.block_until_ready((written, sums))
             return
-        running.append(written[0] if written else next(iter(sums.values()), None))
+        running.append(written[0] if written else next(iter(sums), None))
         if len(running) > _AHEAD and (oldest := running.popleft()) is not None and not oldest.is_deleted():
             jax.block_until_ready(oldest)
 
