@@ -79,6 +79,7 @@ def test_the_path_below_params_finds_its_own_weight(nested):
 
 
 def test_a_path_that_shares_no_part_finds_nothing():
+    assert tree.longest_suffix(tree.suffix_index(["params"]), "") == "params"  # of params that are one array
     index = tree.suffix_index(["params/a/kernel"])
     assert tree.longest_suffix(index, "opt_state/0/count") is None
     assert tree.longest_suffix({}, "kernel") is None

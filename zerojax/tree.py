@@ -177,12 +177,13 @@ def runs(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> list[l
 def suffix_index(paths: Iterable[str]) -> dict[str, str]:
     """Returns {suffix: path} for every suffix of every path; if several paths share a suffix, it maps to the one of fewest parts.
 
-    So `kernel` maps to `params/kernel`, and never to `params/layer_0/kernel`.
+    So `kernel` maps to `params/kernel`, and never to `params/layer_0/kernel`. The empty path, of params that are
+    one array, maps to `params`.
     """
     index: dict[str, str] = {}
     for path in sorted(paths, key=lambda path: path.count("/")):
         parts = path.split("/")
-        for start in range(len(parts)):
+        for start in range(len(parts) + 1):
             index.setdefault("/".join(parts[start:]), path)
     return index
 

@@ -172,3 +172,11 @@ def test_a_batch_on_another_device_is_refused_with_the_call_that_moves_it():
     batch = jax.device_put(BATCH, jax.devices()[3])
     with pytest.raises(UserError, match=r"^batch/: is committed to 1 device\(s\), .* jax.device_put\(batch, partition"):
         zerojax.make_train_step(loss_fn, partition)(state, batch)
+
+
+def test_an_optimizer_that_needs_more_than_gradients_is_refused_with_what_it_needs():
+    tx = optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau())
+    state, partition = shard(lambda: TrainState.create(apply_fn=None, params={"w": jnp.ones(64)}, tx=tx))
+    step = zerojax.make_train_step(lambda params, batch, state: jnp.mean(batch @ params["w"]), partition)
+    with pytest.raises(UserError, match=r"^state\.tx: its update needs 'value', .* zerojax\.where_used"):
+        step.trace(state, BATCH)

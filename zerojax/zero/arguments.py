@@ -149,7 +149,7 @@ def of_call(partition: partition_lib.Partition) -> dict[str, Any]:
     """Returns the checks of a step's calls, as arguments of `jitted.jit`."""
     return {
         "before": lambda state, batch: is_usable(state),
-        "explained": lambda state, batch: explained(partition, state) or unusable(partition, batch),
+        "explained": lambda state, batch: explained(partition, state) or unusable(partition, batch) or unfed(state),
     }
 
 
@@ -188,6 +188,23 @@ def unusable(partition: partition_lib.Partition, batch: PyTree) -> UserError | N
             return UserError(
                 f"batch/{path}: is committed to {len(leaf.sharding.device_set)} device(s), and the state is on {partition.mesh.size}; call "
                 "jax.device_put(batch, partition.batch_sharding), or numpy arrays"
+            )
+    return None
+
+
+def unfed(state: State) -> UserError | None:
+    """Returns the error for an optimizer whose update needs more than a train state's `apply_gradients` gives it, or None."""
+    if not all(hasattr(state, name) for name in ("tx", "params", "opt_state")):
+        return None
+    try:
+        jax.eval_shape(
+            lambda params, opt_state: state.tx.update(params, opt_state, params), state.params, state.opt_state
+        )
+    except TypeError as error:
+        if missing := re.search(r"required keyword-only arguments?: (.*)", str(error)):
+            return UserError(
+                f"state.tx: its update needs {missing[1]}, which apply_gradients does not pass; build a step of your own with "
+                "zerojax.where_used, and call tx.update there"
             )
     return None
 
