@@ -7,7 +7,6 @@ devices attend that hold parts of sequences; None outside of training).
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -182,18 +181,6 @@ def parts_to_initialise(parts: Callable[[Any], Parts], config: ModelConfig) -> P
     cuDNN's attention requires GPUs and 16-bit weights. The weights do not depend on the kernel.
     """
     return parts(dataclasses.replace(config, attention="xla"))
-
-
-def own(module: nn.Module, parts: Parts) -> None:
-    """Makes parts a module's own in its `setup`, each by its name; `layer_0`, `layer_1` and so on are the list `layer`."""
-    lists: dict[str, list[nn.Module]] = {}
-    for name, (part, _) in parts.items():
-        if series := re.fullmatch(r"(.+)_\d+", name):
-            lists.setdefault(series[1], []).append(part.clone())
-        else:
-            setattr(module, name, part.clone())
-    for name, layers in lists.items():
-        setattr(module, name, layers)
 
 
 def abstract_params(parts: Callable[[Any], Parts], config: ModelConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ V vocabulary.
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -242,6 +243,18 @@ class Head(nn.Module):
 
 
 _LOSSES = {False: losses.one_pass_cross_entropy, True: losses.token_losses}
+
+
+def own(module: nn.Module, parts: Mapping[str, tuple[nn.Module, Any]]) -> None:
+    """Makes parts (`family.Parts`) a module's own in its `setup`, each by its name; `layer_0`, `layer_1` and so on are the list `layer`."""
+    lists: dict[str, list[nn.Module]] = {}
+    for name, (part, _) in parts.items():
+        if series := re.fullmatch(r"(.+)_\d+", name):
+            lists.setdefault(series[1], []).append(part.clone())
+        else:
+            setattr(module, name, part.clone())
+    for name, found in lists.items():
+        setattr(module, name, found)
 
 
 def next_loss(

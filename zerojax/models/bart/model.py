@@ -164,7 +164,7 @@ class Bart(encoder_decoder.EncoderDecoder):
     config: BartConfig
 
     def setup(self) -> None:
-        family.own(self, parts(self.config))
+        layers.own(self, parts(self.config))
         self.dropout = layers.Dropout(self.config.dropout)
 
     def first_inputs(self, side: str, tokens_BT: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, tuple[()]]:

@@ -112,7 +112,7 @@ class Bert(nn.Module):
     config: BertConfig
 
     def setup(self) -> None:
-        family.own(self, parts(self.config))
+        layers.own(self, parts(self.config))
         self.dropout = layers.Dropout(self.config.dropout)
 
     def __call__(

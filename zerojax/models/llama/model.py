@@ -364,7 +364,7 @@ class Llama(nn.Module):
     config: LlamaConfig
 
     def setup(self) -> None:
-        family.own(self, parts(self.config))
+        layers.own(self, parts(self.config))
 
     @nn.nowrap
     def hidden(

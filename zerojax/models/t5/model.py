@@ -141,7 +141,7 @@ class T5(encoder_decoder.EncoderDecoder):
     config: T5Config
 
     def setup(self) -> None:
-        family.own(self, parts(self.config))
+        layers.own(self, parts(self.config))
         self.dropout = layers.Dropout(self.config.dropout)
 
     def first_inputs(

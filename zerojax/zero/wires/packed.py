@@ -229,10 +229,9 @@ class InBlocks(gather.Plain):
             if hosts.size == 1:
                 return parts
             own = packed.pack(parts, 8, platform)
-            in_hosts = [array.reshape(hosts.count, hosts.size, *array.shape[1:]) for array in own]
-            by_place = packed.Packed(
-                *(jnp.swapaxes(array, 0, 1) for array in in_hosts)
-            )  # [places in a host, hosts, ...]
+            # [places in a host, hosts, ...]
+            in_hosts = (array.reshape(hosts.count, hosts.size, *array.shape[1:]) for array in own)
+            by_place = packed.Packed(*(jnp.swapaxes(array, 0, 1) for array in in_hosts))
             return packed.sum_of(_exchanged(by_place, hosts.within), 8, parts.shape[1], platform)
 
         with jax.named_scope(roles.PACKED_GRADIENT):
