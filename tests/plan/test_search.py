@@ -290,6 +290,23 @@ def test_steps_over_other_axes_are_judged_by_those_that_were_compiled_over_them(
     assert outcomes[0].candidate == plain[0] and [c.ring for c in lines] == [False, True]
 
 
+def test_of_pipelines_that_differ_in_stage_and_replica_alone_one_is_compiled_and_of_others_those_that_come_near():
+    alike = [search.Candidate(stage, "dots", 1, 8, replica, pipe=2) for stage in (0, 1, 2) for replica in (1, 2)]
+    near, far = (search.Candidate(1, "dots", 1, 8, 1, pipe=2, context=size) for size in (2, 4))
+    times = {one: 1.0 + 0.001 * place for place, one in enumerate(alike)} | {near: 1.01, far: 1.03}
+    peaks = dict.fromkeys(times, 2) | {alike[0]: 11}  # the first does not fit, so the next one stands for the others
+    lines = []
+
+    def build(candidate):
+        lines.append(candidate)
+        line = search.Continued(peaks[candidate], 0.9 * times[candidate], 1)
+        return search.Built(peaks[candidate] - 1, lambda: None, lambda: line, trusts_line=True)
+
+    guess = lambda candidate: arithmetic.Guess(times[candidate], peaks[candidate], {})  # noqa: E731
+    outcomes = search.by_arithmetic("h200", [*alike, near, far], guess, build, memory=10)
+    assert lines == [alike[0], alike[1], near] and outcomes[0].candidate == alike[1]
+
+
 def test_few_layers_have_the_last_word_where_the_full_program_computes_values_again():
     first, second = (search.Candidate(3, "dots", micro, 4 // micro, 1) for micro in (2, 1))
     times = {first: 1.0, second: 1.03}

@@ -166,7 +166,8 @@ def by_arithmetic(
 
     Of two settings of which one should be faster by more than `NEAR`, the other is not compiled, and neither is one that exceeds the
     memory by more than `OFF`. Once steps were compiled, both are counted from where these were, those with the same axes first; of two with
-    the same axes and remat `ALIKE` is enough, and `ALONE` where no devices share examples.
+    the same axes and remat `ALIKE` is enough, and `ALONE` where no devices share examples. A pipeline takes several times as long to
+    compile: of those that differ in stage and replica alone, the first that fits is compiled, and once one was, `PIPED` is enough.
     """
     guesses = sorted(
         ((guess(candidate), candidate) for candidate in candidates), key=lambda own: (own[0].seconds, own[1].grad_accum)
@@ -176,6 +177,7 @@ def by_arithmetic(
     waiting: dict[Candidate, Built] = {}
     of_time, of_peak, left = 1.0, dict[tuple[Any, ...], float](), 0
     of_kind, of_axes = dict[tuple[Any, ...], float](), dict[tuple[bool, ...], float]()
+    of_pipes: dict[Candidate, float] = {}  # those that fit, without what does not change their passes
     best, lines = float("inf"), 0
     for own, candidate in fitting:
         kind = candidate.remat, candidate.pipe > 1, candidate.model > 1
@@ -184,7 +186,10 @@ def by_arithmetic(
         should = of_axes.get(axes, of_time) * (1 - NEAR)
         if alike in of_kind:
             should = of_kind[alike] * (1 - (ALONE if candidate.per_example == 1 else ALIKE))
-        if own.seconds * should >= best or lines >= most_compiles:
+        passes = dataclasses.replace(candidate, stage=0, replica=1)
+        if candidate.pipe > 1 and of_pipes:
+            should = min(of_pipes.values()) * (1 - PIPED)
+        if own.seconds * should >= best or lines >= most_compiles or passes in of_pipes:
             left += 1
             if left <= SHOWN:
                 why = f"by arithmetic {own.seconds * 1e3:,.0f} ms and {display.human(own.peak)}"
@@ -194,18 +199,20 @@ def by_arithmetic(
             continue
         outcome, built = _try(candidate, build, memory, outcomes)
         outcomes.append(outcome)
-        say(f"{words(candidate)}: {outcome.reason or 'fits'} (by arithmetic {own.seconds * 1e3:,.0f} ms)")
+        took = f", {outcome.seconds * 1e3:,.0f} ms" if outcome.seconds else ""
+        say(f"{words(candidate)}: {outcome.reason or 'fits'}{took} (by arithmetic {own.seconds * 1e3:,.0f} ms)")
         if outcome.seconds is None or outcome.peak is None:
             continue
         lines += 1
         found = outcome.peak / own.peak
         of_peak[kind] = min(of_peak.get(kind, found), found)
-        took = outcome.seconds / own.seconds
-        of_time = took if lines == 1 else min(of_time, took)
-        of_kind[alike] = min(of_kind.get(alike, took), took)
-        of_axes[axes] = min(of_axes.get(axes, took), took)
+        share = outcome.seconds / own.seconds
+        of_time = share if lines == 1 else min(of_time, share)
+        of_kind[alike] = min(of_kind.get(alike, share), share)
+        of_axes[axes] = min(of_axes.get(axes, share), share)
         if not outcome.reason:
             best = min(best, outcome.seconds)
+            of_pipes |= {passes: share} if candidate.pipe > 1 else {}
         if built is not None:
             waiting[candidate] = built
     _compile_fastest(outcomes, waiting, memory, most_compiles, say)
@@ -215,6 +222,7 @@ def by_arithmetic(
 NEAR = 0.08  # of the time of a step, that arithmetic may be wrong by against another's
 ALIKE = 0.04  # the same, against that of a step over the same axes, of other sizes, with the same remat
 ALONE = 0.02  # the same, without such axes: of 8B on 8 and 512 H200s arithmetic and compiled programs differ by the same 0.7 to 1.4%
+PIPED = 0.02  # the same, between pipelines
 OFF = 0.75  # of the memory that it estimates, what a step may take
 SHOWN = 5  # candidates that were not compiled, in the table
 
