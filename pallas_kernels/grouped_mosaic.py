@@ -63,15 +63,13 @@ class MatricesTile:
       rows, columns: of the result that a warpgroup computes at a time.
       kept: steps of 64 rows of `dout` that stay in shared memory while results are computed from them.
       buffers: steps of `lhs` in shared memory.
-      chunks: how many parts of a warpgroup's result, of 64 x 64, are in shared memory on their way; 0: threads write it, in float32.
       pairs: of results in one work, at most.
     """
 
     rows: int = 128
     columns: int = 128
     kept: int = 7
-    buffers: int = 6
-    chunks: int = 1
+    buffers: int = 7
     pairs: int = 8
 
 
@@ -246,9 +244,10 @@ def _in_powers_of_2(count: Any, most: int, send: Callable[[int, Any], None]) -> 
 def grouped_matrices(
     lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array, *, blocks: int, tile: MatricesTile = MatricesTile()
 ) -> jax.Array:
-    """Returns `drhs` (see `grouped`) of arrays that `takes_matrices`, in their dtype or in float32 (`MatricesTile.chunks`); the other
-    arguments are as in `grouped_rows`."""
-    dtype = lhs_MK.dtype if tile.chunks else jnp.dtype(jnp.float32)
+    """Returns `drhs` (see `grouped`), float32, of arrays that `takes_matrices`; the other arguments are as in `grouped_rows`.
+
+    Threads write the results themselves: 32 bytes of a row by four of them.
+    """
     groups, shape = sizes_G.shape[0], (lhs_MK.shape[1], dout_MN.shape[1])
     if shape[0] % (2 * tile.rows):
         tile = dataclasses.replace(tile, rows=64)
@@ -260,9 +259,7 @@ def grouped_matrices(
     def body(
         size_ref: jax.Ref, end_ref: jax.Ref, order_ref: jax.Ref, lhs_ref: Any, dout_ref: Any, out_ref: Any
     ) -> None:
-        def scope(
-            lhs_smem: Any, dout_smem: Any, out_smem: Any, full: Any, free: Any, came: Any, went: Any, turn: Any
-        ) -> None:
+        def scope(lhs_smem: Any, dout_smem: Any, full: Any, free: Any, came: Any, went: Any, turn: Any) -> None:
             warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
             mine = lax.div(works - block + (blocks - 1), blocks)
 
@@ -354,28 +351,12 @@ def grouped_matrices(
                         pl.when(steps > 0)(lambda: leave(steps - 1))
                         return acc[...]
 
-                    acc = pl.run_scoped(product, plgpu.ACC((tile.rows, tile.columns), jnp.float32)).astype(dtype)
+                    acc = pl.run_scoped(product, plgpu.ACC((tile.rows, tile.columns), jnp.float32))
                     above = top + (2 * j + warpgroup) * tile.rows
-                    if tile.chunks:
-                        send(acc, group, above, left)
-                    else:  # four threads have 32 bytes of a row
-                        out_ref[group, pl.ds(above, tile.rows), pl.ds(left, tile.columns)] = acc
+                    out_ref[group, pl.ds(above, tile.rows), pl.ds(left, tile.columns)] = acc
                     return passed + 2 * steps, kept + jnp.where(fresh, steps, 0)
 
                 return lax.fori_loop(0, pairs, pair, before)
-
-            def send(acc: jax.Array, group: jax.Array, above: jax.Array, left: jax.Array) -> None:
-                """Writes a warpgroup's result through shared memory."""
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                pieces = [(n, m) for n in range(tile.rows // DEPTH) for m in range(tile.columns // DEPTH)]
-                for number, (n, m) in enumerate(pieces):
-                    if number >= tile.chunks:
-                        plgpu.wait_smem_to_gmem(tile.chunks - 1, wait_read_only=True)
-                    chunk = out_smem.at[warpgroup, number % tile.chunks]
-                    chunk[...] = acc[n * DEPTH : (n + 1) * DEPTH, m * DEPTH : (m + 1) * DEPTH]
-                    plgpu.commit_smem()
-                    target = group, pl.ds(above + n * DEPTH, DEPTH), pl.ds(left + m * DEPTH, DEPTH)
-                    plgpu.copy_smem_to_gmem(chunk, out_ref.at[target])
 
             def mask(slot: jax.Array, low: jax.Array, high: jax.Array) -> None:
                 """Sets rows before `low` and from `high` on to 0."""
@@ -414,7 +395,6 @@ def grouped_matrices(
             _operands((tile.buffers,), (DEPTH, tile.rows), lhs_MK.dtype),
             # Without its layout, which `_swizzled` adds: a mask takes rows as they are.
             plgpu.SMEM((tile.kept, DEPTH // EIGHT, tile.columns // DEPTH, EIGHT, DEPTH), lhs_MK.dtype),
-            _operands((MULTIPLIERS, tile.chunks), (DEPTH, DEPTH), lhs_MK.dtype) if tile.chunks else (),
             plgpu.Barrier(
                 num_arrivals=1, num_barriers=MULTIPLIERS * tile.buffers
             ),  # a warpgroup waits for its own copies
@@ -425,7 +405,7 @@ def grouped_matrices(
             collective_axes="warpgroup",
         )
 
-    kernel = _kernel(body, jax.ShapeDtypeStruct((groups, *shape), dtype), blocks, "grouped_matrices", False)
+    kernel = _kernel(body, jax.ShapeDtypeStruct((groups, *shape), jnp.float32), blocks, "grouped_matrices", False)
     return kernel(*table, lhs_MK, dout_MN)
 
 
