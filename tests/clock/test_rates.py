@@ -46,6 +46,14 @@ def test_more_groups_of_as_many_rows_take_longer_and_never_faster_than_dense():
         assert times[0] > own.seconds(matmul(32768, 768, 2048, "bf16"))
 
 
+def test_few_rows_a_group_leave_gradients_of_matrices_to_the_rate_at_which_float32_results_are_written():
+    nbytes = 2 * 32768 * (768 + 2048) + 4 * 128 * 768 * 2048
+    for name, seconds in (("h200", 379e-6), ("h100", 460e-6)):
+        own = rates.of(name)
+        work = matmul(32768, 768, 2048, "grouped_matrices", batch=128)
+        assert own.seconds(dataclasses.replace(work, nbytes=nbytes)) == pytest.approx(seconds, rel=0.01)
+
+
 def test_a_rate_is_exact_at_a_known_size_and_between_its_neighbours_elsewhere():
     own = rates.of("h200")
     name = "attention.forward.128"

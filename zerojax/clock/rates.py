@@ -105,7 +105,8 @@ class GpuRates:
         batch, m, n, k = kernel.dims
         if (own := self.figures.get(f"matmul.{kernel.form}")) is not None:  # groups, whose last tiles are half full
             own *= m / (m + batch * HALF_TILE[kernel.form])
-            return max(kernel.flops / own, kernel.nbytes / self.figures["bandwidth"])
+            bandwidth = self.figures.get(f"bandwidth.{kernel.form}", self.figures["bandwidth"])
+            return max(kernel.flops / own, kernel.nbytes / bandwidth)
         form = kernel.form if f"matmul.{kernel.form}" in self._sizes else "bf16"
         rate = self._by_size(f"matmul.{form}", min(m, n, k))
         if k <= SHORT:
