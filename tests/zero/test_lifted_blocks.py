@@ -1,10 +1,14 @@
 """Runs blocks by Linen's transformations. This module tests zerojax.zero.lifted_blocks."""
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 
+import zerojax
 from zerojax.zero import lifted_blocks, remat
 
 
@@ -39,3 +43,42 @@ def test_a_layer_lacks_the_first_dim_of_each_weight_of_its_stack():
         for stacks in ([(5, 3, 4), (5, 4)], [(5, 3, 4), (4,)], [None] * 2)
     ]
     assert is_layer == [True, False, False]
+
+
+class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(x)
+
+
+class Block(nn.Module):
+    other: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8)(jnp.tanh(self.other(x)))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        shared = Wide(name="shared")
+        for i in range(2):
+            x = Block(shared, name=f"block_{i}")(x)
+        return x
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+def test_a_module_that_blocks_share_keeps_its_weights_beside_those_of_the_same_names(reduce_dtype):
+    net, x = Net(), jnp.linspace(-1, 1, 64).reshape(8, 8)
+    params = net.init(jax.random.key(0), x)["params"]
+    assert params["shared"].keys() == params["block_0"].keys() == {"Dense_0"}
+    loss_fn = lambda params, x, state: jnp.mean(net.apply({"params": params}, x) ** 2)  # noqa: E731
+    loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, x, None)
+    whole = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    state, partition = zerojax.shard_train_state(whole, mesh=zerojax.make_mesh(), min_size=1)
+    step = zerojax.make_train_step(loss_fn, partition, blocks=r"block_\d", reduce_dtype=reduce_dtype)
+    state, metrics = step(state, x)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    same = lambda new, old, grad: np.testing.assert_allclose(new, old - grad, rtol=1e-5, atol=1e-6)  # noqa: E731
+    jax.tree.map(same, state.params, params, grads)

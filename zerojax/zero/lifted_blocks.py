@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.tree import Leaf, PyTree
+from zerojax.tree import PyTree
 from zerojax.zero import remat
 from zerojax.zero.placement import Placement
 
@@ -54,17 +54,18 @@ def run(
     called, arrays, result = _of_arrays(method, args, kwargs, inputs)
 
     def gather_block(variables: PyTree) -> PyTree:
-        def gather(leaf: str, value: object) -> Leaf:
-            weight = known.get(tree.below_params(leaf))
-            return gather_leaf(weight[0], value) if weight else value
+        gather = lambda node: gather_leaf(node.path, node.weight) if isinstance(node, _Own) else node  # noqa: E731
+        return jax.tree.map(gather, variables, is_leaf=lambda node: isinstance(node, _Own))
 
-        return tree.map_with_path(gather, variables, is_leaf=is_leaf)
+    def as_own(leaf: str, value: object) -> PyTree:
+        path, stored = known[leaf]  # type: ignore[misc]
+        return _Own(path, stored if is_made else value)
 
     block = nn.map_variables(called, "params", trans_in_fn=gather_block)
     if policy is not None:
         block = nn.remat(block, policy=policy)
-    if is_made:
-        block = nn.map_variables(block, "params", trans_in_fn=functools.partial(_as_stored, known, is_leaf=is_leaf))
+    found = {leaf for leaf, weight in known.items() if weight}
+    block = nn.map_variables(block, "params", trans_in_fn=_replacing(module, found, as_own, is_leaf))
     return result.give(block(module, *arrays))
 
 
@@ -131,7 +132,7 @@ class Stacks:
         stacks = {leaf: weight for leaf, weight in known.items() if weight and tree.block_of(weight[0], self._blocks)}
         self._path_of |= {f"{path}/{leaf}".lstrip("/"): weight[0] for leaf, weight in stacks.items() if weight}
         called, arrays, result = _of_arrays(method, args, kwargs, lambda values: values)
-        as_stored = functools.partial(_as_stored, stacks, is_leaf=is_leaf)
+        as_stored = _replacing(module, stacks, lambda leaf, _: stacks[leaf][1], is_leaf)
         self._runs = True
         try:
             return result.give(nn.map_variables(called, "params", trans_in_fn=as_stored)(module, *arrays))
@@ -171,11 +172,26 @@ def _of_arrays(
     return called, arrays, result
 
 
-def _as_stored(known: Known, variables: PyTree, *, is_leaf: tree.IsLeaf) -> PyTree:
-    """Returns variables with the stored weights in place of the known ones."""
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["path"])
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """A weight of a block, by its path in the params. Modules elsewhere that it reads have weights of the same names."""
 
-    def stored(leaf: str, value: object) -> Leaf:
-        weight = known.get(tree.below_params(leaf))
-        return weight[1] if weight else value
+    path: str
+    weight: Any
 
-    return tree.map_with_path(stored, variables, is_leaf=is_leaf)
+
+def _replacing(
+    module: nn.Module, leaves: Collection[str], replace: Callable[[str, Any], PyTree], is_leaf: tree.IsLeaf
+) -> Callable[[PyTree], PyTree]:
+    """Returns f(variables) -> these with `replace(path in the module, array)` for some of the module's own weights.
+
+    Linen calls it for each module that a lifted one reads, with paths in that one, so own weights are known by their identity.
+    """
+    own = dict(tree.flatten(module.variables.get("params", {}), is_leaf=is_leaf))
+
+    def replaced(path: str, value: object) -> PyTree:
+        leaf = tree.below_params(path)
+        return replace(leaf, value) if leaf in leaves and own[leaf] is value else value
+
+    return lambda variables: tree.map_with_path(replaced, variables, is_leaf=is_leaf)
