@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import block_nets
@@ -47,11 +48,13 @@ class Net(nn.Module):
         return block_nets.Head(name="head")(x)
 
 
-def sharded(stage: int, mesh: tuple[int, ...] = (1, 8), net: nn.Module | None = None) -> tuple[Any, Any, Any]:
+def sharded(
+    stage: int, mesh: tuple[int, ...] = (1, 8), net: nn.Module | None = None, min_size: int = 0
+) -> tuple[Any, Any, Any]:
     params = (net or Net()).init(jax.random.key(0), X)["params"]
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     on = mesh_lib.make_mesh(*mesh)
-    return params, *shard_state.shard_train_state(state, mesh=on, stage=stage, min_size=0)
+    return params, *shard_state.shard_train_state(state, mesh=on, stage=stage, min_size=min_size)
 
 
 def loss_of(net: nn.Module, params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
@@ -98,6 +101,20 @@ def test_gradients_are_those_of_the_global_batch_sharded_as_the_moments(stage, m
     for path, grad in tree.flatten(grads):
         np.testing.assert_allclose(grad, dict(tree.flatten(expected_grads))[path], rtol=1e-4, atol=1e-6)
         assert grad.sharding.is_equivalent_to(part.placements[f"params/{path}"].opt_state, grad.ndim)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_of_small_replicated_leaves_are_summed_after_those_of_all_blocks(stage):
+    """A sum of a few elements between two blocks would wait for the reduce-scatter sent before it."""
+    params, state, part = sharded(stage, min_size=32)
+    gradients = gradients_of(functools.partial(loss_of, Net()), part, block_settings.How(BLOCKS))
+    lines = str(jax.make_jaxpr(gradients)(state.params, {"x": X}, state)).splitlines()
+    scattered = [n for n, line in enumerate(lines) if "= reduce_scatter[" in line]
+    summed = [n for n, line in enumerate(lines) if re.search(r":f32\[(8|16)\].*= psum", line)]
+    assert len(scattered) == 6 and len(summed) == 4 and scattered[-1] < summed[0]
+    _, grads = jax.jit(gradients)(state.params, {"x": X}, state)
+    expected = jax.grad(lambda p: loss_of(Net(), p, {"x": X}, None)[0])(params)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), grads, expected)
 
 
 class KeyedState(TrainState):

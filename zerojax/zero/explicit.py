@@ -71,7 +71,8 @@ def value_and_grad(
     device and are summed over devices once. Values of `aux` are made equal on all devices by the rule of `outputs`; `aux["state"]` also has
     the fields that hooks renew, and `aux["kept"]` those of `feedback`.
     """
-    reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
+    stays_replicated = all(own.grad == own.used for own in partition.placements.values())
+    reduction = gather.Reduction(reduce_dtype, at_once=passes == 1, small_at_once=stays_replicated)
     of_device = OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain, feedback)
 
     def on_device(program: Program, own_keys: keys.Paths, params: PyTree, batch: PyTree, state: State) -> PyTree:

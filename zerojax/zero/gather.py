@@ -13,6 +13,7 @@ same for global arrays, by collectives that the compiler inserts.
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from zerojax.tree import PyTree
 from zerojax.zero import tpu_slices
 from zerojax.zero.placement import Placement
 
+SMALL = 2**16  # elements, whose sum takes no longer than one of a few
 STATE = specs.entry(mesh_lib.STATE)  # over which most weights are gathered, as collectives name it
 
 
@@ -39,14 +41,19 @@ class Reduction:
     Attributes:
       dtype: the dtype of the sum.
       at_once: whether every backward pass sums. If not, replicated gradients stay unsummed until `reduce_rest`.
+      small_at_once: whether it sums those of at most `SMALL` elements too. An all-reduce between the blocks' reduce-scatters is queued
+        behind the one that was sent before, and may make the arithmetic wait for it.
     """
 
     dtype: Any
     at_once: bool = True
+    small_at_once: bool = True
 
     def waits(self, placement: Placement) -> bool:
         """Returns whether a pass leaves this weight's gradient unsummed."""
-        return not self.at_once and placement.grad == placement.used and not placement.overwritten
+        if placement.grad != placement.used or placement.overwritten:
+            return False
+        return not self.at_once or (not self.small_at_once and math.prod(placement.shape or ()) <= SMALL)
 
     def target(self, placement: Placement) -> NamedSharding:
         """Returns the sharding of this weight's gradient after a pass."""
