@@ -42,6 +42,7 @@ from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, results
 from zerojax.trainer import settings as settings_lib
+from zerojax.trainer.checks import names
 
 GOLDEN = "tests/golden/huggingface"
 STEPS = 3
@@ -440,7 +441,9 @@ def attempt(row: covering.Row, folder: pathlib.Path) -> End:
             mock.patch.object(results, "draw"),
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")  # the command prints them
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", UserWarning)  # lines of the command, which `out` keeps
+            names.tell.cache_clear()  # each row is a command of its own
             with runs.on_devices(changes(row)["emulate_devices"]), runs.spared():
                 train.train(config(row), folder)
         end.read(folder)

@@ -3,6 +3,7 @@
 import warnings
 
 import fuzz_configs
+import jax
 import pytest
 
 from zerojax.errors import UserError
@@ -52,6 +53,18 @@ def test_a_warning_of_the_library_is_one_line_that_names_the_config_key(capsys):
     assert capsys.readouterr().err == "zerojax: config.accum_dtype: has no effect, because x\n"
     with pytest.warns(UserWarning, match="^of another"), names.of_config():
         warnings.warn("of another library", stacklevel=1)
+
+
+def test_packed_wires_that_send_nothing_are_told_of(capsys):
+    names.tell.cache_clear()
+    alone = {"mesh.data": 1, "mesh.model": 2, "wire.weights": "int8"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        program_lib.build(fuzz_configs.config(alone), tokenizer_vocab=320, devices=jax.devices()[:2])
+    assert (
+        "zerojax: config.wire: has no effect, because the mesh has data=1 and nothing is sent"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
