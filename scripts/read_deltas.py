@@ -18,6 +18,7 @@ import json
 import pathlib
 import signal
 import types
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,8 +27,11 @@ import torch
 
 
 def index(folder: str) -> dict[str, Any]:
-    """Returns {"step": the newest step, "tensors": {name: {"step", "file", "checksum"}}}."""
-    return json.loads((pathlib.Path(folder) / "index.json").read_text())
+    """Returns {"step": the newest step, "tensors": {name: {"step", "file", "checksum"}}}. Raises ValueError if it was altered."""
+    found = json.loads((pathlib.Path(folder) / "index.json").read_text())
+    if isinstance(found, dict) and found.pop("crc32", None) not in (None, zlib.crc32(json.dumps(found).encode())):
+        raise ValueError("it is altered: its checksum differs")
+    return found
 
 
 def tensors(folder: str, found: dict[str, Any], since: int = -1) -> Iterator[tuple[str, torch.Tensor]]:
@@ -72,7 +76,8 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.exit(
             2,
-            f"{options.folder}: holds no index.json that can be read ({error}); name the folder WORKDIR/deltas of a run\n",
+            f"{options.folder}: holds no index.json that can be read ({error}); name the folder WORKDIR/deltas of a run, or copy it "
+            "again\n",
         )
     try:
         nbytes = 0

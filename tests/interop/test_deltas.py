@@ -155,6 +155,25 @@ def test_a_list_of_a_damaged_folder_is_one_line(how, reader, model, tmp_path, mo
     assert line.startswith(f"{tmp_path}: is damaged, or changed while it was read")
 
 
+def test_no_bit_of_an_index_changes_in_silence(reader, model, tmp_path):
+    published(drawn(model, 0), model, tmp_path, 1)
+    path = tmp_path / "index.json"
+    content, before, rng, refused = path.read_bytes(), reader.index(str(tmp_path)), np.random.default_rng(0), 0
+    for bit in rng.integers(8 * len(content), size=200):
+        altered = bytearray(content)
+        altered[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(altered)
+        try:
+            assert reader.index(str(tmp_path)).items() >= before.items()
+            deltas._read(path)
+        except (ValueError, UserError):
+            refused += 1
+    assert refused > 190
+    path.write_text(json.dumps(before))  # of older code
+    assert reader.index(str(tmp_path)) == before
+    assert published(drawn(model, 0), model, tmp_path, 2).tensors == 0
+
+
 @pytest.mark.parametrize("damage", [{"step": 1e999}, {"tensors": {"a": {"step": 1, "file": 5, "checksum": []}}}])
 def test_an_index_of_other_values_is_told_or_replaced(damage, model, tmp_path):
     published(drawn(model, 0), model, tmp_path, 1)

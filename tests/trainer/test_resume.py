@@ -411,6 +411,9 @@ def test_missing_lines_of_the_metrics_are_counted(three_steps, tmp_path, capsys)
     (folder / "metrics.jsonl").write_text("".join(lines[:1] + lines[2:]))
     runs.run(folder, steps=5)
     assert "metrics.jsonl: holds 3 of the 4 steps logged up to step 4; restore it" in capsys.readouterr().out
+    (folder / "metrics.jsonl").unlink()
+    runs.run(folder, steps=5)
+    assert "metrics.jsonl: holds 0 of the 5 steps logged up to step 5; restore it" in capsys.readouterr().out
 
 
 def test_other_text_and_another_tokenizer_of_the_same_sizes_are_refused(over_text, tmp_path, monkeypatch, capsys):

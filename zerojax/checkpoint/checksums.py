@@ -10,10 +10,11 @@ import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerojax import bounded, files
 
+CRC32 = "crc32"  # the key of a table's own checksum
 THREADS = 16
 BLOCK = 1 << 20  # bytes read at a time; zlib releases Python's lock while it reads one
 
@@ -79,7 +80,7 @@ def read(path: pathlib.Path) -> Record:
         raise ValueError("is cut or altered") from error
     if not isinstance(saved, dict):
         raise ValueError("is not a table")
-    if "crc32" not in saved:
+    if CRC32 not in saved:
         if not all(isinstance(size, int) for size in saved.values()):
             raise ValueError("is altered")
         return Record(None, {name: File(size, None) for name, size in saved.items()})
@@ -90,6 +91,11 @@ def read(path: pathlib.Path) -> Record:
     if _text(record) != text:
         raise ValueError("is altered")
     return record
+
+
+def of_values(values: Mapping[str, Any]) -> int:
+    """Returns the checksum of a table of JSON, whatever the spaces in its file."""
+    return zlib.crc32(json.dumps(values).encode())
 
 
 def flaw(folder: pathlib.Path, saved: Mapping[str, File], *, part: slice) -> str | None:
@@ -137,4 +143,4 @@ def _of(path: pathlib.Path) -> File:
 def _text(record: Record) -> str:
     """Returns the one text of a record."""
     content = {"step": record.step, "files": {name: list(record.files[name]) for name in sorted(record.files)}}
-    return json.dumps({"crc32": zlib.crc32(json.dumps(content).encode()), **content})
+    return json.dumps({CRC32: of_values(content), **content})

@@ -1,11 +1,13 @@
 """Publishes the weights of a model in training, for programs elsewhere that answer with them. This module writes what changed.
 
-    FOLDER/index.json              {"step": 8, "tensors": {NAME: {"step": 8, "file": "8/weights-00001.safetensors", "checksum": "..."}}}
+    FOLDER/index.json              {"step": 8, "tensors": {NAME: {"step": 8, "file": "8/weights-00001.safetensors", "checksum": "..."}},
+                                    "crc32": ...}
     FOLDER/8/weights-00001.safetensors, ...
 
 Names and layouts are Hugging Face's. A tensor is written if its bytes are others than those that the index knows, so a reader that has step
 4 reads the tensors of later steps (scripts/read_deltas.py). The index is replaced when all files of a step are complete: a reader finds the
-old step or the new one. Files stay while this index or the one before names them, so a step that comes again is FOLDER/8-2.
+old step or the new one. Its crc32 is that of the rest as Python's json.dumps writes it; older code wrote none. Files stay while this index
+or the one before names them, so a step that comes again is FOLDER/8-2.
 """
 
 import contextlib
@@ -24,6 +26,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from zerojax import bounded, errors, files, tree
+from zerojax.checkpoint import checksums
 from zerojax.errors import UserError
 from zerojax.interop import huggingface, layout, tensor_files
 from zerojax.models import family as family_lib
@@ -112,7 +115,8 @@ def publish(
         if group:
             write()
         os.replace(partial, folder / home)
-        files.replace(folder / INDEX, json.dumps({"step": step, "tensors": found}) + "\n")
+        index = {"step": step, "tensors": found}
+        files.replace(folder / INDEX, json.dumps({**index, checksums.CRC32: checksums.of_values(index)}) + "\n")
         _remove(folder, {entry["file"].partition("/")[0] for entries in (before, found) for entry in entries.values()})
     changed = sum(entry["step"] == step for entry in found.values())
     return Published(changed, len(tensors), written)
@@ -127,6 +131,8 @@ def _read(path: pathlib.Path) -> tuple[int, Mapping[str, Any]]:
     """Returns the step and the tensors of an index, by name; -1 and none if there is no index."""
     try:
         found = bounded.parse_json(bounded.read_bytes(path))
+        if found.pop(checksums.CRC32, None) not in (None, checksums.of_values(found)):
+            raise ValueError("its checksum differs")
         types = {"step": int, "file": str, "checksum": str}
         return int(found["step"]), {
             name: {key: of(entry[key]) for key, of in types.items()} for name, entry in found["tensors"].items()

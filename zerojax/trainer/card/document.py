@@ -7,17 +7,16 @@ import json
 import os
 import pathlib
 import warnings
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from zerojax import bounded, files
+from zerojax.checkpoint import checksums
 from zerojax.checkpoint import files as step_files
 from zerojax.errors import UserError
 
 FILE = step_files.CARD
 SCHEMA = 1
-CRC32 = "crc32"
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 
 
@@ -45,7 +44,7 @@ def read(place: str | os.PathLike) -> dict[str, Any]:
         raise UserError(f"{path}: is not a run card (it has no schema); name the folder of a run")
     if schema != SCHEMA:
         raise UserError(f"{path}: has schema {schema}, and this version reads {SCHEMA}; use the version that wrote it")
-    if found.pop(CRC32, None) not in (None, _crc32(found)):
+    if found.pop(checksums.CRC32, None) not in (None, checksums.of_values(found)):
         raise UserError(f"{path}: is altered (its checksum differs); name the card of another checkpoint of the run")
     return found
 
@@ -64,7 +63,7 @@ def read_if_there(folders: list[pathlib.Path]) -> dict[str, Any] | None:
 def text(card: Mapping[str, Any]) -> str:
     """Returns a card as the text of its file. JSON has no NaN and no infinity, so these become text."""
     plain = _plain(card)
-    return json.dumps({**plain, CRC32: _crc32(plain)}, indent=1, allow_nan=False) + "\n"
+    return json.dumps({**plain, checksums.CRC32: checksums.of_values(plain)}, indent=1, allow_nan=False) + "\n"
 
 
 def write(folder: pathlib.Path, card: Mapping[str, Any]) -> None:
@@ -75,10 +74,6 @@ def write(folder: pathlib.Path, card: Mapping[str, Any]) -> None:
     """
     with files.writing(folder / FILE):
         files.replace(folder / FILE, text(card))
-
-
-def _crc32(card: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(card).encode())
 
 
 def _plain(value: Any) -> Any:
