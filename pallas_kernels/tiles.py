@@ -66,9 +66,8 @@ class Launch:
         return max(blockwise.BLOCK, min(most, pl.next_power_of_2(max(sizes))))
 
 
-INTERPRETED = Launch(
-    elements=2**20, group=4, group_elements=2**20
-)  # the interpreter copies all arrays for each program
+# The interpreter copies all arrays for each program
+INTERPRETED = Launch(elements=2**20, group=4, group_elements=2**20)
 
 
 def groups(sizes: Sequence[int], launch: Launch) -> list[tuple[int, ...]]:

@@ -42,18 +42,15 @@ SCALARS = "scalars"  # losses, norms and statistics
 BY_COLUMNS = "by_columns"  # the scope of operations that send activations in place of a weight (`ops.columns`)
 TENSOR_PARALLEL = "tensor_parallel"  # the scope of operations that send activations where weights are sharded as used
 CONTEXT_PARALLEL = "context_parallel"  # the scope of attention over tokens that are sharded (`ops.context_attention`)
-EXPERT_PARALLEL = (
-    "expert_parallel"  # the scope of all-to-alls of tokens to their experts and back (`ops.expert_parallel`)
-)
-FURTHER_ROUNDS = (
-    "further_rounds"  # the scope of what takes tokens for which these have no room; a plan counts no loop of them
-)
+# The scope of all-to-alls of tokens to their experts and back (`ops.expert_parallel`)
+EXPERT_PARALLEL = "expert_parallel"
+# The scope of what takes tokens for which these have no room; a plan counts no loop of them
+FURTHER_ROUNDS = "further_rounds"
 ROOM = "room"  # "room_1.5": the scope of products of a room for 1.5 times the rows that a balanced router sends
 PACKED_WEIGHT = "packed_weight"  # the scope of collectives of weights as blocks of 8 bits (`zero.wires.packed`)
 PACKED_GRADIENT = "packed_gradient"  # of their gradients
-TO_OWNERS = (
-    "to_owners"  # of collectives of matrices, to the devices that update them, and of updates back (`optim.owners`)
-)
+# Of collectives of matrices, to the devices that update them, and of updates back (`optim.owners`)
+TO_OWNERS = "to_owners"
 SECOND_COPY = "second_copy"  # of gathers whose result is kept for the backward pass
 SENT_OF_WEIGHTS = (WEIGHTS_FORWARD, WEIGHTS_BACKWARD, GRADIENTS, UPDATED_WEIGHTS)
 SENT = (*SENT_OF_WEIGHTS, MATRICES, ACTIVATIONS, SCALARS, OTHER)

@@ -206,9 +206,8 @@ class NonArrays:
     def take(self, value: object) -> list[Any]:
         """Returns the arrays of a value, and keeps the rest."""
         leaves, self._structure = jax.tree.flatten(value)
-        self._is_array = [
-            isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves
-        ]  # a numpy scalar may be a static argument
+        # A numpy scalar may be a static argument
+        self._is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
         self._rest = [leaf for array, leaf in zip(self._is_array, leaves) if not array]
         return [leaf for array, leaf in zip(self._is_array, leaves) if array]
 

@@ -10,15 +10,12 @@ import re
 
 from zerojax.errors import UserError
 
-PINNED_POOL = (
-    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # GiB of pinned host memory that a process may use; read when JAX starts
-)
+# GiB of pinned host memory that a process may use; read when JAX starts
+PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 CPU_THREADS = "PJRT_NPROC"  # threads of each pool of the CPU's devices; read when JAX starts
 DEFAULT_POOL_GB = 64.0
-MEMORY_FRACTIONS = (
-    "XLA_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-)  # of a GPU's memory; the second is the older name
+# Of a GPU's memory; the second is the older name
+MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 

@@ -35,10 +35,8 @@ _SIZED = re.compile(
     rf"|host\.(both|to host|from host)\.{_SIZE}"
 )
 MEASURED = "measured: "  # the beginning of the source of a figure of `zerojax calibrate`
-USUAL, FAR = (
-    100,
-    {"network": 10_000},
-)  # times that a figure may be less or more than its table's; some hosts share 1 Gbit/s
+# Times that a figure may be less or more than its table's; some hosts share 1 Gbit/s
+USUAL, FAR = 100, {"network": 10_000}
 SHORT = 512  # elements that a matmul sums over; of so few it is slower in a step ("matmul.short"), though not alone in `zerojax calibrate`
 
 

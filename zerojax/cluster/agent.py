@@ -29,9 +29,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
-LEASE_SECONDS = (
-    30.0  # without a word from the launcher, after which the processes are killed: it may have started them elsewhere
-)
+# Seconds without a word from the launcher, after which the processes are killed: it may have started them elsewhere
+LEASE_SECONDS = 30.0
 ORPHAN_SECONDS = 120.0  # from SIGTERM to SIGKILL after the launcher died: time to save
 TICK_SECONDS = 1.0
 LOOK_SECONDS = 5.0  # between looks at what the kernel counts of the processes

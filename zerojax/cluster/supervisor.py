@@ -18,9 +18,8 @@ from zerojax.cluster import attempt as attempt_lib
 from zerojax.cluster import connection, hosts
 from zerojax.launch import early
 
-FENCE_SECONDS = (
-    10.0  # after a host is lost, until its processes are surely gone: its agent counts as long as the launcher
-)
+# Seconds after a host is lost, until its processes are surely gone: its agent counts as long as the launcher
+FENCE_SECONDS = 10.0
 UNHEARD_STATUS = 2  # of a run that was stopped because stdout is closed, as of the trainer alone
 MOST_LINES = 100_000  # that wait for a slow terminal
 

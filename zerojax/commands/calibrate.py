@@ -580,9 +580,8 @@ def solved(longer: float, later: float, alone: float, short: float) -> tuple[flo
       alone: C, of the other collective.
       short: t'.
     """
-    rate = (short - later) / (
-        short - longer * later / alone
-    )  # from (1 - speed) C = longer x rate, (1 - rate) t' = later x speed
+    # From (1 - speed) C = longer x rate, (1 - rate) t' = later x speed
+    rate = (short - later) / (short - longer * later / alone)
     return rate, 1 - longer * rate / alone
 
 

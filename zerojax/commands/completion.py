@@ -82,9 +82,8 @@ def _help(*words: str) -> str:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  the parent's may be that of a file, and would seek in it
             sys.argv = ["zerojax", *words, "--help"]
-            with contextlib.suppress(
-                BaseException
-            ):  # SystemExit, and whatever else: no code of the parent may run here
+            # SystemExit, and whatever else: no code of the parent may run here
+            with contextlib.suppress(BaseException):
                 runpy.run_module("zerojax", run_name="__main__", alter_sys=True)
             sys.stdout.flush()
         finally:

@@ -23,10 +23,8 @@ from zerojax.launch import devices
 
 SLOW = 0.75  # of the median rate, below which a device or host is slow
 SLOW_LINK = 0.5
-CLOCK_SECONDS, BEAT_CLOCK_SECONDS = (
-    1.0,
-    60.0,
-)  # clocks that differ by more are noted, and are wrong: locks and files carry times
+# Clocks that differ by more are noted, and are wrong: locks and files carry times
+CLOCK_SECONDS, BEAT_CLOCK_SECONDS = 1.0, 60.0
 MOST_UNEQUAL = 0.1  # of the memory of hosts or devices
 FEW_GB = 10
 SHOWN_PAIRS = 28  # of 8 hosts; of more hosts only the slowest are listed

@@ -323,9 +323,8 @@ def _texts(loaded: pretrained.Pretrained, tokenizer: Any, given: argparse.Namesp
 
 def _prompts(tokenizer: Any, given: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ids and the mask of the prompts, padded at their ends."""
-    if any(
-        0xD800 <= ord(char) <= 0xDFFF for prompt in given.prompt for char in prompt
-    ):  # bytes that Python could not decode
+    # Bytes that Python could not decode
+    if any(0xD800 <= ord(char) <= 0xDFFF for prompt in given.prompt for char in prompt):
         raise UserError("--prompt: is not a text in UTF-8; correct it")
     rows = [tokenizer.encode(prompt).ids for prompt in given.prompt]
     if not all(rows):
@@ -376,9 +375,8 @@ def _forward(loaded: pretrained.Pretrained, arrays: dict[str, np.ndarray]) -> di
     is_own = np.arange(count + -count % mesh_lib.size(mesh, mesh_lib.SUMMED)) < count
 
     def forward(params: PyTree, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        labels = jnp.where(
-            is_own[:, None], batch["labels"], pretrained.NO_LABEL
-        )  # not those of the rows that fill the mesh
+        # Rows that fill the mesh have no labels
+        labels = jnp.where(is_own[:, None], batch["labels"], pretrained.NO_LABEL)
         logits = loaded.apply(params, batch)
         return logits, loaded.loss_of(logits, labels)
 

@@ -186,9 +186,8 @@ def _driver(present: list[str]) -> Iterator[Fact]:
 
 def _links() -> Iterator[Fact]:
     """Yields how GPUs and hosts are connected."""
-    matrix = [
-        line.split() for line in facts.lines(["nvidia-smi", "topo", "-m"]) if re.match(r"GPU\d+\s", line)
-    ]  # the header is indented
+    # The header is indented
+    matrix = [line.split() for line in facts.lines(["nvidia-smi", "topo", "-m"]) if re.match(r"GPU\d+\s", line)]
     pairs = [word for row in matrix for word in row[1 : 1 + len(matrix)] if word != "X"]
     if pairs:
         kinds = {kind: pairs.count(kind) for kind in dict.fromkeys(pairs)}

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-Order = Callable[
-    [int], np.ndarray
-]  # length -> int32[length]: the position in its row of each token, as devices hold them
+# length -> int32[length]: the position in its row of each token, as devices hold them
+Order = Callable[[int], np.ndarray]
 _READ = ("tokens", "targets")  # the array of a row whose next token is learned
 
 

@@ -35,11 +35,8 @@ SHARD_BYTES = 5 * 2**30
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION = "generation_config.json"
 CONFIG, INDEX, ONE_FILE = "config.json", tensor_files.INDEX, tensor_files.ONE_FILE
-DTYPES: Mapping[str, Any] = {
-    "fp32": jnp.float32,
-    "bf16": jnp.bfloat16,
-    "fp16": jnp.float16,
-}  # by their names in a config
+# by name in a config
+DTYPES: Mapping[str, Any] = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 # Files beside the weights that an export of an imported model carries along: settings of generation, and any tokenizer's.
 CARRIED = (
     GENERATION,
@@ -227,10 +224,8 @@ class Made(NamedTuple):
 def make_fetch(is_primary: bool) -> Callable[..., np.ndarray | None]:
     """Returns fetch(leaf, dtype, part=None), which gathers one leaf, or an entry of its first dim, in a dtype and, on the primary process,
     copies it to the host."""
-    made: list[Any] = [
-        None,
-        None,
-    ]  # the last leaf of which a part was fetched, and what it made: the next part is often its own
+    # The last leaf of which a part was fetched, and what it made: the next part is often its own
+    made: list[Any] = [None, None]
 
     @functools.partial(jax.jit, static_argnums=1)
     def cast(leaf: jax.Array, dtype: np.dtype, part: int | None) -> jax.Array:

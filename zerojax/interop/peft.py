@@ -357,10 +357,8 @@ def export(
             )
             tensor_files.write_checksums(partial)
             path.mkdir(exist_ok=True)
-            for name in (
-                CONFIG,
-                tensor_files.CHECKSUMS,
-            ):  # so that a kill leaves no new weights beside what tells of old ones
+            # So that a kill leaves no new weights beside what tells of old ones
+            for name in (CONFIG, tensor_files.CHECKSUMS):
                 (path / name).unlink(missing_ok=True)
             for name in (WEIGHTS, tensor_files.CHECKSUMS, CONFIG):
                 os.replace(partial / name, path / name)

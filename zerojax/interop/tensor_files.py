@@ -27,9 +27,8 @@ from zerojax.tree import T
 CHECKSUMS = "checksums.json"  # of the weights beside it; other programs do not read it
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WINDOW_BYTES = 32 * 2**20
-READ_AHEAD_BYTES = (
-    16 * 2**10
-)  # of a row that a slice skips, above which reading ahead would mostly read what is not needed
+# Of a row that a slice skips, above which reading ahead would mostly read what is not needed
+READ_AHEAD_BYTES = 16 * 2**10
 LFS = b"version "  # begins the pointer to a file that Git LFS has not fetched
 MOST_HEADER_BYTES = 100 * 10**6  # the format's own limit
 MOST_DIMS = 64  # numpy's own limit

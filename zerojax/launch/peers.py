@@ -27,11 +27,8 @@ from zerojax.launch import ending
 
 GRACE_SECONDS = 3.0  # from the end of a process to the end of the others, which may have a line of their own to print
 LOCAL = "127.0.0.1"
-KEEPALIVE = {
-    "TCP_KEEPIDLE": 20,
-    "TCP_KEEPINTVL": 10,
-    "TCP_KEEPCNT": 4,
-}  # seconds, seconds, tries: a lost host counts as dead after 60 s
+# Seconds, seconds, tries: a lost host counts as dead after 60 s
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 BLOCK = 1 << 16  # bytes
 FIRST_LINE_SECONDS = 30
 LONGEST_LINE = 2000  # characters of another process's line that are shown

@@ -39,9 +39,8 @@ from zerojax.launch import peers as peers_lib
 CONNECT_SECONDS = 300  # for all processes to join
 HEARTBEAT_SECONDS = 100  # a process without heartbeats for this long counts as dead
 NEWS_SECONDS = 2.0  # in which a process learns that its exception follows from the end of another
-BIND_VARIABLE = (
-    "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own: the address on which process 0 listens, if not the coordinator's
-)
+# JAX's own: the address on which process 0 listens, if not the coordinator's
+BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
 
 _peers: peers_lib.Peers | None = None  # the other processes; None if there are none, or if JAX found them
 

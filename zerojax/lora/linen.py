@@ -56,9 +56,8 @@ def find(function: Callable[..., Any], params: PyTree, *args: Any) -> dict[str, 
         return result
 
     plain = getattr(function, "__wrapped__", function) if hasattr(function, "lower") else function
-    with nn.intercept_methods(
-        note
-    ):  # JAX remembers what it has traced: a jitted function, and a function that it has seen
+    # JAX remembers what it has traced: a jitted function, and a function that it has seen
+    with nn.intercept_methods(note):
         jax.eval_shape(lambda *values: plain(*values), params, *args)
     return found
 

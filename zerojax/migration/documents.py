@@ -55,9 +55,8 @@ def read(source: str) -> Document:
     if source.lstrip().startswith("{"):
         return _told("the argument", source, pathlib.Path())
     path = pathlib.Path(source)
-    if (
-        not os.path.exists(path) and (text := _from_base64(source)) is not None
-    ):  # pathlib raises for a name that is too long
+    # pathlib raises for a name that is too long
+    if not os.path.exists(path) and (text := _from_base64(source)) is not None:
         return _told("the argument", text, pathlib.Path())
     return _told(str(path), _text(path), path.parent)
 

@@ -26,9 +26,8 @@ class Line:
     value: Any  # the value in the file; None if the key is absent
     verdict: str  # one of `keys.VERDICTS`
     text: str  # what becomes of it, and why
-    nearest: str | None = dataclasses.field(
-        default=None, repr=False
-    )  # of a key that the format lacks: the nearest known one, or ""
+    # Of a key that the format lacks: the nearest known one, or ""
+    nearest: str | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,9 +33,8 @@ from zerojax.train_state import State
 _MOST_PICKLE_BYTES, _MOST_OPCODES = 2**27, 2**22  # a pickle's objects take up to 250 bytes each
 _MOST_VALUES = 2**24
 _MOST_BUILT = 2**22  # items, or 64 characters, that are given to functions of a file: most of these copy what they get
-_MOST_LARGE = (
-    1000  # integers of 61 bits and more. Python hashes a few of them alike, and a table of many such keys takes hours
-)
+# Integers of 61 bits and more. Python hashes a few of them alike, and a table of many such keys takes hours
+_MOST_LARGE = 1000
 _MOST_JOINED = 4096  # characters of a path or of a device's name
 _MOST_PACKED = 2**28  # bytes of compressed storages, which are unpacked in memory; torch.save compresses none
 _PIECE = 2**24  # bytes

@@ -46,10 +46,8 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
 }
 DECAYING = ("adamw", "adafactor", "lamb", "lion")  # with a weight decay of their own
 MOMENTUM = "momentum"
-READS = dict.fromkeys(("adamw", "adam", "lamb"), ("betas", "eps")) | {
-    "lion": ("betas",),
-    "sgd": (MOMENTUM,),
-}  # of DeepSpeed's optimizer
+# Of DeepSpeed's optimizer
+READS = dict.fromkeys(("adamw", "adam", "lamb"), ("betas", "eps")) | {"lion": ("betas",), "sgd": (MOMENTUM,)}
 # what transformers' Trainer takes for "auto" where nobody gives it a value, and for an optimizer and a schedule that are absent
 ASSUMED: Mapping[str, Any] = {
     "optimizer.params.lr": 5e-5,

@@ -14,9 +14,8 @@ from zerojax.models import layers
 from zerojax.ops import expert_matrices, experts
 
 MATRICES = ("gate", "up", "down")  # the names of the stacked weights that adapters go beside
-ROUTING = (
-    "routing"  # the name under which each call gives its `ops.experts.Routing`, in Linen's collection "intermediates"
-)
+# The name under which each call gives its `ops.experts.Routing`, in Linen's collection "intermediates"
+ROUTING = "routing"
 
 
 class Experts(nn.Module):

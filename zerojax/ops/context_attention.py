@@ -363,9 +363,8 @@ def _halo(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, 
         tails = [chunk[:, own - before :] for chunk in cut]
         if is_sent:
             received = [jax.lax.ppermute(tails[0], call.axis, [(i, (i + 1) % call.ways) for i in range(call.ways)])]
-            for tail in tails[
-                1:
-            ]:  # chunk 2n - 1 - i follows that of device i + 1, or on the last device its own other one
+            # Chunk 2n - 1 - i follows that of device i + 1, or on the last device its own other one
+            for tail in tails[1:]:
                 sent = jax.lax.ppermute(tail, call.axis, [((i + 1) % call.ways, i) for i in range(call.ways)])
                 received.append(jnp.where(device == last, tails[0], sent))
         else:

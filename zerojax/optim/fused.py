@@ -204,9 +204,8 @@ def _update(
     if params is None:
         raise UserError("update: the fused optimizers need params; call update(grads, state, params)")
     rule = dataclasses.replace(settings.rule, changes=True, skips=finite is not None)
-    how = {
-        name: extra[name] for name in ("scale", "shardings", "key") if name in extra
-    }  # the rest is for other transformations
+    # The rest is for other transformations
+    how = {name: extra[name] for name in ("scale", "shardings", "key") if name in extra}
     updates, state, _ = _step(settings, rule, grads, state, params, finite, **how)
     return updates, state
 

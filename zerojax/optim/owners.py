@@ -261,9 +261,8 @@ def _packed(one: Round, tiles: Mapping[int, jax.Array]) -> jax.Array:
     stacked = jnp.stack(sent)
     if copies == 1:
         return stacked
-    own = jnp.minimum(
-        jax.lax.axis_index(one.alike), taken - 1
-    )  # those without any repeat the last, and nobody reads their results
+    # Those without any repeat the last, and nobody reads their results
+    own = jnp.minimum(jax.lax.axis_index(one.alike), taken - 1)
     return jax.lax.dynamic_slice_in_dim(stacked, own * across, across)
 
 

@@ -31,9 +31,8 @@ SLOWED = 0.12  # of a layer's time, more, while collectives run beside it (`slow
 AGAIN = {"none": 0.0, "dots": 0.0, "attention": 0.28, "full": 1 / 3}
 WAITS = {"model": 8, "context": 12}  # times that a layer's activations travel over these axes, forward and backward
 BACKWARD = 2 / 3  # of a pass
-ADDED = (
-    12.0  # bytes read and written for each weight where a gradient is added to another: of a pass, or of a ring's step
-)
+# Bytes read and written for each weight where a gradient is added to another: of a pass, or of a ring's step
+ADDED = 12.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,9 +58,8 @@ class Network:
     near_hop_us: float = 3.4  # the same, NVLink
     pod_hosts: int = 0
     oversubscription: float = 1.0
-    gpu_hours: float = (
-        50_676.0  # 419 unexpected interruptions of 16,384 GPUs in 54 days (arXiv:2407.21783, section 3.3.4)
-    )
+    # 419 unexpected interruptions of 16,384 GPUs in 54 days (arXiv:2407.21783, section 3.3.4)
+    gpu_hours: float = 50_676.0
     save_seconds: float = 30.0  # assumed
     restart_seconds: float = 300.0  # assumed
 

@@ -22,9 +22,8 @@ def foretold(found: walk.StepTime) -> dict[str, float]:
     for span in found.spans:
         if span.kind in _WORK:
             seconds[phases.phase("", _WORK[span.kind], span.op_name)] += (span.end - span.begin) * span.times
-    seconds[phases.COLLECTIVES] += (
-        found.parts[walk.EXPOSED] + found.parts[walk.SLOWEST]
-    )  # NCCL waits for the slowest device
+    # NCCL waits for the slowest device
+    seconds[phases.COLLECTIVES] += found.parts[walk.EXPOSED] + found.parts[walk.SLOWEST]
     seconds[phases.COPIES] += found.parts[walk.WAITS]
     seconds[phases.IDLE] += found.parts[walk.GAPS]
     return seconds

@@ -87,9 +87,8 @@ def parse(argv: list[str]) -> ml_collections.ConfigDict:
     except Exception as error:  # a config file is code and may raise anything
         if isinstance(error, flags.Error) and not str(error).startswith("flag --config="):
             raise UserError(_why_no_value(error)) from error
-        first = (
-            list(errors.causes(error))[-1] if isinstance(error, flags.Error) else error
-        )  # which absl replaces by its own
+        # absl replaces the first error by its own
+        first = list(errors.causes(error))[-1] if isinstance(error, flags.Error) else error
         raise UserError(_why_no_config(first, argv)) from error
     if not isinstance(_CONFIG.value, dict | ml_collections.ConfigDict):
         if flags.FLAGS["config"].present:

@@ -52,9 +52,8 @@ class MetricsLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with (
-            contextlib.suppress(UserError) if kind else contextlib.nullcontext()
-        ):  # the error that ends the run matters more
+        # The error that ends the run matters more
+        with contextlib.suppress(UserError) if kind else contextlib.nullcontext():
             self.close()
         if self._clients is not None:
             self._clients.close(is_failed=kind is not None)
@@ -154,10 +153,8 @@ class MetricsLog:
         self._enabled = False
         opened = [file for file in (self._lines, self._events) if file is not None]
         self._lines = self._events = None
-        with (
-            files.writing(self._workdir),
-            contextlib.ExitStack() as stack,
-        ):  # closes each file, even if another fails to close
+        # The stack closes each file, even if another fails to close
+        with files.writing(self._workdir), contextlib.ExitStack() as stack:
             for file in opened:
                 stack.callback(file.close)
 

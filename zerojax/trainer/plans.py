@@ -270,9 +270,8 @@ def _grid_of_axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[s
     hosts = len({device.process_index for device in devices})
     per_host = len(devices) // hosts
     grid = {**search.default_grid(devices), **_of_long(config), "offload": ("none",), "params": ("none",)}
-    if (
-        len(devices) == 1
-    ):  # which holds all of the state at any stage, and at the last no copy of the weights in 16 bits
+    # One device holds all of the state at any stage, and at the last no copy of the weights in 16 bits
+    if len(devices) == 1:
         grid["stage"] = (max(stages.STAGES),)
     grid |= {"context": _doubled(config.mesh.context, min(8, per_host)), "model": _doubled(config.mesh.model, per_host)}
     takes_pipe = not _refuses_pipe(config)

@@ -53,9 +53,8 @@ class Recorder:
         self._clock = 0.0  # the arrival time of the previous step's metrics
         self._lately = collections.deque[float](maxlen=LATELY)
         self.peak_at_start: int | None = None  # bytes of device memory, before the first step
-        self.differs: dict[str, Any] | None = (
-            None  # the phase of a profiled step that differs most from its foretold time
-        )
+        # The phase of a profiled step that differs most from its foretold time
+        self.differs: dict[str, Any] | None = None
 
     def say(self, text: str) -> None:
         """Prints a line above the display."""

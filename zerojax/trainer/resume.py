@@ -28,12 +28,8 @@ from zerojax.zero.pipeline import state as pipeline_state
 from zerojax.zero.wires import unsent
 
 IMPORTED = "imported"  # in `meta`: where a state that another program trained comes from
-OPTIONAL = (
-    "loss_scale",
-    "fp8",
-    "last_norm",
-    unsent.FIELD,
-)  # a run may resume with or without one, as the checkpoint may have one or not
+# A run may resume with or without one, as the checkpoint may have one or not
+OPTIONAL = ("loss_scale", "fp8", "last_norm", unsent.FIELD)
 
 
 FINGERPRINTS = {  # name -> (what it is of, what to do about another)

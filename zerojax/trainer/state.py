@@ -82,9 +82,8 @@ def restored(program: program_lib.Program, logical: State, keep: storage.Keep, *
 
     logical = logical.replace(loss_scale=()) if is_lacking else logical
     wanted = program.partition.shardings
-    is_one = (
-        not program.partition.offload and not program.partition.pipeline
-    )  # memory and devices, so that a program may read all
+    # One memory and one set of devices, so that a program may read all
+    is_one = not program.partition.offload and not program.partition.pipeline
     if is_one and not partition_lib.has_frozen(logical.params):
         return jax.jit(restore, out_shardings=wanted, donate_argnums=0)(logical)
     state = restore(logical)

@@ -168,9 +168,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Difference 
     A batch that one of them derives (0) is compared where it is known, with the position in the data (`resume.check`).
     """
     first, second = (flat(json.loads(json.dumps(config))) for config in (before, now))
-    for place in sorted(
-        first.keys() | second.keys(), key=lambda place: (place != "init_from", place)
-    ):  # it decides others
+    # init_from decides others
+    for place in sorted(first.keys() | second.keys(), key=lambda place: (place != "init_from", place)):
         is_free = any(place == free or place.startswith(free + ".") for free in FREE)
         is_new = place not in first and second[place] in NEW.get(place, ())
         is_free |= place == "global_batch_size" and 0 in (first.get(place), second.get(place))
@@ -216,9 +215,8 @@ def _open(workdir: str | os.PathLike) -> pathlib.Path:
         links = [path for parent in written for path in sorted(parent.iterdir()) if path.is_symlink()]
     except OSError as error:
         raise UserError(f"--workdir {folder}: cannot be used ({error.strerror}); choose another folder") from error
-    links = [
-        path for path in links if not path.name.startswith(".")
-    ]  # a run writes no hidden files, and editors link some
+    # A run writes no hidden files, and editors link some
+    links = [path for path in links if not path.name.startswith(".")]
     if links:
         way_out = "a run writes only into its own folder: remove the link, or choose another --workdir"
         raise UserError(f"{links[0]}: is a symbolic link; {way_out}")

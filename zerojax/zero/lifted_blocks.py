@@ -19,9 +19,8 @@ from zerojax.tree import PyTree
 from zerojax.zero import remat
 from zerojax.zero.placement import Placement
 
-Known = Mapping[
-    str, tuple[str, Any] | None
-]  # {path in the module: (path in the params, stored weight), or None if it is unknown}
+# {path in the module: (path in the params, stored weight), or None if it is unknown}
+Known = Mapping[str, tuple[str, Any] | None]
 
 
 class StackFound(Exception):

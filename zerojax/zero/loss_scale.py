@@ -24,9 +24,8 @@ from zerojax.zero import update
 
 ON_MINIMUM = ("raise", "hold")
 VERDICT = ("overflow_leaf", "is_exhausted")  # metrics that are not measurements
-LARGEST = (
-    2.0**126
-)  # the largest power of two whose reciprocal is a normal float32; DeepSpeed's ceiling is that of float64
+# The largest power of two whose reciprocal is a normal float32; DeepSpeed's ceiling is that of float64
+LARGEST = 2.0**126
 
 
 class LossScaleState(NamedTuple):

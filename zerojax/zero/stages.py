@@ -380,9 +380,8 @@ def leaf_roles(abstract_state: State, roles: Sequence[tuple[str, str]] = ROLES, 
         node_path = tree.path_string(path)
         entry = next((tuple(entry) for entry in roles if re.search(entry[0], node_path)), ROLES[-1])
         role = entry[1]
-        if (
-            isinstance(node, nnx.Variable) and role != OPT_STATE and entry in ROLES
-        ):  # a table of the user's own decides itself
+        # A table of the user's own decides itself
+        if isinstance(node, nnx.Variable) and role != OPT_STATE and entry in ROLES:
             role = PARAMS if isinstance(node, nnx.Param) else OTHER
         for inner, _ in jax.tree_util.tree_leaves_with_path(node):
             inner_path = tree.path_string((*path, *inner))

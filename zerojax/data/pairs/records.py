@@ -277,11 +277,8 @@ def _open_parquet(path: pathlib.Path) -> _File:
         number = int(np.searchsorted(starts, index, side="right")) - 1
         try:
             return batches[number].slice(index - int(starts[number]), 1).to_pylist()[0]
-        except (
-            pyarrow.ArrowException,
-            ValueError,
-            OverflowError,
-        ) as error:  # a text that is no UTF-8, a date beyond Python's
+        # A text that is no UTF-8, a date beyond Python's
+        except (pyarrow.ArrowException, ValueError, OverflowError) as error:
             raise UserError(
                 f"{path}:{place(index)}: cannot be read ({errors.first_line(error)}); write it again"
             ) from error

@@ -18,9 +18,8 @@ class Growing:
 
     def __init__(self, text_of: Callable[[list[int]], str]):
         self._text_of, self.text = text_of, ""
-        self._begin = self._read = (
-            0  # the tokens before `_begin` are not decoded again, and those before `_read` are in the text
-        )
+        # The tokens before `_begin` are not decoded again, and those before `_read` are in the text
+        self._begin = self._read = 0
 
     def add(self, tokens: Sequence[int], *, is_end: bool = False) -> str:
         """Returns what the text grows by.

@@ -44,17 +44,15 @@ class BartConfig:
     separate_embeddings: bool = False  # the encoder and the decoder each have a table, and the shared one is not used
     stddev: float = 0.02
     attention: attention_lib.Kernel = "xla"
-    way: context_attention.Way | None = (
-        None  # how devices attend that hold parts of sequences; None: a device has all tokens
-    )
+    # How devices attend that hold parts of sequences; None: a device has all tokens
+    way: context_attention.Way | None = None
     dropout: float = 0.0  # in training: of the embeddings and of the output of each residual branch
     norm_first: bool = False  # each residual branch is normalised before it, and not the sum after it
     has_embed_norm: bool = True  # embeddings are normalised
     has_final_norm: bool = False  # the states after the last layer are normalised
     has_sinusoids: bool = False  # positions are sines and cosines, not weights
-    has_fixed_positions: bool = (
-        False  # tables of positions are not trained, begin as sines and cosines, and have no unused rows
-    )
+    # Tables of positions are not trained, begin as sines and cosines, and have no unused rows
+    has_fixed_positions: bool = False
     starts_with_last: bool = False  # the first target is the last label of its text
     model_type: str = "bart"  # in Hugging Face's config.json
 

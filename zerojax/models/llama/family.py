@@ -375,9 +375,8 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> dict[str, An
     count = next((name for name in ("num_local_experts", "num_experts") if name in reads), None)
     if count is None:
         return {}
-    count = (
-        "num_local_experts" if "num_local_experts" in f.raw else count
-    )  # the name that transformers 5 writes for some
+    # The name that transformers 5 writes for some
+    count = "num_local_experts" if "num_local_experts" in f.raw else count
     for name in ("output_router_logits", "router_jitter_noise", "clip_qkv"):
         if f.raw.get(name):
             raise f.refuse(

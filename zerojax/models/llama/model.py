@@ -390,9 +390,8 @@ class Llama(nn.Module):
         """Returns the logits after each row's first `lengths_B` tokens, float32[B, V], and every layer's keys and values."""
         c, (batch, length) = self.config, tokens_BT.shape
         step = decoding.first_step(batch, length, slots)
-        if any(
-            one and one.scaling and one.scaling.reads_length for one in map(c.rope_of, range(c.num_layers))
-        ):  # padding is not part of a text's length
+        # Padding is not part of a text's length
+        if any(one and one.scaling and one.scaling.reads_length for one in map(c.rope_of, range(c.num_layers))):
             step = step._replace(positions_BT=jnp.minimum(step.positions_BT, lengths_B[:, None] - 1))
         x_BTD = self._embedded(tokens_BT, step.positions_BT)
         empty: Any = decoding.empty(batch, slots, c.num_kv_heads, c.head_dim, x_BTD.dtype)

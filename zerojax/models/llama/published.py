@@ -41,9 +41,8 @@ _olmo2 = functools.partial(  # arXiv:2501.00656
 _granite = functools.partial(  # Granite 3.1
     LlamaConfig, max_seq_len=131072, tie_embeddings=True, embed_scale=12.0, residual_scale=0.22, model_type="granite",
 )
-_mixtral = functools.partial(  # arXiv:2401.04088, table 1
-    LlamaConfig, rope_theta=1e6, num_experts=8, experts_per_token=2, model_type="mixtral",
-)
+# arXiv:2401.04088, table 1
+_mixtral = functools.partial(LlamaConfig, rope_theta=1e6, num_experts=8, experts_per_token=2, model_type="mixtral")
 _qwen3_moe = functools.partial(  # arXiv:2505.09388, table 2
     LlamaConfig, max_seq_len=40960, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, num_experts=128, experts_per_token=8,
     model_type="qwen3_moe",

@@ -32,21 +32,18 @@ class T5Config:
     mlp_dim: int
     mlp: str = "gated_gelu"  # an activation of `layers.ACTIVATIONS`, after "gated_" if a second projection gates it
     tie_embeddings: bool = False
-    scale_outputs: bool | None = (
-        None  # whether the head's input is divided by sqrt(embed_dim); None: if embeddings are tied
-    )
+    # Whether the head's input is divided by sqrt(embed_dim); None: if embeddings are tied
+    scale_outputs: bool | None = None
     decoder_layers: int = 0  # 0: as many as the encoder has
     buckets: int = 32  # of distances
     max_distance: int = 128  # longer distances share the last bucket
     norm_eps: float = 1e-6
     max_seq_len: int | None = None  # relative distances have no limit
     attention: attention_lib.Kernel = "xla"
-    way: context_attention.Way | None = (
-        None  # how devices attend that hold parts of sequences; None: a device has all tokens
-    )
-    dropout: float = (
-        0.0  # in training: of embeddings, activations, the output of each residual branch and of each stack
-    )
+    # How devices attend that hold parts of sequences; None: a device has all tokens
+    way: context_attention.Way | None = None
+    # In training: of embeddings, activations, the output of each residual branch and of each stack
+    dropout: float = 0.0
 
 
 class RelativeBias(nn.Module):

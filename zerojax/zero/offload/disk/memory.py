@@ -81,9 +81,8 @@ def put(array: np.ndarray, device: jax.Device, *, is_registered: bool) -> jax.Ar
         pinned = jax.dlpack.from_dlpack(_Producer(array, (_CUDA_HOST, device.local_hardware_id or 0)))
         return jax.device_put(pinned, jax.sharding.SingleDeviceSharding(device))
     if device.platform == "cpu":
-        array = (
-            array.copy()
-        )  # which becomes the result: `may_alias=False` does not keep this backend from taking numpy's memory
+        # The copy becomes the result: `may_alias=False` does not keep this backend from taking numpy's memory
+        array = array.copy()
     return jax.device_put(array, jax.sharding.SingleDeviceSharding(device))
 
 
