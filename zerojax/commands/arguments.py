@@ -103,17 +103,16 @@ def command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Adds the options that choose hosts and GPUs, with DeepSpeed's names and meanings."""
-    parser.add_argument("--hostfile", help=f'lines "worker-1 slots=8" ({hosts.HOSTFILE}, if it exists)')
-    parser.add_argument("--include", default="", help="hosts and slots to use, as in worker-0@worker-1:0,2")
-    parser.add_argument("--exclude", default="", help="hosts and slots not to use")
-    parser.add_argument("--num_nodes", type=int, help="hosts to use, the first ones (all)")
-    parser.add_argument("--num_gpus", type=int, help="GPUs of each host, the first ones (all); without GPUs: processes")
-    parser.add_argument("--gpus_per_process", type=int, default=1, help="GPUs of a process (1); 0: one process a host")
-    parser.add_argument("--coordinator", default="", help="HOST[:PORT] of process 0, if it is not found")
-    parser.add_argument(
-        "--python", default=sys.executable, help="the interpreter on other hosts (the same path as here)"
-    )
-    parser.add_argument("--ssh_options", default="", help='arguments of ssh, as in "-p 2222 -i ~/.ssh/cluster"')
+    add = parser.add_argument
+    add("--hostfile", help=f'lines "worker-1 slots=8" ({hosts.HOSTFILE}, if it exists)')
+    add("--include", default="", help="hosts and slots to use, as in worker-0@worker-1:0,2")
+    add("--exclude", default="", help="hosts and slots not to use")
+    add("--num_nodes", type=int, help="hosts to use, the first ones (all)")
+    add("--num_gpus", type=int, help="GPUs of each host, the first ones (all); without GPUs: processes")
+    add("--gpus_per_process", type=int, default=1, help="GPUs of a process (1); 0: one process a host")
+    add("--coordinator", default="", help="HOST[:PORT] of process 0, if it is not found")
+    add("--python", default=sys.executable, help="the interpreter on other hosts (the same path as here)")
+    add("--ssh_options", default="", help='arguments of ssh, as in "-p 2222 -i ~/.ssh/cluster"')
 
 
 def order(given: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]) -> attempt.Order:

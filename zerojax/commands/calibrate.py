@@ -636,14 +636,14 @@ def _both(bench: Bench, kind: str, ways: int, x: jax.Array, run: Callable[..., A
 def _parse(words: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax calibrate",
-        usage="zerojax calibrate --out FILE [--limit_s 300] [--force] [--emulate_devices 1]",
         description="Measures how fast this machine's GPUs multiply, attend, move memory and send, for `zerojax plan --rates FILE`. On a "
         "CPU it runs tiny arrays, whose rates mean nothing.",
     )
-    parser.add_argument("--out", metavar="FILE", type=pathlib.Path, required=True, help="a new JSON file")
-    parser.add_argument("--force", action="store_true", help="replace the file")
-    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help=f"seconds after which it ends ({LIMIT_S:.0f})")
-    parser.add_argument("--emulate_devices", type=int, default=1, help="without GPUs: devices (1)")
+    add = parser.add_argument
+    add("--out", metavar="FILE", type=pathlib.Path, required=True, help="a new JSON file")
+    add("--force", action="store_true", help="replace the file")
+    add("--limit_s", type=float, default=LIMIT_S, help=f"seconds after which it ends ({LIMIT_S:.0f})")
+    add("--emulate_devices", type=int, default=1, help="without GPUs: devices (1)")
     given = parser.parse_args(words)
     arguments.check_new(given.out, force=given.force)
     if not 0 < given.limit_s < math.inf:

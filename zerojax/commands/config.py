@@ -564,19 +564,14 @@ def _write(path: pathlib.Path, settings: Mapping[str, Any]) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax config",
-        usage="zerojax config [--out CONFIG.py] [--force] [--yes] [--quick] [--model NAME] ...",
-        description="Asks a dozen questions, shows what the plan says, and writes a config that runs. A flag answers its question.",
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("mine.py"), metavar="CONFIG.py", help="the config to write"
-    )
-    parser.add_argument("--force", action="store_true", help="replace the file of --out")
-    parser.add_argument("--yes", action="store_true", help="ask nothing: take the default where no flag answers")
-    parser.add_argument("--quick", action="store_true", help="judge the stages by arithmetic, without compiling")
+    parser = arguments.OneLineParser("zerojax config", doc=__doc__)
+    add = parser.add_argument
+    add("--out", type=pathlib.Path, default=pathlib.Path("mine.py"), metavar="CONFIG.py", help="the config to write")
+    add("--force", action="store_true", help="replace the file of --out")
+    add("--yes", action="store_true", help="ask nothing: take the default where no flag answers")
+    add("--quick", action="store_true", help="judge the stages by arithmetic, without compiling")
     for question in QUESTIONS:
-        parser.add_argument(f"--{question.name}", metavar="ANSWER", help=question.text.replace("%", "%%"))
+        add(f"--{question.name}", metavar="ANSWER", help=question.text.replace("%", "%%"))
     return parser.parse_args(argv)
 
 

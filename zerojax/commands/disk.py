@@ -1,7 +1,7 @@
 """Measures a disk and predicts a step that offloads to it. This module is the command line `zerojax disk`.
 
-python -m zerojax.commands.disk /scratch                                       rates by chunk and threads
-python -m zerojax.commands.disk /scratch --config configs/llama3_8b.py --json  and the time of that config's optimizer state
+zerojax disk /scratch                                       rates by chunk and threads
+zerojax disk /scratch --config configs/llama3_8b.py --json  and the time of that config's optimizer state
 """
 
 import argparse
@@ -101,19 +101,15 @@ def _threads(word: str) -> list[int]:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax disk",
-        usage="zerojax disk [FOLDER] [--size 2G] [--chunk 1M,8M] [--threads 1,4] [--config FILE | --state 96G] [--json]",
-        description="Measures direct reads, writes, and both at once on a folder's disk, and predicts the step of a config that offloads "
-        "to it.",
-    )
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", default=".", type=pathlib.Path, help="default: this one")
-    parser.add_argument("--size", type=size_of, default=_SIZE, help=f"bytes of the file ({_SIZE})")
-    parser.add_argument("--chunk", type=_chunk, default=_CHUNKS, help=f"bytes of one call, or several ({_CHUNKS})")
-    parser.add_argument("--threads", type=_threads, default=_THREADS, help=f"calls at once, or several ({_THREADS})")
-    parser.add_argument("--state", type=size_of, help="bytes of optimizer state on this machine")
-    parser.add_argument("--config", metavar="FILE", help="a config, whose optimizer state is counted")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = arguments.OneLineParser("zerojax disk", doc=__doc__)
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", nargs="?", default=".", type=pathlib.Path, help="default: this one")
+    add("--size", type=size_of, default=_SIZE, help=f"bytes of the file ({_SIZE})")
+    add("--chunk", type=_chunk, default=_CHUNKS, help=f"bytes of one call, or several ({_CHUNKS})")
+    add("--threads", type=_threads, default=_THREADS, help=f"calls at once, or several ({_THREADS})")
+    add("--state", type=size_of, help="bytes of optimizer state on this machine")
+    add("--config", metavar="FILE", help="a config, whose optimizer state is counted")
+    add("--json", action="store_true", help="print JSON")
     given = parser.parse_args(words)
     if not given.folder.is_dir():
         raise UserError(f"{given.folder}: there is no such folder; name one on the disk that shall be measured")

@@ -266,17 +266,14 @@ def _hear(found: dict[int, dict[str, Any]], rank: int, line: str) -> bool:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax doctor",
-        usage="zerojax doctor [options]",
-        description="Checks that every device computes, every two hosts exchange data, and clocks, versions, memory and disk agree.",
-    )
+    parser = arguments.OneLineParser("zerojax doctor", doc=__doc__)
     arguments.add_hosts(parser)
-    parser.add_argument("--workdir", default="", help="the folder of the run, which all hosts must share")
-    parser.add_argument("--min_gb_per_second", type=float, default=0.0, help="the rate that every two hosts must reach")
-    parser.add_argument("--emulate_devices", type=int, default=1, help="CPU devices of a process without accelerators")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--probe", default="", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--workdir", default="", help="the folder of the run, which all hosts must share")
+    add("--min_gb_per_second", type=float, default=0.0, help="the rate that every two hosts must reach")
+    add("--emulate_devices", type=int, default=1, help="CPU devices of a process without accelerators")
+    add("--json", action="store_true", help="print JSON")
+    add("--probe", default="", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""Takes over a checkpoint of DeepSpeed. This module is the command line `zerojax import-deepspeed`.
+"""Takes over a checkpoint of DeepSpeed (ZeRO 0 to 3, or universal). This module is the command line `zerojax import-deepspeed`.
 
 zerojax import-deepspeed output/checkpoint-500 --out runs/imported
 
@@ -452,25 +452,18 @@ def _loss_scale(found: zero_checkpoint.ZeroCheckpoint, initial: Any) -> Any:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax import-deepspeed",
-        usage="zerojax import-deepspeed CHECKPOINT --out DIR [--model_config config.json] [--adapter DIR] [--model DIR]",
-        description="Turns a checkpoint of DeepSpeed (ZeRO 0 to 3, or universal) into safetensors, and into a run that resumes.",
-    )
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", type=pathlib.Path, help="a folder with `latest`, or one of a step"
-    )
-    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="a new folder")
-    parser.add_argument(
-        "--model_config", type=pathlib.Path, metavar="config.json", help="the model's config.json of transformers"
-    )
-    parser.add_argument(
+    parser = arguments.OneLineParser("zerojax import-deepspeed", doc=__doc__)
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", type=pathlib.Path, help="a folder with `latest`, or one of a step")
+    add("--out", type=pathlib.Path, required=True, metavar="DIR", help="a new folder")
+    add("--model_config", type=pathlib.Path, metavar="config.json", help="the model's config.json of transformers")
+    add(
         "--adapter",
         type=pathlib.Path,
         metavar="DIR",
         help="the folder with PEFT's adapter_config.json, if it lies elsewhere",
     )
-    parser.add_argument(
+    add(
         "--model",
         type=pathlib.Path,
         metavar="DIR",

@@ -3,6 +3,8 @@
 zerojax launch -- python -m zerojax.train --config configs/zero3.py --workdir runs/a                          this host
 zerojax launch --hostfile hosts --max_restarts 5 --log_dir logs -- python -m zerojax.train ...                 several, by ssh
 zerojax launch --hostfile hosts --include worker-0@worker-1:0,2 -- python train.py                             some of their GPUs
+
+Output lines begin with [host:rank].
 """
 
 import argparse
@@ -56,25 +58,16 @@ def _trains(command: list[str]) -> bool:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax launch",
-        usage="zerojax launch [options] -- COMMAND",
-        description="Starts COMMAND once for each GPU. Output lines begin with [host:rank].",
-    )
+    parser = arguments.OneLineParser("zerojax launch", "zerojax launch [options] -- COMMAND", doc=__doc__)
     arguments.add_hosts(parser)
-    parser.add_argument(
-        "--log_dir", default="", help="folder for the output of each process, HOST_RANK.log, on its host"
-    )
-    parser.add_argument(
-        "--max_restarts", type=int, default=0, help="restarts after a failure, from the last checkpoint"
-    )
-    parser.add_argument("--min_nodes", type=int, default=0, help="hosts that are enough to go on with (all)")
-    parser.add_argument("--rejoin_seconds", type=float, default=60.0, help="how long a restart waits for all hosts")
-    parser.add_argument("--grace_seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL after a failure")
-    parser.add_argument(
-        "--limits", help="seconds without progress by phase, as in step=300,compile=7200,silent=60; 0: none"
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
+    add = parser.add_argument
+    add("--log_dir", default="", help="folder for the output of each process, HOST_RANK.log, on its host")
+    add("--max_restarts", type=int, default=0, help="restarts after a failure, from the last checkpoint")
+    add("--min_nodes", type=int, default=0, help="hosts that are enough to go on with (all)")
+    add("--rejoin_seconds", type=float, default=60.0, help="how long a restart waits for all hosts")
+    add("--grace_seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL after a failure")
+    add("--limits", help="seconds without progress by phase, as in step=300,compile=7200,silent=60; 0: none")
+    add("command", nargs=argparse.REMAINDER, help="-- and the command")
     try:
         return parser.parse_args(argv)
     except UserError as error:

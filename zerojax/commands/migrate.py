@@ -1,4 +1,4 @@
-"""Translates a config of DeepSpeed or Accelerate. This module is the command line `zerojax migrate`.
+"""Translates a config of DeepSpeed or Accelerate, a Trainer's arguments or a hostfile. This module is the command line `zerojax migrate`.
 
 zerojax migrate ds_config.json --out configs/mine.py   writes a config, and reports what became of every key
 zerojax migrate accelerate.yaml --strict               ends with status 2 if a key is not supported
@@ -173,24 +173,15 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax migrate",
-        usage="zerojax migrate FILE [--out CONFIG.py] [--force] [--strict] [--json] [--deepspeed VERSION], or --keys",
-        description="Translates a DeepSpeed config, an Accelerate config, a Trainer's arguments or a hostfile, and reports every key.",
-    )
-    parser.add_argument(
-        "file", metavar="FILE", nargs="?", help="the file; a DeepSpeed config may also be given as text or in base64"
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, metavar="CONFIG.py", help="write the config here; without it, it is printed"
-    )
-    parser.add_argument("--force", action="store_true", help="replace the file of --out")
-    parser.add_argument(
-        "--strict", action="store_true", help="write nothing and end with status 2 if a key is not supported"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report and the config as JSON")
-    parser.add_argument("--deepspeed", default="0.19", metavar="VERSION", help="whose defaults hold for absent keys")
-    parser.add_argument("--keys", action="store_true", help="print the tables of all known keys")
+    parser = arguments.OneLineParser("zerojax migrate", doc=__doc__)
+    add = parser.add_argument
+    add("file", metavar="FILE", nargs="?", help="the file; a DeepSpeed config may also be given as text or in base64")
+    add("--out", type=pathlib.Path, metavar="CONFIG.py", help="write the config here; without it, it is printed")
+    add("--force", action="store_true", help="replace the file of --out")
+    add("--strict", action="store_true", help="write nothing and end with status 2 if a key is not supported")
+    add("--json", action="store_true", help="print the report and the config as JSON")
+    add("--deepspeed", default="0.19", metavar="VERSION", help="whose defaults hold for absent keys")
+    add("--keys", action="store_true", help="print the tables of all known keys")
     given = parser.parse_args(argv)
     if (given.file is None) != given.keys:
         raise UserError("FILE: name one file to translate, or --keys alone; --help lists the arguments")

@@ -271,11 +271,7 @@ def _ask(script: str, *words: str) -> tuple[Any, str]:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax report",
-        usage="zerojax report [--json]",
-        description="Prints versions, devices, links, driver, compile-only targets, kernels and cache, with a remedy for what is wrong.",
-    )
+    parser = arguments.OneLineParser("zerojax report", doc=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args(argv)
 

@@ -167,11 +167,7 @@ def _speed(card: Mapping[str, Any]) -> str:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax show",
-        usage="zerojax show RUN [RUN] [--json]",
-        description="Prints the card of a run: its settings, versions, devices, memory, speed, losses and end. With two, compares them.",
-    )
+    parser = arguments.OneLineParser("zerojax show", doc=__doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, a checkpoint's, or a run.json")
     parser.add_argument("--json", action="store_true", help="print JSON: the card, or the comparison")
     given = parser.parse_args(words)

@@ -33,6 +33,7 @@ from zerojax.trainer.card import document
 from zerojax.zero import stages
 from zerojax.zero.offload import settings as offload_lib
 
+_USAGE = "zerojax verify --config FILE [--config.KEY=VALUE ...] [--steps N] [--only 0,3] [--keep DIR] [--json]"
 SAME, DIFFERS, NOT_HERE, FAILED = "same", "differs", "cannot run here", "failed"
 QUIET = {  # what a run writes and measures beside its steps is not compared
     "epochs": 0.0,
@@ -316,16 +317,12 @@ def _verdict(outcomes: Sequence[Verified], reference: str) -> str:
 
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = arguments.OneLineParser(
-        prog="zerojax verify",
-        usage="zerojax verify --config FILE [--config.KEY=VALUE ...] [--steps N] [--only 0,3] [--keep DIR] [--json]",
-        description="Trains a few steps at each ZeRO stage, and with offload, and compares the losses.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--steps", type=_steps, default=5, help="steps of each run (5); the first two are not timed")
-    parser.add_argument("--only", metavar="SETTINGS", help="some of 0,1,2,3,3+optimizer,3+params")
-    parser.add_argument("--keep", metavar="DIR", help="keep the runs in a new folder; default: they are removed")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = arguments.OneLineParser("zerojax verify", _USAGE, doc=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--steps", type=_steps, default=5, help="steps of each run (5); the first two are not timed")
+    add("--only", metavar="SETTINGS", help="some of 0,1,2,3,3+optimizer,3+params")
+    add("--keep", metavar="DIR", help="keep the runs in a new folder; default: they are removed")
+    add("--json", action="store_true", help="print JSON")
     given, rest = parser.parse_known_args(words)
     if given.keep is not None and os.path.lexists(given.keep):
         raise UserError(f"--keep: {given.keep!r} exists, and a run would resume there; name a new folder")

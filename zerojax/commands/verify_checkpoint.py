@@ -27,11 +27,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = arguments.OneLineParser(
-        prog="zerojax verify-checkpoint",
-        usage="zerojax verify-checkpoint WORKDIR [--step N]",
-        description="Reads all files of a run's checkpoints and compares them with their sizes and checksums.",
-    )
+    parser = arguments.OneLineParser("zerojax verify-checkpoint", doc=__doc__)
     parser.add_argument("workdir", metavar="WORKDIR", type=pathlib.Path, help="the folder of a run, or of checkpoints")
     parser.add_argument("--step", type=int, metavar="N", help="check this step alone")
     return parser.parse_args()
