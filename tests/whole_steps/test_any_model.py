@@ -60,6 +60,27 @@ class Closure(nn.Module):
         return Block(act=functools.partial(lambda module, y: module(y), outside), name="layer_1")(x)
 
 
+class Boxed:
+    """An object that holds a module, and can be called."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __call__(self, x):
+        return jnp.tanh(self.module(x))
+
+
+class InAnObject(nn.Module):
+    """Blocks get a module in an object, and one in an object of an object, which holds itself too."""
+
+    @nn.compact
+    def __call__(self, x):
+        inner = Boxed(nn.Dense(WIDTH))
+        outer = Boxed(inner)
+        outer.own = outer
+        return Block(act=outer, name="layer_1")(Block(act=inner, name="layer_0")(x))
+
+
 class Shared(nn.Module):
     """Blocks share a module through a field and through an argument."""
 
@@ -162,6 +183,7 @@ CASES = {
     "a learned field": (LearnedField(), squared),
     "a closure": (Closure(), squared),
     "a shared module": (Shared(), squared),
+    "a module in an object": (InAnObject(), squared),
     "no weights": (OnlyCalls(), squared),
     "a gradient inside": (GradientInside(), squared),
     "all weights read by the loss": (Plain(), with_penalty),
@@ -183,6 +205,7 @@ WARN = {
 
 BY_DEVICE = {
     "a shared module",
+    "a module in an object",
     "no weights",
     "all weights read by the loss",
     "one weight read by the loss",

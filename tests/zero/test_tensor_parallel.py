@@ -149,3 +149,50 @@ def test_an_axis_of_the_batch_is_refused():
         UserError, match=r"^activations: .* names 'data', over which the compiler does not shard; name model"
     ):
         tensor_parallel.hooks_of((("norm", ("data",)),), zerojax.make_mesh(model=8))
+
+
+class Narrow(nn.Module):
+    beside: nn.Module | None
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(4, use_bias=False, name="narrow")(jnp.tanh(nn.Dense(8, use_bias=False, name="wide")(x)))
+        return y if self.beside is None else y + self.beside(x)
+
+
+class Adding(nn.Module):
+    beside: nn.Module | None
+
+    @nn.compact
+    def __call__(self, x):
+        return x + Narrow(self.beside, name="mlp")(x)
+
+
+class Sharing(nn.Module):
+    """Two blocks, whose MLPs call a module that neither owns, if `shares` says so."""
+
+    shares: bool
+
+    @nn.compact
+    def __call__(self, x):
+        beside = nn.Dense(4, name="beside") if self.shares else None
+        return Adding(beside, name="block_1")(Adding(beside, name="block_0")(x))
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_module_that_calls_one_from_elsewhere_runs_in_no_ring(shares):
+    net, x = Sharing(shares), jax.random.normal(jax.random.key(0), (8, 2, 4))
+    params = net.init(jax.random.key(1), x)["params"]
+    state = train_state.TrainState.create(apply_fn=net.apply, params=params, tx=optax.sgd(1.0))
+    loss_fn = lambda params, batch, _: jnp.mean((net.apply({"params": params}, batch) - 1) ** 2)  # noqa: E731
+    expected, grads = jax.value_and_grad(loss_fn)(params, x, None)
+    mesh = zerojax.make_mesh(model=2, devices=jax.devices()[:4])
+    state, partition = zerojax.shard_train_state(state, mesh=mesh, stage=3, min_size=8, overrides=OVERRIDES)
+    table = [(r".*/wide", P(None, None, "model")), (r"block_\d/mlp", P("model", "model"), P(), "(wide|narrow)/kernel")]
+    step = zerojax.make_train_step(loss_fn, partition, blocks=r"block_\d", reduce_dtype=jnp.float32, activations=table)
+    traced = step.trace(state, x)
+    assert ("ppermute" in str(traced.jaxpr)) == (not shares)
+    state, metrics = step(state, x)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+    moved = jax.tree.map(jnp.subtract, params, jax.device_get(state.params))
+    jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, atol=1e-6), moved, grads)

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -213,7 +214,7 @@ class Interceptor:
                 raise lifted_blocks.StackFound(path)
         self.enters(path, has_unknown=not all(known.values()))
         is_known = bool(known) and all(known.values())
-        if self._run and is_known and _is_plain(module) and not _reads_others((args, kwargs), is_field=False):
+        if self._run and is_known and is_plain(module) and not _reads_others((args, kwargs), is_field=False):
             block = _LinenBlock(module, context.method_name, known, self._is_leaf)
             # No interceptor of the loss tells it from others, as those of adapters may.
             is_alone = call is context.orig_method
@@ -370,7 +371,7 @@ def _set_up(call: Callable) -> None:
         call()
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Returns whether a call reads only the module's own params, its random keys and its inputs, and changes nothing."""
     scope = module.scope
     assert scope is not None
@@ -379,11 +380,13 @@ def _is_plain(module: nn.Module) -> bool:
     return not (shares or scope.mutable or set(module.variables) - {"params"})
 
 
-def _reads_others(value: object, *, is_field: bool) -> bool:
+def _reads_others(value: object, *, is_field: bool, seen: set[int] | None = None) -> bool:
     """Returns whether fields or arguments hold other values that the call reads: arrays, or modules elsewhere in the model.
 
-    Functions may hold them too: in a bound method, in a partial or in a closure.
+    Functions and objects may hold them too: in a bound method, in a partial, in a closure, or as attributes. `seen` are those that were
+    looked into.
     """
+    seen = set() if seen is None else seen
     for leaf in jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, nn.Module)):
         if isinstance(leaf, nn.Module):
             if leaf.scope is not None:
@@ -391,10 +394,13 @@ def _reads_others(value: object, *, is_field: bool) -> bool:
         elif isinstance(leaf, jax.Array):
             if is_field:
                 return True
-        elif callable(leaf):
+        elif not isinstance(leaf, type | types.ModuleType) and id(leaf) not in seen:
+            seen.add(id(leaf))
             cells = [cell.cell_contents for cell in getattr(leaf, "__closure__", None) or ()]
             partial = [getattr(leaf, name, None) for name in ("__self__", "func", "args", "keywords")]
-            if any(_reads_others(part, is_field=True) for part in (*cells, *partial) if part is not leaf):
+            own = getattr(leaf, "__dict__", {}).values()
+            parts = [part for part in (*cells, *partial, *own) if part is not None]
+            if parts and _reads_others(parts, is_field=True, seen=seen):
                 return True
     return False
 

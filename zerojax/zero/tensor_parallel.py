@@ -118,12 +118,13 @@ class ShardedActivations(hooks.Hook):
     def _specs_in_ring(self, module: nn.Module, pattern: str, args: tuple, kwargs: dict) -> dict[str, P]:
         """Returns the specs of a module's weights over the axis of a ring that it may run in; {} if it may not.
 
-        It may not with random keys, which would be the same for all examples, with arguments that are of no example, and with weights that
-        the row does not know or that are not sharded. A norm of one head serves all heads, and one matrix of an adapter is not sharded.
+        It may not with random keys, which would be the same for all examples, with arguments that are of no example, with modules from
+        elsewhere, and with weights that the row does not know or that are not sharded. A norm of one head serves all heads, and one matrix
+        of an adapter is not sharded.
         """
         axes, scope, examples = mesh_lib.rest(), module.scope, [arg for arg in args if _is_floating(arg)]
         assert scope is not None
-        if len(axes) != 1 or scope.rngs or scope.mutable or {*module.variables} != {"params"} or not examples:
+        if len(axes) != 1 or scope.rngs or not intercept.is_plain(module) or not module.variables or not examples:
             return {}
         arrays, number = tree.NonArrays().take((args, kwargs)), len(examples[0])
         if any(array.ndim == 0 or len(array) != number for array in arrays) or mesh_lib.dim_of_rest(examples[0].shape):
