@@ -95,7 +95,7 @@ def test_activations_are_gathered_once_for_all_matmuls_and_in_16_bits(first):
 
 def test_what_an_axis_does_not_divide_and_modules_outside_of_the_table_stay_as_they_are():
     mesh = zerojax.make_mesh(data=2, model=4)
-    (hook,) = tensor_parallel.hooks_of((("norm", (None, "model")),), mesh)
+    (hook,) = tensor_parallel.hooks_of(((".*norm", (None, "model")),), mesh)
     net = Net()
     x = jnp.ones((2, 7, WIDTH), jnp.bfloat16)
     params = net.init(jax.random.key(0), x)
@@ -142,6 +142,34 @@ def test_an_axis_that_a_spec_names_twice_shards_examples_where_it_divides_them_a
 def test_a_row_that_is_no_regex_with_specs_is_refused(row):
     with pytest.raises(UserError, match=r"^activations: each is \(regex over module paths"):
         tensor_parallel.hooks_of((row,), zerojax.make_mesh(model=8))
+
+
+def test_rows_that_match_no_module_and_features_of_a_ring_that_are_not_those_of_their_weight_are_refused():
+    x = jnp.ones((8, 2, 4))
+    net = Sharing(shares=False)
+    params = net.init(jax.random.key(1), x)["params"]
+    state = train_state.TrainState.create(apply_fn=net.apply, params=params, tx=optax.sgd(1.0))
+    mesh = zerojax.make_mesh(model=2, devices=jax.devices()[:4])
+    partition = zerojax.partition_state(
+        state, mesh=mesh, min_size=8, overrides=[("wide/kernel", P("model")), OVERRIDES[1]]
+    )
+    ring = [(r".*/wide", P(None, None, "model")), (r".*/mlp", P("model", "model"), P(), "(wide|narrow)/kernel")]
+    for table, words in (
+        ([("mpl", P(None, "model"))], r"^activations: no row matches a module of Linen .* the first is 'mpl'; "),
+        (
+            ring,
+            r"^activations: block_0/mlp runs in a ring, and a module in it has other features than its weight there",
+        ),
+    ):
+        step = zerojax.make_train_step(
+            lambda params, batch, _: jnp.mean(net.apply({"params": params}, batch)),
+            partition,
+            blocks=r"block_\d",
+            reduce_dtype=jnp.float32,
+            activations=table,
+        )
+        with pytest.raises(UserError, match=words):
+            step.trace(partition.abstract_state, x)
 
 
 def test_an_axis_of_the_batch_is_refused():

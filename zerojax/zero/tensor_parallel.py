@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,13 @@ class ShardedActivations(hooks.Hook):
 
     def __init__(self, table: Table, mesh: Mesh, placements: Mapping[str, placement.Placement]):
         self._table = [(re.compile(row[0]), [tuple(spec) for spec in row[1:3]], row[3:]) for row in table]
-        self._mesh, self._placements, self._is_entered, self._in_ring = mesh, placements, False, False
+        self._mesh, self._placements, self._is_entered, self._in_ring, self._is_found = (
+            mesh,
+            placements,
+            False,
+            False,
+            False,
+        )
 
     @contextlib.contextmanager
     def known(self, inputs: Mapping[str, Any]) -> Iterator[None]:
@@ -91,6 +98,12 @@ class ShardedActivations(hooks.Hook):
         try:
             with nn.intercept_methods(self._intercept):
                 yield
+            if not self._is_found:
+                first = self._table[0][0].pattern
+                raise UserError(
+                    f"activations: no row matches a module of Linen called in the loss, and the first is {first!r}; rows begin with "
+                    "a regex over full module paths such as 'layer_\\d+/mlp'; omit them for NNX, which overrides alone shard"
+                )
         finally:
             self._is_entered = False
 
@@ -102,6 +115,7 @@ class ShardedActivations(hooks.Hook):
         given, weights = next((row[1:] for row in self._table if row[0].fullmatch(path)), (None, ()))
         if given is None:
             return call(*args, **kwargs)
+        self._is_found = True
         outside, inside = given[0], given[-1]
         if self._in_ring:
             _shard_features(module, outside, self._mesh)
@@ -159,6 +173,12 @@ class ShardedActivations(hooks.Hook):
                 self._in_ring = True
                 try:
                     return result.take(own_module(*args, **kwargs))
+                except flax.errors.ScopeParamShapeError as error:
+                    raise UserError(
+                        f"activations: {'/'.join(module.path)} runs in a ring, and a module in it has other features than its weight there "
+                        f"({errors.one_line(error, 160)}); shard these features by overrides and by a row of that module alike, or omit "
+                        "the fourth entry of the ring's row"
+                    ) from error
                 finally:
                     self._in_ring = False
 
