@@ -320,8 +320,11 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
     texts.check(program, tokenizer)
     host.check(program)
-    of_tokens = effects.undivided(config, program.sizes.micro_batch_size)
-    for line in (*effects.shortened(config), *effects.unreached(config), *of_tokens):
+    of_mesh = (
+        *effects.undivided(config, program.sizes.micro_batch_size),
+        *effects.unsharded(config, program.mesh),
+    )
+    for line in (*effects.shortened(config), *effects.unreached(config), *of_mesh):
         say(line)
     if program.weights.adapted is not None:
         say(program.weights.count_line(program.partition))

@@ -1,8 +1,10 @@
 """Checks that settings without effect are told. This module tests zerojax.trainer.checks.effects."""
 
+import jax
 import pytest
 import runs
 
+import zerojax
 from zerojax.trainer.checks import effects
 
 TOLD = {  # changed settings -> the one that then has no effect, and words of the reason
@@ -57,6 +59,17 @@ def test_parts_that_do_not_divide_a_devices_tokens_are_told(parts, is_told):
         f"parts={parts} has no effect" in line and "48 tokens" in line for line in told
     )
     assert effects.undivided(runs.config(seq_len=32, experts__parts=5), rows=3) == []
+
+
+def test_how_the_state_is_sharded_is_told_where_no_axis_shards_it():
+    config, devices = runs.config(zero__min_size=0, zero__indivisible="pad"), jax.devices()[:2]
+    told = effects.unsharded(config, zerojax.make_mesh(data=1, model=2, devices=devices))
+    assert told == [
+        f"config.zero.{setting} has no effect: no state is sharded over data=1"
+        for setting in ("min_size=0", "indivisible='pad'")
+    ]
+    assert effects.unsharded(config, zerojax.make_mesh(devices=devices)) == []
+    assert effects.unsharded(runs.config(), zerojax.make_mesh(model=2, devices=devices)) == []
 
 
 @pytest.mark.parametrize("name", TOLD)

@@ -1,7 +1,10 @@
 """Settings that nothing reads. This module lists those that differ from their default and cannot take effect, each with the reason."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from jax.sharding import Mesh
+
+from zerojax import mesh as mesh_lib
 from zerojax import precision
 from zerojax.data import batches
 from zerojax.data.pairs import tasks
@@ -18,13 +21,26 @@ _OF_EVALUATION = {
     tasks.DPO: ("evaluate.answers",),
     tasks.GRPO: ("evaluate.batches", "evaluate.patience", "checkpoint.keep_best"),
 }
+_OF_SHARDS = ("zero.min_size", "zero.indivisible")  # of the state, over the axes of ZeRO
 OFF = {"sample.length": 0}  # values that ask for nothing
 
 
 def unread(config: settings.Config) -> list[str]:
     """Returns a line for each setting without effect that is not at its default, with the first reason."""
+    return _lines(config, _ignored(config))
+
+
+def unsharded(config: settings.Config, mesh: Mesh) -> list[str]:
+    """Returns a line for each setting of how ZeRO shards the state, if the mesh is one over which it is not sharded."""
+    if mesh_lib.size(mesh, mesh_lib.STATE) > 1 or not stages.STAGES[config.zero.stage].opt_state:
+        return []
+    why = f"no state is sharded over {mesh_lib.text(mesh, mesh_lib.STATE)}"
+    return _lines(config, ((place, why) for place in _OF_SHARDS))
+
+
+def _lines(config: settings.Config, ignored: Iterable[tuple[str, str]]) -> list[str]:
     reasons: dict[str, str] = {}
-    for place, why in _ignored(config):
+    for place, why in ignored:
         default = settings.table()[place].default
         if settings.lookup(config, place) not in (default, OFF.get(place, default)):
             reasons.setdefault(place, why)
@@ -105,9 +121,7 @@ def _ignored(config: settings.Config) -> Iterator[tuple[str, str]]:
         if precision.PRECISIONS[config.precision].has_fp8 or (config.lora.is_on and config.lora.quantize != "none")
         else (),
         "config.mesh.expert=1": () if config.mesh.expert > 1 else ("experts.load", "experts.parts"),
-        f"config.zero.stage={config.zero.stage} shards nothing": ()
-        if sharded.opt_state
-        else ("zero.min_size", "zero.indivisible"),
+        f"config.zero.stage={config.zero.stage} shards nothing": () if sharded.opt_state else _OF_SHARDS,
         f"config.wire.gradients={config.wire.gradients!r} and config.wire.second_copy=False tell no host from another": ()
         if config.wire.second_copy or config.wire.gradients != packed.PLAIN
         else ("wire.host_devices",),
