@@ -29,7 +29,7 @@ HARMLESS = set(
     zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size zero_optimization.offload_param.max_in_cpu
     zero_optimization.mics_hierarchical_params_gather zero_optimization.elastic_checkpoint
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown dump_state memory_breakdown prescale_gradients
-    aio.block_size aio.queue_depth aio.single_submit aio.overlap_events aio.thread_count
+    activation_checkpointing.partition_activations aio.block_size aio.queue_depth aio.single_submit aio.overlap_events aio.thread_count
     checkpoint.tag_validation checkpoint.load_universal
     flops_profiler.enabled flops_profiler.profile_step flops_profiler.detailed comms_logger.enabled comms_logger.verbose
     tensorboard.enabled tensorboard.output_path tensorboard.job_name csv_monitor.enabled csv_monitor.output_path
@@ -609,7 +609,7 @@ DEEPSPEED = {
             "wandb.enabled": {"metrics.to": ("tensorboard", "wandb")},
             "wandb.project": {"metrics.project": "mine"},
         },
-        unsupported="activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing comet.enabled comet.project",
+        unsupported="activation_checkpointing.cpu_checkpointing comet.enabled comet.project",
         absent={**STAGE_0, **NO_OPTIMIZER, **CLIP},
     ),
     "blocks that are off": File(

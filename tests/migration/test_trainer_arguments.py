@@ -157,3 +157,56 @@ def test_arguments_that_ask_for_nothing_are_not_reported_as_unsupported():
     found = trainer_arguments.translate_trainer({**dumped, "label_smoothing_factor": 0.1}, None)
     assert [line.key for line in found.unsupported] == ["label_smoothing_factor"]
     assert lines(found)["max_steps"].text == "it is not given; set config.steps" and "steps" not in found.settings
+
+
+@pytest.mark.parametrize(
+    "given, settings, unsaid",
+    [
+        (
+            {"fsdp": "full_shard auto_wrap offload", "fsdp_config": {"fsdp_activation_checkpointing": True}},
+            {"zero.stage": 3, "offload.params": "host", "offload.optimizer": "host", "model.remat": "full"},
+            (),
+        ),
+        ({"fsdp": ["shard_grad_op"], "fsdp_config": {"version": 2}}, {"zero.stage": 2}, ()),
+        ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}, {"zero.stage": 2}, ()),
+        ({"fsdp_version": 2, "fsdp_config": {"offload_params": False}}, {"zero.stage": 3}, ("deepspeed",)),
+        ({"fsdp": "hybrid_shard", "fsdp_config": "fsdp.json"}, {"zero.stage": 3}, ()),
+        (
+            {"fsdp": "full_shard", "parallelism_config": {"tp_size": 2, "dp_shard_size": 3}},
+            {"zero.stage": 3, "mesh.model": 2, "mesh.data": 3, "emulate_devices": 6},
+            (),
+        ),
+        ({"context_parallel_size": 2, "tensor_parallel_size": 2}, {"mesh.context": 2, "mesh.model": 2}, ()),
+        ({"fsdp_config": {"reshard_after_forward": True}}, {"zero.stage": 0}, ()),
+        ({"fp8": True, "bf16": True}, {"precision": "fp8"}, ()),
+    ],
+)
+def test_what_fsdp_and_axes_ask_for_is_what_it_is_in_accelerate(given, settings, unsaid):
+    found = trainer_arguments.translate_trainer(given, None)
+    assert {place: found.settings.get(place) for place in settings} == settings
+    said = lines(found)
+    assert not said.keys() & set(unsaid)
+    for place in settings.keys() - {"emulate_devices"}:
+        assert found.sources[place] or settings[place] == 0, place
+    assert {line.key for line in found.unsupported} <= {"fsdp_config"}
+
+
+def test_a_deepspeed_config_decides_over_fsdp():
+    inner = {"zero_optimization": {"stage": 1}, "sequence_parallel_size": 4}
+    found = trainer_arguments.translate_trainer({"fsdp": "full_shard", "context_parallel_size": 2}, inner)
+    assert (found.settings["zero.stage"], found.settings["mesh.context"]) == (1, 4)
+    assert lines(found)["fsdp"].verdict == keys.NO_EFFECT
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.2}},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 2e-5}},
+        {"lr_scheduler_type": "cosine", "cosine_min_lr_ratio": 0.2},
+    ],
+)
+def test_a_cosine_ends_at_its_lowest_rate(given):
+    settings = trainer_arguments.translate_trainer({"learning_rate": 1e-4, **given}, None).settings
+    assert settings["optimizer.schedule"] == "cosine"
+    assert settings["optimizer.final_fraction"] == pytest.approx(0.2)

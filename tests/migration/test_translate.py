@@ -229,6 +229,15 @@ def test_an_optimizer_keeps_its_meaning_and_deepspeeds_defaults(kind, params, na
     assert line.verdict == (keys.UNSUPPORTED if kind in ("OneBitAdam", "Muon") else keys.TAKEN)
 
 
+def test_the_adamw_that_is_taken_for_muon_has_its_rate_of_adam():
+    file = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-4}}}
+    assert settings(file)["optimizer.learning_rate"] == 3e-4
+    assert verdict(file, "optimizer.params.lr").verdict == keys.UNSUPPORTED
+    file["optimizer"]["type"] = "AdamW"
+    assert settings(file)["optimizer.learning_rate"] == 0.02
+    assert verdict(file, "optimizer.params.adam_lr").verdict == keys.UNSUPPORTED
+
+
 def test_the_limits_of_lambs_trust_ratio_are_named_where_they_are_deepspeeds_default():
     assert verdict({"optimizer": {"type": "Lamb"}}, "optimizer.params.max_coeff").verdict == keys.UNSUPPORTED
 
@@ -369,6 +378,7 @@ BESIDE = {
     "torch_autocast.dtype": {"fp16.enabled": False, "torch_autocast.enabled": True},
     "optimizer.params.momentum": {"optimizer.type": "SGD"},
     "optimizer.params.adam_w_mode": {"optimizer.type": "Adam"},
+    "optimizer.params.adam_lr": {"optimizer.type": "Muon"},
     "optimizer.params.adamw_mode": {"optimizer.type": "Adam"},
     "scheduler.params.total_num_steps": {"scheduler.type": "WarmupDecayLR"},
     "scheduler.params.warmup_min_ratio": {"scheduler.type": "WarmupCosineLR"},

@@ -121,6 +121,19 @@ def translate_hostfile(text: str) -> Translation:
     return Translation(settings, dict.fromkeys(settings, ()), lines, devices)
 
 
+def translate_parts(fsdp: Mapping[str, Any] | None, ways: Mapping[str, Any]) -> Translation:
+    """Returns what the `fsdp_config` of a Trainer's arguments becomes, if FSDP is on, and the sizes of its `parallelism_config`.
+
+    Raises:
+      UserError: a value has a wrong type.
+    """
+    draft = Draft({_FSDP: fsdp or {}, _WAYS: ways}, accelerate_keys.KEYS, canonical=accelerate_keys.canonical)
+    if fsdp is not None:
+        _fsdp(draft)
+    _mesh(draft)
+    return draft.finish()
+
+
 def _with_deepspeed(
     draft: Draft,
     content: Mapping[str, Any],

@@ -88,7 +88,9 @@ KEYS: Mapping[str, Key] = {
         IMPLIED, "a checkpoint holds full arrays; config.export.format=huggingface writes 16-bit safetensors"
     ),
     "deepspeed_config.deepspeed_moe_layer_cls_names": Key(IMPLIED, _BLOCKS),
-    "deepspeed_config.seq_parallel_communication_data_type": Key(NO_EFFECT, "there is no sequence parallelism"),
+    "deepspeed_config.seq_parallel_communication_data_type": Key(
+        NO_EFFECT, "activations are sent in the compute dtype"
+    ),
     "deepspeed_config.deepspeed_multinode_launcher": Key(IMPLIED, _JOIN),
     "deepspeed_config.deepspeed_hostfile": Key(IMPLIED, _JOIN + "; `zerojax migrate HOSTFILE` translates it"),
     "deepspeed_config.deepspeed_exclusion_filter": Key(IMPLIED, _HOSTS),
@@ -105,6 +107,7 @@ KEYS: Mapping[str, Key] = {
     "fsdp_config.auto_wrap_policy": Key(IMPLIED, _BLOCKS),
     "fsdp_config.transformer_layer_cls_to_wrap": Key(IMPLIED, _BLOCKS),
     "fsdp_config.min_num_params": Key(NO_EFFECT, _BLOCKS),
+    "fsdp_config.limit_all_gathers": Key(IMPLIED, "one block's weights are gathered at a time, and the next block's"),
     "fsdp_config.backward_prefetch": Key(IMPLIED, _NEXT),
     "fsdp_config.backward_prefetch_policy": Key(IMPLIED, _NEXT),
     "fsdp_config.forward_prefetch": Key(

@@ -215,6 +215,7 @@ KEYS: Mapping[str, Key] = {
     # Optimizer
     "optimizer.type": _taken("optimizer.name"),
     "optimizer.params.lr": _taken("optimizer.learning_rate"),
+    "optimizer.params.adam_lr": _taken("optimizer.learning_rate", "with type Muon, for which AdamW is taken"),
     "optimizer.params.betas": _taken("optimizer.b1 optimizer.b2"),
     "optimizer.params.eps": _taken("optimizer.eps"),
     "optimizer.params.weight_decay": _taken("optimizer.weight_decay"),
@@ -265,7 +266,12 @@ KEYS: Mapping[str, Key] = {
     ),
     "scheduler.params.*": _unsupported("only zerojax.from_deepspeed_config has OneCycle and LRRangeTest"),
     # Activations
-    "activation_checkpointing.partition_activations": _unsupported("activations are not split over a model axis", *OFF),
+    "activation_checkpointing.partition_activations": Key(
+        IMPLIED,
+        "what a block keeps is sharded over config.mesh.model where that is above 1, as its tokens are",
+        (),
+        OFF,
+    ),
     "activation_checkpointing.cpu_checkpointing": _unsupported(
         "config.model.offload keeps the outputs of chosen modules in host memory, unless config.offload.params is set; name them",
         *OFF,

@@ -161,6 +161,13 @@ KEYS: Mapping[str, Key] = {
     "gradient_checkpointing_kwargs": Key(NO_EFFECT, "config.model.remat decides what is kept"),
     "tf32": Key(NO_EFFECT, "config.precision decides the arithmetic"),
     **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), Key(IMPLIED, "an evaluation has the precision of training")),
+    **dict.fromkeys(
+        ("torch_compile", "torch_compile_backend", "torch_compile_mode"), Key(IMPLIED, "XLA compiles the whole step")
+    ),
+    **dict.fromkeys(
+        ("use_liger_kernel", "enable_liger_kernel"),
+        Key(IMPLIED, "XLA fuses norms, rotations and activations, and the loss is computed in parts"),
+    ),
     "use_cache": Key(NO_EFFECT, "training has no cache of keys and values"),
     "save_safetensors": Key(IMPLIED, "exports are safetensors"),
     "save_only_model": Key(NO_EFFECT, "a checkpoint holds the state too, so that a run resumes"),

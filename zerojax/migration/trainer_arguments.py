@@ -4,13 +4,14 @@ Trainer makes an optimizer and a schedule itself where the DeepSpeed config has 
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from zerojax.errors import UserError
+from zerojax.migration import accelerate, accelerate_keys, script_arguments, translate
 from zerojax.migration import draft as draft_lib
 from zerojax.migration import keys as keys_lib
-from zerojax.migration import script_arguments, translate
 from zerojax.migration.draft import Draft, Line, Translation
 from zerojax.migration.keys import Key
 
@@ -42,13 +43,29 @@ BY_HAND: Mapping[str, str] = {
     "output_dir": "give the folder as --workdir",
     "resume_from_checkpoint": "the same --workdir resumes the run",
     "per_device_eval_batch_size": "an evaluation has the batches of training; set config.evaluate.batches",
-    "fsdp": "set config.zero.stage: 3 for full_shard, 2 for shard_grad_op",
 }
+# argument, as several trainers name it -> the size of `parallelism_config`
+WAYS: Mapping[str, str] = {
+    "dp_replicate_size": "dp_replicate_size",
+    "dp_shard_size": "dp_shard_size",
+    "tensor_parallel_size": "tp_size",
+    **dict.fromkeys(("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree"), "cp_size"),
+}
+_LOWEST = ("lr_scheduler_kwargs.min_lr_rate", "lr_scheduler_kwargs.min_lr", "cosine_min_lr_ratio")
+_FSDP, _PARALLELISM = "fsdp_config", "parallelism_config"
 _STRATEGIES = ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy")
 KEYS: Mapping[str, Key] = {
     **{name: Key(keys_lib.TAKEN, "", (place,)) for name, (_, place) in ARGUMENTS.items()},
     **{name: Key(keys_lib.UNSUPPORTED, text) for name, text in BY_HAND.items()},
     **script_arguments.KEYS,
+    "fsdp": Key(
+        keys_lib.TAKEN, "", ("zero.stage", "mesh.replica", "offload.optimizer", "offload.params"), (False, None, "")
+    ),
+    "fsdp_version": Key(keys_lib.TAKEN, accelerate_keys.KEYS["fsdp_config.version"].why, ("zero.stage",)),
+    **{name: accelerate_keys.KEYS[f"{_PARALLELISM}.{size}"] for name, size in WAYS.items()},
+    **dict.fromkeys(_LOWEST, Key(keys_lib.TAKEN, "", ("optimizer.final_fraction",))),
+    "fp8": Key(keys_lib.TAKEN, "", ("precision",), (False, None)),
+    "activation_offloading": keys_lib.KEYS["activation_checkpointing.cpu_checkpointing"],
     "num_train_epochs": Key(keys_lib.TAKEN, "", ("epochs",)),
     "optim": Key(keys_lib.TAKEN, "", ("optimizer.name", "optimizer.moments")),
     **dict.fromkeys(_STRATEGIES[:2], Key(keys_lib.TAKEN, "", ("evaluate.every",))),
@@ -73,6 +90,7 @@ DEFAULTS: Mapping[str, Any] = {
 SCHEDULES: Mapping[str, str] = {
     "linear": "linear",
     "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
@@ -126,6 +144,7 @@ def translate_trainer(
     except UserError as error:
         raise UserError(_named_argument(str(error), arguments, deepspeed)) from error
     _merge(draft, inner, deepspeed)
+    _parts(draft, arguments, is_alone=deepspeed is None)
     _optimizer(draft, moments, is_own="optimizer" not in blocks)
     if "scheduler" not in blocks:
         _schedule(draft)
@@ -142,7 +161,7 @@ def translate_trainer(
         if (_holds(deepspeed, line.key) if line.value is not None else deepspeed is not None)
         and not (line.key in ("scheduler.type", "optimizer.type") and line.value is None)
     ]
-    return dataclasses.replace(found, lines=(*told, _deepspeed(content, deepspeed), *lines))
+    return dataclasses.replace(found, lines=(*told, *_deepspeed(draft, content, deepspeed), *lines))
 
 
 def _as_given(name: str, own: Mapping[str, str], content: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,6 +215,48 @@ def _merge(draft: Draft, inner: Translation, deepspeed: Mapping[str, Any] | None
             )
 
 
+def _parts(draft: Draft, arguments: Mapping[str, Any], *, is_alone: bool) -> None:
+    """Puts what the arguments of FSDP, and the sizes of axes, decide: what they do in an Accelerate config."""
+    asked = arguments.get("fsdp")
+    words = [str(word).lower() for word in asked] if isinstance(asked, list) else str(asked or "").lower().split()
+    block, ways = ({**own} if isinstance(own := arguments.get(key), Mapping) else {} for key in (_FSDP, _PARALLELISM))
+    for key in (_FSDP, _PARALLELISM):
+        if isinstance(arguments.get(key), str):
+            draft.say(key, keys_lib.UNSUPPORTED, "a file's keys are not read; write them here")
+    names = {accelerate_keys.canonical(name): name for name, _ in draft_lib.leaves({_FSDP: block, _PARALLELISM: ways})}
+    kind = next((word for word in words if word.upper() in accelerate.STRATEGIES), "")
+    for word, key, value in ((kind, "sharding_strategy", kind.upper()), ("offload", "offload_params", True)):
+        is_free = not {f"{_FSDP}.{key}", f"{_FSDP}.reshard_after_forward"} & names.keys() or key == "offload_params"
+        if word in words and is_free:
+            block[key] = value
+            names[f"{_FSDP}.{key}"] = "fsdp"
+    for name, size in WAYS.items():
+        if draft.has(name):
+            ways[size] = arguments[name]
+            names[f"{_PARALLELISM}.{size}"] = name
+    is_on = is_alone and (draft_lib.is_true(asked) or draft.flag("fsdp_version"))
+    found = accelerate.translate_parts(block if is_on else None, ways)
+    for place, value in found.settings.items():
+        if is_alone or place not in draft.settings:
+            more = ("fsdp", "fsdp_version") if place == "zero.stage" else ()
+            draft.put(place, value, *[names[key] for key in found.sources[place] if key in names], *more)
+    for line in found.lines:
+        if draft.has(line.key) and (is_on or line.key.startswith(_PARALLELISM)):
+            draft.say(line.key, line.verdict, line.text)
+    if not is_alone and draft_lib.is_true(asked):
+        draft.say("fsdp", keys_lib.NO_EFFECT, "the DeepSpeed config has the stage")
+    elif is_on and kind.startswith("hybrid"):
+        draft.say(
+            "fsdp",
+            keys_lib.TAKEN,
+            f"config.zero.stage = {draft.settings['zero.stage']}; set config.mesh.replica to the number of hosts",
+        )
+    devices = math.prod(size for place, size in draft.settings.items() if place.startswith("mesh."))
+    is_other = 8 % devices or "mesh.data" in draft.settings  # the base config emulates 8
+    if is_alone and is_other and devices <= translate.MOST_EMULATED:
+        draft.put("emulate_devices", devices)
+
+
 def _optimizer(draft: Draft, moments: str, *, is_own: bool) -> None:
     """Says what became of the name of the optimizer, which Trainer reads where the DeepSpeed config has none."""
     kind = draft.get("optim")
@@ -221,6 +282,10 @@ def _schedule(draft: Draft) -> None:
     draft.put("optimizer.schedule", SCHEDULES.get(kind, "linear"), "lr_scheduler_type")
     draft.put("optimizer.warmup", "linear")
     draft.put("optimizer.final_fraction", 0.0)
+    lowest = next((name for name in _LOWEST if draft.get(name) is not None), "")
+    if lowest and SCHEDULES.get(kind) == "cosine":
+        peak = draft.settings["optimizer.learning_rate"] if lowest.endswith("min_lr") else 1.0
+        draft.put("optimizer.final_fraction", draft.number(lowest) / (peak or 1.0), lowest)
     if kind not in SCHEDULES:
         text = f"there is no such schedule; {draft.settings['optimizer.schedule']!r} is taken instead"
         draft.say("lr_scheduler_type", keys_lib.UNSUPPORTED, text)
@@ -246,6 +311,8 @@ def _steps(draft: Draft) -> None:
     for name in ("seed", "save_total_limit"):
         if (value := draft.whole(name)) is not None and value > 0:
             draft.put(ARGUMENTS[name][1], value, name)
+    if draft.flag("fp8"):
+        draft.put("precision", "fp8", "fp8")
     if draft.flag("gradient_checkpointing"):
         draft.put("model.remat", "full", "gradient_checkpointing")
     _every(draft, "logging_steps")
@@ -304,8 +371,9 @@ def _warmup(arguments: Mapping[str, Any]) -> float:
 
 def _say(draft: Draft, name: str, value: object) -> None:
     """Says of an argument what the table does not."""
-    if name.partition(".")[0] == "fsdp_config":
-        draft.say(name, keys_lib.NO_EFFECT, "Trainer reads it with fsdp alone; set config.zero.stage")
+    if name.partition(".")[0] in (_FSDP, _PARALLELISM):
+        if name not in draft.told:
+            draft.say(name, keys_lib.NO_EFFECT, "Trainer reads it with fsdp alone; set config.zero.stage")
     elif name == "num_train_epochs" and "steps" in draft.settings:
         draft.say(name, keys_lib.NO_EFFECT, "the number of steps is given")
     elif name == "num_train_epochs" and "epochs" not in draft.settings:
@@ -322,16 +390,19 @@ def _say(draft: Draft, name: str, value: object) -> None:
         draft.say(name, keys_lib.NO_EFFECT, f"{why}; set config.{ARGUMENTS[name][1]}")
 
 
-def _deepspeed(content: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> Line:
-    """Returns the account of the argument `deepspeed`."""
+def _deepspeed(draft: Draft, content: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> tuple[Line, ...]:
+    """Returns the account of the argument `deepspeed`; none where FSDP's arguments decide the stage."""
     named = content.get("deepspeed")
     if deepspeed is not None:
-        return Line("deepspeed", "...", keys_lib.IMPLIED, "its keys follow")
+        return (Line("deepspeed", "...", keys_lib.IMPLIED, "its keys follow"),)
     if named:
-        return Line(
-            "deepspeed", named, keys_lib.UNSUPPORTED, "the file is not there; translate it, and take its settings"
-        )
-    return Line("deepspeed", None, keys_lib.TAKEN, "absent: config.zero.stage = 0, every device holds the full state")
+        why = "the file is not there; translate it, and take its settings"
+        return (Line("deepspeed", named, keys_lib.UNSUPPORTED, why),)
+    if draft.sources["zero.stage"]:
+        return ()
+    return (
+        Line("deepspeed", None, keys_lib.TAKEN, "absent: config.zero.stage = 0, every device holds the full state"),
+    )
 
 
 def _named_argument(text: str, arguments: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> str:

@@ -430,10 +430,16 @@ def _optimizer(draft: Draft) -> None:
     draft.put("optimizer.name", name, "optimizer.type", *modes)
     if why:
         draft.say("optimizer.type", keys_lib.UNSUPPORTED, f"{why}; config.optimizer.name = {name!r} is taken instead")
-    if draft.is_auto(f"{_OPT}.lr"):
-        draft.assume(f"{_OPT}.lr", {"optimizer.learning_rate": ASSUMED[f"{_OPT}.lr"]})
+    rate, adams = f"{_OPT}.lr", f"{_OPT}.adam_lr"
+    if kind.lower() == "muon" and draft.has(adams):
+        draft.say(rate, keys_lib.UNSUPPORTED, f"it is Muon's; the AdamW that is taken has {adams}")
+        rate = adams
     else:
-        draft.put("optimizer.learning_rate", draft.number(f"{_OPT}.lr", 1e-3), f"{_OPT}.lr")
+        draft.say(adams, keys_lib.UNSUPPORTED, f"{kind} has no such parameter")
+    if draft.is_auto(rate):
+        draft.assume(rate, {"optimizer.learning_rate": ASSUMED[f"{_OPT}.lr"]})
+    else:
+        draft.put("optimizer.learning_rate", draft.number(rate, 1e-3), rate)
     _moments(draft, name)
     _decay(draft, name)
     return None
