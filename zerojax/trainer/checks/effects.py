@@ -80,8 +80,8 @@ def undivided(config: settings.Config, rows: int) -> list[str]:
     ]
 
 
-def _of_task(config: settings.Config) -> dict[str, tuple[str, ...]]:
-    """Returns what the task does not read, by the reason."""
+def _of_task(config: settings.Config) -> tuple[str, ...]:
+    """Returns the places of what the task does not read."""
     task, of_pairs, of_chat = config.data.task, ("prompt", "answer", "labels"), ("messages", "chat_template")
     unread: tuple[str, ...] = ("text_key",)
     if task == tasks.TEXT:
@@ -97,81 +97,67 @@ def _of_task(config: settings.Config) -> dict[str, tuple[str, ...]]:
     others = ("evaluate.answers",) if task == tasks.TEXT else ("sample.length", "sample.prompt", "sample.temperature")
     others = (*others, *_OF_EVALUATION.get(task, ()))
     for group in {tasks.DPO, tasks.GRPO} - {task}:
-        others = (*others, *(place for place in settings.table() if place.startswith(f"{group}.")))
-    return {
-        f"config.data.task={task} does not read it": (*(f"data.{name}" for name in unread), *others),
-        f"config.dpo.loss={config.dpo.loss} does not read it": ()
-        if config.dpo.loss == preferences.SIGMOID
-        else ("dpo.label_smoothing",),
-        "config.grpo.inner_steps=1 draws each token with the weights that learn from it": ()
-        if config.grpo.inner_steps > 1
-        else ("grpo.clip",),
-        f"config.epochs={config.epochs:g} counts": ("steps", "evaluate.every") if config.epochs else (),
-    }
+        others = (*others, *_group(group))
+    return (*(f"data.{name}" for name in unread), *others)
+
+
+def _group(name: str) -> tuple[str, ...]:
+    return tuple(place for place in settings.table() if place.startswith(f"{name}."))
 
 
 def _ignored(config: settings.Config) -> Iterator[tuple[str, str]]:
     """Yields the place of each setting that nothing reads, and the reason."""
-    chosen = config.optimizer
-    sharded = stages.STAGES[config.zero.stage]
-    reasons = {
-        "config.mesh.pipe=1": () if config.mesh.pipe > 1 else ("pipeline.schedule", "pipeline.chunks"),
-        "config.mesh.model=1": () if config.mesh.model > 1 else ("model.ring",),
-        "modules in fp8, and with quantized weights, run for all examples at once": ("model.ring",)
-        if precision.PRECISIONS[config.precision].has_fp8 or (config.lora.is_on and config.lora.quantize != "none")
-        else (),
-        "config.mesh.expert=1": () if config.mesh.expert > 1 else ("experts.load", "experts.parts"),
-        f"config.zero.stage={config.zero.stage} shards nothing": () if sharded.opt_state else _OF_SHARDS,
-        f"config.wire.gradients={config.wire.gradients!r} and config.wire.second_copy=False tell no host from another": ()
-        if config.wire.second_copy or config.wire.gradients != packed.PLAIN
-        else ("wire.host_devices",),
-        f"config.precision={config.precision!r} computes nothing in fp8": ()
-        if precision.PRECISIONS[config.precision].has_fp8
-        else ("fp8.recipe", "fp8.filter", "fp8.first", "fp8.last"),
-        f"no scale is delayed (config.fp8.recipe={config.fp8.recipe!r})": ()
-        if config.fp8.recipe == fp8.DELAYED and precision.PRECISIONS[config.precision].has_fp8
-        else ("fp8.history",),
-        f"the optimizer {chosen.name} does not read it": tuple(
-            f"optimizer.{name}"
-            for name in ("b1", "b2", "eps", *registry.OF_MUON)
-            if name not in registry.READS[chosen.name]
-        ),
-        f"the schedule {chosen.schedule} does not read it": ()
-        if chosen.schedule in schedules.FALLING
-        else ("optimizer.final_fraction",),
-        "config.optimizer.warmup_steps=0": ()
-        if chosen.warmup_steps
-        else ("optimizer.warmup", "optimizer.initial_fraction"),
-        "config.optimizer.weight_decay=0": () if chosen.weight_decay else ("optimizer.weight_decay_on",),
-        "config.lora.r=0 and there is no config.lora.init_from": ()
-        if config.lora.is_on
-        else tuple(place for place in settings.table() if place.startswith("lora.") and place not in LORA_ON),
-        "config.export.format='peft' writes adapters as they are trained": ("export.dtype",)
-        if config.export.format == "peft" and not config.export.deltas_every
-        else (),
-        "config.export.format='none'": ()
-        if config.export.format != "none" or config.export.deltas_every
-        else ("export.dtype",),
-        "random tokens are not read from files": ("data.train_split", "data.text_key", "data.dir")
-        if config.data.name == batches.RANDOM and not config.data.train_file
-        else (),
-        "config.data.train_file is read instead": ("data.name", "data.train_split", "data.eval_split", "data.dir")
-        if config.data.train_file
-        else (),
-        "nothing is held out, so nothing is evaluated": ()
-        if (config.data.eval_file if config.data.train_file else config.data.eval_split)
-        else ("evaluate.every", "evaluate.batches", "evaluate.answers", "evaluate.patience", "checkpoint.keep_best"),
-        "config.evaluate.every=0 evaluates after the last step alone": ()
-        if config.evaluate.every or config.epochs
-        else ("evaluate.patience",),
-        **_of_task(config),
-        "no checkpoint is saved": ()
-        if config.checkpoint.every or config.checkpoint.at_end
-        else ("checkpoint.keep_last", "checkpoint.keep_best"),
-        "config.sample.length=0": () if config.sample.length else ("sample.prompt", "sample.temperature"),
-        "config.metrics.to names neither wandb nor mlflow": ()
-        if {*outlets.names(config.metrics.to)} & {*outlets.CLIENTS}
-        else ("metrics.project", "metrics.name", "metrics.dir", "metrics.resume_id"),
-        "config.profile.steps=0": () if config.profile.steps else ("profile.start",),
-    }
-    return ((place, why) for why, places in reasons.items() for place in places)
+    return ((place, why) for why, is_unread, places in _rows(config) if is_unread for place in places)
+
+
+def _rows(config: settings.Config) -> Iterator[tuple[str, bool, tuple[str, ...]]]:
+    """Yields (the reason, whether it holds, the places of the settings that nothing reads then)."""
+    c, chosen = config, config.optimizer
+    has_fp8, sharded = precision.PRECISIONS[c.precision].has_fp8, stages.STAGES[c.zero.stage]
+    is_quantized = c.lora.is_on and c.lora.quantize != "none"
+    tells_hosts = c.wire.second_copy or c.wire.gradients != packed.PLAIN
+    of_optimizer = ("b1", "b2", "eps", *registry.OF_MUON)
+    unread = tuple(f"optimizer.{name}" for name in of_optimizer if name not in registry.READS[chosen.name])
+    of_lora = tuple(place for place in _group("lora") if place not in LORA_ON)
+    held_out = c.data.eval_file if c.data.train_file else c.data.eval_split
+    of_evaluation = (
+        "evaluate.every",
+        "evaluate.batches",
+        "evaluate.answers",
+        "evaluate.patience",
+        "checkpoint.keep_best",
+    )
+    is_random = c.data.name == batches.RANDOM and not c.data.train_file
+    has_client = {*outlets.names(c.metrics.to)} & {*outlets.CLIENTS}
+    yield from (
+        ("config.mesh.pipe=1", c.mesh.pipe == 1, ("pipeline.schedule", "pipeline.chunks")),
+        ("config.mesh.model=1", c.mesh.model == 1, ("model.ring",)),
+        ("modules in fp8, and with quantized weights, run for all examples at once", has_fp8 or is_quantized, ("model.ring",)),
+        ("config.mesh.expert=1", c.mesh.expert == 1, ("experts.load", "experts.parts")),
+        (f"config.zero.stage={c.zero.stage} shards nothing", not sharded.opt_state, _OF_SHARDS),
+        (f"config.wire.gradients={c.wire.gradients!r} and config.wire.second_copy=False tell no host from another", not tells_hosts,
+         ("wire.host_devices",)),
+        (f"config.precision={c.precision!r} computes nothing in fp8", not has_fp8, ("fp8.recipe", "fp8.filter", "fp8.first", "fp8.last")),
+        (f"no scale is delayed (config.fp8.recipe={c.fp8.recipe!r})", not (has_fp8 and c.fp8.recipe == fp8.DELAYED), ("fp8.history",)),
+        (f"the optimizer {chosen.name} does not read it", True, unread),
+        (f"the schedule {chosen.schedule} does not read it", chosen.schedule not in schedules.FALLING, ("optimizer.final_fraction",)),
+        ("config.optimizer.warmup_steps=0", not chosen.warmup_steps, ("optimizer.warmup", "optimizer.initial_fraction")),
+        ("config.optimizer.weight_decay=0", not chosen.weight_decay, ("optimizer.weight_decay_on",)),
+        ("config.lora.r=0 and there is no config.lora.init_from", not c.lora.is_on, of_lora),
+        ("config.export.format='peft' writes adapters as they are trained", c.export.format == "peft" and not c.export.deltas_every,
+         ("export.dtype",)),
+        ("config.export.format='none'", c.export.format == "none" and not c.export.deltas_every, ("export.dtype",)),
+        ("random tokens are not read from files", is_random, ("data.train_split", "data.text_key", "data.dir")),
+        ("config.data.train_file is read instead", bool(c.data.train_file),
+         ("data.name", "data.train_split", "data.eval_split", "data.dir")),
+        ("nothing is held out, so nothing is evaluated", not held_out, of_evaluation),
+        ("config.evaluate.every=0 evaluates after the last step alone", not (c.evaluate.every or c.epochs), ("evaluate.patience",)),
+        (f"config.data.task={c.data.task} does not read it", True, _of_task(c)),
+        (f"config.dpo.loss={c.dpo.loss} does not read it", c.dpo.loss != preferences.SIGMOID, ("dpo.label_smoothing",)),
+        ("config.grpo.inner_steps=1 draws each token with the weights that learn from it", c.grpo.inner_steps == 1, ("grpo.clip",)),
+        (f"config.epochs={c.epochs:g} counts", bool(c.epochs), ("steps", "evaluate.every")),
+        ("no checkpoint is saved", not (c.checkpoint.every or c.checkpoint.at_end), ("checkpoint.keep_last", "checkpoint.keep_best")),
+        ("config.sample.length=0", not c.sample.length, ("sample.prompt", "sample.temperature")),
+        ("config.metrics.to names neither wandb nor mlflow", not has_client, _group("metrics")[1:]),
+        ("config.profile.steps=0", not c.profile.steps, ("profile.start",)),
+    )  # fmt: skip
