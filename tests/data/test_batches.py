@@ -308,11 +308,14 @@ def test_a_thousand_rows_are_workable():
 
 
 def test_open_batches_opens_random_tokens_and_datasets_by_name(stdlib_dir):
-    sizes = SIZES | {"rows": [0, 1], "split": "validation", "data_dir": stdlib_dir}
-    opened = batches.open_batches(batches.RANDOM, BYTES, text_key="text", **sizes)
+    sizes = SIZES | {"rows": [0, 1], "text_key": "text", "is_train": False}
+    random, stdlib = (
+        batches.Places(name, stdlib_dir, "train", "validation") for name in (batches.RANDOM, "python_stdlib")
+    )
+    opened = batches.open_batches(random, BYTES, **sizes)
     expected = batches.random_batches(BYTES.vocab_size, rows=[0, 1], **SIZES)
     np.testing.assert_array_equal(take(opened, 2), take(expected, 2))
-    stdlib = batches.open_batches("python_stdlib", BYTES, text_key="text", **sizes, shuffle=False)
+    stdlib = batches.open_batches(stdlib, BYTES, **sizes)
     opened = source_lib.open_source("python_stdlib", "validation", stdlib_dir)
     for row, tokens in enumerate(np.concatenate(take(stdlib, 4), axis=1)):
         stream = b"".join(opened[i]["text"] for i in range(row, len(opened), 4))
@@ -347,11 +350,12 @@ def test_tokens_are_counted_up_to_what_is_enough(enough):
 @pytest.mark.parametrize("key", ["train_file", "eval_file"])
 def test_empty_documents_of_a_file_are_told_and_nothing_else_is_refused(tmp_path, key):
     path = tmp_path / "data.jsonl"
-    sizes = {"text_key": "text", "split": "", "data_dir": "", "rows": [0], "num_rows": 1, "seq_len": 8, "seed": 0}
+    sizes = {"text_key": "text", "rows": [0], "num_rows": 1, "seq_len": 8, "seed": 0}
+    places = batches.Places("", "", "", "", train_file=str(path), eval_file=str(path))
 
     def opened(texts):
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        batches.open_batches("", BYTES, file=str(path), key=key, **sizes).close()
+        batches.open_batches(places, BYTES, is_train=key == "train_file", **sizes).close()
 
     opened(["a", "b"])
     with pytest.warns(

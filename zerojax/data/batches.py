@@ -9,6 +9,7 @@ A row's only state is its position, a few integers. (grain's concat-then-split w
 round trip through JSON it silently drops a document.)
 """
 
+import dataclasses
 import functools
 import numbers
 import os
@@ -39,6 +40,54 @@ Position = tuple[int, ...]
 ReadWindow = Callable[[int, Position], tuple[np.ndarray, Position]]
 # (row, position) -> (the arrays of the window there, the position after it)
 ReadRow = Callable[[int, Position], tuple[dict[str, np.ndarray], Position]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the training and the held-out examples of a run come from.
+
+    Attributes:
+      name: a dataset's name, or RANDOM for random tokens.
+      data_dir: the directory in which `source.prepare` wrote the dataset.
+      train_split, eval_split: of the dataset; "" for no held-out examples. Random tokens ignore them.
+      train_file, eval_file: paths or patterns, which are read instead if the first is not "".
+    """
+
+    name: str
+    data_dir: str | os.PathLike
+    train_split: str
+    eval_split: str
+    train_file: str = ""
+    eval_file: str = ""
+
+    @property
+    def is_random(self) -> bool:
+        """Returns whether tokens are random."""
+        return self.name == RANDOM and not self.train_file
+
+    @property
+    def has_held_out(self) -> bool:
+        """Returns whether examples are held out."""
+        return bool(self.eval_file if self.train_file else self.eval_split)
+
+    def of(self, is_train: bool) -> tuple[str, str]:
+        """Returns the split or the file of training or held-out examples, and the argument that names it."""
+        kind = "file" if self.train_file else "split"
+        place = f"{'train' if is_train else 'eval'}_{kind}"
+        return getattr(self, place), place
+
+    def open(self, is_train: bool, needs: str = "") -> source_lib.Source:
+        """Opens the examples. Those of files must have text in the field `needs`, if that is not "".
+
+        Raises:
+          UserError: see `source.open_source` and `records.Files`; held-out examples are training examples too.
+        """
+        found, key = self.of(is_train)
+        if self.train_file:
+            return records.Files(found, key, needs)
+        if not is_train:
+            source_lib.check_held_out(self.name, self.train_split, self.eval_split, self.data_dir)
+        return source_lib.open_source(self.name, found, self.data_dir, key)
 
 
 class Batches:
@@ -121,61 +170,40 @@ class Batches:
 
 
 def open_batches(
-    name: str,
+    places: Places,
     tokenizer: tokenizer_lib.Tokenizer,
     *,
+    is_train: bool,
     text_key: str,
-    split: str,
-    data_dir: str | os.PathLike,
     rows: Sequence[int],
     num_rows: int,
     seq_len: int,
     seed: int,
-    shuffle: bool = True,
     objective: objectives.Objective = objectives.OBJECTIVES["next_token"],
-    file: str = "",
-    key: str = "train_split",
 ) -> Batches:
-    """Returns batches of a prepared dataset's `split`, of files, or of random tokens.
+    """Returns batches of a prepared dataset's split, of files, or of random tokens.
 
     Args:
-      name: a dataset's name, or RANDOM.
+      places: where the text comes from.
       tokenizer: the tokenizer. For random tokens, only vocab_size and sentinels are used.
+      is_train: reads the training text, in a new order in every epoch; or else the held-out text, in stored order.
       text_key: the feature with the text.
-      split: a split of the dataset. Random tokens ignore it.
-      data_dir: the directory in which `source.prepare` wrote the dataset.
       rows: the rows that this process reads, in the order of its batches.
       num_rows: rows in the global batch.
       seq_len: tokens in a sequence.
       seed: the seed of the order of documents, or of the random tokens.
-      shuffle: if False, reads documents in stored order in every epoch.
       objective: turns windows into rows.
-      file: a path or a pattern, which is read instead of a dataset if it is not "".
-      key: the argument of `split` or `file`, for errors.
 
     Raises:
-      UserError: see `open_text`, `make_batches` and the objective's `form`.
+      UserError: see `Places.open`, `make_batches` and the objective's `form`.
     """
     form = objective.form(tokenizer, seq_len)
     sizes: dict[str, Any] = {"rows": rows, "num_rows": num_rows, "seq_len": seq_len, "seed": seed, "form": form}
-    if name == RANDOM and not file:
+    if places.is_random:
         return random_batches(tokenizer.vocab_size, **sizes)
-    source = open_text(name, split, file, data_dir, text_key, key)
-    _check_filled(source, text_key, key, usual=0.0 if file else USUAL)
-    return make_batches(source, tokenizer, text_key=text_key, shuffle=shuffle, **sizes)
-
-
-def open_text(
-    name: str, split: str, file: str, data_dir: str | os.PathLike, text_key: str, key: str = "train_split"
-) -> source_lib.Source:
-    """Opens the documents of files or of a prepared dataset's split; see `open_batches`.
-
-    Raises:
-      UserError: see `source.open_source` and `records.Files`.
-    """
-    if file:
-        return records.Files(file, key, needs=text_key)
-    return source_lib.open_source(name, split, data_dir, key)
+    source = places.open(is_train, text_key)
+    _check_filled(source, text_key, places.of(is_train)[1], usual=0.0 if places.train_file else USUAL)
+    return make_batches(source, tokenizer, text_key=text_key, shuffle=is_train, **sizes)
 
 
 def make_batches(
@@ -192,7 +220,8 @@ def make_batches(
 ) -> Batches:
     """Returns batches of the documents source[i][text_key]. The arguments are those of `open_batches`.
 
-    `form` turns windows into rows. If None, rows are windows of seq_len + 1 tokens.
+    Without `shuffle` documents are read in stored order in every epoch. `form` turns windows into rows; if None, rows are windows of
+    seq_len + 1 tokens.
 
     Raises:
       UserError: the source is empty, or its examples have no text at `text_key`.

@@ -3,7 +3,6 @@
 import bisect
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import mesh as mesh_lib
-from zerojax.data import batches, fingerprints, objectives, parts, source
+from zerojax.data import batches, fingerprints, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits
 from zerojax.errors import UserError
@@ -34,31 +33,24 @@ class Feed:
         mesh: jax.sharding.Mesh,
         tokenizer: tokenizer_lib.Tokenizer,
         objective: objectives.Objective,
+        places: batches.Places,
         *,
-        name: str,
         text_key: str,
-        train_split: str,
-        eval_split: str,
-        data_dir: str | os.PathLike,
         global_batch_size: int,
         grad_accum: int,
         seq_len: int,
         seed: int,
         eval_batches: int = 1,
-        train_file: str = "",
-        eval_file: str = "",
         pairs: splits.Splits | None = None,
         order: parts.Order | None = None,
         held_out: tuple[jax.sharding.Mesh, int] | None = None,
     ):
-        """Opens the training text, and the held-out text unless `eval_split` is "".
+        """Opens the training text, and the held-out text if there is some.
 
         Args:
           mesh: the devices.
           tokenizer, objective: turn text into the arrays of a row.
-          name, text_key, data_dir: see `batches.open_batches`.
-          train_file, eval_file: files that are read instead of a dataset, if the first is not "".
-          train_split, eval_split: splits of the dataset; "" for no held-out text.
+          places, text_key: where the text comes from, and the feature that has it.
           global_batch_size: rows in a batch.
           grad_accum: passes into which a batch is divided.
           seq_len: tokens in a sequence.
@@ -69,7 +61,7 @@ class Feed:
           held_out: the devices and the passes of held-out batches; None: those of training.
 
         Raises:
-          UserError: see `batches.open_batches`; the held-out text is part of the training text, or is far shorter than `eval_batches`.
+          UserError: see `batches.open_batches`; the held-out text is far shorter than `eval_batches`.
         """
         self.tokenizer = tokenizer
         self._passes = _Passes(mesh, grad_accum, global_batch_size // grad_accum, order)
@@ -77,36 +69,22 @@ class Feed:
         self._held_passes = _Passes(others[0], others[1], global_batch_size // others[1], order)
 
         self._pairs, self._held_out, self.times = pairs, None, 0.0
+        self._places, self._text_key = places, text_key
         if pairs is not None:
-            self._is_text = False
             self._open_pairs(pairs, global_batch_size, seed)
             return
-
-        def opened(split: str, file: str, seed: int, passes: _Passes, *, shuffle: bool, key: str) -> batches.Batches:
-            return batches.open_batches(
-                name,
-                tokenizer,
-                text_key=text_key,
-                split=split,
-                file=file,
-                data_dir=data_dir,
-                rows=passes.own,
-                num_rows=global_batch_size,
-                seq_len=seq_len,
-                seed=seed,
-                shuffle=shuffle,
-                objective=objective,
-                key=f"{key}_{'file' if file else 'split'}",
-            )
-
-        self._train = opened(train_split, train_file, seed, self._passes, shuffle=True, key="train")
-        self._is_text = bool(train_file) or name != batches.RANDOM
-        self._text_key = text_key
-        self._source = functools.partial(batches.open_text, name, train_split, train_file, data_dir, text_key)
-        if eval_file if train_file else eval_split:  # opened now, so that a wrong name is an error before training
-            if self._is_text and not train_file:
-                source.check_held_out(name, train_split, eval_split, data_dir)
-            self._held_out = opened(eval_split, eval_file, seed + 1, self._held_passes, shuffle=False, key="eval")
+        open_batches = functools.partial(
+            batches.open_batches,
+            places,
+            tokenizer,
+            text_key=text_key,
+            num_rows=global_batch_size,
+            seq_len=seq_len,
+            objective=objective,
+        )
+        self._train = open_batches(is_train=True, rows=self._passes.own, seed=seed)
+        if places.has_held_out:  # opened now, so that a wrong name is an error before training
+            self._held_out = open_batches(is_train=False, rows=self._held_passes.own, seed=seed + 1)
             window = objective.form(tokenizer, seq_len).window
             self.times = _times_read(self._held_out, global_batch_size * window, eval_batches)
             self._held_out_start = self._held_out.get_state()
@@ -140,8 +118,8 @@ class Feed:
         found = {"tokenizer": fingerprints.of_tokenizer(self.tokenizer)}
         if self._pairs is not None:
             found["text"] = self._pairs.fingerprint
-        elif self._is_text:
-            found["text"] = fingerprints.of_text(self._source(), self._text_key)
+        elif not self._places.is_random:
+            found["text"] = fingerprints.of_text(self._places.open(True, self._text_key), self._text_key)
         return found
 
     def move_to(self, position: dict[str, Any]) -> None:

@@ -131,11 +131,17 @@ def _tokenizer(config: settings.Config) -> str:
             f"config.data.tokenizer: {folder} has {others[0]} and no {TOKENIZER}; write one with transformers "
             f"(AutoTokenizer.from_pretrained(folder).save_pretrained(folder)), or set config.data.tokenizer"
         )
-    if chosen == AUTO and (config.data.name != batches.RANDOM or config.data.train_file):
+    if chosen == AUTO and not places(config.data).is_random:
         raise UserError(
             f'config.data.tokenizer: {folder} has no {TOKENIZER}; add the model\'s own, or set it to "bytes" if the model reads bytes'
         )
     return BYTES
+
+
+def places(group: settings.DataSettings, data_dir: str | os.PathLike = "") -> batches.Places:
+    """Returns where the examples of the group `data` come from, with the folder of prepared datasets."""
+    names = ("name", "train_split", "eval_split", "train_file", "eval_file")
+    return batches.Places(data_dir=data_dir, **{name: getattr(group, name) for name in names})
 
 
 def make_offload(group: settings.OffloadSettings, stage: int) -> offload_lib.Offload:

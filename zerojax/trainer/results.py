@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from zerojax import errors, precision
-from zerojax.data import batches
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.inference import generate, sampling
 from zerojax.interop import deltas, hub, huggingface, merged, peft
 from zerojax.models import family as family_lib
 from zerojax.train_state import State
+from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, plot, resume
 from zerojax.trainer import program as program_lib
 from zerojax.tree import PyTree
@@ -95,7 +95,7 @@ def _is_its_own(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer
     if source is None:
         return False
     own = pathlib.Path(source.path) / huggingface.TOKENIZER
-    if data.tokenizer == str(own) or (data.name == batches.RANDOM and not data.train_file):
+    if data.tokenizer == str(own) or config_lib.places(data).is_random:
         return True
     return own.is_file() and tokenizer_lib.load_tokenizer(str(own)).file(begins=True) == tokenizer.file(begins=True)
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from zerojax.data import tokenizer
+from zerojax.data import batches, tokenizer
 from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
 
@@ -18,7 +18,7 @@ def load(tmp_path, train, held_out):
     for name, rows in (("train", train), ("held", held_out)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t, "label": y}) + "\n" for t, y in rows))
     held = str(tmp_path / "held.jsonl") if held_out else ""
-    places = splits.Places("", "", "", "", str(tmp_path / "train.jsonl"), held)
+    places = batches.Places("", "", "", "", str(tmp_path / "train.jsonl"), held)
     return splits.load(places, BYTES, SETTINGS, FORM, packs=False, folder=None)
 
 
@@ -35,7 +35,7 @@ def test_files_are_read_and_counted(tmp_path):
 def test_pairs_with_two_equal_answers_are_counted(tmp_path):
     lines = [{"text": "a", "label": "x", "other": other} for other in ("x", "y", "x")]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    places = splits.Places("", "", "", "", str(tmp_path / "pairs.jsonl"), "")
+    places = batches.Places("", "", "", "", str(tmp_path / "pairs.jsonl"), "")
     settings = dataclasses.replace(SETTINGS, task="dpo", rejected="{other}")
     notes = splits.load(places, BYTES, settings, FORM, packs=False, folder=None).notes
     assert any("2 of 3 pairs have two equal answers" in note for note in notes)

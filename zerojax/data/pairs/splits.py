@@ -6,7 +6,6 @@ Every process encodes all examples, so that the rows of a batch, and the prompts
 import dataclasses
 import functools
 import math
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -18,25 +17,8 @@ from jax.experimental import multihost_utils
 from zerojax.data import batches, parts
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import records, rows, tasks
+from zerojax.data.pairs import rows, tasks
 from zerojax.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class Places:
-    """Where examples come from.
-
-    Attributes:
-      name, data_dir, train_split, eval_split: of a prepared dataset.
-      train_file, eval_file: paths or patterns, which are read instead if the first is not "".
-    """
-
-    name: str
-    data_dir: str | os.PathLike
-    train_split: str
-    eval_split: str
-    train_file: str
-    eval_file: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +73,7 @@ class Splits:
 
 
 def load(
-    places: Places,
+    places: batches.Places,
     tokenizer: tokenizer_lib.Tokenizer,
     settings: tasks.TaskSettings,
     form: tasks.RowForm,
@@ -112,8 +94,6 @@ def load(
     names: Mapping[str, Sequence[str]] = {}
     if not places.train_file:
         names = source_lib.class_names(places.name, places.data_dir)
-        if places.eval_split:
-            source_lib.check_held_out(places.name, places.train_split, places.eval_split, places.data_dir)
     encode = functools.partial(
         tasks.encode, tokenizer=tokenizer, settings=settings, form=form, folder=folder, names=names
     )
@@ -133,33 +113,28 @@ def load(
             )
         return rows.Pairs(encoded.examples, others.examples, form), own + others.fingerprint()
 
-    source, name = _open(places, True)
+    source, name = places.open(True), _named(places, True)
+    held_source = places.open(False) if places.has_held_out else None
     train = encode(source, name=name)
     notes = list(train.notes)
     made, fingerprint = with_others(train, source, name)
     own, of_own = None, ""
     known = () if form.classes else train.answers
-    has_eval = places.eval_file if places.train_file else places.eval_split
-    if has_eval:
-        source, name = _open(places, False)
-        held_out = encode(source, name=name, known=known)
+    if held_source is not None:
+        name = _named(places, False)
+        held_out = encode(held_source, name=name, known=known)
         notes += [note for note in held_out.notes if note not in notes]
         notes += _shared(train.examples, held_out.examples)
-        own, of_own = with_others(held_out, source, name)
+        own, of_own = with_others(held_out, held_source, name)
     _check_same(fingerprint + of_own)
     notes.append(_summary(made, own))
     return Splits(made, own, settings, form, known, notes, fingerprint, of_own)
 
 
-def _open(places: Places, is_train: bool) -> tuple[source_lib.Source, str]:
-    """Returns a split's source and its name."""
-    kind = "train" if is_train else "eval"
-    if places.train_file:
-        file = places.train_file if is_train else places.eval_file
-        return records.Files(file, f"{kind}_file"), file
-    split = places.train_split if is_train else places.eval_split
-    opened = source_lib.open_source(places.name, split, places.data_dir, f"{kind}_split")
-    return opened, f"{places.name}, split {split!r}"
+def _named(places: batches.Places, is_train: bool) -> str:
+    """Returns the name of a split, for errors and notes."""
+    found, _ = places.of(is_train)
+    return found if places.train_file else f"{places.name}, split {found!r}"
 
 
 def _shared(train: Sequence[tasks.Example], held_out: Sequence[tasks.Example]) -> list[str]:

@@ -6,10 +6,10 @@ from jax.sharding import Mesh
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision
-from zerojax.data import batches
 from zerojax.data.pairs import tasks
 from zerojax.ops import fp8, preferences
 from zerojax.optim import registry, schedules
+from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings
 from zerojax.trainer.clients import outlets
 from zerojax.zero import stages
@@ -119,7 +119,6 @@ def _rows(config: settings.Config) -> Iterator[tuple[str, bool, tuple[str, ...]]
     of_optimizer = ("b1", "b2", "eps", *registry.OF_MUON)
     unread = tuple(f"optimizer.{name}" for name in of_optimizer if name not in registry.READS[chosen.name])
     of_lora = tuple(place for place in _group("lora") if place not in LORA_ON)
-    held_out = c.data.eval_file if c.data.train_file else c.data.eval_split
     of_evaluation = (
         "evaluate.every",
         "evaluate.batches",
@@ -127,7 +126,7 @@ def _rows(config: settings.Config) -> Iterator[tuple[str, bool, tuple[str, ...]]
         "evaluate.patience",
         "checkpoint.keep_best",
     )
-    is_random = c.data.name == batches.RANDOM and not c.data.train_file
+    places = config_lib.places(c.data)
     has_client = {*outlets.names(c.metrics.to)} & {*outlets.CLIENTS}
     yield from (
         ("config.mesh.pipe=1", c.mesh.pipe == 1, ("pipeline.schedule", "pipeline.chunks")),
@@ -147,10 +146,10 @@ def _rows(config: settings.Config) -> Iterator[tuple[str, bool, tuple[str, ...]]
         ("config.export.format='peft' writes adapters as they are trained", c.export.format == "peft" and not c.export.deltas_every,
          ("export.dtype",)),
         ("config.export.format='none'", c.export.format == "none" and not c.export.deltas_every, ("export.dtype",)),
-        ("random tokens are not read from files", is_random, ("data.train_split", "data.text_key", "data.dir")),
+        ("random tokens are not read from files", places.is_random, ("data.train_split", "data.text_key", "data.dir")),
         ("config.data.train_file is read instead", bool(c.data.train_file),
          ("data.name", "data.train_split", "data.eval_split", "data.dir")),
-        ("nothing is held out, so nothing is evaluated", not held_out, of_evaluation),
+        ("nothing is held out, so nothing is evaluated", not places.has_held_out, of_evaluation),
         ("config.evaluate.every=0 evaluates after the last step alone", not (c.evaluate.every or c.epochs), ("evaluate.patience",)),
         (f"config.data.task={c.data.task} does not read it", True, _of_task(c)),
         (f"config.dpo.loss={c.dpo.loss} does not read it", c.dpo.loss != preferences.SIGMOID, ("dpo.label_smoothing",)),

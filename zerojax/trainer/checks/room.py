@@ -18,6 +18,7 @@ from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
 from zerojax.models import family as family_lib
+from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.zero.offload import budget, storage
@@ -84,9 +85,8 @@ def _times(every: int, after: int, to: int) -> int:
 
 def _ranks(config: settings_lib.Config) -> bool:
     """Returns whether checkpoints before the last step have an evaluation loss."""
-    data = config.data
-    held_out = data.eval_file if data.train_file else data.eval_split
-    return bool(held_out) and bool(config.evaluate.every or config.epochs) and data.task != tasks.GRPO
+    has_held_out = config_lib.places(config.data).has_held_out
+    return has_held_out and bool(config.evaluate.every or config.epochs) and config.data.task != tasks.GRPO
 
 
 def _needs(program: program_lib.Program, folder: pathlib.Path, step: int, saved: int) -> Iterator[Need]:

@@ -106,10 +106,9 @@ def load(
         chat_template=data.chat_template,
         rejected=data.rejected,
     )
-    places = splits.Places(data.name, data_dir, data.train_split, data.eval_split, data.train_file, data.eval_file)
     is_file = isinstance(tokenizer, tokenizer_lib.FileTokenizer)
     return splits.load(
-        places,
+        config_lib.places(data, data_dir),
         tokenizer,
         settings,
         form(config, family, source, tokenizer),
