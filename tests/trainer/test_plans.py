@@ -49,8 +49,9 @@ def test_state_that_is_too_large_alone_is_not_compiled(config):
 
 
 def test_settings_that_need_another_remat_are_dropped(config):
-    model = dataclasses.replace(config.model, recompute="layer_0/mlp/up", offload="layer_1/mlp/up")
-    kept = {remat: (m := plans.with_remat(model, remat)).recompute + m.offload for remat in ("none", "dots", "full")}
+    named = settings.changed(config, {"model.recompute": "layer_0/mlp/up", "model.offload": "layer_1/mlp/up"})
+    models = {remat: plans.with_remat(named, remat).model for remat in ("none", "dots", "full")}
+    kept = {remat: model.recompute + model.offload for remat, model in models.items()}
     assert kept == {"none": "", "dots": "layer_0/mlp/uplayer_1/mlp/up", "full": "layer_1/mlp/up"}
 
 

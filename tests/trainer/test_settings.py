@@ -59,3 +59,13 @@ def test_the_table_of_derived_settings_has_their_defaults():
         for place, value in zip(places.split("`, `"), values.split(", "), strict=True):
             default = settings.table()[place.removeprefix("config.")].default
             assert default == (type(default)() if value == "empty" else type(default)(value.strip("`"))), place
+
+
+def test_settings_are_changed_at_any_depth_and_the_others_stay():
+    before = settings.Config()
+    after = settings.changed(
+        before, {"steps": 3, "zero.stage": 1, "zero.min_size": 5, "mesh": settings.MeshSettings(2)}
+    )
+    changed = {place for place in FIELDS if settings.lookup(after, place) != settings.lookup(before, place)}
+    assert changed == {"steps", "zero.stage", "zero.min_size", "mesh.pipe"}
+    assert (after.steps, after.zero.stage, after.zero.min_size, after.mesh.pipe) == (3, 1, 5, 2)

@@ -68,7 +68,8 @@ class Checkpointer:
     """Keeps the newest `keep_last` checkpoints of a directory and the `keep_best` with the lowest evaluation loss.
 
     All processes of a run must call every method in the same order, on one directory that all of them can reach. Any number of programs
-    may read a directory. One may write it: the first save takes a lock, which `close` and the end of the process release.
+    may read a directory. One may write it: the first save takes a lock, which `close` and the end of the process release. A method that
+    reads a step raises a UserError if the step is missing, foreign or damaged.
 
     >>> with zerojax.Checkpointer("checkpoints", keep_last=2) as saver:
     ...     saver.save(step, state, partition=partition)
@@ -199,21 +200,13 @@ class Checkpointer:
 
     @signatures.checked
     def has_checksums(self, step: int) -> bool:
-        """Returns whether a step was saved with checksums. If not, only the sizes of its files are checked.
-
-        Raises:
-          UserError: the step is missing, foreign or damaged.
-        """
+        """Returns whether a step was saved with checksums. If not, only the sizes of its files are checked."""
         self._checked(step)
         return step_files.has_checksums(self.directory, step)
 
     @signatures.checked
     def meta(self, step: int) -> dict:
-        """Returns the `meta` saved with a step.
-
-        Raises:
-          UserError: the step is missing, foreign or damaged.
-        """
+        """Returns the `meta` saved with a step."""
         path = self._checked(step)
         with self._read(step):
             meta = step_files.read_json(path, "meta")["meta"]
@@ -223,11 +216,7 @@ class Checkpointer:
 
     @signatures.checked
     def data_state(self, step: int) -> dict:
-        """Returns the `data_state` of all processes saved with a step.
-
-        Raises:
-          UserError: the step is missing, foreign or damaged.
-        """
+        """Returns the `data_state` of all processes saved with a step."""
         path = self._checked(step)
         with self._read(step):
             return step_files.read_json(path, "data")

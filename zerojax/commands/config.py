@@ -433,12 +433,8 @@ def _planned(config: settings_lib.Config, target: str, devices: list[Any], fit: 
     points = []
     for count in SMALL if is_deep else (0,):
         say(f"  compiling {count} of {depth} layers" if count else "  compiling the step")
-        at = dataclasses.replace(
-            _at(config, fit.stage),
-            micro_batch_size=fit.micro_batch_size,
-            grad_accum=0,
-            model=dataclasses.replace(config.model, num_layers=count, remat=fit.remat),
-        )
+        sizes = {"micro_batch_size": fit.micro_batch_size, "grad_accum": 0, "model.num_layers": count}
+        at = settings_lib.changed(_at(config, fit.stage), {**sizes, "model.remat": fit.remat})
         plan = plans.plan_program(program_lib.build(at, devices=devices), target)
         points.append((plan.peak, plan.bound.step_seconds if plan.bound else None, plan.tokens))
     (peak, seconds, tokens), (more, longer, _) = points[0], points[-1]
@@ -537,7 +533,7 @@ def _settings(answers: Mapping[str, Any], advice: Advice) -> dict[str, Any]:
 
 
 def _at(config: settings_lib.Config, number: int) -> settings_lib.Config:
-    return dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=number))
+    return settings_lib.changed(config, {"zero.stage": number})
 
 
 def _raw(settings: Mapping[str, Any]) -> ml_collections.ConfigDict:

@@ -53,13 +53,24 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The inputs of the rules."""
+    """The inputs of the rules.
+
+    Attributes:
+      ledger: the compiled step's.
+      planned: the leaves of the state that the plan wants the step to take, by path.
+      is_16_bit: whether the forward pass computes in 16 bits.
+      passes: forward and backward passes in a step.
+      copies: of activations to host memory.
+      at_peak, peak: the temporaries that are alive at the peak, and its bytes.
+      waits: the share of a step in which the groups of a pipeline wait by their schedule alone.
+      foretold, rates: the step's time by the clock, and the rates that it read; None if unknown.
+    """
 
     ledger: ledger_lib.Ledger
     planned: Mapping[str, Any]
     is_16_bit: bool
-    passes: int
-    copies: bound_lib.Copies | None
+    passes: int = 1
+    copies: bound_lib.Copies | None = None
     at_peak: Sequence[buffers.Temporary] = ()
     peak: int = 0
     waits: float = 0.0
@@ -92,17 +103,7 @@ class Case:
 
 
 def findings(
-    ledger: ledger_lib.Ledger,
-    *,
-    planned: Any = None,
-    compute_dtype: DTypeLike | None = None,
-    passes: int = 1,
-    copies: bound_lib.Copies | None = None,
-    at_peak: Sequence[buffers.Temporary] = (),
-    peak: int = 0,
-    waits: float = 0.0,
-    foretold: walk.StepTime | None = None,
-    rates: rates_lib.GpuRates | None = None,
+    ledger: ledger_lib.Ledger, *, planned: Any = None, compute_dtype: DTypeLike | None = None, **known: Any
 ) -> tuple[Finding, ...]:
     """Returns the defects of a step: those that cost the most time first, then those of the most bytes.
 
@@ -111,17 +112,12 @@ def findings(
       planned: the state that the plan wants the step to take: a pytree of ShapeDtypeStructs with shardings
         (`Partition.abstract_state`). Without it, the rules about shardings and memory kinds find nothing.
       compute_dtype: the dtype of the forward pass. If None, the dtype of most of the program's matmuls.
-      passes: forward and backward passes in a step.
-      copies: of activations to host memory.
-      at_peak, peak: the temporaries that are alive at the peak, and its bytes.
-      foretold, rates: the step's time by the clock, and the rates that it read; None if unknown.
-      waits: the share of a step in which the groups of a pipeline wait by their schedule alone.
+      **known: other fields of a `Case`.
     """
     is_16_bit = (
         _computes_in_16_bits(ledger.flow.module) if compute_dtype is None else jnp.dtype(compute_dtype).itemsize == 2
     )
-    planned = dict(tree.flatten(planned))
-    case = Case(ledger, planned, is_16_bit, passes, copies, at_peak, peak, waits, foretold, rates)
+    case = Case(ledger, dict(tree.flatten(planned)), is_16_bit, **known)
     defects = [finding for rule in RULES for finding in rule(case)]
     return tuple(sorted(defects, key=lambda finding: (-finding.seconds, -finding.nbytes)))
 

@@ -72,12 +72,12 @@ def from_dict(raw: Mapping[str, Any]) -> settings.Config:
     _check_lora(config)
     chosen = config.optimizer
     decay = registry.own_weight_decay(chosen.name) if chosen.weight_decay == settings.OWN else chosen.weight_decay
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, tokenizer=_tokenizer(config)),
-        optimizer=dataclasses.replace(chosen, weight_decay=decay),
-        model=_for_long_texts(config.model),
-    )
+    found = {
+        "data.tokenizer": _tokenizer(config),
+        "optimizer.weight_decay": decay,
+        "model": _for_long_texts(config.model),
+    }
+    return settings.changed(config, found)
 
 
 def _for_long_texts(model: settings.ModelSettings) -> settings.ModelSettings:
@@ -107,7 +107,7 @@ def with_scratch(config: settings.Config, folder: str | os.PathLike) -> settings
     group = config.offload
     if offload_lib.NVME not in (group.optimizer, group.params) or group.nvme_path:
         return config
-    return dataclasses.replace(config, offload=dataclasses.replace(group, nvme_path=os.fspath(folder)))
+    return settings.changed(config, {"offload.nvme_path": os.fspath(folder)})
 
 
 def _tokenizer(config: settings.Config) -> str:

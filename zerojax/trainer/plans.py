@@ -141,7 +141,7 @@ def search_config(
     work = _work(config, devices) if rates is not None and memory is not None and grid is None else None
     origin = config
     if work is not None and _names_layers(config):
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, recompute="", offload=""))
+        config = settings_lib.changed(config, {"model.recompute": "", "model.offload": ""})
         say("model.recompute and model.offload name single layers, and are left out")
 
     def build(candidate: search.Candidate) -> search.Built:
@@ -239,7 +239,7 @@ def axes_config(
     """
     devices = targets.devices(target, topology)
     rates, memory = rates or rates_lib.of(target), targets.get(target).usable
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, recompute="", offload=""))
+    config = settings_lib.changed(config, {"model.recompute": "", "model.offload": ""})
     is_alone = (config.offload.optimizer, config.offload.params) == ("none", "none")
     work = _work(config, devices) if rates is not None and is_alone else None
     if work is None or rates is None or memory is None:
@@ -305,16 +305,10 @@ def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.Mod
     tokens travel to their experts."""
     if config.mesh.expert > 1:
         return None
-    plain = dataclasses.replace(
-        config,
-        global_batch_size=0,
-        micro_batch_size=1,
-        grad_accum=1,
-        zero=dataclasses.replace(config.zero, stage=3),
-        model=dataclasses.replace(config.model, remat="none", recompute="", offload="", by_columns=""),
-        mesh=settings_lib.MeshSettings(),
-        offload=settings_lib.OffloadSettings(),
-    )
+    sizes: dict[str, Any] = {"global_batch_size": 0, "micro_batch_size": 1, "grad_accum": 1, "zero.stage": 3}
+    sizes |= {"mesh": settings_lib.MeshSettings(), "offload": settings_lib.OffloadSettings()}
+    remat = {"model.remat": "none", "model.recompute": "", "model.offload": "", "model.by_columns": ""}
+    plain = settings_lib.changed(config, {**sizes, **remat})
     program = program_lib.build(plain, devices=devices[:1])
     depths = [name for name in activations.DEPTHS if getattr(program.model, name, 0)]
     if tuple(depths) != activations.DEPTHS[:1] or not _is_deep(plain, program):
@@ -379,7 +373,7 @@ def _line_of_pipeline(
 def _few(
     config: settings_lib.Config, target: str, devices: Sequence[Any], layers: int, rates: rates_lib.GpuRates | None
 ) -> step_plan.Plan:
-    own = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
+    own = settings_lib.changed(config, {"model.num_layers": layers})
     return plan_program(program_lib.build(own, devices=devices), target, rates=rates)
 
 
@@ -401,8 +395,7 @@ def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> lis
     params, in host memory.
     """
     # The tokenizer may have set the size of the vocabulary.
-    model = dataclasses.replace(program.config.model, vocab_size=program.model.vocab_size)
-    config = dataclasses.replace(program.config, model=model)
+    config = settings_lib.changed(program.config, {"model.vocab_size": program.model.vocab_size})
     micro = program.sizes.micro_batch_size
     of_long = dict(_of_long(config))
     remats = of_long.pop("remat", search.DEFAULT_GRID["remat"])
@@ -424,56 +417,45 @@ def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> lis
     return [Change(_flags(program.config, outcome.candidate), outcome.peak or 0) for outcome in fitting]
 
 
-def with_remat(model: settings_lib.ModelSettings, remat: str) -> settings_lib.ModelSettings:
-    """Returns the model's settings with another `remat`, without the `recompute` and `offload` that it does not allow."""
-    return dataclasses.replace(
-        model,
-        remat=remat,
-        recompute=model.recompute if remat == "dots" else "",
-        offload=model.offload if remat != "none" else "",
-    )
+def with_remat(config: settings_lib.Config, remat: str) -> settings_lib.Config:
+    """Returns the config with another `remat`, without the `recompute` and `offload` that it does not allow."""
+    stays = {"model.recompute": remat == "dots", "model.offload": remat != "none"}
+    emptied = {place: "" for place, is_kept in stays.items() if not is_kept}
+    return settings_lib.changed(config, {"model.remat": remat, **emptied})
+
+
+# Field of a candidate -> its setting.
+PLACES = {
+    "stage": "zero.stage",
+    "remat": "model.remat",
+    "micro_batch_size": "micro_batch_size",
+    "grad_accum": "grad_accum",
+    "offload": "offload.optimizer",
+    "params": "offload.params",
+    "ring": "model.ring",
+    **{axis: f"mesh.{axis}" for axis in search.AXES},
+}
+_OF_DEVICE = {"offload": "none", "params": "none", "ring": False}  # settings that need not be told
 
 
 def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settings_lib.Config:
-    if candidate.pipe > 1:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, offload=""))
-    return dataclasses.replace(
-        config,
-        global_batch_size=0,
-        micro_batch_size=candidate.micro_batch_size,
-        grad_accum=candidate.grad_accum,
-        zero=dataclasses.replace(config.zero, stage=candidate.stage),
-        model=dataclasses.replace(
-            _with_long(config, candidate),
-            by_columns=config.model.by_columns if candidate.by_columns else "",
-            ring=candidate.ring,
-        ),
-        mesh=dataclasses.replace(
-            config.mesh,
-            replica=candidate.replica,
-            data=-1,
-            context=candidate.context,
-            model=candidate.model,
-            pipe=candidate.pipe,
-        ),
-        pipeline=config.pipeline
-        if candidate.pipe == config.mesh.pipe > 1 and candidate.chunks == config.pipeline.chunks
-        else settings_lib.PipelineSettings("interleaved" if candidate.chunks > 1 else "1f1b", candidate.chunks),
-        offload=dataclasses.replace(config.offload, optimizer=candidate.offload, params=candidate.params),
-    )
+    config, c = with_remat(config, candidate.remat), candidate
+    values = {place: getattr(c, name) for name, place in PLACES.items()} | {"global_batch_size": 0, "mesh.data": -1}
+    if c.inputs != "none":
+        values["model.offload"] = model_lib.family_of(config)[0].blocks
+    elif c.pipe > 1:
+        values["model.offload"] = ""
+    values["model.tile_tokens"] = c.tile_tokens or config.model.tile_tokens
+    values["model.by_columns"] = config.model.by_columns if c.by_columns else ""
+    if not (c.pipe == config.mesh.pipe > 1 and c.chunks == config.pipeline.chunks):
+        values |= {"pipeline.schedule": "interleaved" if c.chunks > 1 else "1f1b", "pipeline.chunks": c.chunks}
+    return settings_lib.changed(config, values)
 
 
 def _places(candidate: search.Candidate) -> dict[str, Any]:
     """Returns a candidate's settings that all keep on the device, by place."""
-    found = {
-        "zero.stage": candidate.stage,
-        "model.remat": candidate.remat,
-        "micro_batch_size": candidate.micro_batch_size,
-        "grad_accum": candidate.grad_accum,
-        **{f"mesh.{axis}": getattr(candidate, axis) for axis in search.AXES},
-    }
-    if candidate.ring:
-        found["model.ring"] = True
+    own = {name: getattr(candidate, name) for name in PLACES}
+    found = {PLACES[name]: value for name, value in own.items() if name not in _OF_DEVICE or value != _OF_DEVICE[name]}
     if candidate.chunks > 1:
         found |= {"pipeline.schedule": "interleaved", "pipeline.chunks": candidate.chunks}
     return found
@@ -481,14 +463,8 @@ def _places(candidate: search.Candidate) -> dict[str, Any]:
 
 def _own_axes(config: settings_lib.Config) -> dict[str, Sequence[int]]:
     """Returns the sizes of the axes over which the config's examples are the same."""
-    chunks = config.pipeline.chunks if config.mesh.pipe > 1 else 1
-    return {
-        "context": (config.mesh.context,),
-        "model": (config.mesh.model,),
-        "pipe": (config.mesh.pipe,),
-        "chunks": (chunks,),
-        "ring": (config.model.ring,),
-    }
+    found = {name: (settings_lib.lookup(config, PLACES[name]),) for name in ("context", "model", "pipe", "ring")}
+    return {**found, "chunks": (config.pipeline.chunks if config.mesh.pipe > 1 else 1,)}
 
 
 def _axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[str, Sequence[int]]:
@@ -522,14 +498,6 @@ def _of_long(config: settings_lib.Config) -> dict[str, Sequence[Any]]:
     if not takes_tiles(config) or config.model.offload or config.model.recompute:
         return {}
     return {**search.LONG, **({"tile_tokens": (config.model.tile_tokens,)} if config.model.tile_tokens else {})}
-
-
-def _with_long(config: settings_lib.Config, candidate: search.Candidate) -> settings_lib.ModelSettings:
-    """Returns the model's settings with those of a candidate."""
-    model = with_remat(config.model, candidate.remat)
-    if candidate.inputs != "none":
-        model = dataclasses.replace(model, offload=model_lib.family_of(config)[0].blocks)
-    return dataclasses.replace(model, tile_tokens=candidate.tile_tokens or model.tile_tokens)
 
 
 def _flags(config: settings_lib.Config, candidate: search.Candidate, origin: settings_lib.Config | None = None) -> str:

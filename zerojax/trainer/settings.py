@@ -519,6 +519,18 @@ def lookup(config: "Config", place: str) -> Any:
     return functools.reduce(getattr, place.split("."), config)
 
 
+def changed(config: "Config", values: Mapping[str, Any]) -> "Config":
+    """Returns the settings with other values, {dotted place: value}."""
+    fields: dict[str, Any] = {}
+    for place, value in values.items():
+        group, _, name = place.rpartition(".")
+        if group:
+            fields[group] = dataclasses.replace(fields.get(group, getattr(config, group)), **{name: value})
+        else:
+            fields[place] = value
+    return dataclasses.replace(config, **fields)
+
+
 def kind(hint: type) -> str:
     """Returns a field's type in words."""
     if dataclasses.is_dataclass(hint):
