@@ -52,6 +52,11 @@ def test_a_mesh_without_the_axis_takes_no_notice_of_it():
     assert one == other
 
 
+def test_experts_that_are_not_the_first_dim_are_refused():
+    with pytest.raises(UserError, match=r"^expert: the override of params/experts shards a dim after the first"):
+        experts.marked(partition(mesh_lib.make_mesh(expert=2), 3, P(None, "expert")), 1.5, jnp.float32)
+
+
 def test_a_load_below_one_is_refused():
     with pytest.raises(UserError, match="expert_load: must be at least 1"):
         experts.marked(partition(mesh_lib.make_mesh(expert=2), 3), 0.5, jnp.float32)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
@@ -79,7 +80,7 @@ def marked(
     """Returns a partition whose experts' rooms have this load, for so many parts of tokens; warns of an axis `expert` that no weight has.
 
     Raises:
-      UserError: the load or the number of parts is below 1, or the compiler inserts the collectives.
+      UserError: the load or the number of parts is below 1, the compiler inserts the collectives, or experts are not a stack's first dim.
     """
     if parts < 1:
         raise UserError(f"expert_parts: must be at least 1, all tokens at once, and is {parts}")
@@ -91,6 +92,13 @@ def marked(
             f"expert: is sharded by the spec of {min(wires)}, and tokens travel by explicit collectives; pass reduce_dtype=jnp.float32, or "
             "a mesh without `expert`"
         )
+    for path in wires:
+        spec = partition.placements[path].used.spec
+        if not specs.axes(P(*spec[1:])).isdisjoint(mesh_lib.EXPERT):
+            raise UserError(
+                f"expert: the override of {path} shards a dim after the first, and the first counts experts; name `expert` there, make "
+                "layers of nn.scan or nn.vmap in a loop, or omit `expert`"
+            )
     ways = mesh_lib.size(partition.mesh, mesh_lib.EXPERT)
     if ways > 1 and not wires:
         warnings.warn(
