@@ -74,3 +74,19 @@ def test_other_paths_are_refused_in_one_line_with_the_place(tmp_path, path, why)
         files.check_path(path.format(folder=tmp_path), "config.data.dir")
     assert str(caught.value).startswith("config.data.dir: ") and why in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+def test_what_cannot_be_read_is_one_line_with_the_reason_and_a_damaged_file_its_own():
+    def read(error, *damaged):
+        with files.reading("a.json", "copy it again", *damaged):
+            raise error
+
+    with pytest.raises(UserError, match=r"^a\.json: cannot be read \(Permission denied\); copy it again$"):
+        read(PermissionError(13, "Permission denied"))
+    with pytest.raises(UserError, match=r"^a\.json: is not JSON \(bad \{\} here\); mend it$"):
+        read(ValueError("bad {}\nhere"), "is not JSON ({}); mend it")
+    with pytest.raises(ValueError, match=r"^bad$") as kept:
+        read(ValueError("bad"))
+    assert not isinstance(kept.value, UserError)
+    with pytest.raises(UserError, match=r"^own$"):
+        read(UserError("own"), "is not JSON")

@@ -1,5 +1,5 @@
-"""Small files that a crash must not leave half written. This module replaces them, and reports unusable paths and disk errors in one
-line."""
+"""Small files that a crash must not leave half written. This module replaces them, and reports unusable paths, damaged files and
+disk errors in one line."""
 
 import contextlib
 import os
@@ -115,3 +115,21 @@ def writing(path: str | os.PathLike, way_out: str = "") -> Iterator[None]:
     except OSError as error:
         again = f"{'make room' if errors.is_disk_full(error) else 'fix that'}, then run again to resume"
         raise UserError(f"{path}: cannot be written ({error.strerror}); {way_out or again}") from error
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike, way_out: str, damaged: str = "") -> Iterator[None]:
+    """Turns an OSError of the block, which reads `path`, into a UserError that names the path, the reason and the way out.
+
+    With `damaged` it does so to a ValueError, as of JSON or UTF-8; "{}" in this line becomes its text.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {way_out}") from error
+    except ValueError as error:
+        if not damaged:
+            raise
+        raise UserError(f"{path}: {damaged.replace('{}', errors.one_line(error, 120))}") from error

@@ -7,7 +7,7 @@ zerojax verify-checkpoint runs/mine --step 100  one step
 import argparse
 import pathlib
 
-from zerojax import display
+from zerojax import display, files
 from zerojax.checkpoint import checksums
 from zerojax.checkpoint import files as step_files
 from zerojax.commands import arguments
@@ -35,12 +35,10 @@ def _parse() -> argparse.Namespace:
 
 def _directory(folder: pathlib.Path) -> pathlib.Path:
     """Returns the directory of checkpoints: the folder, or the one that a run keeps in it."""
-    try:
+    with files.reading(folder, "give the --workdir of a run"):
         below = folder / "checkpoints"
         directory = below if below.is_dir() else folder
         next(iter(directory.iterdir()), None)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be read ({error.strerror}); give the --workdir of a run") from error
     return directory.absolute()
 
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from zerojax import bounded, errors, tree
+from zerojax import bounded, errors, files, tree
 from zerojax.errors import UserError
 from zerojax.interop import fp8_blocks, hub, layout, mxfp4, tensor_files
 from zerojax.models import families
@@ -134,10 +134,8 @@ def check_folder(path: pathlib.Path, config: str = CONFIG) -> None:
         raise UserError(f"{path}: is not a folder; name one that save_pretrained of {by} wrote")
     for entry in sorted(path.iterdir()):
         if entry.suffix in _SUFFIXES and not entry.is_file():
-            try:
+            with files.reading(entry, "copy the folder again"):
                 bounded.open_file(entry).close()
-            except OSError as error:
-                raise UserError(f"{entry}: cannot be read ({error.strerror}); copy the folder again") from error
     if (path / EXPORT / config).is_file() and not any(path.glob("*.safetensors")):
         raise UserError(f"{path}: is the folder of a run; name its export, {path / EXPORT}")
     if config == CONFIG and (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
@@ -208,8 +206,8 @@ def check_files(source: TensorFiles) -> None:
     """
     if source.first_read.acquire(blocking=False):
         entries = list(source.entries.values())
-        files = {entry.file for entry in entries + [one.scales for one in entries if isinstance(one, _PACKED)]}
-        tensor_files.check(files, slice(jax.process_index(), None, jax.process_count()))
+        paths = {entry.file for entry in entries + [one.scales for one in entries if isinstance(one, _PACKED)]}
+        tensor_files.check(paths, slice(jax.process_index(), None, jax.process_count()))
 
 
 def read_shard(
@@ -417,14 +415,9 @@ def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mappi
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the table in a JSON file. Raises UserError if there is none."""
-    try:
+    way_out = "name a folder that save_pretrained of transformers wrote"
+    with files.reading(path, way_out, "is not JSON ({}); copy the folder again"):
         found = bounded.parse_json(bounded.read_bytes(path), is_strict=True)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}); name a folder that save_pretrained of transformers wrote"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path}: is not JSON ({errors.one_line(error, 120)}); copy the folder again") from error
     if not isinstance(found, dict):
         raise UserError(f"{path}: is not a table of settings; copy the folder again")
     return found

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from zerojax import bounded, errors, tree
+from zerojax import bounded, errors, files, tree
 from zerojax.checkpoint import checksums
 from zerojax.errors import UserError
 from zerojax.tree import T
@@ -123,22 +123,16 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
     Raises:
       UserError: the file cannot be read, is truncated, or is not safetensors.
     """
-    try:
-        with bounded.open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            begins = file.read(8)
-            if begins == LFS:
-                raise UserError(f"{path}: is a pointer of Git LFS and holds no weights; run git lfs pull in its folder")
-            length = int.from_bytes(begins, "little")
-            if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
-                raise damaged(path, f"its header would have {length} bytes, and the file has {size}")
-            raw = bounded.parse_json(file.read(length), is_strict=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); fix that or choose another folder") from error
-    except UserError:
-        raise
-    except ValueError as error:
-        raise damaged(path, f"its header is not JSON ({errors.one_line(error, 120)})") from error
+    not_json = "is damaged or not safetensors: its header is not JSON ({}); copy it again"
+    with files.reading(path, "fix that or choose another folder", not_json), bounded.open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        begins = file.read(8)
+        if begins == LFS:
+            raise UserError(f"{path}: is a pointer of Git LFS and holds no weights; run git lfs pull in its folder")
+        length = int.from_bytes(begins, "little")
+        if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+            raise damaged(path, f"its header would have {length} bytes, and the file has {size}")
+        raw = bounded.parse_json(file.read(length), is_strict=True)
     if not isinstance(raw, dict):
         raise damaged(path, "its header is not a table of tensors")
     raw.pop("__metadata__", None)
@@ -298,20 +292,14 @@ def check(paths: Iterable[pathlib.Path], part: slice = slice(None)) -> None:
 
 def _is_changed(path: pathlib.Path, record: Mapping[str, checksums.File]) -> bool:
     """Returns whether a file is another than the record of its folder says."""
-    try:
+    with files.reading(path, "fix that"):
         return path.name in record and checksums.of(path.parent, [path.name])[path.name] != record[path.name]
-    except OSError as error:
-        raise UserError(f"{error.filename or path}: cannot be read ({error.strerror}); fix that") from error
 
 
 def _recorded(record: pathlib.Path) -> Mapping[str, checksums.File]:
     """Returns the files of a record; none if there is no record."""
-    try:
+    with files.reading(record, "fix that", "{}; copy the folder again"):
         return checksums.read(record).files if os.path.lexists(record) else {}
-    except OSError as error:
-        raise UserError(f"{error.filename or record}: cannot be read ({error.strerror}); fix that") from error
-    except ValueError as error:
-        raise UserError(f"{record}: {error}; copy the folder again") from error
 
 
 def _changed(path: pathlib.Path, what: str) -> str:

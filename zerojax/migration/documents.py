@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from zerojax import bounded, errors
+from zerojax import bounded, errors, files
 from zerojax.errors import UserError
 from zerojax.migration import accelerate, trainer_arguments, translate
 from zerojax.migration import keys as keys_lib
@@ -95,14 +95,9 @@ def _named(value: object, folder: pathlib.Path) -> Mapping[str, Any] | None:
 
 
 def _text(path: pathlib.Path) -> str:
-    try:
+    damaged = "is not text; name a ds_config.json, an Accelerate YAML or a hostfile"
+    with files.reading(errors.shown(str(path), 300), "name a config file", damaged):
         return bounded.read_text(path, _MOST_BYTES)
-    except OSError as error:
-        raise UserError(
-            f"{errors.shown(str(path), 300)}: cannot be read ({error.strerror}); name a config file"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not text; name a ds_config.json, an Accelerate YAML or a hostfile") from error
 
 
 def _told(name: str, text: str, folder: pathlib.Path) -> Document:

@@ -174,10 +174,8 @@ def read(workdir: str | os.PathLike) -> list[dict]:
       UserError: the file cannot be read, or a line before the last is not a record.
     """
     path = pathlib.Path(workdir) / FILE
-    try:
+    with files.reading(path, "give the workdir of a run"):
         lines = bounded.read_bytes(path, _MOST_BYTES).split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the workdir of a run") from error
     records = []
     for number, line in enumerate(lines[:-1], 1):  # the text after the last newline is empty or truncated
         try:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax import bounded, errors
+from zerojax import bounded, errors, files
 from zerojax.data.pairs import chat_child
 from zerojax.errors import UserError
 
@@ -218,22 +218,15 @@ def _own_template(folder: pathlib.Path) -> tuple[str, Mapping[str, Any]]:
     """Returns the source of a folder's template, "" if it has none, and the settings beside it."""
     path, file = folder / TOKENIZER_CONFIG, folder / JINJA_FILE
     settings: Any = {}
-    try:
-        if os.path.lexists(path):
+    if os.path.lexists(path):
+        with files.reading(path, "fix that", "is not JSON ({}); save the tokenizer again"):
             settings = bounded.parse_json(bounded.read_bytes(path))
-        if os.path.lexists(file):
-            found: Any = bounded.read_text(file, _MOST_BYTES)
-    except OSError as error:
-        raise UserError(f"{error.filename or path}: cannot be read ({error.strerror}); fix that") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: is not UTF-8 text; save the tokenizer again") from error
-    except ValueError as error:
-        raise UserError(f"{path}: is not JSON ({errors.first_line(error)}); save the tokenizer again") from error
     if not isinstance(settings, Mapping):
         raise UserError(f"{path}: is not a table of settings; save the tokenizer again")
     if os.path.lexists(file):
-        return found, settings
-    found = settings.get("chat_template") or ""
+        with files.reading(file, "fix that", "is not UTF-8 text; save the tokenizer again"):
+            return bounded.read_text(file, _MOST_BYTES), settings
+    found: Any = settings.get("chat_template") or ""
     if isinstance(found, list):  # several by name
         named = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, Mapping)}
         found = named.get("default") or ""

@@ -29,16 +29,11 @@ def read(place: str | os.PathLike) -> dict[str, Any]:
     files.check_path(place, "RUN")
     path = pathlib.Path(place)
     path = path / FILE if path.is_dir() else path
-    try:
+    if not os.path.lexists(path):
+        raise UserError(f"{path}: there is no run card; name the folder of a run, or of a checkpoint, that took a step")
+    damaged = "is not JSON; name the card of another checkpoint of the run"
+    with files.reading(path, "give this user read access", damaged):
         found = bounded.parse_json(bounded.read_bytes(path))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{path}: there is no run card; name the folder of a run, or of a checkpoint, that took a step"
-        ) from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give this user read access") from error
-    except ValueError as error:
-        raise UserError(f"{path}: is not JSON; name the card of another checkpoint of the run") from error
     schema = found.get("schema") if isinstance(found, dict) else None
     if not isinstance(schema, int):
         raise UserError(f"{path}: is not a run card (it has no schema); name the folder of a run")
