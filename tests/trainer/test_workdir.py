@@ -123,9 +123,10 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path):
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match="cannot be used"):
             workdir.check(place, settings())
-    (tmp_path / workdir.CONFIG_FILE).mkdir()
-    with pytest.raises(UserError, match=r"cannot be used \(Is a directory, config\.json\)"):
-        workdir.check(tmp_path, settings())
+    for name in (workdir.CONFIG_FILE, "metrics.jsonl", "run.json"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(UserError, match=rf"cannot be used \(Is a directory, {name}\)"):
+            workdir.check(tmp_path, settings())
 
 
 def test_a_name_under_which_checkpoints_would_be_lost_is_refused_at_the_start(tmp_path):

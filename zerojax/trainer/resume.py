@@ -108,9 +108,8 @@ def notes(
         why = "the mesh or config.wire differs" if _layout_of_unsent(program) else "config.wire.error_feedback is off"
         lines.append(f"what packed wires had left unsent of gradients at step {start.step} is dropped: {why}")
     logged, path = start.saved.get("logged"), folder / metrics.FILE
-    if logged is not None and processes.is_primary():
-        records = metrics.read(folder) if path.exists() else []
-        found = sum("loss" in record and record["step"] <= start.step for record in records)
+    if logged is not None and processes.is_primary() and path.exists():
+        found = sum("loss" in record and record["step"] <= start.step for record in metrics.read(folder))
         if found < logged:
             lines.append(
                 f"{path}: holds {found} of the {logged} steps logged up to step {start.step}; restore it if there is a copy"

@@ -4,6 +4,7 @@ The lock is WORKDIR/run.lock; see `checkpoint.lock`.
 """
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -135,12 +136,16 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
       UserError: the folder cannot be read or written, or its run has other settings. The line names the first difference.
     """
     folder = _open(workdir)
+    name = CONFIG_FILE
     try:
+        for name in (step_files.CARD, metrics.FILE, CONFIG_FILE):
+            if (folder / name).is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not (folder / CONFIG_FILE).exists():
             return
         saved = bounded.parse_json(bounded.read_bytes(folder / CONFIG_FILE))
     except OSError as error:
-        where = f"--workdir {folder}: cannot be used ({error.strerror}, {CONFIG_FILE})"
+        where = f"--workdir {folder}: cannot be used ({error.strerror}, {name})"
         raise UserError(f"{where}; choose another folder") from error
     except ValueError as error:
         raise UserError(f"{folder / CONFIG_FILE}: is not JSON; restore it, or choose another --workdir") from error
