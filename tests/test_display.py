@@ -23,6 +23,13 @@ def test_a_table_is_plain_lines():
     assert "params" in text and "\x1b" not in text and text == text.rstrip()
 
 
+@pytest.mark.parametrize("words, texts", [(None, "role"), ((), ""), (("role", "why"), "role why")])
+def test_columns_of_numbers_are_flush_right_and_the_first_or_those_of_words_left(words, texts):
+    table = display.table("memory", ("role", "bytes", "why"), words, caption="of a device")
+    assert {column.header for column in table.columns if column.justify == "left"} == {*texts.split()}
+    assert (table.title, table.caption) == ("memory", "of a device")
+
+
 @pytest.mark.parametrize("columns, widest", [("40", 39), ("300", 100), ("3", 30)])
 def test_a_table_fits_the_terminal_and_a_pipe_has_100_characters(monkeypatch, columns, widest):
     table = Table("role", "what it is")

@@ -3,10 +3,11 @@
 import io
 import shutil
 import sys
+from collections.abc import Collection, Sequence
 
 from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, OverflowMethod
+from rich.table import Column, Table
 
 _NARROWEST, _WIDEST = 30, 100  # characters of a line
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -21,6 +22,20 @@ def as_text(table: Table) -> str:
     written = io.StringIO()
     Console(file=written, width=width, force_terminal=False, color_system=None).print(table)
     return written.getvalue().rstrip()
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    words: Collection[str] | None = None,
+    *,
+    overflow: OverflowMethod = "ellipsis",
+    caption: str | None = None,
+) -> Table:
+    """Returns a table without rows. Columns of numbers are flush right, and those of `words` flush left: by default the first."""
+    words = columns[:1] if words is None else words
+    made = (Column(name, justify="left" if name in words else "right", overflow=overflow) for name in columns)
+    return Table(*made, title=title, caption=caption)
 
 
 def human(count: float) -> str:

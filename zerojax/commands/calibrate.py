@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from rich.table import Table
 
 from pallas_kernels import grouped
 from zerojax import display, errors, files
@@ -220,9 +219,7 @@ def as_document(name: str, table: rates_lib.GpuRates, found: Figures, *, is_know
 
 def text(document: Mapping[str, Any], table: rates_lib.GpuRates, seconds: float) -> str:
     """Returns what was measured beside the table's figures."""
-    shown = Table(title=f"{document['machine']}, {seconds:.0f} s")
-    for column in ("figure", "measured", "table", "ratio"):
-        shown.add_column(column, justify="left" if column == "figure" else "right")
+    shown = display.table(f"{document['machine']}, {seconds:.0f} s", ("figure", "measured", "table", "ratio"))
     for name, (value, source) in document["figures"].items():
         if source.startswith(rates_lib.MEASURED):
             own = table.figures.get(name)

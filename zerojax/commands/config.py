@@ -447,9 +447,9 @@ def _planned(config: settings_lib.Config, target: str, devices: list[Any], fit: 
 
 def _advice(held: Mapping[int, float], usable: float | None, fits: Mapping[int, Fit], planned: Fit | None) -> Advice:
     """Returns the table, and the stage that is named: that of the plan, or the cheapest that fits by arithmetic."""
-    shown = Table(title="What each stage needs on each device" + (f", of {display.human(usable)}" if usable else ""))
-    for column in ("stage", "state and gradients", "peak", "micro-batch", "remat", "tokens/s", ""):
-        shown.add_column(column, justify="right" if column else "left")
+    title = "What each stage needs on each device" + (f", of {display.human(usable)}" if usable else "")
+    columns = ("stage", "state and gradients", "peak", "micro-batch", "remat", "tokens/s", "")
+    shown = display.table(title, columns, ("",))
     named = planned or min(fits.values(), key=lambda fit: fit.cost, default=None)
     for number, count in held.items():
         fit = fits.get(number)

@@ -12,8 +12,6 @@ import re
 import sys
 from typing import Any
 
-from rich.table import Table
-
 from zerojax import display, errors, roles, tree
 from zerojax.commands import arguments
 from zerojax.errors import UserError
@@ -44,9 +42,7 @@ def main() -> None:
 
 def text(measured: rates.Measured, nbytes: int = 0) -> str:
     """Returns the table of rates and, if `nbytes` of state are given, the time that a step moves them in."""
-    table = Table(title=measured.where)
-    for column in ("chunk", "threads", "read GB/s", "write GB/s", "both GB/s"):
-        table.add_column(column, justify="right")
+    table = display.table(measured.where, ("chunk", "threads", "read GB/s", "write GB/s", "both GB/s"), ())
     for row in measured.rates:
         speeds = (f"{rate / 1e9:.2f}" for rate in (row.read, row.write, row.both))
         table.add_row(display.human(row.chunk), str(row.threads), *speeds)

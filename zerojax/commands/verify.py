@@ -20,8 +20,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
 from zerojax import display, errors
 from zerojax.commands import arguments
 from zerojax.errors import UserError
@@ -174,17 +172,9 @@ def is_proven(outcomes: Sequence[Verified]) -> bool:
 def text(outcomes: Sequence[Verified], steps: int, tolerance: float, why: str) -> str:
     """Returns the table, the tolerance and the verdict."""
     reference = next((outcome.setting.name for outcome in outcomes if outcome.losses), "-")
-    table = Table(title=f"{steps} steps, each setting in a process of its own, against setting {reference}")
-    for column in (
-        "setting",
-        "losses differ by",
-        "gradient norms",
-        "planned peak",
-        "measured peak",
-        "tokens/s",
-        "losses",
-    ):
-        table.add_column(column, justify="left" if column in ("setting", "losses") else "right")
+    title = f"{steps} steps, each setting in a process of its own, against setting {reference}"
+    measured = ("losses differ by", "gradient norms", "planned peak", "measured peak", "tokens/s")
+    table = display.table(title, ("setting", *measured, "losses"), ("setting", "losses"))
     for outcome in outcomes:
         card = outcome.card
         table.add_row(

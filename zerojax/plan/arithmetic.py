@@ -142,13 +142,11 @@ class AxisCost(NamedTuple):
 def table(ways: Sequence[AxisCost]) -> Table:
     """Returns a table of estimates, with the milliseconds of each part."""
     parts = list(dict.fromkeys(part for way in ways for part in way.guess.parts))
-    shown = Table(
-        title="What each axis costs, by arithmetic: milliseconds of a step",
+    shown = display.table(
+        "What each axis costs, by arithmetic: milliseconds of a step",
+        ("settings", "step", *parts, "tokens/s/device", "peak"),
         caption="estimates; --search compiles those that it puts first",
     )
-    shown.add_column("settings")
-    for column in ("step", *parts, "tokens/s/device", "peak"):
-        shown.add_column(column, justify="right")
     for text, own, tokens, _ in ways:
         spent = [f"{own.parts.get(part, 0.0) * 1e3:,.0f}" for part in parts]
         shown.add_row(

@@ -42,9 +42,8 @@ def memory_table(plan: step_plan.Plan) -> Table:
     """Returns a table of bytes by role: by ZeRO's theory, by the shardings, and by XLA's buffer assignment."""
     stage = "custom step" if plan.stage is None else f"stage {plan.stage}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh_shape.items())
-    table = Table(title=f"Memory on each device: {stage}, {plan.devices} x {plan.target.name}, {mesh}")
-    for column in ("role", "ZeRO theory", "shardings", "XLA assigned"):
-        table.add_column(column, justify="left" if column == "role" else "right")
+    title = f"Memory on each device: {stage}, {plan.devices} x {plan.target.name}, {mesh}"
+    table = display.table(title, ("role", "ZeRO theory", "shardings", "XLA assigned"))
     for row in plan.memory:
         table.add_row(row.role, *(_bytes(count) for count in (row.theory, row.arithmetic, row.assigned)))
     table.add_section()
@@ -62,10 +61,10 @@ def groups_table(plan: step_plan.Plan) -> Table:
     found = plan.pipeline
     assert found is not None
     order = found.order
-    table = Table(title=f"Groups of the pipeline: {order.name}, {order.stages} stages, {order.micros} micro-batches")
+    title = f"Groups of the pipeline: {order.name}, {order.stages} stages, {order.micros} micro-batches"
     elsewhere = ["elsewhere"] if any(held.host for held in found.memory) else []  # state in host memory or on a disk
-    for column in ("group", "blocks", "state", "gradients", "between passes", "at once", "sends", "peak", *elsewhere):
-        table.add_column(column, justify="left" if column == "group" else "right")
+    columns = ("group", "blocks", "state", "gradients", "between passes", "at once", "sends", "peak", *elsewhere)
+    table = display.table(title, columns)
     for group, (calls, held) in enumerate(zip(found.calls, found.memory)):
         sizes = (held.state, held.sums, held.values)
         shown = (
@@ -85,9 +84,8 @@ def groups_table(plan: step_plan.Plan) -> Table:
 
 def leaves_table(plan: step_plan.Plan) -> Table:
     """Returns a table of the largest leaves of the state."""
-    table = Table(title=f"The {step_plan.LARGEST} largest leaves")
-    for column in ("leaf", "role", "bytes", "donated"):
-        table.add_column(column, justify="right" if column == "bytes" else "left")
+    words = ("leaf", "role", "donated")
+    table = display.table(f"The {step_plan.LARGEST} largest leaves", ("leaf", "role", "bytes", "donated"), words)
     for leaf in plan.largest_leaves:
         table.add_row(leaf.path, leaf.role, display.human(leaf.nbytes), "yes" if leaf.is_donated else "no")
     return table
@@ -95,9 +93,8 @@ def leaves_table(plan: step_plan.Plan) -> Table:
 
 def temporaries_table(plan: step_plan.Plan) -> Table:
     """Returns a table of the largest temporaries at the peak, with their source lines."""
-    table = Table(title=f"The {step_plan.LARGEST} largest temporaries at the peak")
-    for column in ("value", "role", "bytes", "from"):
-        table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
+    title, words = f"The {step_plan.LARGEST} largest temporaries at the peak", ("value", "role", "from")
+    table = display.table(title, ("value", "role", "bytes", "from"), words, overflow="fold")
     for value in plan.largest_temporaries:
         table.add_row(
             f"{value.name} {value.type}", value.role, display.human(value.nbytes), value.source or value.op_name
@@ -107,9 +104,9 @@ def temporaries_table(plan: step_plan.Plan) -> Table:
 
 def ledger_table(plan: step_plan.Plan) -> Table:
     """Returns a table of the bytes that a device receives in a step, by role, kind and dtype."""
-    table = Table(title="Collectives in a step: bytes received by each device")
-    for column in ("role", "kind", "dtype", "axes", "runs", "bytes", "params", "overlapped"):
-        table.add_column(column, justify="left" if column in ("role", "kind", "dtype", "axes") else "right")
+    words = ("role", "kind", "dtype", "axes")
+    columns = (*words, "runs", "bytes", "params", "overlapped")
+    table = display.table("Collectives in a step: bytes received by each device", columns, words)
     groups: dict[tuple[str, str, str, str], list[Any]] = {}
     for row in plan.ledger.rows:
         groups.setdefault((row.role, row.kind, row.dtype, ",".join(row.axes)), []).append(row)
@@ -219,9 +216,7 @@ def clock_table(plan: step_plan.Plan) -> Table:
     """Returns a table of where the foretold time of a step goes."""
     found = plan.foretold
     assert found is not None
-    table = Table(title="Foretold time of a step: where it goes")
-    for column in ("part", "ms", "share"):
-        table.add_column(column, justify="left" if column == "part" else "right")
+    table = display.table("Foretold time of a step: where it goes", ("part", "ms", "share"))
     for part, seconds in found.parts.items():
         if seconds:
             table.add_row(part, f"{seconds * 1e3:,.1f}", f"{seconds / found.seconds:.1%}")
@@ -255,9 +250,9 @@ def times_table(plan: step_plan.Plan) -> Table:
     """Returns a table of the estimated time of a step with offloaded state, by phase."""
     found = plan.expected.phases if plan.expected else ()
     has_disk = any(phase.disk for phase in found)
-    table = Table(title="Estimated time of a step: copies run beside the device's programs of their phase")
-    for column in ("phase", "runs", "device", "host link", *(["disk"] if has_disk else []), "takes", "exposed"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
+    columns = ("phase", "runs", "device", "host link", *(["disk"] if has_disk else []), "takes", "exposed")
+    title = "Estimated time of a step: copies run beside the device's programs of their phase"
+    table = display.table(title, columns)
     for phase in found:
         disk = [_ms(phase.disk)] if has_disk else []
         table.add_row(

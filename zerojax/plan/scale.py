@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.table import Table
 
-from zerojax import bounded, errors
+from zerojax import bounded, display, errors
 from zerojax.clock import kernels as kernels_lib
 from zerojax.clock import rates as rates_lib
 from zerojax.clock import walk
@@ -174,9 +174,9 @@ def best_interval(save: float, restart: float, between: float) -> tuple[float, f
 
 def table(plan: step_plan.Plan, points: Sequence[Point]) -> Table:
     """Returns the curve as a table; efficiency is that of the first row's tokens a second and GPU."""
-    shown = Table(title=f"The same step on more hosts, {plan.tokens / plan.devices:,.0f} tokens a GPU")
-    for column in ("GPUs", "step", "waits for collectives", "efficiency", "save every", "useful time"):
-        shown.add_column(column, justify="right")
+    title = f"The same step on more hosts, {plan.tokens / plan.devices:,.0f} tokens a GPU"
+    columns = ("GPUs", "step", "waits for collectives", "efficiency", "save every", "useful time")
+    shown = display.table(title, columns, ())
     for point in points:
         shown.add_row(
             f"{point.gpus:,}",

@@ -471,16 +471,14 @@ _WORDS = ("remat", "offload", "params", "inputs")
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Returns the outcomes as a table."""
-    shown = Table(
-        title="Plans, the fastest that fits first",
-        caption="model.recompute applies only if remat is dots; model.offload does not apply if remat is none",
-    )
     own = {name: {getattr(outcome.candidate, name) for outcome in outcomes} for name in COLUMNS}
     named = [name for name in COLUMNS if name in _ALWAYS or {*map(str, own[name])} - {"1", "0", "none", "False"}]
-    for name in named:
-        shown.add_column(COLUMNS[name], justify="left" if name in _WORDS else "right")
-    for column in ("peak", "step", "tokens/s", "why not"):
-        shown.add_column(column, justify="left" if column == "why not" else "right")
+    shown = display.table(
+        "Plans, the fastest that fits first",
+        (*(COLUMNS[name] for name in named), "peak", "step", "tokens/s", "why not"),
+        (*_WORDS, "why not"),
+        caption="model.recompute applies only if remat is dots; model.offload does not apply if remat is none",
+    )
     for outcome in outcomes:
         rate = "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
         peak = "" if outcome.peak is None else display.human(outcome.peak)

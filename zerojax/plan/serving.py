@@ -10,8 +10,6 @@ Of a mixture of experts it reads those that the B tokens take; they are counted 
 import dataclasses
 from typing import Any
 
-from rich.table import Table
-
 from zerojax import display
 from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
@@ -103,9 +101,7 @@ def text(found: ServingPlan) -> str:
     """Returns a plan as text."""
     served, target = found.served, found.target
     title = f"Serving on {target.name}, model={served.devices}: {served.dtype}, format {served.format}, {served.length} tokens a text"
-    table = Table(title=title)
-    for name in ("texts", "bytes of a device", "tokens/s at most", "of each text"):
-        table.add_column(name, justify="right")
+    table = display.table(title, ("texts", "bytes of a device", "tokens/s at most", "of each text"), ())
     for batch, nbytes, rate in found.rows:
         told = ("unknown",) * 2 if rate is None else (f"{rate:,.0f}", f"{rate / batch:,.1f}")
         table.add_row(f"{batch:,}", display.human(nbytes), *told)

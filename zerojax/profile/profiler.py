@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from zerojax import errors, files
+from zerojax import display, errors, files
 from zerojax.errors import UserError
 from zerojax.hlo import syntax
 from zerojax.plan import ledger
@@ -137,9 +137,7 @@ def table(found: breakdown.Profile) -> Table:
     steps = f"step {found.first}" if found.first == found.last else f"steps {found.first} to {found.last}"
     over = f", mean over {found.devices} devices of this process" if found.devices > 1 else ""
     title = f"Time of a step on a device: {steps}{over}"
-    rows = Table(title=title)
-    for column in ("phase", "ms", "share", "hidden ms", "kernels"):
-        rows.add_column(column, justify="left" if column == "phase" else "right")
+    rows = display.table(title, ("phase", "ms", "share", "hidden ms", "kernels"))
     for name, share in found.shares.items():
         part = f"{share.owned / found.step_seconds:.1%}" if found.step_seconds else ""
         rows.add_row(name, f"{share.owned * 1e3:.2f}", part, *_hidden(share, name != phases.IDLE))

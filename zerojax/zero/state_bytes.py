@@ -139,9 +139,8 @@ def memory_table(
     block_settings.check_regex("one_block", one_block, r"layer_\d+", one_block)
     how: dict[str, Any] = {"accumulates": accumulates, "by_hand": by_hand, "in_16_bits": in_16_bits}
     here, there = bytes_per_device(partition, one_block=one_block, **how), bytes_per_device(baseline, **how)
-    table = Table(title=f"Bytes on each device: stage {partition.stage}, {_axes(partition)}")
-    for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):
-        table.add_column(column, justify="left" if column == "role" else "right")
+    own = f"stage {partition.stage}"
+    table = display.table(f"Bytes on each device: {own}, {_axes(partition)}", ("role", own, "stage 0", "saved"))
     for role in (role for role in ROLES if role != roles.FROZEN or here[role] or there[role]):
         sizes = (display.human(here[role]), display.human(there[role]), _saved(here[role], there[role]))
         table.add_row(roles.WORDS.get(role, role), *sizes)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from zerojax import precision
+from zerojax import display, precision
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.inference import classify, generate
@@ -61,9 +61,9 @@ class Score:
     @property
     def table(self) -> Table:
         """Returns the first answers beside their labels."""
-        table = Table(title=f"Answers beside labels, {min(SHOWN, len(self.answers))} of {len(self.answers)}")
-        for column in ("prompt", "answer", "label", ""):
-            table.add_column(column, overflow="fold")
+        title = f"Answers beside labels, {min(SHOWN, len(self.answers))} of {len(self.answers)}"
+        columns = ("prompt", "answer", "label", "")
+        table = display.table(title, columns, columns, overflow="fold")
         for answer in self.answers[:SHOWN]:
             table.add_row(*_shown(answer), "right" if answer.is_right else "wrong")
         return table
