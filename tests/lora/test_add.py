@@ -20,6 +20,27 @@ def test_linen_params_need_the_function_that_calls_the_model():
         zerojax.add_lora({"kernel": jnp.ones((2, 2))}, zerojax.Lora(), jax.random.key(0))
 
 
+def test_a_module_whose_kernel_is_elsewhere_in_the_params_gets_no_adapter_that_nothing_would_run():
+    net = nn.Dense(4, name="out")
+    params = {"backbone": net.init(jax.random.key(0), jnp.ones((2, 8)))["params"]}
+    apply = lambda params, x: nn.Sequential([net]).apply({"params": {"layers_0": params["backbone"]}}, x)  # noqa: E731
+    with pytest.raises(
+        UserError, match=r"^add_lora: \w+ is called, and the params have no \w+/kernel: function= calls"
+    ):
+        zerojax.add_lora(params, zerojax.Lora(target_modules=".*"), jax.random.key(1), apply, jnp.ones((2, 8)))
+
+
+def test_params_whose_names_hold_a_slash_keep_them():
+    net = nn.Sequential([nn.WeightNorm(nn.Dense(4)), nn.Dense(3)])
+    x = jnp.ones((2, 8))
+    params = net.init(jax.random.key(0), x)["params"]
+    adapted = zerojax.add_lora(
+        params, zerojax.Lora(r=2), jax.random.key(1), lambda params, x: net.apply({"params": params}, x), x
+    )
+    before, after = ({path for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (params, adapted))
+    assert before < after and sum("/" in str(path) for path in before) == 1
+
+
 WIDTH, LAYERS = 64, 2
 X = arrays.normal(1, (16, WIDTH))
 

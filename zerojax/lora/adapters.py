@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from zerojax import tree
 from zerojax.lora import targets as targets_lib
@@ -50,16 +51,23 @@ def add(params: PyTree, targets: targets_lib.Targets, key: jax.Array) -> PyTree:
     """Returns weights with fresh adapters, as nested dicts. Frozen kernels are quantized as the settings say; weights trained in full are
     at least float32."""
     coded = targets.coded
-    found: dict[str, Any] = {}
-    for path, leaf in targets_lib.flat(params).items():
+    found: dict[tuple[str, ...], Any] = {}
+    names = {}  # of the nodes around each leaf; a name may hold a "/", as nn.WeightNorm's do
+    for nodes, leaf in jax.tree_util.tree_leaves_with_path(params):
+        path, name = tree.path_string(nodes), tuple(tree.path_string((node,)) for node in nodes)
+        names[path] = name
         if path in coded:
             stored = quantize_stack(leaf, targets.lora.quantize, coded[path])
-            found |= {f"{path}/{name}": part for name, part in stored.items()}
+            found |= {(*name, part): array for part, array in stored.items()}
         else:
-            found[path] = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) if path in targets.saved else leaf
-    for path, shape in shapes(targets).items():
-        found[path] = draw(key, number_of(path), shape, is_b=path.endswith(B))
-    return tree.nested(found)
+            found[name] = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) if path in targets.saved else leaf
+    for module in targets.adapted:
+        above, beside = names[targets.kernel(module)][:-1], targets.adapter(module)
+        inside = (beside.rpartition("/")[2],) if targets.linear[module].is_experts else ()
+        for end, shape in zip((A, B), targets.shapes(module)):
+            number = number_of(f"{beside}/{end}")
+            found[(*above, *inside, end)] = draw(key, number, shape, is_b=end == B)
+    return traverse_util.unflatten_dict(found)
 
 
 def quantize_stack(kernel: jax.Array, kind: str, dims: int) -> dict[str, jax.Array]:

@@ -78,7 +78,14 @@ def add(
     params: PyTree, lora: settings_lib.Lora, key: jax.Array, function: Callable[..., Any], *args: Any
 ) -> dict[str, Any]:
     """Returns a Linen model's weights with fresh adapters; see `zerojax.add_lora`."""
-    chosen = targets_lib.choose(lora, find(function, params, *args), targets_lib.flat(params))
+    weights = targets_lib.flat(params)
+    chosen = targets_lib.choose(lora, find(function, params, *args), weights)
+    for path in chosen.adapted:
+        if chosen.kernel(path) not in weights:
+            raise UserError(
+                f"add_lora: {path} is called, and the params have no {chosen.kernel(path)}: function= calls a model with a part of "
+                'them, or inside another; call it with all, net.apply({"params": params}, ...), or name the module in exclude_modules'
+            )
     return adapters.add(params, chosen, key)
 
 

@@ -75,6 +75,10 @@ def test_packed_wires_that_send_nothing_are_told_of(capsys):
             "attention: set `attention=xla`, or fewer `steps`",
             "config.model.attention: set --config.model.attention=xla, or fewer config.steps",
         ),
+        (
+            "pack: set `pack=False` or `context=1`",
+            "config.data.pack: set --config.data.pack=False or config.mesh.context=1",
+        ),
         ("task='chat': a `stage=3` of `them`", "config.data.task='chat': a config.zero.stage=3 of `them`"),
     ],
 )

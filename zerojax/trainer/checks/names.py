@@ -16,7 +16,7 @@ from zerojax.errors import UserError
 # argument -> the key or flag that sets it
 KEYS = {
     "mesh": "config.mesh",
-    "pipe": "config.mesh.pipe",
+    **{name: f"config.mesh.{name}" for name in ("pipe", "context")},
     "expert": "config.mesh.expert",
     "expert_load": "config.experts.load",
     "expert_parts": "config.experts.parts",
@@ -43,7 +43,10 @@ KEYS = {
         name: f"config.data.{name}"
         for name in ("name", "tokenizer", "task", "prompt", "answer", "rejected", "labels", "messages", "chat_template")
     },
-    **{name: f"config.data.{name}" for name in ("train_split", "eval_split", "train_file", "eval_file", "text_key")},
+    **{
+        name: f"config.data.{name}"
+        for name in ("pack", "train_split", "eval_split", "train_file", "eval_file", "text_key")
+    },
     "reward": "config.grpo.reward",
     "profile": "config.profile",
     "first": "config.profile.start",
