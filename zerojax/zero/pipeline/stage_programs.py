@@ -222,5 +222,4 @@ def together(
 
 def on_mesh(like: Leaf, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Returns an abstract array of a group on another one."""
-    sharding = NamedSharding(mesh, like.sharding.spec, memory_kind=like.sharding.memory_kind)
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(mesh, like.sharding.spec))
