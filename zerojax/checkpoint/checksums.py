@@ -98,6 +98,11 @@ def of_values(values: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(values).encode())
 
 
+def is_altered(saved: dict[str, Any]) -> bool:
+    """Removes a table's own checksum, and returns whether it is another than that of the rest; older code wrote none."""
+    return saved.pop(CRC32, None) not in (None, of_values(saved))
+
+
 def flaw(folder: pathlib.Path, saved: Mapping[str, File], *, part: slice) -> str | None:
     """Returns the first difference between a folder's files and their record, or None if there is none.
 

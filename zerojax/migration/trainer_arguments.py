@@ -225,11 +225,11 @@ def _parts(draft: Draft, arguments: Mapping[str, Any], *, is_alone: bool) -> Non
             draft.say(key, keys_lib.UNSUPPORTED, "a file's keys are not read; write them here")
     names = {accelerate_keys.canonical(name): name for name, _ in draft_lib.leaves({_FSDP: block, _PARALLELISM: ways})}
     kind = next((word for word in words if word.upper() in accelerate.STRATEGIES), "")
-    for word, key, value in ((kind, "sharding_strategy", kind.upper()), ("offload", "offload_params", True)):
-        is_free = not {f"{_FSDP}.{key}", f"{_FSDP}.reshard_after_forward"} & names.keys() or key == "offload_params"
-        if word in words and is_free:
-            block[key] = value
-            names[f"{_FSDP}.{key}"] = "fsdp"
+    has_strategy = not {f"{_FSDP}.sharding_strategy", f"{_FSDP}.reshard_after_forward"}.isdisjoint(names)
+    from_words: dict[str, Any] = {"sharding_strategy": kind.upper()} if kind and not has_strategy else {}
+    from_words |= {"offload_params": True} if "offload" in words else {}
+    block |= from_words
+    names |= {f"{_FSDP}.{key}": "fsdp" for key in from_words}
     for name, size in WAYS.items():
         if draft.has(name):
             ways[size] = arguments[name]

@@ -425,7 +425,7 @@ def with_remat(config: settings_lib.Config, remat: str) -> settings_lib.Config:
 
 
 # Field of a candidate -> its setting.
-PLACES = {
+_PLACES = {
     "stage": "zero.stage",
     "remat": "model.remat",
     "micro_batch_size": "micro_batch_size",
@@ -440,7 +440,7 @@ _OF_DEVICE = {"offload": "none", "params": "none", "ring": False}  # settings th
 
 def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settings_lib.Config:
     config, c = with_remat(config, candidate.remat), candidate
-    values = {place: getattr(c, name) for name, place in PLACES.items()} | {"global_batch_size": 0, "mesh.data": -1}
+    values = {place: getattr(c, name) for name, place in _PLACES.items()} | {"global_batch_size": 0, "mesh.data": -1}
     if c.inputs != "none":
         values["model.offload"] = model_lib.family_of(config)[0].blocks
     elif c.pipe > 1:
@@ -454,8 +454,8 @@ def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settin
 
 def _places(candidate: search.Candidate) -> dict[str, Any]:
     """Returns a candidate's settings that all keep on the device, by place."""
-    own = {name: getattr(candidate, name) for name in PLACES}
-    found = {PLACES[name]: value for name, value in own.items() if name not in _OF_DEVICE or value != _OF_DEVICE[name]}
+    own = {name: getattr(candidate, name) for name in _PLACES}
+    found = {_PLACES[name]: value for name, value in own.items() if name not in _OF_DEVICE or value != _OF_DEVICE[name]}
     if candidate.chunks > 1:
         found |= {"pipeline.schedule": "interleaved", "pipeline.chunks": candidate.chunks}
     return found
@@ -463,7 +463,7 @@ def _places(candidate: search.Candidate) -> dict[str, Any]:
 
 def _own_axes(config: settings_lib.Config) -> dict[str, Sequence[int]]:
     """Returns the sizes of the axes over which the config's examples are the same."""
-    found = {name: (settings_lib.lookup(config, PLACES[name]),) for name in ("context", "model", "pipe", "ring")}
+    found = {name: (settings_lib.lookup(config, _PLACES[name]),) for name in ("context", "model", "pipe", "ring")}
     return {**found, "chunks": (config.pipeline.chunks if config.mesh.pipe > 1 else 1,)}
 
 

@@ -136,7 +136,6 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
       UserError: the folder cannot be read or written, or its run has other settings. The line names the first difference.
     """
     folder = _open(workdir)
-    name = CONFIG_FILE
     try:
         for name in (step_files.CARD, metrics.FILE, CONFIG_FILE):
             if (folder / name).is_dir():

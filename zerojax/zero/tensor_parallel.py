@@ -81,13 +81,8 @@ class ShardedActivations(hooks.Hook):
 
     def __init__(self, table: Table, mesh: Mesh, placements: Mapping[str, placement.Placement]):
         self._table = [(re.compile(row[0]), [tuple(spec) for spec in row[1:3]], row[3:]) for row in table]
-        self._mesh, self._placements, self._is_entered, self._in_ring, self._is_found = (
-            mesh,
-            placements,
-            False,
-            False,
-            False,
-        )
+        self._mesh, self._placements = mesh, placements
+        self._is_entered = self._in_ring = self._is_found = False
 
     @contextlib.contextmanager
     def known(self, inputs: Mapping[str, Any]) -> Iterator[None]:

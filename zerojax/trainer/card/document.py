@@ -29,17 +29,19 @@ def read(place: str | os.PathLike) -> dict[str, Any]:
     files.check_path(place, "RUN")
     path = pathlib.Path(place)
     path = path / FILE if path.is_dir() else path
-    if not os.path.lexists(path):
-        raise UserError(f"{path}: there is no run card; name the folder of a run, or of a checkpoint, that took a step")
     damaged = "is not JSON; name the card of another checkpoint of the run"
     with files.reading(path, "give this user read access", damaged):
-        found = bounded.parse_json(bounded.read_bytes(path))
+        try:
+            found = bounded.parse_json(bounded.read_bytes(path))
+        except FileNotFoundError as error:
+            way_out = "name the folder of a run, or of a checkpoint, that took a step"
+            raise UserError(f"{path}: there is no run card; {way_out}") from error
     schema = found.get("schema") if isinstance(found, dict) else None
     if not isinstance(schema, int):
         raise UserError(f"{path}: is not a run card (it has no schema); name the folder of a run")
     if schema != SCHEMA:
         raise UserError(f"{path}: has schema {schema}, and this version reads {SCHEMA}; use the version that wrote it")
-    if found.pop(checksums.CRC32, None) not in (None, checksums.of_values(found)):
+    if checksums.is_altered(found):
         raise UserError(f"{path}: is altered (its checksum differs); name the card of another checkpoint of the run")
     return found
 

@@ -16,8 +16,7 @@ from zerojax.errors import UserError
 # argument -> the key or flag that sets it
 KEYS = {
     "mesh": "config.mesh",
-    **{name: f"config.mesh.{name}" for name in ("pipe", "context")},
-    "expert": "config.mesh.expert",
+    **{name: f"config.mesh.{name}" for name in ("pipe", "context", "expert")},
     "expert_load": "config.experts.load",
     "expert_parts": "config.experts.parts",
     "stage": "config.zero.stage",
