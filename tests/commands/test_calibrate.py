@@ -3,7 +3,6 @@
 import errno
 import itertools
 import json
-import sys
 
 import compile_only
 import jax
@@ -20,16 +19,13 @@ from zerojax.plan import targets
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(run_main, tmp_path):
     """Returns a function that runs the command, and returns its status, output, error and file."""
 
     def started(*words):
         path = tmp_path / "rates.json"
-        monkeypatch.setattr(sys, "argv", ["zerojax calibrate", f"--out={path}", *words])
-        with pytest.raises(SystemExit) as end:
-            calibrate.main()
-        printed = capsys.readouterr()
-        return end.value.code, printed.out, printed.err, json.loads(path.read_text()) if path.exists() else None
+        printed = run_main(calibrate, f"--out={path}", *words)
+        return (*printed, json.loads(path.read_text()) if path.exists() else None)
 
     return started
 

@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import sys
 
 import pytest
 import runs
@@ -54,9 +53,6 @@ def test_bash_offers_what_may_stand_there(complete, words, offered):
     assert complete(*words) == offered
 
 
-def test_an_unknown_shell_is_told_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["completion", "fish"])
-    with pytest.raises(SystemExit) as end:
-        completion.main()
-    out, errors = capsys.readouterr()
-    assert (end.value.code, out, errors.count("\n")) == (2, "", 1) and "bash" in errors and "zsh" in errors
+def test_an_unknown_shell_is_told_in_one_line(run_main):
+    status, out, errors = run_main(completion, "fish")
+    assert (status, out, errors.count("\n")) == (2, "", 1) and "bash" in errors and "zsh" in errors

@@ -17,21 +17,19 @@ TINY = ("--quick", "--model", "test", "--target", "cpu", "--topology", "8")
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(monkeypatch, run_main, tmp_path):
     """Returns f(flags, answers) -> (status, stdout, stderr, the written settings or None). Answers mean a terminal."""
 
     def call(*flags, answers=None):
         told = iter(answers or ())
-        monkeypatch.setattr(sys, "argv", ["config", "--out", str(tmp_path / "mine.py"), *flags])
         monkeypatch.setattr(sys.stdin, "isatty", lambda: answers is not None, raising=False)
         monkeypatch.setattr("builtins.input", lambda prompt: print(prompt) or next(told))
-        with pytest.raises(SystemExit) as end:
-            config.main()
+        printed = run_main(config, "--out", tmp_path / "mine.py", *flags)
         names = {}
         if (tmp_path / "mine.py").exists():
             exec((tmp_path / "mine.py").read_text(), names)
             names = config_lib.from_dict(names["get_config"]())
-        return end.value.code, *capsys.readouterr(), names or None
+        return (*printed, names or None)
 
     return call
 

@@ -164,9 +164,6 @@ def test_a_host_that_cannot_be_reached_is_told_with_the_words_of_ssh(monkeypatch
     "words, line",
     [(("--min_gb_per_second=-1",), "--min_gb_per_second: must be 0 or more"), (("x",), "unrecognized arguments: x")],
 )
-def test_wrong_arguments_are_errors_of_one_line(monkeypatch, capsys, words, line):
-    monkeypatch.setattr(sys, "argv", ["doctor", *words])
-    with pytest.raises(SystemExit) as end:
-        doctor.main()
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and err.startswith(f"zerojax: {line}") and err.count("\n") == 1
+def test_wrong_arguments_are_errors_of_one_line(run_main, words, line):
+    status, _, err = run_main(doctor, *words)
+    assert status == 2 and err.startswith(f"zerojax: {line}") and err.count("\n") == 1

@@ -34,11 +34,9 @@ SUM_ORDER = 2e-5  # relative: the same float32 arithmetic in another order
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
 
-def call(monkeypatch, capsys, *words):
-    monkeypatch.setattr(sys, "argv", ["import-deepspeed", *map(str, words)])
-    with pytest.raises(SystemExit) as end:
-        import_deepspeed.main()
-    return end.value.code, *capsys.readouterr()
+@pytest.fixture
+def call(run_main):
+    return functools.partial(run_main, import_deepspeed)
 
 
 @pytest.fixture(scope="module")
@@ -146,34 +144,32 @@ def test_the_weights_are_a_folder_for_any_model(imported):
     assert {"config.json", tensor_files.ONE_FILE} <= set(recorded)
 
 
-def test_a_model_of_no_family_becomes_weights_alone(tmp_path, monkeypatch, capsys):
+def test_a_model_of_no_family_becomes_weights_alone(call, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "mamba"}))
-    status, text, _ = call(
-        monkeypatch, capsys, GOLDEN / "zero2-bf16-world2", "--out", tmp_path / "a", "--model_config", config
-    )
+    status, text, _ = call(GOLDEN / "zero2-bf16-world2", "--out", tmp_path / "a", "--model_config", config)
     assert status == 0 and "'mamba' is not an architecture that zerojax computes" in text
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["huggingface"]
     shutil.copytree(GOLDEN / "zero2-bf16-world2", tmp_path / "alone")
     config.unlink()
-    status, text, _ = call(monkeypatch, capsys, tmp_path / "alone", "--out", tmp_path / "b")
+    status, text, _ = call(tmp_path / "alone", "--out", tmp_path / "b")
     assert status == 0 and "no config.json of its model; name it by --model_config" in text
 
 
-def test_an_import_that_did_not_end_is_begun_anew_and_its_config_is_written_last(tmp_path, monkeypatch, capsys):
+def test_an_import_that_did_not_end_is_begun_anew_and_its_config_is_written_last(call, tmp_path, monkeypatch):
     out, config = tmp_path / "out", tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "mamba"}))
     words = (GOLDEN / "zero2-bf16-world2", "--out", out)
     with monkeypatch.context() as patch:
         patch.setattr(import_deepspeed.program_lib, "build", file_systems.full)
-        status, _, errors = call(patch, capsys, *words)
+        status, _, errors = call(*words)
     assert (status, errors) == (2, "zerojax: a file: no space left on the device; make room; run again\n")
     assert sorted(path.name for path in out.iterdir()) == [".unfinished", "huggingface"]
     (out / ".exp_avg.partial").mkdir()
     (out / "huggingface" / tensor_files.ONE_FILE).write_bytes(b"half")
-    assert call(monkeypatch, capsys, *words, "--model_config", config)[0] == 0
+    assert call(*words, "--model_config", config)[0] == 0
     assert [path.name for path in out.iterdir()] == ["huggingface"] and tensor_files.read_folder(out / "huggingface")
-    status, _, errors = call(monkeypatch, capsys, *words)
+    status, _, errors = call(*words)
     assert status == 2 and "holds huggingface; choose a new folder" in errors
 
 
@@ -199,9 +195,7 @@ def test_a_disk_that_fills_while_the_checkpoint_is_saved_is_one_line(tmp_path, c
         ),
     ],
 )
-def test_weights_that_no_run_can_go_on_from_are_written_with_the_reason(
-    tmp_path, monkeypatch, capsys, rename, ds_config, words
-):
+def test_weights_that_no_run_can_go_on_from_are_written_with_the_reason(call, tmp_path, rename, ds_config, words):
     golden = GOLDEN / "zero0-bf16-world2"
     module = torch_files.read(next(golden.glob("global_step4/*.pt")))["module"]
     moments = [
@@ -217,7 +211,7 @@ def test_weights_that_no_run_can_go_on_from_are_written_with_the_reason(
     folder.mkdir(parents=True)
     torch_writer.save(folder / "mp_rank_00_model_states.pt", content)
     shutil.copyfile(GOLDEN / "config.json", tmp_path / "in" / "config.json")
-    status, text, _ = call(monkeypatch, capsys, tmp_path / "in", "--out", tmp_path / "out")
+    status, text, _ = call(tmp_path / "in", "--out", tmp_path / "out")
     assert status == 0 and "no checkpoint to resume was written: " in text and words in text
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["huggingface"]
 
@@ -275,12 +269,12 @@ def tensor(entry):
         (3, False),
     ],
 )
-def test_a_run_of_peft_goes_on_with_its_adapter(tmp_path, monkeypatch, capsys, stage, has_frozen):
+def test_a_run_of_peft_goes_on_with_its_adapter(call, tmp_path, stage, has_frozen):
     """Weights, moments and counts are the checkpoint's; the model is made of the frozen weights, or named by --model."""
     arrays = peft_checkpoint(tmp_path / "in", stage, has_frozen=has_frozen)
     words = ("--model_config", LORA.parent / "config.json") if has_frozen else ("--model", LORA.parent)
     out = tmp_path / "out"
-    status, text, errors = call(monkeypatch, capsys, tmp_path / "in", "--out", out, *words)
+    status, text, errors = call(tmp_path / "in", "--out", out, *words)
     assert (status, errors) == (0, "") and f"{out / 'run'}: a checkpoint at step 9" in text
     assert (out / "huggingface").exists() == has_frozen
     config = import_deepspeed._config((out / "config.py").read_text())
@@ -305,9 +299,9 @@ def test_a_run_of_peft_goes_on_with_its_adapter(tmp_path, monkeypatch, capsys, s
     np.testing.assert_array_equal(np.asarray(kernel).reshape(frozen.T.shape), frozen.T)
 
 
-def test_what_an_adapters_run_lacks_is_named(tmp_path, monkeypatch, capsys):
+def test_what_an_adapters_run_lacks_is_named(call, tmp_path):
     peft_checkpoint(tmp_path / "in", 3, has_frozen=False)
-    status, text, _ = call(monkeypatch, capsys, tmp_path / "in", "--out", tmp_path / "out")
+    status, text, _ = call(tmp_path / "in", "--out", tmp_path / "out")
     assert status == 0 and "holds the adapter alone, and its model" in text and "name the model's by --model" in text
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["adapter"]
     other = GOLDEN / "zero2-bf16-world2"
@@ -315,16 +309,16 @@ def test_what_an_adapters_run_lacks_is_named(tmp_path, monkeypatch, capsys):
         ((tmp_path / "in", "--model", tmp_path), "holds no config.json; name the folder of the adapter's model"),
         ((other, "--adapter", LORA), "the checkpoint holds no adapter of PEFT; leave it out"),
     ):
-        status, _, errors = call(monkeypatch, capsys, *words, "--out", tmp_path / "new")
+        status, _, errors = call(*words, "--out", tmp_path / "new")
         assert status == 2 and errors.count("\n") == 1 and message in errors
 
 
-def test_a_hostile_checkpoint_builds_nothing_and_is_named(tmp_path, monkeypatch, capsys):
+def test_a_hostile_checkpoint_builds_nothing_and_is_named(call, tmp_path):
     folder = tmp_path / "bad" / "global_step4"
     folder.mkdir(parents=True)
     content = {"module": torch_writer.Call("posix.system", f"touch {tmp_path / 'trace'}")}
     torch_writer.save(folder / "mp_rank_00_model_states.pt", content)
-    status, text, errors = call(monkeypatch, capsys, tmp_path / "bad", "--out", tmp_path / "out")
+    status, text, errors = call(tmp_path / "bad", "--out", tmp_path / "out")
     assert (status, text, errors.count("\n")) == (
         2,
         "",
@@ -333,7 +327,7 @@ def test_a_hostile_checkpoint_builds_nothing_and_is_named(tmp_path, monkeypatch,
     assert not (tmp_path / "trace").exists() and not (tmp_path / "out").exists()
 
 
-def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_are_one_line(call, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     for words, message in (
@@ -345,5 +339,5 @@ def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, capsys):
             "there is no such file",
         ),
     ):
-        status, _, errors = call(monkeypatch, capsys, *words)
+        status, _, errors = call(*words)
         assert status == 2 and errors.count("\n") == 1 and message in errors

@@ -1,8 +1,8 @@
 """Checks the command line, its report and the page of keys. This module tests zerojax.commands.migrate."""
 
+import functools
 import json
 import pathlib
-import sys
 
 import pytest
 import runs
@@ -27,11 +27,9 @@ def write(folder, content, name="ds_config.json"):
     return path
 
 
-def call(capsys, monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["migrate", *map(str, words)])
-    with pytest.raises(SystemExit) as end:
-        migrate.main()
-    return end.value.code, *capsys.readouterr()
+@pytest.fixture
+def call(run_main):
+    return functools.partial(run_main, migrate)
 
 
 def load(path):
@@ -41,9 +39,9 @@ def load(path):
     return names["get_config"](), names["__doc__"]
 
 
-def test_a_written_config_is_valid_short_and_opens_with_its_command(tmp_path, capsys, monkeypatch):
+def test_a_written_config_is_valid_short_and_opens_with_its_command(call, tmp_path):
     out = tmp_path / "configs" / "mine.py"
-    status, text, errors = call(capsys, monkeypatch, write(tmp_path, PLAIN), "--out", out, "--strict")
+    status, text, errors = call(write(tmp_path, PLAIN), "--out", out, "--strict")
     assert (status, errors) == (0, "") and f"written: {out}" in text
     raw, doc = load(out)
     config = config_lib.from_dict(raw)
@@ -59,8 +57,8 @@ def test_a_written_config_is_valid_short_and_opens_with_its_command(tmp_path, ca
 
 
 @runs.LONG  # tests/mission trains two, and tests/optim/test_deepspeed_schedules.py has the rates
-def test_a_translated_config_trains(tmp_path, capsys, monkeypatch):
-    call(capsys, monkeypatch, write(tmp_path, PLAIN), "--out", tmp_path / "mine.py")
+def test_a_translated_config_trains(call, tmp_path):
+    call(write(tmp_path, PLAIN), "--out", tmp_path / "mine.py")
     raw, _ = load(tmp_path / "mine.py")
     small = {
         key: value
@@ -78,18 +76,18 @@ def test_a_translated_config_trains(tmp_path, capsys, monkeypatch):
     )  # WarmupDecayLR: one step late, ln(1) = 0, ln(2) / ln(2) = 1
 
 
-def test_strict_writes_nothing_and_ends_with_status_2(tmp_path, capsys, monkeypatch):
+def test_strict_writes_nothing_and_ends_with_status_2(call, tmp_path):
     path = write(tmp_path, {**PLAIN, "comet": {"enabled": True}, "mistake": 1})
     out = tmp_path / "mine.py"
-    status, text, errors = call(capsys, monkeypatch, path, "--out", out, "--strict")
+    status, text, errors = call(path, "--out", out, "--strict")
     assert status == 2 and not out.exists() and errors.count("\n") == 1 and "2 keys are not supported" in errors
     assert "comet.enabled = true: " in text and "mistake = 1: the format has no such key" in text
-    assert call(capsys, monkeypatch, path, "--out", out)[0] == 0 and out.exists()
+    assert call(path, "--out", out)[0] == 0 and out.exists()
     alone = write(tmp_path, {**PLAIN, "mistake": 1})
-    assert "1 key is not supported" in call(capsys, monkeypatch, alone, "--strict")[2]
+    assert "1 key is not supported" in call(alone, "--strict")[2]
 
 
-def test_a_misspelt_section_or_key_is_named_with_the_nearest_known_one(tmp_path, capsys, monkeypatch):
+def test_a_misspelt_section_or_key_is_named_with_the_nearest_known_one(call, tmp_path):
     content = {key: value for key, value in PLAIN.items() if key != "zero_optimization"}
     content |= {
         "zero_optimisation": {"stage": 3, "overlap_comm": None},
@@ -98,7 +96,7 @@ def test_a_misspelt_section_or_key_is_named_with_the_nearest_known_one(tmp_path,
         "other": 1,
     }
     for words in ((), ("--json",)):
-        status, text, errors = call(capsys, monkeypatch, write(tmp_path, content), *words)
+        status, text, errors = call(write(tmp_path, content), *words)
         assert status == 0
         assert [line.partition("ds_config.json: ")[2] for line in errors.splitlines()] == [
             "the section zero_optimisation is not known, and was not read; did you mean zero_optimization?",
@@ -106,14 +104,14 @@ def test_a_misspelt_section_or_key_is_named_with_the_nearest_known_one(tmp_path,
             "the section mine is not known, and was not read",
         ]
     assert len(json.loads(text)["keys"]) == 18  # a value of null counts as a key, and what the file lacks does not
-    report = call(capsys, monkeypatch, write(tmp_path, content))[1]
+    report = call(write(tmp_path, content))[1]
     assert "DeepSpeed config, 16 keys, and 2 that are absent and matter" in report
     whole = write(tmp_path, {**PLAIN, "gradient_clipping": 1.0})
-    assert "DeepSpeed config, 14 keys\n" in call(capsys, monkeypatch, whole)[1]
+    assert "DeepSpeed config, 14 keys\n" in call(whole)[1]
 
 
-def test_json_holds_the_settings_the_keys_and_the_config(tmp_path, capsys, monkeypatch):
-    status, text, _ = call(capsys, monkeypatch, write(tmp_path, PLAIN), "--json")
+def test_json_holds_the_settings_the_keys_and_the_config(call, tmp_path):
+    status, text, _ = call(write(tmp_path, PLAIN), "--json")
     found = json.loads(text)
     assert status == 0 and found["settings"]["zero.stage"] == 2 and found["kind"] == "DeepSpeed config"
     assert {"key", "value", "verdict", "text"} == found["keys"][0].keys() and "def get_config" in found["config"]
@@ -136,11 +134,11 @@ def test_json_holds_the_settings_the_keys_and_the_config(tmp_path, capsys, monke
         "flag": ("{}", ("--strictly",), "unrecognized arguments: --strictly"),
     }.values(),
 )  # fmt: skip
-def test_a_wrong_input_is_one_line_with_status_2(tmp_path, capsys, monkeypatch, content, words, message):
+def test_a_wrong_input_is_one_line_with_status_2(call, tmp_path, content, words, message):
     path = tmp_path / "ds_config.json"
     if content is not None:
         path.write_bytes(content.encode("utf-8", "surrogatepass"))
-    status, text, errors = call(capsys, monkeypatch, path, *words)
+    status, text, errors = call(path, *words)
     assert (status, text) == (2, "") and errors.count("\n") == 1 and message in errors
 
 

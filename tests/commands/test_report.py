@@ -1,7 +1,6 @@
 """Checks the facts of a report and their remedies. This module tests zerojax.commands.report."""
 
 import json
-import sys
 
 import pytest
 
@@ -14,25 +13,28 @@ def by_name(facts):
     return {fact.name: fact for fact in facts}
 
 
-def call(monkeypatch, capsys, facts, *words):
-    monkeypatch.setattr(report, "collect", lambda: iter(facts))
-    monkeypatch.setattr(sys, "argv", ["report", *words])
-    with pytest.raises(SystemExit) as end:
-        report.main()
-    return end.value.code, *capsys.readouterr()
+@pytest.fixture
+def call(monkeypatch, run_main):
+    """Returns f(facts, words) -> (status, stdout, stderr)."""
+
+    def run(facts, *words):
+        monkeypatch.setattr(report, "collect", lambda: iter(facts))
+        return run_main(report, *words)
+
+    return run
 
 
 FACTS = [Fact("a", "one", "1"), Fact("a", "two", "2", NOTE, "do this"), Fact("b", "three", "3", WRONG, "do that")]
 
 
-def test_the_status_is_that_of_the_worst_line(monkeypatch, capsys):
-    status, out, _ = call(monkeypatch, capsys, FACTS)
+def test_the_status_is_that_of_the_worst_line(call):
+    status, out, _ = call(FACTS)
     assert status == 1 and out.endswith("1 wrong\n") and "\033" not in out
-    assert call(monkeypatch, capsys, FACTS[:2])[0] == 0
+    assert call(FACTS[:2])[0] == 0
 
 
-def test_json_has_every_fact(monkeypatch, capsys):
-    _, out, _ = call(monkeypatch, capsys, FACTS, "--json")
+def test_json_has_every_fact(call):
+    _, out, _ = call(FACTS, "--json")
     found = json.loads(out)
     assert not found["ok"] and found["facts"][2] == {
         "group": "b",
