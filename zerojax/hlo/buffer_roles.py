@@ -7,7 +7,7 @@ and `transpose`. An array that a matmul reads is no gradient of a weight, whatev
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from zerojax import roles as roles_lib
 from zerojax.hlo import flow as hlo_flow
@@ -39,13 +39,13 @@ _SCOPES: tuple[tuple[str, str], ...] = (
 )
 
 
-def argument_role(path: str, roles: Sequence[tuple[str, str]] = PATH_ROLES) -> str:
+def argument_role(path: str) -> str:
     """Returns the role of an argument.
 
     >>> argument_role("state/opt_state/0/mu/layer_0/kernel")
     'moments'
     """
-    return next((role for pattern, role in roles if re.search(pattern, path)), roles_lib.REST)
+    return next((role for pattern, role in PATH_ROLES if re.search(pattern, path)), roles_lib.REST)
 
 
 class Reader:

@@ -61,8 +61,9 @@ def test_a_state_that_the_host_cannot_hold_is_refused(partition):
 
 def test_a_pool_that_is_too_small_is_refused_with_the_name_of_its_variable(partition, monkeypatch):
     monkeypatch.setattr(budget.mesh_lib, "platform", lambda mesh: "gpu")
+    monkeypatch.setenv(xla_flags.PINNED_POOL, "1e-6")
     with pytest.raises(UserError, match=f"{xla_flags.PINNED_POOL}=2 before"):
-        budget.check(partition, host=budget.Host(None, None), pool_gb=1e-6)
+        budget.check(partition, host=budget.Host(None, None))
     for text, size in ((None, 64.0), ("100", 100.0)):
         monkeypatch.setenv(xla_flags.PINNED_POOL, text) if text else monkeypatch.delenv(xla_flags.PINNED_POOL, False)
         assert xla_flags.pinned_pool_gb() == size
@@ -99,12 +100,15 @@ def test_a_pool_that_would_double_beyond_the_hosts_memory_is_refused(partition, 
     monkeypatch.setattr(budget.mesh_lib, "platform", lambda mesh: "gpu")
     monkeypatch.setattr(budget, "pool_bytes", lambda partition: 65 * GIB)
     host = budget.Host(125 * GIB, None)
+    monkeypatch.setenv(xla_flags.PINNED_POOL, "118")
     with pytest.raises(UserError, match=f"grows to 118.* {xla_flags.PINNED_POOL}=86 before"):
-        budget.check(partition, host=host, pool_gb=118)
-    budget.check(partition, host=host, pool_gb=86)
+        budget.check(partition, host=host)
+    budget.check(partition, host=budget.Host(400 * GIB, None))
+    monkeypatch.setenv(xla_flags.PINNED_POOL, "86")
+    budget.check(partition, host=host)
+    monkeypatch.setenv(xla_flags.PINNED_POOL, "70")
     with pytest.warns(UserWarning, match="may be full later"):
-        budget.check(partition, host=host, pool_gb=70)
-    budget.check(partition, host=budget.Host(400 * GIB, None), pool_gb=118)
+        budget.check(partition, host=host)
 
 
 @pytest.mark.parametrize(

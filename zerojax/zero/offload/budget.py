@@ -87,13 +87,12 @@ def grown_bytes(pooled: float, pool_gb: float) -> float:
     return max(pooled, min(total, pool_gb * 2**30))
 
 
-def check(partition: partition_lib.Partition, *, host: Host | None = None, pool_gb: float | None = None) -> None:
+def check(partition: partition_lib.Partition, *, host: Host | None = None) -> None:
     """Checks that this host can hold what the partition offloads.
 
     Args:
       partition: with offloaded leaves or not.
       host: the machine's memory; None reads it.
-      pool_gb: the size of XLA's pool of pinned memory in GiB; None reads it. Only on GPUs.
 
     Raises:
       UserError: it cannot. The line names the way out.
@@ -103,7 +102,7 @@ def check(partition: partition_lib.Partition, *, host: Host | None = None, pool_
     _check_disk(partition)
     pooled, buffers = pool_bytes(partition), storage.buffer_bytes(partition)
     is_pooled = mesh_lib.platform(partition.mesh) == "gpu"
-    pool_gb = xla_flags.pinned_pool_gb() if pool_gb is None else pool_gb
+    pool_gb = xla_flags.pinned_pool_gb()
     host = read_host() if host is None else host
     count = processes_here()
     size = pool_size_gb(pooled, host, count)
