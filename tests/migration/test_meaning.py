@@ -1063,7 +1063,6 @@ TRAINER = {
         {
             "model_name_or_path": {"init_from": "opt/llama"},
             "stage": {"data.task": "text"},
-            "dataset": {"data.name": "c4_demo"},
             "cutoff_len": {"seq_len": 1024},
             "max_steps": {"steps": 300},
             "warmup_ratio": {"optimizer.warmup_steps": 30},
@@ -1071,7 +1070,7 @@ TRAINER = {
             "save_strategy": {"checkpoint.every": 0},
             "optim": {"optimizer.name": "adamw", "optimizer.moments": "int8"},
         },
-        unsupported="max_samples output_dir",
+        unsupported="dataset max_samples output_dir",
         absent=defaults(),
     ),
     "TRL with PEFT": File(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerojax.migration import keys, script_arguments, trainer_arguments
+from zerojax.migration import draft, keys, script_arguments, trainer_arguments
 
 
 def translated(**arguments):
@@ -15,6 +15,7 @@ TELLING = {
     "target_modules": "q_proj, v_proj",
     "modules_to_save": "lm_head",
     "packing": True,
+    "neat_packing": True,
     "use_rslora": True,
     "model_name_or_path": "opt/model",
 }
@@ -164,3 +165,47 @@ def test_the_optimizer_of_a_trainer_is_ours_of_that_name(optim, expected):
 )
 def test_strategies_decide_which_steps_count(arguments, place, value):
     assert translated(**arguments)[0].settings.get(place) == value
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, {"micro_batch_size": 1, "optimizer.schedule": "cosine", "optimizer.warmup_steps": 0.03, "seq_len": 512, "epochs": 1.0}),
+        ({}, {"precision": "bf16", "zero.stage": 0}),
+        ({"max_steps": 200}, {"optimizer.warmup_steps": 6, "steps": 200}),
+        ({"max_steps": 9000}, {"optimizer.warmup_steps": 100}),
+        ({"warmup_steps": 0, "fp16": True, "num_epochs": 2}, {"optimizer.warmup_steps": 0, "precision": "fp16", "epochs": 2.0}),
+        ({"fsdp_config": {"offload_params": True}}, {"zero.stage": 3, "offload.params": "host"}),
+        ({"max_steps": 100, "eval_steps": 5}, {"evaluate.every": 5}),
+        ({"rl": "ipo", "rl_beta": 0.2}, {"data.task": "dpo", "dpo.loss": "ipo", "dpo.beta": 0.2}),
+        ({"wandb_project": "mine"}, {"metrics.project": "mine", "metrics.to": ("tensorboard", "wandb")}),
+    ],
+)  # fmt: skip
+def test_what_a_file_of_axolotl_omits_is_what_axolotl_takes(given, expected):
+    content = {"base_model": "opt/m", "datasets": [{"path": "a.jsonl", "type": "alpaca"}], **given}
+    found = trainer_arguments.translate_trainer(content, None)
+    assert found.settings.items() >= expected.items()
+    absent = {line.key: line.text for line in found.lines if line.value is None}
+    assert not absent.keys() & content.keys() and ("num_epochs" in absent) == ("num_epochs" not in given)
+    assert all("Axolotl takes" in absent.get(name, "Axolotl takes") for name in ("micro_batch_size", "sequence_len"))
+    assert {name for names in found.sources.values() for name in names if "assumed" not in name} <= {
+        *content,
+        *(name for name, _ in draft.leaves(content)),
+    }
+
+
+def test_a_file_of_llama_factory_means_lora_unless_it_says_otherwise_and_its_datasets_are_names():
+    found, said = translated(stage="sft", dataset="alpaca_en_demo", neat_packing=True, use_muon=True)
+    expected = {"lora.r": 8, "lora.alpha": 16.0, "lora.target_modules": "all-linear", "optimizer.name": "muon"}
+    assert found.settings.items() >= {**expected, "data.pack": True}.items() and "data.name" not in found.settings
+    assert said["dataset"].verdict == keys.UNSUPPORTED and said["finetuning_type"].value is None
+    assert "lora.r" not in translated(stage="sft", finetuning_type="full")[0].settings
+    assert translated(stage="sft", dataset="a.jsonl")[0].settings["data.train_file"] == "a.jsonl"
+    found, _ = translated(stage="dpo", dpo_label_smoothing=0.1)
+    assert found.settings["dpo.label_smoothing"] == 0.1
+
+
+def test_transformers_newest_names_are_read():
+    found, said = translated(activation_checkpointing=True, fsdp=True, fsdp_config={"cpu_offload": True})
+    assert found.settings.items() >= {"model.remat": "full", "offload.params": "host", "zero.stage": 3}.items()
+    assert said["activation_checkpointing"].verdict == said["fsdp_config.cpu_offload"].verdict == keys.TAKEN

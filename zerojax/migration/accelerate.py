@@ -282,10 +282,11 @@ def _fsdp(draft: Draft) -> None:
     draft.put("zero.stage", sharded, key, "distributed_type")
     if is_hybrid:
         draft.put("mesh.replica", max(1, draft.whole("num_machines", 1)), key)
-    if draft.flag(f"{_FSDP}.offload_params"):
-        offloaded = [part for part in ("optimizer", "params") if translate.is_sharded(draft, part)]
-        for part in offloaded or ["params"]:
-            translate.offload(draft, part, "cpu", f"{_FSDP}.offload_params")
+    for key in (f"{_FSDP}.offload_params", f"{_FSDP}.cpu_offload"):  # Accelerate's name, and transformers'
+        if draft.flag(key):
+            offloaded = [part for part in ("optimizer", "params") if translate.is_sharded(draft, part)]
+            for part in offloaded or ["params"]:
+                translate.offload(draft, part, "cpu", key)
     if draft.flag(f"{_FSDP}.activation_checkpointing"):
         draft.put("model.remat", "full", f"{_FSDP}.activation_checkpointing")
 

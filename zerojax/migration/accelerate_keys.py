@@ -1,7 +1,7 @@
 """The keys of an Accelerate config, and of a transformers Trainer's arguments. This module is the table of what each one becomes here.
 
 The keys of `fsdp_config` stand here without their prefix `fsdp_`, and those of `parallelism_config` without `parallelism_config_`.
-Source: Accelerate 1.15 (`commands/config`), transformers 5 (`TrainingArguments`).
+Source: Accelerate 1.15 (`commands/config`), transformers 5.24 (`TrainingArguments`), Axolotl of July 2026 (`utils/schemas/fsdp.py`).
 """
 
 from collections.abc import Mapping
@@ -103,6 +103,16 @@ KEYS: Mapping[str, Key] = {
         "weights and optimizer state in pinned host memory",
         ("offload.optimizer", "offload.params"),
         (False, None),
+    ),
+    "fsdp_config.cpu_offload": Key(
+        TAKEN,
+        "weights and optimizer state in pinned host memory",
+        ("offload.optimizer", "offload.params"),
+        (False, None),
+    ),
+    "fsdp_config.cpu_offload_pin_memory": Key(UNSUPPORTED, "host memory is pinned", (), (True, None)),
+    "fsdp_config.final_state_dict_type": Key(
+        IMPLIED, "config.export.format=huggingface writes full arrays, from any stage"
     ),
     "fsdp_config.auto_wrap_policy": Key(IMPLIED, _BLOCKS),
     "fsdp_config.transformer_layer_cls_to_wrap": Key(IMPLIED, _BLOCKS),

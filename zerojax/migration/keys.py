@@ -376,6 +376,8 @@ ALIASES: Mapping[str, str] = {
     "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
     "zero_optimization.max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
     "zero_optimization.module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
+    "zero_optimization.use_all_reduce_for_fetch_params": "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+    "zero_optimization.allgather_sequential": "zero_optimization.stage3_allgather_sequential",
     "curriculum_learning.curriculum_type": "curriculum_learning.type",
 }
 

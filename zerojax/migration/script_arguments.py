@@ -1,7 +1,7 @@
 """Translates arguments of the scripts around a Trainer. This module reads the model, the adapters and the data.
 
-The names are those of PEFT's and TRL's scripts, of the tools whose files have a `finetuning_type`, and of those whose files have a
-`base_model`. Such a file holds a Trainer's arguments too.
+The names are those of PEFT's and TRL's scripts, of the tool whose files have a `stage`, and of Axolotl, whose files have a `base_model`.
+Such a file holds a Trainer's arguments too. docs/migrate.md names the sources.
 """
 
 import math
@@ -23,7 +23,7 @@ PLACES: Mapping[str, tuple[str, str]] = {
     "max_target_length": ("data.answer_len", WHOLE),
     "train_file": ("data.train_file", TEXT),
     **dict.fromkeys(("dataset_text_field", "text_column_name"), ("data.text_key", TEXT)),
-    "packing": ("data.pack", FLAG),
+    **dict.fromkeys(("packing", "neat_packing"), ("data.pack", FLAG)),
     "run_name": ("metrics.name", TEXT),
 }
 ADAPTERS: Mapping[str, tuple[str, str]] = {
@@ -48,10 +48,34 @@ ALIASES: Mapping[str, str] = {
     "sequence_len": "cutoff_len",
     "sample_packing": "packing",
     "lora_model_dir": "adapter_name_or_path",
+    "peft_use_rslora": "use_rslora",
+    "rl_beta": "pref_beta",
+    "dpo_beta": "pref_beta",
+    "wandb_name": "run_name",
+    "chat_template": "template",
+    "early_stopping_steps": "early_stopping_patience",
+    "activation_checkpointing": "gradient_checkpointing",  # the name since transformers 5.24
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
     "use_peft_lora": "use_peft",
     "use_4bit_quantization": "load_in_4bit",
     "use_8bit_quantization": "load_in_8bit",
 }
+# the key that tells a tool's files -> (the tool, what it takes for arguments that a file omits, where transformers takes something else)
+OMITTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "stage": ("the script", {"finetuning_type": "lora"}),
+    "base_model": (
+        "Axolotl",
+        {
+            "per_device_train_batch_size": 1,
+            "num_train_epochs": 1.0,
+            "lr_scheduler_type": "cosine",
+            "warmup_ratio": 0.03,
+            "cutoff_len": 512,
+            "bf16": "auto",
+        },
+    ),
+}
+MOST_WARMUP = 100  # steps of Axolotl's own warm-up, where the number of steps is known
 _BITS = ("quantization_bit", "load_in_4bit", "load_in_8bit")
 QUANTIZED = {4: "nf4", 8: "int8"}
 PREFERENCES = ("sigmoid", "ipo")
@@ -93,9 +117,10 @@ KEYS: Mapping[str, Key] = {
     "finetuning_type": Key(TAKEN, "", _LORA),
     "use_peft": Key(TAKEN, "", _LORA, (False, None)),
     _ALL_LINEAR: Key(TAKEN, "", ("lora.target_modules",), (False, None)),
-    "stage": Key(TAKEN, "", ("data.task",)),
+    **dict.fromkeys(("stage", "rl"), Key(TAKEN, "", ("data.task",))),
     "pref_beta": Key(TAKEN, "", ("dpo.beta",)),
     "pref_loss": Key(TAKEN, "", ("dpo.loss",)),
+    "dpo_label_smoothing": Key(TAKEN, "", ("dpo.label_smoothing",), (0, None)),
     "beta": Key(UNSUPPORTED, "config.dpo.beta with config.data.task=dpo, config.grpo.kl with grpo"),
     "loss_type": Key(UNSUPPORTED, "config.dpo.loss with config.data.task=dpo"),
     "label_smoothing": Key(UNSUPPORTED, "config.dpo.label_smoothing with config.data.task=dpo", (), (0, None)),
@@ -112,6 +137,9 @@ KEYS: Mapping[str, Key] = {
     ),
     "evals_per_epoch": Key(UNSUPPORTED, "evaluations are counted in steps; set config.evaluate.every"),
     "saves_per_epoch": Key(UNSUPPORTED, "checkpoints are counted in steps; set config.checkpoint.every"),
+    "wandb_project": Key(
+        TAKEN, "a run needs its package: pip install 'zerojax[wandb]'", ("metrics.to", "metrics.project")
+    ),
     "adapter": Key(IMPLIED, "adapters are trained where config.lora.r is above 0"),
     "report_to": Key(TAKEN, "wandb and mlflow need their packages", ("metrics.to",)),
     "bnb_4bit_quant_type": Key(UNSUPPORTED, "4 bits are nf4", (), ("nf4", None)),
@@ -131,6 +159,7 @@ KEYS: Mapping[str, Key] = {
         ("val_size", "val_set_size"),
         Key(UNSUPPORTED, "held-out examples are config.data.eval_file or config.data.eval_split", (), (0, None)),
     ),
+    **dict.fromkeys(("model_type", "tokenizer_type"), Key(IMPLIED, "config.json of the model's folder says it")),
     **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), Key(UNSUPPORTED, _TOKENIZER, (), (None, ""))),
     "use_fast_tokenizer": Key(IMPLIED, _TOKENIZER),
     "model_revision": Key(UNSUPPORTED, "config.init_from is a folder", (), ("main", None)),
@@ -146,9 +175,11 @@ KEYS: Mapping[str, Key] = {
     ),
     **dict.fromkeys(
         "preprocessing_num_workers dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc "
-        "overwrite_cache remove_unused_columns dataloader_persistent_workers preprocessing_batch_size".split(),
+        "overwrite_cache remove_unused_columns dataloader_persistent_workers preprocessing_batch_size dataset_prepared_path "
+        "dataset_processes".split(),
         Key(NO_EFFECT, _READS),
     ),
+    "pad_to_sequence_len": Key(IMPLIED, "rows have config.seq_len tokens"),
     "dataloader_drop_last": Key(IMPLIED, "batches are full: an epoch's last one begins the next"),
     "do_train": Key(IMPLIED, "a run trains"),
     "do_eval": Key(IMPLIED, "held-out examples are evaluated; config.evaluate.every"),
@@ -178,6 +209,30 @@ KEYS: Mapping[str, Key] = {
         Key(NO_EFFECT, _PROCESS),
     ),
 }
+
+
+def omitted(content: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the tool whose file this is, and what it takes for arguments that the file omits.
+
+    Args:
+      content: the file.
+      arguments: the same under the names of a Trainer's arguments.
+    """
+    tool, values = next((OMITTED[name] for name in OMITTED if name in content), ("transformers", {}))
+    given = {name for name, value in arguments.items() if value is not None}
+    found = {name: value for name, value in values.items() if name not in given}
+    if tool == "Axolotl":
+        if "warmup_steps" in given or "warmup_ratio" in given:
+            found.pop("warmup_ratio", None)
+        elif isinstance(steps := arguments.get("max_steps"), int) and 0 < steps < 2**31:
+            found["warmup_steps"] = min(int(found.pop("warmup_ratio") * steps), MOST_WARMUP)
+        if arguments.get("fp16"):
+            found.pop("bf16", None)
+        if arguments.get("fsdp_config") and "fsdp" not in given:
+            found["fsdp"] = True
+        if "eval_steps" in given and given.isdisjoint(("eval_strategy", "evaluation_strategy")):
+            found["eval_strategy"] = "steps"
+    return tool, found
 
 
 def read(draft: Draft) -> None:
@@ -235,6 +290,8 @@ def _dataset(draft: Draft) -> None:
             draft.say(
                 name, UNSUPPORTED, "a run reads one dataset; join the files and name them in config.data.train_file"
             )
+        elif draft.has("stage") and _named(value) == ("data.name", value):
+            draft.say(name, UNSUPPORTED, "a name of dataset_info.json; name its file in config.data.train_file")
         else:
             draft.put(*_named(value), name)
     found = draft.get("datasets")
@@ -309,32 +366,35 @@ def _adapters(draft: Draft) -> None:
 
 
 def _stage(draft: Draft) -> None:
-    """Puts the task of the argument `stage`, and the length of examples that its tool takes where the file has none."""
-    if not draft.has("stage"):
-        return
-    kind = str(draft.get("stage")).lower()
+    """Puts the task of the argument `stage` or `rl`, and the length of examples that its tool takes where the file has none."""
+    name = next((one for one in ("stage", "rl") if draft.get(one)), "")
+    kind = str(draft.get(name)).lower()
     if kind == "pt":
-        draft.put("data.task", "text", "stage")
+        draft.put("data.task", "text", name)
     elif kind == "sft":
         why = "its examples are conversations; for other fields config.data.task=seq2seq, prompt and answer"
-        draft.assume("stage", {"data.task": "chat"}, why)
-    elif kind == "dpo":
-        draft.put("data.task", "dpo", "stage")
+        draft.assume(name, {"data.task": "chat"}, why)
+    elif kind in ("dpo", "ipo"):
+        draft.put("data.task", "dpo", name)
         _put(draft, "pref_beta", "dpo.beta", NUMBER)
-        if str(draft.get("pref_loss", "sigmoid")) in PREFERENCES:
+        _put(draft, "dpo_label_smoothing", "dpo.label_smoothing", NUMBER)
+        if kind == "ipo":
+            draft.put("dpo.loss", kind, name)
+        elif str(draft.get("pref_loss", "sigmoid")) in PREFERENCES:
             _put(draft, "pref_loss", "dpo.loss", TEXT)
         else:
             draft.say("pref_loss", UNSUPPORTED, f"config.dpo.loss is {' or '.join(PREFERENCES)}")
-    else:
-        draft.say(
-            "stage", UNSUPPORTED, "config.data.task has what is learned: supervised, of preferences, or of rewards"
-        )
-    if "seq_len" not in draft.settings:
+    elif name:
+        draft.say(name, UNSUPPORTED, "config.data.task has what is learned: supervised, of preferences, or of rewards")
+    if name == "stage" and "seq_len" not in draft.settings:
         draft.assume("cutoff_len", {"seq_len": 2048}, "absent: the script's default is taken")
 
 
 def _clients(draft: Draft) -> None:
     """Puts the clients that show the metrics."""
+    if project := draft.get("wandb_project"):
+        draft.put("metrics.project", str(project), "wandb_project")
+        draft.put("metrics.to", ("tensorboard", "wandb"), "wandb_project")
     value = draft.get("report_to")
     if not draft.has("report_to") or value is None:
         return

@@ -66,6 +66,7 @@ KEYS: Mapping[str, Key] = {
     **dict.fromkeys(_LOWEST, Key(keys_lib.TAKEN, "", ("optimizer.final_fraction",))),
     "fp8": Key(keys_lib.TAKEN, "", ("precision",), (False, None)),
     "activation_offloading": keys_lib.KEYS["activation_checkpointing.cpu_checkpointing"],
+    "use_muon": Key(keys_lib.TAKEN, "matrices by muon, the rest by adamw", ("optimizer.name",), (False, None)),
     "num_train_epochs": Key(keys_lib.TAKEN, "", ("epochs",)),
     "optim": Key(keys_lib.TAKEN, "", ("optimizer.name", "optimizer.moments")),
     **dict.fromkeys(_STRATEGIES[:2], Key(keys_lib.TAKEN, "", ("evaluate.every",))),
@@ -131,6 +132,8 @@ def translate_trainer(
     """
     own = {script_arguments.ALIASES.get(name, name): name for name in content if name != "deepspeed"}
     arguments = {name: content[given] for name, given in own.items()}
+    tool, omitted = script_arguments.omitted(content, arguments)
+    arguments |= omitted
     is_hardwares = arguments.get("bf16") == draft_lib.AUTO  # where the hardware has it, which all of our targets do
     if is_hardwares:
         arguments["bf16"] = True
@@ -154,14 +157,23 @@ def translate_trainer(
     if is_hardwares:
         draft.assume("bf16", {"precision": draft.settings["precision"]}, "the hardware's")
     found = draft.finish(inner.devices)
+    own |= {new: old for old, new in script_arguments.ALIASES.items() if new in omitted and new not in own}
     told = [dataclasses.replace(line, **_as_given(line.key, own, content)) for line in found.lines]
+    for index, (line, before) in enumerate(zip(told, found.lines, strict=True)):
+        if before.key in omitted:
+            text = f"absent: {tool} takes {omitted[before.key]!r}; {line.text}"
+            told[index] = dataclasses.replace(line, value=None, text=text)
+    sources = {
+        place: tuple(own.get(name, name) for name in names if name not in omitted)
+        for place, names in found.sources.items()
+    }
     lines = [
         dataclasses.replace(line, key=f"deepspeed.{line.key}")
         for line in inner.lines
         if (_holds(deepspeed, line.key) if line.value is not None else deepspeed is not None)
         and not (line.key in ("scheduler.type", "optimizer.type") and line.value is None)
     ]
-    return dataclasses.replace(found, lines=(*told, *_deepspeed(draft, content, deepspeed), *lines))
+    return dataclasses.replace(found, sources=sources, lines=(*told, *_deepspeed(draft, content, deepspeed), *lines))
 
 
 def _as_given(name: str, own: Mapping[str, str], content: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,11 +271,18 @@ def _parts(draft: Draft, arguments: Mapping[str, Any], *, is_alone: bool) -> Non
 
 def _optimizer(draft: Draft, moments: str, *, is_own: bool) -> None:
     """Says what became of the name of the optimizer, which Trainer reads where the DeepSpeed config has none."""
+    if draft.flag("use_muon") and is_own:
+        draft.put("optimizer.name", "muon", "use_muon")
+        draft.say("optim", keys_lib.NO_EFFECT, "use_muon decides it")
+        return
     kind = draft.get("optim")
     if kind is None:
         return
     if not is_own:
         draft.say("optim", keys_lib.NO_EFFECT, "the DeepSpeed config has an optimizer")
+    elif str(kind).lower() == "muon":
+        why = "set config.optimizer.name=muon if the rate is one of AdamW's, whose updates are as large; adamw is taken"
+        draft.say("optim", keys_lib.UNSUPPORTED, why)
     elif str(kind).lower() not in OPTIMIZERS:
         draft.say(
             "optim",
