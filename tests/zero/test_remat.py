@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.ops import fp8, residuals
+from zerojax.ops import experts, fp8, residuals
+from zerojax.plan import flops
 from zerojax.zero import marks, remat
 
 X, W = np.ones((3, 4), np.float32), np.ones((4, 5), np.float32)
@@ -70,6 +71,23 @@ def test_of_an_fp8_matmul_the_scaled_result_and_the_scales_are_kept_unless_it_is
     assert kept_of(remat.REMAT["dots"]) == [*scales, (3, 5)]
     assert kept_of(remat.REMAT["dots"], marked=True) == scales
     assert kept_of(remat.REMAT["full"]) == []
+
+
+@pytest.mark.parametrize("name, products", [("none", 9), ("dots", 9), ("attention", 11), ("full", 11)])
+def test_dots_multiplies_no_row_by_an_expert_twice_and_no_policy_by_its_last_matrix(name, products):
+    tokens, dim, width, count, top = 16, 8, 4, 4, 2
+    shapes = (tokens, dim), (tokens, count), (count, dim, width), (count, dim, width), (count, width, dim)
+
+    def loss(policy, x, logits, *matrices):
+        def layer(x, logits, *matrices):
+            return x + experts.apply(x, experts.route(logits, top), *matrices)
+
+        return jnp.sum(jnp.tanh(jax.checkpoint(layer, policy=policy)(x, logits, *matrices)))
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    grads = jax.grad(loss, argnums=(1, 2, 3, 4, 5))
+    counted = flops.count(jax.make_jaxpr(grads, static_argnums=0)(remat.policy(name), *arrays))
+    assert sum(counted.values()) == products * 2 * (tokens * top) * dim * width
 
 
 @pytest.mark.parametrize("precision", [None, "highest", "default"])

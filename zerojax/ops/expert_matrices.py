@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import grouped
-from zerojax.ops import quantized
+from zerojax.ops import quantized, residuals
 
 
 @jax.tree_util.register_dataclass
@@ -50,13 +50,17 @@ def multiply(x_RK: jax.Array, matrices: Matrices, sizes_E: jax.Array) -> jax.Arr
       matrices: of the experts.
       sizes_E: int32, the rows of each expert.
     """
+    return residuals.of_matmul(_multiplied(x_RK, matrices, sizes_E))
+
+
+def _multiplied(x_RK: jax.Array, matrices: Matrices, sizes_E: jax.Array) -> jax.Array:
     if not isinstance(matrices, StoredMatrices):
         return _grouped(x_RK, matrices, sizes_E)
     y_RN = _grouped(x_RK, _kernel(matrices, x_RK.dtype), sizes_E)
     if matrices.a is None or matrices.b is None:
         return y_RN
     with jax.named_scope("lora"):
-        low_Rr = _grouped(x_RK, matrices.a.astype(x_RK.dtype), sizes_E) * matrices.scale
+        low_Rr = residuals.of_matmul(_grouped(x_RK, matrices.a.astype(x_RK.dtype), sizes_E)) * matrices.scale
         return (y_RN + _grouped(low_Rr.astype(x_RK.dtype), matrices.b.astype(x_RK.dtype), sizes_E)).astype(x_RK.dtype)
 
 

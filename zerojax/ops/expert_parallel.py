@@ -299,7 +299,7 @@ def _round(
             x_SD, y_SD = _backward_in_turn(x_SD, y_SD)
             hidden.append(_hidden(call, following._replace(x_SD=x_SD), *inner))
         sent.append(_sent(call, y_SD))
-    return jnp.concatenate([_added_up(y_SD, part.row_S, part.slot_TK) for part, y_SD in zip(parts, sent)])
+    return jnp.concatenate([added_up(y_SD, part.row_S, part.slot_TK) for part, y_SD in zip(parts, sent)])
 
 
 @jax.custom_vjp
@@ -323,8 +323,8 @@ def _arrived(call: _Travel, seats: _Seats, number: int | jax.Array, x_TD: jax.Ar
     in_round_R = (seats.place_R >= begin) & (seats.place_R < begin + call.room) & (seats.peer_R < call.ways)
     slot_R = jnp.where(in_round_R, seats.peer_R * call.room + seats.place_R - begin, slots)
     slot_TK = slot_R.reshape(weights_TK.shape)
-    x_SD = _sent(call, _spread(x_TD, row_S, slot_TK))
-    weight_S = _sent(call, _moved(weights_TK.reshape(-1), row_S, slot_R))
+    x_SD = _sent(call, spread(x_TD, row_S, slot_TK))
+    weight_S = _sent(call, moved(weights_TK.reshape(-1), row_S, slot_R))
     # What has arrived is sorted by device, then by expert; slots of none are the last.
     ends_Ne = jnp.clip(seats.ends_Ne - begin, 0, call.room)
     expert_S = jnp.sum(jnp.arange(call.room)[:, None] >= ends_Ne[:, None], axis=2).reshape(-1)
@@ -336,7 +336,7 @@ def _arrived(call: _Travel, seats: _Seats, number: int | jax.Array, x_TD: jax.Ar
 
 def _hidden(call: _Travel, part: _Part, gate: Matrices, inner: Matrices | None) -> jax.Array:
     """Returns what this device's experts make of its rows before their last matmul, times the rows' weights: float[S, F]."""
-    x_SD, weight_S = (_moved(values, part.order_S, part.back_S) for values in (part.x_SD, part.weight_S))
+    x_SD, weight_S = (moved(values, part.order_S, part.back_S) for values in (part.x_SD, part.weight_S))
     with _room(call):
         if call.has_up:
             assert inner is not None
@@ -359,9 +359,9 @@ def _result(
     with _room(call):
         y_SD = multiply(hidden_SF, down, part.sizes_e)
     if bias is not None:
-        weight_S = _moved(part.weight_S, part.order_S, part.back_S)
+        weight_S = moved(part.weight_S, part.order_S, part.back_S)
         y_SD = (y_SD + _of_rows(bias, part) * weight_S[:, None] * call.share).astype(y_SD.dtype)
-    return _moved(y_SD, part.back_S, part.order_S)
+    return moved(y_SD, part.back_S, part.order_S)
 
 
 def _room(call: _Travel) -> AbstractContextManager[None]:
@@ -427,34 +427,34 @@ _later.defvjp(lambda call, plan, *arrays: (_later(call, plan, *arrays), (plan, a
 
 
 @jax.custom_vjp
-def _moved(values: jax.Array, where: jax.Array, back: jax.Array) -> jax.Array:
+def moved(values: jax.Array, where: jax.Array, back: jax.Array) -> jax.Array:
     """Returns `values[where]`, 0 beyond their end. No value is taken twice, so the gradient is moved by `back` alike."""
-    return values.at[where].get(mode="fill", fill_value=0)
+    return jnp.take(values, where, axis=0, mode="fill", fill_value=0)
 
 
-_moved.defvjp(
-    lambda values, where, back: (_moved(values, where, back), (where, back)),
-    lambda saved, grad: (_moved(grad, saved[1], saved[0]), None, None),
+moved.defvjp(
+    lambda values, where, back: (moved(values, where, back), (where, back)),
+    lambda saved, grad: (moved(grad, saved[1], saved[0]), None, None),
 )
 
 
 @jax.custom_vjp
-def _spread(x_TD: jax.Array, row_S: jax.Array, slot_TK: jax.Array) -> jax.Array:
+def spread(x_TD: jax.Array, row_S: jax.Array, slot_TK: jax.Array) -> jax.Array:
     """Returns each slot's token, 0 where it has none. The gradient of a token is a sum in float32."""
-    return x_TD.at[row_S // slot_TK.shape[1]].get(mode="fill", fill_value=0)
+    return jnp.take(x_TD, row_S // slot_TK.shape[1], axis=0, mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def _added_up(y_SD: jax.Array, row_S: jax.Array, slot_TK: jax.Array) -> jax.Array:
+def added_up(y_SD: jax.Array, row_S: jax.Array, slot_TK: jax.Array) -> jax.Array:
     """Returns the sum of each token's slots: float32[T, D]."""
-    return jnp.sum(y_SD.at[slot_TK].get(mode="fill", fill_value=0), axis=1, dtype=jnp.float32)
+    return jnp.sum(jnp.take(y_SD, slot_TK, axis=0, mode="fill", fill_value=0), axis=1, dtype=jnp.float32)
 
 
-_spread.defvjp(
-    lambda x, row, slot: (_spread(x, row, slot), (row, slot)),
-    lambda saved, grad: (_added_up(grad, *saved).astype(grad.dtype), None, None),
+spread.defvjp(
+    lambda x, row, slot: (spread(x, row, slot), (row, slot)),
+    lambda saved, grad: (added_up(grad, *saved).astype(grad.dtype), None, None),
 )
-_added_up.defvjp(
-    lambda y, row, slot: (_added_up(y, row, slot), (row, slot, jnp.zeros(0, y.dtype))),
-    lambda saved, grad: (_spread(grad, *saved[:2]).astype(saved[2].dtype), None, None),
+added_up.defvjp(
+    lambda y, row, slot: (added_up(y, row, slot), (row, slot, jnp.zeros(0, y.dtype))),
+    lambda saved, grad: (spread(grad, *saved[:2]).astype(saved[2].dtype), None, None),
 )

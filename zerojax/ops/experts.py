@@ -6,6 +6,7 @@ With the router's scores s of a token (float32), its K best experts C and their 
 
 Rows are sorted by expert, so an expert's tokens are a run of rows, and the three matmuls of all experts are grouped matmuls
 (`pallas_kernels.grouped`): on GPUs no row is computed twice and none is padded. No token is dropped unless there is a capacity.
+A row's weight multiplies before the last matmul, since down(w h) = w down(h): then the backward pass reads no result of an expert.
 Where devices have some of the experts each, tokens travel to them (`expert_parallel`).
 
 Shapes: T tokens, D embed, E experts, K experts of a token, F an expert's width, R = T K rows.
@@ -160,19 +161,22 @@ def apply(
         weights_TK, sizes_E = weights_TK * kept_TK, jnp.minimum(sizes_E, capacity)
     with jax.named_scope("experts"):
         order_R = jnp.argsort(expert_R, stable=True)
-        place_TK = jnp.argsort(order_R).reshape(tokens, top_k)
-        x_RD = _spread(x_TD, order_R, place_TK)
-        added = _no_bias if biases is None else functools.partial(_with_bias, expert_R[order_R])
+        place_R = jnp.argsort(order_R)
+        place_TK = place_R.reshape(tokens, top_k)
+        x_RD = expert_parallel.spread(x_TD, order_R, place_TK)
+        weight_R1 = expert_parallel.moved(weights_TK.reshape(-1), order_R, place_R)[:, None]
+        of_both, of_down = biases or (None, None)
+        added = functools.partial(_with_bias, expert_R[order_R])
         if up_EDF is None:
             assert isinstance(gate_EDF, jax.Array)
             flat_EDG = gate_EDF.reshape(*gate_EDF.shape[:2], -1)
-            both_RF2 = added(multiply(x_RD, flat_EDG, sizes_E).reshape(-1, *gate_EDF.shape[2:]), biases and biases[0])
+            both_RF2 = added(multiply(x_RD, flat_EDG, sizes_E).reshape(-1, *gate_EDF.shape[2:]), of_both)
             hidden_RF = activation(both_RF2[..., 0], both_RF2[..., 1])
         else:
             hidden_RF = activation(multiply(x_RD, gate_EDF, sizes_E)) * multiply(x_RD, up_EDF, sizes_E)
-        y_RD = added(multiply(hidden_RF, down_EFD, sizes_E), biases and biases[1])
-        y_TKD = _sorted_back(y_RD, order_R, place_TK).astype(jnp.float32)
-    return jnp.einsum("tkd,tk->td", y_TKD, weights_TK).astype(x_TD.dtype)
+        weighted_RF = (hidden_RF * weight_R1).astype(x_TD.dtype)
+        y_RD = added(multiply(weighted_RF, down_EFD, sizes_E), of_down, weight_R1)
+        return expert_parallel.added_up(y_RD, order_R, place_TK).astype(x_TD.dtype)
 
 
 def _of_each_token(
@@ -259,36 +263,10 @@ def _devices() -> tuple[str, ...]:
     return mesh_lib.around(mesh_lib.SUMMED)
 
 
-def _no_bias(y_RN: jax.Array, bias_EN: jax.Array | None) -> jax.Array:
-    return y_RN
-
-
-def _with_bias(expert_R: jax.Array, y_RN: jax.Array, bias_EN: jax.Array | None) -> jax.Array:
-    """Adds the bias of each row's expert. Its gradient is added up in float32."""
-    assert bias_EN is not None
-    return (y_RN + bias_EN.astype(jnp.float32)[expert_R]).astype(y_RN.dtype)
-
-
-@jax.custom_vjp
-def _spread(x_TD: jax.Array, order_R: jax.Array, place_TK: jax.Array) -> jax.Array:
-    """Returns each row's token. The gradient of a token is a sum in float32, where JAX's own adds up in the dtype of x."""
-    return x_TD[order_R // place_TK.shape[1]]
-
-
-def _spread_backward(place_TK: jax.Array, d_RD: jax.Array) -> tuple[jax.Array, None, None]:
-    return jnp.sum(d_RD[place_TK], axis=1, dtype=jnp.float32).astype(d_RD.dtype), None, None
-
-
-_spread.defvjp(lambda x, order, place: (_spread(x, order, place), place), _spread_backward)
-
-
-@jax.custom_vjp
-def _sorted_back(y_RD: jax.Array, order_R: jax.Array, place_TK: jax.Array) -> jax.Array:
-    """Returns the rows of each token, float[T, K, D]. The gradient is a gather as well, since rows are only in another order."""
-    return y_RD[place_TK]
-
-
-_sorted_back.defvjp(
-    lambda y, order, place: (_sorted_back(y, order, place), order),
-    lambda order_R, d_TKD: (d_TKD.reshape(order_R.size, -1)[order_R], None, None),
-)
+def _with_bias(
+    expert_R: jax.Array, y_RN: jax.Array, bias_EN: jax.Array | None, weight_R1: jax.Array | float = 1.0
+) -> jax.Array:
+    """Adds the bias of each row's expert, times the row's weight, if there are biases. Its gradient is added up in float32."""
+    if bias_EN is None:
+        return y_RN
+    return (y_RN + bias_EN.astype(jnp.float32)[expert_R] * weight_R1).astype(y_RN.dtype)

@@ -30,13 +30,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from zerojax.errors import UserError
+from zerojax.ops import residuals
 
 TENSORWISE, DELAYED, ROWWISE = "tensorwise", "delayed", "rowwise"
 RECIPES = (TENSORWISE, DELAYED, ROWWISE)
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 
-# Names of values for policies of rematerialisation: the product of a matmul, and the scales of its operands.
-PRODUCT, SCALE = "zerojax: an fp8 matmul", "zerojax: an fp8 scale"
+SCALE = "zerojax: an fp8 scale"  # the name of an operand's scale for policies of rematerialisation
 # Part of the op_name of each matmul that was asked for in fp8.
 SCOPE = "fp8_matmul"
 
@@ -109,7 +109,7 @@ def dot_general(
     for _ in lhs_batch:
         run = jax.vmap(run, in_axes=(0, 0, None, None))
     shape = (*lhs.shape[: len(lhs_batch)], *lhs_kept, *rhs_kept)
-    return checkpoint_name(run(lhs, rhs, rhs_in_fp8, history), PRODUCT).reshape(shape)
+    return residuals.of_matmul(run(lhs, rhs, rhs_in_fp8, history)).reshape(shape)
 
 
 def check_recipe(recipe: str) -> None:

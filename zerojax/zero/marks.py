@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import traces, tree
 from zerojax.errors import UserError
-from zerojax.ops import fp8, tiles
+from zerojax.ops import residuals, tiles
 from zerojax.tree import PyTree
 from zerojax.zero import block_settings, remat
 
@@ -32,7 +32,7 @@ _to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
     offload_src="device",
     offload_dst="pinned_host",
 )
-_FP8_NOT_KEPT = "zerojax: an fp8 matmul that is not kept"
+_PRODUCT_NOT_KEPT = "zerojax: a matmul by kernels of its own that is not kept"
 
 
 class Modules:
@@ -136,8 +136,8 @@ def _marked_params(eqn: jex.JaxprEqn) -> dict[str, Any]:
                 "can be marked; give a jax.lax.Precision or none, set recompute to '', or remat to 'full'"
             )
         params["precision"] = remat.NotKept(precision)
-    if eqn.primitive.name == "name" and params["name"] == fp8.PRODUCT:
-        params["name"] = _FP8_NOT_KEPT
+    if eqn.primitive.name == "name" and params["name"] == residuals.PRODUCT:
+        params["name"] = _PRODUCT_NOT_KEPT
     return params
 
 

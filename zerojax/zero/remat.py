@@ -4,7 +4,8 @@ some arrays that "dots" keeps in place of matmuls (`ops.residuals`).
 Gathered weights are never kept, nor are values derived from a weight by a cast, a transpose or a slice.
 
 A policy sees a primitive and its parameters, but not its module; `marks` tells it of modules, and keeps arrays in host memory. The results
-of matmuls in fp8 have a name (`ops.fp8`), because these are scaled after the matmul, and what is kept is the scaled result.
+of matmuls in fp8 and of experts' matmuls have a name (`residuals.PRODUCT`): the former are scaled after the matmul, and what is kept is the
+scaled result; the latter are of kernels that the policy cannot see, since each platform has its own.
 """
 
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def _keep_only_matmuls(primitive: jex.Primitive, *operands: Any, **params: Any) 
     # Attention's forward, cuDNN's or a Pallas kernel, also returns the softmax statistics, so the backward pass does not run it again.
     name = primitive.name
     if name == "name":
-        return params["name"] in (fp8.PRODUCT, fp8.SCALE, residuals.ATTENTION)
+        return params["name"] in (residuals.PRODUCT, fp8.SCALE, residuals.ATTENTION)
     if name in traces.MATMULS and operands[0].dtype.itemsize == 1 and jnp.issubdtype(operands[0].dtype, jnp.floating):
         return False  # its scaled result has a name
     is_matmul = name in traces.MATMULS and not isinstance(params.get("precision"), NotKept)
