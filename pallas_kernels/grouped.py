@@ -249,21 +249,21 @@ HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
 
 def rows_on_gpu(lhs_MK: jax.Array, rhs_GKN: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
     """Returns `out`, or `dlhs` if `transposed`, by the kernel of the GPUs that the surrounding `jax.shard_map` runs on."""
-    if blocks := _hopper_processors():
+    if processors := _hopper_processors():
         from pallas_kernels import grouped_mosaic  # takes long to import, and only these GPUs need it
 
         if grouped_mosaic.takes_rows(lhs_MK, rhs_GKN, transposed):
-            return grouped_mosaic.grouped_rows(lhs_MK, rhs_GKN, sizes_G, transposed=transposed, blocks=blocks)
+            return grouped_mosaic.grouped_rows(lhs_MK, rhs_GKN, sizes_G, transposed=transposed, processors=processors)
     return rows_by_triton(lhs_MK, rhs_GKN, sizes_G, transposed)
 
 
 def matrices_on_gpu(lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
     """Returns `drhs`, as `rows_on_gpu` does."""
-    if blocks := _hopper_processors():
+    if processors := _hopper_processors():
         from pallas_kernels import grouped_mosaic
 
         if grouped_mosaic.takes_matrices(lhs_MK, dout_MN):
-            return grouped_mosaic.grouped_matrices(lhs_MK, dout_MN, sizes_G, blocks=blocks)
+            return grouped_mosaic.grouped_matrices(lhs_MK, dout_MN, sizes_G, processors=processors)
     return matrices_by_triton(lhs_MK, dout_MN, sizes_G)
 
 

@@ -1,6 +1,6 @@
 """The products of `grouped` for Hopper GPUs. This module writes them for Mosaic: the copy engine, barriers and warpgroup matmuls.
 
-A block of threads stays on its processor and computes one tile after another. Two of its warpgroups multiply, one half of the tile each.
+A block of threads computes one tile after another (`_blocks`). Two of its warpgroups multiply, one half of the tile each.
 The third copies: it runs ahead by the buffers that there are, past the end of a tile, so that the next tile's operands arrive while the
 results of the last are written.
 
@@ -32,6 +32,7 @@ EIGHT = 8  # rows of a tile of shared memory
 # Contracted at a time, and columns that are written at a time: 128 bytes of 16-bit values, the widest swizzle.
 DEPTH = 64
 WIDEST = 256  # columns of a warpgroup's matmul
+FEWEST = 4  # works of a block, so that most operands arrive while a work before is multiplied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class RowsTile:
       buffers: how many pairs of operands are in shared memory.
       chunk: rows that a warpgroup writes at a time.
       chunks: how many of these are in shared memory.
+      waves: see `_blocks`.
     """
 
     rows: int = 288
@@ -53,6 +55,7 @@ class RowsTile:
     buffers: int = 4
     chunk: int = 32
     chunks: int = 2
+    waves: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,9 @@ class MatricesTile:
       kept: steps of 64 rows of `dout` that stay in shared memory while results are computed from them.
       buffers: steps of `lhs` in shared memory.
       pairs: of results in one work, at most.
+      long_pairs: the same where the mean group has more rows than stay. Then results share no operands, and small works of the largest
+        groups end together with those of the others.
+      waves: see `_blocks`.
     """
 
     rows: int = 128
@@ -71,6 +77,8 @@ class MatricesTile:
     kept: int = 7
     buffers: int = 7
     pairs: int = 8
+    long_pairs: int = 2
+    waves: int = 4
 
 
 def takes_rows(lhs_MK: jax.Array, rhs_GKN: jax.Array, transposed: bool) -> bool:
@@ -89,14 +97,14 @@ def _is_16_bit(*arrays: jax.Array) -> bool:
 
 
 # As programs of their own both are traced and compiled once for each shape, however many layers call them.
-@functools.partial(jax.jit, static_argnames=("transposed", "blocks", "tile"))
+@functools.partial(jax.jit, static_argnames=("transposed", "processors", "tile"))
 def grouped_rows(
     lhs_MK: jax.Array,
     rhs_GKN: jax.Array,
     sizes_G: jax.Array,
     *,
     transposed: bool,
-    blocks: int,
+    processors: int,
     tile: RowsTile = RowsTile(),
 ) -> jax.Array:
     """Returns `out`, or `dlhs` if `transposed` (see `grouped`).
@@ -105,13 +113,14 @@ def grouped_rows(
       lhs_MK, rhs_GKN: arrays that `takes_rows`.
       sizes_G: int32, the rows of each group.
       transposed: whether the matrices are.
-      blocks: of threads, one for each processor.
+      processors: of the GPU.
       tile: the sizes.
     """
     height, contracted = lhs_MK.shape
     columns = rhs_GKN.shape[1 if transposed else 2]
     table, used = row_tiles.largest_first(sizes_G, height, tile.rows)
     across, steps, half = columns // tile.columns, contracted // DEPTH, tile.columns // MULTIPLIERS
+    blocks = _blocks(processors, tile.waves, height // tile.rows * across)
 
     def body(*refs: Any) -> None:
         used_ref, group_ref, start_ref, real_ref, count_ref, lhs_ref, rhs_ref, out_ref = refs
@@ -240,9 +249,9 @@ def _in_powers_of_2(count: Any, most: int, send: Callable[[int, Any], None]) -> 
             size //= 2
 
 
-@functools.partial(jax.jit, static_argnames=("blocks", "tile"))
+@functools.partial(jax.jit, static_argnames=("processors", "tile"))
 def grouped_matrices(
-    lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array, *, blocks: int, tile: MatricesTile = MatricesTile()
+    lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array, *, processors: int, tile: MatricesTile = MatricesTile()
 ) -> jax.Array:
     """Returns `drhs` (see `grouped`), float32, of arrays that `takes_matrices`; the other arguments are as in `grouped_rows`.
 
@@ -251,9 +260,11 @@ def grouped_matrices(
     groups, shape = sizes_G.shape[0], (lhs_MK.shape[1], dout_MN.shape[1])
     if shape[0] % (2 * tile.rows):
         tile = dataclasses.replace(tile, rows=64)
-    pairs = max(n for n in range(1, tile.pairs + 1) if shape[0] // (2 * tile.rows) % n == 0)
+    most = tile.pairs if lhs_MK.shape[0] <= groups * tile.kept * DEPTH else tile.long_pairs
+    pairs = max(n for n in range(1, most + 1) if shape[0] // (2 * tile.rows) % n == 0)
     down, across = shape[0] // (2 * tile.rows * pairs), shape[1] // tile.columns
     works = groups * down * across
+    blocks = _blocks(processors, tile.waves, works)
     table = row_tiles.by_size(sizes_G)
 
     def body(
@@ -264,8 +275,9 @@ def grouped_matrices(
             mine = lax.div(works - block + (blocks - 1), blocks)
 
             def find(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-                # Half of the blocks begin with their smallest works, which wait for memory while large ones multiply.
-                work = _in_turns(jnp.where(block < blocks // 2, i, mine - 1 - i), works, blocks, block)
+                # Half of a wave's blocks begin with their smallest works, which wait for memory while large ones multiply.
+                is_first = lax.rem(block, processors) < processors // 2
+                work = _in_turns(jnp.where(is_first, i, mine - 1 - i), works, blocks, block)
                 inside = lax.rem(work, down * across)
                 top, left = lax.rem(inside, down) * (2 * tile.rows * pairs), lax.div(inside, down) * tile.columns
                 return order_ref[lax.div(work, down * across)], top, left
@@ -407,6 +419,15 @@ def grouped_matrices(
 
     kernel = _kernel(body, jax.ShapeDtypeStruct((groups, *shape), jnp.float32), blocks, "grouped_matrices", False)
     return kernel(*table, lhs_MK, dout_MN)
+
+
+def _blocks(processors: int, waves: int, works: int) -> int:
+    """Returns how many blocks share the works: `waves` for each processor, where each block then has several works.
+
+    A block takes a processor's memory, so of more blocks than processors some begin when others have ended. Where a collective occupies
+    processors, blocks of one wave would begin when all others have ended, and the product would take twice as long.
+    """
+    return processors * max(1, min(waves, works // (FEWEST * processors)))
 
 
 def _specialised(works: Any, copy: Any, multiply: Any, drain: Any, first: Any = None) -> None:

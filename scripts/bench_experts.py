@@ -283,12 +283,12 @@ def _product(variant: str, product: str, height: int) -> Callable[..., Any] | No
 
         if (product == "drhs") != (kind == "matrices"):
             return None
-        blocks = jax.devices()[0].core_count
+        processors = jax.devices()[0].core_count
         if product == "drhs":
             matrices = grouped_mosaic.MatricesTile(*numbers)
-            return functools.partial(grouped_mosaic.grouped_matrices, blocks=blocks, tile=matrices)
+            return functools.partial(grouped_mosaic.grouped_matrices, processors=processors, tile=matrices)
         own, transposed = grouped_mosaic.RowsTile(*numbers), product == "dlhs"
-        return functools.partial(grouped_mosaic.grouped_rows, transposed=transposed, blocks=blocks, tile=own)
+        return functools.partial(grouped_mosaic.grouped_rows, transposed=transposed, processors=processors, tile=own)
     rows, columns, depth, steps, wide = numbers
     how = {"block_m": rows, "block_n": columns, "block_k": depth, "max_concurrent_steps": steps, "grid_block_n": wide}
     if product == "drhs":

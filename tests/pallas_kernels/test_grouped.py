@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import grouped, row_tiles
+from pallas_kernels import grouped, grouped_mosaic, row_tiles
 from zerojax import traces
 from zerojax.zero import float32_grads
 
@@ -157,6 +157,19 @@ def kernels(program):
 def test_hopper_gpus_run_their_own_kernels_of_wide_16_bit_products(target, width, dtype, expected):
     inside, args = on(target, both, 64, 128, width, dtype=dtype)
     assert kernels(jax.make_jaxpr(inside)(*args)) == expected
+
+
+@pytest.mark.parametrize("works", [1, 131, 678, 1808, 3072])
+def test_blocks_share_the_works_and_begin_one_after_the_other_where_each_has_several(works):
+    processors, waves = 132, 4
+    blocks = grouped_mosaic._blocks(processors, waves, works)
+    assert blocks % processors == 0 and blocks <= waves * processors
+    assert blocks == processors or works // blocks >= grouped_mosaic.FEWEST
+    assert blocks == waves * processors or works < (blocks + processors) * grouped_mosaic.FEWEST
+    shares = [range((works - block + blocks - 1) // blocks) for block in range(blocks)]
+    all_of = [(i, block) for block, own in enumerate(shares) for i in own]
+    turns = jax.vmap(lambda i, block: grouped_mosaic._in_turns(i, works, blocks, block))(*np.asarray(all_of).T)
+    assert sorted(np.asarray(turns)) == list(range(works))
 
 
 @pytest.mark.long
