@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import warnings
 
 import jax
@@ -140,3 +141,15 @@ def test_a_warning_of_the_library_is_one_line_of_a_command_and_others_keep_their
     assert (own, other) == ("zerojax: offload.fraction: is tiny\n", "/other/module.py:7: UserWarning: of another\n")
     errors.warn_in_one_line("config.{}".format)
     assert warnings.formatwarning("offload.x", UserWarning, errors.__file__, 7) == "zerojax: config.offload.x\n"
+
+
+def test_options_of_python_do_not_hold_for_warnings_of_the_library_in_a_command(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(sys, "warnoptions", ["error"])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("error")
+        errors.warn_in_one_line()
+        warnings.warn_explicit("wire: has no effect", UserWarning, "step.py", 7, module="zerojax.zero.step")
+        with pytest.raises(UserWarning):
+            warnings.warn_explicit("of another", UserWarning, "other.py", 7, module="other")
+    assert [str(one.message) for one in told] == ["wire: has no effect"]

@@ -5,6 +5,7 @@ import difflib
 import errno
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -40,6 +41,8 @@ class UserError(ValueError):
 def warn_in_one_line(named: Callable[[str], str] = str) -> None:
     """Lets Python print a warning of this library as a command line prints an error: one line, without its place in the source.
 
+    Options of Python (`PYTHONWARNINGS`, `-W`) hold for other warnings alone: these lines tell what a command does with its settings.
+
     Args:
       named: gives a line the names that the command line uses.
     """
@@ -50,6 +53,8 @@ def warn_in_one_line(named: Callable[[str], str] = str) -> None:
         return _python_form(message, category, filename, lineno, line)
 
     warnings.formatwarning = form
+    if sys.warnoptions:
+        warnings.filterwarnings("default", category=UserWarning, module="zerojax")
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

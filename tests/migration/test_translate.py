@@ -428,6 +428,18 @@ def test_a_key_that_is_not_taken_changes_no_setting(name):
     assert verdict(with_key, name).verdict == keys.KEYS[name].verdict
 
 
+@pytest.mark.parametrize("ways", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("total", [None, 3, 32])
+def test_the_mesh_of_mics_has_the_devices_of_the_config_where_the_file_does_not_tell_them(ways, total):
+    content = {
+        "zero_optimization": {"stage": 3, "mics_shard_size": ways},
+        **({"train_batch_size": total} if total else {}),
+    }
+    found = settings(content)
+    assert (found["mesh.data"], found["mesh.replica"] * ways) == (ways, found["emulate_devices"])
+    assert "config.mesh.replica" in verdict(content, "zero_optimization.mics_shard_size").text
+
+
 VALUES = st.one_of(
     st.none(),
     st.booleans(),

@@ -1,5 +1,6 @@
 """Trains our families with `mesh.model` alone, and compares with one device. This module tests the tables of zerojax.models.parallel."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -107,7 +108,11 @@ def test_modules_run_in_a_ring_where_the_axis_divides_a_devices_examples(example
     """Attention and MLP of the one layer send their inputs and sums, and the gradients of both: the bytes that they send without a ring."""
     how = {"precision": "bf16", "micro_batch_size": examples, "global_batch_size": examples, **RING}
     built = program.build(runs.config(**how, mesh__model=2), tokenizer_vocab=320, devices=jax.devices()[:2])
-    traced = built.train_step.trace(built.partition.abstract_state, built.abstract_batch)
+    told = pytest.warns(
+        UserWarning, match="^activations: no module .* runs in a ring, which takes examples that the axis"
+    )
+    with contextlib.nullcontext() if sent else told:
+        traced = built.train_step.trace(built.partition.abstract_state, built.abstract_batch)
     found = [eqn for eqn in traces.equations(traced.jaxpr.jaxpr) if eqn.primitive.name == "ppermute"]
     assert [eqn.outvars[0].aval.shape[0] for eqn in found] == [examples // 2] * sent
 

@@ -1,5 +1,6 @@
 """Checks training steps against optax on one device. This module tests zerojax.zero.step."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -393,6 +394,34 @@ def test_a_loss_is_traced_once_a_pass_and_a_second_step_traces_nothing(reduce):
     for _ in range(2):
         state, _ = train_step(state, jnp.ones((8, 16)))
     chex.assert_tree_all_finite(state.params)
+
+
+@pytest.mark.parametrize("reduce", [None, jnp.float32])
+def test_trained_weights_that_the_loss_does_not_read_are_told_before_compiling(reduce):
+    params = {name: jnp.ones((16, 8)) for name in "abcde"}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    one = {"x": jnp.ones((8, 16))}
+    two = {**one, "y": jnp.ones((8, 8))}
+    for trainable, reads, batch, line in (
+        ("a|b", "c", one, r"^loss_fn: reads no trainable weight \(params/a, params/b\).* zerojax.with_lora"),
+        ("a|b", "bc", one, "^loss_fn: does not read params/a, whose gradients are 0"),
+        ("a|b", "ab", one, ""),
+        ("", "", two, r"^loss_fn: reads no trainable weight \(params/a, params/b, params/c and 2 more\)"),
+        ("", "e", two, "^loss_fn: does not read params/a, params/b, params/c and 1 more, whose"),
+    ):
+        if reduce is None and not trainable:
+            continue  # such a loss is traced once
+        sharded, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), trainable=trainable)
+
+        def loss_fn(params, batch, state, reads=reads):
+            del state
+            return sum((jnp.mean((batch["x"] @ params[name]) ** 2) for name in reads), jnp.mean(batch["x"]))
+
+        train_step = step.make_train_step(loss_fn, part, reduce_dtype=reduce)
+        is_refused = "no trainable" in line
+        told = pytest.raises(UserError, match=line) if is_refused else pytest.warns(UserWarning, match=line)
+        with told if line else contextlib.nullcontext():
+            train_step.trace(sharded, batch)
 
 
 def test_blocks_that_miss_a_module_of_the_same_weights_are_told_when_the_step_is_made():

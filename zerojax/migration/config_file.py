@@ -34,11 +34,7 @@ def text(
         for place in sorted(settings, key=order)
     ]
     devices = settings.get("emulate_devices", 0)
-    needed = (
-        f"{devices} device{'s' if devices > 1 else ''}, as in that file"
-        if devices
-        else "any number that divides the batch"
-    )
+    needed = f"{devices} device{'s' if devices > 1 else ''}" if devices else "any number that divides the batch"
     told = f"Translated from {_plain(origin)} by `zerojax migrate`, which reports what every key of that file became."
     first = f"{maker} {_plain(origin)}." if maker else told
     lines = [

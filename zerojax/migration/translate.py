@@ -222,8 +222,15 @@ def _zero(draft: Draft, devices: int | None, shared: int) -> None:
         draft.assume(threshold, {"zero.min_size": MIN_SIZE}, why)
     ways = draft.whole(f"{_ZERO}.mics_shard_size", -1)
     if ways > 0:
-        draft.put("mesh.data", ways, f"{_ZERO}.mics_shard_size")
-        draft.put("mesh.replica", max(1, (devices or ways) // (ways * shared)), f"{_ZERO}.mics_shard_size")
+        name, count = f"{_ZERO}.mics_shard_size", devices or draft.settings.get("emulate_devices", 8)
+        draft.put("mesh.data", ways, name)
+        copies = max(1, count // (ways * shared))
+        draft.put("mesh.replica", copies, name)
+        if not devices:
+            draft.put("emulate_devices", copies * ways * shared, name)
+            found = draft_lib.shown({"mesh.data": ways, "mesh.replica": copies})
+            why = "the file does not tell how many devices there are: set config.mesh.replica to their number over mesh.data"
+            draft.say(name, keys_lib.TAKEN, f"{found}, for {copies * ways * shared} devices; {why}")
     if devices and devices <= MOST_EMULATED:
         draft.put("emulate_devices", devices)
 

@@ -396,11 +396,8 @@ def _tell_of_no_effect(
         names.tell(
             "config.model.remat: 'attention' keeps what fused attention returns; XLA's returns none, so it is 'full' here"
         )
-    ways = config.mesh.model
-    if config.model.ring and (sizes.micro_batch_size % ways or not hasattr(model, "tile_tokens")):
-        why = f"config.mesh.model={ways} does not divide the {sizes.micro_batch_size} examples of a device and pass"
-        why = why if hasattr(model, "tile_tokens") else "only modules of decoders run in rings"
-        names.tell(f"config.model.ring=True has no effect: {why}")
+    if config.model.ring and not hasattr(model, "tile_tokens"):
+        names.tell("config.model.ring=True has no effect: only modules of decoders run in rings")
     tokens = sizes.micro_batch_size * config.seq_len // mesh_lib.size(mesh, mesh_lib.TOKENS)
     if config.model.tile_tokens >= tokens:
         names.tell(

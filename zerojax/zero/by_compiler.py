@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from zerojax import mesh as mesh_lib
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import accumulate, block_settings, where_used
+from zerojax.zero import accumulate, block_settings, intercept, where_used
 from zerojax.zero import partition as partition_lib
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, returned_state
 
@@ -38,6 +38,9 @@ def value_and_grad(
     def gradients(params: PyTree, batch: PyTree, state: State) -> PyTree:
         used = functools.partial(where_used.abstract_used, params, partition, compute_dtype)
         program = functools.cache(lambda: dependence.of_loss(loss_fn, used(), batch, state, layout))
+        if partition.freezes:  # a loss that trains all weights is traced once
+            trained = intercept.unboxed(partition.trainable_part(params))
+            dependence.refuse_unread(loss_fn, used(), batch, state, layout, trained)
         own_keys = keys.own(program, layout, batch, state) if passes > 1 else ((), ())
 
         def loss_of_part(inputs: tuple[Any, Any], batch: PyTree, state: State) -> tuple[Any, dict]:

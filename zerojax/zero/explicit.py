@@ -173,16 +173,22 @@ class OfDevice:
         `of_grad` tells the sharding of a weight's gradient, and `of_aux` are the specs of what it returns beside the loss.
         """
         axes, find, partition = mesh_lib.manual(self.partition.mesh), self.find, self.partition
+        freezes = partition.freezes
         nnx_blocks.check_summed(partition.abstract_state.params)
 
         def spec_of_grad(found: placement.Placement) -> Any:
             return specs.only(of_grad(found).spec, axes) if found.trainable else optax.MaskedNode()
 
+        def trained(params: PyTree) -> PyTree:
+            return intercept.unboxed(partition.trainable_part(params))
+
         def gradients(params: PyTree, batch: PyTree, state: State, *rest: Any) -> PyTree:
             used = functools.partial(where_used.abstract_used, params, partition, self.compute_dtype)
             program = functools.cache(lambda: dependence.of_loss(self.loss_fn, used(), batch, state, layout))
             if layout.is_unsure(batch):
-                dependence.refuse_unsure(self.loss_fn, used(), batch, state, layout)
+                dependence.refuse_unsure(self.loss_fn, used(), batch, state, layout, trained(params))
+            elif freezes:  # a loss that trains all weights is traced once
+                dependence.refuse_unread(self.loss_fn, used(), batch, state, layout, trained(params))
             if isinstance(self.loss_fn, parts.Checked):
                 self.loss_fn.read(used(), batch, state, layout)
             own_keys = keys.own(program, layout, batch, state)

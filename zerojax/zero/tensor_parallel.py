@@ -14,6 +14,7 @@ import functools
 import operator
 import re
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,6 +84,8 @@ class ShardedActivations(hooks.Hook):
         self._table = [(re.compile(row[0]), [tuple(spec) for spec in row[1:3]], row[3:]) for row in table]
         self._mesh, self._placements = mesh, placements
         self._is_entered = self._in_ring = self._is_found = False
+        # whether a module has run in a ring, by the regex of the row that asks for one
+        self._has_run: dict[str, bool] = {}
 
     @contextlib.contextmanager
     def known(self, inputs: Mapping[str, Any]) -> Iterator[None]:
@@ -99,6 +102,12 @@ class ShardedActivations(hooks.Hook):
                     f"activations: no row matches a module of Linen called in the loss, and the first is {first!r}; rows begin with "
                     "a regex over full module paths such as 'layer_\\d+/mlp'; omit them for NNX, which overrides alone shard"
                 )
+            for pattern in (pattern for pattern, has_run in self._has_run.items() if not has_run):
+                warnings.warn(
+                    f"activations: no module that {pattern!r} matches runs in a ring, which takes examples that the axis divides, plain "
+                    "weights that it shards, and no random keys; omit the ring",
+                    stacklevel=2,
+                )
         finally:
             self._is_entered = False
 
@@ -107,16 +116,20 @@ class ShardedActivations(hooks.Hook):
         if module.scope is None or context.method_name != "__call__":
             return call(*args, **kwargs)
         path = "/".join(module.path)
-        given, weights = next((row[1:] for row in self._table if row[0].fullmatch(path)), (None, ()))
-        if given is None:
+        row = next((row for row in self._table if row[0].fullmatch(path)), None)
+        if row is None:
             return call(*args, **kwargs)
+        regex, given, weights = row
         self._is_found = True
         outside, inside = given[0], given[-1]
         if self._in_ring:
             _shard_features(module, outside, self._mesh)
             return call(*args, **kwargs)
-        if weights and (specs_of := self._specs_in_ring(module, weights[0], args, kwargs)):
-            return self._around(module, specs_of, args, kwargs)
+        if weights and self._placements:
+            specs_of = self._specs_in_ring(module, weights[0], args, kwargs)
+            self._has_run[regex.pattern] = bool(specs_of) or self._has_run.get(regex.pattern, False)
+            if specs_of:
+                return self._around(module, specs_of, args, kwargs)
         if len(given) > 1:
             args = tuple(self._moved(arg, outside, inside) if _is_floating(arg) else arg for arg in args)
         result = call(*args, **kwargs)

@@ -176,8 +176,8 @@ def test_bytes_between_hosts_count_at_their_links_rate():
     )  # once as int8 and once as int4, from the one other host
 
 
-def marked(mesh_of=8, stage=3, blocks=r"block_\d", reduce_dtype=jnp.float32, **wires):
-    own = partition(zerojax.make_mesh(devices=jax.devices()[:mesh_of]), stage)
+def marked(mesh_of=8, stage=3, blocks=r"block_\d", reduce_dtype=jnp.float32, min_size=1024, **wires):
+    own = partition(zerojax.make_mesh(devices=jax.devices()[:mesh_of]), stage, min_size=min_size)
     return packed_wires.marked(own, zerojax.PackedWires(**wires), blocks, reduce_dtype)
 
 
@@ -193,7 +193,14 @@ REFUSED = {
     },
     "wire.host_devices: must be a number of devices": {"weights": "int8", "host_devices": -1},
     "wire: needs explicit collectives": {"weights": "int8", "reduce_dtype": None},
-    "wire: every device holds all weights": {"weights": "int8", "stage": 2},
+    "wire: every device holds all weights, they are sharded at stage 3 alone; set `stage=3`": {
+        "weights": "int8",
+        "stage": 2,
+    },
+    "wire: every device holds all weights, most because of this: fewer than 9999999 elements; lower `min_size`": {
+        "weights": "int8",
+        "min_size": 9999999,
+    },
     "wire.second_copy: needs `blocks`": {"second_copy": True, "blocks": "", "host_devices": 4},
     "wire.gradients: 'int4' is for the links between hosts": {"gradients": "int4"},
     "wire.second_copy: is divided among the devices of one of several hosts, and all devices": {"second_copy": True},

@@ -115,8 +115,42 @@ def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), tree.dtype_of(leaf))
 
 
+def refuse_unread(
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, state: State, layout: inputs.Layout, trained: PyTree
+) -> None:
+    """Warns of trainable weights that the loss does not read. Raises a UserError if it reads none of them.
+
+    Args:
+      loss_fn, params, batch, state, layout: as for `of_loss`.
+      trained: the trainable part of the params.
+    """
+    state, axes = jax.tree.map(abstract, state), layout.mesh.shape if layout.by_device else {}
+    with constraints.dropped(axes):
+        found = _tried(loss_fn, axes, params, of_examples(layout, batch, examples(layout, batch)), state)
+    if found is not None:  # else the loss raises its own error where it runs
+        _refuse_unread(found, params, trained)
+
+
+def _refuse_unread(found: "TracedLoss", params: PyTree, trained: PyTree) -> None:
+    is_read = partial_eval.dce_jaxpr(found.closed.jaxpr, [path.split("/")[0] == "0" for path in found.shapes])[1]
+    read = {path for (path, _), is_read in zip(tree.flatten(params), is_read) if is_read}
+    paths = [path for path, _ in tree.flatten(trained)]
+    unread = [f"params/{path}" for path in paths if path not in read]
+    names = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
+    if unread and len(unread) == len(paths):
+        raise UserError(
+            f"loss_fn: reads no trainable weight ({names}), so steps would train nothing; call the model with the params that loss_fn "
+            "takes, and inside zerojax.with_lora if the weights are adapters"
+        )
+    if unread:
+        warnings.warn(
+            f"loss_fn: does not read {names}, whose gradients are 0; leave them out of the params, or freeze them with `trainable`",
+            stacklevel=4,
+        )
+
+
 def refuse_unsure(
-    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, state: State, layout: inputs.Layout
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, state: State, layout: inputs.Layout, trained: PyTree
 ) -> None:
     """Raises a UserError for leaves of a batch whose rows may be examples or not, such as weights of as many classes as examples.
 
@@ -126,6 +160,7 @@ def refuse_unsure(
 
     Args:
       loss_fn, params, batch, state, layout: as for `of_loss`, where each device sees its own examples.
+      trained: as for `refuse_unread`, which it includes.
     """
     counting = layout.counting(batch)
     whole, ways = examples(layout, batch), mesh_lib.size(layout.mesh, mesh_lib.EXAMPLES)
@@ -145,6 +180,7 @@ def refuse_unsure(
                 raise _no_examples(names, whole, is_certain=True)
     else:
         return  # the loss's own error, which is raised where it runs
+    _refuse_unread(found, params, trained)
     found = dataclasses.replace(found, batch_paths={path: found.batch_paths[path] for path in counting})
     is_read = found.reads()
     unsure = [path for path, is_said in counting.items() if path in is_read and not is_said]

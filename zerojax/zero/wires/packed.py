@@ -11,6 +11,7 @@ Each value is packed once where it is sent, and once more between hosts. Weights
 with a NaN or an infinity arrives as NaN. Vectors, and weights whose shards are shorter than a block, are sent as they are.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -31,7 +32,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.ops import packed, quantized
 from zerojax.zero import gather
-from zerojax.zero.partition import Partition
+from zerojax.zero.partition import Partition, is_over_state
 from zerojax.zero.placement import Placement, moves
 from zerojax.zero.wires import columns, fp8
 
@@ -328,10 +329,13 @@ def marked(partition: Partition, wires: PackedWires | None, blocks: str, reduce_
         warnings.warn(f"wire: has no effect, because the mesh has {sizes} and nothing is sent; omit it", stacklevel=3)
         return partition
     if not moves(partition.placements):
-        raise UserError(
-            "wire: every device holds all weights: they are sharded at stage 3 alone, and those below min_size not at all; set `stage=3`, "
-            "or omit wires"
-        )
+        reasons = collections.Counter(partition.leaves[path].reason for path in partition.placements)
+        (most, _), *_ = reasons.most_common(1)
+        why, way_out = "they are sharded at stage 3 alone", "set `stage=3`"
+        if not any(is_over_state(partition.leaves[path].sharded) for path in partition.placements):
+            why = f"most because of this: {most}"
+            way_out = "lower `min_size`" if "fewer" in most else "set `indivisible='pad'`"
+        raise UserError(f"wire: every device holds all weights, {why}; {way_out}, or omit wires")
     if wires.second_copy and not blocks:
         raise UserError(
             "wire.second_copy: needs `blocks`, whose weights are gathered again in the backward pass; pass blocks, or omit it"
