@@ -65,7 +65,9 @@ def _why(
             r for r in ledger.rows if r.role == roles.ACTIVATIONS and modules & set("/".join(r.read_by).split("/"))
         ]
         params = sum(row.elements for row in moved) / max(1, ledger.params)
-        return f"computed as shards from gathered activations, {params:.3f} parameters" if moved else "not reduced"
+        if moved:
+            return f"computed as shards from gathered activations, {params:.3f} parameters"
+        return "not reduced, as of a weight that the loss reads as a constant"
     is_sharded = any(
         min(map(math.prod, (w.grad, w.moments))) < w.size for w in (ledger.weights[path] for path in paths)
     )

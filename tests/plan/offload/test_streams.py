@@ -194,3 +194,10 @@ def test_params_on_the_host_arrive_in_each_pass_and_are_no_part_of_the_devices_m
     disk = dataclasses.replace(plan.stream, params_on_disk=True)
     assert (disk.disk, disk.read) == (nbytes, plan.stream.by_block.fetched)
     assert "from a disk; " in report.text(dataclasses.replace(plan, stream=disk))
+
+
+def test_a_matmul_without_a_kernel_of_xlas_own_is_planned_by_cublas():
+    on = jax.sharding.SingleDeviceSharding(compile_only.gpus(topology="1x1")[0])
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on) for shape in ((16, 4, 16, 1, 24), (64, 64)))
+    step = jax.jit(lambda x, w: x.transpose(3, 0, 4, 1, 2).reshape(384, 64) @ w)
+    assert streams.read(step, x, [w]).operations

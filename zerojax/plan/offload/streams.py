@@ -27,6 +27,8 @@ from zerojax.tree import PyTree
 from zerojax.zero.offload import step_by_block, streamed_step
 from zerojax.zero.step_programs import passes, programs
 
+# XLA of jax 0.10.2, without a GPU to try kernels on, finds no Triton kernel for some matmuls; cuBLAS has one for each.
+_NO_KERNEL, _BY_CUBLAS = "find output tile sizes", {"xla_gpu_enable_triton_gemm": False}
 _SCOPES = {"backward": "transpose(jvp())/"}  # autodiff's name, which a gather inside of a nested function lacks
 _DTYPES = {"bfloat": "bf", "float8_": "f8", "float": "f", "uint": "u", "int": "s", "bool": "pred"}  # JAX -> HLO
 
@@ -130,9 +132,14 @@ def read(
     if isinstance(train_step, step_by_block.BlockwiseStep):
         return _read_blocks(train_step, state, *args, compiler_options=compiler_options)
     traced = train_step.trace(state, *args)
-    compiled, held = buffers_lib.compile_with_buffers(
-        traced.lower(), from_cache=from_cache, compiler_options=compiler_options
-    )
+    lowered, options = traced.lower(), compiler_options or {}
+    try:
+        compiled, held = buffers_lib.compile_with_buffers(lowered, from_cache=from_cache, compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if _NO_KERNEL not in str(error):
+            raise
+        options = {**options, **_BY_CUBLAS}
+        compiled, held = buffers_lib.compile_with_buffers(lowered, from_cache=from_cache, compiler_options=options)
     executable = train_step.with_gradients(compiled) if isinstance(train_step, streamed_step.StreamedStep) else compiled
     return Read(held, held.hlo_text, flops.count(traced), executable)
 
