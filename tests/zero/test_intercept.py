@@ -69,7 +69,7 @@ def apply(
     given = {
         name: jax.tree.map(stored, part) if found.owns(f"params/{name}/x") else part for name, part in params.items()
     }
-    with nn.intercept_methods(found.intercept):
+    with found.intercepting():
         output = net.apply({"params": given}, X, rngs={"dropout": jax.random.key(1)} if rate else None)
     expected = net.apply({"params": params}, X, rngs={"dropout": jax.random.key(1)} if rate else None)
     np.testing.assert_allclose(output, expected, rtol=1e-6)
@@ -90,6 +90,20 @@ def test_blocks_find_their_weights_in_another_shape(run):
 def test_a_plain_block_draws_what_it_draws_without_interception_also_when_it_is_called_twice():
     found, plain = apply(rate=0.5)  # compares the outputs
     assert found.entered == {"block_0", "block_1"} and len(plain) == 3
+
+
+def test_a_call_inside_a_plain_block_is_not_intercepted_unless_modules_are_named(monkeypatch):
+    seen, intercepted = set(), intercept.Interceptor._intercept
+
+    def noted(self, call, args, kwargs, context):
+        seen.add("/".join(context.module.path))
+        return intercepted(self, call, args, kwargs, context)
+
+    monkeypatch.setattr(intercept.Interceptor, "_intercept", noted)
+    apply()
+    assert seen == {"", "block_0", "block_1", "shares_0"}
+    apply(recompute="block_1/inner/dense")
+    assert "block_1/inner/dense" in seen
 
 
 def test_a_block_that_shares_a_module_is_not_plain():

@@ -59,7 +59,7 @@ def by_block(
             own_args, own_kwargs = of_this_trace((args, kwargs))
             of_nnx = nnx_blocks.intercepted(inside, params, outer) if holds_nnx(params) else contextlib.nullcontext()
             try:
-                with nn.intercept_methods(inside.intercept), of_nnx:
+                with inside.intercepting(), of_nnx:
                     result = loss_fn(outer, *own_args, **own_kwargs)
             except lifted_blocks.StackFound as found:
                 assert run is not None and found.path not in stacks
@@ -171,6 +171,7 @@ class Interceptor:
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
         self._kinds: dict[Hashable, list[alike.AlikeBlocks]] = {}
+        self._held = contextlib.ExitStack()  # while calls are intercepted
         self.entered: set[str] = set()
         self.with_unknown: set[str] = set()  # blocks with weights for which `stored_of` returns None
 
@@ -191,8 +192,24 @@ class Interceptor:
         if self.marks is not None:
             self.marks.check_found()
 
-    def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
-        """Runs one call of one module; for `flax.linen.intercept_methods`."""
+    @contextlib.contextmanager
+    def intercepting(self) -> Iterator[None]:
+        """Intercepts calls to modules in its body."""
+        with self._held:
+            self._held.enter_context(nn.intercept_methods(self._intercept))
+            yield
+
+    @contextlib.contextmanager
+    def _resting(self) -> Iterator[None]:
+        """Intercepts no call in its body, which begins where no other interceptor was added after this one."""
+        self._held.close()
+        try:
+            yield
+        finally:
+            self._held.enter_context(nn.intercept_methods(self._intercept))
+
+    def _intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        """Runs one call of one module."""
         module = context.module
         if module.scope is None or (self._inside is not None and self.marks is None):
             return call(*args, **kwargs)
@@ -280,6 +297,8 @@ class Interceptor:
             inner_args, inner_kwargs = given.give(self._inputs(path, values[:first]))
             with contextlib.ExitStack() as around:
                 around.enter_context(self._entered_as(path, root))
+                if is_alone and self.marks is None:
+                    around.enter_context(self._resting())
                 for hook, known in zip(hooks, jax.tree.unflatten(form, values[last:])):
                     around.enter_context(hook.known(known))
                 call = around.enter_context(block.bound(used, values[first:last]))
