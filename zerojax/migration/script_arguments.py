@@ -110,7 +110,7 @@ KEYS: Mapping[str, Key] = {
     ),
     "datasets": Key(
         TAKEN,
-        "of its entry path, type and the field of its type are read",
+        "of its entry path, type and the field of its type are read; alpaca has one prompt, that of examples with an input",
         ("data.name", "data.train_file", "data.task", "data.messages", "data.prompt", "data.answer", "data.text_key"),
     ),
     **dict.fromkeys(_BITS, Key(TAKEN, "of frozen kernels", ("lora.quantize",), (False, None))),
