@@ -78,6 +78,7 @@ LAYER = "jit(train_step)/gradients/jvp(Llama.hidden)/layer_0/layer_0.run/layer_0
         ("loop_transpose_add_fusion", "elementwise", "", phases.OTHER),
         ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT", "matmul", LAYER + "mlp/up/dot_general", phases.MATMULS),
         ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT", "", "", phases.MATMULS),
+        ("grouped_rows_mosaic_gpu_kernel", "", "", phases.MATMULS),
         ("gemm_fusion_dot_3_0", "matmul", LAYER + "attention/q/dot_general", phases.MATMULS),
         ("gemm_fusion_dot_3_0", "matmul", "jit(f)/gradients/jvp(loss)/shard_map/while/body/dot_general", phases.LOSS),
         ("loop_add_fusion", "elementwise", "jit(f)/gradients/transpose(jvp(loss))/mul", phases.LOSS),

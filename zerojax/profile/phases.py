@@ -23,7 +23,7 @@ _KERNELS = {
         r"^(mem(cpy|set)|((wrapped|loop|input)_)?((copy|transpose)_)*(copy|transpose)(_fusion)?([._]\d+)?$)", re.I
     ),
     ATTENTION: re.compile(r"fmha|flash|sdpa|dot_product_attention", re.I),
-    MATMULS: re.compile(r"gemm|nvjet|cutlass|xmma|cublas|matmul", re.I),
+    MATMULS: re.compile(r"gemm|nvjet|cutlass|xmma|cublas|matmul|grouped_(rows|matrices)", re.I),
 }
 _WORK = {"attention": ATTENTION, "matmul": MATMULS, "copy": COPIES, "transpose": COPIES}
 _SCOPES = {
