@@ -148,6 +148,8 @@ def translate_trainer(
         raise UserError(_named_argument(str(error), arguments, deepspeed)) from error
     _merge(draft, inner, deepspeed)
     _parts(draft, arguments, is_alone=deepspeed is None)
+    if deepspeed is None:
+        _emulate(draft)
     _optimizer(draft, moments, is_own="optimizer" not in blocks)
     if "scheduler" not in blocks:
         _schedule(draft)
@@ -231,21 +233,8 @@ def _parts(draft: Draft, arguments: Mapping[str, Any], *, is_alone: bool) -> Non
     """Puts what the arguments of FSDP, and the sizes of axes, decide: what they do in an Accelerate config."""
     asked = arguments.get("fsdp")
     words = [str(word).lower() for word in asked] if isinstance(asked, list) else str(asked or "").lower().split()
-    block, ways = ({**own} if isinstance(own := arguments.get(key), Mapping) else {} for key in (_FSDP, _PARALLELISM))
-    for key in (_FSDP, _PARALLELISM):
-        if isinstance(arguments.get(key), str):
-            draft.say(key, keys_lib.UNSUPPORTED, "a file's keys are not read; write them here")
-    names = {accelerate_keys.canonical(name): name for name, _ in draft_lib.leaves({_FSDP: block, _PARALLELISM: ways})}
-    kind = next((word for word in words if word.upper() in accelerate.STRATEGIES), "")
-    has_strategy = not {f"{_FSDP}.sharding_strategy", f"{_FSDP}.reshard_after_forward"}.isdisjoint(names)
-    from_words: dict[str, Any] = {"sharding_strategy": kind.upper()} if kind and not has_strategy else {}
-    from_words |= {"offload_params": True} if "offload" in words else {}
-    block |= from_words
-    names |= {f"{_FSDP}.{key}": "fsdp" for key in from_words}
-    for name, size in WAYS.items():
-        if draft.has(name):
-            ways[size] = arguments[name]
-            names[f"{_PARALLELISM}.{size}"] = name
+    strategy = next((word for word in words if word.upper() in accelerate.STRATEGIES), "")
+    block, ways, names = _as_accelerate(draft, arguments, strategy, has_offload="offload" in words)
     is_on = is_alone and (draft_lib.is_true(asked) or draft.flag("fsdp_version"))
     found = accelerate.translate_parts(block if is_on else None, ways)
     for place, value in found.settings.items():
@@ -257,15 +246,50 @@ def _parts(draft: Draft, arguments: Mapping[str, Any], *, is_alone: bool) -> Non
             draft.say(line.key, line.verdict, line.text)
     if not is_alone and draft_lib.is_true(asked):
         draft.say("fsdp", keys_lib.NO_EFFECT, "the DeepSpeed config has the stage")
-    elif is_on and kind.startswith("hybrid"):
+    elif is_on and strategy.startswith("hybrid"):
         draft.say(
             "fsdp",
             keys_lib.TAKEN,
             f"config.zero.stage = {draft.settings['zero.stage']}; set config.mesh.replica to the number of hosts",
         )
+
+
+def _as_accelerate(
+    draft: Draft, arguments: Mapping[str, Any], strategy: str, *, has_offload: bool
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Returns the two sections of an Accelerate config that the arguments are, and its keys with the arguments that gave them.
+
+    Args:
+      draft: the arguments.
+      arguments: the same.
+      strategy: the word of `fsdp` that names one, and `has_offload` whether another asks for offload. The section's own key comes first.
+    """
+    block, ways = (_section(draft, arguments, name) for name in (_FSDP, _PARALLELISM))
+    names = {accelerate_keys.canonical(name): name for name, _ in draft_lib.leaves({_FSDP: block, _PARALLELISM: ways})}
+    has_own = not {f"{_FSDP}.sharding_strategy", f"{_FSDP}.reshard_after_forward"}.isdisjoint(names)
+    from_words: dict[str, Any] = {"sharding_strategy": strategy.upper()} if strategy and not has_own else {}
+    from_words |= {"offload_params": True} if has_offload else {}
+    names |= {f"{_FSDP}.{key}": "fsdp" for key in from_words}
+    for name, size in WAYS.items():
+        if draft.has(name):
+            ways[size] = arguments[name]
+            names[f"{_PARALLELISM}.{size}"] = name
+    return block | from_words, ways, names
+
+
+def _section(draft: Draft, arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns an argument that is a section of an Accelerate config; {} for a file's name, which is not read."""
+    given = arguments.get(name)
+    if isinstance(given, str):
+        draft.say(name, keys_lib.UNSUPPORTED, "a file's keys are not read; write them here")
+    return {**given} if isinstance(given, Mapping) else {}
+
+
+def _emulate(draft: Draft) -> None:
+    """Puts the number of devices that the mesh needs, where it is not the base config's."""
     devices = math.prod(size for place, size in draft.settings.items() if place.startswith("mesh."))
     is_other = 8 % devices or "mesh.data" in draft.settings  # the base config emulates 8
-    if is_alone and is_other and devices <= translate.MOST_EMULATED:
+    if is_other and devices <= translate.MOST_EMULATED:
         draft.put("emulate_devices", devices)
 
 
