@@ -195,6 +195,21 @@ def test_the_newest_and_the_best_are_kept_also_over_a_restart(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["20", "30", "60", "70"]
 
 
+def test_steps_that_a_killed_save_did_not_delete_are_deleted_unless_another_writes(tmp_path):
+    save_steps(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "2" / "notes").write_text("of somebody else")
+    with open_in(tmp_path) as writer, open_in(tmp_path, keep_last=2) as saver:
+        writer.trim()  # deletes nothing, and takes no lock
+        writer.save(5, small_state(5))
+        writer.wait()
+        saver.trim()
+        assert saver.steps() == [1, 2, 3, 4, 5]
+        writer.close()
+        saver.trim()
+        assert saver.steps() == [2, 4, 5]
+        assert saver.restore(None, tree.abstract(small_state(0)))[0]["step"] == 5
+
+
 @pytest.mark.parametrize("name", ["run [1]*", "[", "50%?#"])
 def test_a_directory_may_have_the_characters_of_patterns(tmp_path, name):
     (tmp_path / "run 1").mkdir()  # what the first name means as a pattern

@@ -181,6 +181,15 @@ class Checkpointer:
         except Exception as error:
             raise self._failed(error) from error
 
+    def trim(self) -> None:
+        """Deletes the steps that the last save was killed before it deleted. Leaves them where another process holds the lock."""
+        steps, keep = self.steps(), _Keep(self._keep_last, self._keep_best, step_files.losses(self.directory))
+        own = [step for step, is_kept in zip(steps, keep.are_kept(steps)) if not is_kept]
+        agreed = json.loads(_gather(json.dumps(own))[0])  # before one is deleted
+        with contextlib.suppress(UserError):
+            for step in agreed:
+                self._open_to_write().delete(step)
+
     def steps(self) -> list[int]:
         """Lists the complete steps, ascending."""
         return step_files.steps(self.directory)
@@ -444,7 +453,10 @@ class _Keep:
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
-        steps = [info.step for info in checkpoints]
+        return self.are_kept([info.step for info in checkpoints])
+
+    def are_kept(self, steps: Sequence[int]) -> list[bool]:
+        """Returns for each of these steps, ascending, whether it is kept."""
         ours = [step for step in steps if step in self.losses]
         ranked = sorted((self.losses[step], -step) for step in ours if self.losses[step] < math.inf)
         kept = {*ours[-self.keep_last :], *(-negative for _, negative in ranked[: self.keep_best])}

@@ -116,6 +116,7 @@ def run(
         recorder.say(f"nothing is profiled: step {profile.first} was done before this run")
     is_due = is_unevaluated and when.evaluates(step)
     if plan is None and not is_due:
+        checkpoints.saver.trim()
         return End(state, step, is_stopped)
     stop.saves()
     recorder.begin()
