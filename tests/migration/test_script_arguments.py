@@ -206,6 +206,15 @@ def test_a_file_of_llama_factory_means_lora_unless_it_says_otherwise_and_its_dat
 
 
 def test_transformers_newest_names_are_read():
-    found, said = translated(activation_checkpointing=True, fsdp=True, fsdp_config={"cpu_offload": True})
+    found, said = translated(
+        activation_checkpointing=True,
+        fsdp=True,
+        fsdp_config={"cpu_offload": True},
+        lr_scheduler_type="cosine_warmup_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        average_tokens_across_devices=True,
+    )
+    assert found.settings.items() >= {"optimizer.schedule": "cosine", "optimizer.final_fraction": 0.1}.items()
+    assert said["average_tokens_across_devices"].verdict == keys.IMPLIED
     assert found.settings.items() >= {"model.remat": "full", "offload.params": "host", "zero.stage": 3}.items()
     assert said["activation_checkpointing"].verdict == said["fsdp_config.cpu_offload"].verdict == keys.TAKEN

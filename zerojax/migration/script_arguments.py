@@ -180,6 +180,7 @@ KEYS: Mapping[str, Key] = {
         Key(NO_EFFECT, _READS),
     ),
     "pad_to_sequence_len": Key(IMPLIED, "rows have config.seq_len tokens"),
+    "average_tokens_across_devices": Key(IMPLIED, "a loss is the mean over the tokens of all devices and passes"),
     "dataloader_drop_last": Key(IMPLIED, "batches are full: an epoch's last one begins the next"),
     "do_train": Key(IMPLIED, "a run trains"),
     "do_eval": Key(IMPLIED, "held-out examples are evaluated; config.evaluate.every"),

@@ -91,7 +91,8 @@ DEFAULTS: Mapping[str, Any] = {
 SCHEDULES: Mapping[str, str] = {
     "linear": "linear",
     "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
+    # with restarts: of one cycle, unless its kwargs say otherwise; the last: one step ahead of the others
+    **dict.fromkeys(("cosine_with_min_lr", "cosine_with_restarts", "cosine_warmup_with_min_lr"), "cosine"),
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
