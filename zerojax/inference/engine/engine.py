@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -93,34 +93,11 @@ class Engine:
         adapters: Mapping[str, adapters_lib.LowRank] | None = None,
         text_of: Callable[[list[int]], str] | None = None,
     ):
-        if not hasattr(model, "family") or not hasattr(model, "partition"):
-            raise UserError(f"model: must be what zerojax.load_huggingface returns, and is {errors.shown(model)}")
         sizes = {"slots": slots, "max_len": max_len, "max_inputs": max_inputs, "chunk": chunk, "together": together}
-        for name, value in {**sizes, "prefill_tokens": chunk if prefill_tokens is None else prefill_tokens}.items():
-            if value < 1:
-                raise UserError(f"{name}: must be 1 or more, and is {value}")
-        weights.check_format(format)
+        sizes["prefill_tokens"] = chunk if prefill_tokens is None else prefill_tokens
+        _check(model, sizes, format, dtype, bool(adapters), is_gathered=is_gathered)
         family, mesh = model.family, mesh_lib.completed(model.partition.mesh)
-        if family.is_classifier:
-            raise UserError(
-                "engine: the model is a classifier, which writes no text; use its `apply`, or zerojax generate"
-            )
-        has_adapters = getattr(model, "adapters", None) is not None
-        is_streamed = selection.are_params_on_host(model.partition)
-        if is_streamed:
-            others = {"format": format != "none", "dtype": dtype is not None, "is_gathered": is_gathered}
-            others |= {"adapters": bool(adapters), "lora": has_adapters}
-            streamed.check(model.partition, mesh, others)
-        if format != "none" and (has_adapters or is_gathered):
-            raise UserError(
-                f"format: {format} quantizes plain weights that stay where they are; "
-                + ("merge the adapters first (zerojax merge)" if has_adapters else "omit is_gathered")
-            )
-        if adapters and (has_adapters or is_gathered):
-            raise UserError(
-                "adapters: are for plain weights that stay where they are; "
-                + ("the model was loaded with one, load it without" if has_adapters else "omit is_gathered")
-            )
+        has_adapters, is_streamed = _has_adapters(model), selection.are_params_on_host(model.partition)
         limit = family.positions(model.config)
         self._inputs = min(max_inputs, limit or max_inputs) if family.is_encoder_decoder else 0
         max_len = min(max_len, limit or max_len)
@@ -133,19 +110,7 @@ class Engine:
                 for one in (model.params, params)
             )
             _check_same_form(own, other, "model")
-        floats = [leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        wide = jnp.dtype(dtype or max(floats, key=lambda found: found.itemsize))
-        config = dataclasses.replace(
-            model.config,
-            attention=attention.choose_kernel(
-                "auto",
-                family.attention,
-                mesh_lib.platform(mesh),
-                wide,
-                head_dim=family_lib.head_dim(model.config),
-                capability=mesh_lib.capability(mesh),
-            ),
-        )
+        config = _with_kernel(model.config, family, mesh, params, dtype)
         axes: tuple[str, ...] = ()
         if is_streamed:
             self._params = params
@@ -520,6 +485,68 @@ class Engine:
         return jax.tree.map(
             lambda array: jax.make_array_from_callback(array.shape, same, lambda index: array[index]), arrays
         )
+
+
+def _check(
+    model: ModelConfig,
+    sizes: Mapping[str, int],
+    format: str,
+    dtype: DTypeLike | None,
+    has_low_rank: bool,
+    *,
+    is_gathered: bool,
+) -> None:
+    """Raises a UserError for arguments of `Engine` that are out of range, or do not go with the model and where its weights are.
+
+    Args:
+      sizes: {argument: its value}, each 1 or more.
+      has_low_rank: whether requests may name adapters.
+      model, format, dtype, is_gathered: of `Engine`.
+    """
+    if not hasattr(model, "family") or not hasattr(model, "partition"):
+        raise UserError(f"model: must be what zerojax.load_huggingface returns, and is {errors.shown(model)}")
+    for name, value in sizes.items():
+        if value < 1:
+            raise UserError(f"{name}: must be 1 or more, and is {value}")
+    weights.check_format(format)
+    mesh = mesh_lib.completed(model.partition.mesh)
+    if model.family.is_classifier:
+        raise UserError("engine: the model is a classifier, which writes no text; use its `apply`, or zerojax generate")
+    has_adapters = _has_adapters(model)
+    if selection.are_params_on_host(model.partition):
+        others = {"format": format != "none", "dtype": dtype is not None, "is_gathered": is_gathered}
+        streamed.check(model.partition, mesh, others | {"adapters": has_low_rank, "lora": has_adapters})
+    if format != "none" and (has_adapters or is_gathered):
+        raise UserError(
+            f"format: {format} quantizes plain weights that stay where they are; "
+            + ("merge the adapters first (zerojax merge)" if has_adapters else "omit is_gathered")
+        )
+    if has_low_rank and (has_adapters or is_gathered):
+        raise UserError(
+            "adapters: are for plain weights that stay where they are; "
+            + ("the model was loaded with one, load it without" if has_adapters else "omit is_gathered")
+        )
+
+
+def _has_adapters(model: ModelConfig) -> bool:
+    """Returns whether a model was loaded with an adapter."""
+    return getattr(model, "adapters", None) is not None
+
+
+def _with_kernel(
+    config: ModelConfig, family: family_lib.Family, mesh: Mesh, params: PyTree, dtype: DTypeLike | None
+) -> ModelConfig:
+    """Returns the model's config with the attention kernel for these devices, and for the widest floating weights or `dtype`."""
+    floats = [leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    kernel = attention.choose_kernel(
+        "auto",
+        family.attention,
+        mesh_lib.platform(mesh),
+        jnp.dtype(dtype or max(floats, key=lambda found: found.itemsize)),
+        head_dim=family_lib.head_dim(config),
+        capability=mesh_lib.capability(mesh),
+    )
+    return dataclasses.replace(config, attention=kernel)
 
 
 def _check_same_form(own: Mapping[str, str], other: Mapping[str, str], where: str) -> None:
