@@ -201,8 +201,14 @@ def test_a_file_of_llama_factory_means_lora_unless_it_says_otherwise_and_its_dat
     assert said["dataset"].verdict == keys.UNSUPPORTED and said["finetuning_type"].value is None
     assert "lora.r" not in translated(stage="sft", finetuning_type="full")[0].settings
     assert translated(stage="sft", dataset="a.jsonl")[0].settings["data.train_file"] == "a.jsonl"
+    assert translated(stage="sft", max_length=64)[0].settings["seq_len"] == 2048
     found, _ = translated(stage="dpo", dpo_label_smoothing=0.1)
     assert found.settings["dpo.label_smoothing"] == 0.1
+
+
+def test_checkpointing_that_offloads_is_remat_and_says_so():
+    found, said = translated(base_model="opt/m", gradient_checkpointing="offload_disk")
+    assert found.settings["model.remat"] == "full" and said["gradient_checkpointing"].verdict == keys.UNSUPPORTED
 
 
 def test_transformers_newest_names_are_read():

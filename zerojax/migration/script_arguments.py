@@ -243,7 +243,10 @@ def read(draft: Draft) -> None:
       UserError: a value has a wrong type.
     """
     for name, (place, form) in PLACES.items():
-        _put(draft, name, place, form)
+        if name == "max_length" and draft.has("stage"):
+            draft.say(name, NO_EFFECT, "it bounds what is generated; cutoff_len is the length of examples")
+        else:
+            _put(draft, name, place, form)
     for name in ("validation_file", "eval_file"):
         if _put(draft, name, "data.eval_file", TEXT) and "data.train_file" not in draft.settings:
             del draft.settings["data.eval_file"]

@@ -359,6 +359,9 @@ def _steps(draft: Draft) -> None:
         draft.put("precision", "fp8", "fp8")
     if draft.flag("gradient_checkpointing"):
         draft.put("model.remat", "full", "gradient_checkpointing")
+        if "offload" in str(draft.get("gradient_checkpointing")).lower():
+            why = "config.model.remat = 'full' without offload; config.model.offload keeps outputs of modules that it names in host memory"
+            draft.say("gradient_checkpointing", keys_lib.UNSUPPORTED, why)
     _every(draft, "logging_steps")
     saves = str(draft.get("save_strategy", "steps")).lower()
     if saves == "steps":
