@@ -207,7 +207,10 @@ def test_a_file_of_llama_factory_means_lora_unless_it_says_otherwise_and_its_dat
 
 
 def test_checkpointing_that_offloads_is_remat_and_says_so():
-    found, said = translated(base_model="opt/m", gradient_checkpointing="offload_disk")
+    found, said = translated(
+        base_model="opt/m", gradient_checkpointing="offload_disk", gradient_checkpointing_kwargs={"use_reentrant": True}
+    )
+    assert said["gradient_checkpointing_kwargs.use_reentrant"].verdict == keys.NO_EFFECT
     assert found.settings["model.remat"] == "full" and said["gradient_checkpointing"].verdict == keys.UNSUPPORTED
 
 

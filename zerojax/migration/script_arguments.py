@@ -190,14 +190,15 @@ KEYS: Mapping[str, Key] = {
     "logging_first_step": Key(NO_EFFECT, "config.log_every counts steps"),
     "data_seed": Key(NO_EFFECT, "config.seed is that of the data too"),
     "use_reentrant": Key(NO_EFFECT, "config.model.remat decides what is kept"),
-    "gradient_checkpointing_kwargs": Key(NO_EFFECT, "config.model.remat decides what is kept"),
+    "gradient_checkpointing_kwargs.*": Key(NO_EFFECT, "config.model.remat decides what is kept"),
     "tf32": Key(NO_EFFECT, "config.precision decides the arithmetic"),
     **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), Key(IMPLIED, "an evaluation has the precision of training")),
     **dict.fromkeys(
         ("torch_compile", "torch_compile_backend", "torch_compile_mode"), Key(IMPLIED, "XLA compiles the whole step")
     ),
     **dict.fromkeys(
-        ("use_liger_kernel", "enable_liger_kernel"),
+        "use_liger_kernel enable_liger_kernel liger_rms_norm liger_layer_norm liger_rope liger_glu_activation "
+        "liger_fused_linear_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel".split(),
         Key(IMPLIED, "XLA fuses norms, rotations and activations, and the loss is computed in parts"),
     ),
     "use_cache": Key(NO_EFFECT, "training has no cache of keys and values"),

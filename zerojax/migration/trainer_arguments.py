@@ -430,7 +430,7 @@ def _say(draft: Draft, name: str, value: object) -> None:
         draft.say(name, keys_lib.NO_EFFECT, f"it is not given; set config.{KEYS[name].into[0]}")
     elif not draft_lib.is_true(value) and not any(name in names for names in draft.sources.values()):
         draft.say(name, keys_lib.NO_EFFECT, "it is off")
-    elif name not in KEYS:
+    elif keys_lib.find(name, KEYS) is None:
         draft.say(name, keys_lib.UNSUPPORTED, "an argument of the training script, which nothing here reads")
     elif name in ARGUMENTS and name not in draft.told and not any(name in names for names in draft.sources.values()):
         why = "the DeepSpeed config, or the optimizer, has its own value or none"
