@@ -38,3 +38,21 @@ def test_fields_that_a_config_lacks_have_the_defaults_of_its_class():
     assert found["smollm3"].rotated == (True, True, True, False) * 1 + (True, True, True)
     assert found["olmo2"].num_kv_heads == 4 and found["smollm3"].tie_embeddings
     assert (found["gemma2"].score_cap, found["gemma3_text"].score_cap) == (50.0, 0.0)
+
+
+@pytest.mark.parametrize("name", published.PRESETS)
+def test_fields_that_a_class_does_not_read_change_nothing(name):
+    table, shape = llama.FAMILY.huggingface, dataclasses.replace(published.PRESETS[name], num_layers=8)
+    raw = table.write(shape)
+    others = {"mlp_only_layers": [0], "decoder_sparse_step": 2, "query_pre_attn_scalar": 7, "attention_multiplier": 2.0}
+    others |= {
+        "residual_multiplier": 2.0,
+        "no_rope_layers": [0] * 8,
+        "swiglu_limit": 3.0,
+        "shared_expert_intermediate_size": 5,
+    }
+    reads = {*ROWS[shape.model_type].reads}
+    reads |= {"mlp_only_layers", "decoder_sparse_step"} if "moe_intermediate_size" in reads else set()
+    reads |= {"residual_multiplier"} if "attention_multiplier" in reads else set()
+    odd = {field: value for field, value in others.items() if field not in reads}
+    assert len(odd) >= 5 and table.read(raw | odd, ()) == table.read({k: v for k, v in raw.items() if k not in odd}, ())

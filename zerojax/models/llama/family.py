@@ -382,9 +382,10 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> dict[str, An
             raise f.refuse(
                 name, "false, 0 or null: the loss has no balance loss, the router no noise, and nothing is clipped"
             )
-    layers, only, step = f.depth("num_hidden_layers"), f.raw.get("mlp_only_layers") or [], 1
+    layers, step = f.depth("num_hidden_layers"), 1
+    only: list[Any] = []
     if "moe_intermediate_size" in reads:
-        step = f.count("decoder_sparse_step", 1)
+        only, step = f.raw.get("mlp_only_layers") or [], f.count("decoder_sparse_step", 1)
         if not isinstance(only, list) or not {*map(str, only)} <= {*map(str, range(layers))}:
             raise f.refuse("mlp_only_layers", f"a list of numbers of layers from 0 to {layers - 1}")
     found: dict[str, Any] = {
