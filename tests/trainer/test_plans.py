@@ -217,6 +217,16 @@ def test_arithmetic_does_not_judge_tokens_that_travel_to_their_experts():
         plans.axes_config(runs.config(model__num_layers=12, mesh__expert=2), "h200", "1x8")
 
 
+def test_axes_of_which_none_fits_are_an_error(monkeypatch):
+    compile_only.gpus()
+    monkeypatch.setattr(plans, "_work", lambda *_: object())
+    monkeypatch.setattr(plans.arithmetic, "guess", lambda *_: plans.arithmetic.Guess(1.0, float("inf"), {}))
+    with pytest.raises(
+        zerojax.UserError, match="--axes: no axis alone fits the model and 64 examples into the memory of 8 devices"
+    ):
+        plans.axes_config(runs.config(global_batch_size=64), "h200", "1x8")
+
+
 @pytest.mark.long
 def test_a_plan_knows_what_packed_wires_should_send():
     compile_only.gpus()

@@ -235,7 +235,7 @@ def axes_config(
       config, target, topology, cluster, rates: as of `search_config`.
 
     Raises:
-      UserError: the clock has no rates of the target, or the model's layers are few or not alike.
+      UserError: the clock has no rates of the target, the model's layers are few or not alike, or nothing fits.
     """
     devices = targets.devices(target, topology)
     rates, memory = rates or rates_lib.of(target), targets.get(target).usable
@@ -260,6 +260,10 @@ def axes_config(
         if len(axes) < 2 and guess.peak <= memory and is_fastest:
             tokens = batch * config.seq_len / len(devices)
             best[axes] = arithmetic.AxisCost(search.words(candidate), guess, tokens, _places(candidate))
+    if not best:
+        raise UserError(
+            f"--axes: no axis alone fits the model and {batch} examples into the memory of {len(devices)} devices; --search combines axes"
+        )
     return [
         best[axes] for axes in sorted(best, key=lambda own: [(search.AXES.index(axis), size) for axis, size in own])
     ]
