@@ -224,6 +224,18 @@ def test_batch_sizes_obey_the_product_rule_wherever_it_can_be_solved(total, micr
     if is_determined and solutions:
         found = config_lib.batch_sizes(config, ways)
         assert [(found.global_batch_size, found.micro_batch_size, found.grad_accum)] == solutions
+        drawn = config_lib.from_dict(
+            changed({"data.task": "grpo", "data.prompt": "{q}", "grpo.group": 3, "global_batch_size": total})
+        )
+        drawn = dataclasses.replace(drawn, micro_batch_size=micro, grad_accum=accum)
+        if found.global_batch_size % 3:
+            with pytest.raises(UserError, match=r"^config\.grpo\.group: 3 answers a prompt do not divide") as caught:
+                config_lib.batch_sizes(drawn, ways)
+            offered = int(str(caught.value).rpartition("=")[2])
+            is_free = not (micro and accum)
+            assert offered % 3 == 0 and (
+                not is_free or config_lib.batch_sizes(dataclasses.replace(drawn, global_batch_size=offered), ways)
+            )
         return
     with pytest.raises(UserError) as caught:
         config_lib.batch_sizes(config, ways)

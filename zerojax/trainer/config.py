@@ -16,6 +16,7 @@ from typing import Any
 from zerojax import errors, precision
 from zerojax import mesh as mesh_lib
 from zerojax.data import batches
+from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.interop import hub
 from zerojax.lora import settings as lora_lib
@@ -212,7 +213,7 @@ def batch_sizes(config: settings.Config, ways: int) -> BatchSizes:
     """Derives the batch size that is 0 from the other two and `ways` = data * replica.
 
     Raises:
-      UserError: fewer than two sizes are set, they contradict each other, or the batch is too large.
+      UserError: fewer than two sizes are set, they contradict each other, the batch is too large, or groups of answers do not divide it.
     """
     total, micro, accum = config.global_batch_size, config.micro_batch_size, config.grad_accum
     rule = "global_batch_size = micro_batch_size * grad_accum * data * replica"
@@ -235,6 +236,12 @@ def batch_sizes(config: settings.Config, ways: int) -> BatchSizes:
         raise UserError(
             f"config.global_batch_size: {total} sequences of config.seq_len={config.seq_len} tokens are more than a batch may have, "
             f"{most:.0f}; lower config.global_batch_size, or config.micro_batch_size and config.grad_accum where it is derived"
+        )
+    group = config.grpo.group if config.data.task == tasks.GRPO else 1
+    if total % group:
+        raise UserError(
+            f"config.grpo.group: {group} answers a prompt do not divide the {total} answers of config.global_batch_size; set "
+            f"--config.global_batch_size={total + -total % math.lcm(group, known)}"
         )
     return BatchSizes(total, micro or total // known, accum or total // known)
 

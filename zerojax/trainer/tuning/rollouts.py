@@ -53,15 +53,9 @@ def check(config: settings_lib.Config, pairs: splits.Splits) -> None:
     """Checks that answers to the prompts can be drawn, before a program is built.
 
     Raises:
-      UserError: the group does not divide the batch, a prompt with its answer is longer than a row, or there is no such reward.
+      UserError: groups do not divide the batch, a prompt with its answer is longer than a row, or there is no such reward.
     """
-    ways = mesh_lib.ways(mesh_lib.make_mesh(**vars(config.mesh)))
-    count, group = config_lib.batch_sizes(config, ways).global_batch_size, config.grpo.group
-    if count % group:
-        raise UserError(
-            f"config.grpo.group: {group} answers a prompt do not divide the {count} answers of config.global_batch_size; set "
-            f"--config.global_batch_size={count + -count % group}"
-        )
+    config_lib.batch_sizes(config, mesh_lib.ways(mesh_lib.make_mesh(**vars(config.mesh))))
     rewards.find(config.grpo.reward)
     longest = max(map(len, tasks.prompts(pairs.train.examples, pairs.form)))
     if not pairs.form.is_encoder_decoder and longest > config.seq_len + 1 - config.data.answer_len:
