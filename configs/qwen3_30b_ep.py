@@ -3,7 +3,7 @@
     python -m zerojax.train --config configs/qwen3_30b_ep.py --config.data.name=random --config.steps=20
 
 Devices: 8 GPUs of 141 GB, of one host. Weights and moments take 12 bytes a weight, 46 GB on each. With --config.model.num_layers=2 and
---config.mesh.expert=2 the plan for two H100s is 19.6 GiB and 97 ms a step, 1.9 GiB of tokens received, 55% of it beside matmuls. Nobody has
+--config.mesh.expert=2 the plan for two H100s is 20.7 GiB and 86 ms a step, 1.9 GiB of tokens received, 55% of it beside matmuls. Nobody has
 run it. Text: as configs/llama3_1b.py. Result: as there.
 """
 
