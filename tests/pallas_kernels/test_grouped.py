@@ -174,10 +174,12 @@ def test_blocks_share_the_works_and_begin_one_after_the_other_where_each_has_sev
 
 @pytest.mark.long
 def test_kernels_of_hopper_compile_for_absent_gpus_without_a_dense_product():
-    inside, args = on("h200", both, 1024, 256, 384, groups=16)
+    groups, dim, width = 16, 256, 384
+    inside, args = on("h200", both, 1024, dim, width, groups=groups)
     with compile_only.optimized():
         program = jax.jit(inside).lower(*args).compile(compiler_options=compile_only.FAST)
     text = program.as_text()
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", text)) == 3
     assert not re.search(r"\bdot\(|__cublas|triton_gemm", text)
-    assert program.memory_analysis().temp_size_in_bytes < 2**16  # tables of tiles alone
+    # Tables of tiles, and `drhs` in float32 before its cast, alone.
+    assert program.memory_analysis().temp_size_in_bytes < 2**16 + 4 * groups * dim * width
