@@ -18,6 +18,8 @@ PUBLISHED = {
     "moonlight_16b_a3b": 15_960_108_544 + 26 * 64,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
+    "gemma_2b": 2_506_172_416,
+    "gemma_7b": 8_537_680_896,
     "gemma2_2b": 2_614_341_888,
     "gemma2_9b": 9_241_705_984,
     "gemma2_27b": 27_227_128_320,
@@ -40,8 +42,8 @@ SHAPES = published.PRESETS | gpt2.PRESETS
 
 # Presets of an architecture whose first one is counted by default.
 AGAIN = {
-    "mixtral_8x22b", "qwen3_235b_a22b", "moonlight_16b_a3b", "gpt_oss_120b", "gemma2_9b", "gemma2_27b", "gemma3_4b", "phi3_medium",
-    "olmo2_13b", "granite3_8b", "gpt2_medium", "gpt2_large", "gpt2_xl",
+    "mixtral_8x22b", "qwen3_235b_a22b", "moonlight_16b_a3b", "gpt_oss_120b", "gemma_7b", "gemma2_9b", "gemma2_27b", "gemma3_4b",
+    "phi3_medium", "olmo2_13b", "granite3_8b", "gpt2_medium", "gpt2_large", "gpt2_xl",
 }  # fmt: skip
 
 

@@ -269,7 +269,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         "o_bias": has_biases,
         "mlp_bias": "mlp_bias" in row.reads and f.flag("mlp_bias", False),
         "windows": _read_windows(f, kind),
-        "activation": f.activation(*row.activation),
+        "activation": row.meant.get(str(f.raw.get(row.activation[0])), "") or f.activation(*row.activation),
         "model_type": kind,
         **_read_ropes(f, head_dim, nested=bool({"rope_local_base_freq"} & {*row.reads})),
         **_read_multipliers(f, row.reads),
@@ -349,14 +349,17 @@ def _head_dim(f: config_json.Fields, kind: str) -> int:
 
 def _read_multipliers(f: config_json.Fields, reads: Collection[str]) -> dict[str, Any]:
     """Reads what Gemma and Granite multiply and bound, and which layers of SmolLM3 are not rotated."""
-    if "query_pre_attn_scalar" in reads:
+    if "use_bidirectional_attention" in reads:
         if f.flag("use_bidirectional_attention", False):
             raise f.refuse("use_bidirectional_attention", "false, since a decoder's tokens see no later ones")
+        embed_scale = f.count("hidden_size") ** 0.5
+        if "query_pre_attn_scalar" not in reads:
+            return {"embed_scale": embed_scale}
         caps = {"logits_cap": "final_logit_softcapping"}
         if f.raw["model_type"] == "gemma2":  # Gemma 3's class has the field, and does not read it
             caps["score_cap"] = "attn_logit_softcapping"
         return {
-            "embed_scale": f.count("hidden_size") ** 0.5,
+            "embed_scale": embed_scale,
             "score_scale": f.number("query_pre_attn_scalar") ** -0.5,
             **{ours: 0.0 if f.raw.get(theirs) is None else f.number(theirs) for ours, theirs in caps.items()},
         }
@@ -501,7 +504,7 @@ def _read_scaling(f: config_json.Fields, group: config_json.Fields, kind: str, d
 
 def _read_windows(f: config_json.Fields, kind: str) -> tuple[int, ...]:
     layers, types = f.depth("num_hidden_layers"), f.raw.get("layer_types")
-    if kind in ("llama", "olmo2", "granite", "olmoe", "deepseek_v3"):
+    if kind in ("llama", "gemma", "olmo2", "granite", "olmoe", "deepseek_v3"):
         return ()
     if kind in ("gemma2", "gemma3_text", "smollm3", "gpt_oss"):
         return _windows_by_type(f, kind, layers)

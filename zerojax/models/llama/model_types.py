@@ -16,12 +16,15 @@ class ModelType:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of fields that a config.json may lack
     # the name of the field with the MLP's activation, and its default
     activation: tuple[str, str] = ("hidden_act", "silu")
+    # names of activations that the class takes for others
+    meant: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 _BIASES = ("attention_bias", "mlp_bias")
 _GEMMA = {"norm_offset": 1.0, "norm_places": "both"}
-_GEMMA_READS = ("attention_bias", "query_pre_attn_scalar", "layer_types")
-_GELU = ("hidden_activation", "gelu_pytorch_tanh")
+_GEMMA_READS = ("attention_bias", "use_bidirectional_attention", "query_pre_attn_scalar", "layer_types")
+_TANH = "gelu_pytorch_tanh"
+_GELU = ("hidden_activation", _TANH)
 
 
 def _told(length: int, kv_heads: int | None = 0, **others: Any) -> dict[str, Any]:
@@ -41,6 +44,10 @@ ROWS: dict[str, ModelType] = {
     "mistral": ModelType("MistralForCausalLM", {}, (), _told(131072, 8)),
     "qwen2": ModelType("Qwen2ForCausalLM", {"qkv_bias": True}, (), _told(32768, 32)),
     "qwen3": ModelType("Qwen3ForCausalLM", {"qk_norm": True}, ("attention_bias",), _told(32768, 32, head_dim=128)),
+    "gemma": ModelType(
+        "GemmaForCausalLM", {"norm_offset": 1.0}, ("attention_bias", "use_bidirectional_attention"),
+        _told(8192, 16, head_dim=256, tie_word_embeddings=True), ("hidden_act", _TANH), {"gelu": _TANH},
+    ),
     "gemma2": ModelType(
         "Gemma2ForCausalLM", _GEMMA, _GEMMA_READS,
         _gemma(8192, final_logit_softcapping=30.0, attn_logit_softcapping=50.0), _GELU,

@@ -19,13 +19,16 @@ _YARN_40 = 0.1 * math.log(40) + 1  # of DeepSeek-V3's scores, squared
 
 def _gemma(vocab_size: int, num_layers: int, embed_dim: int, *sizes: Any, **others: Any) -> LlamaConfig:
     fixed: dict[str, Any] = {"norm_eps": 1e-6, "tie_embeddings": True, "activation": "gelu_pytorch_tanh"}
-    fixed |= {"norm_offset": 1.0, "norm_places": "both", "embed_scale": embed_dim**0.5}
+    fixed |= {"norm_offset": 1.0, "norm_places": "both", "embed_scale": embed_dim**0.5} | others
     make: Callable[..., LlamaConfig] = LlamaConfig
-    return make(vocab_size, num_layers, embed_dim, *sizes, **fixed, **others)
+    return make(vocab_size, num_layers, embed_dim, *sizes, **fixed)
 
 
 # What the rows of a class have in common.
 # fmt: off
+_gemma1 = functools.partial(  # arXiv:2403.08295, table 1
+    _gemma, max_seq_len=8192, rope_theta=1e4, norm_places="before", model_type="gemma",
+)
 _gemma2 = functools.partial(  # arXiv:2408.00118, table 1
     _gemma, max_seq_len=8192, rope_theta=1e4, windows=(_NEAR, _ALL), score_cap=50.0, logits_cap=30.0, model_type="gemma2",
 )
@@ -81,6 +84,8 @@ PRESETS: dict[str, LlamaConfig] = {
         50304, 16, 2048, 16, 16, 128, 1024, max_seq_len=4096, rope_theta=1e4, qk_norm=True, qk_norm_joint=True,
         num_experts=64, experts_per_token=8, expert_dim=1024, is_normalised=False, model_type="olmoe",
     ),
+    "gemma_2b": _gemma1(256000, 18, 2048, 8, 1, 256, 16384),
+    "gemma_7b": _gemma1(256000, 28, 3072, 16, 16, 256, 24576),
     "gemma2_2b": _gemma2(256000, 26, 2304, 8, 4, 256, 9216, score_scale=256**-0.5),
     "gemma2_9b": _gemma2(256000, 42, 3584, 16, 8, 256, 14336, score_scale=256**-0.5),
     "gemma2_27b": _gemma2(256000, 46, 4608, 32, 16, 128, 36864, score_scale=144**-0.5),
