@@ -43,6 +43,12 @@ def test_a_config_of_another_kind_is_refused_and_not_read_as_deepspeeds(tmp_path
     assert documents.read(write(tmp_path, '{"zero_optimisation": {}}')).kind == documents.DEEPSPEED
 
 
+def test_a_config_of_llama_factorys_v1_is_refused_and_not_read_as_a_trainers(tmp_path):
+    text = "model: Qwen/Qwen3-4B\noutput_dir: out\npeft_config:\n  name: lora\ndist_config:\n  name: fsdp2\n"
+    with pytest.raises(UserError, match=r"has dist_config, peft_config, as the v1 form of configs with `stage` has"):
+        documents.read(write(tmp_path, text))
+
+
 def test_comments_and_last_commas_are_read_as_in_hjson(tmp_path):
     text = '{ // one\n # two\n "train_batch_size": 8, /* three */ "zero_optimization": {"stage": 2,},'
     text += ' "tensorboard": {"output_path": "a//b"},}'

@@ -126,6 +126,12 @@ def test_a_causal_query_that_sees_no_key_has_0():
     assert (np.asarray(found)[is_blind] == 0).all() and (np.asarray(found)[~is_blind] != 0).all()
 
 
+def test_one_query_and_one_key_of_one_head_run_in_bfloat16():
+    one = jnp.ones((1, 1, 1, 16), jnp.bfloat16)
+    y = jax.jit(lambda q, k, v: attention.attend(q + 1, k + 1, 2 * v, "xla", is_causal=False))(one, one, one)
+    assert y.dtype == jnp.bfloat16 and (y == 2).all()
+
+
 def test_float16_comes_out_as_float16():
     q, k, v = (x.astype(jnp.float16) for x in arrays())
     assert attention.attend(q, k, v, "xla", is_causal=True).dtype == jnp.float16

@@ -27,7 +27,14 @@ from zerojax.tree import PyTree
 
 DEEPSPEED, ACCELERATE, TRAINER, HOSTFILE = "DeepSpeed config", "Accelerate config", "Trainer arguments", "hostfile"
 _OF_ACCELERATE = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "mixed_precision")
-_OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir", "model_name_or_path", "base_model")
+_NAMES_MODEL = ("model_name_or_path", "base_model")
+_OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir", *_NAMES_MODEL)
+_OF_NEW_FORM = (
+    "dist_config",
+    "peft_config",
+    "kernel_config",
+    "quant_config",
+)  # of the tool whose older files have a `stage`
 _OTHERS = "configs of torchtitan and MaxText are not translated: docs/migrate.md has their names here, and `zerojax config` writes a config"
 _NEAR = 0.85  # of a misspelt key to the right one, by difflib
 _MOST_VALUES = 100_000
@@ -110,6 +117,12 @@ def _told(name: str, text: str, folder: pathlib.Path) -> Document:
         raise UserError(f"{name}: holds no table of keys; name a ds_config.json, an Accelerate YAML or a hostfile")
     _check(name, content, {})
     has_blocks = "zero_optimization" in content or "train_micro_batch_size_per_gpu" in content
+    named = [key for key in _OF_NEW_FORM if isinstance(content.get(key), Mapping)]
+    if named and not any(key in content for key in _NAMES_MODEL):
+        raise UserError(
+            f"{name}: has {', '.join(named)}, as the v1 form of configs with `stage` has, and it is not translated; give the older form, "
+            "with `model_name_or_path`, or run `zerojax config`, which writes a config"
+        )
     if any(key in content for key in _OF_TRAINER) and not has_blocks:  # which have a key fsdp_config too
         return Document(name, TRAINER, content, folder)
     if any(key in content for key in _OF_ACCELERATE) and not has_blocks:

@@ -58,8 +58,10 @@ def attend(
     if kernel == "splash" and is_plain and _splash_can_run(q_BTHN, k_BSKN):
         return splash(q_BTHN, k_BSKN, v_BSKN, scale=scale)
     kernel = "xla" if kernel == "splash" or cap else kernel
-    # JAX's CPU backend does not support the float16 matmuls of this function.
-    dtype = jnp.float32 if kernel == "xla" and q_BTHN.dtype == jnp.float16 else q_BTHN.dtype
+    # JAX's CPU backend does not support this function's float16 matmuls, and its bfloat16 ones not where all scores of a device are one.
+    is_single = q_BTHN.shape[1] == k_BSKN.shape[1] == 1
+    is_wide = kernel == "xla" and (q_BTHN.dtype == jnp.float16 or is_single)
+    dtype = jnp.float32 if is_wide else q_BTHN.dtype
     out_dtype = q_BTHN.dtype
     q_BTHN, k_BSKN, v_BSKN = q_BTHN.astype(dtype), k_BSKN.astype(dtype), v_BSKN.astype(dtype)
     attended: Callable[..., jax.Array] = functools.partial(

@@ -232,6 +232,16 @@ def test_answers_of_a_classification_are_those_of_the_training_examples():
         encode([{"text": "a", "label": "maybe"}], ONE, dataclasses.replace(settings, labels=()), known=found.answers)
 
 
+@pytest.mark.parametrize("form", [ONE, PAIR, dataclasses.replace(ONE, classes=("yes",))])
+def test_a_text_that_the_tokenizer_cannot_encode_is_named(tmp_path, form):
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.BPE({"</s>": 0}, [])).save(str(path))
+    own, rows = tokenizer.load_tokenizer(str(path)), [EXAMPLES[0], {"text": "\ud800", "label": "yes"}]
+    for take in (tasks.ask, tasks.encode):
+        with pytest.raises(UserError, match=r"^file, example 1: .* cannot encode .*; mend the text"):
+            take(rows, own, SETTINGS, form, name="file")
+
+
 def test_an_answer_without_a_field_is_refused():
     with pytest.raises(UserError, match=r"answer: 'yes' names no field"):
         encode(EXAMPLES, ONE, dataclasses.replace(SETTINGS, answer="yes"))

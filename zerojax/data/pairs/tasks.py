@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zerojax import errors
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import templates
@@ -242,11 +243,12 @@ class _Encoder:
         pieces, answer = self._pieces(example, place)
         if not answer.strip():
             counts.add("empty", place)
-        if self._form.classes:
-            return self._classified(pieces, answer, place, counts)
-        if self._form.is_encoder_decoder:
-            return self._two_arrays(pieces, answer, place, counts)
-        return self._one_array(pieces, answer, place, counts)
+        with errors.below(f"{place}: "):
+            if self._form.classes:
+                return self._classified(pieces, answer, place, counts)
+            if self._form.is_encoder_decoder:
+                return self._two_arrays(pieces, answer, place, counts)
+            return self._one_array(pieces, answer, place, counts)
 
     def ask(self, example: Mapping[str, Any], place: str, counts: _Counts) -> tuple[np.ndarray, str | None]:
         """Returns the tokens of an example's prompt, and its label; None if it has none."""
@@ -270,13 +272,14 @@ class _Encoder:
             begin -= begin == len(messages) and messages[-1][0] == templates.ASSISTANT
             label = messages[begin][1] if len(messages) == begin + 1 else None
             pieces = self._turns([*messages[:begin], (templates.ASSISTANT, "")], told)[0][:-1]
-        if self._form.classes:
-            return self._read_prompt(pieces[0][0], place, counts), label
-        pieces = [*pieces, ("", True, False)]
-        if self._form.is_encoder_decoder:
-            return self._two_arrays(pieces, "", place, counts).inputs, label
-        row = self._one_array(pieces, "", place, counts)
-        return row.inputs[: row.prompt], label
+        with errors.below(f"{place}: "):
+            if self._form.classes:
+                return self._read_prompt(pieces[0][0], place, counts), label
+            pieces = [*pieces, ("", True, False)]
+            if self._form.is_encoder_decoder:
+                return self._two_arrays(pieces, "", place, counts).inputs, label
+            row = self._one_array(pieces, "", place, counts)
+            return row.inputs[: row.prompt], label
 
     def _pieces(self, example: Mapping[str, Any], place: str) -> tuple[list[Piece], str]:
         """Returns an example's texts in order, and the last answer."""
@@ -389,7 +392,7 @@ class _Encoder:
         classes = self._form.classes
         if answer.strip() not in classes:
             raise UserError(
-                f"{place}: the answer {answer.strip()!r} is none of the model's {len(classes)} classes "
+                f"the answer {answer.strip()!r} is none of the model's {len(classes)} classes "
                 f"({', '.join(map(repr, classes[:8]))}); mend it, or set `labels`"
             )
         targets = np.array([classes.index(answer.strip())], np.int32)
