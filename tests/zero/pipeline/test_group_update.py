@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import runs
-from pipelines import PASSES, TENSOR, Net, abstract, assert_equal, batch_of, prepared, trained
+from pipelines import PASSES, TENSOR, Net, State, abstract, assert_equal, batch_of, prepared, trained
 
 import zerojax
 from zerojax import display, roles, tree
@@ -18,7 +18,7 @@ from zerojax.plan import report, step_plan
 from zerojax.zero import gather, state_bytes, update
 from zerojax.zero.offload import budget, memory_kind, settings
 from zerojax.zero.offload.disk import store
-from zerojax.zero.pipeline import group_update
+from zerojax.zero.pipeline import group_update, state
 
 HOST = settings.Offload(optimizer="host", chunk_bytes=2048, in_flight=2)
 ROUNDED = 1e-6  # a program for each weight may contract other products and sums than one for all
@@ -31,8 +31,19 @@ def test_an_optimizer_that_mixes_weights_is_refused():
         )
 
 
-def test_each_trained_weight_is_updated_by_one_group():
-    (_, partition), _ = prepared({"pipe": 4}, shard=abstract, schedule="1f1b")
+def test_a_state_that_applies_gradients_in_its_own_way_is_refused():
+    class Own(State):
+        def apply_gradients(self, **given):
+            return super().apply_gradients(**given)
+
+    (held, partition), _ = prepared({"pipe": 2}, shard=abstract, schedule="1f1b")
+    own = Own(**{field.name: getattr(held, field.name) for field in dataclasses.fields(held)})
+    with pytest.raises(UserError, match="the state is Own, whose own apply_gradients may read leaves together"):
+        group_update.check(dataclasses.replace(partition, abstract_state=own))
+
+
+def test_each_trained_weight_is_updated_by_one_group_which_reads_its_own_leaves_alone():
+    (_, partition), _ = prepared({"pipe": 4}, shard=abstract, schedule="1f1b", has_target=True)
     groups = [
         group_update.GroupUpdate(
             partition.pipeline, number, gather.Reduction(jnp.float32), update.Unscaled(), update.Clip(), donate=True
@@ -43,6 +54,10 @@ def test_each_trained_weight_is_updated_by_one_group():
     paths = [f"params/{path}" for path, _ in tree.flatten(partition.abstract_state.params)]
     assert sorted(trained) == sorted(paths)
     assert all(group.trained for group in groups)
+    homes = partition.pipeline.homes
+    for number, group in enumerate(groups):
+        assert {homes[path] for path in group.reads} == {number, state.EVERYWHERE}
+    assert sum(path.startswith("target/") for group in groups for path in group.reads) == len(paths)
     assert jax.tree.structure(partition.abstract_state) == jax.tree.structure(partition.shardings)
 
 

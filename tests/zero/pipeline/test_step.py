@@ -76,6 +76,7 @@ def test_each_axis_at_each_stage_is_that_of_one_device(pipe, axis, stage):
         ({"pipe": 2, "data": 2, "model": 2}, {"overrides": TENSOR}),
         ({"pipe": 2, "data": 2}, {"trainable": "up|head"}),
         ({"pipe": 2, "data": 2}, {"remat": "none"}),
+        ({"pipe": 2, "data": 2}, {"has_target": True}),
         ({"pipe": 2, "data": 2}, {"loss_scale": zerojax.DynamicLossScale(init_scale=2.0**40)}),
         ({"pipe": 2, "data": 2}, {"tx": optax.sgd(0.1, momentum=0.9)}),
         ({"pipe": 2, "data": 2}, {"tx": optax.adafactor(1e-2, min_dim_size_to_factor=8)}),

@@ -15,7 +15,7 @@ from zerojax.errors import UserError
 from zerojax.optim import fused, locality, pieces
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import accumulate, gather
+from zerojax.zero import accumulate, gather, one_pass_update
 from zerojax.zero import partition as partition_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.offload import streamed_step
@@ -63,7 +63,10 @@ class GroupUpdate:
             opt_state = jax.eval_shape(whole.abstract_state.tx.init, self._only(known))
         stored = dict(tree.flatten(whole.abstract_state.opt_state, is_leaf=pieces.is_pieces))
         opt_state = tree.map_with_path(lambda path, _: stored[path], opt_state)
-        blank = whole.abstract_state.replace(params=(), opt_state=())
+        blank = tree.map_with_path(  # of arrays that mirror weights, those of its own
+            lambda path, leaf: leaf if placed.homes[path] in (group, state.EVERYWHERE) else optax.MaskedNode(),
+            whole.abstract_state.replace(params=(), opt_state=()),
+        )
         self._names = {"opt_state": [f"opt_state/{path}" for path, _ in tree.flatten(opt_state)]}
         self._names["rest"] = [path for path, _ in tree.flatten(blank)]
         self._structures |= {"opt_state": jax.tree.structure(opt_state), "rest": jax.tree.structure(blank)}
@@ -187,7 +190,7 @@ def check(partition: partition_lib.Partition) -> None:
     """Refuses a state whose groups cannot be updated by themselves.
 
     Raises:
-      UserError: the state has no optimizer of optax, or its update of a weight depends on others.
+      UserError: the state has no optimizer of optax, applies gradients in its own way, or its update of a weight depends on others.
     """
     held = partition.abstract_state
     lacking = [name for name in ("tx", "params", "opt_state", "replace") if not hasattr(held, name)]
@@ -195,6 +198,11 @@ def check(partition: partition_lib.Partition) -> None:
         raise UserError(
             f"pipe: the state is a {type(held).__name__} without {' and '.join(lacking)}, and each group of devices updates its own "
             "weights; use flax's TrainState, or set `pipe=1`"
+        )
+    if not one_pass_update.applies_as_flax(held):
+        raise UserError(
+            f"pipe: each group of devices updates its own weights, and the state is {type(held).__name__}, whose own apply_gradients may "
+            "read leaves together; move what it does into `tx` or after the step, or set `pipe=1`"
         )
     local = locality.in_step(held.tx, partition.trainable_part(held.params))
     if local.kind == locality.GLOBAL:
