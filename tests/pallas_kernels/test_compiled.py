@@ -51,7 +51,7 @@ def compiled(tx):
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     state = part.abstract_state["opt_state"]
-    return step.lower(params, state, grads, scalar).compile(compiler_options=compile_only.FAST), params, state
+    return step.lower(params, state, grads, scalar).compile(compiler_options=compile_only.ASSEMBLED), params, state
 
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])

@@ -90,7 +90,7 @@ def test_one_kernel_packs_and_one_adds_up(bits):
     arrays = held((4, M, wire.WIDTH[bits]), wire.DTYPE[bits]), held((4, M), jnp.float32)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which tells JAX 0.11 and later the GPU of the kernels
         lowered = pack.lower(held((M, wire.BLOCK), jnp.float32)), add.lower(*arrays)
-    packed, added = map(compile_only.compile_gpu, lowered)
+    packed, added = (compile_only.compile_gpu(program, compile_only.ASSEMBLED) for program in lowered)
     assert packed.count("__gpu$xla.gpu.triton") == 1
     entry = added[added.index("ENTRY") :]
     assert entry.count("__gpu$xla.gpu.triton") + entry.count(" fusion(") == 1
