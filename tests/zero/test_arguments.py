@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pipelines
 import pytest
 from flax.training.train_state import TrainState
 
@@ -172,6 +173,35 @@ def test_a_batch_on_another_device_is_refused_with_the_call_that_moves_it():
     batch = jax.device_put(BATCH, jax.devices()[3])
     with pytest.raises(UserError, match=r"^batch/: is committed to 1 device\(s\), .* jax.device_put\(batch, partition"):
         zerojax.make_train_step(loss_fn, partition)(state, batch)
+
+
+@pytest.mark.parametrize(
+    "mesh, how",
+    [
+        ({"data": 2}, {"state_offload": {"optimizer": "host", "params": "host"}}),
+        ({"pipe": 2}, {"schedule": "1f1b"}),
+    ],
+    ids=["params on the host", "pipe"],
+)
+def test_a_step_of_several_programs_explains_a_call_as_one_of_one_program_does(mesh, how):
+    (state, _), step = pipelines.prepared(mesh, 3, shard=zerojax.shard_train_state, net=pipelines.Net(layers=2), **how)
+    batch = pipelines.batch_of(0)
+    elsewhere = jax.device_put(batch, jax.devices()[-1])
+    for line, call in {
+        r"^state: its static fields \(tx, apply_fn\) are not those": (state.replace(tx=TX), batch),
+        r"^state: target is no leaf of the state that": (state.replace(target=np.ones(3)), batch),
+        r"^batch/labels: is committed to 1 device\(s\), and the state is on 2": (state, elsewhere),
+    }.items():
+        with pytest.raises(UserError, match=line):
+            step(*call)
+    if "data" in mesh:
+        with pytest.raises(
+            UserError, match=r"^state: params/block_0/LayerNorm_0/bias is .*, and this step takes arrays"
+        ):
+            step(state.replace(params=jax.tree.map(np.asarray, state.params)), batch)
+    jax.tree.leaves(state.params)[0].delete()
+    with pytest.raises(UserError, match=r"^state: params/block_0/LayerNorm_0/bias was deleted"):
+        step(state, batch)
 
 
 def test_an_optimizer_that_needs_more_than_gradients_is_refused_with_what_it_needs():

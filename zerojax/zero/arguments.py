@@ -5,6 +5,7 @@ before it starts.
 """
 
 import collections
+import contextlib
 import math
 import numbers
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -173,6 +175,21 @@ def explained(partition: partition_lib.Partition, state: State) -> UserError | N
     return None
 
 
+@contextlib.contextmanager
+def explaining(partition: partition_lib.Partition, state: State, batch: PyTree) -> Iterator[None]:
+    """Checks a call of a step of several programs, as `of_call` does those of one."""
+    is_usable(state)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the host's part of such a step meets the leaves too
+        why = explained(partition, state) or unusable(partition, batch) or _of_numpy(state)
+        if why is None:
+            raise
+        raise why from error
+
+
 def unusable(partition: partition_lib.Partition, batch: PyTree) -> UserError | None:
     """Returns the error for a batch with leaves that are no arrays, or are committed to other devices than the partition's, or None."""
     for path, leaf in tree.flatten(batch):
@@ -188,6 +205,15 @@ def unusable(partition: partition_lib.Partition, batch: PyTree) -> UserError | N
             return UserError(
                 f"batch/{path}: is committed to {len(leaf.sharding.device_set)} device(s), and the state is on {partition.mesh.size}; call "
                 "jax.device_put(batch, partition.batch_sharding), or numpy arrays"
+            )
+    return None
+
+
+def _of_numpy(state: State) -> UserError | None:
+    for path, leaf in tree.flatten(state):
+        if isinstance(leaf, (np.ndarray, np.generic, int, float)):
+            return UserError(
+                f"state: {path} is {errors.shown(leaf)}, and this step takes arrays of JAX; call jax.device_put(state, partition.shardings)"
             )
     return None
 
@@ -216,18 +242,23 @@ def _problems(partition: partition_lib.Partition, state: State) -> Iterator[str]
         if path not in own or path not in wanted:
             yield f"{path} is {'not in it' if path in wanted else 'no leaf'} of the state that the partition was made from"
     for path, leaf in own.items():
-        if jnp.shape(leaf) != wanted[path].shape:
-            yield f"{path} has shape {jnp.shape(leaf)}, and the partition stores {wanted[path].shape}"
-        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-        if isinstance(mesh, Mesh) and list(mesh.devices.flat) != list(partition.mesh.devices.flat):
-            yield f"{path} is sharded over the mesh {_described(mesh)}, and the partition over {_described(partition.mesh)}"
+        if (jnp.shape(leaf), tree.dtype_of(leaf)) != (wanted[path].shape, wanted[path].dtype):
+            yield f"{path} is {_kind(leaf)}, and the partition stores {_kind(wanted[path])}"
+        mesh, stored = getattr(getattr(leaf, "sharding", None), "mesh", None), wanted[path].sharding.mesh
+        if isinstance(mesh, Mesh) and list(mesh.devices.flat) != list(stored.devices.flat):
+            yield f"{path} is sharded over the mesh {_described(mesh)}, and the partition over {_described(stored)}"
     for path, leaf in own.items():
-        sharding, stored = getattr(leaf, "sharding", None), wanted[path].sharding
-        if sharding is not None and not sharding.is_equivalent_to(stored, len(wanted[path].shape)):
-            yield f"{path} has the sharding {sharding}, and the partition stores {stored.spec}"
+        sharding, kept = getattr(leaf, "sharding", None), wanted[path].sharding
+        if sharding is not None and not sharding.is_equivalent_to(kept, len(wanted[path].shape)):
+            where = (f"{getattr(one, 'spec', one)} in {one.memory_kind} memory" for one in (sharding, kept))
+            yield f"{path} has the sharding {', and the partition stores '.join(where)}"
     structures: list[Any] = [jax.tree.structure(one) for one in (state, partition.abstract_state)]
     if structures[0] != structures[1]:
         yield "its static fields (tx, apply_fn) are not those of the state that the partition was made from"
+
+
+def _kind(leaf: Leaf) -> str:
+    return f"{tree.dtype_of(leaf)}{list(jnp.shape(leaf))}"
 
 
 def _described(mesh: Mesh) -> str:

@@ -111,6 +111,7 @@ class Division:
     """The optimizer state of a partition, divided.
 
     Attributes:
+      partition: with offloaded leaves.
       groups: in the order of the params. No group waits for another.
       rest: what they do not update.
       shared: positions of the leaves that items read and the rest updates.
@@ -121,7 +122,7 @@ class Division:
       on_host: the positions of those that are offloaded.
 
     Args:
-      partition: with offloaded leaves.
+      partition: as the attribute.
       has_all: whether weights whose optimizer state stays on the device are updated in groups too, if they are as large as those of
         offloaded state. Their gradients then need not wait for those of the whole model.
       numbers: of the weights (see `Item`), if others of the model are updated elsewhere; None: their places among the trained ones.
@@ -133,7 +134,7 @@ class Division:
     def __init__(
         self, partition: partition_lib.Partition, *, has_all: bool = False, numbers: Mapping[str, int] | None = None
     ):
-        self._partition = partition
+        self.partition = partition
         flat = tree.flatten(partition.abstract_state.opt_state)
         self.leaves = [leaf for _, leaf in flat]
         self._position = {path: number for number, (path, _) in enumerate(flat)}
@@ -155,7 +156,7 @@ class Division:
     def _rest(self) -> Rest:
         own = [name for name in self._numbers if name not in self.weights]
         frozen = self._frozen_but(own)
-        state = self._partition.abstract_state
+        state = self.partition.abstract_state
         opt_state = self._initialised(frozen.trainable_part(state.params))
         reduced = tree.map_with_path(lambda path, _: self.leaves[self._position[path]], opt_state)
         state = state.replace(opt_state=reduced)
@@ -169,9 +170,9 @@ class Division:
 
     def _items(self, weight: str) -> list[Item]:
         """Returns the items of a weight."""
-        found = self._partition.placements[weight]
+        found = self.partition.placements[weight]
         whole = self.params[weight]
-        cut = self._partition.cuts.get(weight)
+        cut = self.partition.cuts.get(weight)
         rest = set(self.rest.positions)
         items, start = [], 0
         for piece, length in enumerate(cut.lengths if cut else (0,)):
@@ -203,7 +204,7 @@ class Division:
         """Returns the abstract optimizer state of a part of the weights."""
         try:
             with fused.of_a_part():
-                return jax.eval_shape(self._partition.abstract_state.tx.init, params)
+                return jax.eval_shape(self.partition.abstract_state.tx.init, params)
         except Exception as error:
             raise UserError(
                 f"offload.optimizer: the optimizer cannot be initialised for a part of the weights ({errors.one_line(error, 120)}); give "
@@ -213,16 +214,16 @@ class Division:
     def _only(self, values: Mapping[str, Any]) -> PyTree:
         """Returns a tree like the params with these leaves, by path, and optax.MaskedNode() in place of the others."""
         leaves = [values.get(name, optax.MaskedNode()) for name in self.names]
-        return jax.tree.unflatten(jax.tree.structure(self._partition.abstract_state.params), leaves)
+        return jax.tree.unflatten(jax.tree.structure(self.partition.abstract_state.params), leaves)
 
     def _frozen_but(self, weights: Sequence[str]) -> partition_lib.Partition:
         """Returns the partition with all but these weights frozen."""
         trained = set(weights)
         return dataclasses.replace(
-            self._partition,
+            self.partition,
             placements={
                 path: dataclasses.replace(found, trainable=path in trained)
-                for path, found in self._partition.placements.items()
+                for path, found in self.partition.placements.items()
             },
         )
 

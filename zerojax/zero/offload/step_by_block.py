@@ -144,8 +144,7 @@ class BlockwiseStep(streamed_step.StreamedStep):
         self._form: _Form | None = None
         self._has_params_on_host = selection.are_params_on_host(updates.rest.partition)
 
-    def __call__(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
-        """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
+    def _run(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
         leaves, form = self._read(state)
         rest = form.rest(leaves)
         one_pass = self.passes.one_pass(rest, batch)
@@ -269,6 +268,9 @@ class BlockwiseStep(streamed_step.StreamedStep):
         """Returns a state's leaves, and their form, which is made once: the device waits for what the host does between two steps."""
         leaves, structure = jax.tree.flatten(state)
         if self._form is None or self._form.structure != structure:
+            expected: Any = jax.tree.structure(self.updates.partition.abstract_state)
+            if structure != expected:
+                raise TypeError("the state is not like the partition's")  # `arguments.explaining` says how
             self._form = self._form_of(structure)
         return leaves, self._form
 

@@ -126,6 +126,10 @@ class StreamedStep(StateStream):
 
     def __call__(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
+        with arguments.explaining(self.updates.partition, state, batch):
+            return self._run(state, batch)
+
+    def _run(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
         self._check(state, batch)
         leaves, groups = jax.tree.leaves(state.opt_state), self.updates.groups
         self.updates.prefetch(leaves, groups)
@@ -161,7 +165,6 @@ class StreamedStep(StateStream):
         return found
 
     def _check(self, state: State, batch: PyTree) -> None:
-        arguments.is_usable(state)
         if jax.tree.structure(state.opt_state) != self.updates.structure:
             raise UserError(
                 "state: its optimizer state is not in the offloaded form of the partition; pass the state that shard_train_state returned "

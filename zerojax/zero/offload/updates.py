@@ -69,17 +69,17 @@ class Updates(groups_lib.Division):
     @property
     def in_flight(self) -> int:
         """Returns the number of groups that the device may hold at once."""
-        return self._partition.offload.chunks_at_once
+        return self.partition.offload.chunks_at_once
 
     @property
     def is_on_disk(self) -> bool:
         """Returns whether the optimizer state lives in a file."""
-        return self._partition.offload.optimizer == settings.NVME
+        return self.partition.offload.optimizer == settings.NVME
 
     @property
     def params_on_disk(self) -> bool:
         """Returns whether the params live in a file."""
-        return selection.are_params_on_disk(self._partition)
+        return selection.are_params_on_disk(self.partition)
 
     @property
     def resident_bytes(self) -> int:
@@ -89,7 +89,7 @@ class Updates(groups_lib.Division):
     @property
     def structure(self) -> jax.tree_util.PyTreeDef:
         """Returns the tree of the whole optimizer state."""
-        return jax.tree.structure(self._partition.abstract_state.opt_state)
+        return jax.tree.structure(self.partition.abstract_state.opt_state)
 
     def handed(
         self, state: State, grads: PyTree, factor: jax.Array | float, finite: jax.Array | None
@@ -109,9 +109,9 @@ class Updates(groups_lib.Division):
     @property
     def handed_shardings(self) -> "Handed":
         """Returns the shardings of the result of `handed`."""
-        mesh = self._partition.mesh
+        mesh = self.partition.mesh
         replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        grads = {weight: self._partition.placements[weight].update for weight in self.weights}
+        grads = {weight: self.partition.placements[weight].update for weight in self.weights}
         shared = [self.leaves[n].sharding for n in self.shared]
         return Handed(grads, shared, replicated, replicated if self._may_skip else None)
 
@@ -127,7 +127,7 @@ class Updates(groups_lib.Division):
 
     def param_bytes(self, groups: Sequence[groups_lib.Group]) -> int:
         """Returns the bytes on each device of the groups' params that are stored in host memory, where they go after their update."""
-        weights = {weight for group in groups for weight in group.weights if weight in self._partition.on_host}
+        weights = {weight for group in groups for weight in group.weights if weight in self.partition.on_host}
         return sum(tree.shard_bytes(self.params[weight]) for weight in weights)
 
     def prefetch(self, leaves: Sequence[Any], groups: Sequence[groups_lib.Group]) -> None:
@@ -168,7 +168,7 @@ class Updates(groups_lib.Division):
 
     def _placed(self, weight: str, grad: jax.Array) -> jax.Array:
         """Returns a gradient sharded as the update. The compiler may replicate one that is 0 for all, where it shards the weight."""
-        update = self._partition.placements[weight].update
+        update = self.partition.placements[weight].update
         is_certain = specs.axes(update.spec).isdisjoint(mesh_lib.COMPILER)
         return grad if is_certain or grad.sharding.is_equivalent_to(update, grad.ndim) else jax.device_put(grad, update)
 
@@ -206,7 +206,7 @@ class Updates(groups_lib.Division):
 
     def _traced(self, item: groups_lib.Item) -> Any:
         """Returns what is equal for items of equal programs. To lower a program takes several times as long as to trace it."""
-        args, tx = self._arguments(item), self._partition.abstract_state.tx
+        args, tx = self._arguments(item), self.partition.abstract_state.tx
         if isinstance(tx, one_pass.OnePass):
             roles = [
                 next(n for n, own in enumerate((item.host, item.device, item.shared)) if p in own) for p in item.order
@@ -220,8 +220,8 @@ class Updates(groups_lib.Division):
 
     def _arguments(self, item: groups_lib.Item) -> tuple:
         """Returns the abstract arguments of an item's program."""
-        found = self._partition.placements[item.weight]
-        mesh = self._partition.mesh
+        found = self.partition.placements[item.weight]
+        mesh = self.partition.mesh
         replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         param = memory_kind.as_on_device(self.params[item.weight])
         host, device, shared = (
@@ -257,12 +257,12 @@ class Updates(groups_lib.Division):
         start: jax.Array,
     ) -> tuple[jax.Array, list, list]:
         """Updates one item."""
-        found, whole = self._partition.placements[item.weight], param
+        found, whole = self.partition.placements[item.weight], param
         if item.dim is not None:
             param, grad = (jax.lax.dynamic_slice_in_dim(x, start, item.length, item.dim) for x in (param, grad))
         param, grad = (jax.lax.with_sharding_constraint(x, found.update) for x in (param, grad))
         held = dict(zip((*item.host, *item.device, *item.shared), (*host, *device, *shared)))
-        state = self._partition.abstract_state
+        state = self.partition.abstract_state
         blank: dict[str, Any] = {f.name: () for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)}
         before = state.replace(
             **blank

@@ -31,7 +31,7 @@ from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import rounded
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import block_settings
+from zerojax.zero import arguments, block_settings
 from zerojax.zero import partition as partition_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.pipeline import group_update, passes, stage_programs, state
@@ -133,7 +133,7 @@ class PipelineStep:
         donate: bool,
         options: Mapping[str, Any],
     ):
-        self._of_groups, self._options, self._mesh = of_groups, options, partition.mesh
+        self._of_groups, self._options, self._mesh, self._partition = of_groups, options, partition.mesh, partition
         self.placed: state.Placed = partition.pipeline
         self.donate = donate
         settings, groups = self.placed.pipeline, self.placed.groups
@@ -151,16 +151,17 @@ class PipelineStep:
         self._zeros = [self._maker_of_zeros(number) for number in range(len(groups))]
         self._programs: dict[Any, stage_programs.StagePrograms] = {}
         self._numbers: dict[tuple[int, int], jax.Array] = {}
-        self._names = [path for path, _ in tree.flatten(partition.abstract_state)]
 
     def __call__(self, train_state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the devices, and returns the new state and the metrics."""
+        with arguments.explaining(self._partition, train_state, batch):
+            structures: list[Any] = [jax.tree.structure(one) for one in (train_state, self._partition.abstract_state)]
+            if structures[0] != structures[1]:
+                raise TypeError("the state is not like the partition's")  # `explaining` says how
+            return self._updated(train_state, batch)
+
+    def _updated(self, train_state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
         leaves = dict(tree.flatten(train_state))
-        if list(leaves) != self._names:
-            odd = min(set(leaves) ^ {*self._names}, default="")
-            raise UserError(
-                f"state: has other leaves than the partition ({odd}); pass the state that shard_train_state returned with it"
-            )
         for group in self._here:
             self.updates[group].prefetch(leaves)
         sums, metrics, count = self._run(leaves, self._prepare(batch))
