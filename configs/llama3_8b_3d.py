@@ -14,6 +14,6 @@ def get_config():
     c = llama3_8b.get_config()
     c.mesh.pipe, c.mesh.model = 2, 2
     c.zero.stage = 1  # the weights of a group's layers fit without a gather in each of 16 passes
-    c.model.offload, c.model.by_columns = "", ""  # a pipeline has neither
+    c.model.offload, c.model.by_columns = "", ""  # activations fit, and a pipeline has no by_columns
     c.global_batch_size, c.micro_batch_size, c.grad_accum = 0, 1, 16
     return c

@@ -12,8 +12,8 @@ from zerojax.plan import json_form, picture, pipelines, report, step_plan, targe
 from zerojax.trainer import plans
 
 
-def plan_of(stage):
-    (_, partition), step = prepared({"pipe": 2, "data": 2}, stage, shard=abstract, schedule="1f1b")
+def plan_of(stage, **how):
+    (_, partition), step = prepared({"pipe": 2, "data": 2}, stage, shard=abstract, schedule="1f1b", **how)
     how = {"mesh": partition.mesh, "target": "cpu", "placement": partition, "passes": PASSES, "by_hand": True}
     return step_plan.plan_step(step, partition.abstract_state, jax.eval_shape(lambda: batch_of(0)), **how), partition
 
@@ -40,6 +40,17 @@ def test_memory_is_that_of_the_largest_group(planned):
     assert rows[roles.PARAMS].assigned == rows[roles.PARAMS].arithmetic == weights
     assert rows[roles.GRADIENTS].assigned == largest.sums
     assert sum(row.assigned for row in plan.memory) == plan.peak
+
+
+def test_activations_in_host_memory_are_shown_and_are_not_in_the_peak():
+    plan, _ = plan_of(0, remat="full", offload=r"block_\d+")
+    first = plan.pipeline.memory[0]
+    inputs = 4 * 4 * 4 * 16  # bytes of a block's input: the examples of a device, tokens, features
+    assert first.kept_on_host >= 2 * plan.pipeline.calls[0] * inputs, "of the two micro-batches that wait"
+    rows = {row.role: row for row in plan.memory}
+    assert rows[roles.HOST].assigned == plan.pipeline.memory[plan.pipeline.largest].kept_on_host
+    assert sum(row.assigned for row in plan.memory if row.role != roles.HOST) == plan.peak
+    assert "kept on host" in [column.header for column in report.groups_table(plan).columns]
 
 
 def test_each_weight_of_a_group_is_gathered_in_each_pass(planned):

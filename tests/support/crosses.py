@@ -275,7 +275,6 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("offload.by_block", mesh=PIPES, by_block="on"),
     covering.never("config.fp8.recipe", mesh=PIPES, precision="fp8", fp8="delayed"),
     covering.never("config.model.by_columns", mesh=PIPES, by_columns=("head", "both")),
-    covering.never("config.model.offload", mesh=PIPES, activations=("mlp", "layers")),
     covering.never("config.wire", mesh=PIPES, wire=PACKED),
     covering.never("fp8", fp8="delayed", precision="fp8", params_offload=("host", "nvme")),
     covering.never("fp8", fp8="delayed", precision="fp8", late_norm="yes"),

@@ -63,12 +63,14 @@ def groups_table(plan: step_plan.Plan) -> Table:
     order = found.order
     title = f"Groups of the pipeline: {order.name}, {order.stages} stages, {order.micros} micro-batches"
     elsewhere = ["elsewhere"] if any(held.host for held in found.memory) else []  # state in host memory or on a disk
-    columns = ("group", "blocks", "state", "gradients", "between passes", "at once", "sends", "peak", *elsewhere)
+    kept = ["kept on host"] if any(held.kept_on_host for held in found.memory) else []  # activations
+    columns = ("group", "blocks", "state", "gradients", "between passes", *kept, "at once", "sends", "peak", *elsewhere)
     table = display.table(title, columns)
     for group, (calls, held) in enumerate(zip(found.calls, found.memory)):
         sizes = (held.state, held.sums, held.values)
         shown = (
             *map(display.human, sizes),
+            *(display.human(held.kept_on_host) for _ in kept),
             str(order.alive(group)),
             display.human(held.sent),
             display.human(held.peak),

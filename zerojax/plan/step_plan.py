@@ -378,8 +378,10 @@ def _memory(
         assigned[role] = temporaries.get(role, 0)
     if pipeline is not None:  # known by role but for what programs take
         assigned[roles.GRADIENTS] = pipeline.memory[pipeline.largest].sums
-        is_on_disk = placement is not None and bool(storage.on_disk(placement))
-        assigned[roles.DISK if is_on_disk else roles.HOST] = pipeline.memory[pipeline.largest].host
+        group = pipeline.memory[pipeline.largest]
+        assigned[roles.HOST] = group.kept_on_host
+        where = roles.DISK if placement is not None and storage.on_disk(placement) else roles.HOST
+        assigned[where] = assigned.get(where, 0) + group.host
         resident = sum(held.arguments_by_role.values()) + assigned[roles.GRADIENTS]
         return _rows(assigned | {roles.TEMPORARIES: pipeline.peak - resident}, placement, passes, by_hand)
     if stream is not None and stream.by_block is not None:

@@ -159,6 +159,13 @@ class Pull:
         arrivals = tuple(number_of.get(id(leaf)) for leaf in leaves)
         return cls([leaf for leaf, own in zip(leaves, arrivals) if own is None], arrivals, structure)
 
+    def behind(self, arrays: PyTree) -> "tuple[Pull, PyTree]":
+        """Returns the same with leaves that wait for these arrays, and the arrays. Those on the host do not: they are copied first."""
+        near = [None if _is_on_host(leaf) else leaf for leaf in self.leaves]
+        near, arrays = jax.lax.optimization_barrier((near, arrays))
+        leaves = [leaf if own is None else own for own, leaf in zip(near, self.leaves)]
+        return dataclasses.replace(self, leaves=leaves), arrays
+
     def of(self, sent: PyTree) -> Callable[..., Any]:
         """Returns the vjp function with what arrived."""
         again, rest = jax.tree.leaves(sent), iter(self.leaves)

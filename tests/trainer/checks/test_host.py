@@ -75,6 +75,13 @@ def test_activations_on_the_host_are_counted_before_a_device_is_used(offload, wi
     )  # of 4 sequences of 32 tokens a pass, in float32
 
 
+def test_those_of_all_micro_batches_in_a_pipeline_are_counted():
+    one, piped = (
+        runs.config(model__offload=r"layer_\d+", model__remat="full", grad_accum=4, mesh__pipe=pipe) for pipe in (1, 2)
+    )
+    assert host.most_offloaded_activations(piped) == 2 * host.most_offloaded_activations(one), "1F1B: of two"
+
+
 @pytest.mark.parametrize("precision, part", [("bf16", 1.0), ("bf16_sr", 0.5)])
 def test_what_a_run_pins_of_its_params_is_bounded_too(precision, part):
     parts = {"offload__fraction": part, "offload__params_fraction": part}

@@ -13,30 +13,33 @@ from pipelines import PASSES, Net, batch_of, prepared
 
 import zerojax
 from zerojax import tree
+from zerojax.zero.offload import memory_kind
 from zerojax.zero.pipeline import memory, order, stage_programs
 
 SCALARS = 512  # bytes: numbers of passes, and parts of metrics, which are not counted
 
 
-def alive_on(device):
-    """Returns the bytes of the buffers that arrays hold on a device. Several arrays may hold one buffer."""
-    shards = [shard.data for array in jax.live_arrays() for shard in array.addressable_shards if shard.device == device]
+def alive_on(device, *, is_far=False):
+    """Returns the bytes of the buffers that arrays hold on a device, or in host memory beside it. Several arrays may hold one buffer."""
+    arrays = [array for array in jax.live_arrays() if memory_kind.is_on_host(array) == is_far]
+    shards = [shard.data for array in arrays for shard in array.addressable_shards if shard.device == device]
     return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
 
 
-CASES = {  # the mesh, the schedule, the chunks and the layers
-    "1f1b": ({"pipe": 2, "data": 2}, "1f1b", 1, 2),
-    "zero_bubble": ({"pipe": 2}, "zero_bubble", 1, 3),
-    "gpipe": ({"pipe": 4}, "gpipe", 1, 3),
-    "interleaved": ({"pipe": 2}, "interleaved", 2, 3),
+CASES = {  # the mesh, the schedule, the chunks, the layers, and further arguments of `make_train_step`
+    "1f1b": ({"pipe": 2, "data": 2}, "1f1b", 1, 2, {}),
+    "1f1b, activations on the host": ({"pipe": 2}, "1f1b", 1, 3, {"remat": "full", "offload": r"block_\d+"}),
+    "zero_bubble": ({"pipe": 2}, "zero_bubble", 1, 3, {}),
+    "gpipe": ({"pipe": 4}, "gpipe", 1, 3, {}),
+    "interleaved": ({"pipe": 2}, "interleaved", 2, 3, {}),
 }
 
 
 @functools.cache
 def made(case):
     """Returns a state, its partition, and the step, whose programs are compiled once."""
-    mesh, schedule, chunks, layers = CASES[case]
-    how = {"net": Net(layers=layers), "schedule": schedule, "chunks": chunks, "donate": False}
+    mesh, schedule, chunks, layers, further = CASES[case]
+    how = {"net": Net(layers=layers), "schedule": schedule, "chunks": chunks, "donate": False, **further}
     return prepared(mesh, 3, shard=zerojax.shard_train_state, **how)
 
 
@@ -48,13 +51,14 @@ def test_values_alive_between_programs_are_those_that_are_counted(case, monkeypa
     leaves = tree.flatten(partition.abstract_state)
     counted = memory.of_groups(step.placed, step.sent, found, leaves, [0] * len(step.placed.groups))
     devices = [group.mesh.devices.flat[0] for group in step.placed.groups]
-    most = collections.Counter()
+    most, most_kept = collections.Counter(), collections.Counter()
 
     def watched(own):
         def run(*args):
             made = own.run(*args)
             for group, device in enumerate(devices):
                 most[group] = max(most[group], alive_on(device))
+                most_kept[group] = max(most_kept[group], alive_on(device, is_far=True))
             return made
 
         return run
@@ -72,6 +76,8 @@ def test_values_alive_between_programs_are_those_that_are_counted(case, monkeypa
         expected = own.state + own.sums + own.batch // 2 + own.values
         # A program's results are alive before what it read is dropped, which is counted as a part of `peak`.
         assert expected - SCALARS <= alive <= own.peak + SCALARS, (group, own, alive)
+        assert own.kept_on_host == most_kept[group], "the inputs of blocks of all micro-batches that wait"
+    assert any(most_kept.values()) == ("host" in case)
 
 
 def test_1f1b_keeps_fewer_values_than_gpipe_and_sends_the_same():

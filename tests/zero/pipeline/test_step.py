@@ -78,6 +78,8 @@ def test_each_axis_at_each_stage_is_that_of_one_device(pipe, axis, stage):
         ({"pipe": 2, "data": 2}, {"remat": "none"}),
         ({"pipe": 2, "data": 2}, {"has_target": True}),
         ({"pipe": 2, "data": 2}, {"loss_scale": zerojax.DynamicLossScale(init_scale=2.0**40)}),
+        ({"pipe": 2, "data": 2}, {"remat": "full", "offload": r"block_\d+"}),
+        ({"pipe": 2, "data": 2}, {"offload": r"block_\d+/up"}),
         ({"pipe": 2, "data": 2}, {"tx": optax.sgd(0.1, momentum=0.9)}),
         ({"pipe": 2, "data": 2}, {"tx": optax.adafactor(1e-2, min_dim_size_to_factor=8)}),
         ({"pipe": 2, "data": 2}, {"tx": zerojax.fused_adamw(1e-2)}),
@@ -113,7 +115,6 @@ def test_masks_of_dropout_are_those_without_a_pipeline():
     "how, message",
     [
         ({"reduce_dtype": None}, "reduce_dtype: is None"),
-        ({"offload": "up"}, "offload: 'up' keeps activations"),
         ({"by_columns": "head"}, "by_columns: 'head' needs all devices"),
     ],
 )

@@ -25,6 +25,7 @@ from zerojax.trainer.checks import names
 from zerojax.zero import state_bytes
 from zerojax.zero.offload import budget
 from zerojax.zero.offload import settings as offload_settings
+from zerojax.zero.pipeline import order as order_lib
 
 SHORT = "out of host memory"  # the start of the error messages
 _POOL_IS_FULL = "Out of host memory while trying to allocate"  # what XLA says
@@ -89,7 +90,8 @@ def most_pinned_bytes(config: settings_lib.Config) -> int:
 def most_offloaded_activations(config: settings_lib.Config) -> int:
     """Returns an upper bound of the bytes of activations that `model.offload` keeps in host memory, on all devices that the config names.
 
-    Of a layer it is the input, of a linear module its result. Uses no device; where the config derives the devices, one is counted.
+    Of a layer it is the input, of a linear module its result. A pipeline keeps them of all micro-batches that wait for their backward pass.
+    Uses no device; where the config derives the devices, one is counted.
     """
     if not config.model.offload:
         return 0
@@ -112,7 +114,10 @@ def most_offloaded_activations(config: settings_lib.Config) -> int:
     rows = config.global_batch_size // passes or config.micro_batch_size * config.mesh.replica * max(
         1, config.mesh.data
     )
-    return kept * rows * config.seq_len * width
+    pipe = config.mesh.pipe
+    order = order_lib.make(config.pipeline.schedule, pipe, passes, chunks=config.pipeline.chunks) if pipe > 1 else None
+    waiting = max(map(order.alive, range(pipe))) if order else 1
+    return kept * rows * config.seq_len * width * waiting
 
 
 def refuse(what: str, needed: int) -> None:

@@ -123,7 +123,10 @@ class GroupUpdate:
         self.abstract = jax.tree.leaves(abstract)
         shardings = [leaf.sharding for leaf in self.abstract]
         handed = self.stream and self.stream.updates.handed_shardings._replace(grads={})
-        self._apply = jax.jit(apply, donate_argnums=(0,) if donate else (), out_shardings=(shardings, None, handed))
+        # Old weights with masters are not read, but new ones take their memory.
+        self._apply = jax.jit(
+            apply, donate_argnums=(0,) if donate else (), out_shardings=(shardings, None, handed), keep_unused=True
+        )
 
     def read(self, leaves: Mapping[str, jax.Array]) -> list[jax.Array]:
         """Returns the leaves of a state, given by path, that the update reads."""

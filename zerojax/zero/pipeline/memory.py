@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerojax import tree
-from zerojax.zero.offload import selection
+from zerojax.zero.offload import memory_kind, selection
 from zerojax.zero.pipeline import order as order_lib
 from zerojax.zero.pipeline import stage_programs, state
 
@@ -23,6 +23,8 @@ class GroupMemory:
     sent: int  # to other groups in a step
     # optimizer state in host memory or on a disk, which is not in the peak. As much arrives in a step, and leaves.
     host: int = 0
+    # of activations in host memory at once (`offload` of `make_train_step`), which are not in the peak either
+    kept_on_host: int = 0
 
 
 def of_groups(
@@ -62,14 +64,15 @@ def of_groups(
         for group in groups
     ]
     batch = 2 * micros * sum(found.nbytes(number) for number, path in found.paths.items() if path.startswith("1/"))
-    held, most, peak, moved = ([0] * len(groups) for _ in range(4))
+    held, most, peak, moved, kept, most_kept = ([0] * len(groups) for _ in range(6))
     written = {number for program in found.programs.values() for number in program.writes}
     alive: list[set[tuple[int, int]]] = [set() for _ in range(micros)]
     left = [found.readings() for _ in range(micros)]
 
     def take(micro: int, number: int, group: int, sign: int) -> None:
-        held[group] += sign * found.nbytes(number)
-        most[group] = max(most[group], held[group])
+        of, at_most = (kept, most_kept) if memory_kind.is_on_host(found.values[number]) else (held, most)
+        of[group] += sign * found.nbytes(number)
+        at_most[group] = max(at_most[group], of[group])
         (alive[micro].add if sign > 0 else alive[micro].discard)((number, group))
 
     for op, is_last in sent:
@@ -97,6 +100,7 @@ def of_groups(
             most[group],
             moved[group],
             host[group],
+            most_kept[group],
         )
         for group in groups
     ]

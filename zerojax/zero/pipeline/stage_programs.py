@@ -15,7 +15,8 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import accumulate
-from zerojax.zero.pipeline import divided, passes, segments, state
+from zerojax.zero.offload import memory_kind
+from zerojax.zero.pipeline import divided, passes, segments, state, turns
 from zerojax.zero.pipeline.order import BACKWARD, DIVIDED, FORWARD, WEIGHTS
 from zerojax.zero.step_programs import cut, programs
 
@@ -167,19 +168,32 @@ def _program(
     mesh, writes = of_group.partition.mesh, values_of(found, key)
     own = dict(sorted((path, number) for path, number in grads.items() if number in writes))
     kept = [number for number in writes if number in read_elsewhere or number not in own.values()]
+    far = {number for number, var in zip(writes, part.writes) if var.aval.memory_space == jax.memory.Space.Host}
     mapped = programs.Mapped(trace.call)
-    run = mapped.program(part, (), lambda *arrays: ())
+    var_of = {**dict(zip(reads, part.reads)), **dict(zip(writes, part.writes))}
+    in_turns = turns.of(part, {var_of[number]: var_of.get(trace.params[path]) for path, number in own.items()})
+    if weight in writes and var_of[weight] not in in_turns[0].writes:
+        in_turns = [part]
+    runs = [mapped.program(turn, (), lambda *arrays: ()) for turn in in_turns]
     taken_weight = weight if own and weight not in writes else None
 
     def program(
         read: list[jax.Array], sums: list[jax.Array], factor: Any, seed: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        made = dict(zip(writes, run(*read)))
-        if weight is not None and weight in made:
-            factor = made[weight]
-        grads = {path: made[number] for path, number in own.items()}
-        added = accumulate.added(dict(zip(own, sums)), grads, factor, seed)
-        return [made[number] for number in kept], [added[path] for path in own]
+        made, total = dict(zip(part.reads, read)), dict(zip(own, sums))
+        for number, (turn, run) in enumerate(zip(in_turns, runs)):
+            made.update(zip(turn.writes, run(*(made[var] for var in turn.reads))))
+            if weight in writes:
+                factor = made[var_of[weight]]
+            grads = {path: made[var] for path in own if (var := var_of[own[path]]) in turn.writes}
+            added = {path: total[path] for path in grads}
+            order = np.array([place for place, path in enumerate(own) if path in grads], np.uint32)
+            total |= accumulate.added(added, grads, factor, seed, order)
+            held = turns.waiting(in_turns, number)
+            now, sent = jax.lax.optimization_barrier(([made[var] for var in held], [total[path] for path in grads]))
+            made.update(zip(held, now))
+            total.update(zip(grads, sent))
+        return [made[var_of[number]] for number in kept], list(total.values())
 
     taken = [on_mesh(values[number], mesh) for number in reads]
     sums = {path: of_group.summed(path) for path in own}
@@ -194,13 +208,14 @@ def _program(
     if alike is None and not placed.is_here(group):
         made, _ = jax.eval_shape(program, taken, [*sums.values()], factor, seed)
         for number, like in zip(kept, made):
-            sharding = NamedSharding(mesh, specs[number])
+            sharding = _placed(specs[number], mesh, number in far)
             values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
         return StageProgram(group, reads, kept, sums, taken_weight, is_seeded, None, part)
     lowered = jax.jit(program, donate_argnums=1, out_shardings=shardings).lower(taken, [*sums.values()], factor, seed)
     done = together(lowered, program.__name__, alike, options)
     for number, like, sharding in zip(kept, done.out_info[0], done.output_shardings[0]):
-        values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+        place = _placed(sharding.spec, mesh, number in far)
+        values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place)
     return StageProgram(group, reads, kept, sums, taken_weight, is_seeded, done, part)
 
 
@@ -222,4 +237,11 @@ def together(
 
 def on_mesh(like: Leaf, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Returns an abstract array of a group on another one."""
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(mesh, like.sharding.spec))
+    return jax.ShapeDtypeStruct(
+        like.shape, like.dtype, sharding=_placed(like.sharding.spec, mesh, memory_kind.is_on_host(like))
+    )
+
+
+def _placed(spec: P, mesh: Mesh, is_on_host: bool) -> NamedSharding:
+    """Returns where a value of a group is. Devices that are not here name no host memory, so there the mesh is abstract."""
+    return memory_kind.on_host(NamedSharding(mesh.abstract_mesh, spec)) if is_on_host else NamedSharding(mesh, spec)

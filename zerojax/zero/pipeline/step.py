@@ -75,7 +75,6 @@ def of(
         f"{fp8_ops.TENSORWISE!r}": fp8 is not None and fp8.recipe == fp8_ops.DELAYED,
         "wire: the stages of a pipeline send weights as they are; omit wires, or set `pipe=1`": wires is not None
         and wires.is_on,
-        f"offload: {how.offload!r} keeps activations in host memory within one program; omit it": how.offload,
     }
     for line, is_wrong in wrong.items():
         if is_wrong:

@@ -77,6 +77,8 @@ def _forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], a
 
 def _backward(plan: overlap.BlockCall, residuals: tuple[dict, overlap.Pull], cotangents: PyTree) -> tuple[Any, Any]:
     def run(stored: dict[str, jax.Array], pull: overlap.Pull, cotangents: PyTree) -> tuple[Any, list[Any]]:
+        # A program may have several blocks: nothing of one is computed again before its turn.
+        pull, cotangents = pull.behind(cotangents)
         grads, inputs = (plan.shared or plan).pulled(pull.of(plan.gather(stored)), cotangents)
         return plan.reduce(grads)[0], inputs
 
