@@ -1,7 +1,7 @@
 """Cuts a backward pass of a stage into turns, one for each block. This module says what XLA's scheduler may not begin earlier.
 
 Free to choose, XLA computes all blocks again at once, and with copies from the host in a program the gradients of all weights last: what
-they are made from then stays until the end. Planned for H200s, 17 layers of Llama 3's 8B shapes with `remat="full"`: 14.8 GB of
+they are made from then stays until the end. Planned for H200s, 17 layers of a decoder's 8B shapes with `remat="full"`: 14.8 GB of
 temporaries, and 2.2 in turns.
 """
 
