@@ -73,6 +73,14 @@ def test_all_linear_modules_are_found_also_inside_flaxs_own():
     assert found["layer_0/attention/out"] == ("layer_0.attention.out", (2, 32, 64), 2, False, (), False)
 
 
+def test_params_in_boxes_are_refused_with_the_call_that_takes_them_out():
+    params = jax.tree.map(lambda leaf: nn.Partitioned(leaf, names=(None,) * leaf.ndim), init()[0])
+    with pytest.raises(
+        UserError, match=r"^add_lora: head/bias is in a Partitioned, .*; pass flax\.linen\.meta\.unbox\(params\)"
+    ):
+        zerojax.add_lora(params, zerojax.Lora(r=2), jax.random.key(0), apply, X)
+
+
 @pytest.mark.parametrize("quantize", runs.cases(["none", "nf4", "int8"], long=["int8"]))
 def test_adapters_give_the_output_of_merged_kernels(quantize):
     lora, params, chosen = adapted(quantize=quantize)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.lora import adapters
 from zerojax.lora import settings as settings_lib
@@ -78,6 +79,11 @@ def add(
     params: PyTree, lora: settings_lib.Lora, key: jax.Array, function: Callable[..., Any], *args: Any
 ) -> dict[str, Any]:
     """Returns a Linen model's weights with fresh adapters; see `zerojax.add_lora`."""
+    for path, leaf in tree.flatten(params, is_leaf=lambda node: isinstance(node, nn.meta.AxisMetadata)):
+        if isinstance(leaf, nn.meta.AxisMetadata):
+            raise UserError(
+                f"add_lora: {path} is in a {type(leaf).__name__}, as nn.with_partitioning makes them; pass flax.linen.meta.unbox(params)"
+            )
     weights = targets_lib.flat(params)
     chosen = targets_lib.choose(lora, find(function, params, *args), weights)
     for path in chosen.adapted:

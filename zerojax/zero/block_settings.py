@@ -75,7 +75,8 @@ def unmatched(how: How, *, is_head: bool) -> UserError:
     return UserError(
         f"blocks: {how.blocks!r} matches no module of Linen or NNX called in the loss; it is a regex over module paths such as "
         "'layer_0' or 'layers/3', or '' to gather leaf by leaf; modules of NNX are found where params are their variables "
-        "(nnx.State), not plain arrays, and not in stacks of nnx.scan or nnx.vmap: hold their layers in an nnx.List"
+        "(nnx.State), not plain arrays, and not in stacks of nnx.scan or nnx.vmap (hold their layers in an nnx.List) or inside nnx.remat "
+        "(remat= does what it does)"
     )
 
 
