@@ -83,9 +83,26 @@ def prepared(
     **how,
 ):
     """Returns what `shard` does for the state, and the step, on a mesh of as many devices as it has."""
-    sizes = {"data": 1} | mesh
-    mesh = mesh_lib.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
     net = net or Net()
+    make = _abstract if shard is abstract and state_offload is None else _made
+    sizes = tuple(({"data": 1} | mesh).items())
+    options = (stage, net, schedule, chunks, loss_scale, tx, overrides, trainable, state_offload, has_target)
+    made = make(shard, sizes, *options)
+    how = {"reduce_dtype": jnp.float32, "clip_norm": 0.5} | how
+    return made, zerojax.make_train_step(
+        functools.partial(loss_of, net),
+        made[1],
+        blocks=BLOCKS,
+        heads=HEADS,
+        grad_accum=PASSES,
+        batch_specs=SPECS,
+        loss_scale=loss_scale,
+        **how,
+    )
+
+
+def _made(shard, sizes, stage, net, schedule, chunks, loss_scale, tx, overrides, trainable, state_offload, has_target):
+    mesh = mesh_lib.make_mesh(**dict(sizes), devices=jax.devices()[: int(np.prod([size for _, size in sizes]))])
     loss = functools.partial(loss_of, net)
 
     def init(key):
@@ -100,7 +117,7 @@ def prepared(
         pipeline = zerojax.Pipeline(
             loss, micro, BLOCKS, heads=HEADS, schedule=schedule, chunks=chunks, batch_specs=SPECS
         )
-    made = shard(
+    return shard(
         init,
         jax.random.key(0),
         mesh=mesh,
@@ -111,10 +128,9 @@ def prepared(
         offload=state_offload,
         pipeline=pipeline,
     )
-    how = {"reduce_dtype": jnp.float32, "clip_norm": 0.5} | how
-    return made, zerojax.make_train_step(
-        loss, made[1], blocks=BLOCKS, heads=HEADS, grad_accum=PASSES, batch_specs=SPECS, loss_scale=loss_scale, **how
-    )
+
+
+_abstract = functools.cache(_made)  # a pipeline traces the whole step, which takes a second
 
 
 def abstract(init, key, **how):
