@@ -1,5 +1,7 @@
 """Compares attention with sinks with a softmax over one score more. This module tests zerojax.ops.sinks."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,12 @@ def plain(q, k, v, sinks_H, seen, scale):
     return jnp.einsum("bhts,bshn->bthn", weights, v, precision="highest")
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(function, dy, *args):
+    y, pull = jax.vjp(function, *args)
+    return y, *pull(dy)
+
+
 DISTANCE = np.arange(QUERIES)[:, None] - np.arange(QUERIES)
 PADDING = np.arange(QUERIES) < np.array([[9], [4]])
 TEXTS = np.broadcast_to(np.arange(QUERIES) // 5 == (np.arange(QUERIES) // 5)[:, None], (2, QUERIES, QUERIES))
@@ -50,10 +58,12 @@ def test_a_sink_is_one_score_more_without_a_value_and_so_are_its_gradients(name)
     def own(q, k, v, sinks_H):
         return sinks.attend(q, k, v, "splash", sinks_H=sinks_H, **given)
 
-    y, pull = jax.vjp(own, q, k, v, sinks_H)
-    expected, theirs = jax.vjp(lambda *args: plain(*args, seen, given.get("scale", 8**-0.5)), q, k, v, sinks_H)
+    y, *gradients = with_gradients(own, dy, q, k, v, sinks_H)
+    expected, *theirs = with_gradients(
+        lambda *args: plain(*args, seen, given.get("scale", 8**-0.5)), dy, q, k, v, sinks_H
+    )
     np.testing.assert_allclose(y, expected, atol=ROUNDING)
-    for found, wanted in zip(pull(dy), theirs(dy)):
+    for found, wanted in zip(gradients, theirs, strict=True):
         np.testing.assert_allclose(found, wanted, atol=5 * ROUNDING)
 
 
@@ -62,9 +72,8 @@ def test_without_sinks_it_is_attention(name):
     given, _ = CASES[name]
     q, k, v, _ = drawn()
     dy = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
-    own = jax.vjp(lambda *qkv: sinks.attend(*qkv, "xla", sinks_H=None, **given), q, k, v)
-    theirs = jax.vjp(lambda *qkv: attention.attend(*qkv, "xla", **given), q, k, v)
-    found, wanted = ((y, *pull(dy)) for y, pull in (own, theirs))
+    found = with_gradients(lambda *qkv: sinks.attend(*qkv, "xla", sinks_H=None, **given), dy, q, k, v)
+    wanted = with_gradients(lambda *qkv: attention.attend(*qkv, "xla", **given), dy, q, k, v)
     if name == "no key":  # which JAX's attention gives the mean of all values, and nothing defines
         assert all(not np.asarray(array).any() for array in found)
         return

@@ -15,7 +15,7 @@ CONFIG = model.BertConfig(61, 1, 16, 2, 24, num_positions=20, norm_eps=1e-5)
 def test_padding_changes_nothing_and_a_kind_of_text_changes_the_scores(pad):
     net = model.Bert(dataclasses.replace(CONFIG, pad=pad))
     tokens = np.array([[5, 7, 11, 13]])
-    params = net.init(jax.random.key(0), tokens)
+    params = jax.jit(net.init)(jax.random.key(0), tokens)
     params = jax.tree.map(lambda leaf: leaf * (10 if leaf.ndim > 1 else 1), params)
     apply = jax.jit(net.apply, static_argnames="method")
     scores = apply(params, tokens)

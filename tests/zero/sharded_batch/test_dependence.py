@@ -74,8 +74,8 @@ def test_the_kinds_are_true_of_two_halves():
     """A count of the batch is the sum of its halves' counts, and what grows grows by them; the others are not."""
     state = {"n": OLD, "key": KEY}
     for name, (function, kind) in CASES.items():
-        whole, (first, second) = function(X, state), (function(half, state) for half in np.split(X, 2))
         if kind in ("count", "grown") and name != "normed rows":
+            whole, (first, second) = function(X, state), (function(half, state) for half in np.split(X, 2))
             np.testing.assert_array_equal(first + second - (OLD if kind == "grown" else 0), whole, err_msg=name)
 
 
