@@ -5,6 +5,7 @@ import os
 import re
 
 import golden_models
+import jax
 import numpy as np
 import pytest
 
@@ -31,7 +32,7 @@ def test_a_merged_model_gives_the_logits_of_the_model_with_its_adapter(tmp_path,
     )
     known = dict(np.load(source / "lora" / "expected.npz"))
     loaded = zerojax.load_huggingface(tmp_path / "merged", stage=0)
-    logits = loaded.apply(loaded.params, {key: known[key] for key in ("input_ids", "attention_mask")})
+    logits = jax.jit(loaded.apply)(loaded.params, {key: known[key] for key in ("input_ids", "attention_mask")})
     np.testing.assert_allclose(logits, known["logits"], atol=LOGITS, rtol=0)
 
 

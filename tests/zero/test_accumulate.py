@@ -46,8 +46,9 @@ def in_passes(batch, passes):
 @hypothesis.given(st.integers(2, 6), st.integers(1, 4))
 def test_the_mean_over_passes_is_the_mean_over_the_batch(passes, rows):
     batch, state = make_batch(passes * rows), State(jnp.zeros(()), jnp.zeros((), jnp.int32))
-    (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, batch, state)
-    (found, aux), found_grads = accumulate.value_and_grad(loss_fn, passes)(PARAMS, in_passes(batch, passes), state)
+    (loss, _), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(PARAMS, batch, state)
+    run = jax.jit(accumulate.value_and_grad(loss_fn, passes))
+    (found, aux), found_grads = run(PARAMS, in_passes(batch, passes), state)
     np.testing.assert_allclose(found, loss, rtol=ROUNDING)
     chex.assert_trees_all_close(found_grads, grads, atol=ROUNDING, rtol=1e-7)
     assert aux["state"]["passes"] == passes

@@ -32,6 +32,7 @@ def loss(params, config):
     return bart.Bart(config).apply({"params": params}, *encoder_decoders.make_batch(), method="loss")
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def expected_loss(params, config):
     inputs, targets = encoder_decoders.make_batch()
     return losses.cross_entropy(logits(params, inputs, targets[:, :-1], config=config), targets[:, 1:])
