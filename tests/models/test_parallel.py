@@ -60,6 +60,8 @@ def test_every_matrix_has_one_row_and_every_vector_of_a_norm_and_every_router_no
         )
         assert len(found) == (0 if is_small else 1), path
         assert all(len(entries) <= len(shape) for entries in found), path
+        scales = [entries for pattern, entries in own.parallel.weights if re.search(pattern, f"{path}/scales")]
+        assert not path.endswith("/kernel") or all(len(entries) <= 2 for entries in scales), path
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -18,7 +18,8 @@ WEIGHTS: Table = (
     (r"/experts/(gate|up)(/|_adapter/lora_b|$)", ("expert", None, "model")),  # [experts, inputs, width]
     (r"/experts/down(/|_adapter/lora_a|$)", ("expert", "model")),
     (r"/experts/\w+_adapter/", ("expert",)),
-    (r"/(qkv|gate_up)/kernel", (None, None, "model")),  # [inputs, parts, heads or width, ...]
+    # [inputs, parts, heads or width, ...]; scales of a quantized one are [inputs, blocks], which run over parts too
+    (r"/(qkv|gate_up)/kernel(?!/scales)", (None, None, "model")),
     (r"/(qkv|gate_up)/bias", (None, "model")),
 )
 HEADS: Table = ((r".*/(q|k|v|q_norm|k_norm)", (None, None, "model")),)  # [batch, tokens, heads, width]
