@@ -171,29 +171,47 @@ def _program(
     far = {number for number, var in zip(writes, part.writes) if var.aval.memory_space == jax.memory.Space.Host}
     mapped = programs.Mapped(trace.call)
     var_of = {**dict(zip(reads, part.reads)), **dict(zip(writes, part.writes))}
-    in_turns = turns.of(part, {var_of[number]: var_of.get(trace.params[path]) for path, number in own.items()})
-    if weight in writes and var_of[weight] not in in_turns[0].writes:
-        in_turns = [part]
-    runs = [mapped.program(turn, (), lambda *arrays: ()) for turn in in_turns]
     taken_weight = weight if own and weight not in writes else None
+    is_seeded = of_group.in_16_bits and bool(own)
+    grad_of = {path: var_of[number] for path, number in own.items()}
+    in_turns = turns.of(part, {var: var_of.get(trace.params[path]) for path, var in grad_of.items()})
+    # Random bits are those of whole arrays, so sums that are rounded with them are added up after the pass.
+    if is_seeded or len(in_turns) == 1 or (weight in writes and var_of[weight] not in in_turns[0].writes):
+        run = mapped.program(part, (), lambda *arrays: ())
 
-    def program(
-        read: list[jax.Array], sums: list[jax.Array], factor: Any, seed: Any
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        made, total = dict(zip(part.reads, read)), dict(zip(own, sums))
-        for number, (turn, run) in enumerate(zip(in_turns, runs)):
-            made.update(zip(turn.writes, run(*(made[var] for var in turn.reads))))
+        def program(
+            read: list[jax.Array], sums: list[jax.Array], factor: Any, seed: Any
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
+            made = dict(zip(part.writes, run(*read)))
             if weight in writes:
                 factor = made[var_of[weight]]
-            grads = {path: made[var] for path in own if (var := var_of[own[path]]) in turn.writes}
-            added = {path: total[path] for path in grads}
-            order = np.array([place for place, path in enumerate(own) if path in grads], np.uint32)
-            total |= accumulate.added(added, grads, factor, seed, order)
-            held = turns.waiting(in_turns, number)
-            now, sent = jax.lax.optimization_barrier(([made[var] for var in held], [total[path] for path in grads]))
-            made.update(zip(held, now))
-            total.update(zip(grads, sent))
-        return [made[var_of[number]] for number in kept], list(total.values())
+            grads = {path: made[var] for path, var in grad_of.items()}
+            added = accumulate.added(dict(zip(own, sums)), grads, factor, seed)
+            return [made[var_of[number]] for number in kept], [added[path] for path in own]
+
+    else:
+
+        def then(turn: int, made: dict[Any, Any], total: dict[Any, Any], factor: Any) -> None:
+            if weight in writes:
+                factor = made[var_of[weight]]
+            new = {path: var for path, var in grad_of.items() if var in in_turns[turn].writes}
+            added = accumulate.added(
+                {path: total[var] for path, var in new.items()}, {path: made[var] for path, var in new.items()}, factor
+            )
+            total |= {new[path]: value for path, value in added.items()}
+            held, waited = turns.waiting(in_turns, turn), turns.awaited(in_turns, turn, total, lags=mesh.size > 1)
+            now = jax.lax.optimization_barrier(([made[var] for var in held], [total[var] for var in waited]))
+            made.update(zip(held, now[0]))
+            total.update(zip(waited, now[1]))
+
+        run = mapped.summing(part, in_turns, [*grad_of.values()], then)
+
+        def program(
+            read: list[jax.Array], sums: list[jax.Array], factor: Any, seed: Any
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
+            returned, total = run(read, sums, factor)
+            made = dict(zip(part.writes, returned))
+            return [made[var_of[number]] for number in kept], total
 
     taken = [on_mesh(values[number], mesh) for number in reads]
     sums = {path: of_group.summed(path) for path in own}
@@ -203,7 +221,6 @@ def _program(
     shardings = (known, [like.sharding for like in sums.values()])
     program.__name__ = program.__qualname__ = f"stage_{key[1]}_{key[0]}"
     factor = None if taken_weight is None else on_mesh(values[taken_weight], mesh)
-    is_seeded = of_group.in_16_bits and bool(own)
     seed = jax.ShapeDtypeStruct((), np.uint32, sharding=NamedSharding(mesh, P())) if is_seeded else None
     if alike is None and not placed.is_here(group):
         made, _ = jax.eval_shape(program, taken, [*sums.values()], factor, seed)

@@ -5,7 +5,7 @@ they are made from then stays until the end. Planned for H200s, 17 layers of a d
 temporaries, and 2.2 in turns.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,3 +66,12 @@ def waiting(turns: Sequence[cut.StepPart], number: int) -> list[Any]:
     read = {var for turn in later for var in turn.reads}
     far = [var for turn in later[1:2] for var in turn.reads if var.aval.memory_space == jax.memory.Space.Host]
     return [*(var for var in turns[number].writes if var in read), *far]
+
+
+def awaited(turns: Sequence[cut.StepPart], number: int, sums: Collection[Any], *, lags: bool) -> list[Any]:
+    """Returns those of `sums`, by the variable of the gradient, for which these wait: of this turn, or if it `lags` of the one before.
+
+    With several devices the gradients of weights then run beside the next block's collectives.
+    """
+    of = number - 1 if lags else number
+    return [var for var in turns[of].writes if var in sums] if of >= 0 else []

@@ -187,35 +187,88 @@ class Mapped:
           places: of the integers that are an argument.
           beside: the rider's function, which is not mapped.
         """
-        reads = part.reads
-        # An array without elements is made here: JAX 0.11.2 ends the process at a mapped function that gets one and does not read it.
-        empty = [var for var in reads if 0 in getattr(var.aval, "shape", ())]
-        sent = [number for number, var in enumerate(reads) if var not in empty]
+        taken, reads = self._taken(part.reads), part.reads
 
         def on_device(*values: Any) -> list[Any]:
-            own: dict[Any, Any] = {var: jnp.zeros(var.aval.shape, var.aval.dtype) for var in empty}
-            for number, value in zip(sent, values):
-                own[reads[number]] = value if reads[number] in self._in_specs else value[0]
             integers = {place: values[-1][number] for number, place in enumerate(places)}
-            found = operations.run(part, own, integers)
-            return [value if var in self._out_specs else value[None] for var, value in zip(part.writes, found)]
+            found = operations.run(part, self._own(reads, dict(zip(taken, values))), integers)
+            return self._stacked_if_own(part.writes, found)
 
-        run = jax.shard_map(
+        run = self._over_devices(
             on_device,
-            mesh=self._mesh,
-            in_specs=(
-                *(self._in_specs.get(reads[number], self._stacked) for number in sent),
-                *([P()] if places else []),
-            ),
-            out_specs=[self._out_specs.get(var, self._stacked) for var in part.writes],
-            axis_names=self._axes,
-            check_vma=False,
+            (*self._read_specs(reads, taken), *([P()] if places else [])),
+            self._written_specs(part.writes),
         )
         count = len(reads) + bool(places)
-        passed = [*sent, *range(len(reads), count)]
+        passed = [*taken, *range(len(reads), count)]
 
         def program(*values: Any) -> list[Any]:
             return [*run(*(values[number] for number in passed)), *beside(*values[count:])]
 
         program.__name__ = program.__qualname__ = f"{blocks.NAME}_{part.name}"
         return program
+
+    def summing(
+        self, part: cut_lib.StepPart, turns: Sequence[cut_lib.StepPart], grads: Sequence[Any], then: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Returns f(global values, sums, more) -> (global values, sums), which runs the parts of a part one after the other.
+
+        Args:
+          part: the operations.
+          turns: they, in parts.
+          grads: the variables of results whose sums the program takes and returns.
+          then: f(number of a turn, values by variable, sums by variable of the gradient, more), called on each device after each turn. It
+            changes both.
+        """
+        taken, reads = self._taken(part.reads), part.reads
+
+        def on_device(values: list[Any], sums: list[Any], more: Any) -> tuple[list[Any], list[Any]]:
+            made, total = self._own(reads, dict(zip(taken, values))), dict(zip(grads, sums))
+            for number, turn in enumerate(turns):
+                own = {var: made[var] for var in turn.reads}
+                made.update(zip(turn.writes, operations.run(turn, own, {})))
+                then(number, made, total, more)
+            return self._stacked_if_own(part.writes, [made[var] for var in part.writes]), list(total.values())
+
+        run = self._over_devices(
+            on_device,
+            (self._read_specs(reads, taken), self._written_specs(grads), P()),
+            (self._written_specs(part.writes), self._written_specs(grads)),
+        )
+        return lambda values, sums, more: run([values[number] for number in taken], sums, more)
+
+    def _taken(self, reads: Sequence[Any]) -> list[int]:
+        """Returns the places of what a mapped function takes.
+
+        An array without elements is made there: JAX 0.11.2 ends the process at a mapped function that gets one and does not read it.
+        """
+        return [number for number, var in enumerate(reads) if 0 not in getattr(var.aval, "shape", ())]
+
+    def _own(self, reads: Sequence[Any], values: Mapping[int, Any]) -> dict[Any, Any]:
+        """Returns what a device has of each variable."""
+        found = {}
+        for number, var in enumerate(reads):
+            if number not in values:
+                found[var] = jnp.zeros(var.aval.shape, var.aval.dtype)
+            else:
+                found[var] = values[number] if var in self._in_specs else values[number][0]
+        return found
+
+    def _stacked_if_own(self, writes: Sequence[Any], found: Sequence[Any]) -> list[Any]:
+        return [value if var in self._out_specs else value[None] for var, value in zip(writes, found)]
+
+    def _read_specs(self, reads: Sequence[Any], taken: Sequence[int]) -> list[P]:
+        return [self._in_specs.get(reads[number], self._stacked) for number in taken]
+
+    def _written_specs(self, writes: Sequence[Any]) -> list[P]:
+        return [self._out_specs.get(var, self._stacked) for var in writes]
+
+    def _over_devices(self, on_device: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(
+            on_device,
+            mesh=self._mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=self._axes,
+            check_vma=False,
+        )
