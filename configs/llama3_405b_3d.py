@@ -2,10 +2,10 @@
 
     srun python -m zerojax.train --config configs/llama3_405b_3d.py --workdir /shared/runs/405b --config.data.name=random
 
-Devices: 1,024 GPUs of 141 GB in hosts of 8. The plan for H200s has 52 to 54 GiB on the devices of a group, of which the sums of gradients
-are 24, and a step of 17.3 s (118 tokens/s/GPU). By arithmetic at 400 Gb/s it takes 20.5 s, of which 10.3 are arithmetic, 5.0 waits for
+Devices: 1,024 GPUs of 141 GB in hosts of 8. The plan for H200s has 42 to 47 GiB on the devices of a group, of which the sums of gradients
+are 24, and a step of 17.5 s (117 tokens/s/GPU). By arithmetic at 400 Gb/s it takes 20.5 s, of which 10.3 are arithmetic, 5.0 waits for
 `model` and `context`, 3.6 the bubble and 0.6 waits for gradients; at stage 2, which sums them in each of 32 micro-batches, 35 s. The bubble
-is 18.7%, that of equal stages 17.9%: 126 layers and the head do not divide by 8. Nobody has measured it. Text: as configs/llama3_1b.py.
+is 18.8%, that of equal stages 17.9%: 126 layers and the head do not divide by 8. Nobody has measured it. Text: as configs/llama3_1b.py.
 Result: as there.
 """
 

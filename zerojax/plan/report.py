@@ -241,7 +241,7 @@ def _foretold(plan: step_plan.Plan) -> str:
     if any(source.startswith(rates_lib.MEASURED) for source in plan.rates.sources.values()):
         return f"{line}, at the rates of --rates; no step was compared with them"
     if plan.pipeline is not None:
-        return f"{line}; nine runs of pipelines were measured, and were foretold from 2.3% too short to 1.9% too long"
+        return f"{line}; eleven runs of pipelines were measured, and were foretold from 2.3% too short to 1.9% too long"
     if errors is None:
         return f"{line}; no step was measured on {plan.target.name}: its rates are an H200's, scaled by data sheets"
     held = f"{errors['settings']:.0f} measured settings that no rate is fitted to"

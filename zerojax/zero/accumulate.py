@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from zerojax import precision, tree
@@ -134,7 +133,7 @@ def added(
     grads: PyTree,
     weight: jax.Array | None,
     seed: jax.Array | None = None,
-    numbers: jax.Array | np.ndarray | None = None,
+    numbers: jax.Array | None = None,
 ) -> PyTree:
     """Returns the sums of gradients with those of one more pass.
 
