@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,43 +175,16 @@ def _program(
     is_seeded = of_group.in_16_bits and bool(own)
     grad_of = {path: var_of[number] for path, number in own.items()}
     in_turns = turns.of(part, {var: var_of.get(trace.params[path]) for path, var in grad_of.items()})
+    factor_var = var_of[weight] if weight in writes else None
     # Random bits are those of whole arrays, so sums that are rounded with them are added up after the pass.
-    if is_seeded or len(in_turns) == 1 or (weight in writes and var_of[weight] not in in_turns[0].writes):
-        run = mapped.program(part, (), lambda *arrays: ())
-
-        def program(
-            read: list[jax.Array], sums: list[jax.Array], factor: Any, seed: Any
-        ) -> tuple[list[jax.Array], list[jax.Array]]:
-            made = dict(zip(part.writes, run(*read)))
-            if weight in writes:
-                factor = made[var_of[weight]]
-            grads = {path: made[var] for path, var in grad_of.items()}
-            added = accumulate.added(dict(zip(own, sums)), grads, factor, seed)
-            return [made[var_of[number]] for number in kept], [added[path] for path in own]
-
+    if is_seeded or len(in_turns) == 1 or factor_var not in {None, *in_turns[0].writes}:
+        run = _summed_after(mapped, part, grad_of, factor_var)
     else:
+        run = _summed_in_turns(mapped, part, in_turns, grad_of, factor_var, lags=mesh.size > 1)
 
-        def then(turn: int, made: dict[Any, Any], total: dict[Any, Any], factor: Any) -> None:
-            if weight in writes:
-                factor = made[var_of[weight]]
-            new = {path: var for path, var in grad_of.items() if var in in_turns[turn].writes}
-            added = accumulate.added(
-                {path: total[var] for path, var in new.items()}, {path: made[var] for path, var in new.items()}, factor
-            )
-            total |= {new[path]: value for path, value in added.items()}
-            held, waited = turns.waiting(in_turns, turn), turns.awaited(in_turns, turn, total, lags=mesh.size > 1)
-            now = jax.lax.optimization_barrier(([made[var] for var in held], [total[var] for var in waited]))
-            made.update(zip(held, now[0]))
-            total.update(zip(waited, now[1]))
-
-        run = mapped.summing(part, in_turns, [*grad_of.values()], then)
-
-        def program(
-            read: list[jax.Array], sums: list[jax.Array], factor: Any, seed: Any
-        ) -> tuple[list[jax.Array], list[jax.Array]]:
-            returned, total = run(read, sums, factor)
-            made = dict(zip(part.writes, returned))
-            return [made[var_of[number]] for number in kept], total
+    def program(read: list[jax.Array], sums: list[jax.Array], factor: Any, seed: Any) -> tuple[list[Any], list[Any]]:
+        made, total = run(read, sums, factor, seed)
+        return [made[var_of[number]] for number in kept], total
 
     taken = [on_mesh(values[number], mesh) for number in reads]
     sums = {path: of_group.summed(path) for path in own}
@@ -234,6 +207,53 @@ def _program(
         place = _placed(sharding.spec, mesh, number in far)
         values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place)
     return StageProgram(group, reads, kept, sums, taken_weight, is_seeded, done, part)
+
+
+# f(what the pass reads, sums, the weight or None, the seed or None) -> (what it makes, by variable, sums)
+_Summing = Callable[[list[Any], list[Any], Any, Any], tuple[dict[Any, Any], list[Any]]]
+
+
+def _summed_after(mapped: programs.Mapped, part: cut.StepPart, grad_of: Mapping[str, Any], factor_var: Any) -> _Summing:
+    """Returns a pass that adds up its gradients at its end; `grad_of` are their variables by path, `factor_var` is that of its weight."""
+    run = mapped.program(part, (), lambda *arrays: ())
+
+    def program(read: list[Any], sums: list[Any], factor: Any, seed: Any) -> tuple[dict[Any, Any], list[Any]]:
+        made = dict(zip(part.writes, run(*read)))
+        grads = {path: made[var] for path, var in grad_of.items()}
+        added = accumulate.added(dict(zip(grad_of, sums)), grads, made.get(factor_var, factor), seed)
+        return made, [added[path] for path in grad_of]
+
+    return program
+
+
+def _summed_in_turns(
+    mapped: programs.Mapped,
+    part: cut.StepPart,
+    in_turns: Sequence[cut.StepPart],
+    grad_of: Mapping[str, Any],
+    factor_var: Any,
+    *,
+    lags: bool,
+) -> _Summing:
+    """Returns the same in turns: each adds up its gradients, and the next one waits for them or, if it `lags`, for those before."""
+
+    def then(turn: int, made: dict[Any, Any], total: dict[Any, Any], factor: Any) -> None:
+        new = {path: var for path, var in grad_of.items() if var in in_turns[turn].writes}
+        sums, grads = ({path: of[var] for path, var in new.items()} for of in (total, made))
+        added = accumulate.added(sums, grads, made.get(factor_var, factor))
+        total |= {new[path]: value for path, value in added.items()}
+        held, waited = turns.waiting(in_turns, turn), turns.awaited(in_turns, turn, total, lags=lags)
+        now, summed = jax.lax.optimization_barrier(([made[var] for var in held], [total[var] for var in waited]))
+        made.update(zip(held, now))
+        total.update(zip(waited, summed))
+
+    run = mapped.summing(part, in_turns, [*grad_of.values()], then)
+
+    def program(read: list[Any], sums: list[Any], factor: Any, seed: Any) -> tuple[dict[Any, Any], list[Any]]:
+        made, total = run(read, sums, factor)
+        return dict(zip(part.writes, made)), total
+
+    return program
 
 
 def together(
