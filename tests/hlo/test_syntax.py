@@ -58,6 +58,13 @@ def test_the_entry_is_read_in_the_order_of_the_schedule(module):
     assert module.entry.parameters[1].name == "b"
 
 
+def test_the_root_is_the_last_instruction_though_an_unread_parameter_stands_after_it():
+    text = "HloModule a\n\nENTRY %main (x: f32[2], y: f32[2]) -> f32[2] {\n  %x = f32[2]{0} parameter(0)\n"
+    text += "  ROOT %n = f32[2]{0} negate(%x)\n  %y = f32[2]{0} parameter(1)\n}\n"
+    entry = syntax.parse(text).entry
+    assert entry.root.name == "n" and set(entry.parameters) == {0, 1}
+
+
 def test_types_are_read_through_layouts_tiles_tuples_and_bounds(module):
     found = module.entry.by_name
     assert found["a"].arrays == (syntax.Array("f32", ()),)

@@ -283,14 +283,22 @@ def _split_group(text: str, start: int) -> tuple[list[str], int]:
 
 
 def _instructions(block: str) -> Iterator[Instruction]:
+    """Yields the instructions with the root last: parameters that nothing reads may stand after it."""
+    root = None
     for line in block.split("\n"):
         found = _INSTRUCTION.match(line)
         if found is None:
             continue
-        _, name, type_text, opcode, rest = found.groups()
+        is_root, name, type_text, opcode, rest = found.groups()
         argument, attributes = _split_operands(rest)
         operands = () if opcode in ("constant", "parameter", "iota") else tuple(_REFERENCE.findall(argument))
-        yield Instruction(name, opcode, arrays(type_text), operands, attributes, argument)
+        own = Instruction(name, opcode, arrays(type_text), operands, attributes, argument)
+        if is_root:
+            root = own
+        else:
+            yield own
+    if root is not None:
+        yield root
 
 
 def _split_operands(rest: str) -> tuple[str, str]:
