@@ -215,40 +215,54 @@ def _texts(
 
 
 class Made(NamedTuple):
-    """A leaf that is made when it is written, so that few exist at a time: its shape, and a function that returns it."""
+    """A leaf that is made when it is written, so that few exist at a time.
+
+    Attributes:
+      shape: its shape.
+      parts: a function that returns the arrays that it is made of; of a stack, all have its first dim.
+      make: f(parts gathered, dtype) -> the leaf, or the entry of which the parts are. The primary process alone calls it: a program over
+        several devices could round otherwise than one over others.
+    """
 
     shape: tuple[int, ...]
-    make: Callable[[], Any]
+    parts: Callable[[], PyTree]
+    make: Callable[[PyTree, np.dtype], np.ndarray]
 
 
 def make_fetch(is_primary: bool) -> Callable[..., np.ndarray | None]:
     """Returns fetch(leaf, dtype, part=None), which gathers one leaf, or an entry of its first dim, in a dtype and, on the primary process,
     copies it to the host."""
-    # The last leaf of which a part was fetched, and what it made: the next part is often its own
-    made: list[Any] = [None, None]
+    # The last leaf of which a part was fetched, and its arrays on the device: the next part is often its own
+    known: list[Any] = [None, None]
 
     @functools.partial(jax.jit, static_argnums=1)
     def cast(leaf: jax.Array, dtype: np.dtype, part: int | None) -> jax.Array:
         return jnp.copy((leaf if part is None else leaf[part]).astype(dtype))
 
-    def device_leaf(leaf: Leaf, part: int | None) -> Any:
-        if part is None or made[0] is not leaf:
-            made[:] = leaf, storage.to_device(leaf.make() if isinstance(leaf, Made) else leaf)
-        found = made[1]
+    def on_device(leaf: Leaf | Made, part: int | None) -> PyTree:
+        if part is None or known[0] is not leaf:
+            known[:] = leaf, storage.to_device(leaf.parts() if isinstance(leaf, Made) else leaf)
+        found = known[1]
         if part is None:
-            made[:] = None, None
+            known[:] = None, None
         return found
 
-    def fetch(leaf: Leaf, dtype: np.dtype, part: int | None = None) -> np.ndarray | None:
-        leaf = device_leaf(leaf, part)
+    def gathered(leaf: Leaf, dtype: np.dtype, part: int | None) -> Any:
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf if part is None else leaf[part]).astype(dtype)
         # Always a new array: an array caches its numpy copy, and the copies would add up to the full model.
         leaf = cast(leaf, dtype, part)
         if leaf.is_fully_addressable:
-            return np.asarray(leaf)
-        gathered = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, P()))
-        return np.asarray(gathered.addressable_data(0)) if is_primary else None
+            return leaf
+        return jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, P())).addressable_data(0)
+
+    def fetch(leaf: Leaf | Made, dtype: np.dtype, part: int | None = None) -> np.ndarray | None:
+        near = on_device(leaf, part)
+        if isinstance(leaf, Made):
+            parts = jax.tree.map(lambda own: gathered(own, own.dtype, part), near)
+            return leaf.make(parts, dtype) if is_primary else None
+        found = gathered(near, dtype, part)
+        return np.asarray(found) if is_primary else None
 
     return fetch
 

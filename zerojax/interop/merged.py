@@ -1,10 +1,13 @@
-"""Writes a model with an adapter merged into it. This module merges one tensor at a time: of two folders on the host, or of params.
+"""Writes a model with an adapter merged into it. This module merges one tensor at a time: of two folders, or of params.
 
-A merged kernel is W + scale * B A, computed in float32 and cast to the dtype that it is written in.
+A merged kernel is W + scale * A B, computed in float32 and cast to the dtype that it is written in. One device computes it, some rows at a
+time, with programs that depend on the kernel's shape alone: the bytes are the same whatever the mesh, the stage and the processes.
 """
 
 import functools
+import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +21,8 @@ from zerojax.interop import huggingface, layout, peft
 from zerojax.lora import adapters, targets
 from zerojax.ops import quantized
 from zerojax.tree import PyTree
-from zerojax.zero.offload import storage
+
+MOST_WEIGHTS = 2**24  # of those that are merged at a time
 
 
 def export(
@@ -35,10 +39,12 @@ def export(
     Raises:
       UserError: the directory holds other files, or the disk is full.
     """
-    tensors = layout.tensors(folder.family, folder.model)
+    tensors, chosen = layout.tensors(folder.family, folder.model), adapter.chosen
 
     def made(tensor: layout.ModelTensor) -> huggingface.Made:
-        return huggingface.Made(tensor.leaf_shape, functools.partial(_of_folders, folder, adapter, tensor))
+        module = next((path for path in chosen.adapted if chosen.kernel(path) == tensor.path), None)
+        read = functools.partial(_of_folders, folder, adapter, tensor, module)
+        return huggingface.Made(tensor.leaf_shape, read, _maker(chosen, module))
 
     huggingface.export(
         tree.nested({tensor.path: made(tensor) for tensor in tensors}),
@@ -58,40 +64,74 @@ def of_params(params: PyTree, chosen: targets.Targets) -> PyTree:
       chosen: the adapters.
     """
     own, found = adapters.split(params, chosen)
-
-    def make(path: str) -> Any:
-        if path not in found:
-            leaf = storage.to_device(own[path])
-            return quantized.dequantize(leaf, jnp.float32) if quantized.is_quantized(leaf) else leaf
-        module, *pair = found[path]
-        return _merge(chosen.scale(module))(*storage.to_device((own[path], tuple(pair))))
-
-    leaves = {}
+    leaves = dict(own)
     for path, leaf in own.items():
-        shape = quantized.shape_of(leaf) if quantized.is_quantized(leaf) else leaf.shape
-        leaves[path] = huggingface.Made(tuple(shape), functools.partial(make, path))
+        if path in found or quantized.is_quantized(leaf):
+            module, *pair = found.get(path, (None,))
+            shape = quantized.shape_of(leaf) if quantized.is_quantized(leaf) else leaf.shape
+            parts = functools.partial(tuple, (leaf, *pair))
+            leaves[path] = huggingface.Made(tuple(shape), parts, _maker(chosen, module))
     return tree.nested(leaves)
 
 
+def _maker(chosen: targets.Targets, module: str | None) -> Callable[..., np.ndarray]:
+    return functools.partial(_make, 0.0 if module is None else chosen.scale(module))
+
+
+def _make(scale: float, parts: tuple[Any, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns a kernel in a dtype, with an adapter merged if `parts` has one.
+
+    Args:
+      scale: of the adapter.
+      parts: the kernel, quantized or not, and the adapter's two weights; or the kernel alone.
+      dtype: of what is returned.
+    """
+    if isinstance(parts[0], np.ndarray) and len(parts) == 1:
+        return parts[0].astype(dtype)
+    kernel, *pair = jax.device_put(parts, jax.local_devices()[0])
+    shape = quantized.shape_of(kernel) if quantized.is_quantized(kernel) else kernel.shape
+    found = np.empty(shape, dtype)
+    size = max(1, MOST_WEIGHTS // math.prod(shape[1:]))
+    for start in range(0, shape[0], size):
+        rows = functools.partial(_rows, start=start, size=min(size, shape[0] - start))
+        block = _float32(rows(kernel))
+        if pair:
+            a, b = pair  # those of a stack have its dims first
+            a = rows(a.reshape(shape[0], -1, a.shape[-1]))
+            block = _merge(scale)(block, a, rows(b) if b.ndim > 2 else b)
+        found[start : start + size] = block.astype(dtype)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _rows(leaves: PyTree, start: int, size: int) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size), leaves)
+
+
+@jax.jit
+def _float32(kernel: Any) -> jax.Array:
+    return quantized.dequantize(kernel, jnp.float32) if quantized.is_quantized(kernel) else kernel.astype(jnp.float32)
+
+
 @functools.lru_cache
-def _merge(scale: float) -> Any:
-    def run(kernel: Any, parts: tuple[jax.Array, jax.Array]) -> jax.Array:
-        kernel = quantized.dequantize(kernel, jnp.float32) if quantized.is_quantized(kernel) else kernel
-        return adapters.merged(kernel, *parts, scale)
+def _merge(scale: float) -> Callable[..., jax.Array]:
+    def run(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        return adapters.merged(kernel, a.reshape(*kernel.shape[: b.ndim - 2], -1, a.shape[-1]), b, scale)
 
     return jax.jit(run)
 
 
-def _of_folders(folder: folder_lib.Folder, adapter: peft.Adapter, tensor: layout.ModelTensor) -> np.ndarray:
-    """Returns a weight of the merged model in float32."""
+def _of_folders(
+    folder: folder_lib.Folder, adapter: peft.Adapter, tensor: layout.ModelTensor, module: str | None
+) -> tuple[np.ndarray, ...]:
+    """Returns a weight of the merged model, and the two of the adapter of its module, in float32."""
     if tensor.path in adapter.tensors:
-        return _read(adapter, adapter.tensors[tensor.path])
-    found, chosen = _read(folder, tensor), adapter.chosen
-    module = next((path for path in chosen.adapted if chosen.kernel(path) == tensor.path), None)
-    if module is not None:
-        a, b = (_read(adapter, adapter.tensors[f"{chosen.adapter(module)}/{part}"]) for part in (targets.A, targets.B))
-        found = adapters.merged(found, a, b, chosen.scale(module))
-    return found
+        return (_read(adapter, adapter.tensors[tensor.path]),)
+    kernel = _read(folder, tensor)
+    if module is None:
+        return (kernel,)
+    beside = adapter.chosen.adapter(module)
+    return (kernel, *(_read(adapter, adapter.tensors[f"{beside}/{end}"]) for end in (targets.A, targets.B)))
 
 
 def _read(source: folder_lib.TensorFiles, tensor: layout.ModelTensor) -> np.ndarray:

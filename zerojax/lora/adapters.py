@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import traverse_util
 
 from zerojax import tree
@@ -85,12 +84,9 @@ def abstract_stack(shape: tuple[int, ...], kind: str, dims: int) -> dict[str, ja
 
 
 def merged(kernel: Any, a: Any, b: Any, scale: float) -> Any:
-    """Returns kernel + scale * A B in float32, as the kernel's shape. Takes arrays of JAX or NumPy."""
-    matmul: Any = np.matmul
-    if not isinstance(kernel, np.ndarray):
-        matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    low = matmul(a.astype(np.float32), b.astype(np.float32))
-    return kernel.astype(np.float32) + scale * low.reshape(kernel.shape)
+    """Returns kernel + scale * A B in float32, as the kernel's shape."""
+    low = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return kernel.astype(jnp.float32) + scale * low.reshape(kernel.shape)
 
 
 def split(params: PyTree, targets: targets_lib.Targets) -> tuple[dict[str, Any], dict[str, tuple[str, Any, Any]]]:
