@@ -6,6 +6,8 @@
 >>> state, metrics = train_step(state, batch)
 """
 
+import inspect
+
 import zerojax.launch.early  # first: it ends a command that is stopped during the imports below
 import zerojax.signatures
 from zerojax.checkpoint.checkpointer import Checkpointer
@@ -93,4 +95,6 @@ __all__ = [
     "with_unsent",
 ]
 
-globals().update(zerojax.signatures.all_checked({name: globals()[name] for name in __all__}))
+globals().update(
+    {name: zerojax.signatures.checked(one) for name in __all__ if inspect.isfunction(one := globals()[name])}
+)

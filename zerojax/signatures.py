@@ -48,11 +48,6 @@ def checked(function: F) -> F:
     return typing.cast(F, call)
 
 
-def all_checked(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of some names that are functions, `checked`."""
-    return {name: checked(one) for name, one in found.items() if inspect.isfunction(one)}
-
-
 def check_fields(values: Any) -> None:
     """Raises a UserError if a field of a dataclass is not of its annotation."""
     hints = _hints_of(values.__class__)

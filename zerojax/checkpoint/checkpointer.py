@@ -306,8 +306,9 @@ class Checkpointer:
             saved = self._arrays.metadata(step_files.Literal(path) / "state").tree
             shapes = [{name: tuple(leaf.shape) for name, leaf in leaves.items()} for leaves in (wanted, saved)]
             fitting = {name for name in wanted.keys() & saved.keys() if shapes[0][name] == shapes[1][name]}
+            below = tuple(f"{path}/" for path in optional)
             wanted, saved = (
-                {name: leaf for name, leaf in leaves.items() if name in fitting or not _is_below(name, optional)}
+                {name: leaf for name, leaf in leaves.items() if name in fitting or not f"{name}/".startswith(below)}
                 for leaves in (wanted, saved)
             )
             before = self._saved_padding(path, step)
@@ -591,10 +592,6 @@ def _restore_args(leaf: jax.ShapeDtypeStruct, is_resizable: bool) -> ocp.Restore
     return ocp.ArrayRestoreArgs(
         sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=not is_resizable
     )
-
-
-def _is_below(path: str, starts: Sequence[str]) -> bool:
-    return any(path == start or path.startswith(f"{start}/") for start in starts)
 
 
 def _check_same_state(path: Any, saved: Mapping, wanted: Mapping, resizable: frozenset[str]) -> None:

@@ -23,7 +23,7 @@ def to_logical(state: State) -> State:
     if not isinstance(state.opt_state, master_weights.MasterWeightsState):
         return state
     params = jax.tree.map(
-        _master_of,
+        lambda master, param: param if _is_frozen(master) else master,
         state.opt_state.master,
         state.params,
         is_leaf=lambda node: _is_frozen(node) or pieces.is_pieces(node),
@@ -50,10 +50,6 @@ def from_logical(logical: State, copy_dtype: DTypeLike | None, like: PyTree = No
         )
         master = jax.tree.map(lambda own, leaf: own if _is_frozen(own) else leaf, owned, master, is_leaf=_is_frozen)
     return logical.replace(params=params, opt_state=master_weights.MasterWeightsState(master, logical.opt_state))
-
-
-def _master_of(master: Any, param: Any) -> Leaf:
-    return param if _is_frozen(master) else master
 
 
 def _is_frozen(node: PyTree) -> bool:

@@ -12,7 +12,6 @@ python -m zerojax.train --config DIR/config.py --workdir DIR/run
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import pathlib
@@ -24,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from zerojax import errors, files, tree
 from zerojax.checkpoint import checkpointer
@@ -46,6 +44,7 @@ from zerojax.tree import Leaf, PyTree
 SEQ_LEN = 128  # of the base config
 WEIGHTS, ADAPTER, CONFIG, RUN = "huggingface", "adapter", "config.py", "run"
 UNFINISHED = ".unfinished"  # lies in the folder while it is written; the next import there begins anew
+_NO_CONFIG = f"and no {peft.CONFIG} lies beside the checkpoint; name the one that PEFT wrote by --adapter"
 # DeepSpeed's name of a moment -> its field in optax's states
 MOMENTS: Mapping[str, tuple[str, ...]] = {
     "exp_avg": ("mu", "trace"),
@@ -73,10 +72,16 @@ def main() -> None:
         adapter = None
         if divided is None or peft_config is None:
             base = _write_model(weights, given.out / WEIGHTS, described)
-            why = "" if divided is None else _why_no_adapter(divided)
+            why = (
+                ""
+                if divided is None
+                else f"{next(iter(divided.adapter.values()))} is a weight of an adapter, {_NO_CONFIG}"
+            )
         else:
             adapter = given.out / ADAPTER
-            _write_adapter({name: weights[own] for name, own in divided.adapter.items()}, adapter, peft_config)
+            own = {name: weights[full] for name, full in divided.adapter.items()}
+            weights_folder.write(own, adapter, carried=_carried(peft_config, peft.CONFIG), only_file=peft.WEIGHTS)
+            say(f"{adapter}: the adapter, float32, as a folder of PEFT")
             frozen = {name: weights[own] for name, own in divided.model.items()}
             base, why = _model_of_adapter(given, frozen, base_name, described)
             found = _of_adapter(found, weights, divided)
@@ -152,26 +157,12 @@ def _write_model(weights: Mapping[str, Any], folder: pathlib.Path, described: pa
     return folder
 
 
-def _write_adapter(weights: Mapping[str, Any], folder: pathlib.Path, peft_config: pathlib.Path) -> None:
-    """Writes PEFT's folder."""
-    weights_folder.write(weights, folder, carried=_carried(peft_config, peft.CONFIG), only_file=peft.WEIGHTS)
-    say(f"{folder}: the adapter, float32, as a folder of PEFT")
-
-
 def _carried(config: pathlib.Path | None, name: str) -> dict[str, pathlib.Path]:
     """Returns a config and, beside it, the files of the tokenizer and of generation, by their names in a folder."""
     if config is None:
         return {}
     beside = {other: config.with_name(other) for other in huggingface.CARRIED}
     return {other: path for other, path in beside.items() if path.is_file()} | {name: config}
-
-
-def _why_no_adapter(divided: peft_weights.Divided) -> str:
-    """Returns the reason why weights of an adapter cannot become a folder of PEFT."""
-    return (
-        f"{next(iter(divided.adapter.values()))} is a weight of an adapter, and no {peft.CONFIG} lies beside the checkpoint; name the one "
-        "that PEFT wrote by --adapter"
-    )
 
 
 def _model_of_adapter(
@@ -262,7 +253,9 @@ def _write_run(
     """
     translation = translate.translate(found.config)
     settings = {**translation.decided, "init_from": str(base.absolute())}
-    settings |= {} if adapter is None else _lora_settings(adapter)
+    if adapter is not None:
+        dropout = peft.read_settings(adapter, peft.read_config(adapter)).dropout
+        settings |= {"lora.init_from": str(adapter.absolute()), "lora.dropout": dropout, "export.format": "peft"}
     longest = folder_lib.open_folder(base).model.max_seq_len or SEQ_LEN
     settings["seq_len"] = min(SEQ_LEN, longest)
     tokenizers = [folder.absolute() / "tokenizer.json" for folder in (adapter, base) if folder is not None]
@@ -346,12 +339,6 @@ def _are_numbers(values: PyTree, count: int) -> bool:
     )
 
 
-def _lora_settings(adapter: pathlib.Path) -> dict[str, Any]:
-    """Returns the settings of a run that goes on with an adapter."""
-    lora = peft.read_settings(adapter, peft.read_config(adapter))
-    return {"lora.init_from": str(adapter.absolute()), "lora.dropout": lora.dropout, "export.format": "peft"}
-
-
 def _config(text: str) -> settings_lib.Config:
     """Returns the settings of the config's text."""
     names: dict[str, Any] = {}
@@ -369,7 +356,7 @@ def _state(program: program_lib.Program, found: zero_checkpoint.ZeroCheckpoint, 
     moments: dict[str, dict[str, Any]] = {}
     for kind, arrays in found.moments.items():
         if kind in MOMENTS:
-            like = jax.tree.map(functools.partial(_as, jnp.float32), abstract.params)
+            like = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), abstract.params)
             read = dict(tree.flatten(_read_moments(source, arrays, found, out, kind, like)))
             moments |= dict.fromkeys(MOMENTS[kind], read)
     first = state_lib.first(program)
@@ -396,10 +383,6 @@ def _state(program: program_lib.Program, found: zero_checkpoint.ZeroCheckpoint, 
         )
     state = logical.replace(step=jnp.asarray(found.updates, jnp.int32), params=params, opt_state=opt_state)
     return state.replace(loss_scale=_loss_scale(found, logical.loss_scale))
-
-
-def _as(dtype: DTypeLike, leaf: Leaf) -> Leaf:
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
 def _read(source: folder_lib.Folder | peft.Adapter, like: PyTree) -> PyTree:

@@ -34,7 +34,8 @@ def main() -> int:
     document = documents.read(given.file)
     found = documents.translated(document, version=_version(given.deepspeed))
     _check(document, found)
-    path = given.out or pathlib.Path("configs") / f"{_stem(document.name)}.py"
+    stem = re.sub(r"\W+", "_", pathlib.Path(document.name).stem).strip("_").lower()  # a name that Python can import
+    path = given.out or pathlib.Path("configs") / f"{stem or 'migrated'}.py"
     config = config_file.text(found.settings, found.sources, origin=pathlib.Path(document.name).name, path=str(path))
     fails = given.strict and bool(found.unsupported)
     for name, near in unknown(found).items():
@@ -159,11 +160,6 @@ def _absent_from(document: documents.Document) -> Callable[[draft.Line], bool]:
     content = document.content
     there = {name for name, _ in draft.leaves(content)} if isinstance(content, Mapping) else set()
     return lambda line: line.value is None and line.key not in there
-
-
-def _stem(name: str) -> str:
-    """Returns a name for the config, that Python can import."""
-    return re.sub(r"\W+", "_", pathlib.Path(name).stem).strip("_").lower() or "migrated"
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -71,7 +71,10 @@ class Feed:
         self._pairs, self._held_out, self.times = pairs, None, 0.0
         self._places, self._text_key = places, text_key
         if pairs is not None:
-            self._open_pairs(pairs, global_batch_size, seed)
+            self._train = pairs.open(True, self._passes.own, global_batch_size, seed)
+            if pairs.held_out is not None:
+                self._held_out = pairs.open(False, self._held_passes.own, global_batch_size, seed)
+                self._held_out_start = self._held_out.get_state()
             return
         open_batches = functools.partial(
             batches.open_batches,
@@ -87,12 +90,6 @@ class Feed:
             self._held_out = open_batches(is_train=False, rows=self._held_passes.own, seed=seed + 1)
             window = objective.form(tokenizer, seq_len).window
             self.times = _times_read(self._held_out, global_batch_size * window, eval_batches)
-            self._held_out_start = self._held_out.get_state()
-
-    def _open_pairs(self, pairs: splits.Splits, num_rows: int, seed: int) -> None:
-        self._train = pairs.open(True, self._passes.own, num_rows, seed)
-        if pairs.held_out is not None:
-            self._held_out = pairs.open(False, self._held_passes.own, num_rows, seed)
             self._held_out_start = self._held_out.get_state()
 
     def next(self) -> Batch:

@@ -164,7 +164,8 @@ def open_adapter(
                 f"{path / WEIGHTS}: tensor {name} belongs to no {'linear module' if kind else 'weight'} of this model; choose the model "
                 "that the adapter was trained with"
             )
-    _check_tied(path, raw, saved, family, model)
+    if _tied(saved, family, model) and not raw.get(TYING):
+        raise _trained_apart(path)
     ordered = tuple(module for module in known if module in adapted)
     if lora.rslora and any(known[module].is_experts and module.endswith(JOINED) for module in ordered):
         raise UserError(
@@ -207,14 +208,6 @@ def _check_meant(path: pathlib.Path, raw: Mapping[str, Any], lora: settings.Lora
             f"{path / WEIGHTS}: holds an adapter of {module}, which {CONFIG} leaves out ({field} is {errors.shown(value)}), so PEFT "
             "would drop it; copy both files of one save"
         )
-
-
-def _check_tied(
-    path: pathlib.Path, raw: Mapping[str, Any], saved: list[str], family: family_lib.Family, model: ModelConfig
-) -> None:
-    """Refuses an embedding that is trained in full apart from the output projection that repeats it."""
-    if _tied(saved, family, model) and not raw.get(TYING):
-        raise _trained_apart(path)
 
 
 def _is_copy(name: str, family: family_lib.Family) -> bool:

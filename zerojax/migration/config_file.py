@@ -29,10 +29,12 @@ def text(
         group = place.split(".")[0]
         return (GROUPS.index(group) if group in GROUPS else len(GROUPS), list(settings).index(place))
 
-    rows = [
-        f"    c.{place} = {_literal(settings[place])}{_comment(place, sources.get(place, ()))}"
-        for place in sorted(settings, key=order)
-    ]
+    rows = []
+    for place in sorted(settings, key=order):
+        value = settings[place]
+        literal = json.dumps(value) if isinstance(value, str) else repr(value)
+        why = ", ".join(map(_plain, sources.get(place, ()))) or WHY.get(place, "implied")
+        rows.append(f"    c.{place} = {literal}  # {why}")
     devices = settings.get("emulate_devices", 0)
     needed = f"{devices} device{'s' if devices > 1 else ''}" if devices else "any number that divides the batch"
     told = f"Translated from {_plain(origin)} by `zerojax migrate`, which reports what every key of that file became."
@@ -54,15 +56,6 @@ def text(
         "    return c",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _literal(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
-
-
-def _comment(place: str, sources: tuple[str, ...]) -> str:
-    why = ", ".join(map(_plain, sources)) or WHY.get(place, "implied")
-    return f"  # {why}"
 
 
 def _plain(name: str) -> str:

@@ -43,7 +43,10 @@ def write(
         if not only_file:
             shards = tensor_files.packed(arrays, lambda name: arrays[name].nbytes, max_shard_bytes)
         for name, group in shards.items():
-            _write_file(folder / name, {key: arrays[key] for key in group})
+            with open(folder / name, "wb") as file:
+                tensor_files.write_header(file, {key: (arrays[key].shape, arrays[key].dtype) for key in group})
+                for key in group:
+                    file.write(np.ascontiguousarray(arrays[key]).reshape(-1).view(np.uint8).data)
         if len(shards) > 1:
             total = sum(array.nbytes for array in arrays.values())
             index = {
@@ -54,10 +57,3 @@ def write(
         for name, path in (carried or {}).items():
             shutil.copyfile(path, folder / name)
         tensor_files.write_checksums(folder)
-
-
-def _write_file(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
-    with open(path, "wb") as file:
-        tensor_files.write_header(file, {name: (array.shape, array.dtype) for name, array in arrays.items()})
-        for array in arrays.values():
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -220,17 +220,11 @@ def scale_of_amax(amax: jax.Array, dtype: DTypeLike) -> jax.Array:
     # The bits of a float are its exponent and then its fraction, so the shifted difference is that of the exponents, less 1 if the
     # fraction of `amax` is the larger one. `jnp.frexp` and `jnp.ldexp` are some 30 operations more in each of a layer's scales.
     top = jnp.float32(jnp.finfo(dtype).max)
-    exponent = (_bits(top) - _bits(amax)) >> _FRACTION
-    scale = _float((jnp.clip(exponent, _SMALLEST, _LARGEST) + _BIAS) << _FRACTION)
+    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
+    exponent = (bits(top) - bits(amax)) >> _FRACTION
+    new_bits = (jnp.clip(exponent, _SMALLEST, _LARGEST) + _BIAS) << _FRACTION
+    scale = jax.lax.bitcast_convert_type(new_bits, jnp.float32)
     return jnp.where(amax > 0, scale, 1.0)
-
-
-def _bits(value: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(value, jnp.int32)
-
-
-def _float(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def quantized(array: jax.Array, dtype: DTypeLike, scale: jax.Array) -> EightBits:

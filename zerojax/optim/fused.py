@@ -245,7 +245,8 @@ def _step(
         count = count if finite is None else jnp.where(finite, count, state.count)
         return params, state._replace(count=count), None if rule.copy_dtype is None else params
     moments = [structure.flatten_up_to(moment) for moment in state[1:]]
-    leaves = [rules.Operands(*arrays) for arrays in zip(structure.flatten_up_to(grads), weights, *_as_tuples(moments))]
+    given = [[tuple(m) if isinstance(m, eight_bit.Quantized) else m for m in moment] for moment in moments]
+    leaves = [rules.Operands(*arrays) for arrays in zip(structure.flatten_up_to(grads), weights, *given)]
     decays = _decays(settings, params)
     count = optax.safe_increment(state.count)
     scalars = _scalars(settings, state.count, count, scale, finite)
@@ -265,10 +266,6 @@ def _step(
         count = jnp.where(finite, count, state.count)
     new_state = type(state)(count, *new_moments)
     return news, new_state, None if rule.copy_dtype is None else copies
-
-
-def _as_tuples(moments: list[list[Any]]) -> list[list[Any]]:
-    return [[tuple(m) if isinstance(m, eight_bit.Quantized) else m for m in moment] for moment in moments]
 
 
 def _from_tuples(done: list[rules.Updated], moments: list[list[Any]]) -> list[tuple]:

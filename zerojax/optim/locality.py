@@ -52,7 +52,9 @@ def of(tx: optax.GradientTransformation, params: PyTree, pieces: Any = None) -> 
     'elementwise'
     """
     params = jax.tree.map(_plain, params)
-    pieces = jax.tree.map(_halved, params) if pieces is None else jax.tree.map(_plain, pieces)
+    if pieces is None:
+        pieces = jax.tree.map(lambda leaf: leaf.update(shape=tuple(-(-n // 2) for n in leaf.shape)), params)
+    pieces = jax.tree.map(_plain, pieces)
     try:
         with fused.in_plain_jnp():
             found = _Traced.make(tx, params)
@@ -75,10 +77,6 @@ def in_step(tx: optax.GradientTransformation, params: PyTree) -> Locality:
 def _plain(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype alone; shardings would be traced too."""
     return jax.ShapeDtypeStruct(np.shape(leaf), tree.dtype_of(leaf))
-
-
-def _halved(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(-(-n // 2) for n in leaf.shape), leaf.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

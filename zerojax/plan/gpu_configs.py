@@ -79,8 +79,4 @@ def for_compiler(name: str, usable: float) -> str:
       name: one of `EDITS`.
       usable: the share of the memory that JAX may take in a run.
     """
-
-    def counted(found: re.Match[str]) -> str:
-        return f"{found[1]}{round(int(found[2]) * usable / 0.8)}"
-
-    return re.sub(r"(device_memory_size: )(\d+)", counted, text(name))
+    return re.sub(r"(?<=device_memory_size: )\d+", lambda found: str(round(int(found[0]) * usable / 0.8)), text(name))

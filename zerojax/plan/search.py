@@ -394,7 +394,8 @@ def continued_over_stages(first: step_plan.Plan, second: step_plan.Plan, layers:
     of_stage = [own.stage_of_call.count(stage) for stage in range(order.stages)]
     a_layer, fixed = {}, {}
     for name in _TIMES:
-        took = [_of_stages(getattr(found.times, name), order.stages) for found in few]
+        told = [getattr(found.times, name) for found in few]
+        took = [list(time) if isinstance(time, Sequence) else [time] * order.stages for time in told]
         a_layer[name] = (sum(took[1]) - sum(took[0])) / order.stages
         fixed[name] = [max(0.0, time - count * a_layer[name]) for time, count in zip(took[1], of_stage)]
     before, *_, after = (forward + backward for forward, backward in zip(fixed["forward"], fixed["backward"]))
@@ -420,10 +421,6 @@ def continued_over_stages(first: step_plan.Plan, second: step_plan.Plan, layers:
 
 
 _TIMES = ("forward", "backward", "weights")  # fields of PassTimes
-
-
-def _of_stages(times: float | Sequence[float], stages: int) -> list[float]:
-    return list(times) if isinstance(times, Sequence) else [times] * stages
 
 
 _OF_ACTIVATIONS = ("remat", "offload", "params", "tile_tokens", "inputs", "context", "model", "pipe", "chunks", "ring")

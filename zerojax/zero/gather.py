@@ -190,12 +190,6 @@ def _scatter(grad: jax.Array, dim: int, over: tuple[str, ...], mesh: Mesh | Abst
     return jax.lax.psum_scatter(grad, specs.entry(over), scatter_dimension=dim, tiled=True)
 
 
-def _shard_forward(
-    weight: ShardAndSink, placement: Placement, dtype: DTypeLike | None, reduction: Reduction
-) -> tuple[jax.Array, Any]:
-    return all_gather(weight.stored, placement, dtype), weight.unsent
-
-
 def shard_backward(
     placement: Placement, dtype: DTypeLike | None, reduction: Reduction, unsent: Any, grad: jax.Array
 ) -> tuple[Any]:
@@ -209,7 +203,9 @@ def shard_backward(
     return (ShardAndSink(None, total, unsent),)  # type: ignore[arg-type]  # None: no gradient
 
 
-gather_shard.defvjp(_shard_forward, shard_backward)
+gather_shard.defvjp(
+    lambda weight, placement, dtype, _: (all_gather(weight.stored, placement, dtype), weight.unsent), shard_backward
+)
 
 
 @dataclasses.dataclass(frozen=True)

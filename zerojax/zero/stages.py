@@ -194,7 +194,10 @@ def partition_state(
         decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
         decided = dataclasses.replace(decided, weight=weight or "")
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
-    return storage.with_keeper(selection.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size))
+    partition = selection.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size)
+    if storage.on_disk(partition):  # a restored checkpoint needs it
+        partition = dataclasses.replace(partition, keeper=storage.keeper)
+    return partition
 
 
 def unused_axes(partition: partition_lib.Partition) -> Iterator[tuple[str, int]]:

@@ -108,15 +108,12 @@ def lines(name: str, numbers: dict[str, int]) -> list[str]:
 
 def unreported(numbers: dict[str, int]) -> list[str]:
     """Returns a line for the device and one for the host if the numbers of a phase lack theirs."""
+    tellers = {DEVICE: f"backend ({jax.default_backend()})", HOST: f"system ({sys.platform})"}
     return [
-        f"the memory of the {where} is not reported by this {_teller(where)}"
-        for where in (DEVICE, HOST)
+        f"the memory of the {where} is not reported by this {teller}"
+        for where, teller in tellers.items()
         if f"{where}_before_bytes" not in numbers
     ]
-
-
-def _teller(where: str) -> str:
-    return f"backend ({jax.default_backend()})" if where == DEVICE else f"system ({sys.platform})"
 
 
 def _numbers(where: str, before: int, after: int, peak: int) -> dict[str, int]:

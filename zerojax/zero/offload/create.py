@@ -163,9 +163,8 @@ def copied(leaf: Leaf, like: PyTree) -> jax.Array:
     """Returns a leaf that may be on the host and in pieces as one array on the device, with the dtype and the sharding of `like`."""
     dim = leaf.dim if pieces.is_pieces(leaf) else 0
     stored = jax.tree.leaves(leaf)
-    parts = memory_kind.moved(
-        [storage.in_memory(part) for part in stored], [memory_kind.on_device(part.sharding) for part in stored]
-    )
+    in_memory = [part.to_host() if storage.is_on_disk(part) else part for part in stored]
+    parts = memory_kind.moved(in_memory, [memory_kind.on_device(part.sharding) for part in stored])
     return jax.block_until_ready(_joined(dim, jnp.dtype(like.dtype), like.sharding)(parts))
 
 

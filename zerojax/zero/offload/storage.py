@@ -3,7 +3,6 @@
 Either way a leaf comes in through pinned memory. A leaf on the disk is a `disk.store.DiskArray` in the state.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -85,11 +84,6 @@ def check_space(partition: partition_lib.Partition, processes: int) -> None:
         folder_lib.check_space(_folder(partition.offload), disk_bytes(partition) * processes)
 
 
-def with_keeper(partition: partition_lib.Partition) -> partition_lib.Partition:
-    """Returns the partition with the function that a restored checkpoint needs, if leaves live on a disk."""
-    return dataclasses.replace(partition, keeper=keeper) if on_disk(partition) else partition
-
-
 def keeper(partition: partition_lib.Partition) -> Keep:
     """Returns f(array, like) that brings an array to where the abstract leaf `like` of `partition.abstract_state` lives.
 
@@ -155,11 +149,6 @@ def prefetch(groups: list[list[Any]]) -> None:
 def is_on_disk(leaf: Leaf) -> bool:
     """Returns whether a leaf of a state lives in a file."""
     return isinstance(leaf, store.DiskArray)
-
-
-def in_memory(leaf: Leaf) -> jax.Array:
-    """Returns a leaf as an array, in host memory if it lives on a disk."""
-    return leaf.to_host() if is_on_disk(leaf) else leaf
 
 
 def _named(chosen: settings.Offload) -> str:

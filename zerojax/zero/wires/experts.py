@@ -10,7 +10,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -59,19 +59,14 @@ class Here(gather.Plain):
         )
 
     def _share(self, shard: jax.Array, placement: placement.Placement) -> expert_parallel.Stack:
-        spec = placement.used.spec
+        spec, mesh = placement.used.spec, placement.used.mesh
+        assert isinstance(mesh, Mesh)
         axes = tuple(axis for axis in mesh_lib.EXPERT if axis in specs.axes(spec))
-        own = (specs.only(spec, mesh_lib.COMPILER),)
-        return expert_parallel.Stack(shard, axes, own, self.load, self.parts, loops_on(placement.used.mesh))
+        own, loops = (specs.only(spec, mesh_lib.COMPILER),), mesh_lib.platform(mesh) != "cpu"
+        return expert_parallel.Stack(shard, axes, own, self.load, self.parts, loops)
 
 
 HERE = Here()
-
-
-def loops_on(mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether tokens that find no room travel in a loop; see `expert_parallel.Stack.loops`."""
-    assert isinstance(mesh, Mesh)
-    return mesh_lib.platform(mesh) != "cpu"
 
 
 def marked(
