@@ -133,6 +133,24 @@ def test_the_way_out_of_a_name_is_the_nearest_or_all():
     assert errors.choose("33", (0, 1, 2, 3)) == "did you mean 3?"
 
 
+@pytest.mark.parametrize("value", ["x", 4, 0.5, None, (), [1], jax.numpy.zeros(2)])
+def test_what_is_none_of_the_choices_is_refused_whatever_it_is(value):
+    errors.one_of("stage", 3, (0, 3))
+    with pytest.raises(UserError, match=r"^stage: must be one of 0, 3, and is ") as error:
+        errors.one_of("stage", value, (0, 3))
+    assert "did you mean" not in str(error.value)
+    with pytest.raises(UserError, match=r"^way: must be one of ring, and is 'rung'; did you mean 'ring'\?$"):
+        errors.one_of("way", "rung", {"ring": 1})
+
+
+@pytest.mark.parametrize("pattern", ["(", "x{99999999999}", b"x", 3, None, ["x"], "(" * 5000 + ")" * 5000])
+def test_what_is_no_regex_is_refused_with_the_way_out(pattern):
+    assert errors.regex("blocks", r"layer_\d+").fullmatch("layer_3")
+    with pytest.raises(UserError, match=r"(?s)^blocks: .* is not a regex: .*; pass one$") as error:
+        errors.regex("blocks", pattern, "pass one")
+    assert str(error.value).isprintable()
+
+
 def test_a_warning_of_the_library_is_one_line_of_a_command_and_others_keep_their_form(monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     errors.warn_in_one_line()

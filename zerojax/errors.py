@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -131,6 +131,25 @@ def choose(value: object, known: Iterable[Any]) -> str:
     names = {str(name): name for name in known}
     near = difflib.get_close_matches(value, names, 1) if isinstance(value, str) else []
     return f"did you mean {names[near[0]]!r}?" if near else f"known: {', '.join(names)}"
+
+
+def one_of(place: str, value: Any, known: Collection[Any]) -> None:
+    """Raises a UserError for a value that is not among those known, which are texts or whole numbers."""
+    if not isinstance(value, str | int) or value not in known:
+        near = choose(value, known)
+        way_out = f"; {near}" if near.startswith("did") else ""
+        raise UserError(f"{place}: must be one of {', '.join(map(str, known))}, and is {shown(value)}{way_out}")
+
+
+def regex(place: str, pattern: Any, way_out: str = "") -> re.Pattern[str]:
+    """Returns a compiled regex over texts. Raises a UserError for what is none, or is too large for Python."""
+    try:
+        found = re.compile(pattern)
+        found.search("")  # not a regex over bytes
+    except (re.error, TypeError, OverflowError, RecursionError) as error:
+        why = first_line(error) + (f"; {way_out}" if way_out else "")
+        raise UserError(f"{place}: {shown(pattern)} is not a regex: {why}") from error
+    return found
 
 
 def first_line(error: BaseException) -> str:

@@ -240,8 +240,11 @@ def test_causal_blocks_are_balanced_where_the_length_allows():
         ({"way": "ring", "has_bias": True}, 'ring takes no bias of the scores; set `way="gather"`'),
         ({"length": 60}, "60 tokens of a sequence do not divide into 8 chunks .contiguous over 8 devices.; make the"),
         ({"length": 72, "order": "zigzag"}, "72 tokens .* into 16 chunks .* make the sequence 80 tokens long"),
-        ({"way": "ulises"}, "'ulises' is no way to attend; did you mean 'ulysses'?"),
-        ({"order": "zig"}, "'zig' is none of the orders of tokens; did you mean 'zigzag'?"),
+        (
+            {"way": "ulises"},
+            "way: must be one of auto, gather, ulysses, ring, and is 'ulises'; did you mean 'ulysses'?",
+        ),
+        ({"order": "zig"}, "order: must be one of contiguous, zigzag, and is 'zig'; did you mean 'zigzag'?"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(case, message):

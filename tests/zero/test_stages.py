@@ -354,7 +354,7 @@ def test_roles_may_be_given_by_regex():
 
 BAD = {
     "stage 4": ({"stage": 4}, r"^stage: must be one of 0, 1, 2, 3, and is 4$"),
-    "choice": ({"indivisible": "drop"}, r"^indivisible: must be 'whole' or 'pad', and is 'drop'"),
+    "choice": ({"indivisible": "drop"}, r"^indivisible: must be one of whole, pad, and is 'drop'"),
     "no match": ({"overrides": [("absent", P())]}, r"'absent' matches no weight's path; paths look like params/"),
     "axis": (
         {"overrides": [("kernel", P("tensor"))]},

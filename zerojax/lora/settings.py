@@ -51,7 +51,8 @@ class Lora:
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         for name in ("rank_pattern", "alpha_pattern"):
             object.__setattr__(self, name, _pairs(name, getattr(self, name)))
-            _check_regexes(name, [pattern for pattern, _ in getattr(self, name)])
+            for pattern, _ in getattr(self, name):
+                errors.regex(f"lora.{name}", pattern)
         for rank in (self.r, *(rank for _, rank in self.rank_pattern)):
             if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= MOST_RANK:
                 raise UserError(f"lora.r: must be a whole number from 1 to {MOST_RANK}, and is {errors.shown(rank)}")
@@ -62,9 +63,7 @@ class Lora:
             raise UserError(f"lora.dropout: must be at least 0 and below 1, and is {errors.shown(self.dropout)}")
         if not isinstance(self.rslora, bool):
             raise UserError(f"lora.rslora: must be True or False, and is {errors.shown(self.rslora)}")
-        if not isinstance(self.quantize, str) or self.quantize not in quantized.KINDS:
-            way_out = errors.choose(self.quantize, quantized.KINDS)
-            raise UserError(f"lora.quantize: is {errors.shown(self.quantize)}, which is not known; {way_out}")
+        errors.one_of("lora.quantize", self.quantize, quantized.KINDS)
 
     @property
     def trainable(self) -> str:
@@ -126,7 +125,8 @@ def _names(field: str, value: Any) -> Any:
     if value is None and field == "target_modules":
         return None
     if isinstance(value, str) and field != "modules_to_save":
-        _check_regexes(field, [] if value == ALL_LINEAR else [value])
+        if value != ALL_LINEAR:
+            errors.regex(f"lora.{field}", value)
         return value
     is_list = isinstance(value, (list, tuple, set, frozenset))
     if not is_list or not all(isinstance(name, str) and name for name in value):
@@ -144,16 +144,6 @@ def _pairs(field: str, value: Any) -> tuple[tuple[Any, Any], ...]:
         raise UserError(
             f"lora.{field}: must be a number for each regex, such as {{'q_proj': 16}}, and is {errors.shown(value)}"
         ) from error
-
-
-def _check_regexes(field: str, patterns: Iterable[Any]) -> None:
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError, OverflowError, RecursionError) as error:
-            raise UserError(
-                f"lora.{field}: {errors.shown(pattern)} is not a regex: {errors.first_line(error)}"
-            ) from error
 
 
 def _is_number(value: object) -> bool:

@@ -83,8 +83,7 @@ def choose(
     Raises:
       UserError: the length does not divide, or the way cannot run.
     """
-    if way not in ("auto", *WAYS):
-        raise UserError(f"way: {errors.shown(way)} is no way to attend; {errors.choose(way, ('auto', *WAYS))}")
+    errors.one_of("way", way, ("auto", *WAYS))
     token_order.check(length, ways, order or "contiguous")
     own = heads // model if heads % model == 0 else heads
     own_kv = max(1, own * kv_heads // heads)

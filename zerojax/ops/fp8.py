@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.ops import residuals
 
@@ -84,7 +85,7 @@ def dot_general(
 
     >>> layer = nn.Dense(4096, dot_general=zerojax.fp8.dot_general)
     """
-    check_recipe(recipe)
+    errors.one_of("recipe", recipe, RECIPES)
     dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
     for name, array in (("lhs", lhs), ("rhs", rhs)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -110,12 +111,6 @@ def dot_general(
         run = jax.vmap(run, in_axes=(0, 0, None, None))
     shape = (*lhs.shape[: len(lhs_batch)], *lhs_kept, *rhs_kept)
     return residuals.of_matmul(run(lhs, rhs, rhs_in_fp8, history)).reshape(shape)
-
-
-def check_recipe(recipe: str) -> None:
-    """Raises UserError for a recipe that is unknown."""
-    if not isinstance(recipe, str) or recipe not in RECIPES:
-        raise UserError(f"recipe: must be one of {', '.join(RECIPES)}, and is {recipe!r}")
 
 
 def _as_matrices(

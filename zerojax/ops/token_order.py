@@ -24,8 +24,7 @@ def check(length: int, ways: int, order: str) -> None:
     Raises:
       UserError: no such order, or the length does not divide.
     """
-    if order not in CHUNKS:
-        raise UserError(f"order: {errors.shown(order)} is none of the orders of tokens; {errors.choose(order, CHUNKS)}")
+    errors.one_of("order", order, CHUNKS)
     count = ways * CHUNKS[order]
     if length % count:
         raise UserError(

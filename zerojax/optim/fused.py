@@ -152,11 +152,8 @@ def choose(implementation: str, kind: str, mesh: Mesh | None) -> str:
 
 
 def _transformation(settings: _Settings) -> OnePass:
-    if settings.moments not in MOMENTS:
-        raise UserError(f"moments: must be one of {', '.join(MOMENTS)}, and is {settings.moments!r}")
-    if settings.implementation not in IMPLEMENTATIONS:
-        known = ", ".join(IMPLEMENTATIONS)
-        raise UserError(f"implementation: must be one of {known}, and is {settings.implementation!r}")
+    errors.one_of("moments", settings.moments, MOMENTS)
+    errors.one_of("implementation", settings.implementation, IMPLEMENTATIONS)
     for name in ("b1", "b2"):
         value = getattr(settings, name)
         if isinstance(value, (int, float)) and not 0 <= value < 1:

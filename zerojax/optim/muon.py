@@ -121,12 +121,7 @@ def muon(
 
     >>> tx = muon(2e-3, weight_decay=0.1, forms=[("adapter/kernel$", 3, "brc")])
     """
-    try:
-        re.compile(adamw_on)
-    except (re.error, TypeError, OverflowError) as error:
-        raise UserError(
-            f"adamw_on: {errors.shown(adamw_on)} is not a regex: {error}; pass one such as 'embed|head'"
-        ) from error
+    errors.regex("adamw_on", adamw_on, "pass one such as 'embed|head'")
     for pattern, rank, form in forms:
         if len(form) != rank or set(form) - {*"brc"} or not {*"rc"} <= set(form):
             raise UserError(

@@ -86,10 +86,7 @@ def make_optimizer(
     Raises:
       UserError: the name is unknown; the optimizer has no weight decay; or it cannot round 16-bit weights or moments.
     """
-    if optimizer not in OPTIMIZERS:
-        raise UserError(
-            f"optimizer: must be one of {', '.join(OPTIMIZERS)}, and is {optimizer!r}; {errors.choose(optimizer, OPTIMIZERS)}"
-        )
+    errors.one_of("optimizer", optimizer, OPTIMIZERS)
     if weight_decay and "weight_decay" not in READS[optimizer]:
         raise UserError(
             f"weight_decay: `optimizer={optimizer}` applies none, and it is {weight_decay}; set `weight_decay=0`, or use adamw"

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import errors
-from zerojax.errors import UserError
 from zerojax.optim import deepspeed_schedules
 
 Schedule = Callable[[Any], Any]
@@ -62,13 +61,8 @@ def make(
     Raises:
       UserError: a name is unknown.
     """
-    if schedule not in SCHEDULES and schedule not in DEEPSPEED:
-        known = [*SCHEDULES, *DEEPSPEED]
-        raise UserError(
-            f"schedule: must be one of {', '.join(known)}, and is {schedule!r}; {errors.choose(schedule, known)}"
-        )
-    if warmup not in WARMUPS:
-        raise UserError(f"warmup: must be one of {', '.join(WARMUPS)}, and is {warmup!r}")
+    errors.one_of("schedule", schedule, [*SCHEDULES, *DEEPSPEED])
+    errors.one_of("warmup", warmup, WARMUPS)
     if schedule in DEEPSPEED:
         return DEEPSPEED[schedule](peak, warmup_steps, warmup, steps, initial_fraction, final_fraction)
     first = peak * initial_fraction

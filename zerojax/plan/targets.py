@@ -157,8 +157,7 @@ def get(name: str) -> Target:
     """
     if name == HERE:
         return _kind_of(jax.local_devices()[0])  # a process cannot query the memory of non-addressable devices
-    if name not in TARGETS:
-        raise UserError(f"target: must be one of {', '.join([*TARGETS, HERE])}, and is {name!r}")
+    errors.one_of("target", name, [*TARGETS, HERE])
     return TARGETS[name]
 
 

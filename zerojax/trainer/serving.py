@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zerojax import errors, precision, tree
 from zerojax import mesh as mesh_lib
-from zerojax import precision, tree
 from zerojax.errors import UserError
 from zerojax.inference.engine import programs, weights
 from zerojax.models import family as family_lib
@@ -35,7 +35,7 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     Raises:
       UserError: the model is not a decoder, has no room for such texts, or the mesh has axes that serving has not.
     """
-    weights.check_format(format)
+    errors.one_of("format", format, weights.FORMATS)
     for axis in ("replica", "context", "pipe"):
         if getattr(config.mesh, axis) != 1:
             raise UserError(

@@ -56,20 +56,12 @@ def grad_accum(value: object) -> None:
 def batch_specs(chosen: Any, *, is_list: bool) -> None:
     """Raises a UserError for specs of a batch that are no specs; see `inputs.Layout`. `is_list`: they are pairs (path regex, spec)."""
     for pattern, spec in chosen if is_list else ():
-        batch_regex("batch_specs", pattern)
+        errors.regex("batch_specs", pattern, "pass one over paths of the batch's leaves")
         if not isinstance(spec, P):
             raise UserError(f"batch_specs: {pattern!r} needs a PartitionSpec, and has {spec!r}")
     for path, spec in () if is_list else tree.flatten(chosen, is_leaf=lambda node: isinstance(node, P)):
         if not isinstance(spec, P):
             raise UserError(f"batch_specs: {path or 'it'} must be a PartitionSpec, and is {spec!r}")
-
-
-def batch_regex(name: str, pattern: Any) -> None:
-    """Raises a UserError if an argument is no regex over paths of a batch's leaves."""
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise UserError(f"{name}: {pattern!r} is not a regex over paths of the batch's leaves: {error}") from error
 
 
 def unmatched_spec(pattern: str, paths: Sequence[str]) -> UserError:

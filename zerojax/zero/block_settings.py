@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax import tree
+from zerojax import errors, tree
 from zerojax.errors import UserError
 from zerojax.zero import hooks as hooks_lib
 from zerojax.zero import placement, remat
@@ -28,8 +28,7 @@ class How:
     hooks: hooks_lib.Hooks = ()
 
     def __post_init__(self) -> None:
-        if self.remat not in remat.REMAT:
-            raise UserError(f"remat: must be one of {', '.join(remat.REMAT)}, and is {self.remat!r}")
+        errors.one_of("remat", self.remat, remat.REMAT)
         examples = {
             "blocks": "layer_\\d+",
             "heads": "head",
@@ -51,16 +50,7 @@ class How:
 
 def check_regex(name: str, pattern: object, example: str, blocks: str) -> None:
     """Raises a UserError if an argument is no regex over module paths, or needs `blocks` and there are none."""
-    if not isinstance(pattern, str | re.Pattern):
-        raise UserError(
-            f"{name}: must be a regex over module paths, such as '{example}', or '' for none, and is {pattern!r}"
-        )
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError) as error:
-        raise UserError(
-            f"{name}: {pattern!r} is not a regex: {error}; pass one over module paths, such as '{example}'"
-        ) from error
+    errors.regex(name, pattern, f"pass one over module paths, such as '{example}', or '' for none")
     if pattern and not blocks:
         raise UserError(f"{name}: {pattern!r} needs `blocks`, and it is empty; name the model's repeated modules there")
 

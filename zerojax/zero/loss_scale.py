@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from zerojax import tree
+from zerojax import errors, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
@@ -121,10 +121,7 @@ class DynamicLossScale:
             raise UserError(
                 f"loss_scale.min_scale: {self.min_scale} is above init_scale={self.init_scale}; set it to that or less"
             )
-        if not isinstance(self.on_minimum, str) or self.on_minimum not in ON_MINIMUM:
-            raise UserError(
-                f"loss_scale.on_minimum: must be one of {', '.join(ON_MINIMUM)}, and is {self.on_minimum!r}"
-            )
+        errors.one_of("loss_scale.on_minimum", self.on_minimum, ON_MINIMUM)
 
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""

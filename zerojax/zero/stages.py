@@ -138,10 +138,8 @@ def partition_state(
 
     >>> partition = partition_state(jax.eval_shape(init, key), mesh=make_mesh(), stage=2)
     """
-    if stage not in STAGES:
-        raise UserError(f"stage: must be one of {', '.join(map(str, STAGES))}, and is {stage!r}")
-    if indivisible not in INDIVISIBLE:
-        raise UserError(f"indivisible: must be 'whole' or 'pad', and is {indivisible!r}")
+    errors.one_of("stage", stage, STAGES)
+    errors.one_of("indivisible", indivisible, INDIVISIBLE)
     mesh = mesh_lib.completed(mesh)
     if len(mesh_lib.groups(mesh)) > 1:
         if pipeline is None:
@@ -225,11 +223,7 @@ class _Rule:
                     f"overrides: each is a pair (path regex, PartitionSpec), and one is {errors.shown(entry)}"
                 )
             pattern = entry[0]
-            try:
-                is_found = any(re.search(pattern, path) for path in weights)
-            except (re.error, TypeError, OverflowError) as error:
-                raise UserError(f"overrides: {pattern!r} is not a regex: {error}") from error
-            if not is_found:
+            if not any(map(errors.regex("overrides", pattern).search, weights)):
                 known = ", ".join(list(weights)[:3])
                 raise UserError(f"overrides: {pattern!r} matches no weight's path; paths look like {known}")
 
@@ -358,11 +352,7 @@ def _check_roles(abstract_state: State, roles: Sequence[tuple[str, str]]) -> Non
         if role not in (PARAMS, OPT_STATE, OTHER):
             way_out = errors.choose(role, (PARAMS, OPT_STATE, OTHER))
             raise UserError(f"roles: {role!r}, the role of {pattern!r}, is not known; {way_out}")
-        try:
-            is_found = any(re.search(pattern, path) for path in paths)
-        except (re.error, OverflowError) as error:
-            raise UserError(f"roles: {pattern!r} is not a regex: {error}") from error
-        if not is_found:
+        if not any(map(errors.regex("roles", pattern).search, paths)):
             raise UserError(f"roles: {pattern!r} matches no leaf's path; paths look like {', '.join(paths[:3])}")
 
 
@@ -372,10 +362,7 @@ def leaf_roles(abstract_state: State, roles: Sequence[tuple[str, str]] = ROLES, 
     Raises:
       UserError: `trainable` is not a regex.
     """
-    try:
-        is_trained = re.compile(trainable).search
-    except (re.error, TypeError, OverflowError) as error:
-        raise UserError(f"trainable: {trainable!r} is not a regex: {error}; pass one such as 'lora|head'") from error
+    is_trained = errors.regex("trainable", trainable, "pass one such as 'lora|head'").search
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(
         abstract_state, is_leaf=lambda n: isinstance(n, nnx.Variable)

@@ -68,7 +68,11 @@ def test_the_first_and_the_last_blocks_of_each_stack_keep_their_dtype():
 @pytest.mark.parametrize(
     "settings, blocks, line",
     [
-        ({"recipe": "rows"}, "", r"^recipe: must be one of tensorwise, delayed, rowwise, and is 'rows'$"),
+        (
+            {"recipe": "rows"},
+            "",
+            r"^recipe: must be one of tensorwise, delayed, rowwise, and is 'rows'; did you mean 'rowwise'\?$",
+        ),
         ({"filter": "("}, "", r"^fp8\.filter: '\(' is not a regex: .*; pass one over module paths"),
         ({"first": -1}, "", r"^fp8\.first: must be a number of blocks, 0 or more, and is -1$"),
         ({}, "", r"^fp8\.filter: is '', which means every block, and there are no `blocks`; pass either"),

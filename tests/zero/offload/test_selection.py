@@ -211,7 +211,7 @@ def test_specs_and_shapes_stay():
         (
             {"optimizer": "host", "params": "host", "params_on_device": "("},
             3,
-            r"^offload\.params_on_device: '\(' is no regex",
+            r"^offload\.params_on_device: '\(' is not a regex",
         ),
         (
             {"optimizer": "host", "params": "host", "params_fraction": 0},

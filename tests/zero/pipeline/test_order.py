@@ -68,7 +68,7 @@ def test_a_slow_stage_and_slow_links_lengthen_the_step():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("zigzag", 2, 4, 1), "schedule: 'zigzag' is no schedule"),
+        (("zigzag", 2, 4, 1), "schedule: must be one of gpipe, 1f1b, interleaved, zero_bubble, and is 'zigzag'"),
         (("1f1b", 2, 4, 2), "chunks: 1f1b has one stage a device"),
         (("interleaved", 2, 4, 1), "needs 2 or more chunks"),
         (("interleaved", 4, 6, 2), "take 8"),

@@ -182,8 +182,8 @@ def marked(mesh_of=8, stage=3, blocks=r"block_\d", reduce_dtype=jnp.float32, min
 
 
 REFUSED = {
-    "wire.weights: 'int4' is not known": {"weights": "int4"},
-    "wire.gradients: 'fp8' is not known": {"gradients": "fp8"},
+    "wire.weights: must be one of plain, int8, and is 'int4'; did you mean 'int8'?": {"weights": "int4"},
+    "wire.gradients: must be one of plain, int8, int4, and is 'fp8'": {"gradients": "fp8"},
     "wire.second_copy: must be True or False": {"second_copy": 1},
     "wire.error_feedback: must be True or False": {"gradients": "int8", "error_feedback": 1},
     "wire.error_feedback: gradients that are not packed lose nothing": {"weights": "int8", "error_feedback": True},

@@ -508,7 +508,7 @@ def _check(
     for name, value in sizes.items():
         if value < 1:
             raise UserError(f"{name}: must be 1 or more, and is {value}")
-    weights.check_format(format)
+    errors.one_of("format", format, weights.FORMATS)
     mesh = mesh_lib.completed(model.partition.mesh)
     if model.family.is_classifier:
         raise UserError("engine: the model is a classifier, which writes no text; use its `apply`, or zerojax generate")

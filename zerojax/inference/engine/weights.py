@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 from pallas_kernels import narrow
 from zerojax import mesh as mesh_lib
 from zerojax import tree
-from zerojax.errors import UserError
 from zerojax.models import family as family_lib
 from zerojax.models import layers
 from zerojax.models.family import ModelConfig
@@ -28,12 +27,6 @@ from zerojax.zero import tensor_parallel
 FORMATS = (quantized.NONE, quantized.INT8, quantized.FP8, quantized.NF4)
 KERNEL = "kernel"
 MOST_ROWS = narrow.MOST_ROWS  # of a matmul whose kernel is read as it is stored
-
-
-def check_format(name: str) -> None:
-    """Raises UserError for a format that is unknown."""
-    if name not in FORMATS:
-        raise UserError(f"format: must be one of {', '.join(FORMATS)}, and is {name!r}")
 
 
 def placed(

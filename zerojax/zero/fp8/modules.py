@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 from jax.sharding import Mesh
 
+from zerojax import errors, tree
 from zerojax import mesh as mesh_lib
-from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8, tiles
 from zerojax.tree import PyTree
@@ -50,13 +50,8 @@ class Fp8:
     history: int = 16
 
     def __post_init__(self) -> None:
-        fp8.check_recipe(self.recipe)
-        try:
-            re.compile(self.filter).fullmatch("")
-        except (re.error, TypeError, OverflowError) as error:
-            raise UserError(
-                f"fp8.filter: {self.filter!r} is not a regex: {error}; pass one over module paths, such as 'layer_\\d+/mlp/.*'"
-            ) from error
+        errors.one_of("recipe", self.recipe, fp8.RECIPES)
+        errors.regex("fp8.filter", self.filter, "pass one over module paths, such as 'layer_\\d+/mlp/.*'")
         for name in ("first", "last"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
                 raise UserError(f"fp8.{name}: must be a number of blocks, 0 or more, and is {getattr(self, name)!r}")

@@ -7,10 +7,10 @@ params      none, host, nvme      those that shard params
 
 import dataclasses
 import os
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from zerojax import errors
 from zerojax.errors import UserError
 
 NONE, HOST, NVME = "none", "host", "nvme"
@@ -93,14 +93,9 @@ def read(value: object) -> Offload:
     return _checked(Offload(**value))
 
 
-def _is_one_of(value: Any, names: Collection[str]) -> bool:
-    return isinstance(value, str) and value in names
-
-
 def _checked(offload: Offload) -> Offload:
     for part in PARTS:
-        if not _is_one_of(getattr(offload, part), KINDS):
-            raise UserError(f"offload.{part}: must be one of {', '.join(KINDS)}, and is {getattr(offload, part)!r}")
+        errors.one_of(f"offload.{part}", getattr(offload, part), KINDS)
     for name in ("fraction", "params_fraction"):
         value = getattr(offload, name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -115,14 +110,8 @@ def _checked(offload: Offload) -> Offload:
         ):
             or_else = "" if name == "chunk_bytes" else ", or 0 to derive it"
             raise UserError(f"offload.{name}: must be a whole number of at least {least}{or_else}, and is {value!r}")
-    if not isinstance(offload.params_on_device, str):
-        raise UserError(f"offload.params_on_device: must be a regex, and is {offload.params_on_device!r}")
-    try:
-        re.compile(offload.params_on_device)
-    except re.error as error:
-        raise UserError(f"offload.params_on_device: {offload.params_on_device!r} is no regex: {error}") from error
-    if not _is_one_of(offload.by_block, BY_BLOCK):
-        raise UserError(f"offload.by_block: must be one of {', '.join(BY_BLOCK)}, and is {offload.by_block!r}")
+    errors.regex("offload.params_on_device", offload.params_on_device)
+    errors.one_of("offload.by_block", offload.by_block, BY_BLOCK)
     if not isinstance(offload.late_norm, bool):
         raise UserError(f"offload.late_norm: must be True or False, and is {offload.late_norm!r}")
     if not isinstance(offload.nvme_path, (str, os.PathLike)):

@@ -124,10 +124,7 @@ def make(name: str, devices: int, micros: int, *, chunks: int = 1) -> PassOrder:
     Raises:
       UserError: no such schedule, or it cannot be of these sizes.
     """
-    if name not in _MAKERS:
-        raise UserError(
-            f"pipeline.schedule: {errors.shown(name)} is no schedule of a pipeline; {errors.choose(name, _MAKERS)}"
-        )
+    errors.one_of("pipeline.schedule", name, _MAKERS)
     if chunks > 1 and name != "interleaved":
         raise UserError(
             f"pipeline.chunks: {name} has one stage a device, and chunks is {chunks}; set it to 1, or take the schedule interleaved"

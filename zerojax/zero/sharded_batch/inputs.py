@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from zerojax import errors, precision, tree
 from zerojax import mesh as mesh_lib
-from zerojax import precision, tree
 from zerojax import specs as specs_lib
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
@@ -44,7 +44,7 @@ class Layout:
         arguments.grad_accum(self.passes)
         arguments.batch_specs(self.batch_specs, is_list=_is_list(self.batch_specs))
         if not isinstance(self.cast_batch, bool):
-            arguments.batch_regex("cast_batch", self.cast_batch)
+            errors.regex("cast_batch", self.cast_batch, "pass one over paths of the batch's leaves")
 
     def place(self, batch: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         """Returns the batch constrained to its shardings and cast to `dtype`, each leaf [passes, ...] if there are several.

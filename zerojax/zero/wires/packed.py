@@ -63,10 +63,7 @@ class PackedWires:
 
     def __post_init__(self) -> None:
         for name, known in (("weights", WEIGHTS), ("gradients", GRADIENTS)):
-            if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
-                raise UserError(
-                    f"wire.{name}: {errors.shown(getattr(self, name))} is not known; {errors.choose(getattr(self, name), known)}"
-                )
+            errors.one_of(f"wire.{name}", getattr(self, name), known)
         for name in ("second_copy", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"wire.{name}: must be True or False, and is {errors.shown(getattr(self, name))}")
