@@ -87,22 +87,20 @@ class Buffers:
       peak_position, length: the position of the peak in the order of instructions, and the number of instructions.
       at_peak: the temporaries that are alive at the peak, the largest first.
       curve: temporaries in the order of instructions; None without an assignment.
-      analysis: the total of `compiled.memory_analysis()`, which should equal `peak`.
       hlo_text: the compiled program.
     """
 
     source: str
     arguments: tuple[Argument, ...]
-    outputs: int
-    constants: int
-    temporaries: int
-    host: int
-    peak_position: int
-    length: int
-    at_peak: tuple[Temporary, ...]
-    curve: Curve | None
-    analysis: int
-    hlo_text: str = dataclasses.field(repr=False)
+    outputs: int = 0
+    constants: int = 0
+    temporaries: int = 0
+    host: int = 0
+    peak_position: int = 0
+    length: int = 0
+    at_peak: tuple[Temporary, ...] = ()
+    curve: Curve | None = None
+    hlo_text: str = dataclasses.field(default="", repr=False)
 
     @property
     def peak(self) -> int:
@@ -185,14 +183,11 @@ def _without_cache() -> Iterator[None]:
 
 
 def _buffers(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, dump: Dump | None) -> Buffers:
-    stats = compiled.memory_analysis()
-    analysis = stats.argument_size_in_bytes + stats.temp_size_in_bytes if stats is not None else 0
-    analysis += stats.output_size_in_bytes - stats.alias_size_in_bytes if stats is not None else 0
     text = text_of(compiled)
     module = syntax.parse(text)
     leaves = parameters.leaves(lowered, module)
     if dump is None:
-        return _from_analysis(stats, module, leaves, analysis)
+        return _from_analysis(compiled.memory_analysis(), module, leaves)
     flow = hlo_flow.flow(module)
     arguments = tuple(_arguments(dump, leaves))
     own = [a for a in dump.allocations if a.space == DEVICE]
@@ -212,7 +207,6 @@ def _buffers(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, dump: D
         length=dump.length,
         at_peak=tuple(_temporary(value, reader, module) for value in alive),
         curve=curve,
-        analysis=analysis,
         hlo_text=text,
     )
 
@@ -232,7 +226,7 @@ def text_of(compiled: Any) -> str:
         ) from error
 
 
-def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis: int) -> Buffers:
+def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping) -> Buffers:
     """Returns buffers with totals only."""
     donated = set(module.aliases.values())
     arguments = []
@@ -241,21 +235,16 @@ def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis:
         space = HOST if any(array.is_on_host for array in parameter.arrays) else DEVICE
         nbytes = sum(array.nbytes for array in parameter.arrays)
         arguments.append(Argument(path, buffer_roles.argument_role(path), nbytes, space, number in donated))
-    held = sum(a.nbytes for a in arguments if a.space == DEVICE)
-    temporaries = stats.temp_size_in_bytes if stats is not None else 0
-    return Buffers(
-        source=ANALYSIS,
-        arguments=tuple(arguments),
-        outputs=max(0, analysis - temporaries - held),
-        constants=0,
-        temporaries=temporaries,
-        host=sum(a.nbytes for a in arguments if a.space == HOST) + (stats.host_temp_size_in_bytes if stats else 0),
-        peak_position=0,
-        length=len(module.entry.instructions),
-        at_peak=(),
-        curve=None,
-        analysis=analysis,
-        hlo_text=module.text,
+    found = Buffers(ANALYSIS, tuple(arguments), length=len(module.entry.instructions), hlo_text=module.text)
+    host = sum(a.nbytes for a in arguments if a.space == HOST)
+    if stats is None:
+        return dataclasses.replace(found, host=host)
+    kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return dataclasses.replace(
+        found,
+        outputs=max(0, kept - found.peak),
+        temporaries=stats.temp_size_in_bytes,
+        host=host + stats.host_temp_size_in_bytes,
     )
 
 

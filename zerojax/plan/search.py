@@ -492,8 +492,7 @@ def _expected_cost(candidate: Candidate) -> tuple[float, ...]:
     if candidate.tile_tokens and candidate.remat in ("none", "dots"):
         recomputed += 0.2  # the MLP, forward
     sent = 3 if stages.STAGES[candidate.stage].params else 2
-    first = (candidate.offloaded, candidate.per_example, candidate.model)
-    return (*first, recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
+    return (*_tier(candidate), recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
 
 
 def _why_skipped(candidate: Candidate, outcomes: Sequence[Outcome]) -> str:

@@ -218,18 +218,5 @@ def array(value: jax.ShapeDtypeStruct, space: str = buffers_lib.DEVICE) -> synta
 
 
 def buffers_of(arguments: Mapping[str, buffers_lib.Argument]) -> buffers_lib.Buffers:
-    """Returns the step's arguments. Its peak is that of the programs in their order (`Schedule.peak`)."""
-    return buffers_lib.Buffers(
-        source=buffers_lib.PROGRAMS,
-        arguments=tuple(arguments.values()),
-        outputs=0,
-        constants=0,
-        temporaries=0,
-        host=0,  # `Stream` counts what the step moves
-        peak_position=0,
-        length=0,
-        at_peak=(),
-        curve=None,
-        analysis=0,
-        hlo_text="",
-    )
+    """Returns the step's arguments. `Schedule.peak` is its peak, and `Stream` counts what it moves."""
+    return buffers_lib.Buffers(buffers_lib.PROGRAMS, tuple(arguments.values()))

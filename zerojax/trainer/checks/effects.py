@@ -27,7 +27,7 @@ OFF = {"sample.length": 0}  # values that ask for nothing
 
 def unread(config: settings.Config) -> list[str]:
     """Returns a line for each setting without effect that is not at its default, with the first reason."""
-    return _lines(config, _ignored(config))
+    return _lines(config, ((place, why) for why, is_unread, places in _rows(config) if is_unread for place in places))
 
 
 def unsharded(config: settings.Config, mesh: Mesh) -> list[str]:
@@ -103,11 +103,6 @@ def _of_task(config: settings.Config) -> tuple[str, ...]:
 
 def _group(name: str) -> tuple[str, ...]:
     return tuple(place for place in settings.table() if place.startswith(f"{name}."))
-
-
-def _ignored(config: settings.Config) -> Iterator[tuple[str, str]]:
-    """Yields the place of each setting that nothing reads, and the reason."""
-    return ((place, why) for why, is_unread, places in _rows(config) if is_unread for place in places)
 
 
 def _rows(config: settings.Config) -> Iterator[tuple[str, bool, tuple[str, ...]]]:

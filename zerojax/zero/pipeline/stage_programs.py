@@ -242,7 +242,7 @@ def _summed_in_turns(
         sums, grads = ({path: of[var] for path, var in new.items()} for of in (total, made))
         added = accumulate.added(sums, grads, made.get(factor_var, factor))
         total |= {new[path]: value for path, value in added.items()}
-        held, waited = turns.waiting(in_turns, turn), turns.awaited(in_turns, turn, total, lags=lags)
+        held, waited = turns.ends(in_turns, turn, total, lags=lags)
         now, summed = jax.lax.optimization_barrier(([made[var] for var in held], [total[var] for var in waited]))
         made.update(zip(held, now))
         total.update(zip(waited, summed))

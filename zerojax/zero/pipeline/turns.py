@@ -57,21 +57,17 @@ def _part(of: cut.StepPart, eqns: Sequence[jex.JaxprEqn], later: Sequence[Sequen
     return cut.StepPart(of.name, [cut.TraceCall(reads, writes, traces.part(reads, writes, eqns))], writes)
 
 
-def waiting(turns: Sequence[cut.StepPart], number: int) -> list[Any]:
-    """Returns the variables that wait for the end of a turn: what it made for later ones, and what the next turn but one has on the host.
+def ends(
+    turns: Sequence[cut.StepPart], number: int, sums: Collection[Any], *, lags: bool
+) -> tuple[list[Any], list[Any]]:
+    """Returns the variables that wait for the end of a turn, and those of `sums`, by the variable of the gradient, that are its end.
 
-    So copies from the host begin a turn early.
+    What the turn made for later ones waits, and what the next turn but one has on the host, so that copies begin a turn early. It waits for
+    the sums of this turn or, if it `lags`, of the one before: with several devices the gradients of weights then run beside the next
+    block's collectives.
     """
-    later = turns[number + 1 :]
+    later, of = turns[number + 1 :], number - 1 if lags else number
     read = {var for turn in later for var in turn.reads}
     far = [var for turn in later[1:2] for var in turn.reads if var.aval.memory_space == jax.memory.Space.Host]
-    return [*(var for var in turns[number].writes if var in read), *far]
-
-
-def awaited(turns: Sequence[cut.StepPart], number: int, sums: Collection[Any], *, lags: bool) -> list[Any]:
-    """Returns those of `sums`, by the variable of the gradient, for which these wait: of this turn, or if it `lags` of the one before.
-
-    With several devices the gradients of weights then run beside the next block's collectives.
-    """
-    of = number - 1 if lags else number
-    return [var for var in turns[of].writes if var in sums] if of >= 0 else []
+    waiting = [*(var for var in turns[number].writes if var in read), *far]
+    return waiting, [var for var in turns[of].writes if var in sums] if of >= 0 else []
