@@ -135,6 +135,16 @@ def dtype_of(leaf: Leaf) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
 
 
+def is_key(leaf: Leaf) -> bool:
+    """Returns whether a leaf holds random keys by its dtype."""
+    return jax.dtypes.issubdtype(dtype_of(leaf), jax.dtypes.prng_key)
+
+
+def bare(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array or a number, without its sharding."""
+    return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), dtype_of(leaf))
+
+
 def size(leaf: Leaf) -> int:
     """Returns the number of elements."""
     return math.prod(leaf.shape)
@@ -142,13 +152,8 @@ def size(leaf: Leaf) -> int:
 
 def nbytes(leaf: Leaf, shape: Iterable[int] | None = None) -> int:
     """Returns the bytes of a leaf, or of a shard with the given shape."""
-    dtype = dtype_of(leaf)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        dtype = jax.numpy.uint32
-        key_words = 2  # a threefry key
-    else:
-        key_words = 1
-    return math.prod(leaf.shape if shape is None else shape) * jax.numpy.dtype(dtype).itemsize * key_words
+    itemsize = 8 if is_key(leaf) else jax.numpy.dtype(dtype_of(leaf)).itemsize  # a threefry key is two words
+    return math.prod(leaf.shape if shape is None else shape) * itemsize
 
 
 def shard_bytes(leaf: Leaf) -> int:

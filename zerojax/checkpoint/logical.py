@@ -68,7 +68,7 @@ def to_stored(state: State) -> dict[str, Any]:
     def convert(leaf: Leaf) -> Leaf:
         if jax.process_count() == 1 and all(map(_is_in_file, jax.tree.leaves(leaf))):
             return in_file.InFile(functools.partial(_read, leaf), leaf.shape, leaf.dtype)
-        array = pieces.join(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+        array = pieces.join(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
         array = array.to_host() if _is_in_file(array) else array
         if isinstance(array, np.ndarray) and array is not leaf:
             return array
@@ -100,7 +100,7 @@ def _is_apart(array: jax.Array) -> bool:
 def form(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Returns the abstract array that stores a leaf, with the leaf's sharding."""
     wanted = tree.abstract(pieces.whole(leaf))
-    if _is_key(leaf):
+    if tree.is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(wanted.shape, wanted.dtype))
         wanted = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=wanted.sharding)
     if wanted.sharding is not None:
@@ -112,13 +112,9 @@ def from_stored(array: Any, leaf: Leaf) -> Leaf:
     """Returns a restored array as the kind of the abstract leaf: an array, an array in pieces or a random key."""
     if pieces.is_pieces(leaf):
         return pieces.split(array, leaf)
-    if not _is_key(leaf):
+    if not tree.is_key(leaf):
         return array
     aval = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     impls: list = []  # only a traced key has its implementation
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), aval)
     return jax.random.wrap_key_data(array, impl=impls[0])
-
-
-def _is_key(leaf: Leaf) -> bool:
-    return jax.dtypes.issubdtype(tree.dtype_of(leaf), jax.dtypes.prng_key)

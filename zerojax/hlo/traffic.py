@@ -105,13 +105,13 @@ def _used(inside: syntax.Computation, number: int, nbytes: int) -> int:
     parameter = inside.parameters.get(number)
     if parameter is None:
         return nbytes
-    whole, users = _elements(parameter), inside.users.get(parameter.name, ())
+    whole, users = parameter.elements, inside.users.get(parameter.name, ())
     is_converted = False
     while len(users) == 1 and users[0].opcode in ("bitcast", "convert"):
         is_converted |= users[0].opcode == "convert"
         parameter, users = users[0], inside.users.get(users[0].name, ())
     if users and all(u.opcode in _SLICES and u.operands[0] == parameter.name for u in users):
-        return min(nbytes, nbytes * sum(map(_elements, users)) // max(1, whole))
+        return min(nbytes, nbytes * sum(user.elements for user in users) // max(1, whole))
     in_place = ("dynamic-update-slice", "scatter")  # of the operand itself: what is converted is read whole
     if users and not is_converted and all(u.opcode in in_place and u.operands[0] == parameter.name for u in users):
         return 0
@@ -129,10 +129,6 @@ def _written(inside: syntax.Computation) -> int:
         update = {"dynamic-update-slice": 1, "scatter": -1}.get(output.opcode)
         total += nbytes_of(output if update is None else inside.by_name[output.operands[update]])
     return total
-
-
-def _elements(instruction: syntax.Instruction) -> int:
-    return sum(array.elements for array in instruction.arrays)
 
 
 def nbytes_of(instruction: syntax.Instruction) -> int:

@@ -23,6 +23,7 @@ from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import quantized
 from zerojax.tree import PyTree
+from zerojax.zero.offload import memory_kind
 
 MOST_BYTES = 2**30  # of kernels that are read at a time, on all devices, to be quantized
 
@@ -155,7 +156,9 @@ def _quantizer(
         return {name: _fit(parts[name], shape) for name, (shape, _) in zip((kind, quantized.SCALES), likes)}
 
     names = (kind, quantized.SCALES)
-    return jax.jit(run, out_shardings={name: _on_device(sharding) for name, (_, sharding) in zip(names, likes)})
+    return jax.jit(
+        run, out_shardings={name: memory_kind.on_device(sharding) for name, (_, sharding) in zip(names, likes)}
+    )
 
 
 @functools.lru_cache
@@ -165,13 +168,9 @@ def _drawer(
     def run(key: jax.Array, number: int | jax.Array) -> jax.Array:
         return _fit(adapters.draw(key, number, shape, is_b=is_b).astype(dtype), padded)
 
-    return jax.jit(run, out_shardings=_on_device(sharding))
+    return jax.jit(run, out_shardings=memory_kind.on_device(sharding))
 
 
 def _fit(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns a leaf with zeros where the partition pads it."""
     return jnp.pad(leaf, [(0, want - have) for want, have in zip(shape, leaf.shape)])
-
-
-def _on_device(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(sharding.mesh, sharding.spec)

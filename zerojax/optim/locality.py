@@ -26,7 +26,7 @@ import optax
 
 from zerojax import errors, traces, tree
 from zerojax.optim import fused, one_pass
-from zerojax.tree import Leaf, PyTree
+from zerojax.tree import PyTree
 
 ELEMENTWISE, PER_LEAF, GLOBAL = "elementwise", "per_leaf", "global"
 
@@ -51,10 +51,10 @@ def of(tx: optax.GradientTransformation, params: PyTree, pieces: Any = None) -> 
     >>> locality.of(optax.adamw(1e-3), params).kind
     'elementwise'
     """
-    params = jax.tree.map(_plain, params)
+    params = jax.tree.map(tree.bare, params)
     if pieces is None:
         pieces = jax.tree.map(lambda leaf: leaf.update(shape=tuple(-(-n // 2) for n in leaf.shape)), params)
-    pieces = jax.tree.map(_plain, pieces)
+    pieces = jax.tree.map(tree.bare, pieces)
     try:
         with fused.in_plain_jnp():
             found = _Traced.make(tx, params)
@@ -72,11 +72,6 @@ def in_step(tx: optax.GradientTransformation, params: PyTree) -> Locality:
     if isinstance(tx, one_pass.OnePass):
         return Locality(ELEMENTWISE if tx.is_elementwise else PER_LEAF)
     return of(tx, params)
-
-
-def _plain(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype alone; shardings would be traced too."""
-    return jax.ShapeDtypeStruct(np.shape(leaf), tree.dtype_of(leaf))
 
 
 @dataclasses.dataclass(frozen=True)

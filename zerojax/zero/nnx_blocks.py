@@ -153,7 +153,7 @@ class Block:
         self.path = tree.below_params(roots[0]) if roots else ""
         others = [value for (_, value), weight in zip(named, found) if not weight]
         self._before, self._rest = jax.tree.leaves(rest), _structure(rest)
-        self._impls = [jax.random.key_impl(value) if keys_lib.is_typed(value) else None for value in self._before]
+        self._impls = [jax.random.key_impl(value) if tree.is_key(value) else None for value in self._before]
         self._count = len(others), len(self._before)
         has_keys = any(impl is not None for impl in self._impls)
         self.inputs = [*others, *map(_words, self._before), *(keys_lib.numbers() if has_keys else ())]
@@ -217,4 +217,4 @@ def check_arguments(path: str, value: PyTree) -> None:
 
 
 def _words(value: Any) -> Any:
-    return jax.random.key_data(value) if keys_lib.is_typed(value) else value
+    return jax.random.key_data(value) if tree.is_key(value) else value

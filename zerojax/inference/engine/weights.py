@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import narrow
 from zerojax import mesh as mesh_lib
-from zerojax import tree
+from zerojax import specs, tree
 from zerojax.models import family as family_lib
 from zerojax.models import layers
 from zerojax.models.family import ModelConfig
@@ -104,7 +104,7 @@ def _code_shardings(shape: tuple[int, ...], kind: str, mesh: Mesh, spec: P) -> d
         entries = list(spec) + [None] * (len(shape) - len(spec))
         if name == quantized.SCALES:  # of a row: over all dims but the first
             entries = [entries[0], next((entry for entry in entries[1:] if entry is not None), None)]
-        ways = [math.prod(mesh.shape[axis] for axis in _names(entry)) for entry in entries]
+        ways = [math.prod(mesh.shape[axis] for axis in specs.names(entry)) for entry in entries]
         entries = [None if size % way else entry for entry, size, way in zip(entries, leaf.shape, ways)]
         shardings[name] = NamedSharding(mesh, P(*entries))
     return shardings
@@ -113,10 +113,6 @@ def _code_shardings(shape: tuple[int, ...], kind: str, mesh: Mesh, spec: P) -> d
 @functools.lru_cache(maxsize=64)
 def _quantize(kind: str, shardings: tuple) -> Callable[[jax.Array], dict[str, jax.Array]]:
     return jax.jit(lambda kernel: quantized.quantize(kernel, kind), out_shardings=dict(shardings))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def linear_modules(family: family_lib.Family, config: ModelConfig, params: PyTree) -> set[str]:

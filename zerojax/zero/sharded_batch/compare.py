@@ -166,7 +166,7 @@ def _fields(state: State) -> dict[str, Any]:
 
 
 def _values(values: PyTree) -> dict[str, Any]:
-    return {path: leaf for path, leaf in tree.flatten(values) if not keys.is_typed(leaf)}
+    return {path: leaf for path, leaf in tree.flatten(values) if not tree.is_key(leaf)}
 
 
 def _difference(name: str, by_device: PyTree, whole: PyTree, tolerance: float, way_out: str) -> list[str]:

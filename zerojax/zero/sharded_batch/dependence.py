@@ -62,7 +62,7 @@ def of_loss(
     def aux_of(params: PyTree, batch: PyTree, state: State) -> PyTree:
         return loss_fn(params, batch, state)[1]
 
-    params, state = (jax.tree.map(abstract, part) for part in (params, state))
+    params, state = (jax.tree.map(tree.bare, part) for part in (params, state))
     by_count = [of_examples(layout, batch, count * examples(layout, batch)) for count in (1, 2)]
     axes = layout.mesh.shape if layout.by_device else {}
     with constraints.dropped(axes):
@@ -110,11 +110,6 @@ def has_tokens(layout: inputs.Layout, batch: PyTree) -> dict[str, bool]:
     return {path: not specs.axes(spec).isdisjoint(mesh_lib.TOKENS) for path, spec in found}
 
 
-def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array or a number."""
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), tree.dtype_of(leaf))
-
-
 def refuse_unread(
     loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, state: State, layout: inputs.Layout, trained: PyTree
 ) -> None:
@@ -124,7 +119,7 @@ def refuse_unread(
       loss_fn, params, batch, state, layout: as for `of_loss`.
       trained: the trainable part of the params.
     """
-    state, axes = jax.tree.map(abstract, state), layout.mesh.shape if layout.by_device else {}
+    state, axes = jax.tree.map(tree.bare, state), layout.mesh.shape if layout.by_device else {}
     with constraints.dropped(axes):
         found = _tried(loss_fn, axes, params, of_examples(layout, batch, examples(layout, batch)), state)
     if found is not None:  # else the loss raises its own error where it runs
@@ -164,7 +159,7 @@ def refuse_unsure(
     """
     counting = layout.counting(batch)
     whole, ways = examples(layout, batch), mesh_lib.size(layout.mesh, mesh_lib.EXAMPLES)
-    params, state = (jax.tree.map(abstract, part) for part in (params, state))
+    params, state = (jax.tree.map(tree.bare, part) for part in (params, state))
 
     def traced(count: int, names: Sequence[str] = (), rows: int = 0) -> Any:
         """Returns the loss's trace, with another number of rows of these leaves than of examples; None if it does not take that."""

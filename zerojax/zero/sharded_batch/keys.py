@@ -34,11 +34,6 @@ from zerojax.zero.sharded_batch import dependence, inputs
 Paths = tuple[Collection[str], Collection[str]]  # of random keys in the state, and in the batch
 
 
-def is_typed(leaf: Leaf) -> bool:
-    """Returns whether a leaf holds random keys by its dtype."""
-    return jax.dtypes.issubdtype(tree.dtype_of(leaf), jax.dtypes.prng_key)
-
-
 def own(program: Callable[[], dependence.TracedLoss], layout: inputs.Layout, batch: PyTree, state: State) -> Paths:
     """Returns the paths of the random keys in a state, and of those in a batch that are the same for all examples."""
     shared = {path for path, spec in tree.flatten(layout.specs(batch), is_leaf=inputs.is_spec) if not specs.axes(spec)}
@@ -52,7 +47,7 @@ def _find(values: PyTree, used_raw: Callable[[], Collection[str]]) -> frozenset[
       values: the state or the batch.
       used_raw: returns the paths of raw words that the loss uses as keys; called if a leaf may be one.
     """
-    found = {path for path, leaf in tree.flatten(values) if is_typed(leaf)}
+    found = {path for path, leaf in tree.flatten(values) if tree.is_key(leaf)}
     raw = {path for path, leaf in tree.flatten(values) if _may_be_raw(leaf)}
     if isinstance(values, train_state.TrainState) and "rng" in raw:
         raw.remove("rng")
@@ -66,7 +61,7 @@ def fold(values: PyTree, paths: Collection[str], number: jax.Array) -> PyTree:
     def one(path: str, leaf: Leaf) -> Leaf:
         if path not in paths:
             return leaf
-        width = 0 if is_typed(leaf) else 1  # dims of a key's words
+        width = 0 if tree.is_key(leaf) else 1  # dims of a key's words
         keys = leaf.reshape(-1, *leaf.shape[leaf.ndim - width :])
         several = keys.shape[0] > 1
         found = (

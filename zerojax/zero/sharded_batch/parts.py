@@ -120,7 +120,7 @@ def powers(
       UserError: a result is another one where tokens are sharded, or the loss takes no part of a sequence.
     """
     ways = mesh_lib.size(layout.mesh, mesh_lib.TOKENS)
-    params, state = (jax.tree.map(dependence.abstract, part) for part in (params, state))
+    params, state = (jax.tree.map(tree.bare, part) for part in (params, state))
     whole, part = (
         dependence.of_examples(layout, batch, dependence.examples(layout, batch), tokens_of=tokens_of)
         for tokens_of in (1, ways)
