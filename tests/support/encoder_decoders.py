@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from zerojax.models import families, family
@@ -25,10 +24,10 @@ def make_params(parts, config):
     """Returns a weight tree of normal numbers."""
     random = np.random.default_rng(0)
     shapes = family.abstract_params(parts, config)
-    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.1, leaf.shape), leaf.dtype), shapes)
+    return jax.tree.map(lambda leaf: jax.device_put(random.normal(0, 0.1, leaf.shape).astype(leaf.dtype)), shapes)
 
 
 def make_batch(inputs=14, targets=9):
     """Returns (inputs, targets) of two rows."""
     draw = np.random.default_rng(1).integers
-    return tuple(jnp.asarray(draw(VOCAB, size=(2, size)), jnp.int32) for size in (inputs, targets))
+    return tuple(jax.device_put(draw(VOCAB, size=(2, size)).astype(np.int32)) for size in (inputs, targets))

@@ -29,12 +29,8 @@ DEEPSPEED, ACCELERATE, TRAINER, HOSTFILE = "DeepSpeed config", "Accelerate confi
 _OF_ACCELERATE = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "mixed_precision")
 _NAMES_MODEL = ("model_name_or_path", "base_model")
 _OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir", *_NAMES_MODEL)
-_OF_NEW_FORM = (
-    "dist_config",
-    "peft_config",
-    "kernel_config",
-    "quant_config",
-)  # of the tool whose older files have a `stage`
+# Of the tool whose older files have a `stage`
+_OF_NEW_FORM = ("dist_config", "peft_config", "kernel_config", "quant_config")
 _OTHERS = "configs of torchtitan and MaxText are not translated: docs/migrate.md has their names here, and `zerojax config` writes a config"
 _NEAR = 0.85  # of a misspelt key to the right one, by difflib
 _MOST_VALUES = 100_000
