@@ -126,7 +126,8 @@ class ParamCopies(arrivals.Arrivals):
     def rider(self, index: int) -> arrivals.Rider:
         """Returns the copies that a program makes."""
         brought = [self._values[number] for number in self.brings[index]]
-        stored = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=memory_kind.on_host(v.sharding)) for v in brought]
+        places = [memory_kind.of_value(v.sharding.mesh, v.sharding.spec, is_on_host=True) for v in brought]
+        stored = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place) for v, place in zip(brought, places)]
         # Without a memory kind the copy would be a hint of the sharding alone.
         there = [value.sharding.with_memory_kind("device") for value in brought]
         return arrivals.Rider(stored, self.brings[index], lambda *arrays: list(map(jax.device_put, arrays, there)))

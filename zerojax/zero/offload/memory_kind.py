@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax.tree import Leaf
 
@@ -28,6 +29,11 @@ def on_device(sharding: Any) -> NamedSharding:
 def on_host(sharding: NamedSharding) -> NamedSharding:
     """Returns a sharding in host memory."""
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=MEMORY_KIND)
+
+
+def of_value(mesh: Mesh, spec: P, *, is_on_host: bool) -> NamedSharding:
+    """Returns the sharding of what a program takes or returns. Absent devices name no host memory, so there the mesh is abstract."""
+    return on_host(NamedSharding(mesh.abstract_mesh, spec)) if is_on_host else NamedSharding(mesh, spec)
 
 
 def as_on_device(leaf: Leaf) -> jax.ShapeDtypeStruct:

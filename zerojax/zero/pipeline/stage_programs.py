@@ -198,13 +198,13 @@ def _program(
     if alike is None and not placed.is_here(group):
         made, _ = jax.eval_shape(program, taken, [*sums.values()], factor, seed)
         for number, like in zip(kept, made):
-            sharding = _placed(specs[number], mesh, number in far)
+            sharding = memory_kind.of_value(mesh, specs[number], is_on_host=number in far)
             values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
         return StageProgram(group, reads, kept, sums, taken_weight, is_seeded, None, part)
     lowered = jax.jit(program, donate_argnums=1, out_shardings=shardings).lower(taken, [*sums.values()], factor, seed)
     done = together(lowered, program.__name__, alike, options)
     for number, like, sharding in zip(kept, done.out_info[0], done.output_shardings[0]):
-        place = _placed(sharding.spec, mesh, number in far)
+        place = memory_kind.of_value(mesh, sharding.spec, is_on_host=number in far)
         values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place)
     return StageProgram(group, reads, kept, sums, taken_weight, is_seeded, done, part)
 
@@ -274,11 +274,5 @@ def together(
 
 def on_mesh(like: Leaf, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Returns an abstract array of a group on another one."""
-    return jax.ShapeDtypeStruct(
-        like.shape, like.dtype, sharding=_placed(like.sharding.spec, mesh, memory_kind.is_on_host(like))
-    )
-
-
-def _placed(spec: P, mesh: Mesh, is_on_host: bool) -> NamedSharding:
-    """Returns where a value of a group is. Devices that are not here name no host memory, so there the mesh is abstract."""
-    return memory_kind.on_host(NamedSharding(mesh.abstract_mesh, spec)) if is_on_host else NamedSharding(mesh, spec)
+    place = memory_kind.of_value(mesh, like.sharding.spec, is_on_host=memory_kind.is_on_host(like))
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place)
