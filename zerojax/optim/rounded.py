@@ -4,7 +4,7 @@ Up or down with a probability equal to the fraction, so that the expected value 
 of a seed (`pallas_kernels.rounding`): the same arguments give the same result.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,20 @@ def seed(*words: Any) -> jax.Array:
     return found
 
 
-def to_bfloat16(array: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Returns a float32 array rounded with the bits of a seed."""
+class Place(NamedTuple):
+    """Where a shard is in its array: the index of its first element, and the array's shape."""
+
+    start: tuple[jax.Array | int, ...]
+    shape: tuple[int, ...]
+
+
+def to_bfloat16(array: jax.Array, chosen: jax.Array, place: Place | None = None) -> jax.Array:
+    """Returns a float32 array rounded with the bits of a seed. A shard that is told its place has the bits of the array there."""
+    start, shape = place or Place((0,) * array.ndim, array.shape)
     index, run = jnp.zeros(array.shape, jnp.uint32), 1
     for dim in reversed(range(array.ndim)):
-        index += jax.lax.broadcasted_iota(jnp.uint32, array.shape, dim) * jnp.uint32(run % 2**32)
-        run *= array.shape[dim]
+        own = jax.lax.broadcasted_iota(jnp.uint32, array.shape, dim) + jnp.asarray(start[dim]).astype(jnp.uint32)
+        index += own * jnp.uint32(run % 2**32)
+        run *= shape[dim]
     bits, _, _ = rounding.noise(index, chosen)
     return rounding.stochastic_round(array, bits)

@@ -5,8 +5,9 @@ exact: rounded to nearest, a small gradient would leave a large sum as it was.
 """
 
 import contextlib
+import types
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from zerojax.zero import placement
 from zerojax.zero.sharded_batch import keys, outputs
 
 _NO_KEYS: keys.Paths = ((), ())
+NOWHERE: Mapping[str, rounded.Place] = types.MappingProxyType({})
 
 
 def checked_dtype(dtype: DTypeLike | None, passes: int) -> bool:
@@ -133,7 +135,8 @@ def added(
     grads: PyTree,
     weight: jax.Array | None,
     seed: jax.Array | None = None,
-    numbers: jax.Array | None = None,
+    numbers: jax.Array | Sequence[int] | None = None,
+    places: Mapping[str, rounded.Place] = NOWHERE,
 ) -> PyTree:
     """Returns the sums of gradients with those of one more pass.
 
@@ -143,6 +146,7 @@ def added(
       weight: what they are multiplied by; None: passes count alike.
       seed: of the random bits that sums in bf16 are rounded with; None returns them in float32.
       numbers: uint32 of each leaf, which tells its random bits from those of others; None counts the leaves.
+      places: where leaves that are shards are in their arrays, whose random bits they then have, by path.
     """
     paths = [path for path, _ in tree.flatten(sums)]
     order = dict(zip(paths, range(len(paths)) if numbers is None else numbers))
@@ -154,7 +158,7 @@ def added(
         exact += grad if weight is None else weight.astype(exact.dtype) * grad
         if total.dtype != jnp.bfloat16 or seed is None:
             return exact
-        return rounded.to_bfloat16(exact, rounded.seed(seed, order[path]))
+        return rounded.to_bfloat16(exact, rounded.seed(seed, order[path]), places.get(path))
 
     return tree.map_with_path(add, sums, grads)
 

@@ -14,7 +14,7 @@ from pipelines import BLOCKS, TENSOR, Block, Net, abstract, assert_equal, on_one
 
 import zerojax
 from zerojax.errors import UserError
-from zerojax.zero.pipeline import order
+from zerojax.zero.pipeline import order, turns
 
 HALF = 2e-3  # 8 bits of mantissa, through two steps of Adam
 
@@ -100,6 +100,19 @@ def test_sums_in_16_bits_are_near_those_in_32_and_take_half_of_their_memory(stag
     (_, _), step = prepared(mesh, stage, shard=abstract, **how)
     sums = [own for group in step.updates for own in map(step._of_groups[0].summed, group.trained)]
     assert {own.dtype for own in sums} == {jnp.dtype(jnp.bfloat16)}
+
+
+@runs.LONG
+@pytest.mark.parametrize(
+    "axes, stage", [({"data": 2}, 0), ({"data": 2}, 1), ({"data": 2}, 3), ({"data": 2, "model": 2}, 2)]
+)
+def test_sums_in_16_bits_have_the_bits_in_turns_that_they_have_after_the_pass(axes, stage, monkeypatch):
+    how = {"schedule": "1f1b", "accum_dtype": jnp.bfloat16, "overrides": TENSOR if "model" in axes else ()}
+    found = trained({"pipe": 2, **axes}, stage, **how)
+    monkeypatch.setattr(turns, "of", lambda part, weight_of: [part])
+    expected = trained({"pipe": 2, **axes}, stage, **how)
+    assert found[0] == expected[0]
+    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
 
 
 @pytest.mark.long

@@ -47,8 +47,10 @@ class Deep(nn.Module):
         return nn.Dense(8, name="head")(x)
 
 
-@pytest.mark.parametrize("offload", [pytest.param("", marks=pytest.mark.long), r"block_\d+"])
-def test_what_is_computed_again_is_that_of_one_block_at_a_time(offload):
+@pytest.mark.parametrize(
+    "how", [pytest.param({}, marks=pytest.mark.long), {"offload": r"block_\d+", "accum_dtype": jnp.bfloat16}]
+)
+def test_what_is_computed_again_is_that_of_one_block_at_a_time(how):
     mesh = zerojax.make_mesh(pipe=2, data=1, devices=compile_only.gpus("h200", "1x2"))
     net, x = Deep(), np.zeros((2, 4096, 256), np.float32)
 
@@ -62,8 +64,14 @@ def test_what_is_computed_again_is_that_of_one_block_at_a_time(offload):
     state = jax.eval_shape(init, jax.random.key(0))
     pipeline = zerojax.Pipeline(loss, {"x": x[0]}, r"block_\d+", heads="head", batch_specs=[("", P("data"))])
     partition = zerojax.partition_state(state, mesh=mesh, stage=1, min_size=0, pipeline=pipeline)
-    how = {"reduce_dtype": jnp.float32, "blocks": r"block_\d+", "heads": "head", "batch_specs": [("", P("data"))]}
-    step = zerojax.make_train_step(loss, partition, grad_accum=2, remat="full", offload=offload, **how)
+    how = {
+        "reduce_dtype": jnp.float32,
+        "blocks": r"block_\d+",
+        "heads": "head",
+        "batch_specs": [("", P("data"))],
+        **how,
+    }
+    step = zerojax.make_train_step(loss, partition, grad_accum=2, remat="full", **how)
     found = step.stand_ins(step.micro({"x": jax.ShapeDtypeStruct(x.shape, x.dtype)}), None, {})
     temporaries = found.programs[order.BACKWARD, 0].run.memory_analysis().temp_size_in_bytes
     assert temporaries < 3 * 4096 * 2048 * 4, "three results of `up`; XLA's own order keeps eight"

@@ -176,8 +176,7 @@ def _program(
     grad_of = {path: var_of[number] for path, number in own.items()}
     in_turns = turns.of(part, {var: var_of.get(trace.params[path]) for path, var in grad_of.items()})
     factor_var = var_of[weight] if weight in writes else None
-    # Random bits are those of whole arrays, so sums that are rounded with them are added up after the pass.
-    if is_seeded or len(in_turns) == 1 or factor_var not in {None, *in_turns[0].writes}:
+    if len(in_turns) == 1 or factor_var not in {None, *in_turns[0].writes}:
         run = _summed_after(mapped, part, grad_of, factor_var)
     else:
         run = _summed_in_turns(mapped, part, in_turns, grad_of, factor_var, lags=mesh.size > 1)
@@ -237,10 +236,13 @@ def _summed_in_turns(
 ) -> _Summing:
     """Returns the same in turns: each adds up its gradients, and the next one waits for them or, if it `lags`, for those before."""
 
-    def then(turn: int, made: dict[Any, Any], total: dict[Any, Any], factor: Any) -> None:
+    def then(turn: int, made: dict[Any, Any], total: dict[Any, Any], more: tuple[Any, Any]) -> None:
         new = {path: var for path, var in grad_of.items() if var in in_turns[turn].writes}
         sums, grads = ({path: of[var] for path, var in new.items()} for of in (total, made))
-        added = accumulate.added(sums, grads, made.get(factor_var, factor))
+        factor, seed = more
+        numbers = [number for number, path in enumerate(grad_of) if path in new]  # as without turns
+        places = {} if seed is None else {path: mapped.place(var) for path, var in new.items()}
+        added = accumulate.added(sums, grads, made.get(factor_var, factor), seed, numbers, places)
         total |= {new[path]: value for path, value in added.items()}
         held, waited = turns.ends(in_turns, turn, total, lags=lags)
         now, summed = jax.lax.optimization_barrier(([made[var] for var in held], [total[var] for var in waited]))
@@ -250,7 +252,7 @@ def _summed_in_turns(
     run = mapped.summing(part, in_turns, [*grad_of.values()], then)
 
     def program(read: list[Any], sums: list[Any], factor: Any, seed: Any) -> tuple[dict[Any, Any], list[Any]]:
-        made, total = run(read, sums, factor)
+        made, total = run(read, sums, (factor, seed))
         return dict(zip(part.writes, made)), total
 
     return program

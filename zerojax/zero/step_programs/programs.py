@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import traces, tree
+from zerojax import specs, traces, tree
+from zerojax.optim import rounded
 from zerojax.tree import PyTree
 from zerojax.zero.step_programs import arrivals as arrivals_lib
 from zerojax.zero.step_programs import blocks, operations
@@ -236,6 +237,14 @@ class Mapped:
             (self._written_specs(part.writes), self._written_specs(grads)),
         )
         return lambda values, sums, more: run([values[number] for number in taken], sums, more)
+
+    def place(self, var: Any) -> rounded.Place:
+        """Returns where this device's shard of a result is, inside of a mapped function."""
+        shape = var.aval.shape
+        axes = [specs.names(entry) for entry in (*self._out_specs[var], *[None] * len(shape))]
+        start = (jax.lax.axis_index(own) * length if own else 0 for own, length in zip(axes, shape))
+        ways = (mesh_lib.size(self._mesh, own) for own in axes)
+        return rounded.Place(tuple(start), tuple(length * count for length, count in zip(shape, ways)))
 
     def _taken(self, reads: Sequence[Any]) -> list[int]:
         """Returns the places of what a mapped function takes.
