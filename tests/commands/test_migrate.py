@@ -105,7 +105,7 @@ def test_a_misspelt_section_or_key_is_named_with_the_nearest_known_one(call, tmp
         ]
     assert len(json.loads(text)["keys"]) == 18  # a value of null counts as a key, and what the file lacks does not
     report = call(write(tmp_path, content))[1]
-    assert "DeepSpeed config, 16 keys, and 2 that are absent and matter" in report
+    assert "DeepSpeed config, 16 keys, and 2 absent ones that matter" in report
     whole = write(tmp_path, {**PLAIN, "gradient_clipping": 1.0})
     assert "DeepSpeed config, 14 keys\n" in call(whole)[1]
 

@@ -78,7 +78,9 @@ def _check(document: documents.Document, found: draft.Translation) -> None:
 def report(document: documents.Document, found: draft.Translation) -> str:
     """Returns the report as text: a line for each key, by verdict, those that need a decision last."""
     absent = sum(map(_absent_from(document), found.lines))
-    there = f"{len(found.lines) - absent} keys" + (f", and {absent} that are absent and matter" if absent else "")
+    there = f"{len(found.lines) - absent} keys"
+    if absent:
+        there += f", and {absent} absent " + ("one that matters" if absent == 1 else "ones that matter")
     lines = [f"{document.name}: {document.kind}, {there}"]
     for verdict in keys_lib.VERDICTS:
         rows = [line for line in found.lines if line.verdict == verdict]
