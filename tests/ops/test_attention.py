@@ -79,6 +79,24 @@ def test_cudnn_compiles_with_heads_sharded_over_model():
     assert "fmha" in text and not re.search("all-gather|all-reduce|all-to-all", text)
 
 
+@pytest.mark.parametrize(
+    "is_causal, mask", [(False, ()), (False, (2, 63)), (False, (2, 62, 63)), (True, ()), (True, (2, 63))]
+)
+def test_gradients_of_any_lengths_and_masks_are_cudnns(is_causal, mask):
+    [gpu] = compile_only.gpus(topology="1x1")
+    here = jax.sharding.SingleDeviceSharding(gpu)
+    q, k = (jax.ShapeDtypeStruct((2, size, 4, 64), jnp.bfloat16, sharding=here) for size in (62, 63))
+    masks = [jax.ShapeDtypeStruct(mask, bool, sharding=here)] if mask else [None]
+    if is_causal:
+        q = k
+
+    @jax.checkpoint  # its gradient is traced after `attend` has returned
+    def total(q, k, mask):
+        return jnp.sum(attention.attend(q, k, k, "cudnn", is_causal=is_causal, mask=mask).astype(jnp.float32))
+
+    assert "SoftmaxBackward" in jax.jit(jax.grad(total)).lower(q, k, *masks).as_text()
+
+
 def test_causal_attention_with_shared_heads():
     q, k, v = arrays()
     found = attention.attend(q, k, v, "xla", is_causal=True)
@@ -172,6 +190,34 @@ def test_cudnn_takes_heads_as_wide_as_its_gpu_allows(head_dim, capability, expec
             UserError, match=f"cudnn takes heads .* and this model's have {head_dim}; set `attention=xla`"
         ):
             attention.choose_kernel("cudnn", BOTH, "gpu", jnp.bfloat16, **given)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (5, 6), (6, 5), (1, 7)])
+@pytest.mark.parametrize("given", ["nothing", "bias", "row mask", "mask", "bias and mask"])
+def test_what_is_made_even_for_cudnn_changes_no_value_and_no_gradient(queries, keys, given):
+    q, k, v = arrays(queries, keys, 2, 2)
+    draw = np.random.default_rng(3)
+    bias = jnp.asarray(draw.normal(size=(1, 2, queries, keys)), jnp.float32) if "bias" in given else None
+    seen = draw.random((2, 1, 1 if given == "row mask" else queries, keys)) < 0.7
+    seen[..., 0] = True
+    masks = jnp.asarray(seen) if "mask" in given else None
+    lengths = []
+
+    def attended(q, k, v, bias, masks):
+        lengths.append((q.shape[1], k.shape[1]))
+        return jax.nn.dot_product_attention(q, k, v, bias, masks, is_causal=queries == keys)
+
+    def total(function):
+        return jax.value_and_grad(lambda *args: jnp.sum(jnp.square(function(*args, masks))), argnums=(0, 1, 2))(
+            q, k, v, bias
+        )
+
+    jax.tree.map(
+        lambda found, right: np.testing.assert_allclose(found, right, rtol=1e-6, atol=ROUNDING),
+        total(attention.for_cudnn(attended, is_causal=queries == keys)),
+        total(attended),
+    )
+    assert lengths == [(queries + queries % 2, keys + keys % 2), (queries, keys)]
 
 
 def test_arrays_that_cudnn_does_not_take_are_refused_in_one_line():

@@ -75,13 +75,15 @@ def attend(
         attended = functools.partial(
             _capped, scale=scale, is_causal=is_causal, window=window if is_limited else 0, cap=cap
         )
+    if kernel == "cudnn":
+        attended = for_cudnn(attended, is_causal=is_causal)
     if mesh_lib.rest():
         attended = of_heads(attended, q_BTHN.shape[2], k_BSKN.shape[2])
     bias = bias[None] if bias is not None and bias.ndim == 3 else bias
     masks = mask if mask is None else mask[:, None, None, :] if mask.ndim == 2 else mask[:, None]
     try:
         y_BTHN = attended(q_BTHN, k_BSKN, v_BSKN, bias, masks)
-    except NotImplementedError as error:  # JAX knows what cuDNN takes, such as an even number of positions with masks
+    except NotImplementedError as error:  # JAX knows what cuDNN takes
         raise UserError(f"attention: {kernel} does not take these arrays; set `attention=xla` ({error})") from error
     if is_causal and mask is not None and not cap:
         sees_BT = _sees_a_key(mask, q_BTHN.shape[1], window)
@@ -139,6 +141,33 @@ def _capped(
     weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS, lowest), axis=-1).astype(v_BSKN.dtype)
     weights_BKGTS = weights_BHTS.reshape(scores_BKGTS.shape)
     return jnp.einsum("bkgts,bskn->btkgn", weights_BKGTS, v_BSKN).reshape(q_BTHN.shape)
+
+
+def for_cudnn(attended: Callable[..., jax.Array], *, is_causal: bool) -> Callable[..., jax.Array]:
+    """Returns attention of (q, k, v, bias, masks) whose masks have a row for each query, and whose numbers of queries and of keys are
+    made even by one that no other reads. JAX hands cuDNN no others in training."""
+
+    def run(
+        q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: jax.Array | None, masks: jax.Array | None
+    ) -> jax.Array:
+        queries, keys = q_BTHN.shape[1], k_BSKN.shape[1]
+        more_q, more_k = queries % 2, keys % 2
+        if masks is None and more_k and not (is_causal and queries == keys):
+            masks = jnp.ones((1, 1, 1, keys), bool)
+        if masks is not None:
+            masks = jnp.broadcast_to(masks, (*masks.shape[:2], queries, keys))
+        if not more_q and not more_k:
+            return attended(q_BTHN, k_BSKN, v_BSKN, bias, masks)
+        if masks is not None:
+            masks = jnp.pad(masks, ((0, 0), (0, 0), (0, more_q), (0, 0)), mode="edge")
+            masks = jnp.pad(masks, ((0, 0), (0, 0), (0, 0), (0, more_k)))
+        if bias is not None:
+            bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more_q), (0, more_k)))
+        q_BTHN = jnp.pad(q_BTHN, ((0, 0), (0, more_q), (0, 0), (0, 0)))
+        k_BSKN, v_BSKN = (jnp.pad(x, ((0, 0), (0, more_k), (0, 0), (0, 0))) for x in (k_BSKN, v_BSKN))
+        return attended(q_BTHN, k_BSKN, v_BSKN, bias, masks)[:, :queries]
+
+    return run
 
 
 def of_heads(attended: Callable[..., jax.Array], heads: int, kv_heads: int) -> Callable[..., jax.Array]:

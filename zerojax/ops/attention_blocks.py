@@ -52,7 +52,7 @@ def forward(
 
     `seen` is bool[B or 1, T, S], whether a query sees a key; None: all do.
     """
-    if form.kernel == "cudnn":
+    if _runs_cudnn(form, q_BTHN, k_BSKN, seen):
         return _cudnn("Softmax", form, seen, (q_BTHN, k_BSKN, v_BSKN))
     scores_BKGTS, seen = _scores(form, q_BTHN, k_BSKN, seen)
     scores_BKGTS = _masked(scores_BKGTS, seen)
@@ -77,7 +77,7 @@ def backward(
     Its arguments are those of `forward`; y and l, attention over the keys of all blocks and its log-sum-exp, from `finished`; and y's
     gradient.
     """
-    if form.kernel == "cudnn":
+    if _runs_cudnn(form, q_BTHN, k_BSKN, seen):
         arrays = (q_BTHN, k_BSKN, v_BSKN, l_BHT, dy_BTHN.astype(q_BTHN.dtype), y_BTHN.astype(q_BTHN.dtype))
         return _cudnn("SoftmaxBackward", form, seen, arrays)
     shape, grouped = q_BTHN.shape, (*q_BTHN.shape[:2], k_BSKN.shape[2], -1, q_BTHN.shape[3])
@@ -111,6 +111,11 @@ def finished(sum_: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     y_BTHN, l_BHT = sum_
     sees_BHT = l_BHT > _NO_KEY
     return jnp.where(jnp.swapaxes(sees_BHT, 1, 2)[..., None], y_BTHN, 0), jnp.where(sees_BHT, l_BHT, -NONE)
+
+
+def _runs_cudnn(form: BlockForm, q_BTHN: jax.Array, k_BSKN: jax.Array, seen: jax.Array | None) -> bool:
+    """Returns whether cuDNN runs a block: with a mask it takes even numbers of queries and keys alone."""
+    return form.kernel == "cudnn" and (seen is None or q_BTHN.shape[1] % 2 == k_BSKN.shape[1] % 2 == 0)
 
 
 def _scores(
