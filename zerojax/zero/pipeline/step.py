@@ -133,6 +133,8 @@ class PipelineStep:
         options: Mapping[str, Any],
     ):
         self._of_groups, self._options, self._mesh, self._partition = of_groups, options, partition.mesh, partition
+        self._structure: Any = jax.tree.structure(partition.abstract_state)
+        self._paths = [path for path, _ in tree.flatten(partition.abstract_state)]
         self.placed: state.Placed = partition.pipeline
         self.donate = donate
         settings, groups = self.placed.pipeline, self.placed.groups
@@ -154,13 +156,14 @@ class PipelineStep:
     def __call__(self, train_state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the devices, and returns the new state and the metrics."""
         with arguments.explaining(self._partition, train_state, batch):
-            structures: list[Any] = [jax.tree.structure(one) for one in (train_state, self._partition.abstract_state)]
-            if structures[0] != structures[1]:
+            leaves, structure = jax.tree.flatten(train_state)
+            if structure != self._structure:
                 raise TypeError("the state is not like the partition's")  # `explaining` says how
-            return self._updated(train_state, batch)
+            new, metrics = self._updated(dict(zip(self._paths, leaves)), batch)
+            return jax.tree.unflatten(structure, [new[path] for path in self._paths]), metrics
 
-    def _updated(self, train_state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
-        leaves = dict(tree.flatten(train_state))
+    def _updated(self, leaves: dict[str, Any], batch: PyTree) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """Returns the new leaves of the state, by path, and the metrics."""
         for group in self._here:
             self.updates[group].prefetch(leaves)
         sums, metrics, count = self._run(leaves, self._prepare(batch))
@@ -180,8 +183,7 @@ class PipelineStep:
             *(self.updates[group].streamed(leaves, handed.pop(group)) for group in self._here)
         ):
             pass  # all groups in turn, as each waits for its own copies
-        new_state = tree.map_with_path(lambda path, _: leaves[path], train_state)
-        return new_state, {**metrics, **of_update}
+        return leaves, {**metrics, **of_update}
 
     def micro(self, batch: PyTree) -> PyTree:
         """Returns one micro-batch of an abstract batch."""
@@ -305,9 +307,8 @@ class PipelineStep:
     def _exchanged(self, squares: Mapping[int, dict[str, jax.Array]]) -> dict[int, list[dict[str, jax.Array]]]:
         """Returns on each group of this process the sums of squares of all groups."""
         if self.travel.is_one:
-            return {
-                n: [{path: self._moved(x, n) for path, x in own.items()} for own in squares.values()] for n in squares
-            }
+            of_all = [*squares.values()]
+            return {n: jax.device_put(of_all, NamedSharding(self._meshes[n], P())) for n in squares}
         names = [(group, path) for group, update in enumerate(self.updates) for path in update.trained]
         found = [squares[group][path] if group in squares else None for group, path in names]
         likes = [jax.ShapeDtypeStruct((), jnp.float32)] * len(names)

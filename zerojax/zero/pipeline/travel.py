@@ -56,7 +56,7 @@ class Travel:
         """
         shardings = [NamedSharding(self._groups[target], like.sharding.spec) for like in likes]
         if self.is_one:
-            return [jax.device_put(own, sharding) for own, sharding in zip(x, shardings)]
+            return jax.device_put(list(x), shardings)  # one call for all
         if not likes or not (self.here[source] or self.here[target]):
             return [None] * len(likes)
         ends = [self._groups[source], self._groups[target]]
