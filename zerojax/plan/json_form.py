@@ -4,9 +4,9 @@
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
-from zerojax.hlo import buffers
 from zerojax.plan import matmuls, pipelines, step_plan, targets
 
 SCHEMA = 2
@@ -26,30 +26,18 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
         "device_bytes": int(plan.target.memory.value) if plan.target.memory else None,
         "usable_bytes": plan.usable,
         "fits": plan.fits,
-        "memory": [
-            {"role": r.role, "theory_bytes": r.theory, "sharding_bytes": r.arithmetic, "assigned_bytes": r.assigned}
-            for r in plan.memory
-        ],
-        "largest_leaves": [_leaf(a) for a in plan.largest_leaves],
-        "largest_temporaries": [_temporary(t) for t in plan.largest_temporaries],
-        "collectives": [_collective(row) for row in plan.ledger.rows],
+        "memory": _rows(plan.memory, "role theory_bytes=theory sharding_bytes=arithmetic assigned_bytes=assigned"),
+        "largest_leaves": _rows(plan.largest_leaves, "path role bytes=nbytes space donated=is_donated"),
+        "largest_temporaries": _rows(plan.largest_temporaries, "value=name type role bytes=nbytes op_name source"),
+        "collectives": _rows(
+            plan.ledger.rows,
+            "role kind dtype axes runs=times bytes=nbytes elements weights asynchronous=is_async overlaps source",
+        ),
         "collective_totals": plan.ledger.totals(),
         "collective_theory_params": dict(plan.theory),
         "matmuls": matmuls.counts(plan.ledger.matmuls),
-        "departures": [
-            {"role": d.role, "expected": d.expected, "found": d.found, "why": d.why} for d in plan.departures
-        ],
-        "findings": [
-            {
-                "rule": f.rule,
-                "where": f.where,
-                "amount": f.amount,
-                "remedy": f.remedy,
-                "bytes": f.nbytes,
-                "seconds": f.seconds,
-            }
-            for f in plan.findings
-        ],
+        "departures": _rows(plan.departures, "role expected found why"),
+        "findings": _rows(plan.findings, "rule where amount remedy bytes=nbytes seconds"),
         "bound": None
         if bound is None
         else {
@@ -117,27 +105,7 @@ def _stream(plan: step_plan.Plan) -> dict[str, Any]:
     }
 
 
-def _leaf(leaf: buffers.Argument) -> dict[str, Any]:
-    found = {"path": leaf.path, "role": leaf.role, "bytes": leaf.nbytes}
-    return found | {"space": leaf.space, "donated": leaf.is_donated}
-
-
-def _temporary(value: buffers.Temporary) -> dict[str, Any]:
-    found = {"value": value.name, "type": value.type, "role": value.role, "bytes": value.nbytes}
-    return found | {"op_name": value.op_name, "source": value.source}
-
-
-def _collective(row: Any) -> dict[str, Any]:
-    return {
-        "role": row.role,
-        "kind": row.kind,
-        "dtype": row.dtype,
-        "axes": list(row.axes),
-        "runs": row.times,
-        "bytes": row.nbytes,
-        "elements": row.elements,
-        "weights": list(row.weights),
-        "asynchronous": row.is_async,
-        "overlaps": dict(row.overlaps),
-        "source": row.source,
-    }
+def _rows(values: Iterable[Any], names: str) -> list[dict[str, Any]]:
+    """Returns the fields of some values, each under its own name, or as NAME=FIELD."""
+    fields = [(name, field or name) for name, _, field in (word.partition("=") for word in names.split())]
+    return [{name: getattr(value, field) for name, field in fields} for value in values]
