@@ -33,6 +33,7 @@ def test_fields_are_read_and_missing_ones_have_their_default():
         (lambda: FIELDS.count("absent"), "config.json: absent: must be a whole number above 0, and is missing"),
         (lambda: FIELDS.count("zero"), "zero: must be a whole number above 0, and is 0"),
         (lambda: FIELDS.count("tied"), "tied: must be a whole number above 0, and is True"),
+        (lambda: config_json.Fields({"n": 2**31 - 1}).count("n"), "n: must be at most 1073741824, and is 2147483647"),
         (lambda: FIELDS.number("text"), "text: must be a number above 0, and is 'x'"),
         (lambda: FIELDS.flag("text", True), "text: must be true or false, and is 'x'"),
         (lambda: FIELDS.choice("text", ("a", "b"), "a"), "text: must be one of a, b, and is 'x'"),

@@ -99,6 +99,9 @@ def test_a_donated_state_is_refused_before_it_reaches_xla(reduce_dtype):
         train_step(old, BATCH)
     newer, metrics = train_step(new, BATCH)
     assert int(newer.step) == 2 and np.isfinite(metrics["loss"])
+    for call in (shard, lambda: train_step(newer, BATCH)):
+        with jax.disable_jit(), pytest.raises(UserError, match=r"^JAX_DISABLE_JIT: is True, with which"):
+            call()
 
 
 MESHES = {

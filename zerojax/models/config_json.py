@@ -7,6 +7,7 @@ from typing import Any
 from zerojax.errors import UserError
 from zerojax.models import layers
 
+MOST = 2**30  # JAX counts a dim in 31 bits, and a gate and its values are one of twice the size
 MOST_LAYERS = 100_000  # in a config.json; each takes Python objects before its tensors are looked for
 
 
@@ -29,8 +30,10 @@ class Fields:
     def count(self, name: str, default: int | None = None) -> int:
         """Returns a whole number above 0. A missing or null field has the default; None refuses it."""
         value = self._value(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise self.refuse(name, "a whole number above 0")
+        if value > MOST:
+            raise self.refuse(name, f"at most {MOST}")
         return value
 
     def depth(self, name: str, default: int | None = None) -> int:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import errors, specs, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
+from zerojax.launch import devices
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import partition as partition_lib
@@ -148,7 +149,8 @@ def of_call(partition: partition_lib.Partition) -> dict[str, Any]:
 
 
 def is_usable(state: State) -> None:
-    """Raises a UserError if a buffer of a state was deleted, as a step that donates deletes those of its input."""
+    """Raises a UserError if a buffer of a state was deleted, as a step that donates deletes those of its input, or `jit` is disabled."""
+    devices.check_settings(devices.NO_JIT)
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
             path = next(path for path, other in tree.flatten(state) if other is leaf)

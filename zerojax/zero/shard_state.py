@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax import roles, signatures, tree
 from zerojax.errors import UserError
+from zerojax.launch import devices
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import padding, stages
@@ -60,10 +61,11 @@ def shard_train_state(
       The sharded state, of the same tree type, and the `Partition` that train steps are built from.
 
     Raises:
-      UserError: `partition_state` refuses the state, or NNX modules share a variable.
+      UserError: `partition_state` refuses the state, NNX modules share a variable, or JAX's `jit` is disabled.
 
     >>> state, partition = shard_train_state(init, jax.random.key(0), mesh=make_mesh(), stage=3)
     """
+    devices.check_settings(devices.NO_JIT)
     if callable(state_or_init) and jax.tree_util.all_leaves([state_or_init]):
         traced, init = _close_over_settings(state_or_init, init_args, trainable)
         abstract_state = jax.eval_shape(init, *traced)

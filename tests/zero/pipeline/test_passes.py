@@ -2,10 +2,13 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
+import pytest
 from pipelines import BLOCKS, HEADS, SPECS, Net, abstract, batch_of, loss_of, prepared
 
 from zerojax import tree
+from zerojax.errors import UserError
 from zerojax.zero import block_settings
 from zerojax.zero.pipeline import passes, segments
 from zerojax.zero.sharded_batch import inputs, outputs
@@ -17,7 +20,10 @@ def test_each_param_and_each_gradient_has_a_number_and_a_stage():
     loss = outputs.with_aux(functools.partial(loss_of, Net()), lambda state: 1.0)
     layout = inputs.Layout(group.mesh, 1, SPECS, by_device=True)
     one = passes.Pass(loss, group, block_settings.How(BLOCKS, HEADS), layout, jnp.float32)
-    trace = one.traced({name: leaf[0] for name, leaf in batch_of(0).items()})
+    micro = {name: leaf[0] for name, leaf in batch_of(0).items()}
+    with jax.checking_leaks(), pytest.raises(UserError, match=r"^JAX_CHECK_TRACER_LEAKS: is True"):
+        one.traced(micro)
+    trace = one.traced(micro)
     cut = segments.of_trace(trace.inner, 2)
     assert set(trace.params) == set(trace.grads(cut)) == set(partition.placements)
     for path, number in trace.grads(cut).items():
