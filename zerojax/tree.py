@@ -118,6 +118,28 @@ def with_arrays_alone(tree: PyTree) -> PyTree:
     return tree
 
 
+def undeleted(tree: PyTree) -> PyTree:
+    """Returns the tree. Raises UserError if a buffer was deleted, as a step that donates deletes those of its input."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+            path = next(path for path, other in flatten(tree) if other is leaf)
+            raise errors.UserError(
+                f"state: {path} was deleted, since the step that took this state reused its memory; use the state that the step "
+                "returned, or build the step with donate=False"
+            )
+    return tree
+
+
+def untraced(tree: PyTree) -> PyTree:
+    """Returns the tree. Raises UserError if an array has no values, since a function is traced."""
+    for path, leaf in flatten(tree):
+        if isinstance(leaf, jax.core.Tracer):
+            raise errors.UserError(
+                f"state: {path} has no values while jit, grad, vmap or scan traces a function; call this outside of it"
+            )
+    return tree
+
+
 def is_array(leaf: Any) -> bool:
     """Returns whether JAX takes a leaf: an array, abstract array or random key, or a number. Arrays of texts or of objects are none."""
     try:

@@ -91,16 +91,28 @@ def test_integer_weights_are_refused_unless_they_are_frozen():
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
-def test_a_donated_state_is_refused_before_it_reaches_xla(reduce_dtype):
+def test_a_donated_state_is_refused_before_it_reaches_xla(reduce_dtype, tmp_path):
     old, partition = shard()
     train_step = zerojax.make_train_step(loss_fn, partition, reduce_dtype=reduce_dtype)
     new, _ = train_step(old, BATCH)
-    with pytest.raises(UserError, match=r"^state: step was deleted, .* use the state that the step returned"):
-        train_step(old, BATCH)
+    saver = zerojax.Checkpointer(tmp_path)
+    reads = (
+        train_step,
+        lambda state, _: saver.save(1, state),
+        lambda state, _: zerojax.shard_train_state(state, mesh=partition.mesh),
+    )
+    for read in reads:
+        with pytest.raises(UserError, match=r"^state: step was deleted, .* use the state that the step returned"):
+            read(old, BATCH)
+    with pytest.raises(UserError, match=r"^state: step has no values while jit, grad, vmap or scan traces"):
+        jax.jit(lambda state: saver.save(1, state))(new)
     newer, metrics = train_step(new, BATCH)
     assert int(newer.step) == 2 and np.isfinite(metrics["loss"])
     for call in (shard, lambda: train_step(newer, BATCH)):
         with jax.disable_jit(), pytest.raises(UserError, match=r"^JAX_DISABLE_JIT: is True, with which"):
+            call()
+        line = r"^jax.set_mesh: the mesh is x 4 of devices \[0, 1, 2, 3\], and the state's is replica 1 x data 8"
+        with jax.set_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])), pytest.raises(UserError, match=line):
             call()
 
 

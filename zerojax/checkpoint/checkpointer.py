@@ -141,7 +141,7 @@ class Checkpointer:
         step = _count("step", step, 0)
         if not signatures.is_of(partition, StateLayout | None):
             raise UserError(f"partition: must be the Partition of the state, and is {errors.shown(partition)}")
-        tree.with_arrays_alone(state)
+        tree.untraced(tree.undeleted(tree.with_arrays_alone(state)))
         padded = {} if partition is None else _padded_shapes(partition, state)
         rows, about = _as_json("data_state", data_state), _as_json("meta", meta)
         manager = self._open_to_write()

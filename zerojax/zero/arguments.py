@@ -144,20 +144,38 @@ def of_call(partition: partition_lib.Partition) -> dict[str, Any]:
     """Returns the checks of a step's calls, as arguments of `jitted.jit`."""
     return {
         "before": lambda state, batch: is_usable(state),
-        "explained": lambda state, batch: explained(partition, state) or unusable(partition, batch) or unfed(state),
+        "explained": lambda state, batch: _why(partition, state, batch) or unfed(state),
     }
 
 
 def is_usable(state: State) -> None:
     """Raises a UserError if a buffer of a state was deleted, as a step that donates deletes those of its input, or `jit` is disabled."""
     devices.check_settings(devices.NO_JIT)
-    for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-            path = next(path for path, other in tree.flatten(state) if other is leaf)
-            raise UserError(
-                f"state: {path} was deleted, since the step that took this state reused its memory; use the state that the step "
-                "returned, or build the step with donate=False"
-            )
+    tree.undeleted(state)
+
+
+@contextlib.contextmanager
+def in_own_mesh(mesh: Mesh) -> Iterator[None]:
+    """Explains what fails under `jax.set_mesh` of another mesh."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, AssertionError) as error:
+        if (why := elsewhere(mesh)) is None:
+            raise
+        raise why from error
+
+
+def elsewhere(mesh: Mesh) -> UserError | None:
+    """Returns the error for a call under `jax.set_mesh` of another mesh, or None."""
+    chosen = jax.sharding.get_mesh()
+    if chosen.empty or chosen == mesh:
+        return None
+    return UserError(
+        f"jax.set_mesh: the mesh is {_described(chosen)}, and the state's is {_described(mesh)}; call this outside of jax.set_mesh, or "
+        "under that of the partition's mesh"
+    )
 
 
 def explained(partition: partition_lib.Partition, state: State) -> UserError | None:
@@ -178,10 +196,14 @@ def explaining(partition: partition_lib.Partition, state: State, batch: PyTree) 
     except UserError:
         raise
     except Exception as error:  # the host's part of such a step meets the leaves too
-        why = explained(partition, state) or unusable(partition, batch) or _of_numpy(state)
+        why = _why(partition, state, batch) or _of_numpy(state)
         if why is None:
             raise
         raise why from error
+
+
+def _why(partition: partition_lib.Partition, state: State, batch: PyTree) -> UserError | None:
+    return explained(partition, state) or unusable(partition, batch) or elsewhere(partition.mesh)
 
 
 def unusable(partition: partition_lib.Partition, batch: PyTree) -> UserError | None:

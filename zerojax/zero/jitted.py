@@ -69,7 +69,7 @@ class _Program:
             yield
         except errors.UserError:
             raise
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError, AssertionError) as error:
             why = self._explained(*args, **kwargs)
             if why is None:
                 raise

@@ -15,7 +15,7 @@ from zerojax.errors import UserError
 from zerojax.launch import devices
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import padding, stages
+from zerojax.zero import arguments, padding, stages
 from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import create
 from zerojax.zero.pipeline import state as pipeline_state
@@ -91,7 +91,8 @@ def shard_train_state(
             lambda *args: jax.tree.leaves(padding.pad(init(*args), partition)),
             out_shardings=jax.tree.leaves(partition.shardings),
         )
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), init_leaves(*traced)), partition
+        with arguments.in_own_mesh(partition.mesh):
+            return jax.tree.unflatten(jax.tree.structure(abstract_state), init_leaves(*traced)), partition
     if init_args:
         raise UserError("shard_train_state: init arguments need an init function, and the first argument is a state")
     state = _trained(_checked(state_or_init), trainable)
@@ -106,7 +107,7 @@ def shard_train_state(
 def _checked(state: State) -> State:
     """Returns the state; refuses leaves that are no arrays, and an NNX variable held twice, because a pytree would duplicate it."""
     path_by_id: dict[int, str] = {}
-    tree.with_arrays_alone(state)
+    tree.undeleted(tree.with_arrays_alone(state))
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda n: isinstance(n, nnx.Variable)):
         if not isinstance(node, nnx.Variable):
             continue

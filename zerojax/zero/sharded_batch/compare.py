@@ -123,6 +123,7 @@ def _apart(
     way_out: str,
 ) -> list[str]:
     """Returns a line for each value of a step that differs between each device's part of the batch and the whole."""
+    tree.untraced((state, batch))
     found = []
     for dtype in (reduce_dtype, None):
         train_step = step.make_train_step(loss_fn, partition, reduce_dtype=dtype, **options | {"donate": False})
