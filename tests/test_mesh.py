@@ -90,6 +90,8 @@ def test_sizes_below_one_are_refused(sizes):
 def test_a_mesh_larger_than_the_machine_names_both_numbers():
     with pytest.raises(UserError, match=r"= 16 devices, but there are 8"):
         mesh_lib.make_mesh(data=16)
+    with pytest.raises(UserError, match=r"^devices: .* name one twice"):
+        mesh_lib.make_mesh(devices=jax.devices()[:1] * 2)
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])
@@ -98,6 +100,8 @@ def test_a_batch_is_sharded_over_replica_and_data_only(batch_dim):
     shape = (1,) * batch_dim + (8, 3)
     batch = jax.device_put(jnp.zeros(shape), mesh_lib.batch_sharding(mesh, batch_dim))
     assert {s.data.shape for s in batch.addressable_shards} == {(1,) * batch_dim + (2, 3)}
+    with pytest.raises(UserError, match=rf"^batch_dim: must be .* and is {batch_dim - 2}"):
+        mesh_lib.batch_sharding(mesh, batch_dim - 2)
     assert len({str(s.index) for s in batch.addressable_shards}) == mesh_lib.ways(mesh)
 
 

@@ -107,6 +107,8 @@ def make_mesh(
             f"mesh: {f'{PIPE} {pipe} x ' if stages else ''}replica {replica} x data {data} x context {context} x model {model} = {needed} "
             f"devices, but there are {len(found)}; choose sizes whose product is {len(found)}, or pass the devices to use"
         )
+    if len(set(found)) < len(found):
+        raise UserError(f"devices: {found} name one twice; name each once")
     if data * context % expert:
         raise UserError(
             f"mesh: expert {expert} does not divide data {data} x context {context} = {data * context}, the devices that share experts; "
@@ -154,6 +156,8 @@ def completed(mesh: Mesh) -> Mesh:
 
 def batch_sharding(mesh: Mesh, batch_dim: int = 0, *, has_tokens: bool = False) -> NamedSharding:
     """Returns the sharding of arrays whose dim `batch_dim` counts examples, and, if they `has_tokens`, the next one tokens of these."""
+    if batch_dim < 0:
+        raise UserError(f"batch_dim: must be counted from the first dim, 0 or above, and is {batch_dim}")
     tokens = (specs.entry(TOKENS),) if has_tokens and size(mesh, TOKENS) > 1 else ()
     return NamedSharding(mesh, P(*[None] * batch_dim, EXAMPLES, *tokens))
 

@@ -1,4 +1,5 @@
-"""Returns the XLA options that the user has set. This module alone reads XLA_FLAGS and names XLA's variables.
+"""Returns the XLA options that the user has set. This module alone reads XLA_FLAGS and names XLA's variables. It
+refuses settings of JAX with which programs do not run.
 
 XLA reads XLA_FLAGS when it starts, and applies it to every program of the process. Options that a library passes with one program override
 it silently. So a library that passes options must know which ones the user has set, and XLA does not report them. Nothing here sets the
@@ -7,6 +8,9 @@ variable.
 
 import os
 import re
+from collections.abc import Collection, Mapping
+
+import jax
 
 from zerojax.errors import UserError
 
@@ -17,6 +21,10 @@ DEFAULT_POOL_GB = 64.0
 # Of a GPU's memory; the second is the older name
 MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+
+# JAX's settings for the search of errors -> the values with which programs do not run
+NO_JIT = {"jax_disable_jit": (True,)}  # nothing is sharded without `jit`
+NO_LEAKS = {"jax_check_tracer_leaks": (True,)}  # a pipeline keeps the trace of its loss
 
 
 def names() -> frozenset[str]:
@@ -41,3 +49,12 @@ def pinned_pool_gb() -> float:
         return DEFAULT_POOL_GB if value is None else float(value)
     except ValueError as error:
         raise UserError(f"{PINNED_POOL}: must be a number of GiB, and is {value!r}") from error
+
+
+def check_settings(refused: Mapping[str, Collection[object]]) -> None:
+    """Raises a UserError if a setting of JAX has one of the values with which programs do not run."""
+    for name, values in refused.items():
+        if (value := getattr(jax.config, name)) in values:
+            raise UserError(
+                f"{name.upper()}: is {value!r}, with which the programs of zerojax do not run; unset it, and test own functions with it"
+            )

@@ -10,6 +10,7 @@ import programs
 import pytest
 import runs
 
+from zerojax import xla_flags
 from zerojax.errors import UserError
 from zerojax.launch import devices
 
@@ -105,10 +106,9 @@ def test_a_platform_that_jax_does_not_know_is_one_line():
 
 @pytest.mark.parametrize("name", devices.REFUSED)
 def test_a_setting_of_jax_with_which_nothing_runs_is_one_line(name, monkeypatch):
-    monkeypatch.setattr(
-        devices, "jax", types.SimpleNamespace(config=types.SimpleNamespace(**dict.fromkeys(devices.REFUSED)))
-    )
-    setattr(devices.jax.config, name, devices.REFUSED[name][0])
+    config = types.SimpleNamespace(**dict.fromkeys(devices.REFUSED))
+    setattr(config, name, devices.REFUSED[name][0])
+    monkeypatch.setattr(xla_flags, "jax", types.SimpleNamespace(config=config))
     with pytest.raises(UserError, match=f"^{name.upper()}: is .*; unset it"):
         devices.start()
     assert all(hasattr(jax.config, known) for known in devices.REFUSED)

@@ -6,6 +6,7 @@ import compile_only
 import jax
 import jax.export
 import jax.numpy as jnp
+import pytest
 
 import zerojax
 from zerojax.zero import jitted, xla_options
@@ -38,3 +39,10 @@ def test_a_program_can_be_copied():
     program = jitted.jit(lambda x: x + 1, {})
     for copied in (copy.copy(program), copy.deepcopy(program)):
         assert copied(jnp.float32(1)) == 2
+
+
+def test_a_program_takes_arguments_by_name_beside_shardings():
+    program = jitted.jit(lambda x: x + 1, {}, in_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    assert program(x=jnp.float32(1)) == 2
+    with pytest.raises(TypeError, match=r"^too many positional arguments$"):
+        program(jnp.float32(1), 2)

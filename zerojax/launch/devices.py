@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pkgutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import jax
 
@@ -23,12 +23,10 @@ DEVICE_FILES = {
     "tpu": (("/dev/accel*", "/dev/vfio/[0-9]*"), "TPU_VISIBLE_CHIPS"),
 }
 
-# JAX's settings for the search of errors -> the values with which programs do not run: nothing is sharded without `jit`
-NO_JIT = {"jax_disable_jit": (True,)}
-NO_LEAKS = {"jax_check_tracer_leaks": (True,)}  # a pipeline keeps the trace of its loss
+# JAX's settings for the search of errors, with which no run ends -> their values
 _GUARDS = [f"jax_transfer_guard{way}" for way in ("", "_host_to_device", "_device_to_device", "_device_to_host")]
 REFUSED = {
-    **NO_JIT,
+    **xla_flags.NO_JIT,
     "jax_numpy_rank_promotion": ("raise",),
     "jax_numpy_dtype_promotion": ("strict",),
     **dict.fromkeys(_GUARDS, ("disallow", "disallow_explicit")),
@@ -96,7 +94,7 @@ def start() -> None:
     Raises:
       UserError: JAX_PLATFORMS names what JAX does not find here, or a setting of JAX is one of REFUSED.
     """
-    check_settings(REFUSED)
+    xla_flags.check_settings(REFUSED)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # an assertion of JAX: it names a plugin that failed
@@ -108,15 +106,6 @@ def start() -> None:
         raise UserError(
             f"JAX_PLATFORMS: is {asked!r}, and JAX finds no such devices here: {why}; unset it, or set it to cpu"
         ) from error
-
-
-def check_settings(refused: Mapping[str, Collection[object]]) -> None:
-    """Raises a UserError if a setting of JAX has one of the values with which programs do not run."""
-    for name, values in refused.items():
-        if (value := getattr(jax.config, name)) in values:
-            raise UserError(
-                f"{name.upper()}: is {value!r}, with which the programs of zerojax do not run; unset it, and test own functions with it"
-            )
 
 
 def describe() -> str:

@@ -18,10 +18,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from zerojax import errors, specs, tree
+from zerojax import errors, specs, tree, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.launch import devices
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import partition as partition_lib
@@ -150,7 +149,7 @@ def of_call(partition: partition_lib.Partition) -> dict[str, Any]:
 
 def is_usable(state: State) -> None:
     """Raises a UserError if a buffer of a state was deleted, as a step that donates deletes those of its input, or `jit` is disabled."""
-    devices.check_settings(devices.NO_JIT)
+    xla_flags.check_settings(xla_flags.NO_JIT)
     tree.undeleted(state)
 
 

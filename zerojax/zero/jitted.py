@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -46,9 +47,11 @@ class _Program:
         functools.update_wrapper(self, run)
         self._program = jax.jit(run, compiler_options=dict(options), **how) if options else jax.jit(run, **how)
         self._part = jax.jit(run, **how) if options else self._program
-        self._before, self._explained = before, explained
+        self._before, self._explained, self._signature = before, explained, inspect.signature(run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._signature.bind(*args, **kwargs)
+        args, kwargs = given.args, given.kwargs  # JAX takes no names beside shardings
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return self._part(*args, **kwargs)
         self._before(*args, **kwargs)

@@ -10,9 +10,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax import roles, signatures, tree
+from zerojax import roles, signatures, tree, xla_flags
 from zerojax.errors import UserError
-from zerojax.launch import devices
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import arguments, padding, stages
@@ -65,7 +64,7 @@ def shard_train_state(
 
     >>> state, partition = shard_train_state(init, jax.random.key(0), mesh=make_mesh(), stage=3)
     """
-    devices.check_settings(devices.NO_JIT)
+    xla_flags.check_settings(xla_flags.NO_JIT)
     if callable(state_or_init) and jax.tree_util.all_leaves([state_or_init]):
         traced, init = _close_over_settings(state_or_init, init_args, trainable)
         abstract_state = jax.eval_shape(init, *traced)

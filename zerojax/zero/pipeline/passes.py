@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import traces, tree
-from zerojax.launch import devices
+from zerojax import traces, tree, xla_flags
 from zerojax.tree import PyTree
 from zerojax.zero import block_settings, gather
 from zerojax.zero import partition as partition_lib
@@ -107,7 +106,7 @@ class Pass:
 
     def traced(self, micro: PyTree) -> Trace:
         """Returns the trace of a micro-batch, abstract or not."""
-        devices.check_settings(devices.NO_LEAKS)
+        xla_flags.check_settings(xla_flags.NO_LEAKS)
         mesh, state = self.partition.mesh, self.partition.abstract_state
         specs = self.layout.specs(micro)
         micro = jax.tree.map(

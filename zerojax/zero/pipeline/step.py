@@ -153,10 +153,10 @@ class PipelineStep:
         self._programs: dict[Any, stage_programs.StagePrograms] = {}
         self._numbers: dict[tuple[int, int], jax.Array] = {}
 
-    def __call__(self, train_state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
+    def __call__(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the devices, and returns the new state and the metrics."""
-        with arguments.explaining(self._partition, train_state, batch):
-            leaves, structure = jax.tree.flatten(train_state)
+        with arguments.explaining(self._partition, state, batch):
+            leaves, structure = jax.tree.flatten(state)
             if structure != self._structure:
                 raise TypeError("the state is not like the partition's")  # `explaining` says how
             new, metrics = self._updated(dict(zip(self._paths, leaves)), batch)
