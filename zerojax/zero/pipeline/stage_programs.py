@@ -174,12 +174,16 @@ def _program(
     taken_weight = weight if own and weight not in writes else None
     is_seeded = of_group.in_16_bits and bool(own)
     grad_of = {path: var_of[number] for path, number in own.items()}
-    in_turns = turns.of(part, {var: var_of.get(trace.params[path]) for path, var in grad_of.items()})
-    factor_var = var_of[weight] if weight in writes else None
+    kind = FORWARD if key[0] == FORWARD else BACKWARD
+    weights = [var_of[number] for number in trace.params.values() if number in reads]
+    gathered = {var for var in weights if kind == FORWARD and mapped.is_sharded(var)}
+    weight_of = {var: var_of.get(trace.params[path]) for path, var in grad_of.items()}
+    in_turns = turns.of(part, kind, weight_of) if kind == BACKWARD or gathered else [part]
+    factor_var = var_of[weight] if own and weight in writes else None
     if len(in_turns) == 1 or factor_var not in {None, *in_turns[0].writes}:
         run = _summed_after(mapped, part, grad_of, factor_var)
     else:
-        run = _summed_in_turns(mapped, part, in_turns, grad_of, factor_var, lags=mesh.size > 1)
+        run = _summed_in_turns(mapped, part, in_turns, grad_of, factor_var, gathered, lags=mesh.size > 1)
 
     def program(read: list[jax.Array], sums: list[jax.Array], factor: Any, seed: Any) -> tuple[list[Any], list[Any]]:
         made, total = run(read, sums, factor, seed)
@@ -231,10 +235,14 @@ def _summed_in_turns(
     in_turns: Sequence[cut.StepPart],
     grad_of: Mapping[str, Any],
     factor_var: Any,
+    gathered: Collection[Any],
     *,
     lags: bool,
 ) -> _Summing:
-    """Returns the same in turns: each adds up its gradients, and the next one waits for them or, if it `lags`, for those before."""
+    """Returns the same in turns: each adds up its gradients, and the next one waits for them or, if it `lags`, for those before.
+
+    `gathered` are the variables of weights that the pass gathers.
+    """
 
     def then(turn: int, made: dict[Any, Any], total: dict[Any, Any], more: tuple[Any, Any]) -> None:
         new = {path: var for path, var in grad_of.items() if var in in_turns[turn].writes}
@@ -244,7 +252,7 @@ def _summed_in_turns(
         places = {} if seed is None else {path: mapped.place(var) for path, var in new.items()}
         added = accumulate.added(sums, grads, made.get(factor_var, factor), seed, numbers, places)
         total |= {new[path]: value for path, value in added.items()}
-        held, waited = turns.ends(in_turns, turn, total, lags=lags)
+        held, waited = turns.ends(in_turns, turn, total, gathered, lags=lags)
         now, summed = jax.lax.optimization_barrier(([made[var] for var in held], [total[var] for var in waited]))
         made.update(zip(held, now))
         total.update(zip(waited, summed))

@@ -1,8 +1,12 @@
-"""Cuts a backward pass of a stage into turns, one for each block. This module says what XLA's scheduler may not begin earlier.
+"""Cuts a pass of a stage into turns, one for each block. This module says what XLA's scheduler may not begin earlier.
 
 Free to choose, XLA computes all blocks again at once, and with copies from the host in a program the gradients of all weights last: what
 they are made from then stays until the end. Planned for H200s, 17 layers of a decoder's 8B shapes with `remat="full"`: 14.8 GB of
 temporaries, and 2.2 in turns.
+
+Where weights are sharded, forward passes have turns too: a block's weights are gathered once the block before it begins, where XLA would
+gather those of all blocks early. Planned for 8B over pipe 2 and data 2 at stage 3, a step is 0.7% shorter. In backward passes that would
+save 3.4 of 63.5 GiB and make it 0.9% longer, because gathers then do not hide beside the sums of gradients; there XLA chooses.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,30 +16,30 @@ import jax
 import jax.extend.core as jex
 
 from zerojax import traces
-from zerojax.zero.pipeline.order import BACKWARD
 from zerojax.zero.step_programs import blocks, cut
 
 
-def of(part: cut.StepPart, weight_of: Mapping[Any, Any]) -> list[cut.StepPart]:
+def of(part: cut.StepPart, kind: str, weight_of: Mapping[Any, Any]) -> list[cut.StepPart]:
     """Returns the turns: one for each block, with what follows from it, and one for the gradients of weights that no block reads.
 
     Args:
       part: a pass of a stage.
+      kind: FORWARD or BACKWARD, of the blocks' passes in it.
       weight_of: the variable of the weight, or None if the pass does not read it, for each gradient that it returns.
     """
     (call,) = part.calls
     eqns, turn_of, turn = call.closed.jaxpr.eqns, dict[Any, int](), 0
-    last = sum(map(_is_backward, eqns)) - 1
+    last = sum(_is_block(eqn, kind) for eqn in eqns) - 1
     if last < 0:
         return [part]
     groups: list[list[jex.JaxprEqn]] = [[] for _ in range(last + 2)]
     for eqn in eqns:
         after = [turn_of[var] for var in traces.variables(eqn.invars) if var in turn_of]
-        at = min(turn if _is_backward(eqn) or not after else max(after), last)
+        at = min(turn if _is_block(eqn, kind) or not after else max(after), last)
         groups[at].append(eqn)
         turn_of |= dict.fromkeys(eqn.outvars, at)
-        turn += _is_backward(eqn)
-    read = {var for eqn in eqns if _is_backward(eqn) for var in traces.variables(eqn.invars)}
+        turn += _is_block(eqn, kind)
+    read = {var for eqn in eqns if _is_block(eqn, kind) for var in traces.variables(eqn.invars)}
     needed = set(
         map(id, traces.live(groups[last], (var for var in part.writes if weight_of.get(var, var) in {var, *read})))
     )
@@ -44,8 +48,8 @@ def of(part: cut.StepPart, weight_of: Mapping[Any, Any]) -> list[cut.StepPart]:
     return [_part(part, group, groups[number:]) for number, group in enumerate(groups, start=1) if group]
 
 
-def _is_backward(eqn: jex.JaxprEqn) -> bool:
-    return eqn.params.get("name") == f"{blocks.NAME}_{BACKWARD}"
+def _is_block(eqn: jex.JaxprEqn, kind: str) -> bool:
+    return eqn.params.get("name") == f"{blocks.NAME}_{kind}"
 
 
 def _part(of: cut.StepPart, eqns: Sequence[jex.JaxprEqn], later: Sequence[Sequence[jex.JaxprEqn]]) -> cut.StepPart:
@@ -58,16 +62,21 @@ def _part(of: cut.StepPart, eqns: Sequence[jex.JaxprEqn], later: Sequence[Sequen
 
 
 def ends(
-    turns: Sequence[cut.StepPart], number: int, sums: Collection[Any], *, lags: bool
+    turns: Sequence[cut.StepPart], number: int, sums: Collection[Any], gathered: Collection[Any], *, lags: bool
 ) -> tuple[list[Any], list[Any]]:
     """Returns the variables that wait for the end of a turn, and those of `sums`, by the variable of the gradient, that are its end.
 
-    What the turn made for later ones waits, and what the next turn but one has on the host, so that copies begin a turn early. It waits for
-    the sums of this turn or, if it `lags`, of the one before: with several devices the gradients of weights then run beside the next
-    block's collectives.
+    What the turn made for later ones waits, and what the next turn but one has on the host or gathers, so that this begins a turn early. It
+    waits for the sums of this turn or, if it `lags`, of the one before: with several devices the gradients of weights then run beside the
+    next block's collectives.
     """
     later, of = turns[number + 1 :], number - 1 if lags else number
     read = {var for turn in later for var in turn.reads}
-    far = [var for turn in later[1:2] for var in turn.reads if var.aval.memory_space == jax.memory.Space.Host]
+    far = [
+        var
+        for turn in later[1:2]
+        for var in turn.reads
+        if var in gathered or var.aval.memory_space == jax.memory.Space.Host
+    ]
     waiting = [*(var for var in turns[number].writes if var in read), *far]
     return waiting, [var for var in turns[of].writes if var in sums] if of >= 0 else []

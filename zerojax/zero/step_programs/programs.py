@@ -238,6 +238,10 @@ class Mapped:
         )
         return lambda values, sums, more: run([values[number] for number in taken], sums, more)
 
+    def is_sharded(self, var: Any) -> bool:
+        """Returns whether each device has a shard of an argument."""
+        return bool(specs.axes(self._in_specs[var]))
+
     def place(self, var: Any) -> rounded.Place:
         """Returns where this device's shard of a result is, inside of a mapped function."""
         shape = var.aval.shape
