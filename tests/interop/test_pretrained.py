@@ -71,6 +71,33 @@ def test_a_batch_without_what_a_model_reads_is_refused():
     ):
         with pytest.raises(UserError, match=rf"^{line}"):
             call({}, batch)
+    batch, params = golden_models.batch("llama"), decoder.params
+    ids, mask = batch["input_ids"], np.ones_like(batch["input_ids"])
+    short = dataclasses.replace(decoder, family=dataclasses.replace(decoder.family, positions=lambda _: 4))
+    for call, line in (
+        (
+            lambda: decoder.apply({"params": params}, batch),
+            r"params: must hold embed, .* and are params; pass loaded.params",
+        ),
+        (
+            lambda: decoder.loss(params, batch | {"input_ids": ids / 2}),
+            "batch/input_ids: must be integers, and is float",
+        ),
+        (lambda: decoder.loss(params, batch | {"attention_mask": mask[1:]}), "batch/attention_mask: has shape"),
+        (lambda: decoder.loss_of(np.zeros((*ids.shape, 8)), ids[1:]), "batch/labels: has shape"),
+        (lambda: short.apply(params, batch), "batch: has texts of .* tokens, and the model has 4 positions"),
+        (lambda: decoder.generator(max_new_tokens=1.5), "max_new_tokens: must be a whole number, and is 1.5"),
+        (lambda: decoder.generator(max_new_tokens=1)(params, ids, seed=-1), "seed: must be 0 or more"),
+        (lambda: jax.jit(decoder.generator(max_new_tokens=1))(params, ids), "state: .* has no values while jit"),
+    ):
+        with pytest.raises(UserError, match=rf"^{line}"):
+            call()
+    negative = ids.copy()
+    negative[0, 3] = -1
+    with jax.numpy_rank_promotion("raise"), pytest.warns(UserWarning, match="^batch: position_ids are not read"):
+        found = np.asarray(decoder.apply(params, {"input_ids": negative, "position_ids": ids}))
+    assert np.isnan(found[0]).all() and np.isfinite(found[1:]).all()
+    assert np.isnan(decoder.loss_of(np.zeros((*ids.shape, 512)), negative))
     with pytest.raises(UserError, match=r"^path: must be .*, and is b'x'"):
         decoder.read_adapter(b"x")
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from zerojax import display, errors
+from zerojax import display, errors, signatures, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference import by_block
@@ -27,8 +27,8 @@ from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
+from zerojax.zero import arguments, where_used
 from zerojax.zero import partition as partition_lib
-from zerojax.zero import where_used
 from zerojax.zero.offload import budget, selection
 
 SCORES = 3  # arrays [rows, heads, length, length] that attention over the prompts holds at a time
@@ -72,7 +72,11 @@ def make_generator(
     )
     run = make(family, config, partition, choice, compute_dtype)
 
+    @signatures.checked
     def generate(params: PyTree, input_ids: Any, attention_mask: Any = None, *, seed: int = 0) -> np.ndarray:
+        tree.untraced(tree.undeleted(params))
+        if not 0 <= seed < 2**32:
+            raise UserError(f"seed: must be 0 or more and below 2^32, and is {seed}")
         prompts, mask = check(input_ids, attention_mask, config.vocab_size)
         count, inputs = len(prompts), {}
         if family.is_encoder_decoder:
@@ -84,8 +88,9 @@ def make_generator(
         _check_memory(mesh, config.num_heads, prompts.shape)
         longest = max(int(lengths.max()) + new_tokens, prompts.shape[1] if inputs else 0)
         check_length(family, config, longest)
+        check_params(params, partition)
         arrays = sharded_rows((inputs, texts, lengths), mesh)
-        with _out_of_memory(prompts.shape):
+        with _out_of_memory(prompts.shape), arguments.in_own_mesh(mesh), jax.numpy_rank_promotion("allow"):
             new = np.asarray(run(params, *arrays, np.uint32(seed)))[:count]
         before = texts if inputs else np.asarray(input_ids, np.int32)
         return np.concatenate([before, new[:, : _longest(new, special)]], axis=1)
@@ -185,6 +190,14 @@ def _make_loop(
         return jax.lax.while_loop(lambda carry: choice.goes_on(carry[0]), add, first)[0].tokens
 
     return jax.jit(generate, out_shardings=NamedSharding(partition.mesh, P()))
+
+
+def check_params(params: Any, partition: partition_lib.Partition) -> None:
+    """Raises a UserError if params are not the modules of a partition's, such as a state that holds them."""
+    wanted = dict.fromkeys(path.split("/")[1] for path in partition.placements)
+    if not isinstance(params, Mapping) or params.keys() != wanted.keys():
+        found = ", ".join(map(str, params)) if isinstance(params, Mapping) else errors.shown(params)
+        raise UserError(f"params: must hold {', '.join(wanted)}, and are {found}; pass loaded.params, or state.params")
 
 
 def check(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

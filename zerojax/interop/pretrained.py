@@ -1,6 +1,7 @@
 """Loads a model that transformers wrote for one's own code. This module holds `load_huggingface` and `export_huggingface`."""
 
 import dataclasses
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from zerojax.tree import PyTree
 from zerojax.zero import padding, stages, tensor_parallel
 from zerojax.zero import partition as partition_lib
 
+READ = ("input_ids", "attention_mask", "labels")  # of a batch; some families read more
 NO_LABEL = -100  # transformers' label of a token that the loss leaves out
 # settings of generation that change what transformers' greedy search gives, and the value that changes nothing
 UNREAD = {
@@ -104,10 +106,19 @@ class Pretrained:
         Args:
           params: the weights.
           batch: arrays [batch, length] under transformers' names: input_ids and, where rows are padded, attention_mask. An encoder-decoder
-            also needs decoder_input_ids, or labels, from which they are made. A classifier's may have token_type_ids.
+            also needs decoder_input_ids, or labels, from which they are made. A classifier's may have token_type_ids. An id that the model
+            does not know makes its row NaN; arrays that it does not read are warned of.
         """
         inputs, tokens = self._inputs(batch)
-        return self.family.logits(self.config, params, inputs, tokens)
+        generate.check_params(params, self.partition)
+        longest = self.family.positions(self.config) or math.inf
+        for found in (inputs.get("inputs", tokens), tokens):
+            if found.shape[1] > longest:
+                raise UserError(
+                    f"batch: has texts of {found.shape[1]} tokens, and the model has {longest} positions; shorten them"
+                )
+        with jax.numpy_rank_promotion("allow"):
+            return self.family.logits(self.config, params, inputs, tokens)
 
     @signatures.checked
     def loss(self, params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
@@ -119,13 +130,19 @@ class Pretrained:
         return self.loss_of(self.apply(params, batch), _array(batch, "labels"))
 
     def loss_of(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
-        """Returns `loss` from the logits that `apply` returns."""
+        """Returns `loss` from the logits that `apply` returns. A label that is no class makes it NaN, but for -100."""
+        if math.prod(labels.shape) != math.prod(logits.shape[:-1]):
+            raise UserError(
+                f"batch/labels: has shape {labels.shape}, and the logits are of {logits.shape[:-1]}; give both the same"
+            )
+        labels = jnp.where(labels == NO_LABEL, labels, _known(labels, logits.shape[-1]))
         if self.family.is_classifier:
             return losses.cross_entropy(logits, labels.reshape(-1), ignored=NO_LABEL)
         if not self.family.is_encoder_decoder:
             logits, labels = logits[:, :-1], labels[:, 1:]
         return losses.cross_entropy(logits, labels, ignored=NO_LABEL)
 
+    @signatures.checked
     def generator(
         self,
         *,
@@ -156,6 +173,7 @@ class Pretrained:
             compute_dtype=compute_dtype,
         )
 
+    @signatures.checked
     def classifier(self, *, compute_dtype: DTypeLike | None = None) -> Callable[..., np.ndarray]:
         """Returns `classify(params, input_ids, attention_mask=None, token_type_ids=None)`, the scores of `config.classes`; see
         `inference.classify.make_classifier`.
@@ -191,16 +209,26 @@ class Pretrained:
 
     def _inputs(self, batch: Mapping[str, Any]) -> tuple[dict[str, jax.Array], jax.Array]:
         """Returns a family's inputs and tokens."""
-        inputs = {}
+        is_seq2seq, is_classifier = self.family.is_encoder_decoder, self.family.is_classifier
+        inputs, ids, size = {}, _array(batch, "input_ids"), self.config.vocab_size
+        read = READ + ("decoder_input_ids",) * is_seq2seq + ("token_type_ids",) * is_classifier
+        if unread := [str(name) for name in batch if name not in read]:
+            warnings.warn(f"batch: {', '.join(unread)} are not read; the model reads {', '.join(read)}", stacklevel=4)
+        is_read: Any = True
         if "attention_mask" in batch:
-            inputs["mask"] = jnp.asarray(batch["attention_mask"]) > 0
-        if self.family.is_classifier and "token_type_ids" in batch:
-            inputs["kinds"] = jnp.asarray(batch["token_type_ids"])
-        if not self.family.is_encoder_decoder:
-            return inputs, _array(batch, "input_ids")
-        inputs["inputs"] = _array(batch, "input_ids")
+            inputs["mask"] = is_read = jnp.asarray(batch["attention_mask"]) > 0
+            if is_read.shape != ids.shape:
+                raise UserError(
+                    f"batch/attention_mask: has shape {is_read.shape}, and input_ids have {ids.shape}; give both the same"
+                )
+        ids = _known(ids, size, is_read)
+        if is_classifier and "token_type_ids" in batch:
+            inputs["kinds"] = _known(_array(batch, "token_type_ids"), self.config.num_kinds, is_read)
+        if not is_seq2seq:
+            return inputs, ids
+        inputs["inputs"] = ids
         if "decoder_input_ids" in batch:
-            return inputs, jnp.asarray(batch["decoder_input_ids"])
+            return inputs, _known(_array(batch, "decoder_input_ids"), size)
         labels, special = _array(batch, "labels"), self.special
         labels = jnp.where(labels == NO_LABEL, special.pad, labels)
         shifted = jnp.pad(labels, ((0, 0), (1, 0)), constant_values=start_of_labels(self.folder))[:, :-1]
@@ -213,7 +241,15 @@ class Pretrained:
 def _array(batch: Mapping[str, Any], name: str) -> jax.Array:
     if name not in batch:
         raise UserError(f"batch: lacks {name}, and has {', '.join(map(str, batch)) or 'nothing'}; add {name} to it")
-    return jnp.asarray(batch[name])
+    found = jnp.asarray(batch[name])
+    if not jnp.issubdtype(found.dtype, jnp.integer):
+        raise UserError(f"batch/{name}: must be integers, and is {found.dtype}{list(found.shape)}")
+    return found
+
+
+def _known(ids: jax.Array, count: int, is_read: jax.Array | bool = True) -> jax.Array:
+    """Returns ids, of which a negative one is as one beyond the last: jnp.take and the losses count it from the end. Padding's are 0."""
+    return jnp.where(ids < 0, jnp.where(is_read, count, 0), ids)
 
 
 def load_huggingface(
@@ -326,7 +362,7 @@ def export_huggingface(
     """
     files.check_path(path, "path")
     dtype = precision.floating("dtype", dtype)
-    params = padding.unpad({"params": params}, loaded.partition)["params"]
+    params = padding.unpad({"params": tree.untraced(tree.undeleted(params))}, loaded.partition)["params"]
     if loaded.adapters is not None:
         params = merged.of_params(params, loaded.adapters)
     huggingface.export(
@@ -357,7 +393,7 @@ def export_adapter(params: PyTree, loaded: Pretrained, path: str | os.PathLike) 
         raise UserError(
             "export_adapter: the model was loaded without adapters; pass load_huggingface(..., lora=zerojax.Lora(...))"
         )
-    params = padding.unpad({"params": params}, loaded.partition)["params"]
+    params = padding.unpad({"params": tree.untraced(tree.undeleted(params))}, loaded.partition)["params"]
     peft.export(params, loaded.adapters, loaded.family, loaded.config, path, base=str(loaded.folder.path))
 
 

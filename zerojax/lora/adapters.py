@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from zerojax import tree
+from zerojax.errors import UserError
 from zerojax.lora import targets as targets_lib
 from zerojax.lora.targets import A, B
 from zerojax.ops import quantized
@@ -101,7 +102,9 @@ def split(params: PyTree, targets: targets_lib.Targets) -> tuple[dict[str, Any],
             parts.setdefault(module, {})[name] = leaf
         else:
             own[path] = leaf
-    pairs = {path: parts[targets.adapter(path)] for path in targets.adapted}
+    pairs = {path: parts.get(targets.adapter(path), {}) for path in targets.adapted}
+    if bare := [path for path, pair in pairs.items() if len(pair) < 2]:
+        raise UserError(f"params/{bare[0]}: has no adapter; pass the params of the model that was given adapters")
     return own, {targets.kernel(path): (path, found[A], found[B]) for path, found in pairs.items()}
 
 
