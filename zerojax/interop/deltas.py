@@ -55,7 +55,6 @@ def publish(
     dtype: DTypeLike | None = None,
     source: str | os.PathLike | None = None,
     may_change: Callable[[str], bool] = lambda path: True,
-    file_bytes: int = FILE_BYTES,
 ) -> Published:
     """Writes the tensors that changed since the last step that was published. All processes must call it; the first one writes.
 
@@ -64,7 +63,6 @@ def publish(
       folder: new, or with earlier steps.
       step: the step. One that is not above that of the index, as after a resume, is written as a whole.
       may_change: f(path of a weight) -> whether it is read if the index has it; the others are frozen.
-      file_bytes: the most bytes of tensors in a file. A larger tensor gets its own.
 
     Raises:
       UserError: the index is damaged, or the disk is full.
@@ -106,7 +104,7 @@ def publish(
             array = np.ascontiguousarray(tensor.to_theirs(fetched))
             if known.get(tensor.name, {}).get("checksum") == checksum(array):
                 continue
-            if group and sum(held.nbytes for _, held in group) + array.nbytes > file_bytes:
+            if group and sum(held.nbytes for _, held in group) + array.nbytes > FILE_BYTES:
                 write()
             group.append((tensor, array))
             written += array.nbytes

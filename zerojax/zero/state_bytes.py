@@ -88,7 +88,7 @@ def bytes_elsewhere(partition: partition_lib.Partition) -> dict[str, int]:
 
 
 def bytes_per_parameter(
-    policy: precision.Precision, stage: int, ways: int, *, moments: str = "fp32", num_moments: int = 2
+    policy: precision.Precision, stage: int, ways: int, *, moments: str = "fp32"
 ) -> dict[str, float]:
     """Returns {role: bytes on each device for each parameter} of the train state (ZeRO, arXiv:1910.02054, section 3.1).
 
@@ -98,8 +98,7 @@ def bytes_per_parameter(
       policy: a value of `precision.PRECISIONS`.
       stage: 0 to 3.
       ways: devices along `data`.
-      moments: "fp32", "bf16" or "int8".
-      num_moments: moments of the optimizer: 2 for Adam's kind, 1 for Lion and momentum.
+      moments: "fp32", "bf16" or "int8", of Adam's two.
 
     >>> bytes_per_parameter(precision.PRECISIONS["bf16"], 2, 8)
     {'params': 2.0, 'master weights': 0.5, 'moments': 1.0}
@@ -111,7 +110,7 @@ def bytes_per_parameter(
     return {
         roles.PARAMS: params / (ways if sharded.params else 1),
         roles.MASTER: 0.0 if copy_dtype is None else weight.itemsize / opt_state_ways,
-        roles.MOMENTS: num_moments * MOMENT_BYTES[moments] / opt_state_ways,
+        roles.MOMENTS: 2 * MOMENT_BYTES[moments] / opt_state_ways,
     }
 
 
