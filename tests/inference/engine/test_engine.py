@@ -1,10 +1,12 @@
 """Checks that a request gets the tokens that it gets alone, whatever is asked beside it. This module tests zerojax.inference.engine."""
 
 import collections
+import concurrent.futures
 import functools
 
 import golden_engines
 import golden_models
+import jax
 import numpy as np
 import pytest
 from small_engine import LENGTH, engine, model, text_of
@@ -94,6 +96,9 @@ def test_requests_get_what_they_get_alone_and_leave_nothing_behind(count):
     assert sum(bool(request.reused) for request in together) > count / 20 and not any(r.reused for r in alone)
     assert own.is_idle and own.counts == {"waiting": 0, "running": 0} and not own._draws.is_live.any()
     assert all(slot.request is None and not slot.is_live for slot in own._slots) and not own._pending
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        again = list(threads.map(lambda one: own.generate([one[0]], **one[1])[0], asked[:6]))
+    assert [request.tokens for request in again] == [request.tokens for request in alone[:6]]
 
 
 @pytest.mark.long
@@ -114,6 +119,9 @@ def test_after_a_warm_up_no_request_compiles(name):
 
 def test_what_does_not_fit_is_refused_in_one_line():
     own = engine()
+    two = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    with jax.set_mesh(two), pytest.raises(UserError, match=r"^jax.set_mesh: the mesh is x 2 of devices"):
+        engine_lib.Engine(model())
     for line, prompt, settings in (
         ("prompt: has 64 tokens, and at most 63 fit", [9] * 64, {}),
         ("max_tokens: is 62, and after a text of 3 tokens 61 fit", [9] * 3, {"max_tokens": 62}),

@@ -10,6 +10,7 @@ while the devices run the next one, so a row may run one step beyond its end; th
 
 import collections
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import attention
 from zerojax.tree import PyTree
-from zerojax.zero import where_used
+from zerojax.zero import arguments, where_used
 from zerojax.zero.offload import selection
 
 SHORTEST = 16  # tokens of a bucket
@@ -142,13 +143,14 @@ class Engine:
             else programs.Programs(family, config, mesh, shape, model.special, around, kernels, axes, bool(adapters))
         )
         self._adapters = {"": adapters_lib.NONE} | {name: n for n, name in enumerate(adapters or (), 1)}
-        self._caches, self._rows = self._programs.empty(self._params)
+        with arguments.in_own_mesh(mesh):
+            self._caches, self._rows = self._programs.empty(self._params)
         self._slots = [_Slot() for _ in range(slots)]
         self._draws = draws_lib.Draws.of_rows(slots)
         self._sent: draws_lib.Draws | None = None  # the settings on the devices; None: they changed
         self._waiting: collections.deque[requests.Request] = collections.deque()
         self._pending: collections.deque[tuple[programs.Told, list[tuple[int, requests.Request]]]] = collections.deque()
-        self._clock = 0
+        self._clock, self._stepping = 0, threading.RLock()
 
     @property
     def max_len(self) -> int:
@@ -277,16 +279,21 @@ class Engine:
     @signatures.checked
     def cancel(self, request: requests.Request) -> None:
         """Ends a request where it is. Its slot is free for others."""
-        if request.finish:
-            return
-        request.finish = requests.CANCELLED
-        if request in self._waiting:
-            self._waiting.remove(request)
-        self._free(request)
-        _tell(request)
+        with self._stepping:
+            if request.finish:
+                return
+            request.finish = requests.CANCELLED
+            if request in self._waiting:
+                self._waiting.remove(request)
+            self._free(request)
+            _tell(request)
 
     def step(self) -> bool:
-        """Reads parts of prompts, adds a token to every row, and returns whether there is more to do."""
+        """Reads parts of prompts, adds a token to every row, and returns whether there is more to do. Threads that step take turns."""
+        with self._stepping, arguments.in_own_mesh(self._mesh), jax.numpy_rank_promotion("allow"):
+            return self._step()
+
+    def _step(self) -> bool:
         self._clock += 1
         self._admit()
         self._prefill()
