@@ -77,6 +77,6 @@ def test_what_is_computed_again_is_that_of_one_block_at_a_time(how):
     assert found < 3 * 4096 * 2048 * 4, "three results of `up`; XLA's own order keeps eight"
 
 
-def test_a_forward_pass_gathers_the_weights_of_two_blocks_at_a_time():
+def test_a_pass_gathers_the_weights_of_three_blocks_at_a_time():
     found = temporaries((order.FORWARD, 0), 16, {"data": 2}, 3)
-    assert found < 2.5 * 2 * 256 * 2048 * 4, "those of two blocks; XLA's own order gathers all four"
+    assert found < 3.5 * 2 * 256 * 2048 * 4, "those of three blocks; XLA's own order gathers all four"

@@ -176,7 +176,7 @@ def _program(
     grad_of = {path: var_of[number] for path, number in own.items()}
     kind = FORWARD if key[0] == FORWARD else BACKWARD
     weights = [var_of[number] for number in trace.params.values() if number in reads]
-    gathered = {var for var in weights if kind == FORWARD and mapped.is_sharded(var)}
+    gathered = set(filter(mapped.is_sharded, weights))
     weight_of = {var: var_of.get(trace.params[path]) for path, var in grad_of.items()}
     in_turns = turns.of(part, kind, weight_of) if kind == BACKWARD or gathered else [part]
     factor_var = var_of[weight] if own and weight in writes else None
