@@ -1,14 +1,19 @@
 """Checks that leaves are named, counted and found by suffix. This module tests zerojax.tree."""
 
+import types
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
 from zerojax import tree
+from zerojax.errors import UserError
 
 FAST = hypothesis.settings(max_examples=50, deadline=None, derandomize=True)
 NAMES = st.sampled_from(["a", "b", "kernel", "scale"])
@@ -127,3 +132,8 @@ def test_nested_is_the_inverse_of_flatten():
     leaves = dict(tree.flatten({"a": {"b": 1, "c": {"d": 2}}, "e": 3}))
     assert tree.nested(leaves) == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
     assert tree.nested({path.replace("/", "."): leaf for path, leaf in leaves.items()}, ".") == tree.nested(leaves)
+
+
+def test_a_leaf_on_a_disk_whose_successor_was_written_over_it_is_named():
+    with pytest.raises(UserError, match=r"^state: a/b was deleted, since the step that took this state reused"):
+        tree.undeleted({"a": {"b": types.SimpleNamespace(is_deleted=lambda: True), "c": np.zeros(1)}})

@@ -121,7 +121,7 @@ def with_arrays_alone(tree: PyTree) -> PyTree:
 def undeleted(tree: PyTree) -> PyTree:
     """Returns the tree. Raises UserError if a buffer was deleted, as a step that donates deletes those of its input."""
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+        if hasattr(leaf, "is_deleted") and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():  # on a disk too
             path = next(path for path, other in flatten(tree) if other is leaf)
             raise errors.UserError(
                 f"state: {path} was deleted, since the step that took this state reused its memory; use the state that the step "
