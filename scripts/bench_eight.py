@@ -1,13 +1,14 @@
-"""Measures zerojax on all GPUs of this machine, and beside it torchtitan 0.2.2 and DeepSpeed 0.19.8, one after the other.
+"""Measures zerojax on all GPUs of this machine, and beside it torchtitan 0.3.0 and DeepSpeed 0.19.8, one after the other.
 
     python scripts/bench_eight.py FOLDER --peers PEERS --site SITE                the parts of PARTS in their order
     python scripts/bench_eight.py FOLDER --parts 8b titan-8b lean --limit_s 570
     python scripts/bench_eight.py FOLDER --dry                                    prints the commands, and runs nothing
 
-PEERS holds peer_titan.py and peer_ds.py, whose settings docs/benchmarks/raw/peers_4xh200.txt states; SITE holds the packages that they
-need. A part that is done in FOLDER is not run again, so the same command continues after its limit. All parts share a compilation
-cache: `8b` starts cold and `8b-again` warm. A part is not started when less time than it should take is left. One that fails or runs
-over is ended with all of its processes, and the next one starts. Each part's figures are printed as it ends; FOLDER holds its output.
+torchtitan runs by docs/benchmarks/raw/peer_titan3.py. PEERS holds peer_ds.py, whose settings docs/benchmarks/raw/peers_4xh200.txt states;
+SITE holds the packages that both need. A part that is done in FOLDER is not run again, so the same command continues after its limit. All
+parts share a compilation cache: `8b` starts cold and `8b-again` warm. A part is not started when less time than it should take is left.
+One that fails or runs over is ended with all of its processes, and the next one starts. Each part's figures are printed as it ends;
+FOLDER holds its output.
 """
 
 import argparse
@@ -30,11 +31,7 @@ import bench_child  # in this folder
 ROOT = bench_child.ROOT
 FREE = 3000  # MiB in use on a GPU below which the part before has left it
 
-# tensorwise scales, fp8 gathers
-FLOAT8 = (
-    "--model.converters quantize.linear.float8 --quantize.linear.float8.enable_fsdp_float8_all_gather "
-    "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp --quantize.linear.float8.filter_fqns output"
-)
+TITAN, DEEPSPEED = "peer_titan3.py", "peer_ds.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,22 +51,20 @@ class Part:
 # Seconds as measured on eight H200s, or estimated from them (fp8, float8, lora, host, titan-1b).
 PARTS = {
     "8b": Part(125, 200, ["8b"]),
-    "titan-8b": Part(80, 150, ["peer_titan.py", "8B", "2", "8192", "selective", "15"], is_peer=True),
+    "titan-8b": Part(80, 150, [TITAN, "8B", "2", "8192", "selective", "15"], is_peer=True),
     "lean": Part(107, 180, ["8b-lean"]),
-    "titan-8b-full": Part(80, 150, ["peer_titan.py", "8B", "2", "8192", "full", "15"], is_peer=True),
+    "titan-8b-full": Part(80, 150, [TITAN, "8B", "2", "8192", "full", "15"], is_peer=True),
     "8b-again": Part(72, 120, ["8b"]),
     "1b": Part(53, 100, ["1b"]),
     "copies": Part(30, 60, []),
     # With 8b, lean and 1b these are six settings whose planned memory is compared with the measured.
     "plans": Part(150, 240, ["1b-stage1", "1b-stage2-lean", "1b-accum4"]),
-    "deepspeed-8b": Part(70, 150, ["peer_ds.py", *"--model 8b --bs 2 --seq 8192 --stage 3 --steps 5".split()], True),
-    "titan-1b": Part(60, 120, ["peer_titan.py", "1B", "8", "4096", "selective", "15"], is_peer=True),
+    "deepspeed-8b": Part(70, 150, [DEEPSPEED, *"--model 8b --bs 2 --seq 8192 --stage 3 --steps 5".split()], True),
+    "titan-1b": Part(60, 120, [TITAN, "1B", "8", "4096", "selective", "15"], is_peer=True),
     # nothing recomputed, and nothing offloaded but where the name says so
     "8b-rich": Part(85, 180, ["8b-rich"]),
     "8b-fp8": Part(130, 220, ["8b-fp8"]),
-    "titan-8b-float8": Part(
-        100, 180, ["peer_titan.py", "8B", "2", "8192", "selective", "15", *shlex.split(FLOAT8)], is_peer=True
-    ),
+    "titan-8b-float8": Part(100, 180, [TITAN, "8B", "2", "8192", "selective", "15", "float8"], is_peer=True),
     "lora": Part(90, 180, ["8b-lora"]),
     "host": Part(130, 220, ["8b-host"]),
     "8b-fp8-offload": Part(130, 220, ["8b-fp8-offload"]),
@@ -87,7 +82,7 @@ def command(name: str, options: argparse.Namespace, left: float) -> list[str]:
         return [
             *run,
             *"--local-ranks-filter 0 --role rank --tee 3".split(),
-            str(options.peers / part.words[0]),
+            str((ROOT / "docs/benchmarks/raw" if part.words[0] == TITAN else options.peers) / part.words[0]),
             *part.words[1:],
         ]
     words = f"--processes {options.gpus} --steps 12 --limit_s {left:.0f} --workdir {shlex.quote(str(options.folder / name))}"
@@ -213,16 +208,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
     )
-    parser.add_argument(
-        "--peers", type=_absolute, help="the folder of peer_titan.py and peer_ds.py; without it no peers are run"
-    )
-    parser.add_argument("--site", type=_absolute, help="the folder of the peers' packages")
+    parser.add_argument("--peers", type=_absolute, help="the folder of peer_ds.py; without it DeepSpeed is not run")
+    parser.add_argument("--site", type=_absolute, help="the folder of the peers' packages; without it no peers are run")
     parser.add_argument("--gpus", type=int, default=0, help="0: all of this machine")
     parser.add_argument("--limit_s", type=float, default=570, help="seconds until all parts are ended")
     parser.add_argument("--dry", action="store_true", help="print the commands only")
     options = parser.parse_args(arguments)
-    if options.peers is None:
-        options.parts = [name for name in options.parts if not PARTS[name].is_peer]
+    absent = {DEEPSPEED} if options.peers is None else set()
+    absent |= {TITAN, DEEPSPEED} if options.site is None else set()
+    options.parts = [name for name in options.parts if not (PARTS[name].is_peer and absent & {*PARTS[name].words})]
     options.gpus = options.gpus or _output(["nvidia-smi", "--list-gpus"]).count("GPU ") or 8
     return options
 

@@ -15,6 +15,17 @@ def test_parts_name_settings_and_have_time_for_themselves():
         assert part.is_peer or set(part.words) <= set(bench_train.SETTINGS), name
 
 
+def test_peers_run_where_their_scripts_and_packages_are_given(capsys):
+    def parts(*words):
+        assert bench_eight.main(["folder", "--dry", "--gpus", "8", *words]) == 0
+        return capsys.readouterr().out
+
+    with_all, without_peers, without_site = parts("--peers", "p", "--site", "s"), parts("--site", "s"), parts()
+    script = bench_eight.ROOT / "docs/benchmarks/raw/peer_titan3.py"
+    assert script.exists() and with_all.count(str(script)) == without_peers.count(str(script)) == 4
+    assert "peer_ds.py" in with_all and "peer_ds.py" not in without_peers and "peer_" not in without_site
+
+
 def test_a_part_that_fails_or_runs_over_takes_no_other_with_it(tmp_path, monkeypatch, capsys):
     """What is done is not run again."""
     scripts = {"8b": "echo boom; exit 3", "titan-8b": "sleep 60 & sleep 60", "lean": "echo '| 8b-lean | 8 |'"}
