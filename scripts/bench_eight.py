@@ -209,13 +209,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
     )
     parser.add_argument("--peers", type=_absolute, help="the folder of peer_ds.py; without it DeepSpeed is not run")
-    parser.add_argument("--site", type=_absolute, help="the folder of the peers' packages; without it no peers are run")
+    parser.add_argument(
+        "--site", type=_absolute, help="the folder of the peers' packages; without it and --peers no peers are run"
+    )
     parser.add_argument("--gpus", type=int, default=0, help="0: all of this machine")
     parser.add_argument("--limit_s", type=float, default=570, help="seconds until all parts are ended")
     parser.add_argument("--dry", action="store_true", help="print the commands only")
     options = parser.parse_args(arguments)
     absent = {DEEPSPEED} if options.peers is None else set()
-    absent |= {TITAN, DEEPSPEED} if options.site is None else set()
+    absent |= {TITAN} if options.peers is None and options.site is None else set()
     options.parts = [name for name in options.parts if not (PARTS[name].is_peer and absent & {*PARTS[name].words})]
     options.gpus = options.gpus or _output(["nvidia-smi", "--list-gpus"]).count("GPU ") or 8
     return options

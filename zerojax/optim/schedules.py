@@ -65,10 +65,8 @@ def make(
     errors.one_of("warmup", warmup, WARMUPS)
     if schedule in DEEPSPEED:
         return DEEPSPEED[schedule](peak, warmup_steps, warmup, steps, initial_fraction, final_fraction)
-    first = peak * initial_fraction
-    rise = optax.linear_schedule(first, peak, warmup_steps)
-    if warmup == "log":
-        rise = lambda step: first + (peak - first) * jnp.log(step + 1.0) / math.log(max(1, warmup_steps) + 1)  # noqa: E731
+    rising = _logarithmic if warmup == "log" else optax.linear_schedule
+    rise = rising(peak * initial_fraction, peak, warmup_steps)
     return optax.join_schedules(
         [rise, SCHEDULES[schedule](peak, max(1, steps - warmup_steps), final_fraction)], [warmup_steps]
     )
@@ -84,3 +82,8 @@ def fitting_warmup(name: str, warmup_steps: float, steps: int) -> int:
     if 0 < warmup_steps < 1:
         return math.ceil(warmup_steps * steps)
     return steps // 10 if name in SCHEDULES and warmup_steps > steps else int(warmup_steps)
+
+
+def _logarithmic(first: float, peak: float, steps: int) -> Schedule:
+    """Returns a rise along a logarithm."""
+    return lambda step: first + (peak - first) * jnp.log(step + 1.0) / math.log(max(1, steps) + 1)
