@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 
 from pallas_kernels import row_tiles
 
@@ -91,18 +92,27 @@ def _backward(implementation: str, saved: Any, dout_MN: jax.Array) -> tuple[jax.
 grouped_matmul.defvjp(_forward, _backward)
 
 
-def rows_ref(lhs_MK: jax.Array, rhs_GKN: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
+def rows_ref(
+    lhs_MK: jax.Array,
+    rhs_GKN: jax.Array,
+    sizes_G: jax.Array,
+    transposed: bool,
+    *,
+    scale: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
     """Returns `out`, or `dlhs` of `dout` if `transposed`: a loop over groups, each over all rows with those of others set to 0."""
     dims = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def add(out_MN: jax.Array, each: Any) -> tuple[jax.Array, None]:
         rhs_KN, is_own_M = each
-        own_MK = jnp.where(is_own_M[:, None], lhs_MK, 0)
+        own_MK = jnp.where(is_own_M[:, None], lhs_MK, jnp.zeros_like(lhs_MK))
         return out_MN + jax.lax.dot_general(own_MK, rhs_KN, dims, preferred_element_type=jnp.float32), None
 
     empty_MN = jnp.zeros((lhs_MK.shape[0], rhs_GKN.shape[1 if transposed else 2]), jnp.float32)
     with jax.named_scope(TWIN):
-        return jax.lax.scan(add, empty_MN, (rhs_GKN, _members(sizes_G, lhs_MK.shape[0])))[0].astype(lhs_MK.dtype)
+        out_MN = jax.lax.scan(add, empty_MN, (rhs_GKN, _members(sizes_G, lhs_MK.shape[0])))[0]
+        return (out_MN if scale is None else out_MN * scale).astype(dtype or lhs_MK.dtype)
 
 
 def matrices_ref(lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
@@ -129,6 +139,8 @@ def rows_by_triton(
     sizes_G: jax.Array,
     transposed: bool,
     *,
+    scale: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
     tile: TritonTile = ROWS,
     interpret: bool = False,
 ) -> jax.Array:
@@ -140,19 +152,19 @@ def rows_by_triton(
     tiles = row_tiles.table(sizes_G, rows, tile.rows)
     call = pl.pallas_call(
         functools.partial(_rows_kernel, tile, transposed, contracted, columns, across),
-        out_shape=jax.ShapeDtypeStruct((rows, columns), lhs_MK.dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), dtype or lhs_MK.dtype),
         grid=(tiles.group_T.shape[0] * across,),
         compiler_params=pltriton.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
         cost_estimate=_cost(lhs_MK, rhs_GKN, rows, contracted, columns),
         name="grouped_rows_t" if transposed else "grouped_rows",
     )
-    return call(*tiles, lhs_MK, rhs_GKN)
+    return call(*([] if scale is None else [scale.reshape(1)]), *tiles, lhs_MK, rhs_GKN)
 
 
 def _rows_kernel(tile: TritonTile, transposed: bool, contracted: int, columns: int, across: int, *refs: Any) -> None:
     """One tile of `out`."""
-    group_ref, start_ref, real_ref, count_ref, lhs_ref, rhs_ref, out_ref = refs
+    *scale_ref, group_ref, start_ref, real_ref, count_ref, lhs_ref, rhs_ref, out_ref = refs
     number, column = pl.program_id(0) // across, pl.program_id(0) % across
     count = count_ref[number]
 
@@ -182,6 +194,7 @@ def _rows_kernel(tile: TritonTile, transposed: bool, contracted: int, columns: i
         acc = jax.lax.fori_loop(
             0, pl.cdiv(contracted, tile.depth), step, jnp.zeros((tile.rows, tile.columns), jnp.float32)
         )
+        acc = acc * scale_ref[0][0] if scale_ref else acc
         mask = (rows[:, None] < count) & is_column[None]
         pltriton.store(out_ref.at[spots, columns_[None, :]], acc.astype(out_ref.dtype), mask=mask)
 
@@ -238,7 +251,8 @@ def _dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 class Products(NamedTuple):
     """Functions of (rows, matrices, sizes, whether the matrices are transposed) for `out` and `dlhs`, of (rows, rows, sizes) for `drhs`
-    in float32."""
+    in float32. The former take `scale`, float32[], by which results are multiplied before they are rounded to `dtype`, that of the rows
+    if it is None. Rows and matrices in e4m3 have both."""
 
     rows: Callable[..., jax.Array]
     matrices: Callable[..., jax.Array]
@@ -247,14 +261,15 @@ class Products(NamedTuple):
 HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
 
 
-def rows_on_gpu(lhs_MK: jax.Array, rhs_GKN: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
+def rows_on_gpu(lhs_MK: jax.Array, rhs_GKN: jax.Array, sizes_G: jax.Array, transposed: bool, **how: Any) -> jax.Array:
     """Returns `out`, or `dlhs` if `transposed`, by the kernel of the GPUs that the surrounding `jax.shard_map` runs on."""
     if processors := _hopper_processors():
         from pallas_kernels import grouped_mosaic  # takes long to import, and only these GPUs need it
 
-        if grouped_mosaic.takes_rows(lhs_MK, rhs_GKN, transposed):
-            return grouped_mosaic.grouped_rows(lhs_MK, rhs_GKN, sizes_G, transposed=transposed, processors=processors)
-    return rows_by_triton(lhs_MK, rhs_GKN, sizes_G, transposed)
+        if grouped_mosaic.takes_rows(lhs_MK, rhs_GKN, transposed, how.get("dtype")):
+            how |= {"transposed": transposed, "processors": processors}
+            return grouped_mosaic.grouped_rows(lhs_MK, rhs_GKN, sizes_G, **how)
+    return rows_by_triton(lhs_MK, rhs_GKN, sizes_G, transposed, **how)
 
 
 def matrices_on_gpu(lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
@@ -274,11 +289,21 @@ def _hopper_processors() -> int:
 
 
 def _by_platform(of_gpu: Callable[..., jax.Array], of_others: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def run(first: jax.Array, second: jax.Array, sizes_G: jax.Array, *static: bool) -> jax.Array:
+    def run(
+        first: jax.Array,
+        second: jax.Array,
+        sizes_G: jax.Array,
+        *static: bool,
+        scale: jax.Array | None = None,
+        **how: Any,
+    ) -> jax.Array:
         def given(way: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-            return lambda *arrays: way(*arrays, *static)
+            if scale is None:
+                return lambda *arrays: way(*arrays, *static, **how)
+            return lambda *arrays: way(*arrays[:-1], *static, scale=arrays[-1], **how)
 
-        return jax.lax.platform_dependent(first, second, sizes_G, cuda=given(of_gpu), default=given(of_others))
+        arrays = (first, second, sizes_G, *([] if scale is None else [scale]))
+        return jax.lax.platform_dependent(*arrays, cuda=given(of_gpu), default=given(of_others))
 
     return run
 

@@ -6,7 +6,8 @@ results of the last are written.
 
 A warpgroup's matmul has 64 rows of its left operand and 8, 16, ... 256 columns of its right one. In `grouped_rows` the left one is a part
 of the group's matrix and the right one the group's rows, so that a tile has about as many rows as its group needs, and most groups are one
-tile. The copy engine takes rows of 128 bytes, so a tile begins where its group begins.
+tile. The copy engine takes rows of 128 bytes, so a tile begins where its group begins. 8-bit floats are the same kernel, of twice as many
+elements a step: their operands must have the contracted dim last, so the matrices are transposed.
 
 In `grouped_matrices` the rows are contracted, in steps that begin at a multiple of 8, as the layout of these operands requires. Rows of
 other groups at both ends are set to 0 in shared memory. The rows of a group are few, so those of 128 columns of `dout` stay there while
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels import row_tiles
 
@@ -81,10 +83,13 @@ class MatricesTile:
     waves: int = 4
 
 
-def takes_rows(lhs_MK: jax.Array, rhs_GKN: jax.Array, transposed: bool) -> bool:
+def takes_rows(lhs_MK: jax.Array, rhs_GKN: jax.Array, transposed: bool, dtype: DTypeLike | None = None) -> bool:
     """Returns whether `grouped_rows` computes a product of these shapes."""
-    columns = rhs_GKN.shape[1 if transposed else 2]
-    return _is_16_bit(lhs_MK, rhs_GKN) and lhs_MK.shape[1] % DEPTH == 0 and columns % RowsTile.columns == 0
+    columns, is_8_bit = rhs_GKN.shape[1 if transposed else 2], lhs_MK.dtype == rhs_GKN.dtype == jnp.float8_e4m3fn
+    known = jnp.dtype(dtype or lhs_MK.dtype) in _IN_16_BITS and (
+        transposed if is_8_bit else _is_16_bit(lhs_MK, rhs_GKN)
+    )
+    return known and lhs_MK.shape[1] % _depth(lhs_MK.dtype) == 0 and columns % RowsTile.columns == 0
 
 
 def takes_matrices(lhs_MK: jax.Array, dout_MN: jax.Array) -> bool:
@@ -92,12 +97,20 @@ def takes_matrices(lhs_MK: jax.Array, dout_MN: jax.Array) -> bool:
     return _is_16_bit(lhs_MK, dout_MN) and lhs_MK.shape[1] % 128 == 0 and dout_MN.shape[1] % 128 == 0
 
 
+_IN_16_BITS = (jnp.bfloat16, jnp.float16)
+
+
 def _is_16_bit(*arrays: jax.Array) -> bool:
-    return all(array.dtype in (jnp.bfloat16, jnp.float16) for array in arrays) and arrays[0].dtype == arrays[1].dtype
+    return all(array.dtype in _IN_16_BITS for array in arrays) and arrays[0].dtype == arrays[1].dtype
+
+
+def _depth(dtype: DTypeLike) -> int:
+    """Returns the elements of the 128 bytes that are contracted at a time."""
+    return 2 * DEPTH // jnp.dtype(dtype).itemsize
 
 
 # As programs of their own both are traced and compiled once for each shape, however many layers call them.
-@functools.partial(jax.jit, static_argnames=("transposed", "processors", "tile"))
+@functools.partial(jax.jit, static_argnames=("transposed", "processors", "tile", "dtype"))
 def grouped_rows(
     lhs_MK: jax.Array,
     rhs_GKN: jax.Array,
@@ -106,6 +119,8 @@ def grouped_rows(
     transposed: bool,
     processors: int,
     tile: RowsTile = RowsTile(),
+    scale: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Returns `out`, or `dlhs` if `transposed` (see `grouped`).
 
@@ -115,15 +130,18 @@ def grouped_rows(
       transposed: whether the matrices are.
       processors: of the GPU.
       tile: the sizes.
+      scale, dtype: see `grouped.Products`.
     """
     height, contracted = lhs_MK.shape
+    out, depth = jnp.dtype(dtype or lhs_MK.dtype), _depth(lhs_MK.dtype)
+    scales = [] if scale is None else [scale.reshape(1)]
     columns = rhs_GKN.shape[1 if transposed else 2]
     table, used = row_tiles.largest_first(sizes_G, height, tile.rows)
-    across, steps, half = columns // tile.columns, contracted // DEPTH, tile.columns // MULTIPLIERS
+    across, steps, half = columns // tile.columns, contracted // depth, tile.columns // MULTIPLIERS
     blocks = _blocks(processors, tile.waves, height // tile.rows * across)
 
     def body(*refs: Any) -> None:
-        used_ref, group_ref, start_ref, real_ref, count_ref, lhs_ref, rhs_ref, out_ref = refs
+        *scale_ref, used_ref, group_ref, start_ref, real_ref, count_ref, lhs_ref, rhs_ref, out_ref = refs
 
         def scope(lhs_smem: jax.Ref, rhs_smem: jax.Ref, out_smem: jax.Ref, full: Any, free: Any) -> None:
             warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
@@ -142,7 +160,7 @@ def grouped_rows(
                 def of(rows: int) -> None:
                     def step(k: jax.Array, _: None) -> None:
                         slot = _slot(i * steps + k, tile.buffers, free)
-                        deep, wide = pl.ds(k * DEPTH, DEPTH), pl.ds(column, tile.columns)
+                        deep, wide = pl.ds(k * depth, depth), pl.ds(column, tile.columns)
                         spot = (group, wide, deep) if transposed else (group, deep, wide)
                         plgpu.copy_gmem_to_smem(rhs_ref.at[spot], rhs_smem.at[slot], full.at[slot])
                         for first in (0, rows // 2):  # a copy has at most 256 rows
@@ -178,7 +196,7 @@ def grouped_rows(
                                 plgpu.wgmma(acc, left, _transposed(right))
 
                         _multiply(i * steps, multiplied, tile.buffers, full, free, step, len(accs))
-                        return [acc[...] for acc in accs]
+                        return [acc[...] * scale_ref[0][0] if scale_ref else acc[...] for acc in accs]
 
                     accs = pl.run_scoped(product, *(plgpu.ACC((half, width), jnp.float32) for width in widths))
                     target = out_ref.at[:, pl.ds(column + warpgroup * half, half)]
@@ -188,19 +206,19 @@ def grouped_rows(
 
             _specialised(mine, copy, multiply, lambda _: _drain(mine * steps, tile.buffers, free))
 
-        operand = (tile.columns, DEPTH) if transposed else (DEPTH, tile.columns)
+        operand = (tile.columns, depth) if transposed else (depth, tile.columns)
         pl.run_scoped(
             scope,
             _rows_in_tiles((tile.buffers,), tile.rows, lhs_MK.dtype),
             _operands((tile.buffers,), operand, lhs_MK.dtype),
-            _rows_in_tiles((MULTIPLIERS, tile.chunks), tile.chunk, lhs_MK.dtype),
+            _rows_in_tiles((MULTIPLIERS, tile.chunks), tile.chunk, out),
             plgpu.Barrier(num_arrivals=3, num_barriers=tile.buffers),
             plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=tile.buffers),
             collective_axes="warpgroup",
         )
 
-    kernel = _kernel(body, jax.ShapeDtypeStruct((height, columns), lhs_MK.dtype), blocks, "grouped_rows", True)
-    return kernel(used[None], *table, lhs_MK, rhs_GKN)
+    kernel = _kernel(body, jax.ShapeDtypeStruct((height, columns), out), blocks, "grouped_rows", True)
+    return kernel(*scales, used[None], *table, lhs_MK, rhs_GKN)
 
 
 def _write_rows(accs: Any, out_ref: Any, start: Any, count: Any, least: int, smem: Any) -> None:
@@ -498,24 +516,25 @@ def _by_count(count: Any, tile: RowsTile, of: Callable[[int], None]) -> None:
         pl.when(units == n)(functools.partial(of, n * tile.unit))
 
 
-_SWIZZLE, _TILING = plgpu.SwizzleTransform(128), plgpu.TilingTransform((EIGHT, DEPTH))
+_SWIZZLE = plgpu.SwizzleTransform(128)
 _NO_TYPE: Any = None  # neither reads it
 _WHOLE: Any = () if jax.__version_info__ >= (0, 12) else ((),)  # the indices of a load, which JAX 0.12 takes no more
-_UNSWIZZLING, _UNTILING = _SWIZZLE.undo(_NO_TYPE), _TILING.undo(_NO_TYPE)
+_UNSWIZZLING = _SWIZZLE.undo(_NO_TYPE)
 
 
 def _operands(leading: tuple[int, ...], shape: tuple[int, int], dtype: Any) -> Any:
     """Returns buffers in shared memory of the layout that warpgroup matmuls and the copy engine share."""
-    return plgpu.SMEM((*leading, *shape), dtype, transforms=(_TILING, _SWIZZLE))
+    return plgpu.SMEM((*leading, *shape), dtype, transforms=(plgpu.TilingTransform((EIGHT, _depth(dtype))), _SWIZZLE))
 
 
 def _rows_in_tiles(leading: tuple[int, ...], rows: int, dtype: Any) -> Any:
-    """Returns such buffers of 64 columns, for which tiles of 8 rows, and rows, are in the same order."""
-    return plgpu.SMEM((*leading, rows // EIGHT, 1, EIGHT, DEPTH), dtype, transforms=(_SWIZZLE,))
+    """Returns such buffers of 128 bytes a row, for which tiles of 8 rows, and rows, are in the same order."""
+    return plgpu.SMEM((*leading, rows // EIGHT, 1, EIGHT, _depth(dtype)), dtype, transforms=(_SWIZZLE,))
 
 
 def _in_tiles(ref: Any) -> Any:
-    return dataclasses.replace(ref, transforms=(*ref.transforms, _UNTILING))
+    untiling = plgpu.TilingTransform((EIGHT, ref.shape[-1])).undo(_NO_TYPE)
+    return dataclasses.replace(ref, transforms=(*ref.transforms, untiling))
 
 
 def _in_rows(ref: Any) -> Any:

@@ -2,12 +2,17 @@ r"""Measures the grouped matmuls of experts on one GPU: each of the three produc
 
     python scripts/bench_experts.py
     python scripts/bench_experts.py --rows 262144 --only dense rows-288-32-128-4-32-2 triton-128x128x64-w8-s3
+    python scripts/bench_experts.py --only fp8 --seconds 0.1 --together 8 --limit_s 88
 
 The shapes are those of Qwen3-30B-A3B: 128 experts, D 2,048 and F 768, rows for 4,096 tokens with 8 experts each. "D>F" is the matmul of
 gate or up, "F>D" that of down. Groups are of the sizes that a random router gives ("balanced"), and of sizes from 4 to 1 ("4:1"). Each
 result is compared with a batched matmul of padded groups first, and with the twin where groups are empty and where one has all rows.
 Kernels are compiled by several processes at once and measured one at a time, with the clock and the power meanwhile. The table comes last:
 TFLOP/s, and beside them the share of the dense rate. A variant that fails has its error below the table.
+
+"--only fp8" measures products in e4m3 beside those in bf16. "fp8-..." has both operands in e4m3, with the contracted dim last; "wire" casts
+the rows first, and turns the matrices of `out`, which have come in e4m3; "cast" casts both operands. They are compared with a
+matmul of the rounded values.
 """
 
 import argparse
@@ -41,6 +46,9 @@ VARIANTS = [
     *("jax-{}x{}x{}-{}-{}".format(*tile) for tile in JAX),
     "padded",
 ]
+# Operands of 8 bits are half as large, so that more of a tile's results can be on their way.
+FP8 = ["dense", "fp8-288-32-128-4-32-2", "fp8-288-32-128-3-32-8", "fp8-288-32-128-3-32-4", "rows-288-32-128-4-32-2"]
+FP8 += ["rows-288-32-128-3-32-8", "wire", "cast"]
 CASES = ("D>F out", "D>F dlhs", "D>F drhs", "F>D out", "F>D dlhs", "F>D drhs")
 LOADS = ("balanced", "4:1")
 WORST = 0.02  # of the largest value: bfloat16 has 8 bits
@@ -50,7 +58,9 @@ parser.add_argument("--rows", type=int, default=32768)
 parser.add_argument("--groups", type=int, default=128)
 parser.add_argument("--dim", type=int, default=2048)
 parser.add_argument("--mlp_dim", type=int, default=768)
-parser.add_argument("--only", nargs="+", default=VARIANTS, help="names, as in the table, with the fields of a tile")
+parser.add_argument(
+    "--only", nargs="+", default=VARIANTS, help="names, as in the table, with the fields of a tile; or fp8"
+)
 parser.add_argument("--seconds", type=float, default=0.2, help="measured for each figure")
 parser.add_argument("--together", type=int, default=5, help="processes that compile")
 parser.add_argument("--stuck_s", type=float, default=30.0, help="a variant that computes one case for longer is ended")
@@ -63,7 +73,7 @@ def main(options: argparse.Namespace) -> None:
     """Runs each variant in a process of its own, and prints the table."""
     ends = time.monotonic() + options.limit_s
     found: dict[str, dict[str, Any]] = {}
-    names = list(options.only)
+    names = FP8 if options.only == ["fp8"] else list(options.only)
     if "dense" not in names:
         names.insert(0, "dense")
     with tempfile.NamedTemporaryFile() as lock:
@@ -186,7 +196,9 @@ def _case(options: argparse.Namespace, case: str) -> dict[str, float] | None:
         *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes),
         jax.ShapeDtypeStruct((groups,), jnp.int32),
     ]
-    compiled = jax.jit(run).lower(*abstract).compile()
+    prepare = jax.jit(functools.partial(_operands, options.child.partition("-")[0], product))
+    *operands, _ = jax.eval_shape(prepare, *abstract[:2])
+    compiled = jax.jit(run).lower(*operands, abstract[2]).compile()
     flops = 2 * rows * contracted * columns
     random = np.random.default_rng(0)
     weights = {"balanced": np.ones(groups), "4:1": random.permutation(np.linspace(4, 1, groups))}
@@ -195,7 +207,7 @@ def _case(options: argparse.Namespace, case: str) -> dict[str, float] | None:
     edges: dict[str, Any] = {}
     if options.child != "dense":
         size = int(-(-max(max(own) for own in sizes.values()) // 64) * 64)
-        result = jax.eval_shape(run, *abstract)
+        result = jax.eval_shape(run, *operands, abstract[2])
         judge = jax.jit(functools.partial(_error, product, size)).lower(result, *abstract).compile()
         odd = random.random(groups) * (random.random(groups) < 0.5)
         edges = {
@@ -209,9 +221,10 @@ def _case(options: argparse.Namespace, case: str) -> dict[str, float] | None:
         print("BUSY " + case, flush=True)
         keys = jax.random.split(jax.random.key(0))
         inputs = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes)]
+        *operands, inputs = prepare(*inputs)
 
         def check(judge: Any, load: str, sizes: Any) -> None:
-            error = float(judge(compiled(*inputs, sizes), *inputs, sizes))
+            error = float(judge(compiled(*operands, sizes), *inputs, sizes))
             if not error < WORST:
                 raise ValueError(f"wrong with {load}: error {error:.3g} of the largest value")
 
@@ -219,13 +232,34 @@ def _case(options: argparse.Namespace, case: str) -> dict[str, float] | None:
             own = jnp.asarray(each, jnp.int32)
             if judge is not None:
                 check(judge, load, own)
-            seconds, state = _seconds(functools.partial(compiled, *inputs, own), options.seconds)
+            seconds, state = _seconds(functools.partial(compiled, *operands, own), options.seconds)
             figures[load] = flops / seconds / 1e12
             print(f"STATE {case} {load} {state} {jax.devices()[0].device_kind}", flush=True)
         for load, each in edges.items():
             check(twin, load, jnp.asarray(each, jnp.int32))
         fcntl.flock(lock, fcntl.LOCK_UN)
     return figures
+
+
+def _operands(kind: str, product: str, first: Any, second: Any) -> tuple[Any, Any, list[Any]]:
+    """Returns both operands of a variant, those in 8 bits as (values, scale), and what they stand for."""
+    import jax.numpy as jnp
+
+    from zerojax.ops import fp8
+
+    if kind not in ("fp8", "wire", "cast"):
+        return first, second, [first, second]
+    rows, matrices = (fp8.quantized(array, fp8.FORWARD, fp8.scale_of(array, fp8.FORWARD)) for array in (first, second))
+    known = [(coded.values.astype(jnp.float32) / coded.scale).astype(jnp.bfloat16) for coded in (rows, matrices)]
+    if kind == "cast":
+        return *known, known
+    if kind == "wire":
+        return known[0], matrices, known
+    return rows, _contracted_last(matrices, product), known
+
+
+def _contracted_last(matrices: Any, product: str) -> Any:
+    return matrices if product == "dlhs" else matrices._replace(values=matrices.values.swapaxes(1, 2))
 
 
 def _seconds(run: Callable[[], Any], duration: float) -> tuple[float, str]:
@@ -278,6 +312,8 @@ def _product(variant: str, product: str, height: int) -> Callable[..., Any] | No
         if product == "drhs":
             return functools.partial(grouped.matrices_by_triton, tile=tile)
         return lambda first, second, sizes: grouped.rows_by_triton(first, second, sizes, product == "dlhs", tile=tile)
+    if kind in ("fp8", "wire", "cast"):
+        return None if product == "drhs" else functools.partial(_in_fp8, kind, product, numbers)
     if kind in ("rows", "matrices"):
         from pallas_kernels import grouped_mosaic
 
@@ -302,6 +338,23 @@ def _product(variant: str, product: str, height: int) -> Callable[..., Any] | No
     return lambda first, second, sizes: ragged_dot_mgpu.ragged_dot(
         first, second, group_sizes=sizes, transpose_rhs=product == "dlhs", **how
     )
+
+
+def _in_fp8(kind: str, product: str, numbers: list[int], first: Any, second: Any, sizes: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import grouped_mosaic
+    from zerojax.ops import fp8
+
+    def cast(array: Any) -> Any:
+        return fp8.quantized(array, fp8.FORWARD, fp8.scale_of(array, fp8.FORWARD))
+
+    rows = first if kind == "fp8" else cast(first)
+    matrices = second if kind == "fp8" else _contracted_last(cast(second) if kind == "cast" else second, product)
+    how = {"scale": 1.0 / (rows.scale * matrices.scale), "dtype": jnp.bfloat16}
+    how |= {"tile": grouped_mosaic.RowsTile(*numbers), "processors": jax.devices()[0].core_count}
+    return grouped_mosaic.grouped_rows(rows.values, matrices.values, sizes, transposed=True, **how)
 
 
 def _padded(first: Any, second: Any, sizes: Any, product: str, size: int, dtype: Any) -> Any:

@@ -91,6 +91,22 @@ def test_three_products_are_those_of_a_loop_over_groups(implementation, width, m
             np.testing.assert_allclose(ours, theirs, atol=F32)
 
 
+E4M3, SCALE = jnp.float8_e4m3fn, 0.25
+
+
+@pytest.mark.parametrize(
+    "way", [grouped.rows_ref, functools.partial(grouped.rows_by_triton, tile=TILE, interpret=True)]
+)
+def test_products_in_8_bits_are_those_of_their_values_times_a_scale(way):
+    lhs, rhs, _ = (jnp.asarray(array, E4M3) for array in arrays())
+    run = jax.jit(functools.partial(way, transposed=True, scale=jnp.float32(SCALE), dtype=jnp.float32))
+    values = [np.asarray(array, np.float32) for array in (lhs, rhs)]
+    for sizes in SIZES.values():
+        found = run(lhs, rhs.swapaxes(1, 2), np.asarray(sizes, np.int32))
+        expected = by_loop(*values, arrays()[2], sizes)[0]
+        np.testing.assert_allclose(found, SCALE * expected, atol=F32)
+
+
 @pytest.mark.parametrize("implementation", ["jnp", "interpret"])
 def test_gradients_of_matrices_that_are_summed_in_float32_are_not_rounded_before(implementation, monkeypatch):
     small = {"tile": TILE, "interpret": True}
@@ -159,6 +175,25 @@ def test_hopper_gpus_run_their_own_kernels_of_wide_16_bit_products(target, width
     assert kernels(jax.make_jaxpr(inside)(*args)) == expected
 
 
+def in_8_bits(lhs, rhs, dout, sizes, dtype=jnp.bfloat16):
+    products = grouped.IMPLEMENTATIONS[grouped.BY_PLATFORM]
+    return products.rows(dout.astype(E4M3), rhs.astype(E4M3), sizes, True, scale=jnp.float32(SCALE), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "target, width, dtype, expected",
+    [
+        ("h100", 128, jnp.bfloat16, [1, 0, 0]),
+        ("h100", 64, jnp.bfloat16, [0, 0, 1]),  # 128 values of 8 bits are contracted at a time
+        ("h100", 128, jnp.float32, [0, 0, 1]),
+        ("b200", 128, jnp.bfloat16, [0, 0, 1]),
+    ],
+)
+def test_hopper_gpus_run_their_own_kernel_of_wide_8_bit_products(target, width, dtype, expected):
+    inside, args = on(target, functools.partial(in_8_bits, dtype=dtype), 64, 128, width)
+    assert kernels(jax.make_jaxpr(inside)(*args)) == expected
+
+
 @pytest.mark.parametrize("works", [1, 131, 678, 1808, 3072])
 def test_blocks_share_the_works_and_begin_one_after_the_other_where_each_has_several(works):
     processors, waves = 132, 4
@@ -172,13 +207,25 @@ def test_blocks_share_the_works_and_begin_one_after_the_other_where_each_has_sev
     assert sorted(np.asarray(turns)) == list(range(works))
 
 
+def compiled(inside, args):
+    with compile_only.optimized():
+        program = jax.jit(inside).lower(*args).compile(compiler_options=compile_only.ASSEMBLED)
+    return program, program.as_text()
+
+
+@pytest.mark.long
+def test_the_kernel_of_8_bit_products_compiles_for_an_absent_gpu_without_a_dense_product():
+    text = compiled(*on("h200", in_8_bits, 1024, 256, 384, groups=16))[1]
+    assert len(re.findall(r"custom-call\(.*mosaic_gpu", text)) == 1 and not re.search(
+        r"\bdot\(|__cublas|triton_gemm", text
+    )
+
+
 @pytest.mark.long
 def test_kernels_of_hopper_compile_for_absent_gpus_without_a_dense_product():
     groups, dim, width = 16, 256, 384
     inside, args = on("h200", both, 1024, dim, width, groups=groups)
-    with compile_only.optimized():
-        program = jax.jit(inside).lower(*args).compile(compiler_options=compile_only.ASSEMBLED)
-    text = program.as_text()
+    program, text = compiled(inside, args)
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", text)) == 3
     assert not re.search(r"\bdot\(|__cublas|triton_gemm", text)
     # Tables of tiles, and `drhs` in float32 before its cast, alone.
