@@ -8,11 +8,12 @@
 
 Weights are random and drawn on the device, so no file is read. A prompt has `--prompt` tokens, and `--new_tokens` are added. `bf16`,
 `int8`, `fp8` and `nf4` answer one request after the other; `plain` is bf16 with XLA's own matmuls and attention. `many` answers
-`--requests` at once in bf16, and `host` does so with `--host_fraction` of the weights in host memory. Each variant runs in a process of its
-own, one after the other, and another's failure is a row of the table, which comes last. The bound is the time in which the weights that a
-token reads pass the memory once, at `--bytes_per_second` (4.15e12: an H200; an H100's memory is specified at 3.35e12); that of `host` the
-time in which those in host memory pass their link, at `--host_bytes_per_second`. With `--compared_layers` each variant of `--ways` first
-answers with so many layers, and the tokens are compared with those of one GPU; where they part, the logarithms of the two must be close.
+`--requests` at once, in bf16 or in `--format`, and `host` does so in bf16 with `--host_fraction` of the weights in host memory. Each
+variant runs in a process of its own, one after the other, and another's failure is a row of the table, which comes last. The bound
+is the time in which the weights that a token reads pass the memory once, at `--bytes_per_second` (4.15e12: an H200; an H100's memory is
+specified at 3.35e12); that of `host` the time in which those in host memory pass their link, at `--host_bytes_per_second`. With
+`--compared_layers` each variant of `--ways` first answers with so many layers, and the tokens are compared with those of one GPU; where
+they part, the logarithms of the two must be close.
 """
 
 import argparse
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.ways > 1 and HOST in options.variants:
         _parser().error(f"--ways: {HOST} streams weights to one GPU; omit --ways, or leave {HOST} out of --variants")
+    if options.format != "none" and "many" not in options.variants:
+        _parser().error("--format: is that of the variant many; add it to --variants, or omit --format")
     if options.child:
         return _child(options)
     ends = time.monotonic() + options.limit_s
@@ -82,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", type=int, default=1024, help="tokens of a prompt")
     add("--new_tokens", type=int, default=256, help="tokens that are added")
     add("--requests", type=int, default=128, help="of `many` and `host`")
+    add("--format", default="none", choices=("none", "int8", "fp8", "nf4"), help="of the kernels of `many`")
     add("--together", type=int, default=4, help="prompts that a program of these reads")
     add("--prefill_tokens", type=int, default=16384, help="tokens of prompts that a step of these reads")
     add("--limit_s", type=float, default=230, help="seconds after which what is left is ended")
@@ -224,7 +228,7 @@ def _measure(options: argparse.Namespace, jax: Any) -> dict[str, float]:
     from zerojax.inference.engine import weights
 
     began = time.perf_counter()
-    kind = {"int8": "int8", "fp8": "fp8", "nf4": "nf4"}.get(options.child, "none")
+    kind = {"int8": "int8", "fp8": "fp8", "nf4": "nf4", "many": options.format}.get(options.child, "none")
     if options.child == "plain":
         weights.kernels_of = lambda mesh: None
     if options.compared_layers:

@@ -26,3 +26,9 @@ def test_weights_in_host_memory_are_measured_against_their_link(capsys):
     assert bench_engine.main([*words, "--variants", "host"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert rows[1].startswith("| host | 2 | ")
+
+
+def test_a_format_is_that_of_many_requests(capsys):
+    with pytest.raises(SystemExit):
+        bench_engine.main(["--variants", "bf16", "--format", "int8"])
+    assert "--format: is that of the variant many" in capsys.readouterr().err
