@@ -1,11 +1,13 @@
 """Tests the matrices of experts with adapters and in few bits against one array of them."""
 
 import arrays
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from zerojax.lora import adapters
-from zerojax.ops import expert_matrices
+from zerojax.ops import expert_matrices, fp8
 
 F32 = 1e-5  # float32 sums of some hundred terms, in another order
 SIZES, INPUTS, OUTPUTS, RANK = (3, 0, 5), 32, 64, 4
@@ -26,3 +28,50 @@ def test_rows_are_multiplied_by_the_sum_of_a_matrix_and_its_adapter(kind):
     expected = np.concatenate([x[:3] @ merged[0], x[3:8] @ merged[2], np.zeros((2, OUTPUTS))])
     found = expert_matrices.multiply(x, matrices, np.asarray(SIZES, np.int32))
     np.testing.assert_allclose(found, expected, atol=10 * F32)
+
+
+ROWS = 12
+SPREAD = 50.0  # the sizes of rows and of matrices differ by as much
+
+
+def rounded(array):
+    """Returns what an array stands for in e4m3 with one scale, float32."""
+    values, scale = fp8.quantized(jnp.asarray(array), jnp.float8_e4m3fn, fp8.scale_of(jnp.asarray(array), fp8.FORWARD))
+    return np.asarray(values, np.float32) / np.asarray(scale)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_products_in_fp8_are_those_of_rounded_operands_and_gradients_of_matrices_are_exact(is_known):
+    x, kernel, dy = (
+        arrays.normal(seed, shape) * np.geomspace(1, SPREAD, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
+        for seed, shape in enumerate(((ROWS, INPUTS), (4, INPUTS, OUTPUTS), (ROWS, OUTPUTS)))
+    )
+    known = fp8.quantized(jnp.asarray(kernel), fp8.FORWARD, fp8.scale_of(jnp.asarray(kernel), fp8.FORWARD))
+
+    @jax.jit
+    def both(x, kernel, dy, sizes):
+        given = jnp.full_like(kernel, jnp.nan) if is_known else kernel  # known values are read alone
+
+        def of(x, kernel):
+            return expert_matrices.multiply(x, expert_matrices.in_fp8(kernel, known if is_known else None), sizes)
+
+        y, pull = jax.vjp(of, x, given)
+        return y, *pull(dy)
+
+    for sizes in ((3, 0, 5, 2), (0, 0, ROWS, 0), (0, 0, 0, 0), (ROWS - 1, 0, 0, 1)):
+        expert_R = np.repeat(np.arange(5), (*sizes, ROWS - sum(sizes)))
+        is_own_E = (expert_R[:, None] == np.arange(4)).astype(np.float32)
+        expected = (
+            np.einsum("ri,eio,re->ro", rounded(x), rounded(kernel), is_own_E),
+            np.einsum("ro,eio,re->ri", rounded(dy), rounded(kernel), is_own_E),
+            np.einsum("ri,ro,re->eio", x, dy, is_own_E),
+        )
+        for ours, theirs in zip(both(x, kernel, dy, np.asarray(sizes, np.int32)), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=F32 * np.abs(theirs).max())
+
+
+def test_one_expert_multiplies_as_a_dense_matmul_in_fp8_does():
+    x, kernel = arrays.normal(0, (ROWS, INPUTS)), arrays.normal(1, (1, INPUTS, OUTPUTS))
+    found = expert_matrices.multiply(x, expert_matrices.in_fp8(kernel, None), np.asarray([ROWS], np.int32))
+    dense = fp8.dot_general(x, kernel[0], (((1,), (0,)), ((), ())))
+    np.testing.assert_allclose(found, dense, atol=F32 * np.abs(dense).max())

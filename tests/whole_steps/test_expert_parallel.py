@@ -359,3 +359,59 @@ def test_a_plan_for_h200s_sends_what_theory_says_gathers_no_other_experts_and_fi
     assert len(sent) == 10 and sum("matmul" in row.overlaps for row in sent) == 6
     assert sum(row.is_async for row in sent) >= 9
     assert not plan.findings and plan.departures == ()
+
+
+IN_FP8 = zerojax.Fp8(experts=True)
+NEAR = 0.01  # e4m3 rounds by 1/16 at most, and a loss adds up many values
+
+
+@functools.cache
+def in_fp8():
+    return trained(zerojax.make_mesh(), table=(), fp8=IN_FP8)
+
+
+def test_experts_in_fp8_train_nearly_as_in_float32():
+    found, exact = in_fp8()[0], of_one_device(0.0)[0]
+    np.testing.assert_allclose(found, exact, rtol=NEAR)
+    assert np.all(np.abs(np.subtract(found, exact)[:4]) > 10 * F32 * np.asarray(exact)[:4])  # it is another arithmetic
+
+
+def gathered_in_fp8(mesh, table):
+    state, partition = made(mesh, table=table)
+    step = zerojax.make_train_step(
+        functools.partial(loss_of, 0.0), partition, blocks=r"block_\d", fp8=IN_FP8, reduce_dtype=jnp.float32
+    )
+    found = [eqn for eqn in equations(step.trace(state, batch_of()).jaxpr) if eqn.primitive.name == "all_gather"]
+    return {eqn.outvars[0].aval.shape for eqn in found if eqn.outvars[0].aval.dtype == jnp.float8_e4m3fn}
+
+
+def test_experts_in_fp8_are_gathered_so_where_a_device_has_all():
+    assert gathered_in_fp8(zerojax.make_mesh(), ()) == {(EXPERTS, DIM, 24), (EXPERTS, 24, DIM)}
+    assert not gathered_in_fp8(zerojax.make_mesh(expert=4), TABLE)
+
+
+FORMS = {
+    "stage 0": ({}, {"stage": 0, "table": ()}),
+    "all kept": ({}, {"table": (), "remat": "none"}),
+    "nothing kept": ({}, {"table": (), "remat": "full"}),
+    "two passes": ({}, {"stage": 2, "table": (), "passes": 2}),
+    "by the compiler": ({}, {"table": (), "reduce_dtype": None}),
+    "experts on devices": ({"expert": 8}, {}),
+    "in parts": ({"expert": 4}, {"passes": 2, "expert_parts": 2}),
+    "width sharded": ({"model": 2, "expert": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("form", runs.cases(FORMS, long=set(FORMS) - {"stage 0"}))
+def test_experts_in_fp8_train_alike_in_any_form(form):
+    """Scales are powers of two, so which rows share one rounds nothing, but for values far below the largest."""
+    sizes, how = FORMS[form]
+    check(trained(zerojax.make_mesh(**sizes), fp8=IN_FP8, **how), in_fp8())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [{"offload": zerojax.Offload(optimizer="host")}, {"schedule": "1f1b", "passes": 2}])
+def test_experts_in_fp8_train_alike_cut_into_programs(how):
+    mesh = zerojax.make_mesh(pipe=2) if "schedule" in how else zerojax.make_mesh()
+    of_two = functools.partial(trained, fp8=IN_FP8, table=(), layers=2)
+    check(of_two(mesh, **how), of_two(zerojax.make_mesh()))

@@ -174,7 +174,7 @@ class _Interceptor:
         """Runs a mixture whose experts have adapters, or are quantized."""
         scope = module.scope
         assert scope is not None
-        own = [name for name in experts.MATRICES if _is_special(scope.get_variable("params", name), name, scope)]
+        own = [name for name in expert_matrices.NAMES if _is_special(scope.get_variable("params", name), name, scope)]
         if not own:
             return call(*args, **kwargs)
 
@@ -290,7 +290,7 @@ def _is_special(stored: Any, name: str, scope: Any) -> bool:
 def _stacks_of(module: nn.Module) -> dict[str, targets_lib.LinearModule]:
     """Returns the experts of a mixture that was called, by path."""
     found = {}
-    for name in experts.MATRICES:
+    for name in expert_matrices.NAMES:
         stored: Any = module.get_variable("params", name)
         if stored is not None and stored.ndim == 3:
             path = "/".join((*module.path, name))

@@ -4,6 +4,7 @@ Shapes: B batch, T length, D embed, E experts, F an expert's width.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 from zerojax.models import layers
 from zerojax.ops import expert_matrices, experts
 
-MATRICES = ("gate", "up", "down")  # the names of the stacked weights that adapters go beside
 # The name under which each call gives its `ops.experts.Routing`, in Linen's collection "intermediates"
 ROUTING = "routing"
 
@@ -37,6 +37,7 @@ class Experts(nn.Module):
       clamp: (limit, slope) of the activation of gpt-oss, `clamped_gate`; gate and up are then one array "gate_up" [E, D, F, 2], and both
         matmuls have biases. None: `activation`, without biases.
       stddevs: of the initial router, gate and up, and down.
+      form: f(name, matrices) -> the form in which rows are multiplied by them; None: that in which they are stored.
     """
 
     num_experts: int
@@ -51,6 +52,7 @@ class Experts(nn.Module):
     has_router_bias: bool = False
     clamp: tuple[float, float] | None = None
     stddevs: tuple[float, float, float] = (0.02, 0.02, 0.02)
+    form: Callable[[str, expert_matrices.Matrices], expert_matrices.Matrices] | None = None
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -89,7 +91,8 @@ class Experts(nn.Module):
 
     def _matrices(self, name: str, init: Any, shape: tuple[int, ...]) -> expert_matrices.Matrices:
         found: Any = self.get_variable("params", name)
-        return found if isinstance(found, expert_matrices.StoredMatrices) else self.param(name, init, shape)
+        stored = found if isinstance(found, expert_matrices.StoredMatrices) else self.param(name, init, shape)
+        return stored if self.form is None else self.form(name, stored)
 
 
 def clamped_gate(limit: float, slope: float, gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -3,6 +3,15 @@ or have a low-rank adapter each.
 
     y = x W[e] + scale x A[e] B[e]         of a row x of expert e
 
+In fp8, with q and s of `ops.fp8` and one scale for all experts' matrices of a kind,
+
+    x W[e]      ~  q(x s(x)) q(W s(W))[e] / (s(x) s(W))
+    dx          ~  q(dy s(dy)) q(W s(W))[e]^T / (s(dy) s(W))
+    dW[e]       =  sum over its rows of x^T dy
+
+all in e4m3, since kernels for Hopper GPUs (JAX 0.10) multiply no e5m2 by e4m3. dW stays in 16 bits: an 8-bit matmul needs the contracted
+dim last, here the rows, so both operands would be transposed, and groups begin at any row. Its time is that of writing the result.
+
 Shapes: E experts, R rows sorted by expert, K inputs, N outputs, r an adapter's rank.
 """
 
@@ -11,10 +20,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from pallas_kernels import grouped
-from zerojax.ops import quantized, residuals
+from zerojax.ops import fp8, quantized, residuals
+
+NAMES = ("gate", "up", "down")  # of the stacked weights that may be `StoredMatrices`
 
 
 @jax.tree_util.register_dataclass
@@ -26,12 +38,16 @@ class StoredMatrices:
       kernel: float[E, K, N], or what `quantized.quantize` returns of each of them.
       a, b: float[E, K, r] and float[E, r, N]; None without adapters.
       scale: of the adapters.
+      in_fp8: whether rows are multiplied by `kernel` in fp8.
+      known: `kernel` in fp8, where it came so; its values are not read then.
     """
 
     kernel: Any
     a: jax.Array | None = None
     b: jax.Array | None = None
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    in_fp8: bool = dataclasses.field(default=False, metadata={"static": True})
+    known: fp8.EightBits | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,12 +72,21 @@ def multiply(x_RK: jax.Array, matrices: Matrices, sizes_E: jax.Array) -> jax.Arr
 def _multiplied(x_RK: jax.Array, matrices: Matrices, sizes_E: jax.Array) -> jax.Array:
     if not isinstance(matrices, StoredMatrices):
         return _grouped(x_RK, matrices, sizes_E)
-    y_RN = _grouped(x_RK, _kernel(matrices, x_RK.dtype), sizes_E)
+    kernel_EKN = _kernel(matrices, x_RK.dtype)
+    y_RN = (
+        _in_fp8(x_RK, kernel_EKN, matrices.known, sizes_E) if matrices.in_fp8 else _grouped(x_RK, kernel_EKN, sizes_E)
+    )
     if matrices.a is None or matrices.b is None:
         return y_RN
     with jax.named_scope("lora"):
         low_Rr = residuals.of_matmul(_grouped(x_RK, matrices.a.astype(x_RK.dtype), sizes_E)) * matrices.scale
         return (y_RN + _grouped(low_Rr.astype(x_RK.dtype), matrices.b.astype(x_RK.dtype), sizes_E)).astype(x_RK.dtype)
+
+
+def in_fp8(matrices: Matrices, known: fp8.EightBits | None) -> StoredMatrices:
+    """Returns matrices by which rows are multiplied in fp8, as which they are known or not."""
+    stored = matrices if isinstance(matrices, StoredMatrices) else StoredMatrices(matrices)
+    return dataclasses.replace(stored, in_fp8=True, known=known)
 
 
 def merged(matrices: Matrices) -> jax.Array:
@@ -80,3 +105,45 @@ def _kernel(matrices: StoredMatrices, dtype: DTypeLike) -> jax.Array:
 
 def _grouped(x_RK: jax.Array, matrices_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     return grouped.grouped_matmul(x_RK, matrices_EKN, sizes_E, grouped.BY_PLATFORM)
+
+
+@jax.custom_vjp
+def _in_fp8(x_RK: jax.Array, kernel_EKN: jax.Array, known: fp8.EightBits | None, sizes_E: jax.Array) -> jax.Array:
+    return _forward(x_RK, kernel_EKN, known, sizes_E)[0]
+
+
+def _forward(
+    x_RK: jax.Array, kernel_EKN: jax.Array, known: fp8.EightBits | None, sizes_E: jax.Array
+) -> tuple[jax.Array, Any]:
+    with jax.named_scope(fp8.SCOPE):
+        matrices = known or _cast(kernel_EKN, checkpoint_name(fp8.scale_of(kernel_EKN, fp8.FORWARD), fp8.SCALE))
+        turned = matrices._replace(values=matrices.values.swapaxes(1, 2))
+        y_RN = _rows(x_RK, turned, sizes_E)
+    # As in `ops.fp8`: the weight itself is kept, which may be gathered again.
+    return y_RN, (x_RK, known or fp8.EightBits(kernel_EKN, matrices.scale), jnp.zeros((0,), kernel_EKN.dtype), sizes_E)
+
+
+def _backward(saved: Any, dy_RN: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+    x_RK, matrices, like, sizes_E = saved
+    with jax.named_scope(fp8.SCOPE):
+        coded = matrices if matrices.values.dtype == fp8.FORWARD else _cast(*matrices)
+        dx_RK = _rows(dy_RN, coded, sizes_E)
+    dkernel_EKN = grouped.IMPLEMENTATIONS[grouped.BY_PLATFORM].matrices(x_RK, dy_RN, sizes_E)
+    return dx_RK, dkernel_EKN.astype(like.dtype), None, None
+
+
+_in_fp8.defvjp(_forward, _backward)
+
+
+def _cast(kernel_EKN: jax.Array, scale: jax.Array) -> fp8.EightBits:
+    # The barrier: XLA would write what the scale and the cast have in common, turned, before both.
+    kernel_EKN, scale = jax.lax.optimization_barrier((kernel_EKN, scale))
+    return fp8.quantized(kernel_EKN, fp8.FORWARD, scale)
+
+
+def _rows(rows_RK: jax.Array, matrices: fp8.EightBits, sizes_E: jax.Array) -> jax.Array:
+    """Returns rows, cast with their own scale, times matrices in fp8, with the contracted dim last, in the rows' dtype."""
+    rows = fp8.quantized(rows_RK, fp8.FORWARD, checkpoint_name(fp8.scale_of(rows_RK, fp8.FORWARD), fp8.SCALE))
+    multiply = grouped.IMPLEMENTATIONS[grouped.BY_PLATFORM].rows
+    scale = 1.0 / (rows.scale * matrices.scale)
+    return multiply(rows.values, matrices.values, sizes_E, True, scale=scale, dtype=rows_RK.dtype)

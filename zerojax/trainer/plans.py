@@ -337,6 +337,7 @@ def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.Mod
     }
     width = 2.0 * config.seq_len * program.model.embed_dim
     in_8_bits = precision.PRECISIONS[config.precision].has_fp8 and config.fp8.recipe != fp8.ROWWISE
+    in_8_bits &= config.fp8.experts or not getattr(program.model, "num_experts", 0)  # most weights of a mixture
     rest, others, sent = traced.less(first, layer), total - block * layers, 1.0 if in_8_bits else 2.0
     away = config.offload.fraction, config.offload.params_fraction
     is_early = config.offload.late_norm or not config.optimizer.clip_norm

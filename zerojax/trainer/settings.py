@@ -243,6 +243,7 @@ class Fp8Settings:
     first: int = setting(0, NOT_NEGATIVE, "blocks at the beginning whose matmuls stay in bf16")
     last: int = setting(0, NOT_NEGATIVE, "blocks at the end")
     history: int = setting(16, POSITIVE, 'steps that "delayed" remembers')
+    experts: bool = setting(False, ANY, "whether the matmuls of a mixture's experts run in fp8 too (docs/precision.md)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,6 +65,19 @@ def test_the_first_and_the_last_blocks_of_each_stack_keep_their_dtype():
     assert found == {f"{stack}/block_{n}/up" for stack in ("encoder", "decoder") for n in (0, 9, 10)}
 
 
+def test_experts_are_chosen_where_they_are_asked_for_by_the_paths_of_their_weights():
+    stacks = [f"params/block_{n}/experts/{name}" for n in range(3) for name in ("gate", "up", "down", "router")]
+    weights = [*WEIGHTS, *stacks, "params/block_0/other/gate", "params/block_0/other/down"]
+    assert not modules.chosen(Fp8(), weights, r"block_\d+").stacks
+    found = modules.chosen(Fp8(experts=True, first=1), weights, r"block_\d+")
+    assert found.stacks == {f"block_{n}/experts/{name}" for n in (1, 2) for name in ("gate", "up", "down")}
+    assert len(found.in_fp8) == 22 and not found.stacks & (found.in_fp8 | found.others)
+    found = modules.chosen(Fp8(experts=True, filter=".*/experts/down"), weights, r"block_\d+")
+    assert not found.in_fp8 and found.stacks == found.weights == {f"block_{n}/experts/down" for n in range(3)}
+    with pytest.raises(UserError, match=r"^fp8\.experts: fp8\.filter='\.\*/wide', .* leave no experts in fp8; change"):
+        modules.chosen(Fp8(experts=True, filter=".*/wide"), weights, r"block_\d+")
+
+
 @pytest.mark.parametrize(
     "settings, blocks, line",
     [
@@ -83,6 +96,12 @@ def test_the_first_and_the_last_blocks_of_each_stack_keep_their_dtype():
         ),
         ({}, "layer", r"^fp8\.filter: is '', and blocks='layer' matches no module"),
         ({"first": 6, "last": 6}, r"block_\d+", r"^fp8\.first: 6 and fp8\.last=6 leave no module of 24 in fp8"),
+        (
+            {"experts": True, "recipe": "rowwise"},
+            "",
+            r"^fp8\.experts: .* one scale for each array, and fp8\.recipe is 'rowwise'; take 'tensorwise'",
+        ),
+        ({"experts": True}, r"block_\d+", r"^fp8\.experts: no module has the weights gate, up, down of a mixture's"),
     ],
 )
 def test_a_choice_without_modules_is_refused(settings, blocks, line):

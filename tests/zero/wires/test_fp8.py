@@ -20,9 +20,11 @@ def partition_of(**weights):
     return zerojax.partition_state(params, mesh=mesh, stage=3, min_size=64)
 
 
-def test_the_kernels_of_chosen_modules_are_marked_if_they_are_gathered():
+def test_chosen_weights_are_marked_if_they_are_gathered():
     weights = fp8_wire.BlockWeights()
-    marked = fp8_wire.marked(partition_of(a=KERNEL, b=KERNEL, small=KERNEL[:2]), {"a", "small"}, weights).placements
+    marked = fp8_wire.marked(
+        partition_of(a=KERNEL, b=KERNEL, small=KERNEL[:2]), {"a/kernel", "small/kernel"}, weights
+    ).placements
     assert {path: weight.wire for path, weight in marked.items()} == {
         "params/a/kernel": fp8_wire.InFp8(weights=weights),
         "params/b/kernel": gather.PLAIN,

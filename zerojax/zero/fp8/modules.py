@@ -18,14 +18,14 @@ from jax.sharding import Mesh
 from zerojax import errors, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.ops import fp8, tiles
+from zerojax.ops import expert_matrices, fp8, tiles
 from zerojax.tree import PyTree
 from zerojax.zero import hooks
 from zerojax.zero import partition as partition_lib
 from zerojax.zero.fp8 import history as history_lib
 from zerojax.zero.wires import fp8 as fp8_wire
 
-FIELD = "dot_general"
+FIELD, FORM = "dot_general", "form"  # of modules with one kernel, and of mixtures of experts
 MOST_STEPS = 4096  # of a history
 _FIRST_GPU = 8.9
 _TPUS = ("TPU v5", "TPU v5p", "TPU7x")
@@ -41,6 +41,8 @@ class Fp8:
         outside of blocks take part too.
       first, last: the number of blocks at the beginning and the end of each stack whose matmuls keep their dtype.
       history: the number of steps whose magnitudes "delayed" remembers.
+      experts: whether experts' matrices of mixtures (`models.experts`) take part, by the paths of their weights (r"layer_\\d+/experts/up");
+        with "tensorwise" scales alone.
     """
 
     recipe: str = fp8.TENSORWISE
@@ -48,6 +50,7 @@ class Fp8:
     first: int = 0
     last: int = 0
     history: int = 16
+    experts: bool = False
 
     def __post_init__(self) -> None:
         errors.one_of("recipe", self.recipe, fp8.RECIPES)
@@ -57,6 +60,11 @@ class Fp8:
                 raise UserError(f"fp8.{name}: must be a number of blocks, 0 or more, and is {getattr(self, name)!r}")
         if not isinstance(self.history, int) or not 1 <= self.history <= MOST_STEPS:
             raise UserError(f"fp8.history: must be a number of steps from 1 to {MOST_STEPS}, and is {self.history!r}")
+        if self.experts and self.recipe != fp8.TENSORWISE:
+            raise UserError(
+                f"fp8.experts: experts' products have one scale for each array, and fp8.recipe is {self.recipe!r}; take "
+                f"{fp8.TENSORWISE!r}, or set fp8.experts to False"
+            )
 
     def init(self, params: PyTree, blocks: str = "") -> PyTree:
         """Returns the first value of the train state's field `fp8`: a history for each module ("delayed"), or () for other recipes.
@@ -72,10 +80,17 @@ class Fp8:
 
 
 class Chosen(NamedTuple):
-    """The paths of the modules with a kernel whose matmuls run in fp8, and of those that keep their dtype."""
+    """The paths of the modules with a kernel whose matmuls run in fp8, and of those that keep their dtype; those of experts' matrices in
+    fp8."""
 
     in_fp8: frozenset[str]
     others: frozenset[str]
+    stacks: frozenset[str] = frozenset()
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """Returns the paths of the weights in fp8."""
+        return self.stacks | {f"{path}/{fp8_wire.WEIGHT}" for path in self.in_fp8}
 
 
 def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
@@ -95,14 +110,24 @@ def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
         )
     named, inside = re.compile(settings.filter), re.compile(blocks)
     below = [tree.below_params(path) for path in weights]
+    stacks = _stacks(below) if settings.experts else frozenset()
+    if settings.experts and not stacks:
+        raise UserError(
+            f"fp8.experts: no module has the weights {', '.join(expert_matrices.NAMES)} of a mixture's experts; set it to False"
+        )
     block_of = {
         path.removesuffix(f"/{fp8_wire.WEIGHT}"): tree.block_of(path, inside) if blocks else None
         for path in below
-        if path.endswith(f"/{fp8_wire.WEIGHT}")
+        if path.endswith(f"/{fp8_wire.WEIGHT}") or path in stacks
     }
     kept = _ends({block for block in block_of.values() if block}, settings.first, settings.last)
     asked = [path for path, block in block_of.items() if (named.fullmatch(path) if settings.filter else block)]
     found = frozenset(path for path in asked if block_of[path] not in kept)
+    if settings.experts and not found & stacks:
+        raise UserError(
+            f"fp8.experts: fp8.filter={settings.filter!r}, fp8.first={settings.first} and fp8.last={settings.last} leave no experts in "
+            "fp8; change them, or set it to False"
+        )
     if not found:
         if asked:
             raise UserError(
@@ -113,7 +138,15 @@ def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
             f"{pattern} matches no module with a weight `{fp8_wire.WEIGHT}`; it is a regex over full module paths such as "
             "'layer_\\d+/mlp/up'"
         )
-    return Chosen(found, frozenset(block_of) - found)
+    return Chosen(found - stacks, frozenset(block_of) - found - stacks, found & stacks)
+
+
+def _stacks(weights: Collection[str]) -> frozenset[str]:
+    """Returns the paths of experts' matrices, which are beside each other."""
+    known = frozenset(weights)
+    ends = {path.removesuffix(end) for path in known if path.endswith(end := f"/{expert_matrices.NAMES[0]}")}
+    mixtures = [[f"{end}/{name}" for name in expert_matrices.NAMES] for end in ends]
+    return frozenset(path for paths in mixtures if known.issuperset(paths) for path in paths)
 
 
 def _ends(blocks: Collection[str], first: int, last: int) -> set[str]:
@@ -158,7 +191,7 @@ def in_step(
         history_lib.check(partition.abstract_state, modules.in_fp8)
     matmuls = _Matmuls(modules, settings.recipe)
     if settings.recipe != fp8.ROWWISE:
-        partition = fp8_wire.marked(partition, modules.in_fp8, matmuls.weights)
+        partition = fp8_wire.marked(partition, modules.weights, matmuls.weights)
     kept = (matmuls.histories,) if settings.recipe == fp8.DELAYED else ()
     return _in_fp8(loss_fn, modules, matmuls), partition, kept
 
@@ -180,28 +213,29 @@ def _in_fp8(loss_fn: Callable[..., Any], modules: Chosen, matmuls: "_Matmuls") -
             result = loss_fn(*args, **kwargs)
         if not matmuls.entered:
             raise UserError(
-                f"fp8.filter: the loss calls no Linen module of {', '.join(sorted(modules.in_fp8)[:3])}; an NNX module takes "
-                "dot_general=zerojax.fp8.dot_general when it is created"
+                f"fp8.filter: the loss calls no Linen module of {', '.join(sorted(modules.in_fp8 | modules.stacks)[:3])}; an NNX module "
+                "takes dot_general=zerojax.fp8.dot_general when it is created"
             )
         return result
 
     return in_fp8
 
 
-def _paths_in_model(modules: Chosen) -> frozenset[str]:
+def _paths_in_model(own: frozenset[str], others: frozenset[str] = frozenset()) -> frozenset[str]:
     """Returns the paths of chosen modules in the model. A loss may call a model with a part of the params, so they may begin later."""
-    ends, others = (
+    ends, of_others = (
         {"/".join(names[start:]) for names in (path.split("/") for path in paths) for start in range(len(names))}
-        for paths in modules
+        for paths in (own, others)
     )
-    return modules.in_fp8 | (ends - others)
+    return own | (ends - of_others)
 
 
 class _Matmuls:
     """The matmuls in fp8 of a loss, with the weights that blocks gather for them and the histories that they read."""
 
     def __init__(self, modules: Chosen, recipe: str):
-        self._paths, self._recipe = _paths_in_model(modules), recipe
+        self._paths, self._recipe = _paths_in_model(modules.in_fp8, modules.others), recipe
+        self._stacks = _paths_in_model(modules.stacks)
         self.weights, self.histories = fp8_wire.BlockWeights(), history_lib.OfState()
         self.entered: set[str] = set()
 
@@ -217,11 +251,19 @@ class _Matmuls:
             fp8.dot_general, recipe=recipe, rhs_in_fp8=self.weights.of_module(path), history=history
         )
 
+    def _of_stack(self, path: str, name: str, matrices: expert_matrices.Matrices) -> expert_matrices.Matrices:
+        path = f"{path}/{name}"
+        return expert_matrices.in_fp8(matrices, self.weights.of_weight(path)) if path in self._stacks else matrices
+
     def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         module = context.module
         if module.scope is None or context.method_name == "setup":
             return call(*args, **kwargs)
         path = "/".join(module.path)
+        if hasattr(module, FORM) and any(f"{path}/{name}" in self._stacks for name in expert_matrices.NAMES):
+            self.entered.add(path)
+            with _field(module, FORM, functools.partial(self._of_stack, path)):
+                return call(*args, **kwargs)
         if path not in self._paths:
             return call(*args, **kwargs)
         if FIELD not in {field.name for field in dataclasses.fields(module)}:
@@ -229,16 +271,16 @@ class _Matmuls:
                 f"fp8.filter: {path} is a {type(module).__name__}, which has no field `{FIELD}`; leave it out of fp8.filter, or give it one"
             )
         self.entered.add(path)
-        with _field(module, self._of_module(path)):
+        with _field(module, FIELD, self._of_module(path)):
             return call(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _field(module: nn.Module, value: object) -> Any:
-    """Sets the field of a bound module, which belongs to this trace, for one call."""
-    before = getattr(module, FIELD)
-    object.__setattr__(module, FIELD, value)
+def _field(module: nn.Module, name: str, value: object) -> Any:
+    """Sets a field of a bound module, which belongs to this trace, for one call."""
+    before = getattr(module, name)
+    object.__setattr__(module, name, value)
     try:
         yield
     finally:
-        object.__setattr__(module, FIELD, before)
+        object.__setattr__(module, name, before)

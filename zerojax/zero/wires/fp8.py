@@ -44,21 +44,24 @@ class BlockWeights:
         Args:
           path: the module's in the model, which may begin later than that of its params.
         """
-        own = f"{path}/{WEIGHT}"
-        return next((weight for name, weight in self._known.items() if f"/{name}".endswith(f"/{own}")), None)
+        return self.of_weight(f"{path}/{WEIGHT}")
+
+    def of_weight(self, path: str) -> fp8.EightBits | None:
+        """Returns the same of a weight by its own path."""
+        return next((weight for name, weight in self._known.items() if f"/{name}".endswith(f"/{path}")), None)
 
 
 def marked(
-    partition: partition_lib.Partition, modules: Collection[str], weights: BlockWeights
+    partition: partition_lib.Partition, paths: Collection[str], weights: BlockWeights
 ) -> partition_lib.Partition:
-    """Returns a partition in which blocks gather the sharded kernels of these modules in fp8, as `weights` of the step's matmuls."""
-    kernels = {
-        path: weight
-        for path, weight in partition.placements.items()
-        if (below := tree.below_params(path)).endswith(f"/{WEIGHT}") and below.removesuffix(f"/{WEIGHT}") in modules
-    }
+    """Returns a partition in which blocks gather the sharded weights of these paths in fp8, as `weights` of the step's matmuls. Experts
+    that live on different devices are gathered as before, if at all."""
     return partition.with_wires(
-        {path: InFp8(weights=weights) for path, weight in kernels.items() if gather.is_gathered(weight)}
+        {
+            path: InFp8(weights=weights)
+            for path, weight in partition.placements.items()
+            if tree.below_params(path) in paths and gather.is_gathered(weight) and not weight.is_experts
+        }
     )
 
 
