@@ -47,6 +47,29 @@ def test_merged_blocks_and_their_gradients_are_those_of_all_keys():
         np.testing.assert_allclose(one, other, atol=ROUNDING)
 
 
+@pytest.mark.parametrize("is_causal, window, is_masked", [(True, 0, False), (True, 4, True), (False, 0, True)])
+def test_parts_of_the_queries_give_what_all_at_once_give(is_causal, window, is_masked, monkeypatch):
+    draw = np.random.default_rng(2).normal
+    q, dy, k, v = (jnp.asarray(draw(size=(2, 11, heads, 8)), jnp.float32) for heads in (4, 4, 2, 2))
+    seen = jnp.asarray(np.random.default_rng(3).random((2, 11, 11)) < 0.7) if is_masked else None
+    form, cut = blocks.BlockForm("xla", 0.3, is_causal, window, 5.0), []
+
+    def both(q, k, v):
+        cut.append(blocks._parts(form, 11, 11))
+        y, l = blocks.finished(blocks.forward(form, q, k, v, seen))
+        return y, l, blocks.backward(form, q, k, v, seen, y, l, dy)
+
+    expected = jax.jit(both)(q, k, v)
+    for name, size in (("QUERIES", 2), ("PARTS", 4), ("_TILE", 2)):
+        monkeypatch.setattr(blocks, name, size)
+    found = jax.jit(lambda *given: both(*given))(q, k, v)
+    assert [len(parts) for parts in cut] == [1, 4]
+    assert sum(part.last - part.first for part in cut[1]) < (44 if is_causal else 45), (
+        "keys that no query sees are read"
+    )
+    jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, atol=ROUNDING), found, expected)
+
+
 def calls(function, *shapes):
     """Returns each call of cuDNN in a lowered program: its target, its types and layouts, and its config."""
     found = []

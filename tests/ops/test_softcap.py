@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import mesh as mesh_lib
-from zerojax.ops import attention, context_attention, losses, softcap
+from zerojax.ops import attention, context_attention, losses, softcap, tokens
 
 CAP, ROUNDING = 3.0, 2e-5
 
@@ -41,6 +41,9 @@ def test_attention_to_keys_of_other_devices_is_that_of_one_device_with_its_gradi
     def one(q, k, v, window):
         return attention.attend(q, k, v, "xla", is_causal=True, window=window, cap=CAP)
 
+    def parts(q, k, v, window):
+        return tokens.attend(q, k, v, "xla", way=None, is_causal=True, window=window, cap=CAP)
+
     def plain(q, k, v, window):
         scores = CAP * jnp.tanh(jnp.einsum("bthn,bshn->bhts", q, jnp.repeat(k, 2, 2)) / np.sqrt(8) / CAP)
         distance = np.arange(16)[:, None] - np.arange(16)
@@ -63,12 +66,18 @@ def test_attention_to_keys_of_other_devices_is_that_of_one_device_with_its_gradi
 
     for window in (0, 5):
         found = {}
-        for name, f in {"plain": plain, "one": one, "ring": sharded("ring"), "ulysses": sharded("ulysses")}.items():
+        for name, f in {
+            "plain": plain,
+            "one": one,
+            "parts": parts,
+            "ring": sharded("ring"),
+            "ulysses": sharded("ulysses"),
+        }.items():
             value = jax.jit(
                 jax.value_and_grad(lambda q, k, v, f=f, window=window: (f(q, k, v, window) ** 2).sum(), (0, 1, 2))
             )
             found[name] = value(q, k, v)
-        for name in ("one", "ring", "ulysses"):
+        for name in ("one", "parts", "ring", "ulysses"):
             jax.tree.map(
                 lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-5), found["plain"], found[name]
             )

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 
 from zerojax.ops import attention, softcap
 
+QUERIES, PARTS = 1024, 8  # of which XLA holds the scores at once, unless there would be more parts
+_TILE = 128  # a part's first key is a multiple of it
 NONE = -1e30  # the log-sum-exp of no keys: finite, so that differences are numbers
 _NO_KEY = -1e4  # a log-sum-exp below it is that of masked keys alone
 _MASKED = {"bfloat16": -float(2 << 40), "float16": -float(2 << 14)}  # what JAX gives cuDNN for a masked score
@@ -54,12 +56,9 @@ def forward(
     """
     if _runs_cudnn(form, q_BTHN, k_BSKN, seen):
         return _cudnn("Softmax", form, seen, (q_BTHN, k_BSKN, v_BSKN))
-    scores_BKGTS, seen = _scores(form, q_BTHN, k_BSKN, seen)
-    scores_BKGTS = _masked(scores_BKGTS, seen)
-    total_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
-    weights = jnp.exp(scores_BKGTS - total_BKGT[..., None]).astype(v_BSKN.dtype)
-    out = _einsum("bkgts,bskn->btkgn", weights, v_BSKN)
-    return out.reshape(q_BTHN.shape), total_BKGT.reshape(len(q_BTHN), q_BTHN.shape[2], -1)
+    parts = _parts(form, q_BTHN.shape[1], k_BSKN.shape[1])
+    ys, ls = zip(*(_forward(form, part, *part.of(q_BTHN, k_BSKN, v_BSKN), part.of_both(seen)) for part in parts))
+    return jnp.concatenate(ys, axis=1), jnp.concatenate(ls, axis=2)
 
 
 def backward(
@@ -80,19 +79,15 @@ def backward(
     if _runs_cudnn(form, q_BTHN, k_BSKN, seen):
         arrays = (q_BTHN, k_BSKN, v_BSKN, l_BHT, dy_BTHN.astype(q_BTHN.dtype), y_BTHN.astype(q_BTHN.dtype))
         return _cudnn("SoftmaxBackward", form, seen, arrays)
-    shape, grouped = q_BTHN.shape, (*q_BTHN.shape[:2], k_BSKN.shape[2], -1, q_BTHN.shape[3])
-    dtype = q_BTHN.dtype
-    scores_BKGTS, seen = _scores(form, q_BTHN, k_BSKN, seen)
-    p_BKGTS = jnp.exp(_masked(scores_BKGTS, seen) - l_BHT.reshape(*scores_BKGTS.shape[:-1], 1))
-    dy_BTKGN = dy_BTHN.astype(dtype).reshape(grouped)
-    sums_BTH = jnp.sum(dy_BTHN.astype(jnp.float32) * y_BTHN.astype(jnp.float32), axis=-1)
-    sums_BKGT = jnp.moveaxis(sums_BTH.reshape(grouped[:-1]), 1, -1)
-    dp_BKGTS = _einsum("btkgn,bskn->bkgts", dy_BTKGN, v_BSKN)
-    slope = softcap.slope(scores_BKGTS, form.cap) * form.scale
-    ds_BKGTS = (p_BKGTS * (dp_BKGTS - sums_BKGT[..., None]) * slope).astype(dtype)
-    dq = _einsum("bkgts,bskn->btkgn", ds_BKGTS, k_BSKN).reshape(shape)
-    dk = _einsum("bkgts,btkgn->bskn", ds_BKGTS, q_BTHN.reshape(grouped))
-    return dq, dk, _einsum("bkgts,btkgn->bskn", p_BKGTS.astype(dtype), dy_BTKGN)
+    dq, dk, dv = [], jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    for part in _parts(form, q_BTHN.shape[1], k_BSKN.shape[1]):
+        y, dy = (x[:, part.begin : part.end] for x in (y_BTHN, dy_BTHN))
+        l = l_BHT[:, :, part.begin : part.end]
+        own, *others = _backward(form, part, *part.of(q_BTHN, k_BSKN, v_BSKN), part.of_both(seen), y, dy, l)
+        dq.append(own)
+        around = ((0, 0), (part.first, k_BSKN.shape[1] - part.last), (0, 0), (0, 0))
+        dk, dv = (total + jnp.pad(other, around) for total, other in zip((dk, dv), others))
+    return jnp.concatenate(dq, axis=1), dk, dv
 
 
 def merged(
@@ -118,23 +113,90 @@ def _runs_cudnn(form: BlockForm, q_BTHN: jax.Array, k_BSKN: jax.Array, seen: jax
     return form.kernel == "cudnn" and (seen is None or q_BTHN.shape[1] % 2 == k_BSKN.shape[1] % 2 == 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """Some queries, from `begin` to before `end`, and all keys that they see, from `first` to before `last`."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+    def of(self, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        keys = slice(self.first, self.last)
+        return q_BTHN[:, self.begin : self.end], k_BSKN[:, keys], v_BSKN[:, keys]
+
+    def of_both(self, seen: jax.Array | None) -> jax.Array | None:
+        return None if seen is None else seen[:, self.begin : self.end, self.first : self.last]
+
+
+def _parts(form: BlockForm, queries: int, keys: int) -> list[_Span]:
+    """Returns the parts of a block by XLA: so fewer scores are in memory at once, and those that no causal query sees are not computed."""
+    size, found = max(QUERIES, -(-queries // PARTS)), []
+    for begin in range(0, queries, size):
+        end, first = min(begin + size, queries), max(0, begin - form.window + 1) if form.window else 0
+        sees = (first // _TILE * _TILE, min(end, keys)) if form.is_causal and first < keys else (0, keys)
+        found.append(_Span(begin, end, *sees))
+    return found
+
+
+def _forward(
+    form: BlockForm, part: _Span, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, seen: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    scores_BKTGS, seen = _scores(form, part, q_BTHN, k_BSKN, seen)
+    scores_BKTGS = _masked(scores_BKTGS, seen)
+    total_BKTG = jax.nn.logsumexp(scores_BKTGS, axis=-1)
+    weights = jnp.exp(scores_BKTGS - total_BKTG[..., None]).astype(v_BSKN.dtype)
+    out = _einsum("bktgs,bskn->btkgn", weights, v_BSKN)
+    return out.reshape(q_BTHN.shape), jnp.swapaxes(total_BKTG, 2, 3).reshape(len(q_BTHN), q_BTHN.shape[2], -1)
+
+
+def _backward(
+    form: BlockForm,
+    part: _Span,
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    seen: jax.Array | None,
+    y_BTHN: jax.Array,
+    dy_BTHN: jax.Array,
+    l_BHT: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    shape, heads = q_BTHN.shape, k_BSKN.shape[2]
+    grouped = *shape[:2], heads, shape[2] // heads, shape[3]
+    dtype = q_BTHN.dtype
+    scores_BKTGS, seen = _scores(form, part, q_BTHN, k_BSKN, seen)
+    l_BKTG = jnp.swapaxes(l_BHT.reshape(len(l_BHT), *grouped[2:4], -1), 2, 3)
+    p_BKTGS = jnp.exp(_masked(scores_BKTGS, seen) - l_BKTG[..., None])
+    dy_BTKGN = dy_BTHN.astype(dtype).reshape(grouped)
+    sums_BTH = jnp.sum(dy_BTHN.astype(jnp.float32) * y_BTHN.astype(jnp.float32), axis=-1)
+    sums_BKTG = jnp.swapaxes(sums_BTH.reshape(grouped[:-1]), 1, 2)
+    dp_BKTGS = _einsum("btkgn,bskn->bktgs", dy_BTKGN, v_BSKN)
+    slope = softcap.slope(scores_BKTGS, form.cap) * form.scale
+    ds_BKTGS = (p_BKTGS * (dp_BKTGS - sums_BKTG[..., None]) * slope).astype(dtype)
+    dq = _einsum("bktgs,bskn->btkgn", ds_BKTGS, k_BSKN).reshape(shape)
+    dk = _einsum("bktgs,btkgn->bskn", ds_BKTGS, q_BTHN.reshape(grouped))
+    return dq, dk, _einsum("bktgs,btkgn->bskn", p_BKTGS.astype(dtype), dy_BTKGN)
+
+
 def _scores(
-    form: BlockForm, q_BTHN: jax.Array, k_BSKN: jax.Array, seen: jax.Array | None
+    form: BlockForm, part: _Span, q_BTHN: jax.Array, k_BSKN: jax.Array, seen: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scores, bounded and not masked, and which keys a query sees."""
     batch, queries, _, width = q_BTHN.shape
     q_BTKGN = q_BTHN.reshape(batch, queries, k_BSKN.shape[2], -1, width)
-    scores_BKGTS = softcap.softcap(_einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN) * form.scale, form.cap)
+    scores_BKTGS = softcap.softcap(_einsum("btkgn,bskn->bktgs", q_BTKGN, k_BSKN) * form.scale, form.cap)
     if form.is_causal:
-        earlier = jnp.tri(queries, k_BSKN.shape[1], dtype=bool)[None]
+        before = part.begin - part.first
+        earlier = jnp.tri(queries, k_BSKN.shape[1], before, dtype=bool)[None]
         if form.window:
-            earlier &= ~jnp.tri(queries, k_BSKN.shape[1], -form.window, dtype=bool)
+            earlier &= ~jnp.tri(queries, k_BSKN.shape[1], before - form.window, dtype=bool)
         seen = earlier if seen is None else seen & earlier
-    return scores_BKGTS, seen
+    return scores_BKTGS, seen
 
 
-def _masked(scores_BKGTS: jax.Array, seen: jax.Array | None) -> jax.Array:
-    return scores_BKGTS if seen is None else jnp.where(seen[:, None, None], scores_BKGTS, NONE)
+def _masked(scores_BKTGS: jax.Array, seen: jax.Array | None) -> jax.Array:
+    return scores_BKTGS if seen is None else jnp.where(seen[:, None, :, None], scores_BKTGS, NONE)
 
 
 def _einsum(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -6,7 +6,8 @@ query's scores and s its head's sink, it is one more block of keys, whose values
     l' = log(exp(l) + exp(s))    y' = exp(l - l') y    ds = -sum exp(s - l') (dy' y')
 
 so that any kernel that returns l computes it, and the gradients of q, k and v are those of a block (`attention_blocks`). Without sinks
-it is attention by the same kernels, which JAX's own check of the local GPU does not keep from programs for absent ones.
+it is attention by the same kernels, which JAX's own check of the local GPU does not keep from programs for absent ones. By XLA's kernel
+not all scores are in memory at once, and none are kept for the backward pass.
 
 Shapes: B batch, T queries, S keys, H query heads, K key and value heads, N head dim.
 """
@@ -31,19 +32,22 @@ def attend(
     mask: jax.Array | None = None,
     scale: float | None = None,
     window: int = 0,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Returns attention with sinks: float[B, T, H, N].
 
     Args:
-      q_BTHN, k_BSKN, v_BSKN, is_causal, mask, scale, window: see `attention.attend`. A window is of a causal call.
-      kernel: "cudnn", or another for XLA's, which holds the scores in float32.
+      q_BTHN, k_BSKN, v_BSKN, is_causal, mask, scale, window, cap: see `attention.attend`. A window is of a causal call. A query that
+        sees no key has 0.
+      kernel: "cudnn", or another for XLA's, which holds the scores of a part of the queries in float32. With a cap XLA's runs.
       sinks_H: the heads' scores, not scaled; None for no sinks.
     """
     form = attention_blocks.BlockForm(
-        "cudnn" if kernel == "cudnn" else "xla",
+        "cudnn" if kernel == "cudnn" and not cap else "xla",
         q_BTHN.shape[3] ** -0.5 if scale is None else scale,
         is_causal,
         window if window < k_BSKN.shape[1] else 0,
+        cap,
     )
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, None] if mask.ndim == 2 else mask, (*q_BTHN.shape[:2], k_BSKN.shape[1]))

@@ -43,7 +43,7 @@ def attend(
       bias: float[H, T, L] or float[B, H, T, L], added to the scores; L keys of all devices.
       mask: bool[B, S], False for this device's keys that no query sees.
       segments_BT: int32[B, T], the number of the text that a token belongs to: it sees no other. Without a mask.
-      sinks_H: of the heads (`sinks`), without a way, a bias and a cap; None for none.
+      sinks_H: of the heads (`sinks`), without a way and a bias; None for none.
     """
     if way is not None and sinks_H is not None:
         raise UserError(
@@ -74,13 +74,11 @@ def attend(
     seen = mask if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
     is_wide = kernel == "cudnn" and q_BTHN.shape[3] > attention_lib.NARROW
     is_for_absent = is_wide and bias is None and not cap and not attention_lib.jax_takes_wide_heads()
-    if sinks_H is not None or is_for_absent:
-        return sinks.attend(
-            q_BTHN, k_BSKN, v_BSKN, kernel, sinks_H=sinks_H, is_causal=is_causal, mask=seen, scale=scale, window=window
-        )
-    return attention_lib.attend(
-        q_BTHN, k_BSKN, v_BSKN, kernel, is_causal=is_causal, bias=bias, mask=seen, scale=scale, window=window, cap=cap
-    )
+    given: dict[str, Any] = {"is_causal": is_causal, "mask": seen, "scale": scale, "window": window, "cap": cap}
+    is_capped = cap and is_causal and bias is None and mask is None  # by parts, so that not all scores are in memory
+    if sinks_H is not None or is_for_absent or is_capped:
+        return sinks.attend(q_BTHN, k_BSKN, v_BSKN, kernel, sinks_H=sinks_H, **given)
+    return attention_lib.attend(q_BTHN, k_BSKN, v_BSKN, kernel, bias=bias, **given)
 
 
 def attention(
