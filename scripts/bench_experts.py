@@ -348,7 +348,9 @@ def _in_fp8(kind: str, product: str, numbers: list[int], first: Any, second: Any
     from zerojax.ops import fp8
 
     def cast(array: Any) -> Any:
-        return fp8.quantized(array, fp8.FORWARD, fp8.scale_of(array, fp8.FORWARD))
+        # The barrier: as in `zerojax.ops.expert_matrices`.
+        array, scale = jax.lax.optimization_barrier((array, fp8.scale_of(array, fp8.FORWARD)))
+        return fp8.quantized(array, fp8.FORWARD, scale)
 
     rows = first if kind == "fp8" else cast(first)
     matrices = second if kind == "fp8" else _contracted_last(cast(second) if kind == "cast" else second, product)

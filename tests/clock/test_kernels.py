@@ -61,6 +61,10 @@ backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"dim
 metadata={op_name="jit(step)/cond/branch_0_fun/grouped_rows/pallas_call"}
   %matrices = bf16[4,32,16]{2,1,0} custom-call(%t, %x, %z), custom_call_target="__gpu$xla.gpu.triton", \
 metadata={op_name="jit(step)/cond/branch_0_fun/grouped_matrices/pallas_call"}
+  %narrow = bf16[64,16]{1,0} custom-call(%t, %x8, %experts8), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(step)/fp8_matmul/jit(grouped_rows)/pallas_call"}
+  %x8 = f8e4m3fn[64,32]{1,0} parameter(12)
+  %experts8 = f8e4m3fn[4,16,32]{2,1,0} parameter(13)
   %t = s32[4]{0} parameter(10)
   %experts = bf16[4,32,16]{2,1,0} parameter(11)
   %q = bf16[2,128,4,64]{3,2,1,0} parameter(8)
@@ -87,9 +91,9 @@ def test_a_matmul_counts_two_operations_for_each_of_its_dims(found):
 
 
 def test_a_product_of_groups_of_rows_counts_each_row_once(found):
-    for name in ("rows", "matrices"):
+    for name, form in (("rows", "rows"), ("matrices", "matrices"), ("narrow", "rows.fp8")):
         (own,) = found[name]
-        assert (own.kind, own.form) == (kernels.MATMUL, f"grouped_{name}")
+        assert (own.kind, own.form) == (kernels.MATMUL, f"grouped_{form}")
         assert own.dims == (4, 64, 16, 32) and own.flops == 2 * 64 * 16 * 32
 
 

@@ -34,8 +34,8 @@ class KernelWork:
 
     Attributes:
       kind: MATMUL, ATTENTION, ELEMENTWISE (all that memory bounds), COLLECTIVE, TO_HOST or FROM_HOST.
-      form: of a matmul its dtype ("bf16", "fp8", "fp32"), or "grouped_rows" or "grouped_matrices" of groups of rows; of attention its
-        direction; of a collective its kind in HLO; FUSED of elementwise work inside a fusion with a matmul; else "".
+      form: of a matmul its dtype ("bf16", "fp8", "fp32"), or "grouped_rows", "grouped_rows.fp8" or "grouped_matrices" of groups of rows; of
+        attention its direction; of a collective its kind in HLO; FUSED of elementwise work inside a fusion with a matmul; else "".
       flops: floating-point operations; causal attention at half.
       nbytes: bytes of device memory, read and written; of a collective those that each device receives; of a copy those copied.
       dims: of a matmul (batch or groups, m, n, k), of attention (batch, heads, queries, keys, head dim).
@@ -126,7 +126,9 @@ def _attention(where: syntax.Computation, call: syntax.Instruction, target: str,
 
 def _grouped(where: syntax.Computation, call: syntax.Instruction, form: str, moved: int) -> KernelWork:
     """Returns the work of a product of groups of rows (`pallas_kernels.grouped`), if groups have all rows, or a balanced router's."""
-    rows, contracted = where.by_name[call.operands[-2]].arrays[0].dims
+    first = where.by_name[call.operands[-2]].arrays[0]
+    rows, contracted = first.dims
+    form += ".fp8" if first.nbytes == first.elements else ""
     rows = round(rows / roles.room(call.op_name))
     columns = call.arrays[0].dims[-1]
     groups = next(

@@ -101,9 +101,11 @@ class GpuRates:
 
     def _matmul(self, kernel: kernels_lib.KernelWork, *_: Any) -> float:
         batch, m, n, k = kernel.dims
-        if (own := self.figures.get(f"matmul.{kernel.form}")) is not None:  # groups, whose last tiles are half full
-            own *= m / (m + batch * HALF_TILE[kernel.form])
-            bandwidth = self.figures.get(f"bandwidth.{kernel.form}", self.figures["bandwidth"])
+        of_groups = kernel.form.removesuffix(".fp8")
+        if of_groups in HALF_TILE:  # groups, whose last tiles are half full
+            own = self.figures.get(f"matmul.{kernel.form}", self.figures[f"matmul.{of_groups}"])
+            own *= m / (m + batch * HALF_TILE[of_groups])
+            bandwidth = self.figures.get(f"bandwidth.{of_groups}", self.figures["bandwidth"])
             return max(kernel.flops / own, kernel.nbytes / bandwidth)
         form = kernel.form if f"matmul.{kernel.form}" in self._sizes else "bf16"
         rate = self._by_size(f"matmul.{form}", min(m, n, k))
