@@ -36,7 +36,7 @@ SPREAD = 50.0  # the sizes of rows and of matrices differ by as much
 
 def rounded(array):
     """Returns what an array stands for in e4m3 with one scale, float32."""
-    values, scale = fp8.quantized(jnp.asarray(array), jnp.float8_e4m3fn, fp8.scale_of(jnp.asarray(array), fp8.FORWARD))
+    values, scale, _ = fp8.quantized(jnp.asarray(array), fp8.FORWARD, fp8.scale_of(jnp.asarray(array), fp8.FORWARD))
     return np.asarray(values, np.float32) / np.asarray(scale)
 
 

@@ -117,8 +117,8 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     with jax.named_scope(fp8.SCOPE):
         matrices = known or _cast(kernel_EKN, checkpoint_name(fp8.scale_of(kernel_EKN, fp8.FORWARD), fp8.SCALE))
-        turned = matrices._replace(values=matrices.values.swapaxes(1, 2))
-        y_RN = _rows(x_RK, turned, sizes_E)
+        swapped = matrices.values.swapaxes(1, 2) if matrices.swapped is None else matrices.swapped
+        y_RN = _rows(x_RK, swapped, matrices.scale, sizes_E)
     # As in `ops.fp8`: the weight itself is kept, which may be gathered again.
     return y_RN, (x_RK, known or fp8.EightBits(kernel_EKN, matrices.scale), jnp.zeros((0,), kernel_EKN.dtype), sizes_E)
 
@@ -126,8 +126,8 @@ def _forward(
 def _backward(saved: Any, dy_RN: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     x_RK, matrices, like, sizes_E = saved
     with jax.named_scope(fp8.SCOPE):
-        coded = matrices if matrices.values.dtype == fp8.FORWARD else _cast(*matrices)
-        dx_RK = _rows(dy_RN, coded, sizes_E)
+        coded = matrices if matrices.values.dtype == fp8.FORWARD else _cast(matrices.values, matrices.scale)
+        dx_RK = _rows(dy_RN, coded.values, matrices.scale, sizes_E)
     dkernel_EKN = grouped.IMPLEMENTATIONS[grouped.BY_PLATFORM].matrices(x_RK, dy_RN, sizes_E)
     return dx_RK, dkernel_EKN.astype(like.dtype), None, None
 
@@ -141,9 +141,8 @@ def _cast(kernel_EKN: jax.Array, scale: jax.Array) -> fp8.EightBits:
     return fp8.quantized(kernel_EKN, fp8.FORWARD, scale)
 
 
-def _rows(rows_RK: jax.Array, matrices: fp8.EightBits, sizes_E: jax.Array) -> jax.Array:
-    """Returns rows, cast with their own scale, times matrices in fp8, with the contracted dim last, in the rows' dtype."""
+def _rows(rows_RK: jax.Array, matrices_ENK: jax.Array, scale: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Returns rows, cast with their own scale, times matrices in fp8, whose scale is given, in the rows' dtype."""
     rows = fp8.quantized(rows_RK, fp8.FORWARD, checkpoint_name(fp8.scale_of(rows_RK, fp8.FORWARD), fp8.SCALE))
     multiply = grouped.IMPLEMENTATIONS[grouped.BY_PLATFORM].rows
-    scale = 1.0 / (rows.scale * matrices.scale)
-    return multiply(rows.values, matrices.values, sizes_E, True, scale=scale, dtype=rows_RK.dtype)
+    return multiply(rows.values, matrices_ENK, sizes_E, True, scale=1.0 / (rows.scale * scale), dtype=rows_RK.dtype)

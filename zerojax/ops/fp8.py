@@ -49,10 +49,12 @@ _FREE = ((), ())
 
 
 class EightBits(NamedTuple):
-    """An array in fp8: `values` / `scale` is the array. The scale is float32[] or, along the contracted dim, of size 1."""
+    """An array in fp8: `values` / `scale` is the array. The scale is float32[] or, along the contracted dim, of size 1. `swapped` are the
+    values of a stack of matrices with the last two dims swapped, or None."""
 
     values: jax.Array
     scale: jax.Array
+    swapped: jax.Array | None = None
 
 
 def dot_general(
@@ -148,7 +150,7 @@ def _forward(
 
 
 def _backward(dtype: DTypeLike, recipe: str, residuals: Any, dy_MN: jax.Array) -> tuple[Any, ...]:
-    (x, x_MK), (w_KN, w_scale), (like_x, like_w), history, x_amax = residuals
+    (x, x_MK), (w_KN, w_scale, _), (like_x, like_w), history, x_amax = residuals
     with jax.named_scope(SCOPE):
         amax = amax_of(dy_MN, _axis(recipe, 1))
         by_row = quantized(dy_MN, BACKWARD, scale_of_amax(_largest(history, 1, amax), BACKWARD))

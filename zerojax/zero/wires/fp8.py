@@ -2,7 +2,9 @@
 
 A gather sends one byte an element, half of bf16's. The scale is that of the weight, not of the shard: the shards' largest magnitudes are
 reduced over devices, those of all weights in one collective a step. A matmul takes the gathered fp8 weight, and a transposed copy of it
-where the GPU wants one; no 16-bit copy is made. What else reads the weight sees these fp8 values in 16 bits.
+where the GPU wants one; no 16-bit copy is made. What else reads the weight sees these fp8 values in 16 bits. Experts' matrices are sent
+with the last two dims swapped too, which a shard of some experts is cast to at once: the forward pass reads these alone, the backward pass
+the others (unless it computes the products again), and JAX drops the gather that a pass does not read.
 
 The gradient is that of the weight: the cast has the derivative 1. It has the weight's dtype, and is reduced as any other.
 """
@@ -58,7 +60,7 @@ def marked(
     that live on different devices are gathered as before, if at all."""
     return partition.with_wires(
         {
-            path: InFp8(weights=weights)
+            path: InFp8(weights=weights, is_stack=not path.endswith(f"/{WEIGHT}"))
             for path, weight in partition.placements.items()
             if tree.below_params(path) in paths and gather.is_gathered(weight) and not weight.is_experts
         }
@@ -67,9 +69,11 @@ def marked(
 
 @dataclasses.dataclass(frozen=True)
 class InFp8(gather.Plain):
-    """The wire of a weight that blocks gather in fp8; see `placement.Wire`. Outside of blocks it is plain."""
+    """The wire of a weight that blocks gather in fp8; see `placement.Wire`. Outside of blocks it is plain. A stack is one of experts'
+    matrices."""
 
     weights: BlockWeights = dataclasses.field(default_factory=BlockWeights)
+    is_stack: bool = False
 
     def known(self, shards: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """Returns the weights' scales."""
@@ -81,8 +85,10 @@ class InFp8(gather.Plain):
     def send(
         self, shard: jax.Array, known: jax.Array, placement: placement.Placement, dtype: DTypeLike | None
     ) -> fp8.EightBits:
-        values = fp8.quantized(shard, fp8.FORWARD, known).values
-        return fp8.EightBits(gather.all_gather(values, placement, None), known)
+        values, swapped = fp8.quantized(shard, fp8.FORWARD, known).values, None
+        if self.is_stack and not any(placement.stored.spec[1:]) and not placement.padding:
+            swapped = gather.all_gather(values.swapaxes(1, 2), placement, None)
+        return fp8.EightBits(gather.all_gather(values, placement, None), known, swapped)
 
     def differentiated(self, sent: fp8.EightBits, dtype: DTypeLike | None) -> jax.Array:
         return jnp.zeros(sent.values.shape, dtype)
