@@ -87,7 +87,9 @@ class InFp8(gather.Plain):
     ) -> fp8.EightBits:
         values, swapped = fp8.quantized(shard, fp8.FORWARD, known).values, None
         if self.is_stack and not any(placement.stored.spec[1:]) and not placement.padding:
-            swapped = gather.all_gather(values.swapaxes(1, 2), placement, None)
+            # One row a matrix: XLA would send three dims as they are, in another layout, and transpose all that arrives.
+            rows = values.swapaxes(1, 2).reshape(len(values), -1)
+            swapped = gather.all_gather(rows, placement, None).reshape(-1, *values.shape[:0:-1])
         return fp8.EightBits(gather.all_gather(values, placement, None), known, swapped)
 
     def differentiated(self, sent: fp8.EightBits, dtype: DTypeLike | None) -> jax.Array:
