@@ -69,9 +69,22 @@ metadata={op_name="jit(step)/fp8_matmul/jit(grouped_rows)/pallas_call"}
   %experts = bf16[4,32,16]{2,1,0} parameter(11)
   %q = bf16[2,128,4,64]{3,2,1,0} parameter(8)
   %k = bf16[2,256,4,64]{3,2,1,0} parameter(9)
+  %codes = f8e4m3fn[128,32]{1,0} parameter(12)
+  %bytes = s8[4096]{0} bitcast(%codes)
+  %scales = bf16[64]{0} parameter(13)
+  %cache = bf16[2,256,4,64]{3,2,1,0} parameter(14)
+  %product = (bf16[32]{0}, bf16[2,256,4,64]{3,2,1,0}, f32[128]{0}) custom-call(%bytes, %scales, %cache), \
+custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{1}: (2, {})}, \
+metadata={op_name="jit(_decode)/one_token_product/pallas_call"}, backend_config={ir = "{0}: (1, {})"}
+  %few = f32[8,32]{1,0} custom-call(%codes, %scales), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(_decode)/jit(_parts)/narrow_matmul/pallas_call"}
+  %seen = f32[2,4,64]{2,1,0} custom-call(%cache, %cache), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(_decode)/jit(_ranges)/cached_attention/pallas_call"}
+  %wide = bf16[128,32]{1,0} convert(%codes)
   ROOT %end = bf16[64,16]{1,0} bitcast(%gated.1)
 }
 """
+CODES, CACHE = 128 * 32, 2 * 2 * 256 * 4 * 64  # bytes
 X, W, OUT = 2 * 64 * 32, 2 * 32 * 16, 2 * 64 * 16  # bytes
 
 
@@ -130,3 +143,16 @@ def test_causal_attention_counts_half_of_its_scores(found):
 
 def test_what_moves_nothing_is_no_kernel(found):
     assert found["x"] == found["end"] == ()
+
+
+def test_kernels_of_a_token_count_what_they_stream_and_name_how_a_weight_is_stored(found):
+    """The cache that `product` adds a token to is not read, and its codes in fp8 are given as bytes."""
+    (product,), (few,), (seen,), (wide,) = (found[name] for name in ("product", "few", "seen", "wide"))
+    assert (product.kind, product.form, product.nbytes) == (
+        kernels.MATMUL,
+        "one_token.fp8",
+        CODES + 2 * 64 + 2 * 32 + 4 * 128,
+    )
+    assert (few.kind, few.form, few.nbytes) == (kernels.MATMUL, "narrow.fp8", CODES + 2 * 64 + 4 * 8 * 32)
+    assert (seen.kind, seen.form, seen.nbytes) == (kernels.ATTENTION, "cached", 2 * CACHE + 4 * 2 * 4 * 64)
+    assert (wide.kind, wide.form, wide.nbytes) == (kernels.ELEMENTWISE, kernels.DEQUANTIZED, 3 * CODES)

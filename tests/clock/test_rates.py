@@ -114,6 +114,32 @@ def test_collectives_have_figures_of_their_kind_and_number_of_devices():
     assert found.seconds(other) == own.seconds(other)
 
 
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_no_kernel_of_a_token_reads_faster_than_the_memory_and_figures_of_tokens_are_theirs_alone(path):
+    own, memory = rates.of(path.stem), targets.TARGETS[path.stem].memory_bandwidth.value
+    token, step = own.of_tokens(), matmul(16, 14336, 4096)
+    for form in ("one_token.bf16", "one_token.int8", "narrow.bf16", "narrow.nf4"):
+        sizes = [token.seconds(kernels.KernelWork(kernels.MATMUL, form, nbytes=nbytes)) for nbytes in (1e3, 1e7, 1e9)]
+        assert token.figures["least"] <= sizes[0] < sizes[1] < sizes[2] and sizes[2] > 1e9 / memory
+    assert step.nbytes / memory < token.seconds(step)
+    assert own.seconds(step) == dataclasses.replace(
+        own, figures={name: value for name, value in own.figures.items() if not name.startswith(rates.TOKEN)}
+    ).seconds(step)
+    assert token.launch(kernels.COLLECTIVE) > token.launch(kernels.MATMUL) > 0 == own.launch(kernels.MATMUL)
+
+
+def test_few_rows_read_the_weights_of_the_groups_that_they_are_in():
+    token = rates.of("h200").of_tokens()
+    weights = 128 * 2048 * 768 * 2
+    times = [
+        token.seconds(
+            kernels.KernelWork(kernels.MATMUL, "grouped_rows", 2.0 * rows * 2048 * 768, weights, (128, rows, 768, 2048))
+        )
+        for rows in (8, 64, 4096)
+    ]
+    assert times[0] < 0.12 * times[2] < times[1] < times[2] and times[2] > weights / token.figures["bandwidth"]
+
+
 def test_a_file_of_rates_is_of_the_target_and_complete_or_refused_in_one_line(tmp_path):
     table = json.loads((TABLES[0].parent / "h100.json").read_text())
     figures = {**table["figures"], "alpha": [1e-6, "measured: here"]}

@@ -33,6 +33,7 @@ BAD = {
     "memory is unknown": ["--target=cpu", "--topology=1x8", "--search"],
     "--axes: needs a decoder of 10 or more equal layers": ["--target=cpu", "--topology=1x8", "--axes"],
     "--topology: --serve does not use it": ["--target=h200", "--topology=1x8", "--serve"],
+    "--slots: no time is foretold: the clock has no rates of v5p; omit it": ["--target=v5p", "--serve", "--slots=4"],
     "--format: only --serve uses it": ["--target=cpu", "--topology=1x4", "--format=int8"],
     "--rates: is empty; name a file": ["--target=cpu", "--topology=1x8", "--rates="],
     "config.zero.stage": ["--target=cpu", "--topology=1x8", "--config.zero.stage=4"],
@@ -54,7 +55,7 @@ def ended(tmp_path_factory):
         ["broken", *first[1:]],
         *(["zerojax.plan", *SMALL, *arguments] for arguments in BAD.values()),
         ["lost", *first[1:]],
-        ["zerojax.plan", *SMALL, "--target=h200", "--serve", "--format=int8", "--config.mesh.model=2", "--json"],
+        ["zerojax.plan", *SMALL, "--target=v5p", "--serve", "--format=int8", "--config.mesh.model=2", "--json"],
     ]
     path = os.pathsep.join([str(runs.ROOT), str(folder)])
     return picture, programs.modules(
@@ -69,11 +70,12 @@ def test_the_command_prints_json_and_draws(ended):
     assert picture.exists()
 
 
-def test_serving_is_planned_without_a_compiler(ended):
+def test_serving_is_bounded_without_rates_or_a_compiler(ended):
     done = ended[1][-1]
     assert done.status == 0 and done.err == "", done.err
     found = json.loads(done.out)
     assert found["served"]["devices"] == 2 and found["largest_batch"] == found["batches"][-1]["batch"] > 1000
+    assert found["foretold"] is None and found["why_not_foretold"] == "the clock has no rates of v5p"
 
 
 def test_a_step_that_the_compiler_refuses_for_its_memory_is_an_answer(ended):

@@ -1,8 +1,11 @@
 """Compares what is planned with what an engine holds. This module tests zerojax.trainer.serving."""
 
+import dataclasses
+import json
 import math
 import types
 
+import compile_only
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,6 +15,8 @@ import zerojax
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.models import family as family_lib
+from zerojax.plan import serving as plan_serving
+from zerojax.plan import targets
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import serving
 from zerojax.zero import stages
@@ -95,3 +100,29 @@ def test_what_is_not_served_is_refused_in_one_line():
     ):
         with pytest.raises(UserError, match=line):
             serving.served(runs.config(**{**SETTINGS, **changes}), "none")
+
+
+def test_no_token_is_foretold_faster_than_the_bound_and_more_texts_take_longer():
+    """For an absent H200."""
+    config = runs.config(**SETTINGS, model__preset="test", precision="bf16")
+    target, devices = targets.get("h200"), compile_only.gpus(topology="1x1")
+    with pytest.MonkeyPatch.context() as patched, compile_only.optimized():
+        compile = jax.stages.Lowered.compile
+        patched.setattr(jax.stages.Lowered, "compile", lambda lowered: compile(lowered, dict(compile_only.FAST)))
+        found = serving.foretold(config, "none", target, devices, (2, 512), 16)
+    planned = serving.served(config, "none")
+    bound = plan_serving.plan(planned, target)
+    at_most = {batch: rate for batch, _, rate in bound.rows}
+    assert [own.texts for own in found.steps] == [2, 512] and found.prompt.tokens == 16
+    assert all(own.rate < at_most[own.texts] for own in found.steps)
+    assert found.steps[0].seconds < found.steps[1].seconds < 256 * found.steps[0].seconds
+    for own in (*found.steps, found.prompt):
+        assert (
+            own.seconds == pytest.approx(sum(own.parts.values()))
+            and own.peak > planned.weights + own.texts * planned.cache
+        )
+    told = dataclasses.replace(bound, foretold=found)
+    assert "the first token of a prompt of 16 tokens" in plan_serving.text(told)
+    assert json.loads(json.dumps(plan_serving.as_json(told)))["foretold"]["steps"][1]["texts"] == 512
+    with pytest.raises(UserError, match="--prompt: is 64, and a text has seq_len=64 tokens"):
+        serving.foretold(config, "none", target, devices, (1,), 64)

@@ -17,14 +17,20 @@ from zerojax.hlo import flow as hlo_flow
 MATMUL, ATTENTION, ELEMENTWISE, COLLECTIVE = "matmul", "attention", "elementwise", "collective"
 TO_HOST, FROM_HOST = "to host", "from host"
 FORWARD, BACKWARD = "forward", "backward"
-FUSED = "fused"
+FUSED, DEQUANTIZED = "fused", "dequantized"
 COPIES = (TO_HOST, FROM_HOST)
 
 # Matmuls of cuDNN's attention. Forward: scores and output. Backward: scores again, and four gradients.
 ATTENTION_MATMULS = {FORWARD: 2, BACKWARD: 5}
 _MOVES = frozenset("bitcast reshape transpose copy get-tuple-element parameter broadcast constant".split())
 _GROUPED = re.compile(r"grouped_(rows|matrices)")
+_OF_A_TOKEN = re.compile(r"(one_token)_product|(narrow)_matmul|(cached)_attention")
+# The dtype of a weight in HLO -> the part of a rate's name. Codes of 4 bits are two in a byte.
+_STORED = {"s8": "int8", "f8e4m3fn": "fp8", "u8": "nf4"}
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# outputs that overwrite operands, and their numbers
+_ALIASES = re.compile(r"output_to_operand_aliasing=\{((?:\{\d*\}: \(\d+, \{\}\)(?:, )?)+)\}")
+_ALIASED = re.compile(r"\((\d+),")
 _DIMS = re.compile(r'(lhs|rhs)_(contracting|batch)_dim(?:s=\{([\d,]*)\}|ensions":\[([^\]]*)\])')
 
 
@@ -34,8 +40,10 @@ class KernelWork:
 
     Attributes:
       kind: MATMUL, ATTENTION, ELEMENTWISE (all that memory bounds), COLLECTIVE, TO_HOST or FROM_HOST.
-      form: of a matmul its dtype ("bf16", "fp8", "fp32"), or "grouped_rows", "grouped_rows.fp8" or "grouped_matrices" of groups of rows; of
-        attention its direction; of a collective its kind in HLO; FUSED of elementwise work inside a fusion with a matmul; else "".
+      form: of a matmul its dtype ("bf16", "fp8", "fp32"), or "grouped_rows", "grouped_rows.fp8" or "grouped_matrices" of groups of rows,
+        or the kernel that multiplies a few rows with a weight and how that is stored ("one_token.int8", "narrow.bf16"); of attention its
+        direction, or "cached" of a new token to a cache; of a collective its kind in HLO; of elementwise work FUSED inside a fusion with a
+        matmul, DEQUANTIZED where it reads codes; else "".
       flops: floating-point operations; causal attention at half.
       nbytes: bytes of device memory, read and written; of a collective those that each device receives; of a copy those copied.
       dims: of a matmul (batch or groups, m, n, k), of attention (batch, heads, queries, keys, head dim).
@@ -76,11 +84,14 @@ def of(
             return (_attention(where, instruction, target[1], moved),)
         if grouped := _GROUPED.search(instruction.op_name):
             return (_grouped(where, instruction, grouped[0], moved),)
+        if kernel := _OF_A_TOKEN.search(instruction.op_name):
+            return (_of_a_token(where, instruction, kernel[kernel.lastindex or 0], moved),)
     if opcode in ("convolution", "async-start"):
         return ()
     found = traffic.matmuls(module, where, instruction)
     if not found:
-        return (KernelWork(ELEMENTWISE, nbytes=moved, op_name=instruction.op_name),)
+        form = DEQUANTIZED if _dequantizes(where, instruction) else ""
+        return (KernelWork(ELEMENTWISE, form, nbytes=moved, op_name=instruction.op_name),)
     own = [_matmul(inner, dot, instruction.op_name) for inner, dot in found]
     beside = sum(_beside(inner, dot) for inner, dot in found) if opcode in hlo_flow.FUSIONS else 0
     return (*([KernelWork(ELEMENTWISE, FUSED, nbytes=beside, op_name=instruction.op_name)] if beside else []), *own)
@@ -136,6 +147,35 @@ def _grouped(where: syntax.Computation, call: syntax.Instruction, form: str, mov
     )
     flops = 2.0 * rows * columns * contracted
     return KernelWork(MATMUL, form, flops, moved, (groups, rows, columns, contracted), op_name=call.op_name)
+
+
+def _of_a_token(where: syntax.Computation, call: syntax.Instruction, form: str, moved: int) -> KernelWork:
+    """Returns the work of a kernel of few rows: the bytes that it reads and writes, without arrays that it changes in place."""
+    aliases = _ALIASES.search(call.attributes)
+    changed = {call.operands[int(number)] for number in _ALIASED.findall(aliases[1])} if aliases else set()
+    nbytes = moved - 2 * sum(where.by_name[name].arrays[0].nbytes for name in changed)
+    if form == "cached":
+        return KernelWork(ATTENTION, form, nbytes=nbytes, op_name=call.op_name)
+    read = [_stored(where, where.by_name[name]).arrays[0] for name in call.operands if name not in changed]
+    kind = _STORED.get(max(read, key=lambda array: array.nbytes).dtype, "bf16")
+    return KernelWork(MATMUL, f"{form}.{kind}", nbytes=nbytes, op_name=call.op_name)
+
+
+def _stored(where: syntax.Computation, value: syntax.Instruction) -> syntax.Instruction:
+    """Returns the value of which another is a bitcast: codes in fp8 are handed to kernels as bytes."""
+    while value.opcode == "bitcast" and value.operands[0] in where.by_name:
+        value = where.by_name[value.operands[0]]
+    return value
+
+
+def _dequantizes(where: syntax.Computation, instruction: syntax.Instruction) -> bool:
+    """Returns whether a kernel reads codes of 8 or fewer bits and writes each wider."""
+    written = max(instruction.arrays, key=lambda array: array.nbytes)
+    read = [where.by_name[name].arrays[:1] for name in instruction.operands if name in where.by_name]
+    codes = {
+        array.elements * (2 if array.dtype == "u8" else 1) for (array,) in filter(None, read) if array.dtype in _STORED
+    }
+    return written.elements in codes and written.nbytes > written.elements
 
 
 def _matmul(where: syntax.Computation, dot: syntax.Instruction, op_name: str) -> KernelWork:

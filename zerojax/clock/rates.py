@@ -6,10 +6,11 @@ attention    flops / rate of its direction, head dim and number of keys
 elementwise  bytes / bandwidth
 collective   alpha x log2(devices) + bytes / beta; beta.alone while no kernel runs beside it
 copy         alpha + bytes / the link's rate in its direction, or in both at once
+of a token   kernels that read a weight or a cache once: start + bytes / a bandwidth of their own
 
 Of a figure that is known at several sizes the last part of the name is the size. Between sizes it is interpolated. Figures of collectives
-may be those of one kind ("beta.all-gather"), and of several numbers of devices ("beta.all-gather.8"). `zerojax calibrate` writes such a
-table.
+may be those of one kind ("beta.all-gather"), and of several numbers of devices ("beta.all-gather.8"). Figures of "token." are those of
+programs that generate (`of_tokens`), and no train step reads them. `zerojax calibrate` writes such a table.
 """
 
 import dataclasses
@@ -37,6 +38,8 @@ _SIZED = re.compile(
 MEASURED = "measured: "  # the beginning of the source of a figure of `zerojax calibrate`
 # Times that a figure may be less or more than its table's; some hosts share 1 Gbit/s
 USUAL, FAR = 100, {"network": 10_000}
+TOKEN = "token."  # the beginning of the names of figures that only programs of generation have
+FEW = 128  # rows of a matmul that reads a weight once
 SHORT = 512  # elements that a matmul sums over; of so few it is slower in a step ("matmul.short"), though not alone in `zerojax calibrate`
 
 
@@ -62,6 +65,11 @@ class GpuRates:
             shared[f"link.{kind}"] = min(self.figures[f"link.{kind}"], share)
         return dataclasses.replace(self, figures={**self.figures, **shared})
 
+    def of_tokens(self) -> "GpuRates":
+        """Returns the rates in programs that add a token, or read a prompt: figures of "token." replace those of steps."""
+        own = {name.removeprefix(TOKEN): value for name, value in self.figures.items() if name.startswith(TOKEN)}
+        return dataclasses.replace(self, figures={**self.figures, **own})
+
     def spread(self, devices: int) -> float:
         """Returns by how much the slowest of so many devices is slower than their mean; the others wait for it.
 
@@ -76,6 +84,10 @@ class GpuRates:
         """Returns the "median" and the "worst" relative error over "settings" measured ones that are not fitted; or None."""
         names = ("median", "worst", "settings")
         return {name: self.figures[f"error.{name}"] for name in names} if "error.worst" in self.figures else None
+
+    def launch(self, kind: str) -> float:
+        """Returns the seconds that the host takes to launch a kernel of a kind outside of a CUDA graph; 0 if it is unknown."""
+        return self.figures.get(f"launch.{kind}", self.figures.get("launch", 0.0))
 
     def hastened(self, kernel: kernels_lib.KernelWork, per_host: int = 0) -> float:
         """Returns the time of a collective while no kernel runs, over that beside kernels; between hosts it is the same."""
@@ -99,20 +111,35 @@ class GpuRates:
         """
         return _SECONDS[kernel.kind](self, kernel, per_host, is_duplex)
 
+    def _streamed(self, kernel: kernels_lib.KernelWork) -> float:
+        """Returns the time of a kernel of a token, which reads a weight or a cache once."""
+        bandwidth = self.figures.get(f"bandwidth.{kernel.form}", self.figures["bandwidth"])
+        start = self.figures.get(f"start.{kernel.form.partition('.')[0]}", 0.0)
+        return max(self.figures["least"], start + kernel.nbytes / bandwidth)
+
     def _matmul(self, kernel: kernels_lib.KernelWork, *_: Any) -> float:
+        if not kernel.dims:
+            return self._streamed(kernel)
         batch, m, n, k = kernel.dims
-        of_groups = kernel.form.removesuffix(".fp8")
+        start, of_groups = self.figures.get("start.matmul", 0.0), kernel.form.removesuffix(".fp8")
         if of_groups in HALF_TILE:  # groups, whose last tiles are half full
             own = self.figures.get(f"matmul.{kernel.form}", self.figures[f"matmul.{of_groups}"])
-            own *= m / (m + batch * HALF_TILE[of_groups])
+            used = 1 - (1 - 1 / batch) ** m if of_groups == "grouped_rows" else 1.0  # of groups: they have rows
+            own *= m / (m + used * batch * HALF_TILE[of_groups])
             bandwidth = self.figures.get(f"bandwidth.{of_groups}", self.figures["bandwidth"])
-            return max(kernel.flops / own, kernel.nbytes / bandwidth)
-        form = kernel.form if f"matmul.{kernel.form}" in self._sizes else "bf16"
-        rate = self._by_size(f"matmul.{form}", min(m, n, k))
+            return start + max(kernel.flops / own, used * kernel.nbytes / bandwidth)
+        if start and min(m, n) <= FEW:
+            rate = self._by_size(self._of_dtype(kernel.form), 0)
+            return start + max(kernel.flops / rate, kernel.nbytes / self.figures["bandwidth"])
+        rate = self._by_size(self._of_dtype(kernel.form), min(m, n, k))
         if k <= SHORT:
             rate = min(rate, self.figures["matmul.short"])
         rate *= filled(batch, m, n, k, int(self.figures["cores"]))
-        return max(kernel.flops / rate, kernel.nbytes / self.figures["bandwidth"])
+        return start + max(kernel.flops / rate, kernel.nbytes / self.figures["bandwidth"])
+
+    def _of_dtype(self, form: str) -> str:
+        """Returns the name of the rates of matmuls of a dtype."""
+        return f"matmul.{form}" if f"matmul.{form}" in self._sizes else "matmul.bf16"
 
     def _by_size(self, name: str, size: float) -> float:
         """Returns a figure that is known at several sizes, interpolated between the logarithms of the sizes."""
@@ -133,6 +160,8 @@ class GpuRates:
         return {stem: sorted(sizes) for stem, sizes in found.items()}
 
     def _attention(self, kernel: kernels_lib.KernelWork, *_: Any) -> float:
+        if not kernel.dims:
+            return self._streamed(kernel)
         keys, head_dim = kernel.dims[-2:]
         name = f"attention.{kernel.form}"
         dim = min((d for d in self._dims(name)), key=lambda d: (abs(d - head_dim), d))
@@ -145,8 +174,9 @@ class GpuRates:
         return [int(dim) for stem, _, dim in stems if stem == name]
 
     def _elementwise(self, kernel: kernels_lib.KernelWork, *_: Any) -> float:
-        seconds = max(self.figures["least"], kernel.nbytes / self.figures["bandwidth"])
-        return seconds * (self.figures["unfused"] if kernel.form else 1.0)
+        bandwidth = self.figures.get(f"bandwidth.{kernel.form}", self.figures["bandwidth"])
+        seconds = max(self.figures["least"], kernel.nbytes / bandwidth)
+        return seconds * (self.figures["unfused"] if kernel.form == kernels_lib.FUSED else 1.0)
 
     def _collective(self, kernel: kernels_lib.KernelWork, per_host: int, _: bool) -> float:
         seconds = kernel.nbytes / self._of_collective("beta", kernel)
@@ -244,7 +274,7 @@ def measured(path: str | os.PathLike, target: str) -> GpuRates:
     common, own = of("h200"), of(target)
     assert common is not None
     table = common if own is None else own  # an A100 has no fp8
-    needed = [one for one in common.figures if one in table.figures and not one.startswith("error.")]
+    needed = [one for one in common.figures if one in table.figures and not one.startswith(("error.", TOKEN))]
     if missing := [one for one in needed if one not in figures]:
         raise UserError(f"{place}: has no figure {missing[0]!r}; zerojax calibrate writes all of them")
     # errors are those of the table's own rates

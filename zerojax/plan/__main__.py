@@ -42,7 +42,15 @@ _PRICE = flags.DEFINE_float("price_per_gpu_hour", None, "Of one GPU: adds the co
 _MOST = flags.DEFINE_integer("most_compiles", 12, "Maximum number of plans that --search compiles.")
 
 _RATES = flags.DEFINE_string("rates", "", "Rates of these GPUs in place of the target's: a file of zerojax calibrate.")
-_SERVE = flags.DEFINE_boolean("serve", False, "Plan serving: texts of seq_len that fit, and their tokens/s at most.")
+_SERVE = flags.DEFINE_boolean(
+    "serve", False, "Plan serving: texts of seq_len that fit, their tokens/s and first token."
+)
+_SLOTS = flags.DEFINE_multi_integer(
+    "slots", [], "Texts that are answered at once; for --serve. Default: 1, and 8 or what fits.", 1
+)
+_PROMPT = flags.DEFINE_integer(
+    "prompt", None, "Tokens of a prompt; for --serve. Default: 1024, or all but one of seq_len.", 1
+)
 _FORMAT = flags.DEFINE_enum("format", "none", weights.FORMATS, "Of the kernels; for --serve.")
 _HOST_GBPS = flags.DEFINE_float(
     "host_gbps", None, "GB/s to host memory, and as many from it at once; default: the target's.", 0.001
@@ -92,8 +100,8 @@ def _prepare(config: settings_lib.Config) -> None:
         raise UserError("--most_compiles: only --search uses it; add --search, or omit --most_compiles")
     if _SERVE.value:  # over emulated devices, on which nothing runs
         config = dataclasses.replace(config, emulate_devices=max(config.emulate_devices, config.mesh.model))
-    elif flags.FLAGS["format"].present:
-        raise UserError("--format: only --serve uses it; add --serve, or omit --format")
+    elif wrong := next((name for name in ("format", "slots", "prompt") if flags.FLAGS[name].present), ""):
+        raise UserError(f"--{wrong}: only --serve uses it; add --serve, or omit --{wrong}")
     if _TARGET.value == "here":
         devices.emulate_cpu_devices(config.emulate_devices)
     else:
@@ -116,7 +124,34 @@ def _serve(config: settings_lib.Config) -> None:
         "disk_gbps",
     )
     found = serving_plan.plan(serving.served(config, _FORMAT.value), targets.get(_TARGET.value))
+    foretold, why = _foretold(config, found)
+    found = dataclasses.replace(found, foretold=foretold, why=why)
     print(json.dumps(serving_plan.as_json(found), indent=2) if _JSON.value else serving_plan.text(found), flush=True)
+
+
+def _foretold(config: settings_lib.Config, bound: serving_plan.ServingPlan) -> tuple[serving_plan.Foretold | None, str]:
+    """Returns what the clock says of an engine, or why it says nothing.
+
+    Raises:
+      UserError: --slots or --prompt is given, and cannot take effect.
+    """
+    target, asked = bound.target, [name for name in ("slots", "prompt") if flags.FLAGS[name].present]
+    try:
+        if target.kind != "gpu" or rates_lib.of(target.name) is None:
+            raise UserError(f"the clock has no rates of {target.name}")
+        devices = targets.devices(_TARGET.value, f"1x{config.mesh.model}")
+    except UserError as error:
+        if asked:
+            raise UserError(f"--{asked[0]}: no time is foretold: {error}; omit it") from error
+        return None, str(error)
+    most = bound.largest or serving_plan.MOST
+    slots = sorted(set(_SLOTS.value or (1, min(8, most))))
+    if slots[-1] > most:
+        raise UserError(
+            f"--slots: is {slots[-1]}, and {most:,} texts of seq_len={config.seq_len} fit on {target.name} at most; lower it"
+        )
+    prompt = _PROMPT.value or min(1024, config.seq_len - 1)
+    return serving.foretold(config, _FORMAT.value, target, devices, slots, prompt), ""
 
 
 def _refuse(flag: str, *others: str) -> None:

@@ -1,21 +1,34 @@
-"""Bounds what a served decoder can do on a device. This module computes how many texts fit, and how many tokens a second they get at most.
+"""Foretells what a served decoder does on a device. This module computes how many texts fit and how many tokens a second they get, at most
+and by the clock.
 
 A step adds a token to each of B texts. It reads the weights once and the cache of every text, and multiplies with every weight:
 
     seconds(B) >= max((weights + B x cache) / bandwidth, B x FLOPs / matrix rate, weights in host memory / rate of its link)
 
 Of a mixture of experts it reads those that the B tokens take; they are counted as if each token drew its experts evenly.
+
+The clock walks the engine's compiled programs. Between collectives are too few kernels for a CUDA graph, so on several devices a step takes
+no less time than the host takes to launch its kernels. Weights in host memory arrive beside the programs, which they slow down.
 """
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from zerojax import display
 from zerojax.clock import rates as rates_lib
+from zerojax.clock import walk
 from zerojax.errors import UserError
+from zerojax.hlo import buffers, syntax
+from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import targets
+from zerojax.plan.offload import times
 
-SCHEMA = "zerojax.plan.serving/1"
+SCHEMA = "zerojax.plan.serving/2"
+SHORT = 2e-3  # seconds of a step that the host may not keep up with
+_SHORT = "a step of less than 2 ms may wait for the engine's host, which is not counted: 1B took 1.55 ms on an H200 where 0.90 are foretold"
+LAUNCHES, ARRIVALS = "launches by the host", "weights from host memory"  # parts beside those of `walk.PARTS`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +55,41 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProgramTime:
+    """The foretold time of the programs that add a token to each of some texts, or that read a prompt.
+
+    Attributes:
+      texts: those that get a token.
+      tokens: of the prompt; 0 if a token is added.
+      seconds: of all.
+      parts: by a name of `walk.PARTS`, LAUNCHES or ARRIVALS, seconds that add up.
+      peak: the most bytes of a device, with weights and caches.
+    """
+
+    texts: int
+    tokens: int
+    seconds: float
+    parts: Mapping[str, float]
+    peak: float
+
+    @property
+    def rate(self) -> float:
+        """Returns the tokens a second."""
+        return (self.tokens or self.texts) / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Foretold:
+    """What the clock says of an engine."""
+
+    steps: tuple[ProgramTime, ...]  # a token of each text, by the number of texts
+    prompt: ProgramTime  # the reading of a prompt, which gives the first token
+    few: tuple[
+        int, ...
+    ] = ()  # the layers of the models from which the times are continued; () if the model itself was compiled
+
+
+@dataclasses.dataclass(frozen=True)
 class ServingPlan:
     """What a target does with a served model."""
 
@@ -52,6 +100,45 @@ class ServingPlan:
     link: targets.Figure | None  # bytes/s from host memory; None if it is unknown, or nothing is there
     # (batch, bytes of a device, most tokens/s of all texts or None) for batches of 1, 2, 4, ... and the largest.
     rows: tuple[tuple[int, int, float | None], ...]
+    foretold: Foretold | None = None  # by the clock
+    why: str = ""  # why nothing is foretold
+
+
+def time_of(compiled: Any, target: targets.Target, devices: int, texts: int, tokens: int) -> ProgramTime:
+    """Returns the time of programs.
+
+    Args:
+      compiled: `inference.engine.programs.CompiledPrograms`.
+      target: the kind of GPU, whose rates are known.
+      devices: those that the programs run on, of one host.
+      texts, tokens: see `ProgramTime`.
+    """
+    known = rates_lib.of(target.name)
+    assert known is not None
+    rates, walks = known.of_tokens(), {}
+    for run in compiled.runs:
+        if id(run) not in walks:
+            flow = hlo_flow.flow(syntax.parse(buffers.text_of(run)))
+            walks[id(run)] = walk.walk(flow, rates, devices)
+    own = [walks[id(run)] for run in compiled.runs]
+    parts = {name: sum(time.parts[name] for time in own) for name in walk.PARTS if name != walk.WAITS}
+    seconds = sum(parts.values())
+    launched = sum(span.times * rates.launch(span.kind) for time in own for span in time.spans) if devices > 1 else 0.0
+    parts[LAUNCHES], parts[ARRIVALS] = max(0.0, launched - seconds), 0.0
+    if compiled.arriving and target.host_link is not None:
+        link = compiled.arriving / target.host_link.value
+        parts[ARRIVALS] = max(min(link, seconds) * (1 - 1 / times.SLOWED), link - seconds)
+    return ProgramTime(texts, tokens, sum(parts.values()), parts, compiled.peak)
+
+
+def continued(few: Mapping[int, ProgramTime], layers: int) -> ProgramTime:
+    """Returns the time of the programs of a model of so many layers, from those of one or two numbers of layers, in a straight line."""
+    low, high = min(few), max(few)
+    first, second = few[low], few[high]
+    share = (layers - low) / max(1, high - low)
+    parts = {name: first.parts[name] + share * (second.parts[name] - first.parts[name]) for name in first.parts}
+    peak = first.peak + share * (second.peak - first.peak)
+    return dataclasses.replace(first, seconds=sum(parts.values()), parts=parts, peak=peak)
 
 
 MOST = 1024  # the largest batch that is shown
@@ -108,6 +195,7 @@ def text(found: ServingPlan) -> str:
     lines = [
         display.as_text(table),
         "",
+        *_told(found),
         f"weights {display.human(served.weights)} on each device; cache {display.human(served.cache)} a text",
         f"the memory of {target.name} is unknown"
         if found.largest is None
@@ -120,9 +208,52 @@ def text(found: ServingPlan) -> str:
         lines.append(f"a token is made by: {served.runs}")
     if found.bandwidth is not None:
         lines.append(
-            f"memory at {found.bandwidth.value / 1e12:.2f} TB/s ({found.bandwidth.source}); a bound, not a measurement"
+            f"at most: memory at {found.bandwidth.value / 1e12:.2f} TB/s ({found.bandwidth.source}); a bound, not a measurement"
         )
     return "\n".join(lines)
+
+
+def _told(found: ServingPlan) -> list[str]:
+    """Returns the lines of what the clock says."""
+    if found.foretold is None:
+        return [f"no time is foretold: {found.why}"] if found.why else []
+    foretold, bound = (
+        found.foretold,
+        functools.partial(_tokens, found.served, found.target, found.bandwidth, found.link),
+    )
+    programs = (*foretold.steps, foretold.prompt)
+    heads = [f"{own.texts:,} text{'s' if own.texts > 1 else ''}" for own in foretold.steps]
+    table = display.table("Foretold by the clock, ms", ("", *heads, f"a prompt of {foretold.prompt.tokens:,}"))
+    table.add_row("a step", *(_ms(own.seconds) for own in programs))
+    for name in foretold.prompt.parts:
+        if any(own.parts[name] >= 1e-6 for own in programs):
+            table.add_row(f"  {name}", *(_ms(own.parts[name]) for own in programs))
+    table.add_row("tokens/s", *(f"{own.rate:,.0f}" for own in programs))
+    table.add_row("of each text", *(f"{own.rate / own.texts:,.1f}" for own in foretold.steps), "")
+    shares = (own.rate / most if (most := bound(own.texts)) else None for own in foretold.steps)
+    table.add_row("of the bound", *("unknown" if share is None else f"{share:.0%}" for share in shares), "")
+    table.add_row("bytes of a device", *(display.human(own.peak) for own in programs))
+    few = f"continued from models of {foretold.few[0]} and {foretold.few[1]} layers; " if foretold.few else ""
+    return [
+        display.as_text(table),
+        "",
+        f"the first token of a prompt of {foretold.prompt.tokens:,} tokens: {_ms(foretold.prompt.seconds)} ms, if nothing else is asked",
+        *([_SHORT] if min(own.seconds for own in foretold.steps) < SHORT else []),
+        f"foretold: {few}the likeliest tokens, texts as long as they may be; {_errors(found.target)}",
+    ]
+
+
+def _errors(target: targets.Target) -> str:
+    """Returns how far measured steps were from what was foretold."""
+    known = rates_lib.of(target.name)
+    errors = known.of_tokens().errors if known is not None else None
+    if errors is None:
+        return f"no step was measured on {target.name}"
+    return f"measured steps are {errors['median']:.1%} off, at worst {errors['worst']:.1%} ({errors['settings']:.0f} settings, none fitted)"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3f}"
 
 
 def as_json(found: ServingPlan) -> dict[str, Any]:
@@ -136,4 +267,15 @@ def as_json(found: ServingPlan) -> dict[str, Any]:
         "memory_bandwidth": None if found.bandwidth is None else dataclasses.asdict(found.bandwidth),
         "host_link": None if found.link is None else dataclasses.asdict(found.link),
         "batches": rows,
+        "foretold": None if found.foretold is None else _foretold_json(found.foretold),
+        "why_not_foretold": found.why,
     }
+
+
+def _foretold_json(foretold: Foretold) -> dict[str, Any]:
+    programs = {"steps": foretold.steps, "prompt": (foretold.prompt,)}
+    told = {
+        name: [dataclasses.asdict(own) | {"tokens_per_second": own.rate} for own in found]
+        for name, found in programs.items()
+    }
+    return {"steps": told["steps"], "prompt": told["prompt"][0], "few_layers": foretold.few}

@@ -1,9 +1,11 @@
-"""Counts what an engine holds of a config's model. This module connects a config to `zerojax.plan.serving`. It compiles nothing."""
+"""Plans what an engine does with a config's model. This module connects a config to `zerojax.plan.serving`: it counts what an engine holds,
+and compiles its programs for GPUs that may be absent."""
 
 import collections
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,12 +15,13 @@ from jax.sharding import Mesh
 from zerojax import errors, precision, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.inference.engine import programs, weights
+from zerojax.inference.engine import engine, programs, streamed, weights
 from zerojax.models import family as family_lib
-from zerojax.plan import serving
+from zerojax.plan import search, serving, targets
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.tree import Leaf
+from zerojax.zero import partition as partition_lib
 from zerojax.zero import stages
 from zerojax.zero.step_programs import arrivals
 
@@ -35,54 +38,32 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     Raises:
       UserError: the model is not a decoder, has no room for such texts, or the mesh has axes that serving has not.
     """
-    errors.one_of("format", format, weights.FORMATS)
-    for axis in ("replica", "context", "pipe"):
-        if getattr(config.mesh, axis) != 1:
-            raise UserError(
-                f"mesh.{axis}: is {getattr(config.mesh, axis)}, and serving is planned over mesh.model; set 1"
-            )
-    is_streamed = config.offload.params != "none"
-    if is_streamed and (config.offload.params != "host" or config.mesh.model > 1 or format != "none"):
-        raise UserError(
-            f"offload.params: is {config.offload.params!r}, and an engine streams weights from host memory to one device, as they are; set "
-            "'host', mesh.model=1 and no --format, or offload.params='none'"
-        )
-    family, model = model_lib.shape(config, model_lib.source(config))
-    if family.is_classifier or family.is_encoder_decoder:
-        raise UserError("--serve: plans decoders; choose a model of that kind with model.preset or init_from")
-    limit = family.positions(model)
-    if limit is not None and config.seq_len > limit:
-        raise UserError(f"seq_len: is {config.seq_len}, and the model has {limit} positions; lower it")
+    family, model, dtype = _model(config, format)
     ways = config.mesh.model
     if ways > len(jax.devices()):
         raise UserError(
             f"mesh.model: is {ways}, and --serve sees {len(jax.devices())} devices; set emulate_devices={ways}"
         )
     mesh = mesh_lib.make_mesh(model=ways, devices=jax.devices()[:ways])
-    dtype = jnp.dtype(precision.PRECISIONS[config.precision].compute_dtype or jnp.float32)
-    model = dataclasses.replace(model, attention="xla")
-    shapes = family_lib.abstract_params(family.parts, model)
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+    model, is_streamed = dataclasses.replace(model, attention="xla"), config.offload.params != "none"
+    abstract = _abstract(family, model, dtype)
     placed = weights.abstract(family, model, abstract, mesh, dtype, format)
     is_tied, count = not family_lib.heads(family, model), getattr(model, "num_experts", 0)
-    on_host = _on_host(config, abstract, mesh) if is_streamed else frozenset()
+    on_host = _partition(config, abstract, mesh).on_host if is_streamed else ()
     sizes, arriving = {"dense": 0, "experts": 0, "rows": 0}, collections.Counter[str]()
     active, share = 0.0, model.experts_per_token / count if count else 0.0
     for path, leaf in tree.flatten(placed):
         is_mixed = bool(count) and EXPERT in path and leaf.shape[0] == count
         is_read = not path.endswith("/embedding") or (is_tied and path == "embed/embedding")
         sizes["experts" if is_mixed else "dense" if is_read else "rows"] += _nbytes(leaf)
-        if path in on_host:
+        if f"params/{path}" in on_host:
             arriving[tree.block_of(path, re.compile(family.blocks)) or path] += _nbytes(leaf)
     for path, leaf in tree.flatten(abstract):
         is_mixed = bool(count) and EXPERT in path and leaf.shape[0] == count
         if not path.endswith("/embedding") or (is_tied and path == "embed/embedding"):
             active += math.prod(leaf.shape) * (share if is_mixed else 1.0)
-    shape = programs.Shape(1, config.seq_len, 0)
-    special = family_lib.SpecialTokens()
-    made = programs.Programs(family, model, mesh, shape, special, lambda function: function, None, ())
-    caches, _ = jax.eval_shape(made._empty, abstract)
-    cache = sum(_nbytes(leaf, made._sharding(leaf)) for leaf in jax.tree.leaves(caches))
+    caches, _ = _programs(family, model, mesh, 1, config.seq_len, None).abstract(abstract)
+    cache = sum(map(_nbytes, jax.tree.leaves(caches)))
     attended = 2 * model.num_heads * model.head_dim * config.seq_len * model.num_layers
     return serving.Served(
         devices=ways,
@@ -99,6 +80,120 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
         streamed=arriving.total(),
         runs=_runs(family, model, placed, ways, format, is_streamed=is_streamed),
     )
+
+
+def foretold(
+    config: settings_lib.Config,
+    format: str,
+    target: targets.Target,
+    devices: Sequence[Any],
+    slots: Sequence[int],
+    prompt: int,
+) -> serving.Foretold:
+    """Returns how long an engine of a config's model takes for a token, and to read a prompt, by the clock's rates of the target.
+
+    Of a deep model it compiles two of few layers, and continues them in a straight line; of one that streams its weights, whose equal
+    blocks are one program, the model itself.
+
+    Args:
+      config, format: see `served`.
+      target: a kind of GPU that has rates.
+      devices: of the target, `config.mesh.model`; they may be absent.
+      slots: the numbers of texts that are answered at once.
+      prompt: the tokens of the prompt, which one program reads.
+
+    Raises:
+      UserError: as `served`; or the prompt and a token have no room in a text.
+    """
+    if not 0 < prompt < config.seq_len:
+        raise UserError(
+            f"--prompt: is {prompt}, and a text has seq_len={config.seq_len} tokens, at least one of them new; lower it"
+        )
+    family, model, dtype = _model(config, format)
+    mesh = mesh_lib.make_mesh(model=config.mesh.model, devices=devices)
+    is_deep = model.num_layers >= search.DEEP and config.offload.params == "none"
+    depths = search.FEW if is_deep else (model.num_layers,)
+
+    def time_of(rows: int, tokens: int) -> serving.ProgramTime:
+        few = {}
+        for depth in depths:
+            own = dataclasses.replace(model, num_layers=depth)
+            compiled = _compiled(config, family, own, dtype, format, mesh, rows, tokens)
+            few[depth] = serving.time_of(compiled, target, mesh.size, rows, tokens)
+        return serving.continued(few, model.num_layers)
+
+    return serving.Foretold(tuple(time_of(rows, 0) for rows in slots), time_of(1, prompt), depths if is_deep else ())
+
+
+def _compiled(
+    config: settings_lib.Config,
+    family: family_lib.Family,
+    model: Any,
+    dtype: Any,
+    format: str,
+    mesh: Mesh,
+    slots: int,
+    tokens: int,
+) -> programs.CompiledPrograms:
+    """Compiles what an engine runs for a token of each row, or for a prompt; see `programs.Programs.compiled`."""
+    params = _abstract(family, model, dtype)
+    model = engine.with_kernel(model, family, mesh, params, dtype)
+    partition = None
+    if config.offload.params == "none":
+        params = weights.abstract(family, model, params, mesh, dtype, format)
+    else:
+        partition = _partition(config, params, mesh)
+        params = partition.abstract_state["params"]
+    made = _programs(family, model, mesh, slots, config.seq_len, weights.kernels_of(mesh), partition)
+    # The abstract mesh tells JAX 0.11 and later for which GPU kernels are lowered.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.numpy_rank_promotion("allow"):
+        return made.compiled(params, tokens)
+
+
+def _programs(
+    family: family_lib.Family,
+    model: Any,
+    mesh: Mesh,
+    slots: int,
+    length: int,
+    kernels: str | None,
+    partition: partition_lib.Partition | None = None,
+) -> programs.Programs:
+    """Returns the programs of an engine, as `zerojax.Engine` makes them; with a partition those of weights in host memory."""
+    shape, special = programs.Shape(slots, length, 0), family_lib.SpecialTokens()
+    if partition is not None:
+        return streamed.StreamedPrograms(family, model, mesh, shape, special, partition)
+    return programs.Programs(family, model, mesh, shape, special, lambda function: function, kernels, ())
+
+
+def _model(config: settings_lib.Config, format: str) -> tuple[family_lib.Family, Any, Any]:
+    """Returns the family, the config and the dtype of a config's model. Raises as `served` does."""
+    errors.one_of("format", format, weights.FORMATS)
+    for axis in ("replica", "context", "pipe"):
+        if getattr(config.mesh, axis) != 1:
+            raise UserError(
+                f"mesh.{axis}: is {getattr(config.mesh, axis)}, and serving is planned over mesh.model; set 1"
+            )
+    if config.offload.params != "none" and (
+        config.offload.params != "host" or config.mesh.model > 1 or format != "none"
+    ):
+        raise UserError(
+            f"offload.params: is {config.offload.params!r}, and an engine streams weights from host memory to one device, as they are; set "
+            "'host', mesh.model=1 and no --format, or offload.params='none'"
+        )
+    family, model = model_lib.shape(config, model_lib.source(config))
+    if family.is_classifier or family.is_encoder_decoder:
+        raise UserError("--serve: plans decoders; choose a model of that kind with model.preset or init_from")
+    limit = family.positions(model)
+    if limit is not None and config.seq_len > limit:
+        raise UserError(f"seq_len: is {config.seq_len}, and the model has {limit} positions; lower it")
+    return family, model, jnp.dtype(precision.PRECISIONS[config.precision].compute_dtype or jnp.float32)
+
+
+def _abstract(family: family_lib.Family, model: Any, dtype: Any) -> Any:
+    """Returns the weights of a model, as ShapeDtypeStructs."""
+    shapes = family_lib.abstract_params(family.parts, model)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
 
 
 def _runs(family: family_lib.Family, model: Any, placed: Any, ways: int, format: str, *, is_streamed: bool) -> str:
@@ -118,14 +213,12 @@ def _runs(family: family_lib.Family, model: Any, placed: Any, ways: int, format:
     return one if one == several else f"for a single text (slots=1) {one}; for several {several}"
 
 
-def _on_host(config: settings_lib.Config, abstract: Any, mesh: Mesh) -> frozenset[str]:
-    """Returns the paths of the weights that are in host memory."""
+def _partition(config: settings_lib.Config, abstract: Any, mesh: Mesh) -> partition_lib.Partition:
+    """Returns where the weights of a model are that is streamed from host memory."""
     offload = {name: getattr(config.offload, name) for name in ("params", "params_fraction", "params_on_device")}
-    partition = stages.partition_state({"params": abstract}, mesh=mesh, stage=3, offload=offload)
-    return frozenset(path.removeprefix("params/") for path in partition.on_host)
+    return stages.partition_state({"params": abstract}, mesh=mesh, stage=3, offload=offload)
 
 
-def _nbytes(leaf: Leaf, sharding: Any = None) -> int:
+def _nbytes(leaf: Leaf) -> int:
     """Returns the bytes of an array on one device."""
-    shape = (sharding or leaf.sharding).shard_shape(tuple(leaf.shape))
-    return math.prod(shape) * jnp.dtype(leaf.dtype).itemsize
+    return math.prod(leaf.sharding.shard_shape(tuple(leaf.shape))) * jnp.dtype(leaf.dtype).itemsize

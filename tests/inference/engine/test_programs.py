@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import tree
-from zerojax.inference.engine import draws, programs
+from zerojax.inference.engine import programs
 from zerojax.models import families, family
 from zerojax.ops import quantized
 from zerojax.zero import tensor_parallel
@@ -46,12 +46,8 @@ def compiled(kind, slots, ways):
     params = tree.map_with_path(weight, shapes)
     shape, special = programs.Shape(slots, 256, 0), family.SpecialTokens()
     made = programs.Programs(FAMILY, CONFIG, mesh, shape, special, lambda function: function, "pallas", ())
-    caches, texts = jax.eval_shape(made._empty, params)
-    caches = jax.tree.map(lambda leaf: leaf.update(sharding=made._sharding(leaf)), caches)
-    settings = jax.eval_shape(lambda: draws.Draws(*map(jnp.asarray, draws.Draws.of_rows(slots))))
-    given = (params, caches, *(jax.tree.map(abstract, x) for x in (texts, settings)))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which tells JAX 0.11 and later the GPU of the kernels
-        lowered = made.decode.lower(*given, is_plain=True)
+        lowered = made.decode.lower(*made._given(params, tokens=0), is_plain=True)
     read = {name: part for name, part in params.items() if name != "embed"}
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
     return compile_only.compile_gpu(lowered), nbytes / ways

@@ -111,7 +111,7 @@ class Engine:
                 for one in (model.params, params)
             )
             _check_same_form(own, other, "model")
-        config = _with_kernel(model.config, family, mesh, params, dtype)
+        config = with_kernel(model.config, family, mesh, params, dtype)
         axes: tuple[str, ...] = ()
         if is_streamed:
             self._params = params
@@ -540,7 +540,7 @@ def _has_adapters(model: ModelConfig) -> bool:
     return getattr(model, "adapters", None) is not None
 
 
-def _with_kernel(
+def with_kernel(
     config: ModelConfig, family: family_lib.Family, mesh: Mesh, params: PyTree, dtype: DTypeLike | None
 ) -> ModelConfig:
     """Returns the model's config with the attention kernel for these devices, and for the widest floating weights or `dtype`."""

@@ -12,7 +12,7 @@ Shapes: B slots, R rows of a call, T tokens of a call, V vocabulary.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +64,20 @@ class Shape:
     inputs: int
 
 
+class CompiledPrograms(NamedTuple):
+    """Programs that run one after the other.
+
+    Attributes:
+      runs: the programs; equal ones are one object.
+      peak: the most bytes that they take of a device, with weights and caches.
+      arriving: bytes of weights that arrive from host memory beside them.
+    """
+
+    runs: Sequence[jax.stages.Compiled]
+    peak: int
+    arriving: int = 0
+
+
 class Programs:
     """The compiled programs.
 
@@ -105,13 +119,46 @@ class Programs:
 
     def empty(self, params: PyTree) -> tuple[Any, SlotRows]:
         """Returns caches and rows without text, on the devices."""
-        make = functools.partial(
-            self._empty, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-        )
-        caches, rows = jax.eval_shape(make)
-        same = NamedSharding(self._mesh, P())
-        shardings = jax.tree.map(self._sharding, caches), jax.tree.map(lambda _: same, rows)
+        make = functools.partial(self._empty, _without_shardings(params))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract(params))
         return jax.jit(make, out_shardings=shardings)()
+
+    def abstract(self, params: PyTree) -> tuple[Any, SlotRows]:
+        """Returns what `empty` does, as ShapeDtypeStructs with shardings. Allocates nothing."""
+        caches, rows = jax.eval_shape(functools.partial(self._empty, _without_shardings(params)))
+        caches = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding(leaf)), caches
+        )
+        return caches, self._replicated(rows)
+
+    def compiled(self, params: PyTree, tokens: int = 0) -> CompiledPrograms:
+        """Compiles what adds the likeliest token to each row, or reads the first `tokens` of a prompt into a slot. Devices may be absent.
+
+        Args:
+          params: abstract, with shardings.
+          tokens: of the prompt; 0 for what adds a token.
+        """
+        given = self._given(params, tokens)
+        lowered = self.first.lower(*given) if tokens else self.decode.lower(*given, is_plain=True)
+        run = lowered.compile()
+        held = run.memory_analysis()
+        peak = (
+            held.argument_size_in_bytes + held.output_size_in_bytes + held.temp_size_in_bytes - held.alias_size_in_bytes
+        )
+        return CompiledPrograms((run,), peak)
+
+    def _given(self, params: PyTree, tokens: int) -> tuple[Any, ...]:
+        """Returns the arguments of `decode`, or of `first` for a prompt of `tokens`, as ShapeDtypeStructs."""
+        given = params, *self.abstract(params), self._replicated(draws_lib.Draws.of_rows(self._shape.slots))
+        if not tokens:
+            return given
+        prompt = self._replicated([jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, tokens), (1,), (1,))])
+        return *given, {}, *prompt
+
+    def _replicated(self, arrays: PyTree) -> PyTree:
+        """Returns arrays, as ShapeDtypeStructs that are the same on all devices."""
+        same = NamedSharding(self._mesh, P())
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=same), arrays)
 
     def _empty(self, params: PyTree) -> tuple[Any, SlotRows]:
         shape = self._shape
@@ -323,3 +370,7 @@ class Programs:
     def _same(self, told: Told) -> Told:
         """Returns what every process can read."""
         return jax.lax.with_sharding_constraint(told, NamedSharding(self._mesh, P()))
+
+
+def _without_shardings(arrays: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)

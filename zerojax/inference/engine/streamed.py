@@ -113,6 +113,19 @@ class StreamedPrograms(programs.Programs):
         scores_BV, caches = _consuming(self._extend_by_block, params, caches, self._step(rows, draws), rows.token)
         return caches, *self._drawn(rows, draws, scores_BV, is_plain=is_plain)
 
+    def compiled(self, params: PyTree, tokens: int = 0) -> programs.CompiledPrograms:
+        """Compiles the blocks' programs, without the small ones before and after them; see `programs.Programs.compiled`."""
+        _, caches, rows, draws, *prompt = self._given(params, tokens)
+        if tokens:
+            forward, arrays = self._start_by_block, tuple(prompt[:3])
+        else:
+            step = self._replicated(jax.eval_shape(self._before_decode, rows, draws))
+            forward, arrays = self._extend_by_block, (caches, step, rows.token)
+        schedule = forward.schedule(params, arrays)
+        cut, places = schedule.cut, range(-1, len(schedule.cut.programs))
+        arriving = sum(cut.nbytes(number) for place in places for number in cut.arrivals.sent(place))
+        return programs.CompiledPrograms([one.run for one in cut.programs], schedule.peak(), arriving)
+
 
 def _consuming(forward: forward_lib.Forward, params: PyTree, caches: PyTree, *others: Any) -> Any:
     """Returns `forward(params, (caches, *others))`. Each array of the caches is freed when the last program that reads it has been sent."""
