@@ -20,7 +20,6 @@ from zerojax.models import family as family_lib
 from zerojax.plan import search, serving, targets
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.tree import Leaf
 from zerojax.zero import partition as partition_lib
 from zerojax.zero import stages
 from zerojax.zero.step_programs import arrivals
@@ -55,15 +54,17 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     for path, leaf in tree.flatten(placed):
         is_mixed = bool(count) and EXPERT in path and leaf.shape[0] == count
         is_read = not path.endswith("/embedding") or (is_tied and path == "embed/embedding")
-        sizes["experts" if is_mixed else "dense" if is_read else "rows"] += _nbytes(leaf)
+        sizes["experts" if is_mixed else "dense" if is_read else "rows"] += tree.shard_bytes(leaf)
         if f"params/{path}" in on_host:
-            arriving[tree.block_of(path, re.compile(family.blocks)) or path] += _nbytes(leaf)
+            arriving[tree.block_of(path, re.compile(family.blocks)) or path] += tree.shard_bytes(leaf)
     for path, leaf in tree.flatten(abstract):
         is_mixed = bool(count) and EXPERT in path and leaf.shape[0] == count
         if not path.endswith("/embedding") or (is_tied and path == "embed/embedding"):
             active += math.prod(leaf.shape) * (share if is_mixed else 1.0)
-    caches, _ = _programs(family, model, mesh, 1, config.seq_len, None).abstract(abstract)
-    cache = sum(map(_nbytes, jax.tree.leaves(caches)))
+    shape, special = programs.Shape(1, config.seq_len, 0), family_lib.SpecialTokens()
+    made = programs.Programs(family, model, mesh, shape, special, lambda function: function, None, ())
+    caches, _ = made.abstract(abstract)
+    cache = sum(map(tree.shard_bytes, jax.tree.leaves(caches)))
     attended = 2 * model.num_heads * model.head_dim * config.seq_len * model.num_layers
     return serving.Served(
         devices=ways,
@@ -138,32 +139,18 @@ def _compiled(
     """Compiles what an engine runs for a token of each row, or for a prompt; see `programs.Programs.compiled`."""
     params = _abstract(family, model, dtype)
     model = engine.with_kernel(model, family, mesh, params, dtype)
-    partition = None
+    shape, special = programs.Shape(slots, config.seq_len, 0), family_lib.SpecialTokens()
+    made: programs.Programs
     if config.offload.params == "none":
-        params = weights.abstract(family, model, params, mesh, dtype, format)
+        params, kernels = weights.abstract(family, model, params, mesh, dtype, format), weights.kernels_of(mesh)
+        made = programs.Programs(family, model, mesh, shape, special, lambda function: function, kernels, ())
     else:
         partition = _partition(config, params, mesh)
         params = partition.abstract_state["params"]
-    made = _programs(family, model, mesh, slots, config.seq_len, weights.kernels_of(mesh), partition)
+        made = streamed.StreamedPrograms(family, model, mesh, shape, special, partition)
     # The abstract mesh tells JAX 0.11 and later for which GPU kernels are lowered.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.numpy_rank_promotion("allow"):
         return made.compiled(params, tokens)
-
-
-def _programs(
-    family: family_lib.Family,
-    model: Any,
-    mesh: Mesh,
-    slots: int,
-    length: int,
-    kernels: str | None,
-    partition: partition_lib.Partition | None = None,
-) -> programs.Programs:
-    """Returns the programs of an engine, as `zerojax.Engine` makes them; with a partition those of weights in host memory."""
-    shape, special = programs.Shape(slots, length, 0), family_lib.SpecialTokens()
-    if partition is not None:
-        return streamed.StreamedPrograms(family, model, mesh, shape, special, partition)
-    return programs.Programs(family, model, mesh, shape, special, lambda function: function, kernels, ())
 
 
 def _model(config: settings_lib.Config, format: str) -> tuple[family_lib.Family, Any, Any]:
@@ -217,8 +204,3 @@ def _partition(config: settings_lib.Config, abstract: Any, mesh: Mesh) -> partit
     """Returns where the weights of a model are that is streamed from host memory."""
     offload = {name: getattr(config.offload, name) for name in ("params", "params_fraction", "params_on_device")}
     return stages.partition_state({"params": abstract}, mesh=mesh, stage=3, offload=offload)
-
-
-def _nbytes(leaf: Leaf) -> int:
-    """Returns the bytes of an array on one device."""
-    return math.prod(leaf.sharding.shard_shape(tuple(leaf.shape))) * jnp.dtype(leaf.dtype).itemsize
