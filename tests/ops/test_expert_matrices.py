@@ -75,3 +75,7 @@ def test_one_expert_multiplies_as_a_dense_matmul_in_fp8_does():
     found = expert_matrices.multiply(x, expert_matrices.in_fp8(kernel, None), np.asarray([ROWS], np.int32))
     dense = fp8.dot_general(x, kernel[0], (((1,), (0,)), ((), ())))
     np.testing.assert_allclose(found, dense, atol=F32 * np.abs(dense).max())
+    a, b = arrays.normal(2, (1, INPUTS, RANK)), arrays.normal(3, (1, RANK, OUTPUTS))
+    adapted = expert_matrices.in_fp8(expert_matrices.StoredMatrices(kernel, a, b, 0.5), None)
+    beside = expert_matrices.multiply(x, adapted, np.asarray([ROWS], np.int32)) - found  # an adapter stays as it is
+    np.testing.assert_allclose(beside, 0.5 * x @ a[0] @ b[0], atol=10 * F32 * np.abs(dense).max())

@@ -418,7 +418,14 @@ def test_experts_in_fp8_train_alike_in_any_form(form):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [{"offload": zerojax.Offload(optimizer="host")}, {"schedule": "1f1b", "passes": 2}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"offload": zerojax.Offload(optimizer="host")},
+        {"offload": zerojax.Offload(params="host", optimizer="host")},
+        {"schedule": "1f1b", "passes": 2},
+    ],
+)
 def test_experts_in_fp8_train_alike_cut_into_programs(how):
     mesh = zerojax.make_mesh(pipe=2) if "schedule" in how else zerojax.make_mesh()
     of_two = functools.partial(trained, fp8=IN_FP8, table=(), layers=2)
