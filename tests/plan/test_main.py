@@ -34,6 +34,12 @@ BAD = {
     "--axes: needs a decoder of 10 or more equal layers": ["--target=cpu", "--topology=1x8", "--axes"],
     "--topology: --serve does not use it": ["--target=h200", "--topology=1x8", "--serve"],
     "--slots: no time is foretold: the clock has no rates of v5p; omit it": ["--target=v5p", "--serve", "--slots=4"],
+    "--prompt: no time is foretold: a text of seq_len=1 tokens has no room": [
+        "--target=h200",
+        "--serve",
+        "--prompt=1",
+        "--config.seq_len=1",
+    ],
     "--format: only --serve uses it": ["--target=cpu", "--topology=1x4", "--format=int8"],
     "--rates: is empty; name a file": ["--target=cpu", "--topology=1x8", "--rates="],
     "config.zero.stage": ["--target=cpu", "--topology=1x8", "--config.zero.stage=4"],

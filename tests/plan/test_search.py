@@ -8,6 +8,7 @@ import zerojax
 from zerojax.plan import arithmetic, search
 from zerojax.zero.pipeline import order as order_lib
 
+FEW = (2, 4)  # layers
 CANDIDATES = [search.Candidate(stage, "dots", micro, 4 // micro, 1) for stage in (0, 3) for micro in (1, 2, 4)]
 
 
@@ -190,7 +191,7 @@ def test_of_deep_models_the_fastest_that_fits_is_found_and_few_are_compiled_in_f
 
     def build_deep(candidate):
         plan = a_deep_world(candidate)
-        few = {layers: plan(layers) for layers in search.FEW}
+        few = {layers: plan(layers) for layers in FEW}
 
         def compile_in_full():
             full.append(candidate)
@@ -249,7 +250,7 @@ def test_where_arithmetic_is_wrong_by_the_same_factor_the_fastest_is_found_with_
 
     def build_deep(candidate):
         plan = a_deep_world(candidate)
-        few = {layers: plan(layers) for layers in search.FEW}
+        few = {layers: plan(layers) for layers in FEW}
 
         def line():
             lines.append(candidate)
@@ -305,6 +306,39 @@ def test_of_pipelines_that_differ_in_stage_and_replica_alone_one_is_compiled_and
     guess = lambda candidate: arithmetic.Guess(times[candidate], peaks[candidate], {})  # noqa: E731
     outcomes = search.by_arithmetic("h200", [*alike, near, far], guess, build, memory=10)
     assert lines == [alike[0], alike[1], near] and outcomes[0].candidate == alike[1]
+
+
+class Model:
+    """Layers of kinds 0 to 2, each of which takes another time."""
+
+    def __init__(self, kinds):
+        self.num_layers, self.kind_of = len(kinds), kinds.__getitem__
+
+
+KINDS = {
+    "alike": [0] * 32,
+    "an odd number": [0] * 61,
+    "the first are others": [1] * 3 + [0] * 58,
+    "in turn": [1, 0] * 12,
+    "five and one": ([1] * 5 + [0]) * 4 + [1] * 2,
+    "five and one, cut": ([1] * 5 + [0]) * 5 + [1] * 4,
+    "three kinds": [2] + [1, 1, 0] * 7,
+}
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_few_layers_continue_to_the_time_of_layers_of_all_kinds(kinds):
+    few = search.few_layers(Model(kinds))
+    times = {count: sum((3.0, 10.0, 70.0)[kind] for kind in kinds[:count]) for count in (*few, len(kinds))}
+    low, high = few
+    assert 2 <= low <= high - 2 and low + high < len(kinds)
+    line = times[low] + (len(kinds) - low) / (high - low) * (times[high] - times[low])
+    assert line == pytest.approx(times[len(kinds)])
+
+
+def test_layers_that_few_do_not_tell_are_compiled_whole():
+    assert not any(map(search.few_layers, (Model([0] * 9), Model([0] * 12 + [1]), Model([1, 0, 0, 2] * 3))))
+    assert search.few_layers(Model(KINDS["alike"])) == FEW
 
 
 def test_few_layers_have_the_last_word_where_the_full_program_computes_values_again():

@@ -139,6 +139,8 @@ def _foretold(config: settings_lib.Config, bound: serving_plan.ServingPlan) -> t
     try:
         if target.kind != "gpu" or rates_lib.of(target.name) is None:
             raise UserError(f"the clock has no rates of {target.name}")
+        if config.seq_len < 2:
+            raise UserError(f"a text of seq_len={config.seq_len} tokens has no room for a prompt and a new token")
         devices = targets.devices(_TARGET.value, f"1x{config.mesh.model}")
     except UserError as error:
         if asked:

@@ -2,10 +2,12 @@
 
 It bounds settings by arithmetic first and compiles last. A setting is not compiled whose state and gradients exceed the device's memory,
 or exceed it with the activations that it must have after what another setting took, or whose matmuls alone take longer than another's
-whole step. Of a deep model it compiles two models of few layers and continues their time and peak in a straight line: layers are alike.
+whole step. Of a deep model it compiles two models of few layers and continues their time and peak in a straight line: its layers are alike,
+or repeat a pattern.
 Those that should fit are then compiled in full, the fastest first, until none that is left should be faster.
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +87,6 @@ class Built(NamedTuple):
 
 Build = Callable[[Candidate], tuple]  # the fields of `Built`, of which the first two are enough
 AXES = ("replica", "pipe", "context", "model")  # fields of a candidate that are sizes of a mesh's axes
-FEW = (2, 4)  # layers of the models that stand for a deep one
 DEEP = 10  # layers from which on that takes less time than compiling the model itself
 VERY_DEEP = 40  # layers from which on compiling the model takes minutes
 MARGIN = 0.01  # of the memory: a line that exceeds it by less is compiled in full
@@ -365,6 +366,26 @@ def _compiled(candidate: Candidate, built: Built, memory: float) -> Outcome:
 def seconds_of(plan: step_plan.Plan) -> float | None:
     """Returns the time of a step: foretold, or its bound where the target's kernels have no rates; None if both are unknown."""
     return plan.seconds or (plan.bound.step_seconds if plan.bound else None)
+
+
+def few_layers(model: Any) -> tuple[int, ...]:
+    """Returns the layers of two models whose time continues in a straight line to that of a deep one, since the line reaches its number of
+    layers of each kind (`kind_of`); () if there are none that take less time to compile than the model itself.
+
+    >>> few_layers(model_of_32_layers)
+    (2, 4)
+    """
+    total, kind_of = model.num_layers, getattr(model, "kind_of", lambda _: None)
+    kinds = [kind_of(layer) for layer in range(total)]
+
+    def reaches_all(low: int, high: int) -> bool:
+        of_low, of_high, of_all = (collections.Counter(kinds[:count]) for count in (low, high, total))
+        return all((of_all[k] - of_low[k]) * (high - low) == (total - low) * (of_high[k] - of_low[k]) for k in of_all)
+
+    if total < DEEP:
+        return ()
+    pairs = ((low, compiled - low) for compiled in range(6, total) for low in range((compiled - 2) // 2, 1, -1))
+    return next((pair for pair in pairs if reaches_all(*pair)), ())
 
 
 def continued(few: Mapping[int, step_plan.Plan], layers: int) -> Continued:

@@ -152,7 +152,7 @@ def search_config(
             return search.Built(0, whole, line, trusts_line=True)
         program = program_lib.build(applied, devices=devices)
         held = sum(state_bytes.bytes_per_device(program.partition).values())
-        line = functools.partial(_line, applied, target, devices, program.model.num_layers, rates)
+        line = functools.partial(_line, applied, target, devices, program.model, rates)
         least = _least_seconds(program, rates, candidate) if rates else 0.0
         plan = functools.partial(plan_program, program, target, rates=rates)
         is_deep = _is_deep(applied, program)
@@ -315,7 +315,8 @@ def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.Mod
     plain = settings_lib.changed(config, {**sizes, **remat})
     program = program_lib.build(plain, devices=devices[:1])
     depths = [name for name in activations.DEPTHS if getattr(program.model, name, 0)]
-    if tuple(depths) != activations.DEPTHS[:1] or not _is_deep(plain, program):
+    has_others = bool(getattr(program.model, "dense_layers", ()))  # the first layer is traced, and stands for all
+    if tuple(depths) != activations.DEPTHS[:1] or not _is_deep(plain, program) or has_others:
         return None
     one, two = ({depths[0]: count} for count in (1, 2))
     first, second = (traced.kernels(activations.gradients(program, 1, count)) for count in (one, two))
@@ -347,11 +348,11 @@ def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.Mod
 
 
 def _is_deep(config: settings_lib.Config, program: program_lib.Program) -> bool:
-    """Returns whether models of few layers tell what a step of a model takes: its layers are many and alike, and it is one program."""
+    """Returns whether models of few layers tell what a step of a model takes: its layers are many, and it is one program."""
     is_by_block = isinstance(program.train_step, step_by_block.BlockwiseStep)  # whose programs are few at any depth
     is_whole = not is_by_block and config.mesh.pipe == 1 and not config.init_from and not config.zero.overrides
     is_alike = not (_names_layers(config) or config.fp8.first or config.fp8.last)
-    return is_whole and is_alike and program.model.num_layers >= search.DEEP
+    return is_whole and is_alike and bool(search.few_layers(program.model))
 
 
 def _names_layers(config: settings_lib.Config) -> bool:
@@ -360,10 +361,11 @@ def _names_layers(config: settings_lib.Config) -> bool:
 
 
 def _line(
-    config: settings_lib.Config, target: str, devices: Sequence[Any], layers: int, rates: rates_lib.GpuRates | None
+    config: settings_lib.Config, target: str, devices: Sequence[Any], model: Any, rates: rates_lib.GpuRates | None
 ) -> search.Continued:
     """Returns the peak and the time of a deep model's step, from those of models of few layers."""
-    return search.continued({count: _few(config, target, devices, count, rates) for count in search.FEW}, layers)
+    few = {count: _few(config, target, devices, count, rates) for count in search.few_layers(model)}
+    return search.continued(few, model.num_layers)
 
 
 def _line_of_pipeline(

@@ -112,18 +112,17 @@ def foretold(
         )
     family, model, dtype = _model(config, format)
     mesh = mesh_lib.make_mesh(model=config.mesh.model, devices=devices)
-    is_deep = model.num_layers >= search.DEEP and config.offload.params == "none"
-    depths = search.FEW if is_deep else (model.num_layers,)
+    few = search.few_layers(model) if config.offload.params == "none" else ()
 
     def time_of(rows: int, tokens: int) -> serving.ProgramTime:
-        few = {}
-        for depth in depths:
+        times = {}
+        for depth in few or (model.num_layers,):
             own = dataclasses.replace(model, num_layers=depth)
             compiled = _compiled(config, family, own, dtype, format, mesh, rows, tokens)
-            few[depth] = serving.time_of(compiled, target, mesh.size, rows, tokens)
-        return serving.continued(few, model.num_layers)
+            times[depth] = serving.time_of(compiled, target, mesh.size, rows, tokens)
+        return serving.continued(times, model.num_layers)
 
-    return serving.Foretold(tuple(time_of(rows, 0) for rows in slots), time_of(1, prompt), depths if is_deep else ())
+    return serving.Foretold(tuple(time_of(rows, 0) for rows in slots), time_of(1, prompt), few)
 
 
 def _compiled(

@@ -140,6 +140,10 @@ class LlamaConfig:
             return self.window_rope
         return rope.Rope(self.rope_theta, self.rope_scaling)
 
+    def kind_of(self, layer: int) -> tuple[Any, ...]:
+        """Returns what two layers have in common that take equal time."""
+        return self.has_experts(layer), self.window_of(layer), self.rope_of(layer)
+
 
 Keys = tuple[jax.Array, ...] | None
 Turn = Callable[[jax.Array, jax.Array | None], jax.Array]
