@@ -199,7 +199,7 @@ def text(found: ServingPlan) -> str:
         f"weights {display.human(served.weights)} on each device; cache {display.human(served.cache)} a text",
         f"the memory of {target.name} is unknown"
         if found.largest is None
-        else f"{found.largest:,} texts fit at most, before what programs compute with",
+        else f"{found.largest:,} texts fit at most, if programs need no more than the memory that a plan keeps free",
     ]
     if served.streamed:
         link = "an unknown rate" if found.link is None else f"{found.link.value / 1e9:.0f} GB/s ({found.link.source})"
@@ -233,13 +233,13 @@ def _told(found: ServingPlan) -> list[str]:
     shares = (own.rate / most if (most := bound(own.texts)) else None for own in foretold.steps)
     table.add_row("of the bound", *("unknown" if share is None else f"{share:.0%}" for share in shares), "")
     table.add_row("bytes of a device", *(display.human(own.peak) for own in programs))
-    few = f"continued from models of {foretold.few[0]} and {foretold.few[1]} layers; " if foretold.few else ""
+    few = f", continued from models of {foretold.few[0]} and {foretold.few[1]} layers" if foretold.few else ""
     return [
         display.as_text(table),
         "",
-        f"the first token of a prompt of {foretold.prompt.tokens:,} tokens: {_ms(foretold.prompt.seconds)} ms, if nothing else is asked",
+        f"the first token of a prompt of {foretold.prompt.tokens:,} tokens: {_ms(foretold.prompt.seconds)} ms, if no other request runs",
         *([_SHORT] if min(own.seconds for own in foretold.steps) < SHORT else []),
-        f"foretold: {few}the likeliest tokens, texts as long as they may be; {_errors(found.target)}",
+        f"foretold for the likeliest tokens and texts of full length{few}; {_errors(found.target)}",
     ]
 
 
@@ -249,7 +249,8 @@ def _errors(target: targets.Target) -> str:
     errors = known.of_tokens().errors if known is not None else None
     if errors is None:
         return f"no step was measured on {target.name}"
-    return f"measured steps are {errors['median']:.1%} off, at worst {errors['worst']:.1%} ({errors['settings']:.0f} settings, none fitted)"
+    settings, median, worst = (errors[name] for name in ("settings", "median", "worst"))
+    return f"{settings:.0f} measured steps, none fitted, were off by {median:.1%} (median) and {worst:.1%} (worst)"
 
 
 def _ms(seconds: float) -> str:
