@@ -115,7 +115,10 @@ class Programs:
         jitted = functools.partial(jax.jit, donate_argnums=(1, 2))
         self.first: Any = jitted(self._first)
         self.further: Any = jitted(self._further)
-        self.decode: Any = jitted(self._decode, static_argnames="is_plain")
+        # A graph of CUDA ends at each all-reduce, and the host takes longer to bring the many short ones up to date than to launch kernels.
+        is_cut = kernels == "pallas" and mesh.size > 1 and shape.slots == 1
+        options = {"xla_gpu_graph_min_graph_size": 2**30} if is_cut else None
+        self.decode: Any = jitted(self._decode, static_argnames="is_plain", compiler_options=options)
 
     def empty(self, params: PyTree) -> tuple[Any, SlotRows]:
         """Returns caches and rows without text, on the devices."""
