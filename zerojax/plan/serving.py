@@ -7,8 +7,8 @@ A step adds a token to each of B texts. It reads the weights once and the cache 
 
 Of a mixture of experts it reads those that the B tokens take; they are counted as if each token drew its experts evenly.
 
-The clock walks the engine's compiled programs. Between collectives are too few kernels for a CUDA graph, so on several devices a step takes
-no less time than the host takes to launch its kernels. Weights in host memory arrive beside the programs, which they slow down.
+The clock walks the engine's compiled programs. No CUDA graph launches kernels across a collective, so on several devices a step takes no
+less time than the host takes to launch its kernels. Weights in host memory arrive beside the programs, which they slow down.
 """
 
 import dataclasses
