@@ -64,6 +64,16 @@ def test_an_engine_holds_what_is_planned(preset, precision, kind, ways):
     assert ("dequantized" in planned.runs) == (kind != "none")
 
 
+def test_float16_is_bounded_as_bfloat16_is():
+    of_16 = [
+        serving.served(runs.config(**SETTINGS, model__preset="test", precision=name), "none")
+        for name in ("fp16", "bf16")
+    ]
+    assert [served.dtype for served in of_16] == ["fp16", "bf16"]
+    few, others = (plan_serving.plan(served, targets.get("h200")).rows for served in of_16)
+    assert few == others
+
+
 def test_an_engine_whose_weights_are_in_host_memory_streams_what_is_planned():
     """On the device are the others, and at most the weights of four blocks at once."""
     config = runs.config(
@@ -95,6 +105,7 @@ def test_what_is_not_served_is_refused_in_one_line():
         ("offload.params: is 'nvme', and an engine streams", {"offload__params": "nvme"}),
         ("offload.params: is 'host', .*mesh.model=1", {"offload__params": "host", "mesh__model": 2}),
         ("mesh.context: is 2", {"mesh__context": 2}),
+        ("mesh.expert: is 2", {"mesh__expert": 2}),
         ("mesh.model: is 16, and --serve sees 8 devices", {"mesh__model": 16}),
         ("seq_len: is 4096, and the model has 1024 positions", {"model__preset": "gpt2", "seq_len": 4096}),
     ):

@@ -37,7 +37,7 @@ class Served:
 
     devices: int  # over which the weights are sharded
     length: int  # tokens of a text, for which each slot has room
-    dtype: str  # of the matmuls: "bf16" or "fp32"
+    dtype: str  # of the matmuls: "bf16", "fp16" or "fp32"
     format: str  # of the kernels
     weights: int  # those on the device, with those that arrive from host memory at once
     dense: int  # those that every step reads: not the embedding's, of which it reads rows
@@ -177,7 +177,7 @@ def _tokens(
     served: Served, target: targets.Target, bandwidth: targets.Figure | None, link: targets.Figure | None, batch: int
 ) -> float | None:
     """Returns the most tokens/s of all texts of a batch; None if the target's rates are unknown."""
-    matrix = target.matrix_rates.get(served.dtype)
+    matrix = target.matrix_rates.get(served.dtype.replace("fp16", "bf16"))
     if bandwidth is None or matrix is None or (served.streamed and link is None):
         return None
     arrives = 0.0 if link is None else served.streamed / link.value

@@ -16,6 +16,7 @@ from zerojax import errors, precision, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine, programs, streamed, weights
+from zerojax.interop import huggingface
 from zerojax.models import family as family_lib
 from zerojax.plan import search, serving, targets
 from zerojax.trainer import model as model_lib
@@ -69,7 +70,7 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     return serving.Served(
         devices=ways,
         length=config.seq_len,
-        dtype="bf16" if dtype == jnp.bfloat16 else "fp32",
+        dtype=next(name for name, known in huggingface.DTYPES.items() if known == dtype),
         format=format,
         weights=sum(sizes.values()) - arriving.total() + sum(n for _, n in arriving.most_common(arrivals.AHEAD + 2)),
         dense=sizes["dense"],
@@ -155,7 +156,7 @@ def _compiled(
 def _model(config: settings_lib.Config, format: str) -> tuple[family_lib.Family, Any, Any]:
     """Returns the family, the config and the dtype of a config's model. Raises as `served` does."""
     errors.one_of("format", format, weights.FORMATS)
-    for axis in ("replica", "context", "pipe"):
+    for axis in ("replica", "context", "expert", "pipe"):
         if getattr(config.mesh, axis) != 1:
             raise UserError(
                 f"mesh.{axis}: is {getattr(config.mesh, axis)}, and serving is planned over mesh.model; set 1"
