@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.errors import UserError
+from zerojax.models import experts
 from zerojax.ops import fp8
 from zerojax.trainer import program
 from zerojax.zero.fp8 import modules
@@ -76,6 +77,23 @@ def test_experts_are_chosen_where_they_are_asked_for_by_the_paths_of_their_weigh
     assert not found.in_fp8 and found.stacks == found.weights == {f"block_{n}/experts/down" for n in range(3)}
     with pytest.raises(UserError, match=r"^fp8\.experts: fp8\.filter='\.\*/wide', .* leave no experts in fp8; change"):
         modules.chosen(Fp8(experts=True, filter=".*/wide"), weights, r"block_\d+")
+
+
+class Mixture(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return experts.Experts(num_experts=2, top_k=1, width=8, name="experts")(x)
+
+
+def test_experts_that_may_be_those_of_a_block_in_fp8_or_of_another_keep_their_dtype():
+    model, x = Mixture(), jnp.zeros((1, 4, 8))
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), x)["params"])
+    paths = [f"params/block_{n}/experts/{name}" for n in range(2) for name in params["experts"]]
+    of_part = lambda params: model.apply({"params": params}, x).sum()  # noqa: E731
+    both, one = (modules.chosen(Fp8(experts=True, first=first), paths, r"block_\d+") for first in (0, 1))
+    assert "f8_e4m3fn" in str(jax.make_jaxpr(modules.wrapped(of_part, both, "tensorwise"))(params))
+    with pytest.raises(UserError, match="the loss calls no Linen module of block_1/experts"):
+        jax.eval_shape(modules.wrapped(of_part, one, "tensorwise"), params)
 
 
 @pytest.mark.parametrize(

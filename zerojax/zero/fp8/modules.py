@@ -80,8 +80,8 @@ class Fp8:
 
 
 class Chosen(NamedTuple):
-    """The paths of the modules with a kernel whose matmuls run in fp8, and of those that keep their dtype; those of experts' matrices in
-    fp8."""
+    """The paths of the modules with a kernel whose matmuls run in fp8; of the modules and experts' matrices that keep their dtype; and of
+    experts' matrices in fp8."""
 
     in_fp8: frozenset[str]
     others: frozenset[str]
@@ -138,7 +138,7 @@ def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
             f"{pattern} matches no module with a weight `{fp8_wire.WEIGHT}`; it is a regex over full module paths such as "
             "'layer_\\d+/mlp/up'"
         )
-    return Chosen(found - stacks, frozenset(block_of) - found - stacks, found & stacks)
+    return Chosen(found - stacks, frozenset(block_of) - found, found & stacks)
 
 
 def _stacks(weights: Collection[str]) -> frozenset[str]:
@@ -221,7 +221,7 @@ def _in_fp8(loss_fn: Callable[..., Any], modules: Chosen, matmuls: "_Matmuls") -
     return in_fp8
 
 
-def _paths_in_model(own: frozenset[str], others: frozenset[str] = frozenset()) -> frozenset[str]:
+def _paths_in_model(own: frozenset[str], others: frozenset[str]) -> frozenset[str]:
     """Returns the paths of chosen modules in the model. A loss may call a model with a part of the params, so they may begin later."""
     ends, of_others = (
         {"/".join(names[start:]) for names in (path.split("/") for path in paths) for start in range(len(names))}
@@ -235,7 +235,7 @@ class _Matmuls:
 
     def __init__(self, modules: Chosen, recipe: str):
         self._paths, self._recipe = _paths_in_model(modules.in_fp8, modules.others), recipe
-        self._stacks = _paths_in_model(modules.stacks)
+        self._stacks = _paths_in_model(modules.stacks, modules.others)
         self.weights, self.histories = fp8_wire.BlockWeights(), history_lib.OfState()
         self.entered: set[str] = set()
 
