@@ -5,6 +5,7 @@
     python scripts/bench_engine.py --limit_s 580 --variants host --preset llama3_70b --requests 96 --together 16 --prompt 256 \
         --new_tokens 32
     python scripts/bench_engine.py --ways 2 --limit_s 145 --variants bf16 int8 --compared_layers 2
+    zerojax launch --num_gpus 2 -- python scripts/bench_engine.py --ways 2 --limit_s 145 --variants int8  # a process for each GPU
 
 Weights are random and drawn on the device, so no file is read. A prompt has `--prompt` tokens, and `--new_tokens` are added. `bf16`,
 `int8`, `fp8` and `nf4` answer one request after the other; `plain` is bf16 with XLA's own matmuls and attention. `many` answers
@@ -109,14 +110,23 @@ def _child(options: argparse.Namespace) -> int:
             os.environ["XLA_FLAGS"] = flags.strip()
 
     import zerojax  # noqa: F401  while another measures
+    from zerojax.launch import processes
+
+    is_launched = processes.launched() is not None
+    if is_launched and options.compared_layers:
+        _parser().error("--compared_layers: one process has the GPUs of both models; omit it under zerojax launch")
 
     while not pathlib.Path(options.turn).exists():
         time.sleep(0.05)
     try:
+        if is_launched:
+            processes.initialize()
         bench_child.tell(_measure(options, jax))
     except Exception as error:
         bench_child.tell({"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"})
         raise
+    if is_launched:
+        processes.leave(0)
     return 0
 
 
@@ -178,7 +188,10 @@ def _model(options: argparse.Namespace, kind: str) -> tuple[Any, int]:
     shardings = dict(tree.flatten(partition.shardings["params"]))
     linear = weights.linear_modules(family, config, shapes)
 
-    @functools.partial(jax.jit, static_argnums=(1, 2))  # one program a shape
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    # One program a shape. Each of several processes draws all weights.
+    @functools.partial(jax.jit, static_argnums=(1, 2), out_shardings=None if is_streamed else everywhere)
     def draw(key: jax.Array, shape: tuple[int, ...], is_coded: bool) -> Any:
         drawn = jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(0.02, jnp.bfloat16)
         return quantized.quantize(drawn, kind) if is_coded else drawn
@@ -193,8 +206,6 @@ def _model(options: argparse.Namespace, kind: str) -> tuple[Any, int]:
         return drawn
 
     params = tree.map_with_path(make, shapes)
-    if not is_streamed:
-        params = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     jax.block_until_ready(params)
     read = sum(leaf.nbytes for name, part in params.items() if name != "embed" for leaf in jax.tree.leaves(part))
     if options.ways > 1:  # the engine quantizes them

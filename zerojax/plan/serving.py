@@ -84,9 +84,8 @@ class Foretold:
 
     steps: tuple[ProgramTime, ...]  # a token of each text, by the number of texts
     prompt: ProgramTime  # the reading of a prompt, which gives the first token
-    few: tuple[
-        int, ...
-    ] = ()  # the layers of the models from which the times are continued; () if the model itself was compiled
+    # Layers of the models from which the times are continued; () if the model itself was compiled.
+    few: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,10 +216,8 @@ def _told(found: ServingPlan) -> list[str]:
     """Returns the lines of what the clock says."""
     if found.foretold is None:
         return [f"no time is foretold: {found.why}"] if found.why else []
-    foretold, bound = (
-        found.foretold,
-        functools.partial(_tokens, found.served, found.target, found.bandwidth, found.link),
-    )
+    foretold = found.foretold
+    bound = functools.partial(_tokens, found.served, found.target, found.bandwidth, found.link)
     programs = (*foretold.steps, foretold.prompt)
     heads = [f"{own.texts:,} text{'s' if own.texts > 1 else ''}" for own in foretold.steps]
     table = display.table("Foretold by the clock, ms", ("", *heads, f"a prompt of {foretold.prompt.tokens:,}"))
