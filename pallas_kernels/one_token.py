@@ -11,12 +11,16 @@ each of them many wide reads on their way. A program multiplies some columns wit
 a time, several of them before it uses any (`form`), and adds in float32. The last program of a column group to arrive, which a counter
 tells, adds up the parts in their order and goes on with the sum. So results do not depend on who is last.
 
+Where devices share the weights, `multiply` takes the place of `add`, and its result, summed over the devices, is the `delta` that the next
+kernel adds to x before its norm: a kernel between the two would cost a launch.
+
 Shapes: K contracted, N columns, D embed, H query heads, J key and value heads, C dims of a head, S slots.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +35,7 @@ READ = 16  # bytes that a thread reads at once
 MANY = 8192  # columns, of which a program of 256 leaves enough programs
 COUNTERS = 4096  # the most column groups of a kernel that has parts
 PARTS = 32  # the most, since a thread adds up those of its columns one after the other
+SQUARED = 2048  # elements of x that a program squares at a time; more take more registers
 MOST_GATES = COUNTERS * BLOCK // 2  # columns of each weight of `gate`
 
 # How codes are multiplied and added: codes that share 32 bits, and a * code + sum in PTX ($0... sums, codes, factors, sums).
@@ -157,6 +162,20 @@ def squares_of(x_D: jax.Array, count: int) -> jax.Array:
     return jnp.sum(jnp.square(x_D.astype(jnp.float32)).reshape(count, -1), axis=1)
 
 
+def plus(x: jax.Array, delta: jax.Array) -> jax.Array:
+    """Returns x + delta, of x's dtype, to which delta is rounded before."""
+    new = delta.astype(x.dtype)
+    return (x.astype(jnp.float32) + new.astype(jnp.float32)).astype(x.dtype)
+
+
+def whole(
+    x_D: jax.Array, *, squares: jax.Array | None = None, delta: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns x + delta and the sums of squares of its parts; see `multiply`."""
+    x_D = x_D if delta is None else plus(x_D, delta)
+    return x_D, squares_of(x_D, x_D.shape[0] // BLOCK) if squares is None else squares
+
+
 def normed(x_K: jax.Array, squares: jax.Array, norm: Norm) -> jax.Array:
     """Returns scale x / rms(x), rounded as `layers.rms_norm` does."""
     inverse = jax.lax.rsqrt(jnp.sum(squares) / x_K.shape[0] + norm.eps)
@@ -169,14 +188,26 @@ def multiply(
     *,
     norm: Norm | None = None,
     squares: jax.Array | None = None,
+    delta: jax.Array | None = None,
     counts: jax.Array,
     implementation: str,
     how: Portions | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns x [W, ...], float32[sum of N], and the counters. With a norm, x is normed first and `squares` has the sums of its squares."""
+    """Returns x [W, ...], float32[sum of N], and the counters.
+
+    Args:
+      x_K: one row.
+      weights: W, ..., of one kind.
+      norm: of x + delta; None: x is multiplied as it is.
+      squares: float32, sums of squares of x's parts, which the norm reads; None: each program adds up those of x + delta.
+      delta: float32[K], added to x before its norm as `plus` does; None: nothing.
+      counts: `counters()`, or those that the last kernel returned.
+      implementation: "pallas", "interpret" or "jnp".
+      how: the product is divided; None for `form`'s default.
+    """
 
     def ref() -> jax.Array:
-        given = x_K if norm is None or squares is None else normed(x_K, squares, norm)
+        given = x_K if norm is None else normed(*whole(x_K, squares=squares, delta=delta), norm)
         return jnp.concatenate([w.unit * (given.astype(jnp.float32) @ w.wide()) for w in weights])
 
     if implementation == "jnp":
@@ -186,8 +217,17 @@ def multiply(
         pltriton.store(outs[0].at[columns], sums(columns))
 
     total = sum(w.codes.shape[1] for w in weights)
-    outs, counts = _run(
-        x_K, weights, norm, squares, counts, end, [jax.ShapeDtypeStruct((total,), jnp.float32)], implementation, how=how
+    outs, _, counts = _run(
+        x_K,
+        weights,
+        norm,
+        squares,
+        counts,
+        end,
+        [jax.ShapeDtypeStruct((total,), jnp.float32)],
+        implementation,
+        delta=delta,
+        how=how,
     )
     return outs[0], counts
 
@@ -210,14 +250,15 @@ def add(
         return x_D, squares_of(x_D, groups), counts
 
     def end(group: Any, columns: Any, sums: Callable, outs: Any, before: Any) -> None:
-        old, new = pltriton.load(before.at[columns]), sums(columns).astype(dtype)
-        x = (old.astype(jnp.float32) + new.astype(jnp.float32)).astype(dtype)
+        x = plus(pltriton.load(before.at[columns]), sums(columns))
         pltriton.store(outs[0].at[columns], x)
         wide = x.astype(jnp.float32)
         pltriton.store(outs[1].at[group], jnp.sum(wide * wide))
 
     outs = [jax.ShapeDtypeStruct(x_D.shape, dtype), jax.ShapeDtypeStruct((groups,), jnp.float32)]
-    (x_D, squares), counts = _run(y_K, [weight], None, None, counts, end, outs, implementation, beside=[x_D], how=how)
+    (x_D, squares), _, counts = _run(
+        y_K, [weight], None, None, counts, end, outs, implementation, beside=[x_D], how=how
+    )
     return x_D, squares, counts
 
 
@@ -226,12 +267,18 @@ def gate(
     weights: Sequence[Weight],
     *,
     norm: Norm,
-    squares: jax.Array,
+    squares: jax.Array | None = None,
+    delta: jax.Array | None = None,
     counts: jax.Array,
     implementation: str,
     how: Portions | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns silu(W norm(x)) * V norm(x), of x's dtype, and the counters. `weights`: W and V."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns x + delta, of it silu(W norm(x)) * V norm(x), of x's dtype, and the counters.
+
+    Args:
+      weights: W and V.
+      x_D, norm, squares, delta, counts, implementation, how: see `multiply`.
+    """
     dtype, size = x_D.dtype, weights[0].codes.shape[1]
 
     def both(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -239,13 +286,14 @@ def gate(
         return (gate / (1 + jnp.exp(-gate)) * up).astype(dtype)
 
     if implementation == "jnp":
+        x_D, squares = whole(x_D, squares=squares, delta=delta)
         sums, counts = multiply(x_D, weights, norm=norm, squares=squares, counts=counts, implementation=implementation)
-        return both(sums[:size], sums[size:]), counts
+        return x_D, both(sums[:size], sums[size:]), counts
 
     def end(group: Any, columns: Any, sums: Callable, outs: Any) -> None:
         pltriton.store(outs[0].at[columns], both(sums(columns), sums(columns + size)))
 
-    outs, counts = _run(
+    outs, x_D, counts = _run(
         x_D,
         weights,
         norm,
@@ -254,10 +302,11 @@ def gate(
         end,
         [jax.ShapeDtypeStruct((size,), dtype)],
         implementation,
+        delta=delta,
         is_joined=True,
         how=how,
     )
-    return outs[0], counts
+    return x_D, outs[0], counts
 
 
 def project(
@@ -268,25 +317,26 @@ def project(
     slot: jax.Array,
     *,
     norm: Norm,
-    squares: jax.Array,
+    squares: jax.Array | None = None,
+    delta: jax.Array | None = None,
     counts: jax.Array,
     implementation: str,
     how: Portions | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array]:
-    """Returns the token's turned queries [H C], the cache with its turned keys and its values, and the counters.
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array], jax.Array]:
+    """Returns x + delta, the token's turned queries [H C], the cache with its turned keys and its values, and the counters.
 
     Args:
-      x_D: the token's state.
       weights: of queries, keys and values.
       keys: the cache, keys and values [S, J, C].
       turn: float32[C], the cosines and then the sines of the token's angles.
       slot: int32[1], of the token; one beyond the last drops it.
-      norm, squares, counts, implementation, how: see `multiply`.
+      x_D, norm, squares, delta, counts, implementation, how: see `multiply`.
     """
     dtype, (slots, _, dims) = x_D.dtype, keys[0].shape
     sizes = [w.codes.shape[1] for w in weights]
     half = dims // 2
     if implementation == "jnp":
+        x_D, squares = whole(x_D, squares=squares, delta=delta)
         found, counts = multiply(x_D, weights, norm=norm, squares=squares, counts=counts, implementation=implementation)
         q, k, v = jnp.split(found.astype(dtype), [sizes[0], sizes[0] + sizes[1]])
 
@@ -299,7 +349,7 @@ def project(
             old.at[slot].set(new.astype(old.dtype)[None], mode="drop")
             for old, new in zip(keys, (turned(k), v.reshape(-1, dims)))
         )
-        return turned(q).reshape(-1), (after[0], after[1]), counts
+        return x_D, turned(q).reshape(-1), (after[0], after[1]), counts
     if how is None:
         how = form(x_D.shape[0], sizes, weights[0].codes.dtype.itemsize, width=dims)
     assert how.columns == dims, f"a program has the {dims} columns of a head, not {how.columns}"
@@ -331,7 +381,7 @@ def project(
         jax.lax.cond(group < heads, queries, lambda: jax.lax.cond(group < heads + kv_heads, key, value))
 
     outs = [jax.ShapeDtypeStruct((sizes[0],), dtype), *(jax.ShapeDtypeStruct((old.size,), old.dtype) for old in keys)]
-    (q, new_k, new_v), counts = _run(
+    (q, new_k, new_v), x_D, counts = _run(
         x_D,
         weights,
         norm,
@@ -340,12 +390,13 @@ def project(
         end,
         outs,
         implementation,
+        delta=delta,
         beside=[turn, slot],
         over=[old.reshape(-1) for old in keys],
         how=how,
         reads_back=True,
     )
-    return q, (new_k.reshape(keys[0].shape), new_v.reshape(keys[1].shape)), counts
+    return x_D, q, (new_k.reshape(keys[0].shape), new_v.reshape(keys[1].shape)), counts
 
 
 def _run(
@@ -358,15 +409,17 @@ def _run(
     outs: list[jax.ShapeDtypeStruct],
     implementation: str,
     *,
+    delta: jax.Array | None = None,
     beside: Sequence[jax.Array] = (),
     over: Sequence[jax.Array] = (),
     is_joined: bool = False,
     how: Portions | None = None,
     reads_back: bool = False,
-) -> tuple[list[jax.Array], jax.Array]:
-    """Runs a kernel, and returns its outputs and the counters.
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Runs a kernel, and returns its outputs, x + delta and the counters.
 
     Args:
+      x_K, weights, norm, squares, delta, counts, implementation, how: see `multiply`.
       end: f(group, its columns, sums, output refs, *refs of `beside`), run by the last program of a group. sums(columns) returns those of
         the products, float32 of the columns' shape.
       outs: the outputs.
@@ -390,10 +443,15 @@ def _run(
     else:
         codes = [w.codes for w in weights]
     given = [x_K, *codes, *(w.scales for w in weights if w.scales is not None)]
-    given += [] if norm is None or squares is None else [norm.scale, squares]
+    assert norm is not None or (squares is None and delta is None), "only a norm reads squares and a delta"
+    assert squares is None or delta is None, "squares are of x alone, not of x + delta"
+    named = {"scale": None if norm is None else norm.scale, "squares": squares, "delta": delta}
+    of_norm = {name: array for name, array in named.items() if array is not None}
+    given += of_norm.values()
     count = len(given)
     given += [*beside, counts, *over]
     shapes = [*outs, jax.ShapeDtypeStruct(counts.shape, counts.dtype)]
+    shapes += [] if delta is None else [jax.ShapeDtypeStruct(x_K.shape, x_K.dtype)]
     shapes += [jax.ShapeDtypeStruct((how.parts * total,), jnp.float32)] if by_memory else []
     first = len(given) - len(over)
     aliases = {first - 1: len(outs)} | {first + n: len(outs) - len(over) + n for n in range(len(over))}
@@ -402,11 +460,13 @@ def _run(
         own, after = refs[: len(given)], refs[len(given) :]
         x_ref, codes_refs, rest = own[0], own[1 : 1 + len(weights)], own[1 + len(weights) : count]
         scales_refs = rest[: len(weights)] if is_scaled else [None] * len(weights)
-        norm_refs = rest[-2:] if norm is not None else None
+        norm_refs = dict(zip(of_norm, rest[len(rest) - len(of_norm) :]))
         beside_refs = own[count : count + len(beside)]
         out_refs, counts_ref = after[: len(outs)], after[len(outs)]
         group, part = pl.program_id(0), pl.program_id(1)
-        reader = functools.partial(_reader, x_ref, norm_refs, inputs, 0.0 if norm is None else norm.eps, x_K.dtype)
+        whole_ref = None if delta is None else after[len(outs) + 1]
+        eps = 0.0 if norm is None else norm.eps
+        reader = functools.partial(_reader, x_ref, norm_refs, whole_ref, (group == 0) & (part == 0), eps)
 
         def of(number: int) -> jax.Array:
             """Returns the program's sums of one weight, float32[blocks, 64]."""
@@ -455,22 +515,45 @@ def _run(
         interpret=interpret,
         name="one_token_product",
     )(*(array.reshape(-1) for array in given))
-    return list(found[: len(outs)]), found[len(outs)]
+    return list(found[: len(outs)]), x_K if delta is None else found[len(outs) + 1], found[len(outs)]
 
 
-def _reader(x_ref: jax.Ref, norm_refs: Any, inputs: int, eps: float, dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """Returns f(rows) -> x there, float32, normed if there is a norm."""
-    if norm_refs is None:
+def _reader(
+    x_ref: jax.Ref, norm_refs: Mapping[str, jax.Ref], whole_ref: jax.Ref | None, is_first: jax.Array, eps: float
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns f(rows) -> x there, float32, normed if there is a norm. If there is a delta, the first program writes x + delta to
+    `whole_ref`, and not over x, which others still read."""
+    if not norm_refs:
         return lambda rows: pltriton.load(x_ref.at[rows]).astype(jnp.float32)
-    scale_ref, squares_ref = norm_refs
-    size = squares_ref.shape[0]
-    at = jnp.arange(pl.next_power_of_2(size))
-    squares = pltriton.load(squares_ref.at[at], mask=at < size, other=0.0)
+    inputs, dtype = x_ref.shape[0], x_ref.dtype
+
+    def whole_at(rows: jax.Array) -> jax.Array:
+        x = pltriton.load(x_ref.at[rows])
+        return x if whole_ref is None else plus(x, pltriton.load(norm_refs["delta"].at[rows]))
+
+    def stored_squares() -> jax.Array:
+        size = norm_refs["squares"].shape[0]
+        at = jnp.arange(pl.next_power_of_2(size))
+        return pltriton.load(norm_refs["squares"].at[at], mask=at < size, other=0.0)
+
+    def own_squares(begin: int, count: int) -> jax.Array:
+        at = begin + jnp.arange(count)
+        x = whole_at(at)
+        if whole_ref is not None:
+            pltriton.store(whole_ref.at[at], x, mask=is_first & (at >= 0))
+        wide = x.astype(jnp.float32)
+        return wide * wide
+
+    if "squares" in norm_refs:
+        squares = stored_squares()
+    else:
+        count = math.gcd(inputs, SQUARED)
+        squares = functools.reduce(jnp.add, [own_squares(begin, count) for begin in range(0, inputs, count)])
     inverse = jax.lax.rsqrt(jnp.sum(squares) / inputs + eps)
 
     def read(rows: jax.Array) -> jax.Array:
-        x = (pltriton.load(x_ref.at[rows]).astype(jnp.float32) * inverse).astype(dtype).astype(jnp.float32)
-        return (x * pltriton.load(scale_ref.at[rows]).astype(jnp.float32)).astype(dtype).astype(jnp.float32)
+        x = (whole_at(rows).astype(jnp.float32) * inverse).astype(dtype).astype(jnp.float32)
+        return (x * pltriton.load(norm_refs["scale"].at[rows]).astype(jnp.float32)).astype(dtype).astype(jnp.float32)
 
     return read
 

@@ -174,7 +174,7 @@ def _part(name: str, kind: str, sizes: Sizes, how: str, form: Any) -> Callable[.
             found = one_token.project(
                 state["x"], three, state["keys"], state["turn"], state["slot"], **normed, **given, how=shape
             )
-            return {**state, "q": found[0], "keys": found[1], "counts": found[2]}
+            return {**state, "q": found[1], "keys": found[2], "counts": found[3]}
         if name == "attend":
             keys = tuple(key[None] for key in state["keys"])
             heads = state["q"].reshape(1, sizes.heads, sizes.dims)
@@ -189,7 +189,7 @@ def _part(name: str, kind: str, sizes: Sizes, how: str, form: Any) -> Callable[.
             return {**state, "x": x, "squares": squares, "counts": counts}
         if name == "gate":
             shape = _form(form, d, [f, f], itemsize)
-            h, counts = one_token.gate(state["x"], [w["gate"], w["up"]], **normed, **given, how=shape)
+            _, h, counts = one_token.gate(state["x"], [w["gate"], w["up"]], **normed, **given, how=shape)
             return {**state, "h": h, "counts": counts}
         shape = _form(form, d, [sizes.vocab], itemsize)
         scores, counts = one_token.multiply(state["x"], [w["head"]], **normed, **given, how=shape)

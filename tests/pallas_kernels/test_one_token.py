@@ -11,6 +11,8 @@ D, HEADS, KV_HEADS, DIMS, MLP, SLOTS = 512, 4, 1, 64, 128, 4
 # The default form, and a candidate of scripts/bench_token.py.
 FORMS: tuple[dict[str, int], ...] = ({}, {"width": 256, "ahead": 2, "warps": 4, "programs": 1056})
 
+ONE_BIT = 2**-7  # of bfloat16: the squares are summed in another order
+
 
 def weight(random, shape, kind):
     """Returns a weight as it is stored."""
@@ -58,10 +60,12 @@ def test_kernels_of_a_layer_do_what_their_twins_do():
     for implementation in ("jnp", "interpret"):
         run = {"implementation": implementation}
         normed, counts = {"norm": norm, "squares": squares}, one_token.counters()
-        q, after, counts = one_token.project(x, three, keys, turn, jnp.asarray([2]), **normed, counts=counts, **run)
-        _, same, counts = one_token.project(x, three, keys, turn, jnp.asarray([SLOTS]), **normed, counts=counts, **run)
+        at, beyond = jnp.asarray([2]), jnp.asarray([SLOTS])
+        same_x, q, after, counts = one_token.project(x, three, keys, turn, at, **normed, counts=counts, **run)
+        assert same_x is x
+        _, _, same, counts = one_token.project(x, three, keys, turn, beyond, **normed, counts=counts, **run)
         added, squares_after, counts = one_token.add(x, q, o, counts=counts, **run)
-        h, counts = one_token.gate(x, gates, **normed, counts=counts, **run)
+        _, h, counts = one_token.gate(x, gates, **normed, counts=counts, **run)
         assert not counts.any()
         for old, new, kept in zip(keys, after, same):
             np.testing.assert_array_equal(kept, old, err_msg="a token that is dropped is written")
@@ -69,6 +73,33 @@ def test_kernels_of_a_layer_do_what_their_twins_do():
         found.append((q, *after, added, jnp.sum(squares_after), h))
     for wanted, own in zip(*found):
         np.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_delta", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("implementation", ["jnp", "interpret"])
+def test_a_kernel_adds_a_delta_and_sums_squares_as_if_both_were_given(implementation, has_delta, monkeypatch):
+    """The sum is rounded as the residual is on one device, and written once; the squares are summed in several steps."""
+    monkeypatch.setattr(one_token, "SQUARED", D // 4)
+    random = np.random.default_rng(0)
+    x, norm = vector(random).astype(jnp.bfloat16), one_token.Norm(vector(random).astype(jnp.bfloat16), 1e-5)
+    delta = vector(random) if has_delta else None
+    whole = x + delta.astype(jnp.bfloat16) if has_delta else x
+    turn, slot = vector(random, DIMS), jnp.asarray([2])
+    keys = tuple(vector(random, (SLOTS, KV_HEADS, DIMS)) for _ in range(2))
+    three = [weight(random, (D, heads * DIMS), "bfloat16") for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    gates = [weight(random, (D, MLP), "bfloat16") for _ in range(2)]
+    found = []
+    for given, of_norm in ((whole, {"squares": one_token.squares_of(whole, 1)}), (x, {"delta": delta})):
+        run = {"norm": norm, **of_norm, "implementation": implementation}
+        after, q, cache, counts = one_token.project(given, three, keys, turn, slot, counts=one_token.counters(), **run)
+        again, h, counts = one_token.gate(given, gates, counts=counts, **run)
+        scores, counts = one_token.multiply(given, gates, counts=counts, **run)
+        assert not counts.any()
+        np.testing.assert_array_equal(after, whole)
+        np.testing.assert_array_equal(again, whole)
+        found.append((q, *cache, h, scores))
+    for wanted, own in zip(*found):
+        np.testing.assert_allclose(own.astype(jnp.float32), wanted.astype(jnp.float32), rtol=ONE_BIT, atol=1e-3)
 
 
 def test_every_form_divides_its_rows_and_columns():

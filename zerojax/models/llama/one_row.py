@@ -89,7 +89,8 @@ def extend(
     if c.embed_scale != 1:
         x_D = x_D * jnp.asarray(c.embed_scale, x_D.dtype)
     turn = _turn(c.rope_of(0), c.head_dim, step.positions_BT[0, 0])
-    squares, counts = one_token.squares_of(x_D, 1), one_token.counters()
+    beside: dict[str, Any] = {} if summed else {"squares": one_token.squares_of(x_D, 1)}
+    counts = one_token.counters()
     scale = c.score_scale or c.head_dim**-0.5
     ends_B = step.ends_B if step.ends_B is not None else jnp.sum(step.is_text_BS, axis=1, dtype=jnp.int32)
     after = []
@@ -97,15 +98,15 @@ def extend(
         layer = params[f"layer_{number}"]
         attention, mlp = layer["attention"], layer["mlp"]
         norm = functools.partial(one_token.Norm, eps=c.norm_eps)
-        q, (k_SJC, v_SJC), counts = one_token.project(
+        x_D, q, (k_SJC, v_SJC), counts = one_token.project(
             x_D,
             [weight(attention[name]) for name in ("q", "k", "v")],
             (k_1SJC[0], v_1SJC[0]),
             turn,
             step.slot.reshape(1),
             norm=norm(layer["attention_norm"]["scale"]),
-            squares=squares,
             counts=counts,
+            **beside,
             **run,
         )
         keys = k_SJC[None], v_SJC[None]
@@ -114,17 +115,17 @@ def extend(
             q.reshape(1, -1, c.head_dim), *keys, ends_B, counts, scale=scale, **run
         )
         o = weight(attention["o"], rows=q.shape[0])
-        x_D, squares, counts = _added(x_D, y_1HC.reshape(-1), o, counts, summed, run)
-        h_F, counts = one_token.gate(
+        x_D, beside, counts = _added(x_D, y_1HC.reshape(-1), o, counts, summed, run)
+        x_D, h_F, counts = one_token.gate(
             x_D,
             [weight(mlp["gate"]), weight(mlp["up"])],
             norm=norm(layer["mlp_norm"]["scale"]),
-            squares=squares,
             counts=counts,
+            **beside,
             **run,
         )
-        x_D, squares, counts = _added(x_D, h_F, weight(mlp["down"]), counts, summed, run)
-    return _scores(c, params, x_D, squares, counts, run), after
+        x_D, beside, counts = _added(x_D, h_F, weight(mlp["down"]), counts, summed, run)
+    return _scores(c, params, x_D, beside, counts, run), after
 
 
 def _embedded(
@@ -145,29 +146,35 @@ def _added(
     counts: jax.Array,
     summed: Callable[[jax.Array], jax.Array] | None,
     run: Mapping[str, Any],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns x + W y, of which each device has a term, the sums of squares of its parts, and the counters."""
+) -> tuple[jax.Array, dict[str, Any], jax.Array]:
+    """Returns x + W y, of which each device has a term, as x and what the next norm needs beside it, and the counters. That is "squares" of
+    the parts of x, or "delta", which is not yet added to x."""
     if summed is None:
-        return one_token.add(x_D, y_K, matrix, counts=counts, **run)
+        x_D, squares, counts = one_token.add(x_D, y_K, matrix, counts=counts, **run)
+        return x_D, {"squares": squares}, counts
     how = one_token.form_of_add(matrix)
     part_D, counts = one_token.multiply(y_K, [matrix], counts=counts, how=how, **run)
-    x_D = x_D + summed(part_D).astype(x_D.dtype)
-    return x_D, one_token.squares_of(x_D, x_D.shape[0] // one_token.BLOCK), counts
+    return x_D, {"delta": summed(part_D)}, counts
 
 
 def _scores(
-    config: LlamaConfig, params: PyTree, x_D: jax.Array, squares: jax.Array, counts: jax.Array, run: Mapping[str, Any]
+    config: LlamaConfig,
+    params: PyTree,
+    x_D: jax.Array,
+    beside: Mapping[str, Any],
+    counts: jax.Array,
+    run: Mapping[str, Any],
 ) -> jax.Array:
-    """Returns the logits: float32[1, V]."""
+    """Returns the logits: float32[1, V]. `beside` is of `_added`."""
     c, norm = config, one_token.Norm(params["norm"]["scale"], config.norm_eps)
     head = None if c.tie_embeddings else weight(params["head"])
     if head is None or c.logits_scale != 1:
-        x_D = one_token.normed(x_D, squares, norm)
+        x_D = one_token.normed(*one_token.whole(x_D, **beside), norm)
         x_D = x_D if c.logits_scale == 1 else x_D * jnp.asarray(c.logits_scale, x_D.dtype)
     if head is None:
         scores_V = jnp.dot(x_D, params["embed"]["embedding"].T, preferred_element_type=jnp.float32)
     else:
-        given: dict[str, Any] = {"norm": norm, "squares": squares} if c.logits_scale == 1 else {}
+        given: dict[str, Any] = {"norm": norm, **beside} if c.logits_scale == 1 else {}
         scores_V, _ = one_token.multiply(x_D, [head], **given, counts=counts, **run)
     return softcap.softcap(scores_V, c.logits_cap)[None]
 
