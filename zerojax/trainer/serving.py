@@ -143,7 +143,18 @@ def _compiled(
     made: programs.Programs
     if config.offload.params == "none":
         params, kernels = weights.abstract(family, model, params, mesh, dtype, format), weights.kernels_of(mesh)
-        made = programs.Programs(family, model, mesh, shape, special, lambda function: function, kernels, ())
+        params = weights.for_one_row(family, model, params, mesh, kernels) if slots == 1 else params
+        made = programs.Programs(
+            family,
+            model,
+            mesh,
+            shape,
+            special,
+            lambda function: function,
+            kernels,
+            (),
+            has_turned=weights.has_turned(params),
+        )
     else:
         partition = _partition(config, params, mesh)
         params = partition.abstract_state["params"]

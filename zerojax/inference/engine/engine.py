@@ -137,10 +137,23 @@ class Engine:
         self._chunk = self._inputs or min(chunk, max_len)  # an encoder reads its prompt at once
         self._budget = prefill_tokens or self._chunk
         kernels = None if has_adapters or is_gathered else weights.kernels_of(mesh)
+        if slots == 1 and not adapters and not is_streamed:
+            self._params = weights.for_one_row(family, config, self._params, mesh, kernels)
         self._programs = (
             streamed.StreamedPrograms(family, config, mesh, shape, model.special, model.partition)
             if is_streamed
-            else programs.Programs(family, config, mesh, shape, model.special, around, kernels, axes, bool(adapters))
+            else programs.Programs(
+                family,
+                config,
+                mesh,
+                shape,
+                model.special,
+                around,
+                kernels,
+                axes,
+                has_adapters=bool(adapters),
+                has_turned=weights.has_turned(self._params),
+            )
         )
         self._adapters = {"": adapters_lib.NONE} | {name: n for n, name in enumerate(adapters or (), 1)}
         with arguments.in_own_mesh(mesh):

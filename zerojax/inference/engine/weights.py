@@ -75,11 +75,55 @@ def abstract(
     return tree.map_with_path(describe, params)
 
 
+def for_one_row(
+    family: family_lib.Family, config: ModelConfig, params: PyTree, mesh: Mesh, kernels: str | None
+) -> PyTree:
+    """Returns the weights as kernels of one row read them: those of `placed` or `abstract`, perhaps with more scales (`Family.turned`).
+
+    Args:
+      kernels: see `kernels_of`.
+    """
+    device = mesh.abstract_mesh.abstract_device
+    turn = family.turned(config, params, mesh.size, device) if kernels == "pallas" else None
+    if turn is None:
+        return params
+    spec = spec_of(family, params, mesh)
+    after = dict(tree.flatten(jax.eval_shape(turn, params)))
+    new = {path: leaf for path, leaf in after.items() if path.endswith(f"/{quantized.TURNED}")}
+    shardings = {path: NamedSharding(mesh, spec(path)) for path in new}
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        made = {path: leaf.update(sharding=shardings[path]) for path, leaf in new.items()}
+    else:
+        made = jax.jit(
+            lambda params: {path: leaf for path, leaf in tree.flatten(turn(params)) if path in new},
+            out_shardings=shardings,
+        )(params)
+
+    def add(path: tuple[Any, ...], node: Any) -> Any:
+        turned = made.get(f"{jax.tree_util.keystr(path, simple=True, separator='/')}/{quantized.TURNED}")
+        return node if turned is None else {**node, quantized.TURNED: turned}
+
+    return jax.tree_util.tree_map_with_path(add, params, is_leaf=quantized.is_quantized)
+
+
+def has_turned(params: PyTree) -> bool:
+    """Returns whether `for_one_row` has added scales to the weights."""
+    return any(path.endswith(f"/{quantized.TURNED}") for path, _ in tree.flatten(params))
+
+
 def spec_of(family: family_lib.Family, params: PyTree, mesh: Mesh) -> Callable[[str], P]:
-    """Returns f(path) -> the spec of a weight, by the family's table."""
-    shapes = {path: leaf.shape for path, leaf in tree.flatten(params)}
+    """Returns f(path) -> the spec of a weight, by the family's table. Of transposed scales it is that of the scales, reversed."""
+    shapes = {path: leaf.shape for path, leaf in tree.flatten(params) if not path.endswith(f"/{quantized.TURNED}")}
     rows, _ = tensor_parallel.overrides(family.parallel.weights, shapes, mesh)
-    return lambda path: next((P(*entries) for pattern, entries in rows if re.search(pattern, path)), P())
+
+    def find(path: str) -> P:
+        spec = next((P(*entries) for pattern, entries in rows if re.search(pattern, path)), P())
+        if not path.endswith(f"/{quantized.TURNED}"):
+            return spec
+        columns = next((entry for entry in spec[1:] if entry is not None), None)
+        return P(columns, spec[0] if spec else None)
+
+    return find
 
 
 def _rule(

@@ -569,6 +569,7 @@ FAMILY = family.Family(
     start=model.start,
     extend=model.extend,
     one_row=lambda config, params, ways: one_row.extend if one_row.takes(config, params, ways) else None,
+    turned=lambda *given: one_row.with_turned if one_row.reads_turned(*given) else None,
     positions=lambda config: config.max_seq_len if config.has_positions else None,
     is_encoder_decoder=False,
     blocks=r"layer_\d+",

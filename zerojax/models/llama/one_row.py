@@ -1,8 +1,12 @@
-"""A token of one text, by five kernels a layer. This module runs a plain Llama's layers by `pallas_kernels.one_token`.
+"""A token of one text, by few kernels a layer. This module runs a plain Llama's layers by `pallas_kernels.one_token`.
 
 The time of such a token is that in which the weights pass the memory, and what lies between two kernels. The model's own layers are 24
 kernels each for one row. Of several devices each has its heads, its columns of gate and up and its rows of o and down, so what these two
 add to the residual is summed over the devices, in float32 (Megatron-LM, arXiv:1909.08053).
+
+A layer is five kernels. In int8 on Hopper GPUs it is two (`pallas_kernels.one_token_mosaic`): attention, and the four products up to the
+next layer's attention; over several devices, whose sums come between, it is four. These read the scales transposed, which the engine
+adds to the weights (`with_turned`).
 """
 
 import functools
@@ -13,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import cached_attention, one_token
+from pallas_kernels import cached_attention, grouped, one_token
 from zerojax.models import decoding
 from zerojax.models.llama import rope
 from zerojax.models.llama.model import LlamaConfig
@@ -63,6 +67,33 @@ def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
     )
 
 
+def reads_turned(config: LlamaConfig, params: PyTree, ways: int, device: Any) -> bool:
+    """Returns whether `extend` is faster with what `with_turned` adds to the weights, on a `jax.sharding.AbstractDevice` of so many."""
+    is_hopper = device is not None and grouped.HOPPER.search(device.device_kind)
+    if not is_hopper or not takes(config, params, ways) or _kind(_kernel_of(params)) != quantized.INT8:
+        return False
+    from pallas_kernels import one_token_mosaic  # takes long to import, and only these GPUs need it
+
+    c = config
+    return one_token_mosaic.takes(
+        c.embed_dim, c.mlp_dim // ways, c.num_heads // ways, c.num_kv_heads // ways, c.head_dim
+    )
+
+
+def with_turned(params: PyTree) -> PyTree:
+    """Returns the weights with the scales of the layers' matrices [K, N / 64] also as [N / 64, K]."""
+
+    def add(path: tuple[Any, ...], node: Any) -> Any:
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if not names[0].startswith("layer_") or not quantized.is_quantized(node):
+            return node
+        shape = quantized.shape_of(node)
+        rows = math.prod(shape[:-1]) if names[-2] == "o" else shape[0]
+        return {**node, quantized.TURNED: node[quantized.SCALES].reshape(rows, -1).T}
+
+    return jax.tree_util.tree_map_with_path(add, params, is_leaf=quantized.is_quantized)
+
+
 def extend(
     config: Any,
     params: PyTree,
@@ -73,6 +104,7 @@ def extend(
     implementation: str,
     summed: Callable[[jax.Array], jax.Array] | None = None,
     number: Any = 0,
+    processors: int = 0,
 ) -> tuple[jax.Array, Any]:
     """Returns the logits after one more token, float32[1, V], and every layer's keys and values; see `Family.extend`.
 
@@ -82,6 +114,7 @@ def extend(
       implementation: of the kernels: "pallas", "interpret" or "jnp".
       summed: f(array) -> its sum over the devices that share the weights; None: one device.
       number: of this device among them.
+      processors: of a device; only `with_turned`'s weights need them.
     """
     c = config
     run: dict[str, Any] = {"implementation": implementation}
@@ -89,10 +122,18 @@ def extend(
     if c.embed_scale != 1:
         x_D = x_D * jnp.asarray(c.embed_scale, x_D.dtype)
     turn = _turn(c.rope_of(0), c.head_dim, step.positions_BT[0, 0])
-    beside: dict[str, Any] = {} if summed else {"squares": one_token.squares_of(x_D, 1)}
     counts = one_token.counters()
-    scale = c.score_scale or c.head_dim**-0.5
     ends_B = step.ends_B if step.ends_B is not None else jnp.sum(step.is_text_BS, axis=1, dtype=jnp.int32)
+    scale = c.score_scale or c.head_dim**-0.5
+    if quantized.TURNED in _kernel_of(params):
+        from pallas_kernels import one_token_mosaic
+
+        place = turn, step.slot.reshape(1), ends_B, scale
+        launch = functools.partial(one_token_mosaic.run, processors=processors, **run)
+        x_D, sums_PD, counts, after = _launched(c, params, caches, x_D, counts, place, summed, launch, implementation)
+        x_D, squares = one_token.whole(x_D, delta=jnp.sum(sums_PD, axis=0))
+        return _scores(c, params, x_D, {"squares": squares}, counts, run), after
+    beside: dict[str, Any] = {} if summed else {"squares": one_token.squares_of(x_D, 1)}
     after = []
     for number, (k_1SJC, v_1SJC) in enumerate(caches):
         layer = params[f"layer_{number}"]
@@ -126,6 +167,76 @@ def extend(
         )
         x_D, beside, counts = _added(x_D, h_F, weight(mlp["down"]), counts, summed, run)
     return _scores(c, params, x_D, beside, counts, run), after
+
+
+def _launched(
+    config: LlamaConfig,
+    params: PyTree,
+    caches: Any,
+    x_D: jax.Array,
+    counts: jax.Array,
+    place: tuple[jax.Array, jax.Array, jax.Array, float],
+    summed: Callable[[jax.Array], jax.Array] | None,
+    launch: Callable[..., Any],
+    implementation: str,
+) -> tuple[jax.Array, jax.Array, jax.Array, list[Any]]:
+    """Runs the layers by launches of several products.
+
+    Args:
+      config, params, caches, summed, implementation: see `extend`.
+      x_D, counts: the token's embedding, and counters.
+      place: the cosines and sines, the slot, the ends of the texts, and the scale of scores.
+      launch: `one_token_mosaic.run`.
+
+    Returns:
+      The residual, parts float32[P, D] of what is still to be added to it, the counters, and every layer's keys and values.
+    """
+    turn, slot, ends_B, scale = place
+    row, after = None, []
+    sums_PD = None
+    for number, (k_1SJC, v_1SJC) in enumerate(caches):
+        at = (k_1SJC[0], v_1SJC[0]), turn, slot
+        project, o, gate, down = _products(config, params[f"layer_{number}"])
+        if row is None or summed:  # else the layer before has projected
+            row = launch([project], x_D, counts, sums_PD=sums_PD, place=at)
+        after.append(tuple(part[None] for part in row.keys))
+        y_1HC, counts = cached_attention.attend_counted(
+            row.q.reshape(1, -1, config.head_dim),
+            *after[-1],
+            ends_B,
+            row.counts,
+            scale=scale,
+            implementation=implementation,
+        )
+        y_K, is_last = y_1HC.reshape(-1), number + 1 == len(caches)
+        if summed:
+            row = launch([o], row.x_D, counts, y_K=y_K)
+            row = launch([gate, down], row.x_D, row.counts, sums_PD=summed(row.sums_PD))
+            x_D, counts, sums_PD = row.x_D, row.counts, summed(row.sums_PD)
+        elif is_last:
+            row = launch([o, gate, down], row.x_D, counts, y_K=y_K)
+            x_D, counts, sums_PD = row.x_D, row.counts, row.sums_PD
+        else:
+            (k_1SJC, v_1SJC), following = caches[number + 1], _products(config, params[f"layer_{number + 1}"])[0]
+            at = (k_1SJC[0], v_1SJC[0]), turn, slot
+            row = launch([o, gate, down, following], row.x_D, counts, y_K=y_K, place=at)
+    assert sums_PD is not None
+    return x_D, sums_PD, counts, after
+
+
+def _products(config: LlamaConfig, layer: Mapping[str, Any]) -> list[Any]:
+    """Returns a layer's products, in their order: of queries, keys and values, o, gate and up, and down."""
+    from pallas_kernels.one_token_mosaic import Product
+
+    attention, mlp = layer["attention"], layer["mlp"]
+    norms = [one_token.Norm(layer[f"{name}_norm"]["scale"], config.norm_eps) for name in ("attention", "mlp")]
+    turned_o = attention["o"][KERNEL][quantized.TURNED]
+    return [
+        Product("project", tuple(weight(attention[name]) for name in "qkv"), norms[0]),
+        Product("add", (weight(attention["o"], rows=turned_o.shape[1]),)),
+        Product("gate", tuple(weight(mlp[name]) for name in ("gate", "up")), norms[1]),
+        Product("add", (weight(mlp["down"]),)),
+    ]
 
 
 def _embedded(
@@ -187,7 +298,7 @@ def weight(module: Mapping[str, Any], rows: int = 0) -> one_token.Weight:
     kind = quantized.kind_of(stored)
     rows = rows or stored[kind].shape[0]
     codes, scales = (stored[name].reshape(rows, -1) for name in (kind, quantized.SCALES))
-    return one_token.Weight(codes, scales, 1 / quantized.TOP[kind])
+    return one_token.Weight(codes, scales, 1 / quantized.TOP[kind], stored.get(quantized.TURNED))
 
 
 def _turn(rotation: rope.Rope, dims: int, position: jax.Array) -> jax.Array:
@@ -196,6 +307,11 @@ def _turn(rotation: rope.Rope, dims: int, position: jax.Array) -> jax.Array:
     angle_F = position.astype(jnp.float32) * rope.frequencies(dims, theta, scaling, None)
     factor = 1.0 if scaling is None else scaling.attention_factor
     return jnp.concatenate([jnp.cos(angle_F), jnp.sin(angle_F)]) * factor
+
+
+def _kernel_of(params: PyTree) -> Any:
+    """Returns one of the layers' kernels, which are all stored alike."""
+    return params["layer_0"]["attention"]["q"][KERNEL]
 
 
 def _kind(node: Any) -> str:
