@@ -140,7 +140,7 @@ class Family:
       one_row: (config, params, ways) -> `extend` for one row by kernels, on shards of so many devices, or None where there is none.
         Its keywords: `implementation`; `summed`, f(array) -> its sum over the devices, None for one device; `number`, of a device; and
         `processors`, of a device.
-      turned: (config, params, ways, device) -> f(params) -> the weights as `one_row` reads them faster on such a device, with scales also
+      turned: (config, params, device) -> f(params) -> the weights as `one_row` reads them faster on one such device, with scales also
         transposed (`quantized.TURNED`), or None where it does not.
     """
 
@@ -161,7 +161,7 @@ class Family:
     parallel: parallel.Parallel
     is_classifier: bool = False
     one_row: Callable[[Any, Any, int], Callable[..., tuple[jax.Array, Any]] | None] = lambda config, params, ways: None
-    turned: Callable[[Any, Any, int, Any], Callable[[Any], Any] | None] = lambda config, params, ways, device: None
+    turned: Callable[[Any, Any, Any], Callable[[Any], Any] | None] = lambda config, params, device: None
 
 
 def heads(family: Family, config: ModelConfig) -> str:

@@ -118,7 +118,7 @@ class Programs:
         self.first: Any = jitted(self._first)
         self.further: Any = jitted(self._further)
         # The host takes longer to bring graphs of CUDA up to date than to launch kernels: many short ones, since a graph ends at each
-        # all-reduce, or one whose kernels are of Mosaic (3.05 ms a step of 8B in int8 on an H200, and 2.41 without).
+        # all-reduce, or one with Mosaic's kernels (docs/benchmarks/gpu.md).
         is_slow = kernels == "pallas" and shape.slots == 1 and (mesh.size > 1 or has_turned)
         options = {"xla_gpu_graph_min_graph_size": 2**30} if is_slow else None
         self.decode: Any = jitted(self._decode, static_argnames="is_plain", compiler_options=options)
@@ -297,11 +297,10 @@ class Programs:
 
     def _on_shards(self, by_kernels: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
         """Returns `by_kernels` (`Family.one_row`), run on each device's shards of weights and caches."""
-        device = self._mesh.abstract_mesh.abstract_device
-        how = {"implementation": self._row_kernels, "processors": getattr(device, "num_cores", None) or 0}
-        by_kernels = functools.partial(by_kernels, self._config, **how)
+        by_kernels = functools.partial(by_kernels, self._config, implementation=self._row_kernels)
         if self._mesh.size == 1:
-            return by_kernels
+            device = self._mesh.abstract_mesh.abstract_device
+            return functools.partial(by_kernels, processors=getattr(device, "num_cores", None) or 0)
         axes, spec = mesh_lib.COMPILER, weights.spec_of(self._family, params, self._mesh)
 
         def on_device(*given: Any) -> Any:

@@ -83,21 +83,19 @@ def for_one_row(
     Args:
       kernels: see `kernels_of`.
     """
-    device = mesh.abstract_mesh.abstract_device
-    turn = family.turned(config, params, mesh.size, device) if kernels == "pallas" else None
+    is_alone = kernels == "pallas" and mesh.size == 1
+    turn = family.turned(config, params, mesh.abstract_mesh.abstract_device) if is_alone else None
     if turn is None:
         return params
-    spec = spec_of(family, params, mesh)
-    after = dict(tree.flatten(jax.eval_shape(turn, params)))
-    new = {path: leaf for path, leaf in after.items() if path.endswith(f"/{quantized.TURNED}")}
-    shardings = {path: NamedSharding(mesh, spec(path)) for path in new}
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-        made = {path: leaf.update(sharding=shardings[path]) for path, leaf in new.items()}
+    where = NamedSharding(mesh, P())
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+    # Those that are there already are not computed, so that they are not copied.
+    old = {path for path, _ in tree.flatten(params)}
+    pick = lambda params: {path: leaf for path, leaf in tree.flatten(turn(params)) if path not in old}  # noqa: E731
+    if is_abstract:
+        made = {path: leaf.update(sharding=where) for path, leaf in jax.eval_shape(pick, params).items()}
     else:
-        made = jax.jit(
-            lambda params: {path: leaf for path, leaf in tree.flatten(turn(params)) if path in new},
-            out_shardings=shardings,
-        )(params)
+        made = jax.jit(pick, out_shardings=where)(params)
 
     def add(path: tuple[Any, ...], node: Any) -> Any:
         turned = made.get(f"{jax.tree_util.keystr(path, simple=True, separator='/')}/{quantized.TURNED}")
@@ -112,18 +110,10 @@ def has_turned(params: PyTree) -> bool:
 
 
 def spec_of(family: family_lib.Family, params: PyTree, mesh: Mesh) -> Callable[[str], P]:
-    """Returns f(path) -> the spec of a weight, by the family's table. Of transposed scales it is that of the scales, reversed."""
-    shapes = {path: leaf.shape for path, leaf in tree.flatten(params) if not path.endswith(f"/{quantized.TURNED}")}
+    """Returns f(path) -> the spec of a weight, by the family's table."""
+    shapes = {path: leaf.shape for path, leaf in tree.flatten(params)}
     rows, _ = tensor_parallel.overrides(family.parallel.weights, shapes, mesh)
-
-    def find(path: str) -> P:
-        spec = next((P(*entries) for pattern, entries in rows if re.search(pattern, path)), P())
-        if not path.endswith(f"/{quantized.TURNED}"):
-            return spec
-        columns = next((entry for entry in spec[1:] if entry is not None), None)
-        return P(columns, spec[0] if spec else None)
-
-    return find
+    return lambda path: next((P(*entries) for pattern, entries in rows if re.search(pattern, path)), P())
 
 
 def _rule(

@@ -4,9 +4,9 @@ The time of such a token is that in which the weights pass the memory, and what 
 kernels each for one row. Of several devices each has its heads, its columns of gate and up and its rows of o and down, so what these two
 add to the residual is summed over the devices, in float32 (Megatron-LM, arXiv:1909.08053).
 
-A layer is five kernels. In int8 on Hopper GPUs it is two (`pallas_kernels.one_token_mosaic`): attention, and the four products up to the
-next layer's attention; over several devices, whose sums come between, it is four. These read the scales transposed, which the engine
-adds to the weights (`with_turned`).
+A layer is five kernels. In int8 on one Hopper GPU it is two (`pallas_kernels.one_token_mosaic`): attention, and the four products up to
+the next layer's attention. These read the scales transposed, which the engine adds to the weights (`with_turned`). Over several devices,
+whose sums come between, it was slower than the five.
 """
 
 import functools
@@ -67,17 +67,15 @@ def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
     )
 
 
-def reads_turned(config: LlamaConfig, params: PyTree, ways: int, device: Any) -> bool:
-    """Returns whether `extend` is faster with what `with_turned` adds to the weights, on a `jax.sharding.AbstractDevice` of so many."""
+def reads_turned(config: LlamaConfig, params: PyTree, device: Any) -> bool:
+    """Returns whether `extend` is faster with what `with_turned` adds to the weights, on a `jax.sharding.AbstractDevice` alone."""
     is_hopper = device is not None and grouped.HOPPER.search(device.device_kind)
-    if not is_hopper or not takes(config, params, ways) or _kind(_kernel_of(params)) != quantized.INT8:
+    if not is_hopper or not takes(config, params, 1) or _kind(_kernel_of(params)) != quantized.INT8:
         return False
     from pallas_kernels import one_token_mosaic  # takes long to import, and only these GPUs need it
 
     c = config
-    return one_token_mosaic.takes(
-        c.embed_dim, c.mlp_dim // ways, c.num_heads // ways, c.num_kv_heads // ways, c.head_dim
-    )
+    return one_token_mosaic.takes(c.embed_dim, c.mlp_dim, c.num_heads, c.num_kv_heads, c.head_dim)
 
 
 def with_turned(params: PyTree) -> PyTree:
@@ -114,7 +112,7 @@ def extend(
       implementation: of the kernels: "pallas", "interpret" or "jnp".
       summed: f(array) -> its sum over the devices that share the weights; None: one device.
       number: of this device among them.
-      processors: of a device; only `with_turned`'s weights need them.
+      processors: of the device; only `with_turned`'s weights need them.
     """
     c = config
     run: dict[str, Any] = {"implementation": implementation}
@@ -125,13 +123,10 @@ def extend(
     counts = one_token.counters()
     ends_B = step.ends_B if step.ends_B is not None else jnp.sum(step.is_text_BS, axis=1, dtype=jnp.int32)
     scale = c.score_scale or c.head_dim**-0.5
-    if quantized.TURNED in _kernel_of(params):
-        from pallas_kernels import one_token_mosaic
-
+    if quantized.is_quantized(_kernel_of(params)) and quantized.TURNED in _kernel_of(params):
+        assert summed is None, "over several devices layers are not launched so"
         place = turn, step.slot.reshape(1), ends_B, scale
-        launch = functools.partial(one_token_mosaic.run, processors=processors, **run)
-        x_D, sums_PD, counts, after = _launched(c, params, caches, x_D, counts, place, summed, launch, implementation)
-        x_D, squares = one_token.whole(x_D, delta=jnp.sum(sums_PD, axis=0))
+        x_D, squares, counts, after = _launched(c, params, caches, x_D, counts, place, implementation, processors)
         return _scores(c, params, x_D, {"squares": squares}, counts, run), after
     beside: dict[str, Any] = {} if summed else {"squares": one_token.squares_of(x_D, 1)}
     after = []
@@ -176,52 +171,40 @@ def _launched(
     x_D: jax.Array,
     counts: jax.Array,
     place: tuple[jax.Array, jax.Array, jax.Array, float],
-    summed: Callable[[jax.Array], jax.Array] | None,
-    launch: Callable[..., Any],
     implementation: str,
+    processors: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[Any]]:
-    """Runs the layers by launches of several products.
+    """Returns what the layers make of a token's embedding, the sums of its squares, the counters, and every layer's keys and values.
 
     Args:
-      config, params, caches, summed, implementation: see `extend`.
-      x_D, counts: the token's embedding, and counters.
+      config, params, caches, implementation, processors: see `extend`.
+      x_D, counts: the embedding, and counters.
       place: the cosines and sines, the slot, the ends of the texts, and the scale of scores.
-      launch: `one_token_mosaic.run`.
-
-    Returns:
-      The residual, parts float32[P, D] of what is still to be added to it, the counters, and every layer's keys and values.
     """
+    from pallas_kernels import one_token_mosaic
+
     turn, slot, ends_B, scale = place
-    row, after = None, []
-    sums_PD = None
-    for number, (k_1SJC, v_1SJC) in enumerate(caches):
-        at = (k_1SJC[0], v_1SJC[0]), turn, slot
-        project, o, gate, down = _products(config, params[f"layer_{number}"])
-        if row is None or summed:  # else the layer before has projected
-            row = launch([project], x_D, counts, sums_PD=sums_PD, place=at)
-        after.append(tuple(part[None] for part in row.keys))
+    layers = [_products(config, params[f"layer_{number}"]) for number in range(len(caches))]
+    launch: Any = functools.partial(one_token_mosaic.run, processors=processors, implementation=implementation)
+
+    def at(number: int) -> one_token_mosaic.Place | None:
+        if number == len(caches):
+            return None
+        k_1SJC, v_1SJC = caches[number]
+        return (k_1SJC[0], v_1SJC[0]), turn, slot
+
+    row, after = launch(layers[0][:1], x_D, counts, place=at(0)), []
+    for number, (_, o, gate, down) in enumerate(layers):
+        k_1SJC, v_1SJC = (part[None] for part in row.keys)
+        after.append((k_1SJC, v_1SJC))
+        q_1HC = row.q.reshape(1, -1, config.head_dim)
         y_1HC, counts = cached_attention.attend_counted(
-            row.q.reshape(1, -1, config.head_dim),
-            *after[-1],
-            ends_B,
-            row.counts,
-            scale=scale,
-            implementation=implementation,
+            q_1HC, k_1SJC, v_1SJC, ends_B, row.counts, scale=scale, implementation=implementation
         )
-        y_K, is_last = y_1HC.reshape(-1), number + 1 == len(caches)
-        if summed:
-            row = launch([o], row.x_D, counts, y_K=y_K)
-            row = launch([gate, down], row.x_D, row.counts, sums_PD=summed(row.sums_PD))
-            x_D, counts, sums_PD = row.x_D, row.counts, summed(row.sums_PD)
-        elif is_last:
-            row = launch([o, gate, down], row.x_D, counts, y_K=y_K)
-            x_D, counts, sums_PD = row.x_D, row.counts, row.sums_PD
-        else:
-            (k_1SJC, v_1SJC), following = caches[number + 1], _products(config, params[f"layer_{number + 1}"])[0]
-            at = (k_1SJC[0], v_1SJC[0]), turn, slot
-            row = launch([o, gate, down, following], row.x_D, counts, y_K=y_K, place=at)
-    assert sums_PD is not None
-    return x_D, sums_PD, counts, after
+        following = [project for project, *_ in layers[number + 1 : number + 2]]
+        row = launch([o, gate, down, *following], row.x_D, counts, y_K=y_1HC.reshape(-1), place=at(number + 1))
+    x_D, squares = one_token.whole(row.x_D, delta=jnp.sum(row.sums_PD, axis=0))
+    return x_D, squares, row.counts, after
 
 
 def _products(config: LlamaConfig, layer: Mapping[str, Any]) -> list[Any]:
