@@ -213,17 +213,21 @@ def _launch(
         names = [*given, *changed, *outs]
         _body(products, shapes, dict(zip(names, refs, strict=True)), processors)
 
-    kernel = plgpu.kernel(
+    # `plgpu.kernel` changes no references in JAX before 0.11.
+    kernel = pl.kernel(
         body,
         out_type=[*outs.values()],
-        grid=(processors,),
-        grid_names=("block",),
-        num_threads=THREADS // 128 + 1,
-        thread_name="warpgroup",
-        kernel_name="one_token_products",
+        mesh=plgpu.Mesh(
+            grid=(processors,),
+            grid_names=("block",),
+            num_threads=THREADS // 128 + 1,
+            thread_name="warpgroup",
+            kernel_name="one_token_products",
+        ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
+        name="one_token_products",
     )
     held = {name: jax.new_ref(array) for name, array in changed.items()}
     found = dict(zip(outs, kernel(*given.values(), *held.values()), strict=True))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import tree
-from zerojax.inference.engine import programs
+from zerojax.inference.engine import programs, weights
 from zerojax.models import families, family
 from zerojax.ops import quantized
 from zerojax.zero import tensor_parallel
@@ -26,7 +26,7 @@ OVERHEAD = 1.1
 
 
 @functools.cache
-def compiled(kind, slots, ways):
+def compiled(kind, slots, ways, is_turned=False):
     """Returns the text of the decode program and the bytes of the weights that a token reads on a device."""
     mesh = zerojax.make_mesh(model=ways, devices=compile_only.devices()[:ways])
     shapes = family.abstract_params(FAMILY.parts, CONFIG)
@@ -44,11 +44,21 @@ def compiled(kind, slots, ways):
         return abstract(leaf.update(dtype=jnp.bfloat16), spec)
 
     params = tree.map_with_path(weight, shapes)
+    if is_turned:
+        params = weights.for_one_row(FAMILY, CONFIG, params, mesh, "pallas")
     shape, special = programs.Shape(slots, 256, 0), family.SpecialTokens()
-    made = programs.Programs(FAMILY, CONFIG, mesh, shape, special, lambda function: function, "pallas", ())
+    made = programs.Programs(
+        FAMILY, CONFIG, mesh, shape, special, lambda function: function, "pallas", (), has_turned=is_turned
+    )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which tells JAX 0.11 and later the GPU of the kernels
         lowered = made.decode.lower(*made._given(params, tokens=0), is_plain=True)
-    read = {name: part for name, part in params.items() if name != "embed"}
+    read = {path: leaf for path, leaf in tree.flatten(params) if not path.startswith("embed")}
+    if is_turned:  # which are read in place of the others
+        read = {
+            path: leaf
+            for path, leaf in read.items()
+            if f"{path.rpartition('/')[0]}/turned" not in read or not path.endswith("scales")
+        }
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
     return compile_only.compile_gpu(lowered), nbytes / ways
 
@@ -99,6 +109,17 @@ def test_a_layer_of_one_row_is_five_kernels_and_little_lies_between_them(ways):
         gathered = re.findall(r"= \(?\w+\[([\d,]+)\][^=]*? all-gather(?:-start)?\(", entry)
         assert all(eval(dims.replace(",", "*")) <= 2 * ways for dims in gathered), gathered  # of the likeliest tokens
         assert nbytes <= bytes_read(text) <= 2 * nbytes  # with the table, of which a token reads a row
+
+
+def test_a_layer_of_one_row_in_int8_is_two_kernels_on_a_hopper_gpu():
+    text, nbytes = compiled("int8", 1, 1, is_turned=True)
+    entry = text[text.index("\nENTRY") :]
+    launches = re.findall(r'custom_call_target="mosaic_gpu\w*".*op_name="[^"]*/(\w+)/', entry)
+    others = re.findall(r'gpu\.triton".*op_name="[^"]*/(\w+)/pallas_call', entry)
+    # The projection of the first layer, and what follows attention. The head is a kernel of its own.
+    assert launches == ["one_token_products"] * 2 and sorted(others) == ["cached_attention", "one_token_product"]
+    assert not re.findall(r"= (?:bf16|s8)\S* copy\(", entry)  # the caches are changed in place
+    assert nbytes <= bytes_read(text) <= OVERHEAD * nbytes
 
 
 def test_no_weight_is_gathered_for_a_token_under_tensor_parallelism():
