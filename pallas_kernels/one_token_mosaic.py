@@ -56,7 +56,7 @@ class Product:
 Place = tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]  # of the token; see `run`
 
 
-class Row(NamedTuple):
+class AfterProducts(NamedTuple):
     """What the products of a launch return.
 
     Attributes:
@@ -95,7 +95,7 @@ def run(
     place: Place | None = None,
     processors: int,
     implementation: str = "pallas",
-) -> Row:
+) -> AfterProducts:
     """Runs products one after the other in one launch.
 
     Args:
@@ -116,7 +116,7 @@ def run(
     )
     weights = [[(weight.codes, weight.turned) for weight in product.weights] for product in products]
     norms = [None if product.norm is None else product.norm.scale for product in products]
-    return Row(*_launch(weights, norms, x_D, counts, y_K, place, forms=forms, processors=processors))
+    return AfterProducts(*_launch(weights, norms, x_D, counts, y_K, place, forms=forms, processors=processors))
 
 
 def _twin(
@@ -125,7 +125,7 @@ def _twin(
     counts: jax.Array,
     y_K: jax.Array | None,
     place: Place | None,
-) -> Row:
+) -> AfterProducts:
     sums_PD, q, keys = None, None, None
     how: dict[str, Any] = {"counts": counts, "implementation": "jnp"}
     for product in products:
@@ -141,7 +141,7 @@ def _twin(
             assert place is not None
             x_D, q, keys, _ = one_token.project(x_D, product.weights, *place, **how_normed)
         sums_PD = None
-    return Row(x_D, sums_PD, q, keys, counts)
+    return AfterProducts(x_D, sums_PD, q, keys, counts)
 
 
 def _shape(product: Product, processors: int) -> Shape:
@@ -167,7 +167,7 @@ def _launch(
     forms: tuple[tuple[str, float, float], ...],
     processors: int,
 ) -> tuple[Any, ...]:
-    """Returns a `Row`. The products are apart: their codes and turned scales, the scales of their norms, and their kinds, units and eps."""
+    """Returns a `AfterProducts`. The products are apart: their codes and turned scales, the scales of their norms, and their kinds, units and eps."""
     products = [
         Product(
             kind,

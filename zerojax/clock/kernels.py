@@ -24,7 +24,7 @@ COPIES = (TO_HOST, FROM_HOST)
 ATTENTION_MATMULS = {FORWARD: 2, BACKWARD: 5}
 _MOVES = frozenset("bitcast reshape transpose copy get-tuple-element parameter broadcast constant".split())
 _GROUPED = re.compile(r"grouped_(rows|matrices)")
-_OF_A_TOKEN = re.compile(r"(one_token)_product|(narrow)_matmul|(cached)_attention")
+_OF_A_TOKEN = re.compile(r"(one_token_products)|(one_token)_product|(narrow)_matmul|(cached)_attention")
 # The dtype of a weight in HLO -> the part of a rate's name. Codes of 4 bits are two in a byte.
 _STORED = {"s8": "int8", "f8e4m3fn": "fp8", "u8": "nf4"}
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -41,7 +41,8 @@ class KernelWork:
     Attributes:
       kind: MATMUL, ATTENTION, ELEMENTWISE (all that memory bounds), COLLECTIVE, TO_HOST or FROM_HOST.
       form: of a matmul its dtype ("bf16", "fp8", "fp32"), or "grouped_rows", "grouped_rows.fp8" or "grouped_matrices" of groups of rows,
-        or the kernel that multiplies a few rows with a weight and how that is stored ("one_token.int8", "narrow.bf16"); of attention its
+        or the kernel that multiplies a few rows with a weight or several and how these are stored ("one_token.int8",
+        "one_token_products.int8", "narrow.bf16"); of attention its
         direction, or "cached" of a new token to a cache; of a collective its kind in HLO; of elementwise work FUSED inside a fusion with a
         matmul, DEQUANTIZED where it reads codes; else "".
       flops: floating-point operations; causal attention at half.

@@ -148,9 +148,9 @@ class Programs:
         lowered = self.first.lower(*given) if tokens else self.decode.lower(*given, is_plain=True)
         run = lowered.compile()
         held = run.memory_analysis()
-        peak = (
-            held.argument_size_in_bytes + held.output_size_in_bytes + held.temp_size_in_bytes - held.alias_size_in_bytes
-        )
+        # A program has no argument that it does not read, such as scales in another form, and they are there all the same.
+        taken = max(held.argument_size_in_bytes, sum(map(tree.shard_bytes, jax.tree.leaves(given))))
+        peak = taken + held.output_size_in_bytes + held.temp_size_in_bytes - held.alias_size_in_bytes
         return CompiledPrograms((run,), peak)
 
     def _given(self, params: PyTree, tokens: int) -> tuple[Any, ...]:

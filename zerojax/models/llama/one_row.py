@@ -68,7 +68,7 @@ def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
 
 
 def reads_turned(config: LlamaConfig, params: PyTree, device: Any) -> bool:
-    """Returns whether `extend` is faster with what `with_turned` adds to the weights, on a `jax.sharding.AbstractDevice` alone."""
+    """Returns whether `extend` is faster with what `with_turned` adds to the weights, on one device (its `device_kind`) alone."""
     is_hopper = device is not None and grouped.HOPPER.search(device.device_kind)
     if not is_hopper or not takes(config, params, 1) or _kind(_kernel_of(params)) != quantized.INT8:
         return False
