@@ -167,7 +167,8 @@ def _launch(
     forms: tuple[tuple[str, float, float], ...],
     processors: int,
 ) -> tuple[Any, ...]:
-    """Returns a `AfterProducts`. The products are apart: their codes and turned scales, the scales of their norms, and their kinds, units and eps."""
+    """Returns the fields of `AfterProducts`. Of each product the codes and turned scales, the scale of the norm, and the kind, unit and eps
+    are apart."""
     products = [
         Product(
             kind,

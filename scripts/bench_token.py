@@ -4,9 +4,10 @@
 
 First a copy and a sum of a large array give the memory's rate here. Then each kernel, in each of several forms, is compared with its twin,
 and twice with itself, for bf16, int8 and fp8 at the shapes of an 8B layer. A form that was not compared, or differs, is not among the best.
-Then whole layers run in a row on the device; "of the copy" is a layer's bytes a second over the copy's. Each product is timed alone too. At
-the end `scripts/bench_engine.py` measures the engine in processes of its own. What is left when the time is over is not measured. `--tiny`
-runs everything small and interpreted, without a GPU.
+Then whole layers run in a row on the device; "of the copy" is a layer's bytes a second over the copy's. Each product is timed alone too. In
+int8 on a Hopper GPU the four products in one launch (`one_token_mosaic`) are compared and timed as well. At the end
+`scripts/bench_engine.py` measures the engine in processes of its own. What is left when the time is over is not measured. `--tiny` runs
+everything small and interpreted, without a GPU and without that launch.
 """
 
 import argparse
@@ -30,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cached_attention, one_token
+from pallas_kernels import cached_attention, grouped, one_token
 from zerojax.ops import quantized
 
 KINDS = ("int8", "bf16", "fp8")
@@ -43,6 +44,7 @@ FORMS: tuple[tuple[int, int, int, int] | None, ...] = (
     (4, 4, 1056, 256),
 )
 PRODUCTS = ("project", "attend", "o", "gate", "down", "head")
+LAUNCH = "launch"  # o, gate and up, down and a projection
 WORST = {"bf16": 0.02, "int8": 0.02, "fp8": 0.02}  # of the largest value: results are rounded to 8 bits
 LAYERS = 4  # in turn, so that no cache holds the weights
 
@@ -143,11 +145,14 @@ def _weight(kind: str, shape: tuple[int, int], seed: int) -> tuple[jax.Array, ..
     if kind == "bf16":
         return (w_KN,)
     stored = quantized.quantize(w_KN, kind)
-    return stored[kind], stored[quantized.SCALES]
+    turned = (stored[quantized.SCALES].T,) if kind == "int8" else ()
+    return stored[kind], stored[quantized.SCALES], *turned
 
 
 def _as(kind: str, stored: tuple[jax.Array, ...]) -> one_token.Weight:
-    return one_token.Weight(*stored, unit=1 / quantized.TOP.get(kind, 1))
+    codes, *scales = stored
+    scale, turned = (*scales, None, None)[:2]
+    return one_token.Weight(codes, scale, 1 / quantized.TOP.get(kind, 1), turned)
 
 
 def _form(form: Any, inputs: int, columns: list[int], itemsize: int, **more: int) -> one_token.Portions | None:
@@ -187,6 +192,20 @@ def _part(name: str, kind: str, sizes: Sizes, how: str, form: Any) -> Callable[.
             shape = _form(form, inputs, [d], itemsize)
             x, squares, counts = one_token.add(state["x"], state[read], w[name], **given, how=shape)
             return {**state, "x": x, "squares": squares, "counts": counts}
+        if name == LAUNCH:
+            from pallas_kernels.one_token_mosaic import Product
+            from pallas_kernels.one_token_mosaic import run as launch
+
+            products = [
+                Product("add", (w["o"],)),
+                Product("gate", (w["gate"], w["up"]), norm),
+                Product("add", (w["down"],)),
+                Product("project", (w["q"], w["k"], w["v"]), norm),
+            ]
+            place = state["keys"], state["turn"], state["slot"]
+            processors = jax.devices()[0].core_count
+            row = launch(products, state["x"], y_K=state["y"], place=place, processors=processors, **given)
+            return {**state, "x": row.x_D, "q": row.q, "keys": row.keys, "counts": row.counts}
         if name == "gate":
             shape = _form(form, d, [f, f], itemsize)
             _, h, counts = one_token.gate(state["x"], [w["gate"], w["up"]], **normed, **given, how=shape)
@@ -255,7 +274,7 @@ def _measure(
     head = {"head": _weight(kind, (sizes.embed, sizes.vocab), 7)}
     state = _state(sizes)
     nbytes = {
-        name: sum(leaf.nbytes for part in parts for leaf in ({**layers[0], **head})[part])
+        name: sum(leaf.nbytes for part in parts for leaf in ({**layers[0], **head})[part][:2])
         for name, parts in {
             "project": ("q", "k", "v"),
             "attend": (),
@@ -265,6 +284,7 @@ def _measure(
             "head": ("head",),
         }.items()
     }
+    nbytes[LAUNCH] = sum(nbytes.values()) - nbytes["head"]
     nbytes["attend"] = 2 * sizes.text * sizes.kv_heads * sizes.dims * 2
     lines, failed = [f"\n{kind}"], False
     forms = FORMS[: options.forms]
@@ -303,12 +323,14 @@ def _measure(
         part = _part(name, kind, sizes, implementation, form)
         return jax.jit(part).lower(head if name == "head" else layers[0], state).compile()
 
+    is_launched = kind == "int8" and how == "pallas" and grouped.HOPPER.search(jax.devices()[0].device_kind)
+    launched = (LAUNCH,) if is_launched else ()
     # Each kernel beside its twin, and again: a race would show.
-    twins = {name: pool.submit(compiled, name, "jnp", None) for name in PRODUCTS}
+    twins = {name: pool.submit(compiled, name, "jnp", None) for name in (*PRODUCTS, *launched)}
     kernels = {
         (name, form): pool.submit(compiled, name, how, form)
         for form in forms
-        for name in PRODUCTS
+        for name in (*PRODUCTS, *(launched if form is None else ()))
         if form is None or name != "attend"
     }
     agreed = set()
@@ -334,6 +356,8 @@ def _measure(
     print(*lines, sep="\n", flush=True)
     layer = PRODUCTS[:5]
     asked = {(layer, None): pool.submit(chain, layer, None)}
+    if launched:
+        asked[("attend", LAUNCH), None] = pool.submit(chain, ("attend", LAUNCH), None)
     for form in forms:
         for name in PRODUCTS:
             if form is None or name != "attend":
@@ -368,6 +392,11 @@ def _measure(
     if seconds := took.get((layer, None)):
         rate = total / seconds
         lines.append(f"layer, now: {seconds * 1e6:.1f} us, {rate / 1e12:.2f} TB/s, {rate / copied:.0%} of the copy")
+    if seconds := took.get((("attend", LAUNCH), None)):
+        rate = total / seconds
+        lines.append(
+            f"layer, launched: {seconds * 1e6:.1f} us, {rate / 1e12:.2f} TB/s, {rate / copied:.0%} of the copy"
+        )
     parts = [took.get(((name,), best.get(name))) for name in layer]
     if all(parts):
         least = sum(parts)  # type: ignore[arg-type]
