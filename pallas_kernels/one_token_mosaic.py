@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import one_token, one_token_ptx
-from pallas_kernels.one_token_ptx import ROWS, THREADS, WIDE, Shape
+from pallas_kernels.one_token_ptx import ROWS, THREADS, WIDE, ProductShape
 
 STAGES = 4  # copies in the ring
 # Copies on their way. With more of them what a block reads of others' sums would wait longer behind them than the memory needs.
@@ -144,14 +144,14 @@ def _twin(
     return AfterProducts(x_D, sums_PD, q, keys, counts)
 
 
-def _shape(product: Product, processors: int) -> Shape:
+def _shape(product: Product, processors: int) -> ProductShape:
     sizes = [w.codes.shape[1] for w in product.weights]
     inputs = product.weights[0].codes.shape[0]
     columns, weights = (sizes[0], 2) if product.kind == "gate" else (sum(sizes), 1)
     parts = 1
     while parts < MOST_PARTS and columns // WIDE * parts * 2 <= processors and inputs % (ROWS * parts * 2) == 0:
         parts *= 2
-    return Shape(inputs, columns, weights, parts)
+    return ProductShape(inputs, columns, weights, parts)
 
 
 # As a program of its own it is traced and compiled once, however many layers call it.
@@ -240,16 +240,16 @@ def _launch(
     return residuals[-1] if residuals else x_D, left, q, keys, after["counts"]
 
 
-def _body(products: Sequence[Product], shapes: Sequence[Shape], refs: dict[Any, Any], processors: int) -> None:
+def _body(products: Sequence[Product], shapes: Sequence[ProductShape], refs: dict[Any, Any], processors: int) -> None:
     """The kernel, of references by name."""
 
     def scope(ring: Any, scales: Any, x_s: Any, sums: Any, full: Any, free: Any) -> None:
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
 
-        def mine(shape: Shape) -> jax.Array:
+        def mine(shape: ProductShape) -> jax.Array:
             return lax.div(shape.works - block + (processors - 1), processors)
 
-        def find(shape: Shape, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def find(shape: ProductShape, i: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Returns the columns, by their number, and the part of the rows of the i-th work."""
             work = block + i * processors
             return lax.div(work, shape.parts), lax.rem(work, shape.parts)
@@ -258,7 +258,7 @@ def _body(products: Sequence[Product], shapes: Sequence[Shape], refs: dict[Any, 
             copied = jnp.int32(0)
             for n, shape in enumerate(shapes):
 
-                def work(i: jax.Array, copied: jax.Array, n: int = n, shape: Shape = shape) -> jax.Array:
+                def work(i: jax.Array, copied: jax.Array, n: int = n, shape: ProductShape = shape) -> jax.Array:
                     strip, part = find(shape, i)
                     # One after the other the columns of q, k and v, or the same columns of gate and up.
                     ends = np.cumsum([w.codes.shape[1] // WIDE for w in products[n].weights])
@@ -305,7 +305,7 @@ def _body(products: Sequence[Product], shapes: Sequence[Shape], refs: dict[Any, 
 
                 @pl.when(count > 0)
                 def _begin(
-                    n: int = n, shape: Shape = shape, norm: Any = norm, x_ref: Any = x_ref, added: Any = added
+                    n: int = n, shape: ProductShape = shape, norm: Any = norm, x_ref: Any = x_ref, added: Any = added
                 ) -> None:
                     if n:
                         arrivals, waiters = (min(s.works, processors) for s in shapes[n - 1 : n + 1])
@@ -323,7 +323,7 @@ def _body(products: Sequence[Product], shapes: Sequence[Shape], refs: dict[Any, 
                     i: jax.Array,
                     used: jax.Array,
                     n: int = n,
-                    shape: Shape = shape,
+                    shape: ProductShape = shape,
                     norm: Any = norm,
                     gated: Any = gated,
                     groups: int = groups,
@@ -373,7 +373,7 @@ def _body(products: Sequence[Product], shapes: Sequence[Shape], refs: dict[Any, 
 
 
 def _finish(
-    product: Product, n: int, shape: Shape, refs: dict[Any, Any], sums: Any, strip: Any, part: Any, groups: int
+    product: Product, n: int, shape: ProductShape, refs: dict[Any, Any], sums: Any, strip: Any, part: Any, groups: int
 ) -> None:
     """Writes what follows from the sums of a work."""
     if product.kind == "add":

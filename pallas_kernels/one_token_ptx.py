@@ -36,7 +36,7 @@ _ALL = "31, 0xffffffff"  # lanes of a warp that exchange values
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ProductShape:
     """The sizes of a product: `inputs` rows in `parts`, `columns` of each of `weights` that are multiplied one after the other."""
 
     inputs: int
@@ -230,7 +230,7 @@ def _joined(name: str, column: str, base: str, parts: int, columns: int) -> str:
     return "\n".join(lines)
 
 
-def _to_parts(which: int, shape: Shape, unit: float, base: str, target: str) -> list[str]:
+def _to_parts(which: int, shape: ProductShape, unit: float, base: str, target: str) -> list[str]:
     """PTX: the first 128 threads write their sums of weight `which` to their place among float32[weights, parts, columns]."""
     offset = 4 * WARPS * WIDE * which
     return [
@@ -245,7 +245,7 @@ def _to_parts(which: int, shape: Shape, unit: float, base: str, target: str) -> 
 _WORK = f".reg .b32 strip, part, column; mov.b32 strip, %0!; mov.b32 part, %1!; mul.lo.u32 column, strip, {WIDE};"
 
 
-def write_parts(sums: Any, target: Any, shape: Shape, unit: float, strip: Any, part: Any) -> None:
+def write_parts(sums: Any, target: Any, shape: ProductShape, unit: float, strip: Any, part: Any) -> None:
     """Writes the sums of 128 columns, the `strip`-th, and a part of the rows to float32[parts, columns]."""
 
     @plgpu.inline_mgpu(arg_types=(_SAME, _SAME, _REF, _REF))
@@ -256,7 +256,7 @@ def write_parts(sums: Any, target: Any, shape: Shape, unit: float, strip: Any, p
     write(strip, part, sums, target)
 
 
-def _of_last(shape: Shape, unit: float, groups: int) -> list[str]:
+def _of_last(shape: ProductShape, unit: float, groups: int) -> list[str]:
     """PTX: writes the sums to the device's memory, and goes to END unless the other parts of these columns have arrived before. %2! are the
     sums in shared memory, %3! the parts in the device's, %4! the counters."""
     lines = [line for which in range(shape.weights) for line in _to_parts(which, shape, unit, "%2!", "%3!")]
@@ -274,7 +274,7 @@ def _of_last(shape: Shape, unit: float, groups: int) -> list[str]:
 
 
 def _columns_of(
-    names: dict[str, tuple[str, int]], shape: Shape, unit: float, base: str = "%2!", parts: str = "%3!"
+    names: dict[str, tuple[str, int]], shape: ProductShape, unit: float, base: str = "%2!", parts: str = "%3!"
 ) -> list[str]:
     """PTX: {name: (column among the 128, weight)} -> their sums, from shared memory or from all parts."""
     lines = []
@@ -293,7 +293,7 @@ def _columns_of(
 
 
 def write_gated(
-    sums: Any, target: Any, more: list[Any], shape: Shape, unit: float, strip: Any, part: Any, groups: int
+    sums: Any, target: Any, more: list[Any], shape: ProductShape, unit: float, strip: Any, part: Any, groups: int
 ) -> None:
     """Writes silu(sum of W) * sum of V."""
 
@@ -319,7 +319,7 @@ def write_projected(
     outs: Sequence[Any],
     more: list[Any],
     q_columns: int,
-    shape: Shape,
+    shape: ProductShape,
     unit: float,
     keys: tuple[int, ...],
     strip: Any,
