@@ -10,7 +10,8 @@ where x times the scale is an integer of 15 bits times a step, and high and low 
 largest of the 32 values, so what is rounded is less than what x loses as bfloat16. The eight columns of the right operand are high and low
 of the values of the first 64 columns, twice, and of the others, twice.
 
-In a text %0!, %1!, ... are its results and then its arguments. Names are those of one text.
+In a text %0!, %1!, ... are its results and then its arguments. Names are those of one text. The functions `..._text` return the lines, the
+others run them: tests run the lines too, without a GPU.
 """
 
 import dataclasses
@@ -116,13 +117,8 @@ def _four(name: str) -> str:
     return f"{{{name}_0, {name}_1, {name}_2, {name}_3}}"
 
 
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(IN_ROWS), _REF, _REF, _SUMS),
-    return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.float32, layout=_SUMS),
-)
-def multiplied(_: Any, codes: Any, scales: Any, x: Any, sums: Any) -> Any:
-    """Returns the sums of a thread's 16 columns, with those of 32 of the 256 rows, by its warp. Half of the threads have sums that mean
-    nothing: those that count are of threads with g / 2 = t.
+def multiplied_text() -> list[str]:
+    """PTX of `multiplied`: 16 sums, of the addresses of codes, scales and x in shared memory and the 16 sums before.
 
     The copy engine has swizzled the codes: 16 bytes of row r that begin at 16 c are at 16 (c ^ (r % 8)). A thread's rows are 2 t and
     2 t + 1 of each eight, for which eight threads read from all banks.
@@ -180,9 +176,19 @@ selp.b32 shift, 0, 7, is_low; selp.b32 mask, 127, 255, is_low; selp.b32 minus, 6
                 high, low = f"z{2 * d}", f"z{2 * d + 1}"
                 lines.append(f"shl.b32 {high}, {high}, 7; add.s32 {high}, {high}, {low}; cvt.rn.f32.s32 sum, {high};")
                 lines.append(f"fma.rn.f32 %{column}!, sum, of_sums, %{19 + column}!;")
+    return lines
+
+
+@plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(IN_ROWS), _REF, _REF, _SUMS),
+    return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.float32, layout=_SUMS),
+)
+def multiplied(_: Any, codes: Any, scales: Any, x: Any, sums: Any) -> Any:
+    """Returns the sums of a thread's 16 columns, with those of 32 of the 256 rows, by its warp. Half of the threads have sums that mean
+    nothing: those that count are of threads with g / 2 = t."""
     vector = mgpu.utils.vector
     olds = [vector.extract(register, [], [0]) for register in sums.registers]
-    news = _run_ptx(lines, [*map(_address, (codes, scales, x)), *olds], 16)
+    news = _run_ptx(multiplied_text(), [*map(_address, (codes, scales, x)), *olds], 16)
     one_float = mgpu.utils.ir.VectorType.get((1,), mgpu.utils.ir.F32Type.get())
     registers = np.array([vector.broadcast(one_float, new) for new in news], dtype=object)
     return mgpu.FragmentedArray(_registers=registers, _layout=sums.layout, _is_signed=None)
@@ -195,16 +201,21 @@ def zeros(_: Any) -> Any:
     return mgpu.FragmentedArray.splat(zero, (128 * 16,), mgpu.WGStridedFragLayout((128 * 16,), 1))
 
 
-@plgpu.inline_mgpu(arg_types=(_SUMS, _REF))
-def write_sums(_: Any, sums: Any, target: Any) -> None:
-    """Writes float32[warps, 128 columns]."""
+def write_sums_text() -> list[str]:
+    """PTX of `write_sums`, of the address in shared memory and 16 sums."""
     lines = [_LANES, ".reg .b32 at, u; .reg .pred counts; shr.u32 u, g, 1; setp.eq.u32 counts, u, t;"]
     lines.append("shl.b32 at, warp, 9; shl.b32 u, g, 6; add.u32 at, at, u; add.u32 at, at, %0!;")
     for i in range(4):
         values = ", ".join(f"%{1 + 4 * i + k}!" for k in range(4))
         lines.append(f"@counts st.shared.v4.f32 [at+{16 * i}], {{{values}}};")
+    return lines
+
+
+@plgpu.inline_mgpu(arg_types=(_SUMS, _REF))
+def write_sums(_: Any, sums: Any, target: Any) -> None:
+    """Writes float32[warps, 128 columns]."""
     olds = [mgpu.utils.vector.extract(register, [], [0]) for register in sums.registers]
-    _run_ptx(lines, [_address(target), *olds])
+    _run_ptx(write_sums_text(), [_address(target), *olds])
 
 
 def _total(name: str, column: str, base: str, factor: float) -> str:
@@ -245,13 +256,17 @@ def _to_parts(which: int, shape: ProductShape, unit: float, base: str, target: s
 _WORK = f".reg .b32 strip, part, column; mov.b32 strip, %0!; mov.b32 part, %1!; mul.lo.u32 column, strip, {WIDE};"
 
 
+def write_parts_text(shape: ProductShape, unit: float) -> list[str]:
+    """PTX of `write_parts`, of the strip, the part, and the addresses of the sums in shared memory and of the target."""
+    return [_SYNC, _LANES, _WORK, *_to_parts(0, shape, unit, "%2!", "%3!"), _SYNC]
+
+
 def write_parts(sums: Any, target: Any, shape: ProductShape, unit: float, strip: Any, part: Any) -> None:
     """Writes the sums of 128 columns, the `strip`-th, and a part of the rows to float32[parts, columns]."""
 
     @plgpu.inline_mgpu(arg_types=(_SAME, _SAME, _REF, _REF))
     def write(_: Any, strip: Any, part: Any, sums: Any, target: Any) -> None:
-        lines = [_SYNC, _LANES, _WORK, *_to_parts(0, shape, unit, "%2!", "%3!"), _SYNC]
-        _run_ptx(lines, [_integer(strip), _integer(part), _address(sums), _address(target)])
+        _run_ptx(write_parts_text(shape, unit), [*map(_integer, (strip, part)), *map(_address, (sums, target))])
 
     write(strip, part, sums, target)
 
@@ -292,6 +307,22 @@ def _columns_of(
     return lines
 
 
+def write_gated_text(shape: ProductShape, unit: float, groups: int) -> list[str]:
+    """PTX of `write_gated`, of the strip, the part, and the addresses of the sums in shared memory, of those in `more` if the rows have
+    parts, and of the target."""
+    out = "%5!" if shape.parts > 1 else "%3!"
+    lines = [_SYNC, _LANES, _WORK, *(_of_last(shape, unit, groups) if shape.parts > 1 else [])]
+    lines += [".reg .pred is_mine; setp.ge.u32 is_mine, tid, 128; @is_mine bra END;"]
+    lines += _columns_of({"w": ("tid", 0), "v": ("tid", 1)}, shape, unit)
+    lines += [_rounded("w"), _rounded("v"), ".reg .f32 e; .reg .b16 b; .reg .b64 at; .reg .b32 c;"]
+    lines.append(
+        f"mul.f32 e, w, {_literal(-1.4426950408889634)}; ex2.approx.ftz.f32 e, e; add.f32 e, e, {_literal(1)};"
+    )
+    lines.append("div.rn.f32 w, w, e; mul.f32 w, w, v; cvt.rn.bf16.f32 b, w;")
+    lines.append(f"add.u32 c, column, tid; mul.wide.u32 at, c, 2; add.u64 at, at, {out}; st.global.b16 [at], b;")
+    return [*lines, "END:", _SYNC]
+
+
 def write_gated(
     sums: Any, target: Any, more: list[Any], shape: ProductShape, unit: float, strip: Any, part: Any, groups: int
 ) -> None:
@@ -299,19 +330,41 @@ def write_gated(
 
     @plgpu.inline_mgpu(arg_types=(_SAME, _SAME, *[_REF] * (2 + len(more))))
     def write(_: Any, strip: Any, part: Any, sums: Any, *others: Any) -> None:
-        out = f"%{2 + len(others)}!"
-        lines = [_SYNC, _LANES, _WORK, *(_of_last(shape, unit, groups) if more else [])]
-        lines += [".reg .pred is_mine; setp.ge.u32 is_mine, tid, 128; @is_mine bra END;"]
-        lines += _columns_of({"w": ("tid", 0), "v": ("tid", 1)}, shape, unit)
-        lines += [_rounded("w"), _rounded("v"), ".reg .f32 e; .reg .b16 b; .reg .b64 at; .reg .b32 c;"]
-        lines.append(
-            f"mul.f32 e, w, {_literal(-1.4426950408889634)}; ex2.approx.ftz.f32 e, e; add.f32 e, e, {_literal(1)};"
-        )
-        lines.append("div.rn.f32 w, w, e; mul.f32 w, w, v; cvt.rn.bf16.f32 b, w;")
-        lines.append(f"add.u32 c, column, tid; mul.wide.u32 at, c, 2; add.u64 at, at, {out}; st.global.b16 [at], b;")
-        _run_ptx([*lines, "END:", _SYNC], [_integer(strip), _integer(part), *map(_address, (sums, *others))])
+        arguments = [_integer(strip), _integer(part), *map(_address, (sums, *others))]
+        _run_ptx(write_gated_text(shape, unit, groups), arguments)
 
     write(strip, part, sums, *more, target)
+
+
+def write_projected_text(
+    q_columns: int, shape: ProductShape, unit: float, keys: tuple[int, ...], groups: int
+) -> list[str]:
+    """PTX of `write_projected`, of the strip, the part, and the addresses of the sums in shared memory, of those in `more` if the rows
+    have parts, and of the queries, keys, values, angles and the slot."""
+    slots, kv_heads, dims = keys
+    half, kv_columns = dims // 2, kv_heads * dims
+    first = 3 if shape.parts == 1 else 5
+    q, k, v, turn, slot = (f"%{first + n}!" for n in range(5))
+    lines = [_SYNC, _LANES, _WORK, *(_of_last(shape, unit, groups) if shape.parts > 1 else [])]
+    # Thread i has column i % half of the i / half-th head here, and the one `half` later.
+    lines.append(f""".reg .pred is_mine, is_q, is_k; setp.ge.u32 is_mine, tid, 64; @is_mine bra END;
+.reg .b32 first, second, u; .reg .b64 at, turns; rem.u32 u, tid, {half}; mul.wide.u32 turns, u, 4; add.u64 turns, turns, {turn};
+div.u32 first, tid, {half}; mad.lo.u32 first, first, {dims}, u; add.u32 second, first, {half};""")
+    lines += _columns_of({"a": ("first", 0), "b": ("second", 0)}, shape, unit)
+    lines += [_rounded("a"), _rounded("b"), ".reg .f32 cos, sin, c, d; .reg .b16 low, high; .reg .b32 at_slot, place;"]
+    lines.append(f"""
+add.u32 place, column, first; setp.lt.u32 is_q, place, {q_columns}; setp.lt.u32 is_k, place, {q_columns + kv_columns};
+ld.global.f32 cos, [turns]; ld.global.f32 sin, [turns+{4 * half}]; ld.global.u32 at_slot, [{slot}];
+mul.f32 c, b, sin; neg.f32 c, c; fma.rn.f32 c, a, cos, c; mul.f32 d, a, sin; fma.rn.f32 d, b, cos, d;
+selp.f32 a, c, a, is_k; selp.f32 b, d, b, is_k; cvt.rn.bf16.f32 low, a; cvt.rn.bf16.f32 high, b;
+@is_q bra QUERY;
+setp.ge.u32 is_q, at_slot, {slots}; @is_q bra END;
+sub.u32 place, place, {q_columns}; @!is_k sub.u32 place, place, {kv_columns};
+mad.lo.u32 place, at_slot, {kv_columns}, place;
+mul.wide.u32 at, place, 2; @is_k add.u64 at, at, {k}; @!is_k add.u64 at, at, {v}; bra STORE;
+QUERY: mul.wide.u32 at, place, 2; add.u64 at, at, {q};
+STORE: st.global.b16 [at], low; st.global.b16 [at+{2 * half}], high;""")
+    return [*lines, "END:", _SYNC]
 
 
 def write_projected(
@@ -327,122 +380,110 @@ def write_projected(
     groups: int,
 ) -> None:
     """Writes turned queries, and turned keys and values into the cache [S, J, C]."""
-    slots, kv_heads, dims = keys
-    half, kv_columns = dims // 2, kv_heads * dims
 
     @plgpu.inline_mgpu(arg_types=(_SAME, _SAME, *[_REF] * (1 + len(more) + len(outs))))
     def write(_: Any, strip: Any, part: Any, sums: Any, *others: Any) -> None:
-        q, k, v, turn, slot = (f"%{3 + len(more) + n}!" for n in range(5))
-        lines = [_SYNC, _LANES, _WORK, *(_of_last(shape, unit, groups) if more else [])]
-        # Thread i has column i % half of the i / half-th head here, and the one `half` later.
-        lines.append(f""".reg .pred is_mine, is_q, is_k; setp.ge.u32 is_mine, tid, 64; @is_mine bra END;
-.reg .b32 first, second, u; .reg .b64 at, turns; rem.u32 u, tid, {half}; mul.wide.u32 turns, u, 4; add.u64 turns, turns, {turn};
-div.u32 first, tid, {half}; mad.lo.u32 first, first, {dims}, u; add.u32 second, first, {half};""")
-        lines += _columns_of({"a": ("first", 0), "b": ("second", 0)}, shape, unit)
-        lines += [
-            _rounded("a"),
-            _rounded("b"),
-            ".reg .f32 cos, sin, c, d; .reg .b16 low, high; .reg .b32 at_slot, place;",
-        ]
-        lines.append(f"""
-add.u32 place, column, first; setp.lt.u32 is_q, place, {q_columns}; setp.lt.u32 is_k, place, {q_columns + kv_columns};
-ld.global.f32 cos, [turns]; ld.global.f32 sin, [turns+{4 * half}]; ld.global.u32 at_slot, [{slot}];
-mul.f32 c, b, sin; neg.f32 c, c; fma.rn.f32 c, a, cos, c; mul.f32 d, a, sin; fma.rn.f32 d, b, cos, d;
-selp.f32 a, c, a, is_k; selp.f32 b, d, b, is_k; cvt.rn.bf16.f32 low, a; cvt.rn.bf16.f32 high, b;
-@is_q bra QUERY;
-setp.ge.u32 is_q, at_slot, {slots}; @is_q bra END;
-sub.u32 place, place, {q_columns}; @!is_k sub.u32 place, place, {kv_columns};
-mad.lo.u32 place, at_slot, {kv_columns}, place;
-mul.wide.u32 at, place, 2; @is_k add.u64 at, at, {k}; @!is_k add.u64 at, at, {v}; bra STORE;
-QUERY: mul.wide.u32 at, place, 2; add.u64 at, at, {q};
-STORE: st.global.b16 [at], low; st.global.b16 [at+{2 * half}], high;""")
-        _run_ptx([*lines, "END:", _SYNC], [_integer(strip), _integer(part), *map(_address, (sums, *others))])
+        arguments = [_integer(strip), _integer(part), *map(_address, (sums, *others))]
+        _run_ptx(write_projected_text(q_columns, shape, unit, keys, groups), arguments)
 
     write(strip, part, sums, *more, *outs)
 
 
+def read_plain_text(count: int) -> list[str]:
+    """PTX of `read_plain`, of the first index and the addresses of the source and of the target in shared memory."""
+    vectors = count // EIGHT
+    lines = [_LANES, ".reg .b64 at, own; mul.wide.u32 at, %0!, 2; mul.wide.u32 own, tid, 16;"]
+    lines.append("add.u64 at, at, own; add.u64 at, at, %1!;")
+    lines.append(".reg .b32 to, u; shl.b32 to, tid, 4; add.u32 to, to, %2!;")
+    rounds = range(-(-vectors // THREADS))
+    for i in rounds:
+        lines.append(f".reg .pred is{i}; .reg .b32 x{i}_<4>;")
+        lines.append(f"add.u32 u, tid, {THREADS * i}; setp.lt.u32 is{i}, u, {vectors};")
+        lines.append(f"@is{i} ld.global.cg.v4.u32 {_four(f'x{i}')}, [at+{16 * THREADS * i}];")
+    lines += [f"@is{i} st.shared.v4.u32 [to+{16 * THREADS * i}], {_four(f'x{i}')};" for i in rounds]
+    return [*lines, _SYNC]
+
+
 def read_plain(source: Any, first: Any, count: int, target: Any) -> None:
     """Copies bfloat16[count] from `first` on into shared memory. Other blocks have written it, so no cache of the processor is read."""
-    vectors = count // EIGHT
 
     @plgpu.inline_mgpu(arg_types=(_SAME, _REF, _REF))
     def read(_: Any, first: Any, source: Any, target: Any) -> None:
-        lines = [_LANES, ".reg .b64 at, own; mul.wide.u32 at, %0!, 2; mul.wide.u32 own, tid, 16;"]
-        lines.append("add.u64 at, at, own; add.u64 at, at, %1!;")
-        lines.append(".reg .b32 to, u; shl.b32 to, tid, 4; add.u32 to, to, %2!;")
-        rounds = range(-(-vectors // THREADS))
-        for i in rounds:
-            lines.append(f".reg .pred is{i}; .reg .b32 x{i}_<4>;")
-            lines.append(f"add.u32 u, tid, {THREADS * i}; setp.lt.u32 is{i}, u, {vectors};")
-            lines.append(f"@is{i} ld.global.cg.v4.u32 {_four(f'x{i}')}, [at+{16 * THREADS * i}];")
-        lines += [f"@is{i} st.shared.v4.u32 [to+{16 * THREADS * i}], {_four(f'x{i}')};" for i in rounds]
-        _run_ptx([*lines, _SYNC], [_integer(first), _address(source), _address(target)])
+        _run_ptx(read_plain_text(count), [_integer(first), _address(source), _address(target)])
 
     read(first, source, target)
+
+
+def read_normed_text(size: int, parts: int, eps: float) -> list[str]:
+    """PTX of `read_normed`, of the block and the addresses of the target and of 8 floats in shared memory, of x, of the scale and, if
+    there are parts to add, of these and of the sum."""
+    vectors = size // EIGHT
+    rounds = range(-(-vectors // THREADS))
+    wide = 16 * THREADS  # bytes of a round
+    lines = [_LANES, ".reg .b64 own, of_x, of_scale, of_sum, of_new; .reg .b32 u, to; .reg .pred q;"]
+    lines.append(".reg .f32 squares, other, inverse; mov.f32 squares, 0f00000000;")
+    lines.append("mul.wide.u32 own, tid, 16; add.u64 of_x, own, %3!; add.u64 of_scale, own, %4!;")
+    if parts:
+        lines.append("add.u64 of_new, own, %6!; shl.b64 own, own, 1; add.u64 of_sum, own, %5!;")
+    for i in rounds:
+        lines.append(f".reg .pred is{i}; .reg .b32 x{i}_<4>, s{i}_<4>; .reg .f32 f{i}_<8>;")
+        lines.append(f"add.u32 u, tid, {THREADS * i}; setp.lt.u32 is{i}, u, {vectors};")
+        lines += [f"mov.b32 x{i}_{k}, 0; mov.b32 s{i}_{k}, 0;" for k in range(4)]
+        lines.append(f"@is{i} ld.global.v4.u32 {_four(f's{i}')}, [of_scale+{wide * i}];")
+        lines.append(f"@is{i} ld.global.cg.v4.u32 {_four(f'x{i}')}, [of_x+{wide * i}];")
+        for k in range(parts):
+            lines.append(f".reg .f32 p{i}_{k}_<8>;")
+            lines += [f"mov.f32 p{i}_{k}_{m}, 0f00000000;" for m in range(8)]
+            for part in range(2):
+                names, at = ", ".join(f"p{i}_{k}_{4 * part + m}" for m in range(4)), 2 * wide * i + 4 * size * k
+                lines.append(f"@is{i} ld.global.cg.v4.f32 {{{names}}}, [of_sum+{at + 16 * part}];")
+    for i in rounds:
+        for m in range(8):
+            own = f"f{i}_{m}"
+            lines.append(_from_pair(f"x{i}_{m // 2}", m % 2, own))
+            if parts:
+                lines += [f"add.f32 p{i}_0_{m}, p{i}_0_{m}, p{i}_{k}_{m};" for k in range(1, parts)]
+                lines += [_rounded(f"p{i}_0_{m}"), f"add.f32 {own}, {own}, p{i}_0_{m};", _rounded(own)]
+            lines.append(f"fma.rn.f32 squares, {own}, {own}, squares;")
+        if parts:
+            lines.append(f"setp.eq.and.u32 q, %0!, 0, is{i};")
+            lines += [f"cvt.rn.bf16x2.f32 x{i}_{k}, f{i}_{2 * k + 1}, f{i}_{2 * k};" for k in range(4)]
+            lines.append(f"@q st.global.v4.u32 [of_new+{wide * i}], {_four(f'x{i}')};")
+    lines += [
+        f"shfl.sync.bfly.b32 other, squares, {d}, {_ALL}; add.f32 squares, squares, other;" for d in (1, 2, 4, 8, 16)
+    ]
+    lines.append("setp.eq.u32 q, lane, 0; shl.b32 u, warp, 2; add.u32 u, u, %2!; @q st.shared.f32 [u], squares;")
+    lines += [_SYNC, "mov.f32 squares, 0f00000000;"]
+    lines += [f"ld.shared.f32 other, [%2!+{4 * w}]; add.f32 squares, squares, other;" for w in range(WARPS)]
+    lines.append(f"fma.rn.f32 squares, squares, {_literal(1 / size)}, {_literal(eps)};")
+    lines.append("rsqrt.approx.f32 inverse, squares;")
+    lines.append("shl.b32 to, tid, 4; add.u32 to, to, %1!;")
+    for i in rounds:
+        for m in range(8):
+            own = f"f{i}_{m}"
+            lines += [f"mul.f32 {own}, {own}, inverse;", _rounded(own), _from_pair(f"s{i}_{m // 2}", m % 2, "other")]
+            lines.append(f"mul.f32 {own}, {own}, other;")
+        lines += [f"cvt.rn.bf16x2.f32 x{i}_{k}, f{i}_{2 * k + 1}, f{i}_{2 * k};" for k in range(4)]
+        lines.append(f"@is{i} st.shared.v4.u32 [to+{wide * i}], {_four(f'x{i}')};")
+    return [*lines, _SYNC]
 
 
 def read_normed(x: Any, added: Any, scale: Any, new: Any, target: Any, sums: Any, block: Any, eps: float) -> None:
     """Writes norm(x + the sum of `added`'s parts) into shared memory, as bfloat16; block 0 writes x + the sum to `new`."""
     size, parts = x.shape[0], 0 if added is None else added.shape[0]
-    vectors = size // EIGHT
-    rounds = range(-(-vectors // THREADS))
-    wide = 16 * THREADS  # bytes of a round
 
     @plgpu.inline_mgpu(arg_types=(_SAME, *[_REF] * (4 if added is None else 6)))
     def read(_: Any, block: Any, target: Any, sums: Any, x: Any, scale: Any, *more: Any) -> None:
-        lines = [_LANES, ".reg .b64 own, of_x, of_scale, of_sum, of_new; .reg .b32 u, to; .reg .pred q;"]
-        lines.append(".reg .f32 squares, other, inverse; mov.f32 squares, 0f00000000;")
-        lines.append("mul.wide.u32 own, tid, 16; add.u64 of_x, own, %3!; add.u64 of_scale, own, %4!;")
-        if more:
-            lines.append("add.u64 of_new, own, %6!; shl.b64 own, own, 1; add.u64 of_sum, own, %5!;")
-        for i in rounds:
-            lines.append(f".reg .pred is{i}; .reg .b32 x{i}_<4>, s{i}_<4>; .reg .f32 f{i}_<8>;")
-            lines.append(f"add.u32 u, tid, {THREADS * i}; setp.lt.u32 is{i}, u, {vectors};")
-            lines += [f"mov.b32 x{i}_{k}, 0; mov.b32 s{i}_{k}, 0;" for k in range(4)]
-            lines.append(f"@is{i} ld.global.v4.u32 {_four(f's{i}')}, [of_scale+{wide * i}];")
-            lines.append(f"@is{i} ld.global.cg.v4.u32 {_four(f'x{i}')}, [of_x+{wide * i}];")
-            for k in range(parts):
-                lines.append(f".reg .f32 p{i}_{k}_<8>;")
-                lines += [f"mov.f32 p{i}_{k}_{m}, 0f00000000;" for m in range(8)]
-                for part in range(2):
-                    names, at = ", ".join(f"p{i}_{k}_{4 * part + m}" for m in range(4)), 2 * wide * i + 4 * size * k
-                    lines.append(f"@is{i} ld.global.cg.v4.f32 {{{names}}}, [of_sum+{at + 16 * part}];")
-        for i in rounds:
-            for m in range(8):
-                own = f"f{i}_{m}"
-                lines.append(_from_pair(f"x{i}_{m // 2}", m % 2, own))
-                if parts:
-                    lines += [f"add.f32 p{i}_0_{m}, p{i}_0_{m}, p{i}_{k}_{m};" for k in range(1, parts)]
-                    lines += [_rounded(f"p{i}_0_{m}"), f"add.f32 {own}, {own}, p{i}_0_{m};", _rounded(own)]
-                lines.append(f"fma.rn.f32 squares, {own}, {own}, squares;")
-            if parts:
-                lines.append(f"setp.eq.and.u32 q, %0!, 0, is{i};")
-                lines += [f"cvt.rn.bf16x2.f32 x{i}_{k}, f{i}_{2 * k + 1}, f{i}_{2 * k};" for k in range(4)]
-                lines.append(f"@q st.global.v4.u32 [of_new+{wide * i}], {_four(f'x{i}')};")
-        lines += [
-            f"shfl.sync.bfly.b32 other, squares, {d}, {_ALL}; add.f32 squares, squares, other;"
-            for d in (1, 2, 4, 8, 16)
-        ]
-        lines.append("setp.eq.u32 q, lane, 0; shl.b32 u, warp, 2; add.u32 u, u, %2!; @q st.shared.f32 [u], squares;")
-        lines += [_SYNC, "mov.f32 squares, 0f00000000;"]
-        lines += [f"ld.shared.f32 other, [%2!+{4 * w}]; add.f32 squares, squares, other;" for w in range(WARPS)]
-        lines.append(f"fma.rn.f32 squares, squares, {_literal(1 / size)}, {_literal(eps)};")
-        lines.append("rsqrt.approx.f32 inverse, squares;")
-        lines.append("shl.b32 to, tid, 4; add.u32 to, to, %1!;")
-        for i in rounds:
-            for m in range(8):
-                own = f"f{i}_{m}"
-                lines += [
-                    f"mul.f32 {own}, {own}, inverse;",
-                    _rounded(own),
-                    _from_pair(f"s{i}_{m // 2}", m % 2, "other"),
-                ]
-                lines.append(f"mul.f32 {own}, {own}, other;")
-            lines += [f"cvt.rn.bf16x2.f32 x{i}_{k}, f{i}_{2 * k + 1}, f{i}_{2 * k};" for k in range(4)]
-            lines.append(f"@is{i} st.shared.v4.u32 [to+{wide * i}], {_four(f'x{i}')};")
-        _run_ptx([*lines, _SYNC], [_integer(block), *map(_address, (target, sums, x, scale, *more))])
+        arguments = [_integer(block), *map(_address, (target, sums, x, scale, *more))]
+        _run_ptx(read_normed_text(size, parts, eps), arguments)
 
     read(block, target, sums, x, scale, *([] if added is None else [added, new]))
+
+
+def arrive_text(n: int) -> list[str]:
+    """PTX of `arrive`, of the address of the counters."""
+    lines = [".reg .b32 tid; .reg .pred q; mov.u32 tid, %tid.x; setp.eq.u32 q, tid, 0; @q fence.acq_rel.gpu;"]
+    return [*lines, f"@q red.relaxed.gpu.global.add.u32 [%0!+{8 * n}], 1;"]
 
 
 def arrive(counts: Any, n: int) -> None:
@@ -450,11 +491,20 @@ def arrive(counts: Any, n: int) -> None:
 
     @plgpu.inline_mgpu(arg_types=(_REF,))
     def arrive(_: Any, counts: Any) -> None:
-        lines = [".reg .b32 tid; .reg .pred q; mov.u32 tid, %tid.x; setp.eq.u32 q, tid, 0; @q fence.acq_rel.gpu;"]
-        lines.append(f"@q red.relaxed.gpu.global.add.u32 [%0!+{8 * n}], 1;")
-        _run_ptx(lines, [_address(counts)])
+        _run_ptx(arrive_text(n), [_address(counts)])
 
     arrive(counts)
+
+
+def wait_text(n: int, arrivals: int, waiters: int) -> list[str]:
+    """PTX of `wait`, of the address of the counters."""
+    lines = [".reg .b32 tid, seen; .reg .pred q; mov.u32 tid, %tid.x; setp.ne.u32 q, tid, 0; @q bra END;"]
+    lines.append(f"AGAIN: ld.acquire.gpu.global.u32 seen, [%0!+{8 * n}];")
+    lines.append(f"setp.lt.u32 q, seen, {arrivals}; @q bra AGAIN;")
+    lines.append(f"atom.relaxed.gpu.global.add.u32 seen, [%0!+{8 * n + 4}], 1;")
+    lines.append(f"setp.ne.u32 q, seen, {waiters - 1}; @q bra END;")
+    lines.append(f"st.global.u32 [%0!+{8 * n}], 0; st.global.u32 [%0!+{8 * n + 4}], 0;")
+    return [*lines, "END:", _SYNC]
 
 
 def wait(counts: Any, n: int, arrivals: int, waiters: int) -> None:
@@ -462,12 +512,6 @@ def wait(counts: Any, n: int, arrivals: int, waiters: int) -> None:
 
     @plgpu.inline_mgpu(arg_types=(_REF,))
     def wait(_: Any, counts: Any) -> None:
-        lines = [".reg .b32 tid, seen; .reg .pred q; mov.u32 tid, %tid.x; setp.ne.u32 q, tid, 0; @q bra END;"]
-        lines.append(f"AGAIN: ld.acquire.gpu.global.u32 seen, [%0!+{8 * n}];")
-        lines.append(f"setp.lt.u32 q, seen, {arrivals}; @q bra AGAIN;")
-        lines.append(f"atom.relaxed.gpu.global.add.u32 seen, [%0!+{8 * n + 4}], 1;")
-        lines.append(f"setp.ne.u32 q, seen, {waiters - 1}; @q bra END;")
-        lines.append(f"st.global.u32 [%0!+{8 * n}], 0; st.global.u32 [%0!+{8 * n + 4}], 0;")
-        _run_ptx([*lines, "END:", _SYNC], [_address(counts)])
+        _run_ptx(wait_text(n, arrivals, waiters), [_address(counts)])
 
     wait(counts)
