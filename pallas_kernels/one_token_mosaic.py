@@ -32,6 +32,7 @@ STAGES = 4  # copies in the ring
 # Copies on their way. With more of them what a block reads of others' sums would wait longer behind them than the memory needs.
 WINDOW = 2
 MOST_PARTS = 4  # of the rows; each is read by every block that norms their sum
+MOST_NORMED = 8192  # elements of x; a thread holds its share of them and of the parts in registers
 SHARED = 56 * 1024  # bytes that are left for x, beside the ring and the sums
 
 _BARRIERS = 16  # counters of products, two each; those of groups of columns are after them
@@ -79,6 +80,7 @@ def takes(embed: int, mlp: int, heads: int, kv_heads: int, dims: int) -> bool:
     q, kv = heads * dims, kv_heads * dims
     return (
         all(size % ROWS == 0 for size in (embed, mlp, q))
+        and embed <= MOST_NORMED
         and kv % WIDE == 0
         and dims in (64, 128)
         and all(2 * size <= SHARED for size in (embed, q, mlp))
@@ -110,6 +112,10 @@ def run(
     """
     if implementation == "jnp":
         return _twin(products, x_D, counts, y_K, place)
+    assert processors and 2 * len(products) <= _BARRIERS, (processors, len(products))
+    assert all(array.dtype == jnp.bfloat16 for array in (x_D, *(place[0] if place else ()))), (
+        "x and the cache are bfloat16"
+    )
     forms = tuple(
         (product.kind, product.weights[0].unit, 0.0 if product.norm is None else product.norm.eps)
         for product in products

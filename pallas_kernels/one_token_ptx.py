@@ -7,8 +7,8 @@ all 32 rows:
     sum_k codes[k, c] x[k] scales[k, c / 64]  =  step sum_k codes[k, c] (128 high[k] + low[k])
 
 where x times the scale is an integer of 15 bits times a step, and high and low are those of 8 bits that make it up. The step is that of the
-largest of the 32 values, so what is rounded is less than what x loses as bfloat16. The eight columns of the right operand are high and low
-of the values of the first 64 columns, twice, and of the others, twice.
+largest of the 32 values, of which at most 1 / 32512 is rounded away; a bfloat16 loses up to 1 / 512 of each value. The eight columns of the
+right operand are high and low of the values of the first 64 columns, twice, and of the others, twice.
 
 In a text %0!, %1!, ... are its results and then its arguments. Names are those of one text. The functions `..._text` return the lines, the
 others run them: tests run the lines too, without a GPU.
@@ -141,10 +141,12 @@ shr.u32 u, g, 2; mul.lo.u32 u, u, {2 * ROWS}; add.u32 of_s, of_x, u; add.u32 of_
     for i in range(8):
         lines += [_from_pair(f"x{i // 2}", i % 2, f"f{i}"), _from_pair(f"s{i // 2}", i % 2, "of_scale")]
         lines.append(f"mul.f32 f{i}, f{i}, of_scale;")
-    lines.append("abs.f32 most, f0;" + "".join(f"abs.f32 other, f{i}; max.f32 most, most, other;" for i in range(1, 8)))
-    lines += [f"shfl.sync.bfly.b32 other, most, {d}, {_ALL}; max.f32 most, most, other;" for d in (1, 2)]
+    lines.append(
+        "abs.f32 most, f0;" + "".join(f"abs.f32 other, f{i}; max.NaN.f32 most, most, other;" for i in range(1, 8))
+    )
+    lines += [f"shfl.sync.bfly.b32 other, most, {d}, {_ALL}; max.NaN.f32 most, most, other;" for d in (1, 2)]
     lines.append(f"""
-max.f32 most, most, {_literal(1e-30)}; rcp.approx.ftz.f32 inverse, most; mul.f32 inverse, inverse, {_literal(127 * 128)};
+max.NaN.f32 most, most, {_literal(1e-30)}; rcp.approx.ftz.f32 inverse, most; mul.f32 inverse, inverse, {_literal(127 * 128)};
 mul.f32 step, most, {_literal(1 / (127 * 128))};
 .reg .b32 shift, mask, minus, y<8>, b<2>; .reg .pred is_low; and.b32 u, g, 1; setp.ne.u32 is_low, u, 0;
 selp.b32 shift, 0, 7, is_low; selp.b32 mask, 127, 255, is_low; selp.b32 minus, 64, 0, is_low;""")

@@ -96,6 +96,19 @@ def test_a_stage_is_multiplied_to_15_bits(kind):
         np.testing.assert_array_equal(own.memories["shared"]["sums"][2:5], first[2:5])
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_not_hidden(value):
+    random = np.random.default_rng(0)
+    codes, scales, x = stage(random, "random")
+    x[5] = value  # one of the rows of the first warp
+    own = block({"codes": swizzled(codes), "scales": scales, "x": x, "sums": noise((WARPS, WIDE))})
+    zeros = [np.zeros(256, np.float32)] * 16
+    sums = own.run(one_token_ptx.multiplied_text(), [*addresses(own, "codes", "scales", "x"), *zeros], 16)
+    own.run(one_token_ptx.write_sums_text(), [*addresses(own, "sums"), *sums])
+    found = np.isfinite(own.memories["shared"]["sums"])
+    assert not found[0].any() and found[1:].all()
+
+
 def of_block(sums):
     """Returns the sum over the warps times the unit, in the order in which threads add."""
     return np.float32(UNIT) * functools.reduce(np.add, sums)

@@ -297,7 +297,7 @@ OPERATIONS: dict[str, tuple[list[str], Callable[..., np.ndarray]]] = {
     "rem.u32": (["u32"] * 2, np.remainder),
     "prmt.b32": (["b32"] * 3, _permuted),
     "mul.f32": (["f32"] * 2, np.multiply),
-    "max.f32": (["f32"] * 2, np.fmax),
+    "max.NaN.f32": (["f32"] * 2, np.maximum),
     "abs.f32": (["f32"], np.abs),
     "neg.f32": (["f32"], np.negative),
     "div.rn.f32": (["f32"] * 2, np.divide),

@@ -85,7 +85,9 @@ def test_turned_scales_are_those_of_the_matrices_that_a_row_is_multiplied_with()
 
 def test_launches_are_for_int8_on_one_hopper_gpu_and_sizes_that_they_divide():
     def is_read(config=TURNED, kind="int8", device="NVIDIA H200"):
-        return one_row.reads_turned(config, params("bfloat16", config, kind), types.SimpleNamespace(device_kind=device))
+        return one_row.reads_turned(
+            config, params("bfloat16", config, kind), types.SimpleNamespace(device_kind=device, num_cores=132)
+        )
 
     assert is_read() and is_read(device="NVIDIA H100 80GB HBM3")
     assert not any((is_read(kind="none"), is_read(kind="fp8"), is_read(device="NVIDIA A100-SXM4-80GB")))

@@ -68,8 +68,9 @@ def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
 
 
 def reads_turned(config: LlamaConfig, params: PyTree, device: Any) -> bool:
-    """Returns whether `extend` is faster with what `with_turned` adds to the weights, on one device (its `device_kind`) alone."""
-    is_hopper = device is not None and grouped.HOPPER.search(device.device_kind)
+    """Returns whether `extend` is faster with what `with_turned` adds to the weights, on one device alone: its `device_kind` and
+    `num_cores`, or None where it is not known."""
+    is_hopper = device is not None and grouped.HOPPER.search(device.device_kind) and device.num_cores
     if not is_hopper or not takes(config, params, 1) or _kind(_kernel_of(params)) != quantized.INT8:
         return False
     from pallas_kernels import one_token_mosaic  # takes long to import, and only these GPUs need it
