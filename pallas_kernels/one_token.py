@@ -81,13 +81,13 @@ class Portions:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A weight as it is stored: codes [K, N] of any dtype, and their scales [K, N / 64], or None where all are 1. `turned`: these
+    """A weight as it is stored: codes [K, N] of any dtype, and their scales [K, N / 64], or None where all are 1. `transposed`: these
     transposed, for kernels that read them so (`one_token_mosaic`)."""
 
     codes: jax.Array
     scales: jax.Array | None = None
     unit: float = 1.0
-    turned: jax.Array | None = None
+    transposed: jax.Array | None = None
 
     @property
     def kind(self) -> str:

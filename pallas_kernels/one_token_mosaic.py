@@ -1,12 +1,15 @@
 """The products of a token in int8 for Hopper GPUs. This module runs several of them in one launch, in Mosaic and PTX.
 
-Between two kernels the memory has nothing to do: the sums of one are added up, it ends, the next one starts and waits for its first
-weights. Here one block of threads stays on each processor. One of its three warpgroups copies weights into a ring in shared memory, through
-all products of the launch, and never waits for a sum. The other two multiply. Before a product that reads what all blocks of the one
-before wrote, they wait for these at a counter, and meanwhile the next weights arrive.
+A product is what `one_token` computes in one kernel: matmuls of one row with weights, and what comes before and after them (`Product`).
 
-A block multiplies `WIDE` columns by a part of the rows. What the parts sum up to is added by who reads it: the next norm, or the last block
-to arrive where a function of the sum follows. So results do not depend on who is last.
+Between two kernels the memory is idle: the first adds up its sums and ends, and the second starts and waits for its first weights. Here one
+block of threads stays on each processor (SM) for all products of the launch. One of its three warpgroups copies their weights into a ring
+in shared memory, and never waits for a sum. The other two multiply. A product reads what all blocks wrote in the one before it, so the two
+wait at a counter before they begin it. Meanwhile the next weights arrive.
+
+A piece of work (`works`) is `WIDE` columns (a strip) times a part of the rows, and a block has every `processors`-th one. After "add" the
+next norm adds up the parts. After "gate" and "project" the last block to arrive adds up those of its strip, always in their order, so
+results do not depend on which block is last.
 
 How a warp multiplies integers is in `one_token_ptx`.
 
@@ -29,13 +32,13 @@ from pallas_kernels import one_token, one_token_ptx
 from pallas_kernels.one_token_ptx import ROWS, THREADS, WIDE, ProductShape
 
 STAGES = 4  # copies in the ring
-# Copies on their way. With more of them what a block reads of others' sums would wait longer behind them than the memory needs.
+# Copies in flight at once, enough to keep the memory busy. Behind more of them a block's reads of other blocks' sums would wait longer.
 WINDOW = 2
-MOST_PARTS = 4  # of the rows; each is read by every block that norms their sum
+MOST_PARTS = 4  # of the rows; every block that norms the sum of the parts reads all of them
 MOST_NORMED = 8192  # elements of x; a thread holds its share of them and of the parts in registers
-SHARED = 56 * 1024  # bytes that are left for x, beside the ring and the sums
+SHARED = 56 * 1024  # the most bytes of x in shared memory, beside the ring and the sums
 
-_BARRIERS = 16  # counters of products, two each; those of groups of columns are after them
+_BARRIERS = 16  # the first counters: two for each product. Those of strips follow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +46,9 @@ class Product:
     """One of the products of a launch.
 
     Attributes:
-      kind: "add": what is added to x, of y or of the gated layer before. "gate": silu(W norm(x)) * V norm(x). "project": queries, keys and
-        values of norm(x).
-      weights: of one row each; int8, with their turned scales.
+      kind: "add": W y, which the next norm adds to x; y is given, or is the result of "gate". "gate": silu(W norm(x)) * V norm(x).
+        "project": queries, keys and values of norm(x).
+      weights: int8 codes [K, N] with transposed scales (`Weight.transposed`): one weight to "add", W and V to "gate", three to "project".
       norm: of x; None for "add".
     """
 
@@ -61,11 +64,11 @@ class AfterProducts(NamedTuple):
     """What the products of a launch return.
 
     Attributes:
-      x_D: the residual.
-      sums_PD: float32, parts of a sum that is still to be added to it; None if there is none.
-      q: the turned queries [H C], if there is a projection.
-      keys: the cache, with the token's.
-      counts: the counters.
+      x_D: bfloat16, the residual, without `sums_PD`.
+      sums_PD: float32, what a last "add" still has to add to x, in parts of the rows; None if the last product is none.
+      q: bfloat16[H * C], the rotated queries; None without "project".
+      keys: keys and values [S, J, C] with the token's; None without "project".
+      counts: the counters, all 0 again.
     """
 
     x_D: jax.Array
@@ -76,7 +79,7 @@ class AfterProducts(NamedTuple):
 
 
 def takes(embed: int, mlp: int, heads: int, kv_heads: int, dims: int) -> bool:
-    """Returns whether `run` computes the products of a device's shards of such a layer: D, F, H, J and C."""
+    """Returns whether `run` computes the products of a layer with these sizes: D, F, H, J and C."""
     q, kv = heads * dims, kv_heads * dims
     return (
         all(size % ROWS == 0 for size in (embed, mlp, q))
@@ -98,17 +101,21 @@ def run(
     processors: int,
     implementation: str = "pallas",
 ) -> AfterProducts:
-    """Runs products one after the other in one launch.
+    """Returns what products give that run one after the other, in one launch.
 
     Args:
-      products: each follows from the one before: "add" of y or of "gate"; "gate" and "project" of the sum of x and what was added last.
+      products: in their order. "add" multiplies the result of the last "gate" before it, or y_K if there is none. "gate" and "project"
+        read x plus the result of the "add" before them, if there is one. Two "add" do not follow each other.
       x_D: bfloat16, the residual.
       counts: `one_token.counters()`, or those that the last kernel returned.
-      y_K: bfloat16, what a first "add" multiplies.
-      place: what "project" needs: the cache, keys and values [S, J, C]; float32[C], the cosines and then the sines of the token's angles;
-        and int32[1], its slot, of which one beyond the last drops the token.
-      processors: of the GPU; as many blocks run at once.
+      y_K: bfloat16, what an "add" before any "gate" multiplies.
+      place: what "project" needs: the cache, bfloat16 keys and values [S, J, C]; float32[C], the cosines and then the sines of the token's
+        angles; and int32[1], its slot. A slot of S or more drops the token.
+      processors: the number of the GPU's processors (SMs). One block runs on each.
       implementation: "pallas" or "jnp".
+
+    Raises:
+      AssertionError: no processors, 9 products or more, other dtypes, or weights without transposed scales.
     """
     if implementation == "jnp":
         return _twin(products, x_D, counts, y_K, place)
@@ -120,7 +127,7 @@ def run(
         (product.kind, product.weights[0].unit, 0.0 if product.norm is None else product.norm.eps)
         for product in products
     )
-    weights = [[(weight.codes, weight.turned) for weight in product.weights] for product in products]
+    weights = [[(weight.codes, weight.transposed) for weight in product.weights] for product in products]
     norms = [None if product.norm is None else product.norm.scale for product in products]
     return AfterProducts(*_launch(weights, norms, x_D, counts, y_K, place, forms=forms, processors=processors))
 
@@ -173,12 +180,12 @@ def _launch(
     forms: tuple[tuple[str, float, float], ...],
     processors: int,
 ) -> tuple[Any, ...]:
-    """Returns the fields of `AfterProducts`. Of each product the codes and turned scales, the scale of the norm, and the kind, unit and eps
-    are apart."""
+    """Returns the fields of `AfterProducts`. A product's arrays are in `weights` (codes and transposed scales) and `norms` (the norm's
+    scale). What is static of it is in `forms`: kind, unit of the weights, and eps of the norm."""
     products = [
         Product(
             kind,
-            tuple(one_token.Weight(codes, None, unit, turned) for codes, turned in own),
+            tuple(one_token.Weight(codes, None, unit, transposed) for codes, transposed in own),
             None if norm is None else one_token.Norm(norm, eps),
         )
         for (kind, unit, eps), own, norm in zip(forms, weights, norms)
@@ -192,8 +199,10 @@ def _launch(
     pending = None  # the parts of what is still to be added to x
     for n, (product, shape) in enumerate(zip(products, shapes)):
         for m, weight in enumerate(product.weights):
-            assert weight.turned is not None and weight.kind == "int8", "these products read int8 and turned scales"
-            given |= {("codes", n, m): weight.codes, ("scales", n, m): weight.turned}
+            assert weight.transposed is not None and weight.kind == "int8", (
+                "these products read int8 and transposed scales"
+            )
+            given |= {("codes", n, m): weight.codes, ("scales", n, m): weight.transposed}
         if product.kind == "add":
             assert pending is None, "what is added is summed with x by a norm before more is added"
             outs[("sums", n)] = jax.ShapeDtypeStruct((shape.parts, embed), jnp.float32)
@@ -220,7 +229,7 @@ def _launch(
         names = [*given, *changed, *outs]
         _body(products, shapes, dict(zip(names, refs, strict=True)), processors)
 
-    # `plgpu.kernel` changes no references in JAX before 0.11.
+    # Not `plgpu.kernel`: before JAX 0.11 it cannot write to references that it is given, as `counts` and the cache are.
     kernel = pl.kernel(
         body,
         out_type=[*outs.values()],
@@ -247,32 +256,35 @@ def _launch(
 
 
 def _body(products: Sequence[Product], shapes: Sequence[ProductShape], refs: dict[Any, Any], processors: int) -> None:
-    """The kernel, of references by name."""
+    """The kernel. `refs` are its arrays by name, as `_launch` names them."""
 
     def scope(ring: Any, scales: Any, x_s: Any, sums: Any, full: Any, free: Any) -> None:
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
 
         def mine(shape: ProductShape) -> jax.Array:
+            """Returns how many pieces of a product's work are this block's."""
             return lax.div(shape.works - block + (processors - 1), processors)
 
         def find(shape: ProductShape, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Returns the columns, by their number, and the part of the rows of the i-th work."""
+            """Returns the numbers of the strip and of the part of the rows, of this block's i-th piece of work."""
             work = block + i * processors
             return lax.div(work, shape.parts), lax.rem(work, shape.parts)
 
         def copy() -> None:
+            """The warpgroup that copies: codes and scales of all pieces of work, in the order in which they are multiplied."""
             copied = jnp.int32(0)
             for n, shape in enumerate(shapes):
 
                 def work(i: jax.Array, copied: jax.Array, n: int = n, shape: ProductShape = shape) -> jax.Array:
                     strip, part = find(shape, i)
-                    # One after the other the columns of q, k and v, or the same columns of gate and up.
+                    # The columns of q, k and v follow each other, and a strip is of one of them. Of gate and up it has the same columns.
                     ends = np.cumsum([w.codes.shape[1] // WIDE for w in products[n].weights])
                     for second in range(shape.weights):
 
                         def step(k: jax.Array, copied: jax.Array, second: int = second) -> jax.Array:
                             slot, row = lax.rem(copied, STAGES), part * shape.rows + k * ROWS
                             pl.when(copied >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
+                            # The copy `WINDOW` before this one: it has to have arrived before another one leaves.
                             arrives = lax.rem(copied + (STAGES - WINDOW), STAGES)
                             pl.when(copied >= WINDOW)(lambda: plgpu.barrier_wait(full.at[arrives]))
 
@@ -303,6 +315,7 @@ def _body(products: Sequence[Product], shapes: Sequence[ProductShape], refs: dic
             lax.fori_loop(jnp.maximum(copied - STAGES, 0), copied, drain, None)
 
         def multiply() -> None:
+            """The warpgroups that multiply, and write what follows from the sums."""
             used = jnp.int32(0)
             x_ref, added, gated = refs["x"], None, refs.get("y")
             groups = _BARRIERS
@@ -372,7 +385,7 @@ def _body(products: Sequence[Product], shapes: Sequence[ProductShape], refs: dic
         plgpu.SMEM((STAGES, 2, ROWS), jnp.bfloat16),
         plgpu.SMEM((most,), jnp.bfloat16),
         plgpu.SMEM((2, one_token_ptx.WARPS * WIDE), jnp.float32),
-        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # codes and scales
         plgpu.Barrier(num_arrivals=THREADS // 128, num_barriers=STAGES),
         collective_axes="warpgroup",
     )
@@ -381,7 +394,7 @@ def _body(products: Sequence[Product], shapes: Sequence[ProductShape], refs: dic
 def _finish(
     product: Product, n: int, shape: ProductShape, refs: dict[Any, Any], sums: Any, strip: Any, part: Any, groups: int
 ) -> None:
-    """Writes what follows from the sums of a work."""
+    """Writes what follows from the sums of a piece of work. `groups`: the counter of the product's first strip."""
     if product.kind == "add":
         one_token_ptx.write_parts(sums, refs[("sums", n)], shape, product.weights[0].unit, strip, part)
         return

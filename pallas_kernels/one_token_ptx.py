@@ -1,17 +1,18 @@
 """What the threads of `one_token_mosaic` run, in PTX, which has instructions that Mosaic does not expose. This module holds these texts.
 
-The tensor cores multiply integers. A warp takes 32 rows of 128 columns at a time: thread 4 g + t has the columns 16 g to 16 g + 15 in
-eight of the rows. It brings the codes of four rows of one column into one register, and `mma.m16n8k32` multiplies two columns of each g by
-all 32 rows:
+The tensor cores multiply integers. A warp multiplies 32 rows of 128 columns at a time. Its thread 4 g + t (g < 8, t < 4) reads the columns
+16 g to 16 g + 15 of eight of these rows, and collects the codes of four rows of one column in each register. Eight `mma.m16n8k32` follow.
+Each multiplies two columns of every g, in all 32 rows:
 
     sum_k codes[k, c] x[k] scales[k, c / 64]  =  step sum_k codes[k, c] (128 high[k] + low[k])
 
-where x times the scale is an integer of 15 bits times a step, and high and low are those of 8 bits that make it up. The step is that of the
-largest of the 32 values, of which at most 1 / 32512 is rounded away; a bfloat16 loses up to 1 / 512 of each value. The eight columns of the
-right operand are high and low of the values of the first 64 columns, twice, and of the others, twice.
+x times its scale is rounded to step (128 high + low), where high and low are integers of 8 bits. The step is the largest of the 32 values
+over 127 * 128, so a value changes by at most 1 / 32512 of the largest; as a bfloat16 it would change by up to 1 / 512 of itself. The mma's
+right operand has eight columns: high, low, high, low with the scales of the first 64 columns, and then the same with those of the other
+64. So a thread with t = g / 2 gets the high and the low sums of its own columns.
 
-In a text %0!, %1!, ... are its results and then its arguments. Names are those of one text. The functions `..._text` return the lines, the
-others run them: tests run the lines too, without a GPU.
+In a text %0!, %1!, ... are its results and then its arguments. A name is known in its own text alone. The functions `..._text` return the
+lines, and the functions without `_text` run them. Tests run the lines too, without a GPU.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 ROWS, WIDE = 256, 128  # of a copy of codes
 THREADS = 256  # that multiply
 WARPS = THREADS // 32
-EIGHT = 8  # values of 16 bits that a thread reads at once
+EIGHT = 8  # values of 16 bits in the 16 bytes that a thread reads at once
 IN_ROWS = (plgpu.TilingTransform((8, WIDE)), plgpu.SwizzleTransform(WIDE))  # of codes in shared memory
 
 _SUMS = plgpu.Layout.WG_STRIDED((128 * 16,), vec_size=1)  # 16 columns a thread
@@ -38,7 +39,8 @@ _ALL = "31, 0xffffffff"  # lanes of a warp that exchange values
 
 @dataclasses.dataclass(frozen=True)
 class ProductShape:
-    """The sizes of a product: `inputs` rows in `parts`, `columns` of each of `weights` that are multiplied one after the other."""
+    """The sizes of a product: `inputs` rows in `parts`, and `columns` in each of `weights`. These are 2 for gate and up, whose strips a
+    block multiplies one after the other. The matrices of q, k and v count as one weight, side by side."""
 
     inputs: int
     columns: int
@@ -47,12 +49,12 @@ class ProductShape:
 
     @property
     def strips(self) -> int:
-        """Returns how many times 128 columns there are."""
+        """Returns the number of strips of 128 columns."""
         return self.columns // WIDE
 
     @property
     def works(self) -> int:
-        """Returns how many blocks of threads have something of it."""
+        """Returns the number of pieces of work: a part of the rows of a strip each."""
         return self.strips * self.parts
 
     @property
@@ -62,7 +64,7 @@ class ProductShape:
 
     @property
     def steps(self) -> int:
-        """Returns the copies of a part."""
+        """Returns the number of copies of 256 rows in a part."""
         return self.rows // ROWS
 
 
@@ -80,7 +82,7 @@ def _run_ptx(lines: Sequence[str], arguments: Sequence[Any] = (), results: int =
 
 
 def _address(ref: Any) -> Any:
-    """Returns where a reference is, in shared memory or in the device's."""
+    """Returns a reference's address: 32 bits in shared memory, 64 in the device's."""
     bits = 32 if mgpu.utils.is_smem_ref(ref) else 64
     kind = mgpu.utils.ir.IntegerType.get_signless(bits)
     return mgpu.utils.llvm.ptrtoint(kind, mgpu.utils.memref_ptr(ref))
@@ -101,27 +103,27 @@ mov.u32 tid, %tid.x; and.b32 lane, tid, 31; shr.u32 warp, tid, 5; shr.u32 g, lan
 
 
 def _from_pair(pair: str, number: int, wide: str) -> str:
-    """PTX: a bfloat16 of a pair as float32."""
+    """PTX: wide = the bfloat16 in the low (0) or high (1) half of a register, as float32."""
     how = f"shl.b32 {wide}_, {pair}, 16;" if number == 0 else f"and.b32 {wide}_, {pair}, 0xffff0000;"
     return f"{{ .reg .b32 {wide}_; {how} mov.b32 {wide}, {wide}_; }}"
 
 
 def _rounded(wide: str) -> str:
-    """PTX: a float32 rounded to a bfloat16."""
+    """PTX: rounds a float32 in place to the nearest bfloat16."""
     how = f"cvt.rn.bf16.f32 high_, {wide}; mov.b16 low_, 0; mov.b32 both_, {{low_, high_}}; mov.b32 {wide}, both_;"
     return f"{{ .reg .b16 high_, low_; .reg .b32 both_; {how} }}"
 
 
 def _four(name: str) -> str:
-    """PTX: four registers."""
+    """PTX: four registers as an operand."""
     return f"{{{name}_0, {name}_1, {name}_2, {name}_3}}"
 
 
 def multiplied_text() -> list[str]:
-    """PTX of `multiplied`: 16 sums, of the addresses of codes, scales and x in shared memory and the 16 sums before.
+    """PTX of `multiplied`. Results: 16 sums. Arguments: the addresses of codes, scales and x in shared memory, and the 16 sums before.
 
     The copy engine has swizzled the codes: 16 bytes of row r that begin at 16 c are at 16 (c ^ (r % 8)). A thread's rows are 2 t and
-    2 t + 1 of each eight, for which eight threads read from all banks.
+    2 t + 1 of each eight, so that eight threads at a time read from all banks of shared memory.
     """
     lines = [
         _LANES,
@@ -136,7 +138,7 @@ shr.u32 u, g, 2; mul.lo.u32 u, u, {2 * ROWS}; add.u32 of_s, of_x, u; add.u32 of_
     for i in range(8):
         place = f"{'odd' if i % 2 else 'even'}+{1024 * (i // 2) + 128 * (i % 2)}"
         lines.append(f"ld.shared.v4.u32 {_four(f'w{i}')}, [{place}];")
-    # x times its scale: at most 127 * 128 steps, as high * 128 + low.
+    # x times its scale, at most 127 * 128 steps of either sign, becomes 128 high + low with low in [-64, 64).
     lines.append(".reg .f32 f<8>, of_scale, most, other, inverse, step;")
     for i in range(8):
         lines += [_from_pair(f"x{i // 2}", i % 2, f"f{i}"), _from_pair(f"s{i // 2}", i % 2, "of_scale")]
@@ -186,8 +188,8 @@ selp.b32 shift, 0, 7, is_low; selp.b32 mask, 127, 255, is_low; selp.b32 minus, 6
     return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.float32, layout=_SUMS),
 )
 def multiplied(_: Any, codes: Any, scales: Any, x: Any, sums: Any) -> Any:
-    """Returns the sums of a thread's 16 columns, with those of 32 of the 256 rows, by its warp. Half of the threads have sums that mean
-    nothing: those that count are of threads with g / 2 = t."""
+    """Returns `sums`, of a thread's 16 columns, plus those of the 32 rows of its warp (of 256). In half of the threads they have the
+    scales of other columns and mean nothing. `write_sums` takes those of the threads with t = g / 2."""
     vector = mgpu.utils.vector
     olds = [vector.extract(register, [], [0]) for register in sums.registers]
     news = _run_ptx(multiplied_text(), [*map(_address, (codes, scales, x)), *olds], 16)
@@ -198,13 +200,13 @@ def multiplied(_: Any, codes: Any, scales: Any, x: Any, sums: Any) -> Any:
 
 @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.float32, layout=_SUMS))
 def zeros(_: Any) -> Any:
-    """Returns sums of nothing."""
+    """Returns the sums before the first step: 0."""
     zero = mgpu.c(0.0, mgpu.utils.ir.F32Type.get())
     return mgpu.FragmentedArray.splat(zero, (128 * 16,), mgpu.WGStridedFragLayout((128 * 16,), 1))
 
 
 def write_sums_text() -> list[str]:
-    """PTX of `write_sums`, of the address in shared memory and 16 sums."""
+    """PTX of `write_sums`. Arguments: the address in shared memory and 16 sums."""
     lines = [_LANES, ".reg .b32 at, u; .reg .pred counts; shr.u32 u, g, 1; setp.eq.u32 counts, u, t;"]
     lines.append("shl.b32 at, warp, 9; shl.b32 u, g, 6; add.u32 at, at, u; add.u32 at, at, %0!;")
     for i in range(4):
@@ -215,7 +217,7 @@ def write_sums_text() -> list[str]:
 
 @plgpu.inline_mgpu(arg_types=(_SUMS, _REF))
 def write_sums(_: Any, sums: Any, target: Any) -> None:
-    """Writes float32[warps, 128 columns]."""
+    """Writes each warp's sums into shared memory, float32[warps, 128 columns], from the threads with t = g / 2."""
     olds = [mgpu.utils.vector.extract(register, [], [0]) for register in sums.registers]
     _run_ptx(write_sums_text(), [_address(target), *olds])
 
@@ -244,7 +246,7 @@ def _joined(name: str, column: str, base: str, parts: int, columns: int) -> str:
 
 
 def _to_parts(which: int, shape: ProductShape, unit: float, base: str, target: str) -> list[str]:
-    """PTX: the first 128 threads write their sums of weight `which` to their place among float32[weights, parts, columns]."""
+    """PTX: the first 128 threads write the sum of a column each, of weight `which`, into float32[weights, parts, columns]."""
     offset = 4 * WARPS * WIDE * which
     return [
         "{ .reg .pred is_mine; .reg .b64 at; .reg .b32 u, v; setp.lt.u32 is_mine, tid, 128; @!is_mine bra DONE;",
@@ -259,12 +261,12 @@ _WORK = f".reg .b32 strip, part, column; mov.b32 strip, %0!; mov.b32 part, %1!; 
 
 
 def write_parts_text(shape: ProductShape, unit: float) -> list[str]:
-    """PTX of `write_parts`, of the strip, the part, and the addresses of the sums in shared memory and of the target."""
+    """PTX of `write_parts`. Arguments: the strip, the part, and the addresses of the sums in shared memory and of the target."""
     return [_SYNC, _LANES, _WORK, *_to_parts(0, shape, unit, "%2!", "%3!"), _SYNC]
 
 
 def write_parts(sums: Any, target: Any, shape: ProductShape, unit: float, strip: Any, part: Any) -> None:
-    """Writes the sums of 128 columns, the `strip`-th, and a part of the rows to float32[parts, columns]."""
+    """Writes the sums of a strip (128 columns) and a part of the rows into the target, float32[parts, columns]."""
 
     @plgpu.inline_mgpu(arg_types=(_SAME, _SAME, _REF, _REF))
     def write(_: Any, strip: Any, part: Any, sums: Any, target: Any) -> None:
@@ -293,7 +295,8 @@ def _of_last(shape: ProductShape, unit: float, groups: int) -> list[str]:
 def _columns_of(
     names: dict[str, tuple[str, int]], shape: ProductShape, unit: float, base: str = "%2!", parts: str = "%3!"
 ) -> list[str]:
-    """PTX: {name: (column among the 128, weight)} -> their sums, from shared memory or from all parts."""
+    """PTX: name = the sum of a column, for {name: (column of the 128, weight)}: from shared memory, or where the rows have parts from
+    these."""
     lines = []
     for name, (column, which) in names.items():
         lines.append(f".reg .b32 c_{name};")
@@ -310,8 +313,8 @@ def _columns_of(
 
 
 def write_gated_text(shape: ProductShape, unit: float, groups: int) -> list[str]:
-    """PTX of `write_gated`, of the strip, the part, and the addresses of the sums in shared memory, of those in `more` if the rows have
-    parts, and of the target."""
+    """PTX of `write_gated`. Arguments: the strip, the part, and the addresses of the sums in shared memory, of those in `more` if the rows
+    have parts, and of the target."""
     out = "%5!" if shape.parts > 1 else "%3!"
     lines = [_SYNC, _LANES, _WORK, *(_of_last(shape, unit, groups) if shape.parts > 1 else [])]
     lines += [".reg .pred is_mine; setp.ge.u32 is_mine, tid, 128; @is_mine bra END;"]
@@ -328,7 +331,8 @@ def write_gated_text(shape: ProductShape, unit: float, groups: int) -> list[str]
 def write_gated(
     sums: Any, target: Any, more: list[Any], shape: ProductShape, unit: float, strip: Any, part: Any, groups: int
 ) -> None:
-    """Writes silu(sum of W) * sum of V."""
+    """Writes silu(W x) * V x of a strip into the target, bfloat16[columns]. `more`: if the rows have parts, float32[2, parts, columns] for
+    their sums, and the counters."""
 
     @plgpu.inline_mgpu(arg_types=(_SAME, _SAME, *[_REF] * (2 + len(more))))
     def write(_: Any, strip: Any, part: Any, sums: Any, *others: Any) -> None:
@@ -341,14 +345,14 @@ def write_gated(
 def write_projected_text(
     q_columns: int, shape: ProductShape, unit: float, keys: tuple[int, ...], groups: int
 ) -> list[str]:
-    """PTX of `write_projected`, of the strip, the part, and the addresses of the sums in shared memory, of those in `more` if the rows
-    have parts, and of the queries, keys, values, angles and the slot."""
+    """PTX of `write_projected`. Arguments: the strip, the part, and the addresses of the sums in shared memory, of those in `more` if the
+    rows have parts, and of the queries, keys, values, angles and the slot."""
     slots, kv_heads, dims = keys
     half, kv_columns = dims // 2, kv_heads * dims
     first = 3 if shape.parts == 1 else 5
     q, k, v, turn, slot = (f"%{first + n}!" for n in range(5))
     lines = [_SYNC, _LANES, _WORK, *(_of_last(shape, unit, groups) if shape.parts > 1 else [])]
-    # Thread i has column i % half of the i / half-th head here, and the one `half` later.
+    # Thread i has column i % half of the strip's head i / half, and the column that is rotated with it, `half` later.
     lines.append(f""".reg .pred is_mine, is_q, is_k; setp.ge.u32 is_mine, tid, 64; @is_mine bra END;
 .reg .b32 first, second, u; .reg .b64 at, turns; rem.u32 u, tid, {half}; mul.wide.u32 turns, u, 4; add.u64 turns, turns, {turn};
 div.u32 first, tid, {half}; mad.lo.u32 first, first, {dims}, u; add.u32 second, first, {half};""")
@@ -381,7 +385,8 @@ def write_projected(
     part: Any,
     groups: int,
 ) -> None:
-    """Writes turned queries, and turned keys and values into the cache [S, J, C]."""
+    """Writes a strip of the rotated queries, or of the rotated keys or of the values into the cache [S, J, C]. `more`: as in
+    `write_gated`."""
 
     @plgpu.inline_mgpu(arg_types=(_SAME, _SAME, *[_REF] * (1 + len(more) + len(outs))))
     def write(_: Any, strip: Any, part: Any, sums: Any, *others: Any) -> None:
@@ -392,7 +397,7 @@ def write_projected(
 
 
 def read_plain_text(count: int) -> list[str]:
-    """PTX of `read_plain`, of the first index and the addresses of the source and of the target in shared memory."""
+    """PTX of `read_plain`. Arguments: the first index, and the addresses of the source and of the target in shared memory."""
     vectors = count // EIGHT
     lines = [_LANES, ".reg .b64 at, own; mul.wide.u32 at, %0!, 2; mul.wide.u32 own, tid, 16;"]
     lines.append("add.u64 at, at, own; add.u64 at, at, %1!;")
@@ -407,7 +412,7 @@ def read_plain_text(count: int) -> list[str]:
 
 
 def read_plain(source: Any, first: Any, count: int, target: Any) -> None:
-    """Copies bfloat16[count] from `first` on into shared memory. Other blocks have written it, so no cache of the processor is read."""
+    """Copies bfloat16[count] from `first` on into shared memory. Other blocks may have written it, so it is not read through L1 (`.cg`)."""
 
     @plgpu.inline_mgpu(arg_types=(_SAME, _REF, _REF))
     def read(_: Any, first: Any, source: Any, target: Any) -> None:
@@ -417,8 +422,8 @@ def read_plain(source: Any, first: Any, count: int, target: Any) -> None:
 
 
 def read_normed_text(size: int, parts: int, eps: float) -> list[str]:
-    """PTX of `read_normed`, of the block and the addresses of the target and of 8 floats in shared memory, of x, of the scale and, if
-    there are parts to add, of these and of the sum."""
+    """PTX of `read_normed`. Arguments: the block, and the addresses of the target and of 8 floats in shared memory, of x, of the scale
+    and, if there are parts to add, of these and of the new x."""
     vectors = size // EIGHT
     rounds = range(-(-vectors // THREADS))
     wide = 16 * THREADS  # bytes of a round
@@ -471,7 +476,8 @@ def read_normed_text(size: int, parts: int, eps: float) -> list[str]:
 
 
 def read_normed(x: Any, added: Any, scale: Any, new: Any, target: Any, sums: Any, block: Any, eps: float) -> None:
-    """Writes norm(x + the sum of `added`'s parts) into shared memory, as bfloat16; block 0 writes x + the sum to `new`."""
+    """Writes norm(x + the sum of `added`'s parts) into shared memory, as bfloat16. Block 0 also writes x + the sum into `new`. None: no
+    parts."""
     size, parts = x.shape[0], 0 if added is None else added.shape[0]
 
     @plgpu.inline_mgpu(arg_types=(_SAME, *[_REF] * (4 if added is None else 6)))
@@ -483,13 +489,13 @@ def read_normed(x: Any, added: Any, scale: Any, new: Any, target: Any, sums: Any
 
 
 def arrive_text(n: int) -> list[str]:
-    """PTX of `arrive`, of the address of the counters."""
+    """PTX of `arrive`. Argument: the address of the counters."""
     lines = [".reg .b32 tid; .reg .pred q; mov.u32 tid, %tid.x; setp.eq.u32 q, tid, 0; @q fence.acq_rel.gpu;"]
     return [*lines, f"@q red.relaxed.gpu.global.add.u32 [%0!+{8 * n}], 1;"]
 
 
 def arrive(counts: Any, n: int) -> None:
-    """Says that this block has written what it has of product n."""
+    """Tells the other blocks that this one has written all its results of product n."""
 
     @plgpu.inline_mgpu(arg_types=(_REF,))
     def arrive(_: Any, counts: Any) -> None:
@@ -499,7 +505,7 @@ def arrive(counts: Any, n: int) -> None:
 
 
 def wait_text(n: int, arrivals: int, waiters: int) -> list[str]:
-    """PTX of `wait`, of the address of the counters."""
+    """PTX of `wait`. Argument: the address of the counters."""
     lines = [".reg .b32 tid, seen; .reg .pred q; mov.u32 tid, %tid.x; setp.ne.u32 q, tid, 0; @q bra END;"]
     lines.append(f"AGAIN: ld.acquire.gpu.global.u32 seen, [%0!+{8 * n}];")
     lines.append(f"setp.lt.u32 q, seen, {arrivals}; @q bra AGAIN;")
@@ -510,7 +516,8 @@ def wait_text(n: int, arrivals: int, waiters: int) -> list[str]:
 
 
 def wait(counts: Any, n: int, arrivals: int, waiters: int) -> None:
-    """Waits until so many blocks have written product n. The last of those that wait sets the counters back to 0."""
+    """Waits until `arrivals` blocks have written their results of product n. The last of the `waiters` sets the product's two counters to
+    0."""
 
     @plgpu.inline_mgpu(arg_types=(_REF,))
     def wait(_: Any, counts: Any) -> None:

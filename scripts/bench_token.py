@@ -145,14 +145,14 @@ def _weight(kind: str, shape: tuple[int, int], seed: int) -> tuple[jax.Array, ..
     if kind == "bf16":
         return (w_KN,)
     stored = quantized.quantize(w_KN, kind)
-    turned = (stored[quantized.SCALES].T,) if kind == "int8" else ()
-    return stored[kind], stored[quantized.SCALES], *turned
+    transposed = (stored[quantized.SCALES].T,) if kind == "int8" else ()
+    return stored[kind], stored[quantized.SCALES], *transposed
 
 
 def _as(kind: str, stored: tuple[jax.Array, ...]) -> one_token.Weight:
     codes, *scales = stored
-    scale, turned = (*scales, None, None)[:2]
-    return one_token.Weight(codes, scale, 1 / quantized.TOP.get(kind, 1), turned)
+    scale, transposed = (*scales, None, None)[:2]
+    return one_token.Weight(codes, scale, 1 / quantized.TOP.get(kind, 1), transposed)
 
 
 def _form(form: Any, inputs: int, columns: list[int], itemsize: int, **more: int) -> one_token.Portions | None:

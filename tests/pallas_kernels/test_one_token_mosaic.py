@@ -28,8 +28,8 @@ def layer(sizes, leaf):
     q, kv = heads * dims, kv_heads * dims
 
     def weight(rows, columns):
-        turned = leaf((columns // one_token.BLOCK, rows), jnp.bfloat16)
-        return one_token.Weight(leaf((rows, columns), jnp.int8), None, 1 / 127, turned)
+        transposed = leaf((columns // one_token.BLOCK, rows), jnp.bfloat16)
+        return one_token.Weight(leaf((rows, columns), jnp.int8), None, 1 / 127, transposed)
 
     norm = one_token.Norm(leaf((embed,), jnp.bfloat16), 1e-5)
     products = [
@@ -52,13 +52,13 @@ def test_the_least_and_the_most_that_is_taken_is_lowered_for_a_gpu(sizes):
     products, x_D, counts, y_K, place = layer(
         sizes, lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, P()))
     )
-    codes = [[(weight.codes, weight.turned) for weight in product.weights] for product in products]
+    codes = [[(weight.codes, weight.transposed) for weight in product.weights] for product in products]
 
     def launch(codes, scale, x_D, counts, y_K, place):
         own = [
             one_token_mosaic.Product(
                 product.kind,
-                tuple(one_token.Weight(code, None, 1 / 127, turned) for code, turned in weights),
+                tuple(one_token.Weight(code, None, 1 / 127, transposed) for code, transposed in weights),
                 None if product.norm is None else one_token.Norm(scale, product.norm.eps),
             )
             for product, weights in zip(products, codes, strict=True)

@@ -1,11 +1,14 @@
 """Runs PTX in numpy. This module interprets the instructions that `pallas_kernels.one_token_ptx` uses, and raises on others.
 
-A register is an array of one value a thread, kept as unsigned bits; an instruction says as what it reads them. What has not been written
-is noise. Of the threads that wait at no barrier, those that are first in the text run, so those that branched meet again at the label.
+A register is an array of one value a thread, kept as unsigned bits. Each instruction says what type the bits have. Before they are written
+registers hold noise. Each step runs one instruction: that of the threads which are earliest in the text, among those that wait at no
+barrier. So threads that took different branches meet again at the label.
 
-Beyond what hardware checks, an error is: an access outside of the arrays or not aligned; one to a byte that another thread of the block
-has written (or, to write it, has read) since the last barrier; a read from a processor's own cache of what other blocks write; and that a
-thread tells other blocks, by an atomic operation, of what its block has written without a fence, or without a barrier since then.
+Beyond what hardware checks, these raise:
+- an access outside of the arrays, or one that is not aligned;
+- a read of a byte that another thread of the block has written since the last barrier, or a write of one that another has read or written;
+- a read through L1 of what other blocks write;
+- an atomic operation that tells other blocks of results, without a fence, or without a barrier since the block wrote them.
 """
 
 import functools
@@ -20,13 +23,13 @@ KINDS = {
     **dict.fromkeys(("b64", "u64"), np.uint64),
     **{"b16": np.uint16, "s32": np.int32, "f32": np.float32, "pred": np.bool_},
 }
-NONE, MANY = -1, -2  # threads
-OUTSIDE, PLAIN, FRESH = range(3)  # of the arrays, and what a byte is of
-MOST_STEPS = 5000  # of one text
+NONE, MANY = -1, -2  # in place of the thread that has used a byte
+OUTSIDE, PLAIN, FRESH = range(3)  # a byte is of no array, of one, or of one that other blocks write
+MOST_STEPS = 5000  # of a run of one text; one that takes more does not end
 
 
 class Memory:
-    """Arrays at addresses that are far from each other. `fresh`: the names of those that other blocks write."""
+    """Arrays at addresses from `base` on, with gaps between them. `fresh`: the names of those that other blocks write."""
 
     def __init__(self, base: int, arrays: dict[str, np.ndarray], fresh: Sequence[str] = ()) -> None:
         self.at, self.arrays, end = {}, {}, 0
@@ -44,7 +47,7 @@ class Memory:
 
 
 class Block:
-    """Threads that share memory: `shared`'s addresses have 32 bits, `device`'s 64."""
+    """A block of threads, its shared memory (addresses of 32 bits), and the device's memory (64)."""
 
     def __init__(self, shared: Memory, device: Memory, threads: int = 256) -> None:
         self.memories, self.threads = {"shared": shared, "global": device}, threads
@@ -52,7 +55,7 @@ class Block:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Forgets which threads have read and written."""
+        """Forgets, at a barrier, which threads have read and written, and which have run a fence."""
         self.seen = {
             name: [np.full(len(memory.bytes), NONE, np.int16) for _ in range(2)]
             for name, memory in self.memories.items()
@@ -118,7 +121,7 @@ class Block:
         raise TimeoutError(f"{(at == len(program)).sum()} threads have ended, the others do not")
 
     def read(self, operand: str, kind: str) -> np.ndarray:
-        """Returns an operand, a register or a literal, of all threads."""
+        """Returns the value of an operand, a register or a literal, in every thread."""
         if operand in self.registers:
             bits = self.registers[operand]
             assert bits.dtype.itemsize == _size(kind), (operand, bits.dtype, kind)
@@ -313,8 +316,8 @@ OPERATIONS: dict[str, tuple[list[str], Callable[..., np.ndarray]]] = {
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> tuple[list[tuple], dict[str, str]]:
-    """Returns instructions, (guard, name, operands), and the registers' kinds. A register's name is followed by the number of its scope, a
-    label is the number of its instruction."""
+    """Returns the instructions, (guard, name, operands), and the registers' types. A register is named NAME@SCOPE, since each {} of a text
+    is a scope. A branch's operand is the number of the instruction that it goes to."""
     program: list[tuple] = []
     kinds: dict[str, str] = {}
     labels: dict[str, int] = {}

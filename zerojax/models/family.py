@@ -140,8 +140,8 @@ class Family:
       one_row: (config, params, ways) -> `extend` for one row by kernels, on shards of so many devices, or None where there is none.
         Its keywords: `implementation`; `summed`, f(array) -> its sum over the devices, None for one device; `number`, of a device; and
         `processors`, of a device.
-      turned: (config, params, device) -> f(params) -> the weights as `one_row` reads them faster on one such device, with scales also
-        transposed (`quantized.TURNED`), or None where it does not.
+      transposed: (config, params, device) -> f(params) -> the weights as `one_row` reads them faster on one such device, with scales also
+        transposed (`quantized.TRANSPOSED`), or None where it does not.
     """
 
     presets: Mapping[str, Any]
@@ -161,7 +161,7 @@ class Family:
     parallel: parallel.Parallel
     is_classifier: bool = False
     one_row: Callable[[Any, Any, int], Callable[..., tuple[jax.Array, Any]] | None] = lambda config, params, ways: None
-    turned: Callable[[Any, Any, Any], Callable[[Any], Any] | None] = lambda config, params, device: None
+    transposed: Callable[[Any, Any, Any], Callable[[Any], Any] | None] = lambda config, params, device: None
 
 
 def heads(family: Family, config: ModelConfig) -> str:

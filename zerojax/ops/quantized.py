@@ -25,7 +25,9 @@ NONE, INT8, FP8, NF4 = "none", "int8", "fp8", "nf4"
 KINDS = (NONE, INT8, NF4)  # of frozen weights in training
 TOP = {INT8: 127, FP8: 448}  # the largest code of 8 bits: the weight that is its block's scale
 SCALES = "scales"
-TURNED = "turned"  # the scales of a matrix transposed, beside them, for kernels that read them so
+TRANSPOSED = (
+    "transposed"  # the scales of a matrix [K, N / 64] as [N / 64, K], beside them, for kernels that read them so
+)
 BLOCK = 64
 # The values of QLoRA's appendix E.
 CODE_BOOK = np.array(

@@ -138,13 +138,13 @@ def _foretold(config: settings_lib.Config, bound: serving_plan.ServingPlan) -> t
     target, asked = bound.target, [name for name in ("slots", "prompt") if flags.FLAGS[name].present]
     try:
         if target.kind != "gpu" or rates_lib.of(target.name) is None:
-            raise UserError(f"the clock has no rates of {target.name}")
+            raise UserError(f"the clock has no rates of {target.name}, as it has with --target h200")
         if config.seq_len < 2:
             raise UserError(f"a text of seq_len={config.seq_len} tokens has no room for a prompt and a new token")
         devices = targets.devices(_TARGET.value, f"1x{config.mesh.model}")
     except UserError as error:
         if asked:
-            raise UserError(f"--{asked[0]}: no time is foretold: {error}; omit it") from error
+            raise UserError(f"--{asked[0]}: no time is foretold: {error}; omit --{' and --'.join(asked)}") from error
         return None, str(error)
     most = bound.largest or serving_plan.MOST
     slots = sorted(set(_SLOTS.value or (1, min(8, most))))

@@ -154,7 +154,7 @@ def _compiled(
             lambda function: function,
             kernels,
             (),
-            has_turned=weights.has_turned(params),
+            has_transposed=weights.has_transposed(params),
         )
     else:
         partition = _partition(config, params, mesh)
@@ -209,9 +209,9 @@ def _runs(family: family_lib.Family, model: Any, placed: Any, ways: int, format:
         one = several = f"{plain} of dequantized weights, whose bytes are not counted"
     if family.one_row(model, placed, ways) is not None:
         hopper = types.SimpleNamespace(device_kind=targets.get("h200").device_kind, num_cores=1)
-        is_launched = ways == 1 and family.turned(model, placed, hopper) is not None
+        is_launched = ways == 1 and family.transposed(model, placed, hopper) is not None
         one = f"five kernels a layer{' (two on a Hopper GPU)' if is_launched else ''}"
-    return one if one == several else f"for a single text (slots=1) {one}; for several {several}"
+    return one if one == several else f"for a single text (slots=1): {one}; for several: {several}"
 
 
 def _partition(config: settings_lib.Config, abstract: Any, mesh: Mesh) -> partition_lib.Partition:

@@ -26,7 +26,7 @@ OVERHEAD = 1.1
 
 
 @functools.cache
-def compiled(kind, slots, ways, is_turned=False):
+def compiled(kind, slots, ways, is_transposed=False):
     """Returns the text of the decode program and the bytes of the weights that a token reads on a device."""
     mesh = zerojax.make_mesh(model=ways, devices=compile_only.devices()[:ways])
     shapes = family.abstract_params(FAMILY.parts, CONFIG)
@@ -44,20 +44,20 @@ def compiled(kind, slots, ways, is_turned=False):
         return abstract(leaf.update(dtype=jnp.bfloat16), spec)
 
     params = tree.map_with_path(weight, shapes)
-    if is_turned:
+    if is_transposed:
         params = weights.for_one_row(FAMILY, CONFIG, params, mesh, "pallas")
     shape, special = programs.Shape(slots, 256, 0), family.SpecialTokens()
     made = programs.Programs(
-        FAMILY, CONFIG, mesh, shape, special, lambda function: function, "pallas", (), has_turned=is_turned
+        FAMILY, CONFIG, mesh, shape, special, lambda function: function, "pallas", (), has_transposed=is_transposed
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which tells JAX 0.11 and later the GPU of the kernels
         lowered = made.decode.lower(*made._given(params, tokens=0), is_plain=True)
     read = {path: leaf for path, leaf in tree.flatten(params) if not path.startswith("embed")}
-    if is_turned:  # which are read in place of the others
+    if is_transposed:  # which are read in place of the others
         read = {
             path: leaf
             for path, leaf in read.items()
-            if f"{path.rpartition('/')[0]}/turned" not in read or not path.endswith("scales")
+            if f"{path.rpartition('/')[0]}/transposed" not in read or not path.endswith("scales")
         }
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
     return compile_only.compile_gpu(lowered), nbytes / ways
@@ -112,7 +112,7 @@ def test_a_layer_of_one_row_is_five_kernels_and_little_lies_between_them(ways):
 
 
 def test_a_layer_of_one_row_in_int8_is_two_kernels_on_a_hopper_gpu():
-    text, nbytes = compiled("int8", 1, 1, is_turned=True)
+    text, nbytes = compiled("int8", 1, 1, is_transposed=True)
     entry = text[text.index("\nENTRY") :]
     launches = re.findall(r'custom_call_target="mosaic_gpu\w*".*op_name="[^"]*/(\w+)/', entry)
     others = re.findall(r'gpu\.triton".*op_name="[^"]*/(\w+)/pallas_call', entry)

@@ -58,42 +58,44 @@ def test_scores_and_cache_are_those_of_the_models_own_layers(dtype, implementati
         np.testing.assert_allclose(ours.astype(jnp.float32), theirs.astype(jnp.float32), atol=atol)
 
 
-TURNED = dataclasses.replace(CONFIG, num_layers=3, embed_dim=256, num_heads=4, num_kv_heads=2, mlp_dim=256)
+LAUNCHED = dataclasses.replace(CONFIG, num_layers=3, embed_dim=256, num_heads=4, num_kv_heads=2, mlp_dim=256)
 
 
 def test_layers_by_launches_give_what_five_kernels_a_layer_do():
     """By the twins: what the launches multiply on a GPU is tested in pallas_kernels."""
-    own, random = params("bfloat16", TURNED, "int8"), np.random.default_rng(1)
-    shape = (1, SLOTS, TURNED.num_kv_heads, TURNED.head_dim)
+    own, random = params("bfloat16", LAUNCHED, "int8"), np.random.default_rng(1)
+    shape = (1, SLOTS, LAUNCHED.num_kv_heads, LAUNCHED.head_dim)
     caches = [tuple(jnp.asarray(random.normal(size=shape), jnp.bfloat16) for _ in range(2)) for _ in range(3)]
     at, one = jnp.asarray([POSITION], jnp.int32), jnp.asarray([1], jnp.int32)
     step, token = decoding.row_step(at, one, 1, SLOTS, is_read_by_kernel=False), jnp.asarray([5])
-    extend = jax.jit(functools.partial(one_row.extend, TURNED, implementation="jnp", processors=132))
-    wanted, found = (extend(weights, caches, step, token) for weights in (own, one_row.with_turned(own)))
+    extend = jax.jit(functools.partial(one_row.extend, LAUNCHED, implementation="jnp", processors=132))
+    wanted, found = (extend(weights, caches, step, token) for weights in (own, one_row.with_transposed(own)))
     for theirs, ours in zip(*(jax.tree.leaves(x) for x in (wanted, found)), strict=True):
         np.testing.assert_allclose(ours.astype(jnp.float32), theirs.astype(jnp.float32), atol=0.02)
 
 
-def test_turned_scales_are_those_of_the_matrices_that_a_row_is_multiplied_with():
-    own = one_row.with_turned(params("bfloat16", TURNED, "int8"))
+def test_transposed_scales_are_those_of_the_matrices_that_a_row_is_multiplied_with():
+    own = one_row.with_transposed(params("bfloat16", LAUNCHED, "int8"))
     layer = own["layer_0"]
     for module, rows in ((layer["attention"]["o"], 256), (layer["attention"]["k"], 0), (layer["mlp"]["down"], 0)):
         weight = one_row.weight(module, rows)
-        np.testing.assert_array_equal(weight.turned, weight.scales.T)
-    assert quantized.TURNED not in own["head"]["kernel"]
+        np.testing.assert_array_equal(weight.transposed, weight.scales.T)
+    assert quantized.TRANSPOSED not in own["head"]["kernel"]
 
 
 def test_launches_are_for_int8_on_one_hopper_gpu_and_sizes_that_they_divide():
-    def is_read(config=TURNED, kind="int8", device="NVIDIA H200"):
-        return one_row.reads_turned(
+    def is_read(config=LAUNCHED, kind="int8", device="NVIDIA H200"):
+        return one_row.reads_transposed(
             config, params("bfloat16", config, kind), types.SimpleNamespace(device_kind=device, num_cores=132)
         )
 
     assert is_read() and is_read(device="NVIDIA H100 80GB HBM3")
     assert not any((is_read(kind="none"), is_read(kind="fp8"), is_read(device="NVIDIA A100-SXM4-80GB")))
-    assert not is_read(device="NVIDIA B200") and not one_row.reads_turned(TURNED, params("bfloat16", TURNED), None)
+    assert not is_read(device="NVIDIA B200") and not one_row.reads_transposed(
+        LAUNCHED, params("bfloat16", LAUNCHED), None
+    )
     for sizes in ({"mlp_dim": 192}, {"embed_dim": 128}, {"num_kv_heads": 1}, {"num_heads": 2, "num_kv_heads": 2}):
-        assert not is_read(dataclasses.replace(TURNED, **sizes))
+        assert not is_read(dataclasses.replace(LAUNCHED, **sizes))
 
 
 REFUSED = {

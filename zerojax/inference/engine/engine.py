@@ -152,7 +152,7 @@ class Engine:
                 kernels,
                 axes,
                 has_adapters=bool(adapters),
-                has_turned=weights.has_turned(self._params),
+                has_transposed=weights.has_transposed(self._params),
             )
         )
         self._adapters = {"": adapters_lib.NONE} | {name: n for n, name in enumerate(adapters or (), 1)}

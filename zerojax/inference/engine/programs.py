@@ -91,7 +91,7 @@ class Programs:
         (`Family.one_row`): the compiler does not shard a kernel.
       rows_axes: mesh axes over which slots are sharded.
       has_adapters: whether the weights have adapters beside them (`adapters.added`).
-      has_turned: whether they have transposed scales (`weights.for_one_row`).
+      has_transposed: whether they have transposed scales (`weights.for_one_row`).
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Programs:
         kernels: str | None,
         rows_axes: tuple[str, ...],
         has_adapters: bool = False,
-        has_turned: bool = False,
+        has_transposed: bool = False,
     ):
         self._has_adapters = has_adapters
         self._config, self._mesh, self._shape, self._special = config, mesh, shape, special
@@ -119,7 +119,7 @@ class Programs:
         self.further: Any = jitted(self._further)
         # The host takes longer to bring graphs of CUDA up to date than to launch kernels: many short ones, since a graph ends at each
         # all-reduce, or one with Mosaic's kernels (docs/benchmarks/gpu.md).
-        is_slow = kernels == "pallas" and shape.slots == 1 and (mesh.size > 1 or has_turned)
+        is_slow = kernels == "pallas" and shape.slots == 1 and (mesh.size > 1 or has_transposed)
         options = {"xla_gpu_graph_min_graph_size": 2**30} if is_slow else None
         self.decode: Any = jitted(self._decode, static_argnames="is_plain", compiler_options=options)
 

@@ -78,35 +78,39 @@ def abstract(
 def for_one_row(
     family: family_lib.Family, config: ModelConfig, params: PyTree, mesh: Mesh, kernels: str | None
 ) -> PyTree:
-    """Returns the weights as kernels of one row read them: those of `placed` or `abstract`, perhaps with more scales (`Family.turned`).
+    """Returns the weights for an engine of one slot: with transposed scales beside the others, where its kernels read these
+    (`Family.transposed`).
 
     Args:
-      kernels: see `kernels_of`.
+      family, config: the model.
+      params: the weights, of `placed` or `abstract`.
+      mesh: the devices. Scales are added on one device alone.
+      kernels: see `kernels_of`; None: nothing is added.
     """
     is_alone = kernels == "pallas" and mesh.size == 1
-    turn = family.turned(config, params, mesh.abstract_mesh.abstract_device) if is_alone else None
-    if turn is None:
+    transpose = family.transposed(config, params, mesh.abstract_mesh.abstract_device) if is_alone else None
+    if transpose is None:
         return params
     where = NamedSharding(mesh, P())
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-    # Those that are there already are not computed, so that they are not copied.
+    # Only the scales that are added are computed: the other weights would be copied.
     old = {path for path, _ in tree.flatten(params)}
-    pick = lambda params: {path: leaf for path, leaf in tree.flatten(turn(params)) if path not in old}  # noqa: E731
+    pick = lambda params: {path: leaf for path, leaf in tree.flatten(transpose(params)) if path not in old}  # noqa: E731
     if is_abstract:
         made = {path: leaf.update(sharding=where) for path, leaf in jax.eval_shape(pick, params).items()}
     else:
         made = jax.jit(pick, out_shardings=where)(params)
 
     def add(path: tuple[Any, ...], node: Any) -> Any:
-        turned = made.get(f"{jax.tree_util.keystr(path, simple=True, separator='/')}/{quantized.TURNED}")
-        return node if turned is None else {**node, quantized.TURNED: turned}
+        transposed = made.get(f"{jax.tree_util.keystr(path, simple=True, separator='/')}/{quantized.TRANSPOSED}")
+        return node if transposed is None else {**node, quantized.TRANSPOSED: transposed}
 
     return jax.tree_util.tree_map_with_path(add, params, is_leaf=quantized.is_quantized)
 
 
-def has_turned(params: PyTree) -> bool:
+def has_transposed(params: PyTree) -> bool:
     """Returns whether `for_one_row` has added scales to the weights."""
-    return any(path.endswith(f"/{quantized.TURNED}") for path, _ in tree.flatten(params))
+    return any(path.endswith(f"/{quantized.TRANSPOSED}") for path, _ in tree.flatten(params))
 
 
 def spec_of(family: family_lib.Family, params: PyTree, mesh: Mesh) -> Callable[[str], P]:

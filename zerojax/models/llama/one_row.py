@@ -1,15 +1,16 @@
 """A token of one text, by few kernels a layer. This module runs a plain Llama's layers by `pallas_kernels.one_token`.
 
-The time of such a token is that in which the weights pass the memory, and what lies between two kernels. The model's own layers are 24
-kernels each for one row. Of several devices each has its heads, its columns of gate and up and its rows of o and down, so what these two
-add to the residual is summed over the devices, in float32 (Megatron-LM, arXiv:1909.08053).
+Such a token takes the time in which its weights are read, and the gaps between kernels. The model's own modules take 24 kernels a layer for
+one row. Each of several devices has some of the heads, of the columns of gate and up, and of the rows of o and down. What o and down add
+to the residual is therefore summed over the devices, in float32 (Megatron-LM, arXiv:1909.08053).
 
-A layer is five kernels. In int8 on one Hopper GPU it is two (`pallas_kernels.one_token_mosaic`): attention, and the four products up to
-the next layer's attention. These read the scales transposed, which the engine adds to the weights (`with_turned`). Over several devices,
-whose sums come between, it was slower than the five.
+Here a layer takes five kernels. In int8 on one Hopper GPU it takes two (`pallas_kernels.one_token_mosaic`): attention, and the four
+products up to the next layer's attention. These read transposed scales, which the engine adds to the weights (`with_transposed`).
+Over several devices that form was slower than the five kernels: sums over devices come between the products.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,8 +29,8 @@ KERNEL = "kernel"
 
 
 def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
-    """Returns whether `extend` computes the next token of one text over so many devices: of a plain Llama in bf16, with weights and shards
-    of them that the kernels read."""
+    """Returns whether `extend` computes the next token of one text, for weights sharded over `ways` devices. The model has to be a plain
+    Llama in bf16, and the kernels have to read its weights, as they are stored, and their shards."""
     if not isinstance(config, LlamaConfig):
         return False
     c = config
@@ -67,9 +68,13 @@ def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
     )
 
 
-def reads_turned(config: LlamaConfig, params: PyTree, device: Any) -> bool:
-    """Returns whether `extend` is faster with what `with_turned` adds to the weights, on one device alone: its `device_kind` and
-    `num_cores`, or None where it is not known."""
+def reads_transposed(config: LlamaConfig, params: PyTree, device: Any) -> bool:
+    """Returns whether `extend` runs several products in one launch if the weights are those of `with_transposed`, on one device.
+
+    Args:
+      config, params: the model and its weights, which may be abstract.
+      device: what has the device's `device_kind` and `num_cores`, such as an abstract device; None: not known, and False is returned.
+    """
     is_hopper = device is not None and grouped.HOPPER.search(device.device_kind) and device.num_cores
     if not is_hopper or not takes(config, params, 1) or _kind(_kernel_of(params)) != quantized.INT8:
         return False
@@ -79,8 +84,8 @@ def reads_turned(config: LlamaConfig, params: PyTree, device: Any) -> bool:
     return one_token_mosaic.takes(c.embed_dim, c.mlp_dim, c.num_heads, c.num_kv_heads, c.head_dim)
 
 
-def with_turned(params: PyTree) -> PyTree:
-    """Returns the weights with the scales of the layers' matrices [K, N / 64] also as [N / 64, K]."""
+def with_transposed(params: PyTree) -> PyTree:
+    """Returns the weights and, beside the scales [K, N / 64] of the layers' quantized matrices, the same transposed: [N / 64, K]."""
 
     def add(path: tuple[Any, ...], node: Any) -> Any:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
@@ -88,7 +93,7 @@ def with_turned(params: PyTree) -> PyTree:
             return node
         shape = quantized.shape_of(node)
         rows = math.prod(shape[:-1]) if names[-2] == "o" else shape[0]
-        return {**node, quantized.TURNED: node[quantized.SCALES].reshape(rows, -1).T}
+        return {**node, quantized.TRANSPOSED: node[quantized.SCALES].reshape(rows, -1).T}
 
     return jax.tree_util.tree_map_with_path(add, params, is_leaf=quantized.is_quantized)
 
@@ -113,7 +118,7 @@ def extend(
       implementation: of the kernels: "pallas", "interpret" or "jnp".
       summed: f(array) -> its sum over the devices that share the weights; None: one device.
       number: of this device among them.
-      processors: of the device; only `with_turned`'s weights need them.
+      processors: the number of the device's processors (SMs); only the weights of `with_transposed` need it.
     """
     c = config
     run: dict[str, Any] = {"implementation": implementation}
@@ -124,10 +129,11 @@ def extend(
     counts = one_token.counters()
     ends_B = step.ends_B if step.ends_B is not None else jnp.sum(step.is_text_BS, axis=1, dtype=jnp.int32)
     scale = c.score_scale or c.head_dim**-0.5
-    if quantized.is_quantized(_kernel_of(params)) and quantized.TURNED in _kernel_of(params):
+    if quantized.is_quantized(_kernel_of(params)) and quantized.TRANSPOSED in _kernel_of(params):
         assert summed is None, "over several devices layers are not launched so"
-        place = turn, step.slot.reshape(1), ends_B, scale
-        x_D, squares, counts, after = _launched(c, params, caches, x_D, counts, place, implementation, processors)
+        attend = functools.partial(cached_attention.attend_counted, ends_B=ends_B, scale=scale, **run)
+        at = turn, step.slot.reshape(1)
+        x_D, squares, counts, after = _launched(c, params, caches, x_D, counts, at, attend, implementation, processors)
         return _scores(c, params, x_D, {"squares": squares}, counts, run), after
     beside: dict[str, Any] = {} if summed else {"squares": one_token.squares_of(x_D, 1)}
     after = []
@@ -171,53 +177,49 @@ def _launched(
     caches: Any,
     x_D: jax.Array,
     counts: jax.Array,
-    place: tuple[jax.Array, jax.Array, jax.Array, float],
+    at: tuple[jax.Array, jax.Array],
+    attend: Callable[..., tuple[jax.Array, jax.Array]],
     implementation: str,
     processors: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[Any]]:
-    """Returns what the layers make of a token's embedding, the sums of its squares, the counters, and every layer's keys and values.
+    """Returns the residual after all layers, the sums of its squares, the counters, and every layer's keys and values. For weights of
+    `with_transposed`.
 
     Args:
       config, params, caches, implementation, processors: see `extend`.
-      x_D, counts: the embedding, and counters.
-      place: the cosines and sines, the slot, the ends of the texts, and the scale of scores.
+      x_D, counts: the token's embedding, and counters.
+      at: the cosines and sines, and the slot.
+      attend: (queries, keys, values, counts=) -> what `cached_attention.attend_counted` does.
     """
     from pallas_kernels import one_token_mosaic
 
-    turn, slot, ends_B, scale = place
     layers = [_products(config, params[f"layer_{number}"]) for number in range(len(caches))]
     launch: Any = functools.partial(one_token_mosaic.run, processors=processors, implementation=implementation)
 
-    def at(number: int) -> one_token_mosaic.Place | None:
-        if number == len(caches):
-            return None
-        k_1SJC, v_1SJC = caches[number]
-        return (k_1SJC[0], v_1SJC[0]), turn, slot
-
-    row, after = launch(layers[0][:1], x_D, counts, place=at(0)), []
-    for number, (_, o, gate, down) in enumerate(layers):
-        k_1SJC, v_1SJC = (part[None] for part in row.keys)
-        after.append((k_1SJC, v_1SJC))
-        q_1HC = row.q.reshape(1, -1, config.head_dim)
-        y_1HC, counts = cached_attention.attend_counted(
-            q_1HC, k_1SJC, v_1SJC, ends_B, row.counts, scale=scale, implementation=implementation
-        )
-        following = [project for project, *_ in layers[number + 1 : number + 2]]
-        row = launch([o, gate, down, *following], row.x_D, counts, y_K=y_1HC.reshape(-1), place=at(number + 1))
+    places: list[Any] = [((k_1SJC[0], v_1SJC[0]), *at) for k_1SJC, v_1SJC in caches]
+    row, after = launch(layers[0][:1], x_D, counts, place=places[0]), []
+    # After attention a layer's other products, and the next layer's first.
+    later = [one[0] for one in layers[1:]], places[1:]
+    for (_, o, gate, down), project, place in itertools.zip_longest(layers, *later):
+        keys = tuple(part[None] for part in row.keys)
+        after.append(keys)
+        y_1HC, counts = attend(row.q.reshape(1, -1, config.head_dim), *keys, counts=row.counts)
+        products = [o, gate, down] if project is None else [o, gate, down, project]
+        row = launch(products, row.x_D, counts, y_K=y_1HC.reshape(-1), place=place)
     x_D, squares = one_token.whole(row.x_D, delta=jnp.sum(row.sums_PD, axis=0))
     return x_D, squares, row.counts, after
 
 
 def _products(config: LlamaConfig, layer: Mapping[str, Any]) -> list[Any]:
-    """Returns a layer's products, in their order: of queries, keys and values, o, gate and up, and down."""
+    """Returns a layer's four products in their order: queries, keys and values; o; gate and up; down."""
     from pallas_kernels.one_token_mosaic import Product
 
     attention, mlp = layer["attention"], layer["mlp"]
     norms = [one_token.Norm(layer[f"{name}_norm"]["scale"], config.norm_eps) for name in ("attention", "mlp")]
-    turned_o = attention["o"][KERNEL][quantized.TURNED]
+    scales_of_o = attention["o"][KERNEL][quantized.TRANSPOSED]
     return [
         Product("project", tuple(weight(attention[name]) for name in "qkv"), norms[0]),
-        Product("add", (weight(attention["o"], rows=turned_o.shape[1]),)),
+        Product("add", (weight(attention["o"], rows=scales_of_o.shape[1]),)),
         Product("gate", tuple(weight(mlp[name]) for name in ("gate", "up")), norms[1]),
         Product("add", (weight(mlp["down"]),)),
     ]
@@ -226,7 +228,7 @@ def _products(config: LlamaConfig, layer: Mapping[str, Any]) -> list[Any]:
 def _embedded(
     table_VD: jax.Array, token: jax.Array, summed: Callable[[jax.Array], jax.Array] | None, number: Any
 ) -> jax.Array:
-    """Returns a token's row of a table, of which each device has a range of rows."""
+    """Returns a token's row of the embedding table, of which each device has a range of rows."""
     if summed is None:
         return table_VD[token]
     own = token - number * table_VD.shape[0]
@@ -242,8 +244,9 @@ def _added(
     summed: Callable[[jax.Array], jax.Array] | None,
     run: Mapping[str, Any],
 ) -> tuple[jax.Array, dict[str, Any], jax.Array]:
-    """Returns x + W y, of which each device has a term, as x and what the next norm needs beside it, and the counters. That is "squares" of
-    the parts of x, or "delta", which is not yet added to x."""
+    """Adds W y to the residual, where each of several devices has a term of W y. Returns x, what the next norm needs beside it, and the
+    counters. On one device x has W y, and beside it are "squares", the sums of squares of its parts. On several, W y is beside it, as
+    "delta"."""
     if summed is None:
         x_D, squares, counts = one_token.add(x_D, y_K, matrix, counts=counts, **run)
         return x_D, {"squares": squares}, counts
@@ -260,7 +263,7 @@ def _scores(
     counts: jax.Array,
     run: Mapping[str, Any],
 ) -> jax.Array:
-    """Returns the logits: float32[1, V]. `beside` is of `_added`."""
+    """Returns the logits: float32[1, V]. `beside`: see `_added`."""
     c, norm = config, one_token.Norm(params["norm"]["scale"], config.norm_eps)
     head = None if c.tie_embeddings else weight(params["head"])
     if head is None or c.logits_scale != 1:
@@ -275,14 +278,14 @@ def _scores(
 
 
 def weight(module: Mapping[str, Any], rows: int = 0) -> one_token.Weight:
-    """Returns the weight of a linear module, as a matrix of `rows` rows; 0: of those of its first dim."""
+    """Returns the weight of a linear module as a matrix of `rows` rows; 0: as many as its first dim has."""
     stored = module[KERNEL]
     if not quantized.is_quantized(stored):
         return one_token.Weight(stored.reshape(rows or stored.shape[0], -1))
     kind = quantized.kind_of(stored)
     rows = rows or stored[kind].shape[0]
     codes, scales = (stored[name].reshape(rows, -1) for name in (kind, quantized.SCALES))
-    return one_token.Weight(codes, scales, 1 / quantized.TOP[kind], stored.get(quantized.TURNED))
+    return one_token.Weight(codes, scales, 1 / quantized.TOP[kind], stored.get(quantized.TRANSPOSED))
 
 
 def _turn(rotation: rope.Rope, dims: int, position: jax.Array) -> jax.Array:
