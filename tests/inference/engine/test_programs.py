@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import tree
-from zerojax.inference.engine import programs, weights
+from zerojax.inference.engine import engine, programs, weights
 from zerojax.models import families, family
 from zerojax.ops import quantized
 from zerojax.zero import tensor_parallel
@@ -120,6 +120,23 @@ def test_a_layer_of_one_row_in_int8_is_two_kernels_on_a_hopper_gpu():
     assert launches == ["one_token_products"] * 2 and sorted(others) == ["cached_attention", "one_token_product"]
     assert not re.findall(r"= (?:bf16|s8)\S* copy\(", entry)  # the caches are changed in place
     assert nbytes <= bytes_read(text) <= OVERHEAD * nbytes
+
+
+def test_prompts_are_read_where_devices_divide_query_heads_and_not_key_heads():
+    small = dataclasses.replace(CONFIG, embed_dim=256, num_heads=4, head_dim=64, mlp_dim=256, vocab_size=256)
+    chosen = []
+    for kv_heads, ways in ((4, 2), (1, 1), (1, 2)):
+        mesh = zerojax.make_mesh(model=ways, devices=compile_only.devices()[:ways])
+        config = dataclasses.replace(small, num_kv_heads=kv_heads)
+        shapes = family.abstract_params(FAMILY.parts, config)
+        config = engine.with_kernel(config, FAMILY, mesh, shapes, jnp.bfloat16)
+        chosen.append(config.attention)
+    assert chosen == ["cudnn", "cudnn", "xla"]
+    params = weights.abstract(FAMILY, config, shapes, mesh, jnp.bfloat16, "none")
+    shape, special = programs.Shape(1, 256, 0), family.SpecialTokens()
+    made = programs.Programs(FAMILY, config, mesh, shape, special, lambda function: function, None, ())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert made.compiled(params, tokens=128).peak > 0
 
 
 def test_no_weight_is_gathered_for_a_token_under_tensor_parallelism():

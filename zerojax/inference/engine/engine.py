@@ -556,7 +556,10 @@ def _has_adapters(model: ModelConfig) -> bool:
 def with_kernel(
     config: ModelConfig, family: family_lib.Family, mesh: Mesh, params: PyTree, dtype: DTypeLike | None
 ) -> ModelConfig:
-    """Returns the model's config with the attention kernel for these devices, and for the widest floating weights or `dtype`."""
+    """Returns the model's config with the attention kernel for these devices, and for the widest floating weights or `dtype`.
+
+    The compiler shards cuDNN's kernel only where it shards query heads and key heads alike.
+    """
     floats = [leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     kernel = attention.choose_kernel(
         "auto",
@@ -566,6 +569,9 @@ def with_kernel(
         head_dim=family_lib.head_dim(config),
         capability=mesh_lib.capability(mesh),
     )
+    ways, heads = mesh_lib.size(mesh, mesh_lib.COMPILER), getattr(config, "num_heads", 1)
+    if kernel == "cudnn" and heads % ways == 0 and getattr(config, "num_kv_heads", heads) % ways:
+        kernel = "xla"
     return dataclasses.replace(config, attention=kernel)
 
 
