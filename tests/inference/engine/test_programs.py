@@ -139,6 +139,25 @@ def test_prompts_are_read_where_devices_divide_query_heads_and_not_key_heads():
         assert made.compiled(params, tokens=128).peak > 0
 
 
+def test_devices_read_their_part_of_the_experts_width():
+    name, ways = "qwen3_30b_a3b", 2
+    found = families.PRESETS[name]
+    config = dataclasses.replace(found.presets[name], num_layers=1, vocab_size=256, attention="xla")
+    mesh = zerojax.make_mesh(model=ways, devices=compile_only.devices()[:ways])
+    shapes = family.abstract_params(found.parts, config)
+    params = weights.abstract(found, config, shapes, mesh, jnp.bfloat16, "none")
+    shape, special = programs.Shape(1, 256, 0), family.SpecialTokens()
+    made = programs.Programs(found, config, mesh, shape, special, lambda function: function, None, ())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = made.decode.lower(*made._given(params, tokens=0), is_plain=True).compile().as_text()
+    gathered = re.findall(
+        r"= \(?(\w+)\[([\d,]*)\][^=]*? (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", text
+    )
+    assert all(eval(dims.replace(",", "*") or "1") < 2**20 for _, dims in gathered), (
+        gathered
+    )  # experts have 2^28 values
+
+
 def test_no_weight_is_gathered_for_a_token_under_tensor_parallelism():
     text, nbytes = compiled("none", 2, 2)
     gathered = re.findall(r"= \(?(\w+)\[([\d,]+)\][^=]*? all-gather(?:-start)?\(", text)

@@ -187,7 +187,8 @@ class Programs:
     def _traced(self, adapter_R: jax.Array, function: Callable[..., Any], *given: Any) -> Any:
         """Returns what a function of the weights returns, for rows with these adapters."""
         applied = adapters.applied(adapter_R) if self._has_adapters else contextlib.nullcontext()
-        with applied, weights.matmuls(self._kernels):
+        on_shards = weights.experts_on_shards(self._family, given[0], self._mesh)
+        with applied, weights.matmuls(self._kernels), on_shards:
             return function(*given)
 
     def _first(

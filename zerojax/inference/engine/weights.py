@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 from pallas_kernels import narrow
 from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
+from zerojax.models import experts, layers
 from zerojax.models import family as family_lib
-from zerojax.models import layers
 from zerojax.models.family import ModelConfig
 from zerojax.ops import quantized
 from zerojax.tree import Leaf, PyTree
@@ -26,6 +26,7 @@ from zerojax.zero import tensor_parallel
 
 FORMATS = (quantized.NONE, quantized.INT8, quantized.FP8, quantized.NF4)
 KERNEL = "kernel"
+DOWN_BIAS = "down_bias"  # of experts
 MOST_ROWS = narrow.MOST_ROWS  # of a matmul whose kernel is read as it is stored
 
 
@@ -201,6 +202,44 @@ def matmuls(implementation: str | None) -> Iterator[None]:
             return call(*args, **kwargs)
         y = y if is_head else y.astype(x.dtype)
         return y + scope.get_variable("params", "bias") if getattr(module, "use_bias", False) else y
+
+    with nn.intercept_methods(intercept):
+        yield
+
+
+@contextlib.contextmanager
+def experts_on_shards(family: family_lib.Family, params: PyTree, mesh: Mesh) -> Iterator[None]:
+    """Runs mixtures of experts, in all modules that are called inside, on each device's part of the experts' width. Their kernels are
+    Pallas calls, before which the compiler would gather all experts.
+
+    Args:
+      family, params: the model and its weights, which the family's table shards over the compiler's axes of the mesh.
+    """
+    ways, axes = mesh_lib.size(mesh, mesh_lib.COMPILER), mesh_lib.COMPILER
+    spec = spec_of(family, params, mesh) if ways > 1 else None
+
+    def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        module = context.module
+        is_own = isinstance(module, experts.Experts) and context.method_name == "__call__"
+        # Inside a `jax.shard_map` the weights are others, which a step's hooks have gathered.
+        if spec is None or not is_own or jax.sharding.get_abstract_mesh().manual_axes:
+            return call(*args, **kwargs)
+        variables = dict(module.variables)
+        path = "/".join(module.path)
+        specs_of = {name: spec(f"{path}/{name}") for name in variables["params"]}
+        if module.width % ways or not any(specs.axes(own) for own in specs_of.values()):
+            return call(*args, **kwargs)
+        alone = module.clone(parent=None, width=module.width // ways)
+
+        def on_device(own: dict[str, jax.Array], others: PyTree, x: jax.Array) -> jax.Array:
+            if DOWN_BIAS in own:  # all devices add to the sum
+                own = {**own, DOWN_BIAS: jnp.where(jax.lax.axis_index(axes) == 0, own[DOWN_BIAS], 0)}
+            y = alone.apply({**others, "params": own}, x)
+            return jax.lax.psum(y.astype(jnp.float32), axes).astype(y.dtype)
+
+        others = {name: held for name, held in variables.items() if name not in ("params", "intermediates")}
+        run = jax.shard_map(on_device, mesh=mesh, in_specs=(specs_of, P(), P()), out_specs=P(), check_vma=False)
+        return run(dict(variables["params"]), others, *args)
 
     with nn.intercept_methods(intercept):
         yield
