@@ -234,7 +234,7 @@ def experts_on_shards(family: family_lib.Family, params: PyTree, mesh: Mesh) -> 
         def on_device(own: dict[str, jax.Array], others: PyTree, x: jax.Array) -> jax.Array:
             if DOWN_BIAS in own:  # all devices add to the sum
                 own = {**own, DOWN_BIAS: jnp.where(jax.lax.axis_index(axes) == 0, own[DOWN_BIAS], 0)}
-            y = alone.apply({**others, "params": own}, x)
+            y: Any = alone.apply({**others, "params": own}, x)
             return jax.lax.psum(y.astype(jnp.float32), axes).astype(y.dtype)
 
         others = {name: held for name, held in variables.items() if name not in ("params", "intermediates")}
