@@ -79,6 +79,7 @@ class Portions:
         return self.blocks * BLOCK
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """A weight as it is stored: codes [K, N] of any dtype, and their scales [K, N / 64], or None where all are 1. `transposed`: these
@@ -86,7 +87,7 @@ class Weight:
 
     codes: jax.Array
     scales: jax.Array | None = None
-    unit: float = 1.0
+    unit: float = dataclasses.field(default=1.0, metadata={"static": True})
     transposed: jax.Array | None = None
 
     @property
@@ -100,12 +101,13 @@ class Weight:
         return wide if self.scales is None else wide * jnp.repeat(self.scales.astype(jnp.float32), BLOCK, axis=1)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Norm:
     """An RMSNorm that a product applies to its input: its scale [K], and what is added to the mean square."""
 
     scale: jax.Array
-    eps: float
+    eps: float = dataclasses.field(metadata={"static": True})
 
 
 def form(

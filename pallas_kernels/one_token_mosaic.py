@@ -41,6 +41,7 @@ SHARED = 56 * 1024  # the most bytes of x in shared memory, beside the ring and 
 _BARRIERS = 16  # the first counters: two for each product. Those of strips follow
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Product:
     """One of the products of a launch.
@@ -52,7 +53,7 @@ class Product:
       norm: of x; None for "add".
     """
 
-    kind: str
+    kind: str = dataclasses.field(metadata={"static": True})
     weights: tuple[one_token.Weight, ...]
     norm: one_token.Norm | None = None
 
@@ -123,13 +124,7 @@ def run(
     assert all(array.dtype == jnp.bfloat16 for array in (x_D, *(place[0] if place else ()))), (
         "x and the cache are bfloat16"
     )
-    forms = tuple(
-        (product.kind, product.weights[0].unit, 0.0 if product.norm is None else product.norm.eps)
-        for product in products
-    )
-    weights = [[(weight.codes, weight.transposed) for weight in product.weights] for product in products]
-    norms = [None if product.norm is None else product.norm.scale for product in products]
-    return AfterProducts(*_launch(weights, norms, x_D, counts, y_K, place, forms=forms, processors=processors))
+    return _launch(products, x_D, counts, y_K, place, processors=processors)
 
 
 def _twin(
@@ -168,28 +163,17 @@ def _shape(product: Product, processors: int) -> ProductShape:
 
 
 # As a program of its own it is traced and compiled once, however many layers call it.
-@functools.partial(jax.jit, static_argnames=("forms", "processors"))
+@functools.partial(jax.jit, static_argnames="processors")
 def _launch(
-    weights: Sequence[Sequence[tuple[jax.Array, jax.Array]]],
-    norms: Sequence[jax.Array | None],
+    products: Sequence[Product],
     x_D: jax.Array,
     counts: jax.Array,
     y_K: jax.Array | None,
     place: Place | None,
     *,
-    forms: tuple[tuple[str, float, float], ...],
     processors: int,
-) -> tuple[Any, ...]:
-    """Returns the fields of `AfterProducts`. A product's arrays are in `weights` (codes and transposed scales) and `norms` (the norm's
-    scale). What is static of it is in `forms`: kind, unit of the weights, and eps of the norm."""
-    products = [
-        Product(
-            kind,
-            tuple(one_token.Weight(codes, None, unit, transposed) for codes, transposed in own),
-            None if norm is None else one_token.Norm(norm, eps),
-        )
-        for (kind, unit, eps), own, norm in zip(forms, weights, norms)
-    ]
+) -> AfterProducts:
+    """Runs the kernel; see `run`."""
     shapes = [_shape(product, processors) for product in products]
     embed = x_D.shape[0]
     given: dict[Any, jax.Array] = {"x": x_D}
@@ -252,7 +236,7 @@ def _launch(
     left = found[("sums", len(products) - 1)] if products[-1].kind == "add" else None
     q = next((found[name] for name in found if name[0] == "q"), None)
     keys = (after["k"], after["v"]) if "k" in after else None
-    return residuals[-1] if residuals else x_D, left, q, keys, after["counts"]
+    return AfterProducts(residuals[-1] if residuals else x_D, left, q, keys, after["counts"])
 
 
 def _body(products: Sequence[Product], shapes: Sequence[ProductShape], refs: dict[Any, Any], processors: int) -> None:

@@ -3,6 +3,7 @@
 What their threads compute is not run here: Mosaic has no interpreter for PTX.
 """
 
+import functools
 import itertools
 
 import compile_only
@@ -52,21 +53,9 @@ def test_the_least_and_the_most_that_is_taken_is_lowered_for_a_gpu(sizes):
     products, x_D, counts, y_K, place = layer(
         sizes, lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, P()))
     )
-    codes = [[(weight.codes, weight.transposed) for weight in product.weights] for product in products]
-
-    def launch(codes, scale, x_D, counts, y_K, place):
-        own = [
-            one_token_mosaic.Product(
-                product.kind,
-                tuple(one_token.Weight(code, None, 1 / 127, transposed) for code, transposed in weights),
-                None if product.norm is None else one_token.Norm(scale, product.norm.eps),
-            )
-            for product, weights in zip(products, codes, strict=True)
-        ]
-        return one_token_mosaic.run(own, x_D, counts, y_K=y_K, place=place, processors=132)
-
+    launch = jax.jit(functools.partial(one_token_mosaic.run, processors=132))
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):
-        text = jax.jit(launch).lower(codes, products[1].norm.scale, x_D, counts, y_K, place).as_text()
+        text = launch.lower(products, x_D, counts, y_K=y_K, place=place).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
 
 

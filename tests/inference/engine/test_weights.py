@@ -1,5 +1,9 @@
 """Checks the weights that an engine reads. This module tests zerojax.inference.engine.weights."""
 
+import dataclasses
+import math
+import types
+
 import compile_only
 import golden_models
 import jax
@@ -11,7 +15,10 @@ from small_engine import CONFIG, DECODER, LENGTH, NEW, engine, model
 import zerojax
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import weights
+from zerojax.models import families
+from zerojax.models import family as family_lib
 from zerojax.ops import quantized
+from zerojax.zero import stages
 
 
 @pytest.mark.long
@@ -86,3 +93,20 @@ def test_kernels_run_on_one_gpu_or_on_several_that_share_the_weights():
     ]
     assert [weights.kernels_of(mesh) for mesh in on_gpus] == ["pallas", None, "pallas", None]
     assert weights.kernels_of(zerojax.make_mesh(devices=jax.devices()[:1])) is None
+
+
+@pytest.mark.parametrize("axes", [{"model": 2, "expert": 2}, pytest.param({"model": 4}, marks=pytest.mark.long)])
+def test_mixtures_give_the_tokens_of_one_device_also_beside_an_axis_of_experts(axes):
+    family, random = families.PRESETS["moe_test"], np.random.default_rng(0)
+    config = dataclasses.replace(family.presets["moe_test"], vocab_size=64, num_layers=2)
+    shapes = family_lib.abstract_params(family.parts, config)
+    params = jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.1, leaf.shape), jnp.float32), shapes)
+    found = []
+    for sizes in ({}, axes):
+        mesh = zerojax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
+        partition = stages.partition_state({"params": shapes}, mesh=mesh, stage=0)
+        special = family_lib.SpecialTokens()
+        own = types.SimpleNamespace(family=family, config=config, special=special, partition=partition, params=params)
+        made = engine_lib.Engine(own, slots=2, max_len=32, chunk=16)
+        found.append([request.tokens for request in made.generate([[3, 9, 4], [3, 9, 4, 11, 20]], max_tokens=8)])
+    assert found[0] == found[1] and len(set(found[0][0])) > 2

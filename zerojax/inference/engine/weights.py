@@ -94,19 +94,9 @@ def for_one_row(
         return params
     where = NamedSharding(mesh, P())
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-    # Only the scales that are added are computed: the other weights would be copied.
-    old = {path for path, _ in tree.flatten(params)}
-    pick = lambda params: {path: leaf for path, leaf in tree.flatten(transpose(params)) if path not in old}  # noqa: E731
     if is_abstract:
-        made = {path: leaf.update(sharding=where) for path, leaf in jax.eval_shape(pick, params).items()}
-    else:
-        made = jax.jit(pick, out_shardings=where)(params)
-
-    def add(path: tuple[Any, ...], node: Any) -> Any:
-        transposed = made.get(f"{jax.tree_util.keystr(path, simple=True, separator='/')}/{quantized.TRANSPOSED}")
-        return node if transposed is None else {**node, quantized.TRANSPOSED: transposed}
-
-    return jax.tree_util.tree_map_with_path(add, params, is_leaf=quantized.is_quantized)
+        return jax.tree.map(lambda leaf: leaf.update(sharding=where), jax.eval_shape(transpose, params))
+    return transpose(params)
 
 
 def has_transposed(params: PyTree) -> bool:
@@ -224,10 +214,10 @@ def experts_on_shards(family: family_lib.Family, params: PyTree, mesh: Mesh) -> 
         # Inside a `jax.shard_map` the weights are others, which a step's hooks have gathered.
         if spec is None or not is_own or jax.sharding.get_abstract_mesh().manual_axes:
             return call(*args, **kwargs)
-        variables = dict(module.variables)
-        path = "/".join(module.path)
-        specs_of = {name: spec(f"{path}/{name}") for name in variables["params"]}
-        if module.width % ways or not any(specs.axes(own) for own in specs_of.values()):
+        variables, path = dict(module.variables), "/".join(module.path)
+        own_specs = lambda name, _: specs.only(spec(f"{path}/{name}"), axes)  # noqa: E731
+        specs_of = tree.map_with_path(own_specs, dict(variables["params"]))
+        if module.width % ways or not any(specs.axes(own) for own in jax.tree.leaves(specs_of)):
             return call(*args, **kwargs)
         alone = module.clone(parent=None, width=module.width // ways)
 
@@ -238,7 +228,8 @@ def experts_on_shards(family: family_lib.Family, params: PyTree, mesh: Mesh) -> 
             return jax.lax.psum(y.astype(jnp.float32), axes).astype(y.dtype)
 
         others = {name: held for name, held in variables.items() if name not in ("params", "intermediates")}
-        run = jax.shard_map(on_device, mesh=mesh, in_specs=(specs_of, P(), P()), out_specs=P(), check_vma=False)
+        how: dict[str, Any] = {"in_specs": (specs_of, P(), P()), "out_specs": P(), "check_vma": False}
+        run = jax.shard_map(on_device, mesh=mesh, axis_names={*axes}, **how)
         return run(dict(variables["params"]), others, *args)
 
     with nn.intercept_methods(intercept):
