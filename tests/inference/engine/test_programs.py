@@ -51,7 +51,7 @@ def compiled(kind, slots, ways, is_transposed=False):
         FAMILY, CONFIG, mesh, shape, special, lambda function: function, "pallas", (), has_transposed=is_transposed
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which tells JAX 0.11 and later the GPU of the kernels
-        lowered = made.decode.lower(*made._given(params, tokens=0), is_plain=True)
+        lowered = made.step.lower(*made._given(params, tokens=0), is_plain=True)
     read = {path: leaf for path, leaf in tree.flatten(params) if not path.startswith("embed")}
     if is_transposed:  # which are read in place of the others
         read = {
@@ -149,7 +149,7 @@ def test_devices_read_their_part_of_the_experts_width():
     shape, special = programs.Shape(1, 256, 0), family.SpecialTokens()
     made = programs.Programs(found, config, mesh, shape, special, lambda function: function, None, ())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        text = made.decode.lower(*made._given(params, tokens=0), is_plain=True).compile().as_text()
+        text = made.step.lower(*made._given(params, tokens=0), is_plain=True).compile().as_text()
     gathered = re.findall(
         r"= \(?(\w+)\[([\d,]*)\][^=]*? (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", text
     )

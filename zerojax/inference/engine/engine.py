@@ -4,12 +4,14 @@
     engine.generate([[1, 15, 27], [1, 8]], max_tokens=40)
 
 A slot is a row of the cache. A step reads parts of prompts that wait, up to a number of tokens, and then adds one token to every row that
-has read its prompt; that is one program for all rows. A row gets the tokens that it would get alone. The host reads the tokens of a step
-while the devices run the next one, so a row may run one step beyond its end; that token is dropped.
+has read its prompt; that is one program for all rows. An engine of one slot adds up to `programs.GROUP` tokens in a step. A row gets the
+tokens that it would get alone. The host reads the tokens of a step while the devices run the next one, so a row that ends before it has
+its most tokens runs on for up to a step; those tokens are dropped.
 """
 
 import collections
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -40,15 +42,22 @@ LEAST_REUSED = 16  # tokens of a prompt that are worth a copy of a slot
 
 @dataclasses.dataclass
 class _Slot:
-    """A row of the cache: its request, the tokens whose keys and values it holds, and how many of the prompt's it has read."""
+    """A row of the cache: its request, the tokens whose keys and values it holds, how many of the prompt's it has read, and how many new
+    tokens the programs that were sent give it."""
 
     request: requests.Request | None = None
     text: list[int] = dataclasses.field(default_factory=list)
     read: int = 0
     source: int = 0
     is_live: bool = False
+    sent: int = 0
     used: int = 0
     adapter: int = adapters_lib.NONE
+
+    @property
+    def has_all(self) -> bool:
+        """Returns whether the programs that were sent give it all tokens that its request may have."""
+        return self.request is not None and self.sent >= self.request.most
 
 
 class Engine:
@@ -153,6 +162,7 @@ class Engine:
                 axes,
                 has_adapters=bool(adapters),
                 has_transposed=weights.has_transposed(self._params),
+                steps=programs.steps_of(self._params, slots),
             )
         )
         self._adapters = {"": adapters_lib.NONE} | {name: n for n, name in enumerate(adapters or (), 1)}
@@ -310,10 +320,10 @@ class Engine:
         self._clock += 1
         self._admit()
         self._prefill()
-        if any(slot.is_live for slot in self._slots):
-            self._decode()
-        running = any(slot.request is not None for slot in self._slots)
-        while len(self._pending) > (1 if running else 0):
+        self._decode()
+        # The newest tokens are read a step later, if that step has more to send.
+        has_more = any(slot.request is not None and not slot.has_all for slot in self._slots)
+        while len(self._pending) > (1 if has_more else 0):
             self._read()
         return not self.is_idle
 
@@ -328,7 +338,7 @@ class Engine:
             own = source if shared and source in free else min(free, key=lambda number: self._slots[number].used)
             chosen, text = request.settings, self._slots[source].text[:shared] if shared else []
             adapter = self._adapters[chosen.adapter]
-            self._slots[own] = _Slot(request, text, shared, source, False, self._clock, adapter)
+            self._slots[own] = _Slot(request, text, shared, source, used=self._clock, adapter=adapter)
             request.reused = shared
             values = (
                 False,
@@ -442,17 +452,21 @@ class Engine:
         slot.read, slot.source = slot.read + count, number
         slot.is_live = slot.read >= len(slot.request.prompt)
         if slot.is_live:
-            self._draws.is_live[number] = True
+            slot.sent, self._draws.is_live[number] = 1, True
             self._sent = None
         return slot.is_live
 
     def _decode(self) -> None:
-        """Adds one token to every row that is live."""
-        live = [(number, slot.request) for number, slot in enumerate(self._slots) if slot.is_live]
-        is_plain = all(request is not None and request.settings.is_plain for _, request in live)
+        """Adds tokens to every row that is live, if one has room for more."""
+        live = [(number, slot) for number, slot in enumerate(self._slots) if slot.is_live and not slot.has_all]
+        if not live:
+            return
+        is_plain = all(slot.request is not None and slot.request.settings.is_plain for _, slot in live)
         self._caches, self._rows, told = self._programs.decode(
             self._params, self._caches, self._rows, self._settings(), is_plain=is_plain
         )
+        for _, slot in live:
+            slot.sent += self._programs.steps
         self._note(told, [(number, number) for number, _ in live])
 
     def _note(self, told: programs.Told, rows: list[tuple[int, int]]) -> None:
@@ -465,18 +479,16 @@ class Engine:
     def _read(self) -> None:
         """Reads the oldest tokens that were not read, and hands them to their requests."""
         told, rows = self._pending.popleft()
-        arrays = [None if leaf is None else np.asarray(leaf) for leaf in told]
-        tokens, own, likeliest, logs = arrays
-        assert tokens is not None
-        for row, request in rows:
+        told = jax.tree.map(np.asarray, told)
+        several = told if told.token.ndim == 2 else jax.tree.map(lambda leaf: leaf[None], told)
+        for step, (row, request) in itertools.product(range(len(several.token)), rows):
             if request.finish:
                 continue
-            logprob = None
-            if request.settings.logprobs is not None and own is not None and likeliest is not None and logs is not None:
-                count = request.settings.logprobs
-                pairs = zip(likeliest[row, :count].tolist(), logs[row, :count].tolist())
-                logprob = requests.LogProb(float(own[row]), dict(pairs))
-            request.add(int(tokens[row]), logprob, self._special.stops)
+            token, own, likeliest, logs = (None if leaf is None else leaf[step, row] for leaf in several)
+            logprob, count = None, request.settings.logprobs
+            if count is not None and own is not None and likeliest is not None and logs is not None:
+                logprob = requests.LogProb(float(own), dict(zip(likeliest[:count].tolist(), logs[:count].tolist())))
+            request.add(int(token), logprob, self._special.stops)
             if request.finish:
                 self._free(request)
             _tell(request)

@@ -2,9 +2,11 @@
 
     first     reads the beginnings of some prompts into empty slots, and draws a token for each
     further   reads the next part of one prompt, after the part of it that a slot holds, and draws a token
-    decode    adds one token to every row
+    decode    adds one token to every row, or, to the only row of an engine of one slot, several one after the other
 
 Tokens, positions and counts of the rows stay on the devices, so the host sends the next program before it reads the last one's tokens.
+The host takes some microseconds for each array that it gives to a program, and a model has hundreds. For one row that is as long as the
+devices take for a token, so a program adds several.
 
 Shapes: B slots, R rows of a call, T tokens of a call, V vocabulary.
 """
@@ -30,6 +32,10 @@ from zerojax.models.family import ModelConfig
 from zerojax.tree import Leaf, PyTree
 
 
+GROUP = 8  # tokens that a program adds to the only row, at most
+GROUP_BYTES = 64e9  # of weights that such a program reads: some 20 ms of an H200, for which the tokens wait for each other
+
+
 class SlotRows(NamedTuple):
     """Where each slot's text is.
 
@@ -47,7 +53,8 @@ class SlotRows(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What the host reads of a call: the rows' tokens int32[B], the logarithms of their probabilities, and the likeliest tokens'."""
+    """What the host reads of a call: the rows' tokens int32[B], the logarithms of their probabilities, and the likeliest tokens'. A call
+    that adds several tokens to a row has these for each, [S, B]."""
 
     token: jax.Array
     own: jax.Array | None = None
@@ -92,6 +99,7 @@ class Programs:
       rows_axes: mesh axes over which slots are sharded.
       has_adapters: whether the weights have adapters beside them (`adapters.added`).
       has_transposed: whether they have transposed scales (`weights.for_one_row`).
+      steps: tokens that `decode` adds to a row; see `steps_of`.
     """
 
     def __init__(
@@ -106,8 +114,9 @@ class Programs:
         rows_axes: tuple[str, ...],
         has_adapters: bool = False,
         has_transposed: bool = False,
+        steps: int = 1,
     ):
-        self._has_adapters = has_adapters
+        self._has_adapters, self.steps = has_adapters, steps
         self._config, self._mesh, self._shape, self._special = config, mesh, shape, special
         self._kernels, self._axes = kernels if mesh.size == 1 else None, rows_axes
         self._row_kernels, self._family = kernels, family
@@ -121,7 +130,9 @@ class Programs:
         # all-reduce, or one with Mosaic's kernels (docs/benchmarks/gpu.md).
         is_slow = kernels == "pallas" and shape.slots == 1 and (mesh.size > 1 or has_transposed)
         options = {"xla_gpu_graph_min_graph_size": 2**30} if is_slow else None
-        self.decode: Any = jitted(self._decode, static_argnames="is_plain", compiler_options=options)
+        jitted = functools.partial(jitted, static_argnames="is_plain", compiler_options=options)
+        self.step: Any = jitted(self._decode)
+        self.decode: Any = self.step if steps == 1 else jitted(self._decode_group)
 
     def empty(self, params: PyTree) -> tuple[Any, SlotRows]:
         """Returns caches and rows without text, on the devices."""
@@ -140,12 +151,14 @@ class Programs:
     def compiled(self, params: PyTree, tokens: int = 0) -> CompiledPrograms:
         """Compiles what adds the likeliest token to each row, or reads the first `tokens` of a prompt into a slot. Devices may be absent.
 
+        Of several steps of one program, it is one: the body of their loop.
+
         Args:
           params: abstract, with shardings.
           tokens: of the prompt; 0 for what adds a token.
         """
         given = self._given(params, tokens)
-        lowered = self.first.lower(*given) if tokens else self.decode.lower(*given, is_plain=True)
+        lowered = self.first.lower(*given) if tokens else self.step.lower(*given, is_plain=True)
         run = lowered.compile()
         held = run.memory_analysis()
         # A program has no argument that it does not read, such as scales in another form, and they are there all the same.
@@ -154,7 +167,7 @@ class Programs:
         return CompiledPrograms((run,), peak)
 
     def _given(self, params: PyTree, tokens: int) -> tuple[Any, ...]:
-        """Returns the arguments of `decode`, or of `first` for a prompt of `tokens`, as ShapeDtypeStructs."""
+        """Returns the arguments of `step`, or of `first` for a prompt of `tokens`, as ShapeDtypeStructs."""
         given = params, *self.abstract(params), self._replicated(draws_lib.Draws.of_rows(self._shape.slots))
         if not tokens:
             return given
@@ -287,7 +300,8 @@ class Programs:
     def _decode(
         self, params: PyTree, caches: PyTree, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
     ) -> tuple[Any, SlotRows, Told]:
-        """Adds one token to every row that is live."""
+        """Adds one token to every row that is live and has fewer than its most."""
+        draws = draws._replace(is_live=draws.is_live & (rows.number < draws.most))
         extend = self._extend
         if self._row_kernels is not None and not self._has_adapters and self._shape.slots == 1:
             by_kernels = self._family.one_row(self._config, params, self._mesh.size)
@@ -295,6 +309,18 @@ class Programs:
         step = self._before_decode(rows, draws)
         scores_BV, caches = self._traced(draws.adapter, extend, params, caches, step, rows.token)
         return self._placed(caches), *self._after_decode(rows, draws, scores_BV, is_plain=is_plain)
+
+    def _decode_group(
+        self, params: PyTree, caches: PyTree, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
+    ) -> tuple[Any, SlotRows, Told]:
+        """Adds `steps` tokens, one after the other, to every row that is live; to none more than its most."""
+
+        def step(state: tuple[Any, SlotRows], _: None) -> tuple[tuple[Any, SlotRows], Told]:
+            caches, rows, told = self._decode(params, *state, draws, is_plain=is_plain)
+            return (caches, rows), told
+
+        (caches, rows), told = jax.lax.scan(step, (caches, rows), length=self.steps)
+        return caches, rows, self._same(told)
 
     def _on_shards(self, by_kernels: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
         """Returns `by_kernels` (`Family.one_row`), run on each device's shards of weights and caches."""
@@ -378,6 +404,15 @@ class Programs:
     def _same(self, told: Told) -> Told:
         """Returns what every process can read."""
         return jax.lax.with_sharding_constraint(told, NamedSharding(self._mesh, P()))
+
+
+def steps_of(params: PyTree, slots: int) -> int:
+    """Returns the tokens that a program adds to a row: 1 if there are several rows, since a prompt may wait for the next step, and if
+    the devices take long for a token."""
+    if slots > 1:
+        return 1
+    read = sum(map(tree.shard_bytes, jax.tree.leaves(params)))
+    return max(1, min(GROUP, int(GROUP_BYTES // max(1, read))))
 
 
 def _without_shardings(arrays: PyTree) -> PyTree:
