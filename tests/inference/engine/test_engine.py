@@ -13,6 +13,7 @@ from small_engine import LENGTH, engine, model, text_of
 
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
+from zerojax.inference.engine import programs
 
 BY_DEFAULT = {("llama", 2), ("t5", 1)}  # gemma3 with weights in host memory: test_streamed.py
 
@@ -31,14 +32,14 @@ def test_greedy_tokens_are_those_of_transformers_in_slots_that_change_hands(name
 
 
 @functools.cache
-def adapted_engine():
-    """Returns an engine of four slots that reads two prompts together, and knows two adapters."""
+def adapted_engine(slots=4):
+    """Returns an engine that reads two prompts together if it has room, and knows two adapters."""
     random = np.random.default_rng(3)
     adapters = {
         name: {"layer_0/mlp/up": (random.normal(0, 0.3, (64, rank)), random.normal(0, 0.3, (rank, 128)))}
         for name, rank in (("one", 3), ("two", 5))
     }
-    how = {"slots": 4, "max_len": LENGTH, "chunk": 16, "together": 2, "prefill_tokens": 40, "adapters": adapters}
+    how = {"slots": slots, "max_len": LENGTH, "chunk": 16, "together": 2, "prefill_tokens": 40, "adapters": adapters}
     return engine_lib.Engine(model(), text_of=text_of, **how)
 
 
@@ -87,10 +88,8 @@ def test_requests_get_what_they_get_alone_and_leave_nothing_behind(count):
             own.cancel(cancelled[random.integers(len(cancelled))])
     own.run()
     for one, other in zip(alone, together):
-        assert (one.tokens, one.finish, one.text) == (other.tokens, other.finish, other.text)
+        assert_alike(one, other)
         assert told[other] == len(other.tokens) and one.finish in ("stop", "length")
-        known = [[[log.own, *log.likeliest.values()] for log in request.logprobs] for request in (one, other)]
-        np.testing.assert_allclose(*known, atol=1e-4)
     assert {request.finish for request in alone} == {"stop", "length"}
     assert {request.finish for request in cancelled} >= {"cancelled"} and all(r.finish for r in cancelled)
     assert sum(bool(request.reused) for request in together) > count / 20 and not any(r.reused for r in alone)
@@ -99,6 +98,49 @@ def test_requests_get_what_they_get_alone_and_leave_nothing_behind(count):
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
         again = list(threads.map(lambda one: own.generate([one[0]], **one[1])[0], asked[:6]))
     assert [request.tokens for request in again] == [request.tokens for request in alone[:6]]
+
+
+def assert_alike(one, other):
+    """Checks that two requests have the same answer."""
+    assert (one.tokens, one.finish, one.text) == (other.tokens, other.finish, other.text)
+    known = [[[log.own, *log.likeliest.values()] for log in request.logprobs] for request in (one, other)]
+    np.testing.assert_allclose(*known, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.long)])
+def test_a_row_that_gets_several_tokens_by_one_program_gets_those_that_it_gets_one_by_one(count, monkeypatch):
+    random, own, several = np.random.default_rng(count), adapted_engine(1), programs.GROUP
+    begin = random.integers(8, 61, 40).tolist()
+    asked = [drawn_request(random, number, [begin]) for number in range(count)]
+    sent, decode = [], own._programs.decode
+    monkeypatch.setattr(own._programs, "decode", lambda *given, **how: [sent.append(1), decode(*given, **how)][1])
+    assert own._programs.steps == several and adapted_engine()._programs.steps == 1
+    for prompt, settings in asked:
+        [alone], told = adapted_engine().generate([prompt], **settings), []
+        sent.clear()
+        request = own.submit(prompt, on_change=lambda request, told=told: told.append(len(request.tokens)), **settings)
+        own.run()
+        assert_alike(request, alone)
+        assert told == list(range(1, len(request.tokens) + 1))
+        most = -(-(request.most - 1) // several)  # the prompt's program gives the first
+        needed = -(-(len(request.tokens) - 1) // several)
+        assert needed <= len(sent) <= min(most, needed + 1)
+        if random.random() < 0.3:  # between two groups, or while the prompt is read
+            ended = own.submit(prompt)
+            for _ in range(random.integers(0, 5)):
+                own.step()
+            own.cancel(ended)
+            assert ended.tokens == alone.tokens[: len(ended.tokens)] or settings  # of other settings
+            own.run()
+    assert own.is_idle and not own._draws.is_live.any() and not own._pending
+
+
+def test_how_many_tokens_a_program_adds():
+    def steps(nbytes, slots):
+        return programs.steps_of([jax.ShapeDtypeStruct((nbytes,), np.int8)], slots)
+
+    assert [steps(size * 10**9, 1) for size in (0, 1, 8, 9, 16, 32, 33, 64, 140)] == [8, 8, 8, 7, 4, 2, 1, 1, 1]
+    assert steps(1, 2) == 1
 
 
 @pytest.mark.long

@@ -26,8 +26,8 @@ OVERHEAD = 1.1
 
 
 @functools.cache
-def compiled(kind, slots, ways, is_transposed=False):
-    """Returns the text of the decode program and the bytes of the weights that a token reads on a device."""
+def compiled(kind, slots, ways, is_transposed=False, steps=1):
+    """Returns the text of the program of `steps` tokens, and the bytes of the weights that a token reads on a device."""
     mesh = zerojax.make_mesh(model=ways, devices=compile_only.devices()[:ways])
     shapes = family.abstract_params(FAMILY.parts, CONFIG)
     rows, _ = tensor_parallel.overrides(
@@ -48,10 +48,19 @@ def compiled(kind, slots, ways, is_transposed=False):
         params = weights.for_one_row(FAMILY, CONFIG, params, mesh, "pallas")
     shape, special = programs.Shape(slots, 256, 0), family.SpecialTokens()
     made = programs.Programs(
-        FAMILY, CONFIG, mesh, shape, special, lambda function: function, "pallas", (), has_transposed=is_transposed
+        FAMILY,
+        CONFIG,
+        mesh,
+        shape,
+        special,
+        lambda function: function,
+        "pallas",
+        (),
+        has_transposed=is_transposed,
+        steps=steps,
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which tells JAX 0.11 and later the GPU of the kernels
-        lowered = made.step.lower(*made._given(params, tokens=0), is_plain=True)
+        lowered = made.decode.lower(*made._given(params, tokens=0), is_plain=True)
     read = {path: leaf for path, leaf in tree.flatten(params) if not path.startswith("embed")}
     if is_transposed:  # which are read in place of the others
         read = {
@@ -122,6 +131,21 @@ def test_a_layer_of_one_row_in_int8_is_two_kernels_on_a_hopper_gpu():
     assert nbytes <= bytes_read(text) <= OVERHEAD * nbytes
 
 
+@pytest.mark.parametrize(
+    "kind, ways, is_transposed",
+    [("int8", 2, False), *[pytest.param("int8", 1, is_, marks=pytest.mark.long) for is_ in (True, False)]],
+)
+def test_the_tokens_of_a_group_are_steps_of_a_loop_that_copies_no_cache(kind, ways, is_transposed):
+    one, _ = compiled(kind, 1, ways, is_transposed)
+    several, _ = compiled(kind, 1, ways, is_transposed, steps=4)
+    kernels, sums = r'custom_call_target="(?:__gpu\$xla.gpu.triton|mosaic_gpu\w*)"', r" all-reduce(?:-start)?\("
+    for found in (kernels, sums):  # the loop's body is the program of one token
+        assert len(re.findall(found, several)) == len(re.findall(found, one))
+    assert re.findall(r'known_trip_count[^}]*"n":"(\d+)"', several) == ["4"]
+    copied = re.findall(r"= \(?(\w+)\[([\d,]*)\]\S* copy(?:-start)?\(", several)
+    assert all(eval(dims.replace(",", "*") or "1") <= 1 for _, dims in copied), copied
+
+
 def test_prompts_are_read_where_devices_divide_query_heads_and_not_key_heads():
     small = dataclasses.replace(CONFIG, embed_dim=256, num_heads=4, head_dim=64, mlp_dim=256, vocab_size=256)
     chosen = []
@@ -149,7 +173,7 @@ def test_devices_read_their_part_of_the_experts_width():
     shape, special = programs.Shape(1, 256, 0), family.SpecialTokens()
     made = programs.Programs(found, config, mesh, shape, special, lambda function: function, None, ())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        text = made.step.lower(*made._given(params, tokens=0), is_plain=True).compile().as_text()
+        text = made.decode.lower(*made._given(params, tokens=0), is_plain=True).compile().as_text()
     gathered = re.findall(
         r"= \(?(\w+)\[([\d,]*)\][^=]*? (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", text
     )
