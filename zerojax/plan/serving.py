@@ -7,8 +7,9 @@ A step adds a token to each of B texts. It reads the weights once and the cache 
 
 Of a mixture of experts it reads those that the B tokens take; they are counted as if each token drew its experts evenly.
 
-The clock walks the engine's compiled programs. No CUDA graph launches kernels across a collective, so on several devices a step takes no
-less time than the host takes to launch its kernels. Weights in host memory arrive beside the programs, which they slow down.
+The clock walks the engine's compiled programs. No CUDA graph launches kernels across a collective, so on several devices a step that the
+host sends alone takes no less time than the host takes to launch its kernels. Weights in host memory arrive beside the programs, which they
+slow down.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from zerojax.plan.offload import times
 
 SCHEMA = "zerojax.plan.serving/2"
 SHORT = 2e-3  # seconds of a step that the host may not keep up with
-_SHORT = "a step of less than 2 ms may wait for the engine's host, which is not counted: 1B took 1.55 ms on an H200 where 0.90 are foretold"
+_SHORT = "a step of several texts that takes less than 2 ms may wait for the engine's host, which is not counted"
 LAUNCHES, ARRIVALS = "launches by the host", "weights from host memory"  # parts beside those of `walk.PARTS`
 
 
@@ -64,6 +65,7 @@ class ProgramTime:
       seconds: of all.
       parts: by a name of `walk.PARTS`, LAUNCHES or ARRIVALS, seconds that add up.
       peak: the most bytes of a device, with weights and caches.
+      steps: that the host sends at once.
     """
 
     texts: int
@@ -71,6 +73,7 @@ class ProgramTime:
     seconds: float
     parts: Mapping[str, float]
     peak: float
+    steps: int = 1
 
     @property
     def rate(self) -> float:
@@ -122,12 +125,13 @@ def time_of(compiled: Any, target: targets.Target, devices: int, texts: int, tok
     own = [walks[id(run)] for run in compiled.runs]
     parts = {name: sum(time.parts[name] for time in own) for name in walk.PARTS if name != walk.WAITS}
     seconds = sum(parts.values())
-    launched = sum(span.times * rates.launch(span.kind) for time in own for span in time.spans) if devices > 1 else 0.0
+    is_launched_alone = devices > 1 and compiled.steps == 1
+    launched = sum(span.times * rates.launch(span.kind) for time in own for span in time.spans) * is_launched_alone
     parts[LAUNCHES], parts[ARRIVALS] = max(0.0, launched - seconds), 0.0
     if compiled.arriving and target.host_link is not None:
         link = compiled.arriving / target.host_link.value
         parts[ARRIVALS] = max(min(link, seconds) * (1 - 1 / times.SLOWED), link - seconds)
-    return ProgramTime(texts, tokens, sum(parts.values()), parts, compiled.peak)
+    return ProgramTime(texts, tokens, sum(parts.values()), parts, compiled.peak, compiled.steps)
 
 
 def continued(few: Mapping[int, ProgramTime], layers: int) -> ProgramTime:
@@ -235,7 +239,7 @@ def _told(found: ServingPlan) -> list[str]:
         display.as_text(table),
         "",
         f"the first token of a prompt of {foretold.prompt.tokens:,} tokens: {_ms(foretold.prompt.seconds)} ms, if no other request runs",
-        *([_SHORT] if min(own.seconds for own in foretold.steps) < SHORT else []),
+        *([_SHORT] if any(own.seconds < SHORT and own.steps == 1 for own in foretold.steps) else []),
         f"foretold for the likeliest tokens and texts of full length{few}; {_errors(found.target)}",
     ]
 

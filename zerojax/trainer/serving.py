@@ -22,6 +22,7 @@ from zerojax.models import family as family_lib
 from zerojax.plan import search, serving, targets
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import settings as settings_lib
+from zerojax.tree import PyTree
 from zerojax.zero import partition as partition_lib
 from zerojax.zero import stages
 from zerojax.zero.step_programs import arrivals
@@ -117,14 +118,22 @@ def foretold(
     few = search.few_layers(model) if config.offload.params == "none" else ()
 
     def time_of(rows: int, tokens: int) -> serving.ProgramTime:
-        times = {}
+        times, steps = {}, 1
+        if config.offload.params == "none":
+            steps = programs.steps_of(_stored(family, model, dtype, format, mesh, rows), rows)
         for depth in few or (model.num_layers,):
             own = dataclasses.replace(model, num_layers=depth)
-            compiled = _compiled(config, family, own, dtype, format, mesh, rows, tokens)
+            compiled = _compiled(config, family, own, dtype, format, mesh, rows, tokens, steps)
             times[depth] = serving.time_of(compiled, target, mesh.size, rows, tokens)
         return serving.continued(times, model.num_layers)
 
     return serving.Foretold(tuple(time_of(rows, 0) for rows in slots), time_of(1, prompt), few)
+
+
+def _stored(family: family_lib.Family, model: Any, dtype: Any, format: str, mesh: Mesh, slots: int) -> PyTree:
+    """Returns the weights as an engine that does not stream them stores them, as ShapeDtypeStructs."""
+    params = weights.abstract(family, model, _abstract(family, model, dtype), mesh, dtype, format)
+    return weights.for_one_row(family, model, params, mesh, weights.kernels_of(mesh)) if slots == 1 else params
 
 
 def _compiled(
@@ -136,6 +145,7 @@ def _compiled(
     mesh: Mesh,
     slots: int,
     tokens: int,
+    steps: int,
 ) -> programs.CompiledPrograms:
     """Compiles what an engine runs for a token of each row, or for a prompt; see `programs.Programs.compiled`."""
     params = _abstract(family, model, dtype)
@@ -143,8 +153,7 @@ def _compiled(
     shape, special = programs.Shape(slots, config.seq_len, 0), family_lib.SpecialTokens()
     made: programs.Programs
     if config.offload.params == "none":
-        params, kernels = weights.abstract(family, model, params, mesh, dtype, format), weights.kernels_of(mesh)
-        params = weights.for_one_row(family, model, params, mesh, kernels) if slots == 1 else params
+        params, kernels = _stored(family, model, dtype, format, mesh, slots), weights.kernels_of(mesh)
         made = programs.Programs(
             family,
             model,
@@ -155,6 +164,7 @@ def _compiled(
             kernels,
             (),
             has_transposed=weights.has_transposed(params),
+            steps=steps,
         )
     else:
         partition = _partition(config, params, mesh)

@@ -484,11 +484,11 @@ class Engine:
         for step, (row, request) in itertools.product(range(len(several.token)), rows):
             if request.finish:
                 continue
-            token, own, likeliest, logs = (None if leaf is None else leaf[step, row] for leaf in several)
-            logprob, count = None, request.settings.logprobs
-            if count is not None and own is not None and likeliest is not None and logs is not None:
-                logprob = requests.LogProb(float(own), dict(zip(likeliest[:count].tolist(), logs[:count].tolist())))
-            request.add(int(token), logprob, self._special.stops)
+            at, logprob, count = (step, row), None, request.settings.logprobs
+            if count is not None and several.own is not None:
+                pairs = zip(several.likeliest[at][:count].tolist(), several.of_likeliest[at][:count].tolist())
+                logprob = requests.LogProb(float(several.own[at]), dict(pairs))
+            request.add(int(several.token[at]), logprob, self._special.stops)
             if request.finish:
                 self._free(request)
             _tell(request)

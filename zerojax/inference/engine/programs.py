@@ -31,9 +31,10 @@ from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import Leaf, PyTree
 
-
-GROUP = 8  # tokens that a program adds to the only row, at most
-GROUP_BYTES = 64e9  # of weights that such a program reads: some 20 ms of an H200, for which the tokens wait for each other
+# Tokens that a program adds to the only row, at most.
+GROUP = 8
+# Bytes of weights that such a program reads, at most: some 20 ms of an H200, for which the tokens wait for each other.
+GROUP_BYTES = 64e9
 
 
 class SlotRows(NamedTuple):
@@ -78,11 +79,13 @@ class CompiledPrograms(NamedTuple):
       runs: the programs; equal ones are one object.
       peak: the most bytes that they take of a device, with weights and caches.
       arriving: bytes of weights that arrive from host memory beside them.
+      steps: how often they run, one after the other, each time that the host sends them; see `steps_of`.
     """
 
     runs: Sequence[jax.stages.Compiled]
     peak: int
     arriving: int = 0
+    steps: int = 1
 
 
 class Programs:
@@ -164,7 +167,7 @@ class Programs:
         # A program has no argument that it does not read, such as scales in another form, and they are there all the same.
         taken = max(held.argument_size_in_bytes, sum(map(tree.shard_bytes, jax.tree.leaves(given))))
         peak = taken + held.output_size_in_bytes + held.temp_size_in_bytes - held.alias_size_in_bytes
-        return CompiledPrograms((run,), peak)
+        return CompiledPrograms((run,), peak, steps=1 if tokens else self.steps)
 
     def _given(self, params: PyTree, tokens: int) -> tuple[Any, ...]:
         """Returns the arguments of `step`, or of `first` for a prompt of `tokens`, as ShapeDtypeStructs."""
