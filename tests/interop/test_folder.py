@@ -57,6 +57,8 @@ def test_a_run_and_an_adapter_in_a_models_place_say_which_folder_to_name(tmp_pat
         folder_lib.check_folder(run, folder_lib.ADAPTER)
     with pytest.raises(UserError, match="name one that save_pretrained of PEFT wrote"):
         folder_lib.check_folder(tmp_path / "nowhere", folder_lib.ADAPTER)
+    (run / "run.json").write_text("{}")
+    assert "is the folder of a run that exported no model" in refused(run)
     (run / "export" / folder_lib.CONFIG).write_text("{}")
     assert f"is the folder of a run; name its export, {run / 'export'}" in refused(run)
     (model / "export").mkdir()

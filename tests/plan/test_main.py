@@ -32,7 +32,18 @@ BAD = {
     "--most_compiles: only --search uses it": ["--target=cpu", "--topology=1x4", "--most_compiles=3"],
     "memory is unknown": ["--target=cpu", "--topology=1x8", "--search"],
     "--axes: needs a decoder of 10 or more equal layers": ["--target=cpu", "--topology=1x8", "--axes"],
-    "--topology: --serve does not use it": ["--target=h200", "--topology=1x8", "--serve"],
+    "--topology: --serve uses it for GPUs alone; omit it": ["--target=v5p", "--topology=4x4x8", "--serve"],
+    "--topology: is 1x8, and --serve plans for mesh.model=2 GPUs": [
+        "--target=h200",
+        "--topology=1x8",
+        "--serve",
+        "--config.mesh.model=2",
+    ],
+    "mesh.model: is 16, and a host has 8 GPUs unless you say otherwise; say hosts x GPUs, such as --topology=2x8": [
+        "--target=h200",
+        "--serve",
+        "--config.mesh.model=16",
+    ],
     "--slots: no time is foretold: the clock has no rates of v5p, as it has with --target h200; omit --slots": [
         "--target=v5p",
         "--serve",

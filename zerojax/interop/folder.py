@@ -24,6 +24,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from zerojax import bounded, errors, files, tree
+from zerojax.checkpoint import files as step_files
 from zerojax.errors import UserError
 from zerojax.interop import fp8_blocks, hub, layout, mxfp4, tensor_files
 from zerojax.models import families
@@ -138,6 +139,10 @@ def check_folder(path: pathlib.Path, config: str = CONFIG) -> None:
                 bounded.open_file(entry).close()
     if (path / EXPORT / config).is_file() and not any(path.glob("*.safetensors")):
         raise UserError(f"{path}: is the folder of a run; name its export, {path / EXPORT}")
+    if (path / step_files.CARD).is_file() and not any(path.glob("*.safetensors")):
+        raise UserError(
+            f"{path}: is the folder of a run that exported no model; run it with an export format, and name {path / EXPORT}"
+        )
     if config == CONFIG and (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
         raise UserError(
             f"{path}: holds an adapter and no model; name the folder of its model, and this one as the adapter"

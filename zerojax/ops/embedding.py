@@ -38,6 +38,8 @@ def embedding_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _taken(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    if tokens.size == 1:  # XLA would slice the table, and for a slice it gathers a table of which devices have rows
+        return _taken(table, jnp.concatenate([tokens.reshape(1)] * 2))[:1].reshape(*tokens.shape, *table.shape[1:])
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.dtype.itemsize >= 4:
         return jnp.take(table, tokens, axis=0)
     # XLA casts only the rows that are read. The transpose of the cast makes the gradient sum float32.

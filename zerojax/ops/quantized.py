@@ -71,16 +71,20 @@ def dequantize(stored: Mapping[str, jax.Array], dtype: DTypeLike) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _dequantize(stored: dict[str, jax.Array], dtype: DTypeLike) -> jax.Array:
-    scales = stored[SCALES].astype(jnp.float32)[..., None]
-    shape = shape_of(stored)
-    kind = kind_of(stored)
+    shape, kind = shape_of(stored), kind_of(stored)
+    scales = stored[SCALES].astype(jnp.float32)
+    # Scales get the kernel's shape, and not the kernel that of blocks: devices that share a kernel may cut it within a block. And the
+    # compiler knows of fewer ways to shard the dims if they are one in between.
+    if shape[-1] % BLOCK == 0:
+        scales = scales.reshape(*shape[:-1], -1)
+    scales = jnp.repeat(scales, BLOCK, axis=-1).reshape(shape)
     if kind in TOP:
         values = stored[kind].astype(jnp.float32) / TOP[kind]
     else:
         packed = stored[NF4]
         codes = jnp.stack([packed & 15, packed >> 4], axis=-1)
         values = jnp.asarray(CODE_BOOK).at[codes.reshape(shape)].get(mode="promise_in_bounds")
-    return (values.reshape(*scales.shape[:-1], BLOCK) * scales).reshape(shape).astype(dtype)
+    return (values * scales).astype(dtype)
 
 
 def _forward(stored: dict[str, jax.Array], dtype: DTypeLike) -> tuple[jax.Array, dict[str, None]]:

@@ -8,6 +8,7 @@ python -m zerojax.plan --config configs/llama3_8b.py --target h200 --serve --for
 import dataclasses
 import errno
 import json
+import math
 import sys
 
 import jax
@@ -27,6 +28,7 @@ from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
 from zerojax.zero import state_bytes
 
+GPUS_OF_A_HOST = 8
 _LEANER = "--search looks for settings that fit; a smaller micro_batch_size or seq_len, remat='full' or more devices need less"
 flags.declare_key_flag("config")  # for --help, which lists the flags of this module
 _TARGET = flags.DEFINE_string("target", "here", "Device kind: h200, h100, a100, b200, v5e, v5p, v6e, cpu, here.")
@@ -113,7 +115,6 @@ def _prepare(config: settings_lib.Config) -> None:
 def _serve(config: settings_lib.Config) -> None:
     _refuse(
         "serve",
-        "topology",
         "picture",
         "search",
         "axes",
@@ -123,10 +124,27 @@ def _serve(config: settings_lib.Config) -> None:
         "host_gbps",
         "disk_gbps",
     )
+    _check_hosts(config.mesh.model)
     found = serving_plan.plan(serving.served(config, _FORMAT.value), targets.get(_TARGET.value))
     foretold, why = _foretold(config, found)
     found = dataclasses.replace(found, foretold=foretold, why=why)
     print(json.dumps(serving_plan.as_json(found), indent=2) if _JSON.value else serving_plan.text(found), flush=True)
+
+
+def _check_hosts(ways: int) -> None:
+    """Raises a UserError if --topology, or without it one host, has other GPUs than those that share a served model's weights."""
+    topology, is_gpu = _TOPOLOGY.value, targets.get(_TARGET.value).kind == "gpu"
+    if not topology and ways > GPUS_OF_A_HOST and is_gpu:
+        raise UserError(
+            f"mesh.model: is {ways}, and a host has {GPUS_OF_A_HOST} GPUs unless you say otherwise; "
+            f"say hosts x GPUs, such as --topology=2x{ways // 2}"
+        )
+    if topology and not is_gpu:
+        raise UserError("--topology: --serve uses it for GPUs alone; omit it")
+    if topology and math.prod(targets.hosts_of(_TARGET.value, topology)) != ways:
+        raise UserError(
+            f"--topology: is {topology}, and --serve plans for mesh.model={ways} GPUs; give hosts x GPUs of that product"
+        )
 
 
 def _foretold(config: settings_lib.Config, bound: serving_plan.ServingPlan) -> tuple[serving_plan.Foretold | None, str]:
@@ -141,7 +159,7 @@ def _foretold(config: settings_lib.Config, bound: serving_plan.ServingPlan) -> t
             raise UserError(f"the clock has no rates of {target.name}, as it has with --target h200")
         if config.seq_len < 2:
             raise UserError(f"a text of seq_len={config.seq_len} tokens has no room for a prompt and a new token")
-        devices = targets.devices(_TARGET.value, f"1x{config.mesh.model}")
+        devices = targets.devices(_TARGET.value, _TOPOLOGY.value or f"1x{config.mesh.model}")
     except UserError as error:
         if asked:
             raise UserError(f"--{asked[0]}: no time is foretold: {error}; omit --{' and --'.join(asked)}") from error

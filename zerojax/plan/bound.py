@@ -110,6 +110,11 @@ def hosts(mesh: Mesh, axes: Iterable[str] | Iterable[int]) -> dict[int, int]:
     return found
 
 
+def per_host(mesh: Mesh) -> int:
+    """Returns the devices of a host; if hosts have unequal numbers, the most."""
+    return max(hosts(mesh, mesh.axis_names).values())
+
+
 @dataclasses.dataclass(frozen=True)
 class Copies:
     """Copies of activations to host memory: their bytes, their seconds, and those of the forward pass beside which they run."""

@@ -89,7 +89,7 @@ class Case:
                 found[key] = found.get(key, 0.0) + row.nbytes
         sent = {key: max(0.0, 1 - (1 - left) * nbytes / all_of[key]) for key, nbytes in fewer.items() if nbytes}
         mesh = self.ledger.mesh
-        per_host = max(bound_lib.hosts(mesh, mesh.axis_names).values())
+        per_host = bound_lib.per_host(mesh)
         shorter = walk.walk(self.ledger.flow, self.rates, mesh.size, per_host, known=self.known, sent=sent)
         return max(0.0, self.foretold.seconds - shorter.seconds)
 

@@ -176,7 +176,7 @@ def _times(
 ) -> tuple[order_lib.PassTimes, float]:
     """Returns the times of passes, and that of the slowest update."""
     group = step.placed.groups[0].mesh
-    per_host = max(bound_lib.hosts(group, group.axis_names).values())
+    per_host = bound_lib.per_host(group)
 
     walked: dict[str, float] = {}  # groups may share a program
 

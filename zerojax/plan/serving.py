@@ -17,12 +17,15 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from jax.sharding import Mesh
+
 from zerojax import display
 from zerojax.clock import rates as rates_lib
 from zerojax.clock import walk
 from zerojax.errors import UserError
 from zerojax.hlo import buffers, syntax
 from zerojax.hlo import flow as hlo_flow
+from zerojax.plan import bound as bound_lib
 from zerojax.plan import targets
 from zerojax.plan.offload import times
 
@@ -106,26 +109,28 @@ class ServingPlan:
     why: str = ""  # why nothing is foretold
 
 
-def time_of(compiled: Any, target: targets.Target, devices: int, texts: int, tokens: int) -> ProgramTime:
+def time_of(compiled: Any, target: targets.Target, mesh: Mesh, texts: int, tokens: int) -> ProgramTime:
     """Returns the time of programs.
 
     Args:
       compiled: `inference.engine.programs.CompiledPrograms`.
       target: the kind of GPU, whose rates are known.
-      devices: those that the programs run on, of one host.
+      mesh: the devices that the programs run on.
       texts, tokens: see `ProgramTime`.
     """
     known = rates_lib.of(target.name)
     assert known is not None
     rates, walks = known.of_tokens(), {}
+    if not compiled.has_graphs:
+        rates = dataclasses.replace(rates, figures={**rates.figures, "gap": known.gap})
     for run in compiled.runs:
         if id(run) not in walks:
             flow = hlo_flow.flow(syntax.parse(buffers.text_of(run)))
-            walks[id(run)] = walk.walk(flow, rates, devices)
+            walks[id(run)] = walk.walk(flow, rates, mesh.size, bound_lib.per_host(mesh))
     own = [walks[id(run)] for run in compiled.runs]
     parts = {name: sum(time.parts[name] for time in own) for name in walk.PARTS if name != walk.WAITS}
     seconds = sum(parts.values())
-    is_launched_alone = devices > 1 and compiled.steps == 1
+    is_launched_alone = mesh.size > 1 and compiled.steps == 1
     launched = sum(span.times * rates.launch(span.kind) for time in own for span in time.spans) * is_launched_alone
     parts[LAUNCHES], parts[ARRIVALS] = max(0.0, launched - seconds), 0.0
     if compiled.arriving and target.host_link is not None:

@@ -241,7 +241,7 @@ def plan_step(
     of_group = pipeline.memory[pipeline.largest].host if pipeline else 0
     bound, expected = _bound(known, mesh, read.operations, sent, max(activations) + of_group), None
     if stream is not None and bound is not None:
-        clock = None if rates is None else times.Clock(rates, mesh.size, _per_host(mesh))
+        clock = None if rates is None else times.Clock(rates, mesh.size, bound_lib.per_host(mesh))
         phases = times.phases(train_step, stream, sent.flow, bound.seconds, state, args[0], activations, clock)
         bound, expected = times.bounded(bound, phases, known), times.of(phases, known) if clock else None
     foretold = _foretold(rates, mesh, sent.flow) if stream is None and pipeline is None else None
@@ -288,7 +288,7 @@ def _target(name: str, mesh: Mesh, host_rate: float | None, disk_rate: float | N
         known = dataclasses.replace(known, host_duplex=targets.Figure(host_rate, targets.GIVEN))
     if disk_rate is not None:
         known = dataclasses.replace(known, disk=targets.Figure(disk_rate, targets.GIVEN))
-    return known.beside(_per_host(mesh))
+    return known.beside(bound_lib.per_host(mesh))
 
 
 def _weights(state: State) -> dict[str, Any]:
@@ -338,12 +338,7 @@ def _foretold(
     """Returns the time of a program, or None if there are no rates. `further`: as of `walk.walk`."""
     if rates is None:
         return None
-    return walk.walk(flow, rates, mesh.size, _per_host(mesh), further=further)
-
-
-def _per_host(mesh: Mesh) -> int:
-    """Returns the devices of a host."""
-    return max(bound_lib.hosts(mesh, mesh.axis_names).values())
+    return walk.walk(flow, rates, mesh.size, bound_lib.per_host(mesh), further=further)
 
 
 def _received(sent: ledger.Ledger) -> dict[tuple[str, ...] | tuple[int, ...], float]:

@@ -191,7 +191,7 @@ def are_here(target: str) -> bool:
 
 
 def _gpus(target: Target, topology: str) -> list[Any]:
-    hosts, per_host = _hosts(target.name, topology)
+    hosts, per_host = hosts_of(target.name, topology)
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12)):
         raise UserError(f"target {target.name}: JAX's CUDA compiler is missing; pip install 'zerojax[plan-gpu]'")
     config = gpu_configs.for_compiler(target.name, USABLE)
@@ -241,7 +241,7 @@ def _compile_only(target: Target, requested: str, **description: Any) -> list[An
 
 def _real_devices(target: str, topology: str) -> list[Any]:
     """Returns this machine's devices. If JAX's backends have not started, emulates CPU devices."""
-    hosts, per_host = _hosts(target, topology) if topology else (0, 0)
+    hosts, per_host = hosts_of(target, topology) if topology else (0, 0)
     count = hosts * per_host
     if target == "cpu":
         with contextlib.suppress(UserError):  # JAX's backends have started, perhaps with enough devices
@@ -254,7 +254,8 @@ def _real_devices(target: str, topology: str) -> list[Any]:
     return list(devices[: count or len(devices)])
 
 
-def _hosts(target: str, topology: str) -> tuple[int, int]:
+def hosts_of(target: str, topology: str) -> tuple[int, int]:
+    """Returns the hosts of a topology, and the devices of each. Raises a UserError if it is not hosts x devices."""
     if not re.fullmatch(r"([1-9][0-9]{0,5}x)?[1-9][0-9]{0,5}", topology):
         raise UserError(f"topology: {target} needs hosts x devices, such as 1x8 or 64x8; got {errors.shown(topology)}")
     hosts, _, per_host = topology.rpartition("x")

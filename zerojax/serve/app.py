@@ -321,6 +321,7 @@ class _Answering:
 
     def __init__(self, worker: worker_lib.Worker, began: float, seconds: float):
         self._worker, self._until, self._loop = worker, began + seconds, asyncio.get_running_loop()
+        self._seconds = seconds
         self._changed, self.began, self.is_gone, self.has_begun = asyncio.Event(), began, False, False
         self.requests: list[requests.Request] = []
 
@@ -360,7 +361,8 @@ class _Answering:
                 async with asyncio.timeout(self._until - time.monotonic()):
                     await self._changed.wait()
             except TimeoutError as error:
-                raise NotAnswered(503, "the answer took longer than the time limit", code="timeout") from error
+                line = f"the answer took longer than the server's limit of {self._seconds:g} s (--max_seconds); ask for fewer tokens"
+                raise NotAnswered(503, line, code="timeout") from error
             self._changed.clear()
 
     def end(self) -> int:

@@ -120,11 +120,11 @@ def foretold(
     def time_of(rows: int, tokens: int) -> serving.ProgramTime:
         times, steps = {}, 1
         if config.offload.params == "none":
-            steps = programs.steps_of(_stored(family, model, dtype, format, mesh, rows), rows)
+            steps = programs.steps_of(_stored(family, model, dtype, format, mesh, rows), rows, mesh)
         for depth in few or (model.num_layers,):
             own = dataclasses.replace(model, num_layers=depth)
             compiled = _compiled(config, family, own, dtype, format, mesh, rows, tokens, steps)
-            times[depth] = serving.time_of(compiled, target, mesh.size, rows, tokens)
+            times[depth] = serving.time_of(compiled, target, mesh, rows, tokens)
         return serving.continued(times, model.num_layers)
 
     return serving.Foretold(tuple(time_of(rows, 0) for rows in slots), time_of(1, prompt), few)

@@ -2,8 +2,10 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 
+import compile_only
 import golden_engines
 import golden_models
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from small_engine import LENGTH, engine, model, text_of
 
+import zerojax
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import programs
@@ -135,22 +138,54 @@ def test_a_row_that_gets_several_tokens_by_one_program_gets_those_that_it_gets_o
     assert own.is_idle and not own._draws.is_live.any() and not own._pending
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_no_token_is_lost_or_comes_early_where_on_change_raises_or_steps(slots):
+    own = engine_lib.Engine(model(), slots=slots, max_len=LENGTH, chunk=16)
+    prompts, settings = [[9, 10, 11, 12] * 5, [20, 21, 22] * 6], {"max_tokens": 20, "ignores_end": True}
+    wanted = [own.generate([prompt], **settings)[0].tokens for prompt in prompts]
+
+    def fail(request):
+        if len(request.tokens) in (1, 3, 9, 20):
+            raise KeyError("told")
+
+    def go_on(request):
+        if len(request.tokens) in (1, 3, 9, 20):
+            own.step()
+
+    for on_change in (fail, go_on):
+        asked, more = [own.submit(prompt, on_change=on_change, **settings) for prompt in prompts], True
+        for _ in range(60):
+            with contextlib.suppress(KeyError):
+                more = own.step()
+            if not more:
+                break
+        assert own.is_idle
+        assert [request.tokens for request in asked] == wanted
+        [after] = own.generate([prompts[1] + wanted[1][:19]], max_tokens=1)
+        assert after.tokens == wanted[1][19:] and after.reused
+
+
 def test_how_many_tokens_a_program_adds():
-    def steps(nbytes, slots):
-        return programs.steps_of([jax.ShapeDtypeStruct((nbytes,), np.int8)], slots)
+    def steps(nbytes, slots, devices):
+        mesh = zerojax.make_mesh(devices=devices[:1])
+        return programs.steps_of([jax.ShapeDtypeStruct((nbytes,), np.int8)], slots, mesh)
 
-    assert [steps(size * 10**9, 1) for size in (0, 1, 8, 9, 16, 32, 33, 64, 140)] == [8, 8, 8, 7, 4, 2, 1, 1, 1]
-    assert steps(1, 2) == 1
+    gpus, sizes = compile_only.devices(), (0, 1, 8, 9, 16, 32, 33, 64, 140)
+    assert [steps(size * 10**9, 1, gpus) for size in sizes] == [8, 8, 8, 7, 4, 2, 1, 1, 1]
+    assert [steps(size * 10**8, 1, jax.devices()) for size in (0, 1, 5)] == [8, 5, 1]
+    assert steps(1, 2, gpus) == 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_after_a_warm_up_no_request_compiles(name):
-    loaded = golden_models.load(name, 0)
-    own = engine_lib.Engine(loaded, slots=2, max_len=40, max_inputs=24, chunk=20)
+@pytest.mark.parametrize(
+    "name, ways, slots",
+    [("llama", 2, 1), *[pytest.param(name, 1, 2, marks=pytest.mark.long) for name in ("llama", "t5")]],
+)
+def test_after_a_warm_up_no_request_compiles(name, ways, slots):
+    loaded = golden_models.load(name, 0, ways)
+    own = engine_lib.Engine(loaded, slots=slots, max_len=40, max_inputs=24, chunk=20)
     own.warm_up()
     assert own.is_idle
-    made = [own._programs.first, own._programs.further, own._programs.decode]
+    made = [own._programs.first, own._programs.further, own._programs.decode, engine_lib._with_row]
     before = [program._cache_size() for program in made]
     for length in (1, 15, 16, 17, 20, 21, 24) + (() if name == "t5" else (30, 37, 38)):
         for settings in ({}, {"temperature": 1.0, "logprobs": 2, "repetition_penalty": 1.1}):

@@ -6,12 +6,11 @@
 A slot is a row of the cache. A step reads parts of prompts that wait, up to a number of tokens, and then adds one token to every row that
 has read its prompt; that is one program for all rows. An engine of one slot adds up to `programs.GROUP` tokens in a step. A row gets the
 tokens that it would get alone. The host reads the tokens of a step while the devices run the next one, so a row that ends before it has
-its most tokens runs on for up to a step; those tokens are dropped.
+its most tokens runs on to the end of the next step; those tokens are dropped.
 """
 
 import collections
 import dataclasses
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -162,7 +161,7 @@ class Engine:
                 axes,
                 has_adapters=bool(adapters),
                 has_transposed=weights.has_transposed(self._params),
-                steps=programs.steps_of(self._params, slots),
+                steps=programs.steps_of(self._params, slots, mesh),
             )
         )
         self._adapters = {"": adapters_lib.NONE} | {name: n for n, name in enumerate(adapters or (), 1)}
@@ -173,6 +172,7 @@ class Engine:
         self._sent: draws_lib.Draws | None = None  # the settings on the devices; None: they changed
         self._waiting: collections.deque[requests.Request] = collections.deque()
         self._pending: collections.deque[tuple[programs.Told, list[tuple[int, requests.Request]]]] = collections.deque()
+        self._arrived: collections.deque[tuple[requests.Request, Any, tuple[int, int]]] = collections.deque()
         self._clock, self._stepping = 0, threading.RLock()
 
     @property
@@ -188,7 +188,8 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Returns whether nothing is asked, and nothing is left in a slot."""
-        return not self._waiting and not self._pending and all(slot.request is None for slot in self._slots)
+        is_read = not self._pending and not self._arrived
+        return not self._waiting and is_read and all(slot.request is None for slot in self._slots)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -243,7 +244,7 @@ class Engine:
         lengths = [*sizes, *([] if self._inputs else (self._chunk + size for size in sizes))]
         for length in dict.fromkeys(min(length, most) for length in lengths):
             self.generate([[0] * length], max_tokens=2, ignores_end=True)
-        self.generate([[0]], max_tokens=2, ignores_end=True, temperature=1.0)
+        self.generate([[0]], max_tokens=2, ignores_end=True, temperature=1.0, repetition_penalty=2.0)
         self._reuses = reuses
 
     def submit(
@@ -312,7 +313,10 @@ class Engine:
             _tell(request)
 
     def step(self) -> bool:
-        """Reads parts of prompts, adds a token to every row, and returns whether there is more to do. Threads that step take turns."""
+        """Reads parts of prompts, adds a token to every row, or several to an only one, and returns whether there is more to do.
+
+        Threads that step take turns.
+        """
         with self._stepping, arguments.in_own_mesh(self._mesh), jax.numpy_rank_promotion("allow"):
             return self._step()
 
@@ -323,7 +327,7 @@ class Engine:
         self._decode()
         # The newest tokens are read a step later, if that step has more to send.
         has_more = any(slot.request is not None and not slot.has_all for slot in self._slots)
-        while len(self._pending) > (1 if has_more else 0):
+        while self._arrived or len(self._pending) > (1 if has_more else 0):
             self._read()
         return not self.is_idle
 
@@ -477,18 +481,26 @@ class Engine:
             self._pending.append((told, found))  # type: ignore[arg-type]
 
     def _read(self) -> None:
-        """Reads the oldest tokens that were not read, and hands them to their requests."""
-        told, rows = self._pending.popleft()
-        told = jax.tree.map(np.asarray, told)
-        several = told if told.token.ndim == 2 else jax.tree.map(lambda leaf: leaf[None], told)
-        for step, (row, request) in itertools.product(range(len(several.token)), rows):
+        """Reads the oldest tokens that were not read, and hands them to their requests.
+
+        What a request tells of its change may raise, or call this again: each token is handed over once, in its turn.
+        """
+        if not self._arrived:
+            told, rows = self._pending[0]
+            told = jax.tree.map(np.asarray, told)
+            several = told if told.token.ndim == 2 else jax.tree.map(lambda leaf: leaf[None], told)
+            steps = range(len(several.token))
+            self._arrived.extend((request, several, (step, row)) for step in steps for row, request in rows)
+            self._pending.popleft()
+        while self._arrived:
+            request, told, at = self._arrived.popleft()
             if request.finish:
                 continue
-            at, logprob, count = (step, row), None, request.settings.logprobs
-            if count is not None and several.own is not None:
-                pairs = zip(several.likeliest[at][:count].tolist(), several.of_likeliest[at][:count].tolist())
-                logprob = requests.LogProb(float(several.own[at]), dict(pairs))
-            request.add(int(several.token[at]), logprob, self._special.stops)
+            logprob, count = None, request.settings.logprobs
+            if count is not None and told.own is not None:
+                pairs = zip(told.likeliest[at][:count].tolist(), told.of_likeliest[at][:count].tolist())
+                logprob = requests.LogProb(float(told.own[at]), dict(pairs))
+            request.add(int(told.token[at]), logprob, self._special.stops)
             if request.finish:
                 self._free(request)
             _tell(request)

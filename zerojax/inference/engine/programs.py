@@ -5,8 +5,8 @@
     decode    adds one token to every row, or, to the only row of an engine of one slot, several one after the other
 
 Tokens, positions and counts of the rows stay on the devices, so the host sends the next program before it reads the last one's tokens.
-The host takes some microseconds for each array that it gives to a program, and a model has hundreds. For one row that is as long as the
-devices take for a token, so a program adds several.
+The host takes some microseconds for each array that it gives to a program, and a model has hundreds. For one row that may be as long as
+the devices take for a token, so a program adds several.
 
 Shapes: B slots, R rows of a call, T tokens of a call, V vocabulary.
 """
@@ -33,8 +33,8 @@ from zerojax.tree import Leaf, PyTree
 
 # Tokens that a program adds to the only row, at most.
 GROUP = 8
-# Bytes of weights that such a program reads, at most: some 20 ms of an H200, for which the tokens wait for each other.
-GROUP_BYTES = 64e9
+# Bytes of weights that such a program reads, at most: some 20 ms of an H200 or of a CPU, for which the tokens wait for each other.
+GROUP_BYTES, OF_CPU = 64e9, 0.5e9
 
 
 class SlotRows(NamedTuple):
@@ -80,12 +80,14 @@ class CompiledPrograms(NamedTuple):
       peak: the most bytes that they take of a device, with weights and caches.
       arriving: bytes of weights that arrive from host memory beside them.
       steps: how often they run, one after the other, each time that the host sends them; see `steps_of`.
+      has_graphs: whether CUDA graphs launch their kernels.
     """
 
     runs: Sequence[jax.stages.Compiled]
     peak: int
     arriving: int = 0
     steps: int = 1
+    has_graphs: bool = True
 
 
 class Programs:
@@ -131,8 +133,8 @@ class Programs:
         self.further: Any = jitted(self._further)
         # The host takes longer to bring graphs of CUDA up to date than to launch kernels: many short ones, since a graph ends at each
         # all-reduce, or one with Mosaic's kernels (docs/benchmarks/gpu.md).
-        is_slow = kernels == "pallas" and shape.slots == 1 and (mesh.size > 1 or has_transposed)
-        options = {"xla_gpu_graph_min_graph_size": 2**30} if is_slow else None
+        self._has_graphs = not (kernels == "pallas" and shape.slots == 1 and (mesh.size > 1 or has_transposed))
+        options = None if self._has_graphs else {"xla_gpu_graph_min_graph_size": 2**30}
         jitted = functools.partial(jitted, static_argnames="is_plain", compiler_options=options)
         self.step: Any = jitted(self._decode)
         self.decode: Any = self.step if steps == 1 else jitted(self._decode_group)
@@ -146,28 +148,34 @@ class Programs:
     def abstract(self, params: PyTree) -> tuple[Any, SlotRows]:
         """Returns what `empty` does, as ShapeDtypeStructs with shardings. Allocates nothing."""
         caches, rows = jax.eval_shape(functools.partial(self._empty, _without_shardings(params)))
-        caches = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding(leaf)), caches
-        )
-        return caches, self._replicated(rows)
+
+        def placed(sharding: Callable[[Leaf], NamedSharding], arrays: PyTree) -> Any:
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(leaf)), arrays
+            )
+
+        return placed(self._sharding, caches), placed(self._row_sharding, rows)
 
     def compiled(self, params: PyTree, tokens: int = 0) -> CompiledPrograms:
         """Compiles what adds the likeliest token to each row, or reads the first `tokens` of a prompt into a slot. Devices may be absent.
 
-        Of several steps of one program, it is one: the body of their loop.
+        Of several steps of one program, what runs is one, the body of their loop. The bytes are those of the loop, before which XLA may
+        bring weights into another layout.
 
         Args:
           params: abstract, with shardings.
           tokens: of the prompt; 0 for what adds a token.
         """
         given = self._given(params, tokens)
+        steps = 1 if tokens else self.steps
         lowered = self.first.lower(*given) if tokens else self.step.lower(*given, is_plain=True)
         run = lowered.compile()
-        held = run.memory_analysis()
+        sent = run if steps == 1 else self.decode.lower(*given, is_plain=True).compile()
+        held = sent.memory_analysis()
         # A program has no argument that it does not read, such as scales in another form, and they are there all the same.
         taken = max(held.argument_size_in_bytes, sum(map(tree.shard_bytes, jax.tree.leaves(given))))
         peak = taken + held.output_size_in_bytes + held.temp_size_in_bytes - held.alias_size_in_bytes
-        return CompiledPrograms((run,), peak, steps=1 if tokens else self.steps)
+        return CompiledPrograms((run,), peak, steps=steps, has_graphs=bool(tokens) or self._has_graphs)
 
     def _given(self, params: PyTree, tokens: int) -> tuple[Any, ...]:
         """Returns the arguments of `step`, or of `first` for a prompt of `tokens`, as ShapeDtypeStructs."""
@@ -204,7 +212,8 @@ class Programs:
         """Returns what a function of the weights returns, for rows with these adapters."""
         applied = adapters.applied(adapter_R) if self._has_adapters else contextlib.nullcontext()
         on_shards = weights.experts_on_shards(self._family, given[0], self._mesh)
-        with applied, weights.matmuls(self._kernels), on_shards:
+        is_sharded = mesh_lib.size(self._mesh, mesh_lib.COMPILER) > 1
+        with applied, weights.matmuls(self._kernels, is_sharded), on_shards:
             return function(*given)
 
     def _first(
@@ -298,7 +307,7 @@ class Programs:
         told = self._told(scores_RV, own, counts_R, seen_RV, lengths_R == 1, is_plain=False)
         put = functools.partial(jax.tree.map, lambda old, new: old.at[slots_R].set(new, mode="drop"))
         token, position, number = put((rows.token, rows.position, rows.number), (told.token, lengths_R, counts_R + 1))
-        return SlotRows(token, position, number, rows.seen), told
+        return self._placed_rows(SlotRows(token, position, number, rows.seen)), told
 
     def _decode(
         self, params: PyTree, caches: PyTree, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
@@ -366,7 +375,8 @@ class Programs:
             seen_BV = seen_BV.at[jnp.arange(seen_BV.shape[0]), rows.token].max(draws.is_live)
         told = self._told(scores_BV, draws, rows.number, seen_BV, jnp.zeros_like(draws.is_live), is_plain=is_plain)
         token_B = jnp.where(draws.is_live, told.token, rows.token)
-        return SlotRows(token_B, rows.position + next_B, rows.number + next_B, seen_BV), told
+        rows = SlotRows(token_B, rows.position + next_B, rows.number + next_B, seen_BV)
+        return self._placed_rows(rows), told
 
     def _told(
         self,
@@ -404,18 +414,32 @@ class Programs:
     def _placed(self, caches: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, self._sharding(leaf)), caches)
 
+    def _row_sharding(self, leaf: Leaf) -> NamedSharding:
+        """Returns the sharding of one array of the rows: `seen` is sharded as the scores are, and the others are the same on all devices.
+
+        It never changes, since a program is compiled for one sharding of what it gets.
+        """
+        ways = mesh_lib.size(self._mesh, mesh_lib.COMPILER)
+        rows = specs.entry(self._axes) if self._axes else None
+        vocab = specs.entry(mesh_lib.COMPILER) if self._config.vocab_size % ways == 0 else None
+        return NamedSharding(self._mesh, P(rows, vocab) if leaf.ndim == 2 else P())
+
+    def _placed_rows(self, rows: SlotRows) -> SlotRows:
+        return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, self._row_sharding(leaf)), rows)
+
     def _same(self, told: Told) -> Told:
         """Returns what every process can read."""
         return jax.lax.with_sharding_constraint(told, NamedSharding(self._mesh, P()))
 
 
-def steps_of(params: PyTree, slots: int) -> int:
+def steps_of(params: PyTree, slots: int, mesh: Mesh) -> int:
     """Returns the tokens that a program adds to a row: 1 if there are several rows, since a prompt may wait for the next step, and if
     the devices take long for a token."""
     if slots > 1:
         return 1
     read = sum(map(tree.shard_bytes, jax.tree.leaves(params)))
-    return max(1, min(GROUP, int(GROUP_BYTES // max(1, read))))
+    most = OF_CPU if mesh_lib.platform(mesh) == "cpu" else GROUP_BYTES
+    return max(1, min(GROUP, int(most // max(1, read))))
 
 
 def _without_shardings(arrays: PyTree) -> PyTree:

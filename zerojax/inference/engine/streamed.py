@@ -46,7 +46,8 @@ def check(partition: partition_lib.Partition, mesh: Mesh, others: Mapping[str, b
         )
     if wrong := next((name for name, is_given in others.items() if is_given), ""):
         raise UserError(
-            f"{wrong}: is for weights on the devices, and these are in host memory and streamed as they are; omit it, or load them there"
+            f"{wrong}: is for weights on the devices, and these are in host memory and streamed as they are; "
+            "omit it, or load all weights on the devices"
         )
 
 

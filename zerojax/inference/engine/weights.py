@@ -167,11 +167,13 @@ def linear_modules(family: family_lib.Family, config: ModelConfig, params: PyTre
 
 
 @contextlib.contextmanager
-def matmuls(implementation: str | None) -> Iterator[None]:
+def matmuls(implementation: str | None, is_sharded: bool = False) -> Iterator[None]:
     """Multiplies with quantized kernels in all modules that are called inside.
 
     Args:
       implementation: of `pallas_kernels.narrow`, for matmuls of few rows; None: kernels are dequantized before the matmul.
+      is_sharded: whether the compiler shards kernels. It gathers one of [inputs, parts, width] whose width devices share if it is made a
+        matrix, as a `Linear` does.
     """
 
     def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
@@ -187,7 +189,7 @@ def matmuls(implementation: str | None) -> Iterator[None]:
             return call(*args, **kwargs)
         x = args[0]
         contracted = 1 if is_head else module.contracted
-        y = multiply(x, stored, contracted, implementation)
+        y = multiply(x, stored, contracted, implementation, keeps_plain=not is_sharded)
         if y is None:
             return call(*args, **kwargs)
         y = y if is_head else y.astype(x.dtype)
@@ -236,7 +238,9 @@ def experts_on_shards(family: family_lib.Family, params: PyTree, mesh: Mesh) -> 
         yield
 
 
-def multiply(x: jax.Array, stored: PyTree, contracted: int, implementation: str | None) -> jax.Array | None:
+def multiply(
+    x: jax.Array, stored: PyTree, contracted: int, implementation: str | None, *, keeps_plain: bool = True
+) -> jax.Array | None:
     """Returns the matmul of x and a kernel, float32 or of x's dtype; None where a plain matmul is as good.
 
     Args:
@@ -244,6 +248,7 @@ def multiply(x: jax.Array, stored: PyTree, contracted: int, implementation: str 
       stored: the kernel or its quantized form.
       contracted: the number of the dims of x that are contracted.
       implementation: see `matmuls`.
+      keeps_plain: whether a kernel that is not quantized may be left to the module.
     """
     is_coded = quantized.is_quantized(stored)
     shape = quantized.shape_of(stored) if is_coded else stored.shape
@@ -251,10 +256,13 @@ def multiply(x: jax.Array, stored: PyTree, contracted: int, implementation: str 
     rows = math.prod(kept)
     can_run = implementation is not None and narrow.takes((rows, *matrix)) and x.dtype != jnp.float16
     if not is_coded and (not can_run or rows > 1):
-        return None
+        if keeps_plain:
+            return None
+        return jnp.tensordot(x, stored.astype(x.dtype), contracted)
     x_MK = x.reshape(rows, -1)
     if implementation is None or not can_run:
-        y = jnp.dot(x_MK, quantized.dequantize(stored, x.dtype).reshape(matrix), preferred_element_type=jnp.float32)
+        kernel = quantized.dequantize(stored, x.dtype)
+        return jnp.tensordot(x, kernel, contracted, preferred_element_type=jnp.float32)
     elif not is_coded:
         y = narrow.multiply(x_MK, stored.reshape(matrix), None, implementation=implementation)
     else:

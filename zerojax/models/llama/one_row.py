@@ -6,7 +6,7 @@ to the residual is therefore summed over the devices, in float32 (Megatron-LM, a
 
 Here a layer takes five kernels. In int8 on one Hopper GPU it takes two (`pallas_kernels.one_token_mosaic`): attention, and the four
 products up to the next layer's attention. These read transposed scales, which the engine adds to the weights (`with_transposed`).
-Over several devices that form was slower than the five kernels: sums over devices come between the products.
+Over several devices the five kernels run: sums over devices come between the products.
 """
 
 import functools
