@@ -99,6 +99,11 @@ def test_an_engine_whose_weights_are_in_host_memory_streams_what_is_planned():
     assert resident < planned.weights < resident + 0.8 * planned.streamed
 
 
+def test_weights_that_the_devices_do_not_divide_are_told(capsys):
+    serving.served(runs.config(**{**SETTINGS, "mesh__model": 3}), "none")
+    assert capsys.readouterr().err.startswith("zerojax: config.mesh: ")
+
+
 def test_what_is_not_served_is_refused_in_one_line():
     for line, changes in (
         ("--serve: plans decoders", {"model__preset": "t5_test"}),

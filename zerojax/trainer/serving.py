@@ -22,9 +22,10 @@ from zerojax.models import family as family_lib
 from zerojax.plan import search, serving, targets
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import settings as settings_lib
+from zerojax.trainer.checks import names
 from zerojax.tree import PyTree
 from zerojax.zero import partition as partition_lib
-from zerojax.zero import stages
+from zerojax.zero import stages, tensor_parallel
 from zerojax.zero.step_programs import arrivals
 
 EXPERT = "expert"  # in the paths of a mixture's weights, whose first dim counts experts
@@ -49,6 +50,9 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     mesh = mesh_lib.make_mesh(model=ways, devices=jax.devices()[:ways])
     model, is_streamed = dataclasses.replace(model, attention="xla"), config.offload.params != "none"
     abstract = _abstract(family, model, dtype)
+    shapes = {path: leaf.shape for path, leaf in tree.flatten({"params": abstract})}
+    if whole := tensor_parallel.overrides(family.parallel.weights, shapes, mesh)[1]:
+        names.tell(f"config.mesh: {whole}")
     placed = weights.abstract(family, model, abstract, mesh, dtype, format)
     is_tied, count = not family_lib.heads(family, model), getattr(model, "num_experts", 0)
     on_host = _partition(config, abstract, mesh).on_host if is_streamed else ()
