@@ -110,3 +110,14 @@ def test_mixtures_give_the_tokens_of_one_device_also_beside_an_axis_of_experts(a
         made = engine_lib.Engine(own, slots=2, max_len=32, chunk=16)
         found.append([request.tokens for request in made.generate([[3, 9, 4], [3, 9, 4, 11, 20]], max_tokens=8)])
     assert found[0] == found[1] and len(set(found[0][0])) > 2
+
+
+def test_over_devices_kernels_of_parts_keep_their_dims_and_the_others_are_left_to_their_modules():
+    random = np.random.default_rng(0)
+    x, parts = (jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in ((3, 8), (8, 2, 6)))
+    y = weights.multiply(x, parts, 1, None, keeps_plain=False)
+    np.testing.assert_array_equal(y.reshape(3, -1), x @ parts.reshape(8, -1))
+    assert y.dtype == x.dtype
+    # A head's scores are float32, and what o and down add to the residual travels in 16 bits.
+    assert weights.multiply(x, parts[:, 0], 1, None, keeps_plain=False) is None
+    assert weights.multiply(x, parts, 1, None) is None

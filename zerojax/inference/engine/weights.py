@@ -248,7 +248,7 @@ def multiply(
       stored: the kernel or its quantized form.
       contracted: the number of the dims of x that are contracted.
       implementation: see `matmuls`.
-      keeps_plain: whether a kernel that is not quantized may be left to the module.
+      keeps_plain: whether any kernel that is not quantized may be left to the module; otherwise those alone with one dim of results.
     """
     is_coded = quantized.is_quantized(stored)
     shape = quantized.shape_of(stored) if is_coded else stored.shape
@@ -256,9 +256,8 @@ def multiply(
     rows = math.prod(kept)
     can_run = implementation is not None and narrow.takes((rows, *matrix)) and x.dtype != jnp.float16
     if not is_coded and (not can_run or rows > 1):
-        if keeps_plain:
-            return None
-        return jnp.tensordot(x, stored.astype(x.dtype), contracted)
+        is_matrix = len(shape) == contracted + 1
+        return None if keeps_plain or is_matrix else jnp.tensordot(x, stored.astype(x.dtype), contracted)
     x_MK = x.reshape(rows, -1)
     if implementation is None or not can_run:
         kernel = quantized.dequantize(stored, x.dtype)
