@@ -44,6 +44,8 @@ BAD = {
         "--serve",
         "--config.mesh.model=16",
     ],
+    "say hosts x GPUs, such as --topology=3x3": ["--target=h200", "--serve", "--config.mesh.model=9"],
+    "say hosts x GPUs, such as --topology=4x8": ["--target=h200", "--serve", "--config.mesh.model=32"],
     "--slots: no time is foretold: the clock has no rates of v5p, as it has with --target h200; omit --slots": [
         "--target=v5p",
         "--serve",

@@ -135,9 +135,10 @@ def _check_hosts(ways: int) -> None:
     """Raises a UserError if --topology, or without it one host, has other GPUs than those that share a served model's weights."""
     topology, is_gpu = _TOPOLOGY.value, targets.get(_TARGET.value).kind == "gpu"
     if not topology and ways > GPUS_OF_A_HOST and is_gpu:
+        of_a_host = max(count for count in range(1, GPUS_OF_A_HOST + 1) if ways % count == 0)
         raise UserError(
             f"mesh.model: is {ways}, and a host has {GPUS_OF_A_HOST} GPUs unless you say otherwise; "
-            f"say hosts x GPUs, such as --topology=2x{ways // 2}"
+            f"say hosts x GPUs, such as --topology={ways // of_a_host}x{of_a_host}"
         )
     if topology and not is_gpu:
         raise UserError("--topology: --serve uses it for GPUs alone; omit it")
