@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from zerojax.checkpoint import files as step_files
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import layout, tensor_files
@@ -58,7 +59,14 @@ def test_a_run_and_an_adapter_in_a_models_place_say_which_folder_to_name(tmp_pat
     with pytest.raises(UserError, match="name one that save_pretrained of PEFT wrote"):
         folder_lib.check_folder(tmp_path / "nowhere", folder_lib.ADAPTER)
     (run / "run.json").write_text("{}")
+    assert f"that exported an adapter; name the folder of its model, and {run / 'export'} as the adapter" in refused(
+        run
+    )
+    (run / "export" / folder_lib.ADAPTER).unlink()
     assert "is the folder of a run that exported no model" in refused(run)
+    (run / step_files.SIZES).write_text("{}")
+    assert "is a checkpoint of a run; name the run's export" in refused(run)
+    (run / step_files.SIZES).unlink()
     (run / "export" / folder_lib.CONFIG).write_text("{}")
     assert f"is the folder of a run; name its export, {run / 'export'}" in refused(run)
     (model / "export").mkdir()

@@ -140,6 +140,12 @@ def check_folder(path: pathlib.Path, config: str = CONFIG) -> None:
     if (path / EXPORT / config).is_file() and not any(path.glob("*.safetensors")):
         raise UserError(f"{path}: is the folder of a run; name its export, {path / EXPORT}")
     if (path / step_files.CARD).is_file() and not any(path.glob("*.safetensors")):
+        if (path / step_files.SIZES).is_file():
+            raise UserError(f"{path}: is a checkpoint of a run; name the run's export, a folder of safetensors")
+        if config == CONFIG and (path / EXPORT / ADAPTER).is_file():
+            raise UserError(
+                f"{path}: is the folder of a run that exported an adapter; name the folder of its model, and {path / EXPORT} as the adapter"
+            )
         raise UserError(
             f"{path}: is the folder of a run that exported no model; run it with an export format, and name {path / EXPORT}"
         )
