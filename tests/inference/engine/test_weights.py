@@ -15,7 +15,7 @@ from small_engine import CONFIG, DECODER, LENGTH, NEW, engine, model
 import zerojax
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import weights
-from zerojax.models import families
+from zerojax.models import families, layers
 from zerojax.models import family as family_lib
 from zerojax.ops import quantized
 from zerojax.zero import stages
@@ -83,6 +83,25 @@ def test_weights_that_are_where_decoding_wants_them_are_not_copied():
     placed = weights.placed(DECODER, CONFIG, made.params, made.partition.mesh, None, "none")
     for leaf, other in zip(jax.tree.leaves(placed), jax.tree.leaves(made.params)):
         assert leaf.unsafe_buffer_pointer() == other.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32")])
+def test_a_matmul_with_a_plain_kernel_that_devices_share_gives_what_its_module_does(dtypes):
+    """A head's scores are float32 in any dtype of the weights."""
+    dtype, of_kernel = map(jnp.dtype, dtypes)
+    modules = [
+        (layers.Head(64, 128), (2, 3, 64)),
+        (layers.Linear((3, 4, 16), use_bias=True), (2, 1, 64)),
+        (layers.Linear((64,), contracted=2), (2, 1, 4, 16)),
+    ]
+    for module, shape in modules:
+        x = jax.random.normal(jax.random.key(0), shape).astype(dtype)
+        params = jax.tree.map(lambda leaf: leaf.astype(of_kernel), module.init(jax.random.key(1), x))
+        wanted = module.apply(params, x)
+        with weights.matmuls(None, is_sharded=True):
+            found = module.apply(params, x)
+        assert found.dtype == wanted.dtype and found.shape == wanted.shape
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_kernels_run_on_one_gpu_or_on_several_that_share_the_weights():

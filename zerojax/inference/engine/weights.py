@@ -192,7 +192,7 @@ def matmuls(implementation: str | None, is_sharded: bool = False) -> Iterator[No
         y = multiply(x, stored, contracted, implementation, keeps_plain=not is_sharded)
         if y is None:
             return call(*args, **kwargs)
-        y = y if is_head else y.astype(x.dtype)
+        y = y if is_head else y.astype(x.dtype if is_coded else jnp.result_type(x, stored))
         return y + scope.get_variable("params", "bias") if getattr(module, "use_bias", False) else y
 
     with nn.intercept_methods(intercept):
@@ -241,7 +241,7 @@ def experts_on_shards(family: family_lib.Family, params: PyTree, mesh: Mesh) -> 
 def multiply(
     x: jax.Array, stored: PyTree, contracted: int, implementation: str | None, *, keeps_plain: bool = True
 ) -> jax.Array | None:
-    """Returns the matmul of x and a kernel, float32 or of x's dtype; None where a plain matmul is as good.
+    """Returns the matmul of x and a kernel, float32 or of the dtype of `x @ kernel`; None where a plain matmul is as good.
 
     Args:
       x: float[..., inputs].
@@ -257,7 +257,7 @@ def multiply(
     can_run = implementation is not None and narrow.takes((rows, *matrix)) and x.dtype != jnp.float16
     if not is_coded and (not can_run or rows > 1):
         is_matrix = len(shape) == contracted + 1
-        return None if keeps_plain or is_matrix else jnp.tensordot(x, stored.astype(x.dtype), contracted)
+        return None if keeps_plain or is_matrix else jnp.tensordot(x, stored, contracted)
     x_MK = x.reshape(rows, -1)
     if implementation is None or not can_run:
         kernel = quantized.dequantize(stored, x.dtype)
