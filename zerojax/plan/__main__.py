@@ -28,7 +28,7 @@ from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
 from zerojax.zero import state_bytes
 
-GPUS_OF_A_HOST = 8
+GPUS_OF_A_HOST = scale.Network.gpus_per_host  # unless --topology says otherwise
 _LEANER = "--search looks for settings that fit; a smaller micro_batch_size or seq_len, remat='full' or more devices need less"
 flags.declare_key_flag("config")  # for --help, which lists the flags of this module
 _TARGET = flags.DEFINE_string("target", "here", "Device kind: h200, h100, a100, b200, v5e, v5p, v6e, cpu, here.")

@@ -123,7 +123,7 @@ def foretold(
 
     def time_of(rows: int, tokens: int) -> serving.ProgramTime:
         times, steps = {}, 1
-        if config.offload.params == "none":
+        if not tokens and config.offload.params == "none":
             steps = programs.steps_of(_stored(family, model, dtype, format, mesh, rows), rows, mesh)
         for depth in few or (model.num_layers,):
             own = dataclasses.replace(model, num_layers=depth)

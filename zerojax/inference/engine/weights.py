@@ -262,7 +262,7 @@ def multiply(
     if implementation is None or not can_run:
         kernel = quantized.dequantize(stored, x.dtype)
         return jnp.tensordot(x, kernel, contracted, preferred_element_type=jnp.float32)
-    elif not is_coded:
+    if not is_coded:
         y = narrow.multiply(x_MK, stored.reshape(matrix), None, implementation=implementation)
     else:
         kind = quantized.kind_of(stored)
