@@ -126,7 +126,7 @@ def train(config: settings_lib.Config, folder: pathlib.Path, stop: signals.StopS
     stop = stop or signals.StopSignal()
     say(f"devices: {devices.describe()}; everything goes to {folder}")
     prepared = prepare(config, folder)
-    tokenizer, program, streams, saver, _, start, *_ = prepared
+    tokenizer, program, streams, saver, _, start, pairs, _ = prepared
     config = program.config
     for note in resume.notes(program, saver, start, folder):
         say(note)
@@ -145,7 +145,7 @@ def train(config: settings_lib.Config, folder: pathlib.Path, stop: signals.StopS
         saver.close()
         streams.close()
         end = _best(config, program, saver, end)
-        _write_results(config, program, tokenizer, end.state, folder)
+        _write_results(config, program, tokenizer, pairs, end.state, folder)
         card.end(document.FINISHED)
     say(f"done: {folder}")
     return end
@@ -269,6 +269,8 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     program = _build(config, tokenizer)
     data_dir = _prepare_data(config, folder) if pairs is None else folder
     streams = program_lib.open_feed(program, tokenizer, data_dir, pairs)
+    if pairs is None and config.data.name != batches.RANDOM:
+        say(tokenizer_lib.told(tokenizer))
     if pairs is None and config.data.train_file and not config.data.eval_file:
         say("config.data.eval_file is empty: nothing is held out, and nothing is evaluated")
     if streams.times > 1:
@@ -495,6 +497,7 @@ def _write_results(
     config: settings_lib.Config,
     program: program_lib.Program,
     tokenizer: tokenizer_lib.Tokenizer,
+    pairs: splits.Splits | None,
     state: State,
     folder: pathlib.Path,
 ) -> None:
@@ -511,7 +514,7 @@ def _write_results(
     def export() -> None:
         what = "adapter" if config.export.format == "peft" else "weights"
         say(f"writing the {what} to {folder / 'export'}")
-        results.export(program, state, folder / "export", tokenizer)
+        results.export(program, state, folder / "export", tokenizer, pairs)
         size = display.human(files.folder_bytes(folder / "export")) if processes.is_primary() else ""
         say(f"{what} exported to {folder / 'export'}, {size}")
         if config.export.push_to and processes.is_primary():

@@ -158,7 +158,7 @@ def test_row_r_reads_every_num_rows_th_document():
 
 def test_each_document_is_tokenized_once_an_epoch_over_all_processes():
     class Counting:
-        vocab_size, bos_id = BYTES.vocab_size, BYTES.bos_id
+        vocab_size, document = BYTES.vocab_size, BYTES.document
         seen: list = []  # noqa: RUF012
 
         def encode(self, text):

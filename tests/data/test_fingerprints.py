@@ -7,7 +7,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerojax.data import fingerprints, tokenizer
+from zerojax.data import fingerprints, token_files, tokenizer
+
+NOTHING = token_files.read("nowhere/tokenizer.json", {})
 
 
 def source(texts):
@@ -47,10 +49,12 @@ def test_text_is_its_utf8_bytes():
     assert fingerprints.of_text(source(["ä"]), "text") == fingerprints.of_text(source(["ä".encode()]), "text")
 
 
-def file_tokenizer(words, merges=()):
+def file_tokenizer(words, merges=(), bos="<s>"):
     vocabulary = {word: index for index, word in enumerate(["<s>", *words])}
     model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=list(merges)))
-    return tokenizer.FileTokenizer(model, 0)
+    return tokenizer.FileTokenizer(
+        model, dataclasses.replace(NOTHING, named={"bos_token": bos}, source={"bos_token": "f"})
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def file_tokenizer(words, merges=()):
         file_tokenizer(["t", "h", "e", "he", "th"], [("h", "e"), ("t", "h")]),  # the same words with other ids
         file_tokenizer(["t", "h", "e", "th", "he"], [("t", "h"), ("h", "e")]),  # the same ids, merged in another order
         file_tokenizer(["t", "h", "e", "th", "hi"], [("t", "h")]),
-        dataclasses.replace(file_tokenizer(["t", "h", "e", "th", "he"], [("h", "e"), ("t", "h")]), bos_id=1),
+        file_tokenizer(["t", "h", "e", "th", "he"], [("h", "e"), ("t", "h")], bos="t"),
         tokenizer.ByteTokenizer(),
     ],
 )

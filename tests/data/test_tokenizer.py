@@ -33,7 +33,7 @@ def write_tokenizer(path, special_tokens=("<s>", "</s>"), model_class=models.BPE
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-    return tokenizer.load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("bpe") / "tokenizer.json"))
+    return named(tmp_path_factory.mktemp("bpe"), ("<s>", "</s>"), {"bos_token": "<s>", "eos_token": "</s>"})
 
 
 @hypothesis.given(st.binary())
@@ -64,6 +64,18 @@ def test_byte_vocab_holds_the_separator_and_divides_by_64():
 
 @hypothesis.given(st.text(st.characters(exclude_categories=["Cs"])))
 @hypothesis.settings(max_examples=50)
+def test_places_are_the_characters_of_the_ids(bpe, text):
+    for own in (bpe, tokenizer.ByteTokenizer()):
+        for is_special in (False, True):
+            ids, places = own.encode_places(text, is_special=is_special)
+            np.testing.assert_array_equal(ids, (own.encode_special if is_special else own.encode)(text))
+            assert places.shape == (len(ids), 2) and all(0 <= a <= b <= len(text) for a, b in places)
+            covered = {at for a, b in places for at in range(a, b)}
+            assert covered == set(range(len(text)))  # neither leaves a character out
+
+
+@hypothesis.given(st.text(st.characters(exclude_categories=["Cs"])))
+@hypothesis.settings(max_examples=50)
 def test_file_tokenizer_gives_text_back_without_truncation_or_padding(bpe, text):
     ids = bpe.encode(text)
     assert ids.dtype == np.int32 and bpe.bos_id not in ids
@@ -87,19 +99,53 @@ def test_sparse_ids_are_below_the_vocab_size(tmp_path):
     model = tokenizers.Tokenizer(models.WordLevel({"a": 5, "[BOS]": 9}, unk_token="a"))
     model.save(str(path))
     loaded = tokenizer.load_tokenizer(str(path))
-    assert (loaded.vocab_size, loaded.bos_id) == (10, 9)
+    assert loaded.vocab_size == 10
 
 
-@pytest.mark.parametrize("names, expected", [(("</s>", "<s>"), "<s>"), (("[BOS]", "<|endoftext|>"), "<|endoftext|>")])
-def test_the_separator_is_the_best_known_name(tmp_path, names, expected):
-    path = write_tokenizer(tmp_path / "tokenizer.json", names)
-    assert tokenizer.load_tokenizer(path).bos_id == names.index(expected)
+def named(folder, names, config=None, **files):
+    """Returns a tokenizer with these special tokens, beside files of these contents."""
+    path = write_tokenizer(folder / "tokenizer.json", names)
+    for name, content in {"tokenizer_config": config, **files}.items():
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    return tokenizer.load_tokenizer(path)
 
 
-def test_a_vocabulary_without_a_separator_is_an_error(tmp_path):
-    path = write_tokenizer(tmp_path / "tokenizer.json", ("[SEP]",))
-    with pytest.raises(UserError, match=r"no document separator; add one of <\|begin_of_text\|>, <s>"):
-        tokenizer.load_tokenizer(path)
+@pytest.mark.parametrize(
+    "files, before",
+    [
+        ({"config": {"bos_token": "[E]", "eos_token": "[B]"}}, 2),
+        ({"config": {"eos_token": {"content": "[B]"}}}, 1),
+        ({"special_tokens_map": {"eos_token": "[B]"}}, 1),
+        ({"config": {"eos_token": "[E]", "added_tokens_decoder": {}}, "special_tokens_map": {"eos_token": "[B]"}}, 2),
+        ({"generation_config": {"bos_token_id": 2, "eos_token_id": [1]}}, 2),
+        ({"config": {"eos_token": "[B]"}, "generation_config": {"bos_token_id": 2}}, 2),
+        ({"config": {"tokenizer_class": "GPT2Tokenizer"}}, 280),
+    ],
+)
+def test_documents_are_separated_by_what_the_files_name_and_not_by_a_spelling(tmp_path, files, before):
+    own = named(tmp_path, ("<s>", "[B]", "[E]"), **files)
+    assert own.document.before == (before,) and own.document.after == ()
+    assert tokenizer.told(own).startswith(f"each document begins with {own.name_of(before)!r} ({before}): ")
+
+
+def test_what_the_post_processor_adds_stands_around_documents(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    model = tokenizers.Tokenizer.from_file(write_tokenizer(path, ("[C]", "[S]", "<s>")))
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        "[C] $A [S]", special_tokens=[("[C]", 0), ("[S]", 1)]
+    )
+    model.save(str(path))
+    own = tokenizer.load_tokenizer(str(path))
+    assert own.document[:2] == own.around[:2] == ((0,), (1,)) and (own.bos_id, own.end_id) == (0, 1)
+    assert own.encode_whole("hi").tolist() == [0, *own.encode("hi"), 1]
+
+
+def test_a_tokenizer_that_names_no_special_token_has_no_documents_and_all_else(tmp_path):
+    own = named(tmp_path, ("[PAD]", "[UNK]", "<s>", "<|endoftext|>"))
+    assert own.bos_id is own.end_id is None and own.around[:2] == ((), ()) and own.encode("hi").size
+    with pytest.raises(UserError, match=r"names no token that separates documents: name one as bos_token or eos_token"):
+        tokenizer.told(own)
 
 
 @pytest.mark.parametrize("text", ["", "not json", "{}", json.dumps({"version": "1.0", "model": {"type": "Odd"}})])
@@ -135,6 +181,7 @@ def test_the_file_of_a_tokenizer_gives_the_same_ids(tmp_path, bpe, begins):
     path, text = tmp_path / "tokenizer.json", "naïve 🙂\n\tdef f(): <|endoftext|> 1"
     for own in (tokenizer.load_tokenizer("bytes"), bpe):
         path.write_text(json.dumps(own.file(begins=begins)))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": own.name_of(own.bos_id)}))
         saved = tokenizer.load_tokenizer(str(path))
         assert saved.encode(text).tolist() == own.encode(text).tolist() and saved.decode(own.encode(text)) == text
         assert (saved.vocab_size, saved.bos_id, list(saved.sentinels)) == (

@@ -11,7 +11,7 @@ import io
 import pathlib
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from zerojax import bounded, errors, files
 from zerojax import mesh as mesh_lib
 from zerojax.commands import arguments
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import records
+from zerojax.data.pairs import records, tasks
 from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.inference import sampling as sampling_lib
@@ -174,42 +174,45 @@ def _answer_file(given: argparse.Namespace) -> None:
         told = predictions.write(
             source,
             asked,
-            _answered(loaded, asked.prompts, new_tokens, given),
-            _text_of(loaded, tokenizer),
+            _answered(loaded, asked, new_tokens, given),
+            _text_of(loaded, tokenizer, asked.ends),
             file=file,
         )
     if is_primary:
         print(f"{given.out}: {told}")
 
 
-def _text_of(loaded: pretrained.Pretrained, tokenizer: tokenizer_lib.Tokenizer) -> Callable[[np.ndarray], str]:
+def _text_of(
+    loaded: pretrained.Pretrained, tokenizer: tokenizer_lib.Tokenizer, ends: tuple[int, ...]
+) -> Callable[[np.ndarray], str]:
     """Returns the function from an example's new tokens, or its class, to its answer."""
     if loaded.family.is_classifier:
         return lambda row: loaded.config.classes[row].strip()
-    special = examples.special_tokens(loaded.family, loaded.folder, tokenizer)
+    special = examples.special_tokens(loaded.family, loaded.folder, tokenizer, ends)
     return lambda row: answers.text_of(tokenizer, special.stops, row)
 
 
 def _answered(
-    loaded: pretrained.Pretrained, prompts: Sequence[np.ndarray], new_tokens: int, given: argparse.Namespace
+    loaded: pretrained.Pretrained, asked: tasks.Asked, new_tokens: int, given: argparse.Namespace
 ) -> Iterator[np.ndarray]:
     """Yields the new tokens of each prompt, or its class. `batch_size` are answered at once."""
     if loaded.family.is_classifier:
         classifier = loaded.classifier()
         return predictions.in_batches(
-            prompts,
+            asked.prompts,
             lambda ids, mask: classifier(loaded.params, ids, mask).argmax(axis=1),
             most=loaded.folder.positions or 1 << 30,
             batch_size=given.batch_size,
         )
-    return _by_engine(loaded, prompts, new_tokens, given)
+    return _by_engine(loaded, asked, new_tokens, given)
 
 
 def _by_engine(
-    loaded: pretrained.Pretrained, prompts: Sequence[np.ndarray], new_tokens: int, given: argparse.Namespace
+    loaded: pretrained.Pretrained, asked: tasks.Asked, new_tokens: int, given: argparse.Namespace
 ) -> Iterator[np.ndarray]:
     """Yields the new tokens of each prompt, which depend on the seed and the prompt's number, not on the others."""
     sampling_lib.Sampling(given.temperature, given.top_k, given.top_p)  # refuses what cannot take effect
+    prompts = asked.prompts
     longest = max(map(len, prompts))
     text = (1 if loaded.family.is_encoder_decoder else longest) + new_tokens
     generate.check_length(loaded.family, loaded.config, max(text, longest))
@@ -218,11 +221,11 @@ def _by_engine(
     how: dict[str, Any] = {"is_gathered": True, "together": ways} if ways > 1 else {}
     engine = engine_lib.Engine(loaded, slots=slots, max_len=text, max_inputs=longest, **how)
     settings = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "seed")}
-    asked = [
-        engine.submit(prompt.tolist(), max_tokens=new_tokens, stream=number, **settings)
+    requests = [
+        engine.submit(prompt.tolist(), max_tokens=new_tokens, stream=number, stop_ids=asked.ends, **settings)
         for number, prompt in enumerate(prompts)
     ]
-    for request in asked:
+    for request in requests:
         while not request.finish:
             engine.step()
         yield np.asarray(request.tokens)

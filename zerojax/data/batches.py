@@ -1,9 +1,9 @@
 """Makes token batches of documents, the same on any number of processes. This module shuffles, packs and prefetches.
 
 A global batch has `num_rows` rows. Each row is an independent stream. Row r reads documents r, r + num_rows, r + 2 * num_rows, ... of
-the endless order, which has a new permutation for every epoch. It puts the separator before each document, concatenates them and cuts
-windows. An objective turns each window into a row of arrays. A process reads only its own rows, so each document is tokenized once
-globally, and a batch does not depend on the process that reads it.
+the endless order, which has a new permutation for every epoch. It puts around each document what the tokenizer says
+(`Tokenizer.document`), concatenates them and cuts windows. An objective turns each window into a row of arrays. A process reads only its
+own rows, so each document is tokenized once globally, and a batch does not depend on the process that reads it.
 
 A row's only state is its position, a few integers. (grain's concat-then-split would pack too. But its state has tuples, and after a
 round trip through JSON it silently drops a document.)
@@ -229,11 +229,14 @@ def make_batches(
     if len(source) == 0:
         raise UserError("train_split: the split has no documents; choose another split")
     _check_text(source[0], text_key)
+    frame = tokenizer.document
     order = functools.partial(shuffled, size=len(source), seed=seed) if shuffle else lambda n: n % len(source)
 
     def encode(document: int) -> np.ndarray:
         text = source[order(document)][text_key]
-        return np.concatenate([np.array([tokenizer.bos_id], np.int32), tokenizer.encode(text)])
+        return np.concatenate(
+            [np.array(frame.before, np.int32), tokenizer.encode(text), np.array(frame.after, np.int32)]
+        )
 
     form = form or objectives.NextToken().form(tokenizer, seq_len)
     read = _rows(_packing_reader(encode, num_rows, form.window), form, seed)

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.errors import UserError
 
 SAMPLED = 1024  # documents that are read: all of a small source, else as many at even distances
 # Words, numbers, letters of several scripts and spaces, which tokenizers of the same vocabulary may cut differently.
@@ -35,9 +36,14 @@ def of_text(source: source_lib.Source, text_key: str) -> str:
 
 
 def of_tokenizer(tokenizer: tokenizer_lib.Tokenizer) -> str:
-    """Returns the CRC-32 of a tokenizer's vocabulary and of the ids of a short text, in hexadecimal."""
+    """Returns the CRC-32 of a tokenizer's vocabulary, of the ids of a short text and of those around a document, in hexadecimal."""
     ids = tokenizer.encode(PROBE).tolist()
-    return _hex(json.dumps([tokenizer.vocabulary, ids, tokenizer.vocab_size, tokenizer.bos_id]).encode())
+    try:
+        before, after, _ = tokenizer.document
+        separator: object = before[0] if len(before) == 1 and not after else [before, after]
+    except UserError:
+        separator = None  # no text is learned with it
+    return _hex(json.dumps([tokenizer.vocabulary, ids, tokenizer.vocab_size, separator]).encode())
 
 
 def _hex(data: bytes) -> str:

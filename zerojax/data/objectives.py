@@ -60,12 +60,12 @@ class NextToken:
         return Form(seq_len + 1, lambda window, key: {"tokens": window})
 
     def prompt(self, tokenizer: tokenizer_lib.Tokenizer, text: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Returns no inputs, and the separator followed by the text."""
-        return {}, np.concatenate([[tokenizer.bos_id], tokenizer.encode(text)]).astype(np.int32)
+        """Returns no inputs, and the text after what begins a document."""
+        return {}, np.concatenate([tokenizer.document.before, tokenizer.encode(text)]).astype(np.int32)
 
     def answer(self, tokenizer: tokenizer_lib.Tokenizer, text: str, tokens: np.ndarray) -> str:
         """Returns the prompt and its continuation."""
-        return tokenizer.decode(tokens[1:])
+        return tokenizer.decode(tokens[len(tokenizer.document.before) :])
 
 
 class SpanCorruption:

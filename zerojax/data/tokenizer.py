@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tokenizers
@@ -20,16 +20,29 @@ import tokenizers.pre_tokenizers
 import tokenizers.processors
 
 from zerojax import bounded, errors, files
+from zerojax.data import token_files
 from zerojax.errors import UserError
 
-_MOST_BYTES = 2**28  # of a tokenizer.json; the largest known ones have 2**25
 _MOST_IDS = 2**24  # the most that a model's logits may have
 _CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*("[^"]*")')
 _MOST_STEPS, _MOST_GROWTH, _MOST_LETTERS = 100, 1000, 1000
 
-# The first of these that is in the vocabulary separates documents.
-SEPARATOR = "<|endoftext|>"  # its name in the file of the bytes tokenizer
-SEPARATORS = ("<|begin_of_text|>", "<s>", "<|endoftext|>", "[BOS]", "</s>")
+SEPARATOR = "<|endoftext|>"  # the name of the token that separates documents, in the file of the bytes tokenizer
+_PROBE = "a"  # a text, to see what a tokenizer adds around one
+_POST_PROCESSOR = "the post-processor of tokenizer.json adds it"
+
+
+class Frame(NamedTuple):
+    """What stands around a text.
+
+    Attributes:
+      before, after: ids.
+      why: what says so.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    why: str
 
 
 class Tokenizer(Protocol):
@@ -40,8 +53,28 @@ class Tokenizer(Protocol):
         """Returns the number of entries that an embedding needs: every id is below it."""
 
     @property
-    def bos_id(self) -> int:
-        """Returns the id of the separator, which precedes each document."""
+    def bos_id(self) -> int | None:
+        """Returns the id that begins a text, as the tokenizer's files name it; None if they name none."""
+
+    @property
+    def end_id(self) -> int | None:
+        """Returns the id that ends a text; None if the files name none."""
+
+    @property
+    def around(self) -> Frame:
+        """Returns what the tokenizer itself puts around a text (`encode_whole`)."""
+
+    @property
+    def document(self) -> Frame:
+        """Returns what stands around each document of a stream.
+
+        Raises:
+          UserError: the tokenizer's files name no token for that.
+        """
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Returns the ids of special tokens."""
 
     @property
     def sentinels(self) -> Sequence[int]:
@@ -63,6 +96,13 @@ class Tokenizer(Protocol):
     def encode_special(self, text: str) -> np.ndarray:
         """Returns the ids of a text in which special tokens are written out, as chat templates do."""
 
+    def encode_places(self, text: str, *, is_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of `encode_special(text)` or of `encode(text)`, and where each is: int32[length, 2], its first character and
+        the one after its last."""
+
+    def name_of(self, token: int) -> str:
+        """Returns the letters of a token in the vocabulary."""
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of `ids`. Drops special and unknown ids."""
 
@@ -71,7 +111,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """Returns the tokenizer that `spec` names: "bytes", or the path of a Hugging Face tokenizer.json.
 
     Raises:
-      UserError: the file does not exist, it is not a tokenizer file, or its vocabulary has no document separator.
+      UserError: the file does not exist, or it or one beside it is not a tokenizer's file.
     """
     if spec == "bytes":
         return ByteTokenizer()
@@ -80,13 +120,21 @@ def load_tokenizer(spec: str) -> Tokenizer:
         files.check_path(spec, "tokenizer")
     if not pathlib.Path(spec).is_file():
         raise UserError(f'{subject} is not a file; set it to "bytes" or the path of a Hugging Face tokenizer.json')
-    model = read_model(spec, subject)
+    model, beside = _read(spec, subject)
     # The letters of a special token in a document are plain text.
     model.encode_special_tokens = True
-    bos_id = next((found for name in SEPARATORS if (found := model.token_to_id(name)) is not None), None)
-    if bos_id is None:
-        raise UserError(f"{subject} has no document separator; add one of {', '.join(SEPARATORS)} to its vocabulary")
-    return FileTokenizer(model, bos_id, subject)
+    return FileTokenizer(model, beside, subject)
+
+
+def told(tokenizer: Tokenizer) -> str:
+    """Returns a line that tells what stands around each document of a stream, and why."""
+    frame = tokenizer.document
+
+    def names(ids: tuple[int, ...]) -> str:
+        return " ".join(f"{tokenizer.name_of(token)!r} ({token})" for token in ids)
+
+    parts = [f"{verb} {names(ids)}" for verb, ids in (("begins with", frame.before), ("ends with", frame.after)) if ids]
+    return f"each document {' and '.join(parts)}: {frame.why}"
 
 
 def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
@@ -97,12 +145,23 @@ def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
       subject: its name, for errors.
 
     Raises:
-      UserError: it is no tokenizer file, or its steps could turn a short text into one that fills the memory.
+      UserError: it or a file beside it is no tokenizer file, or its steps could turn a short text into one that fills the memory.
     """
+    return _read(path, subject)[0]
+
+
+def _read(path: str | os.PathLike, subject: str) -> tuple[tokenizers.Tokenizer, token_files.Files]:
+    """Returns the tokenizer in a tokenizer.json with the tokens that the files beside it name, and what these say."""
     with _refused(f"{subject} is not a readable tokenizer.json", "save it again or choose another"):
-        content = bounded.read_bytes(path, _MOST_BYTES)
+        content = bounded.read_bytes(path, token_files.MOST_BYTES)
         _check_charsmaps(content)
+        parsed = json.loads(content)
+        beside = token_files.read(path, parsed if isinstance(parsed, Mapping) else {})
+        if beside.kind == token_files.LLAMA:
+            content = json.dumps(token_files.as_run(parsed, beside.kind, beside.settings)).encode()
         model = tokenizers.Tokenizer.from_str(content.decode())
+        token_files.add(model, beside)
+        model.encode_special_tokens = beside.splits_special
         model.no_truncation()
         model.no_padding()
         parts = (model.normalizer, model.pre_tokenizer, model.decoder)
@@ -116,7 +175,7 @@ def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
             raise ValueError(f"it reads words of more than {_MOST_LETTERS} letters, in quadratic time")
         if max(model.get_vocab(with_added_tokens=True).values(), default=0) >= _MOST_IDS:
             raise ValueError(f"it has an id of {_MOST_IDS} or more")
-    return model
+    return model, beside
 
 
 def _check_charsmaps(content: bytes) -> None:
@@ -149,7 +208,7 @@ def _refused(what: str, way_out: str) -> Iterator[None]:
     """Turns all that the library may raise, plain Exception and panics of its Rust code, into a UserError."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, MemoryError, UserError):
         raise
     except BaseException as error:
         why = getattr(error, "strerror", None) or errors.one_line(error)
@@ -165,6 +224,26 @@ class ByteTokenizer:
 
     vocab_size: int = 320
     bos_id: int = 256
+
+    @property
+    def around(self) -> Frame:
+        """Returns nothing."""
+        return Frame((), (), "")
+
+    @property
+    def end_id(self) -> int:
+        """Returns the separator."""
+        return self.bos_id
+
+    @property
+    def document(self) -> Frame:
+        """Returns the separator before a document."""
+        return Frame((self.bos_id,), (), "the separator of the bytes tokenizer")
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Returns the ids that are no bytes."""
+        return frozenset(range(self.bos_id, self.vocab_size))
 
     @property
     def sentinels(self) -> Sequence[int]:
@@ -203,6 +282,18 @@ class ByteTokenizer:
         """Returns the bytes of `text`: no special token has a name."""
         return self.encode(text)
 
+    def encode_places(self, text: str, *, is_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes of `text`, and the character of each."""
+        sizes = [len(character.encode("utf-8", errors="replace")) for character in text]
+        at = np.repeat(np.arange(len(text), dtype=np.int32), sizes)
+        return self.encode(text), np.stack([at, at + 1], axis=1)
+
+    def name_of(self, token: int) -> str:
+        """Returns the letters of a byte, or the number of another id in angle brackets."""
+        if token == self.bos_id:
+            return SEPARATOR
+        return chr(token) if token < 128 else f"<{token}>" if token >= 256 else f"<0x{token:02X}>"
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the UTF-8 text of `ids`. Drops ids above 255, and replaces invalid bytes by U+FFFD."""
         return bytes(_below(ids, 256)).decode("utf-8", errors="replace")
@@ -210,11 +301,66 @@ class ByteTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class FileTokenizer:
-    """A tokenizer from a Hugging Face tokenizer.json."""
+    """A tokenizer from a Hugging Face tokenizer.json, and what the files beside it say."""
 
     model: tokenizers.Tokenizer
-    bos_id: int
+    files: token_files.Files
     subject: str = "the tokenizer"
+
+    @functools.cached_property
+    def bos_id(self) -> int | None:
+        """Returns the id of bos_token, or the one that begins a text by the post-processor, or bos_token_id of the model's files."""
+        return next((found for found, _ in self._named("bos", self.around.before[:1])), None)
+
+    @functools.cached_property
+    def end_id(self) -> int | None:
+        """Returns the id of eos_token, or the one that ends a text by the post-processor, or eos_token_id of the model's files."""
+        return next((found for found, _ in self._named("eos", self.around.after[-1:])), None)
+
+    def _named(self, role: str, around: tuple[int, ...]) -> Iterator[tuple[int, str]]:
+        """Yields the ids that the files name for a role, the best first, each with what names it."""
+        key, known = f"{role}_token", self._known
+        name = self.files.named.get(key)
+        if name is not None and (found := self.model.token_to_id(name)) is not None:
+            yield found, f"{self.files.source[key]} names it {key}"
+        for found in around:
+            yield found, _POST_PROCESSOR
+        ids = self.files.ids.get(f"{key}_id")
+        for value in ids if isinstance(ids, list) else [ids]:
+            if isinstance(value, int) and not isinstance(value, bool) and value in known:
+                yield value, f"the model's config names it {key}_id"
+
+    @functools.cached_property
+    def _known(self) -> frozenset[int]:
+        return frozenset(self.model.get_vocab(with_added_tokens=True).values())
+
+    @functools.cached_property
+    def around(self) -> Frame:
+        """Returns what the file's post-processor adds to a text."""
+        bare, whole = (self.encode(_PROBE).tolist(), self.encode_whole(_PROBE).tolist())
+        if len(bare) == len(whole):
+            return Frame((), (), "")
+        starts = range(len(whole) - len(bare) + 1)
+        at = next((start for start in starts if whole[start : start + len(bare)] == bare), 0)
+        return Frame(tuple(whole[:at]), tuple(whole[at + len(bare) :]), _POST_PROCESSOR)
+
+    @functools.cached_property
+    def document(self) -> Frame:
+        """Returns what the post-processor adds, or else bos_token, or else eos_token, before each document."""
+        if self.around.before or self.around.after:
+            return self.around
+        for found, why in [*self._named("bos", ()), *self._named("eos", ())]:
+            return Frame((found,), (), why)
+        raise UserError(
+            f"{self.subject} names no token that separates documents: name one as bos_token or eos_token in a "
+            f"{token_files.TOKENIZER_CONFIG} beside it"
+        )
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Returns the ids of the added tokens that are special."""
+        added = self.model.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -255,16 +401,28 @@ class FileTokenizer:
         """Returns the ids of `text`, in which the names of special tokens are these tokens."""
         return self._ids(self._naming, text, adds_special=False)
 
+    def encode_places(self, text: str, *, is_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of a text and their first and last characters; see `Tokenizer`."""
+        found = self._encoding(self._naming if is_special else self.model, text, adds_special=False)
+        return np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int32).reshape(-1, 2)
+
+    def name_of(self, token: int) -> str:
+        """Returns a token's letters in the vocabulary."""
+        return self.model.id_to_token(token) or f"<{token}>"
+
     def _ids(self, model: tokenizers.Tokenizer, text: str, *, adds_special: bool) -> np.ndarray:
+        return np.asarray(self._encoding(model, text, adds_special=adds_special).ids, np.int32)
+
+    def _encoding(self, model: tokenizers.Tokenizer, text: str, *, adds_special: bool) -> tokenizers.Encoding:
         with _refused(
             f"{self.subject} cannot encode {errors.shown(text, 60)}", "mend the text, or choose another tokenizer"
         ):
-            return np.asarray(model.encode(text, add_special_tokens=adds_special).ids, np.int32)
+            return model.encode(text, add_special_tokens=adds_special)
 
     @functools.cached_property
     def _naming(self) -> tokenizers.Tokenizer:
         copy = tokenizers.Tokenizer.from_str(self.model.to_str())
-        copy.encode_special_tokens = False
+        copy.encode_special_tokens = self.files.splits_special
         return copy
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -33,7 +33,7 @@ from zerojax.zero.offload import storage
 
 SHARD_BYTES = 5 * 2**30
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-GENERATION = "generation_config.json"
+GENERATION, SPECIAL_TOKENS, CHAT_TEMPLATE = "generation_config.json", "special_tokens_map.json", "chat_template.jinja"
 CONFIG, INDEX, ONE_FILE = "config.json", tensor_files.INDEX, tensor_files.ONE_FILE
 # by name in a config
 DTYPES: Mapping[str, Any] = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -42,7 +42,7 @@ CARRIED = (
     GENERATION,
     "tokenizer.json",
     "tokenizer_config.json",
-    "special_tokens_map.json",
+    SPECIAL_TOKENS,
     "added_tokens.json",
     "vocab.json",
     "vocab.txt",
@@ -50,7 +50,7 @@ CARRIED = (
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
 )
 
@@ -67,6 +67,8 @@ def export(
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
     tokenizer: Mapping[str, Any] | None = None,
+    ends: Mapping[int, str] | None = None,
+    template: str = "",
 ) -> None:
     """Writes safetensors and config.json for `from_pretrained` of the family's class in transformers.
 
@@ -85,6 +87,8 @@ def export(
       bos_token_id: the token that begins a text, for config.json; without `source`, or with a `tokenizer`.
       eos_token_id: the token that ends a text, likewise.
       tokenizer: the contents of tokenizer.json, in place of those of `source`. None for these, or none.
+      ends: {id: name} of the tokens that end the answers that the model has learned, before those that the files name; None for no others.
+      template: the chat template that was learned, in place of that of `source`; "" for none.
 
     Raises:
       UserError: a leaf is missing, unknown or of another shape, the directory holds other files, or the disk is full.
@@ -108,6 +112,8 @@ def export(
         carried = {}
     if tokenizer is not None:
         texts |= {TOKENIZER: tokenizer, TOKENIZER_CONFIG: _tokenizer_config(tokenizer, texts[CONFIG])}
+    if ends:
+        _end_with(ends, texts, carried)
     with writing(directory) as partial:
         if is_primary:
             _prepare(directory, partial)
@@ -117,6 +123,8 @@ def export(
                 (partial / name).write_text(json.dumps(content, indent=2) + "\n")
             for name, path in carried.items():
                 shutil.copyfile(path, partial / name)
+            if template:
+                (partial / CHAT_TEMPLATE).write_text(template)
             tensor_files.write_checksums(partial)
             _replace(directory, partial)
 
@@ -137,6 +145,22 @@ def writing(directory: pathlib.Path) -> Iterator[pathlib.Path]:
         raise UserError(f"{directory}: export failed: {cause} or choose another directory") from error
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("zerojax export")
+
+
+def _end_with(ends: Mapping[int, str], texts: dict[str, Any], carried: dict[str, pathlib.Path]) -> None:
+    """Writes into the texts of files which tokens end an answer; files of the source that say otherwise are no longer carried."""
+    for name in (CONFIG, GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS):
+        if name in carried:
+            texts[name] = bounded.parse_json(bounded.read_bytes(carried.pop(name)))
+        if name not in texts:
+            continue
+        if name in (CONFIG, GENERATION):
+            known = texts[name].get("eos_token_id", texts[CONFIG].get("eos_token_id"))
+            known = known if isinstance(known, list) else [] if known is None else [known]
+            found = list(dict.fromkeys([*ends, *known]))
+            texts[name] = texts[name] | {"eos_token_id": found if len(found) > 1 else found[0]}
+        else:
+            texts[name] = texts[name] | {"eos_token": next(iter(ends.values()))}
 
 
 def _tokenizer_config(tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

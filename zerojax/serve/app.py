@@ -201,8 +201,10 @@ class Service:
         self._check_takes()  # the server may have begun to end while the body came
         call = _Answering(self._worker, began, self._limits.seconds)
         try:
-            adapter = {"adapter": self._adapters[asked.model]}
-            listed = [call.request(prompt, settings | adapter) for prompt, settings in _each(prompts, asked)]
+            more: dict[str, Any] = {"adapter": self._adapters[asked.model]}
+            if is_chat and not asked.settings.get("ignores_end"):
+                more["stop_ids"] = (*asked.settings.get("stop_ids", ()), *self._words.chat_ends)
+            listed = [call.request(prompt, settings | more) for prompt, settings in _each(prompts, asked)]
         except UserError as error:
             raise NotAnswered.by(error, is_chat=is_chat) from error
         if self.active + len(listed) > self._most:

@@ -41,6 +41,10 @@ class Words:
         """Returns what is between a prompt and an answer that begins with a token: a space, or nothing."""
         return ""
 
+    chat_ends: tuple[
+        int, ...
+    ] = ()  # tokens that end an answer of a conversation, beside those that the model's configs name
+
     def conversation(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Returns the ids of a conversation (role, content), after which an answer begins. Raises UserError if it has none."""
         raise UserError("messages: the model's folder has no tokenizer.json; ask /v1/completions with token ids")
@@ -62,6 +66,8 @@ class TokenizerWords(Words):
         self._folder, self._model = folder, tokenizer_lib.read_model(path, f"{path}:")
         self._chat, self.note = templates.chat_of(folder.path, chat_template)
         self._lock = threading.Lock()
+        if isinstance(self._chat, templates.JinjaChat):
+            self.chat_ends = tasks.chat_ends(self._chat, self._tokenizer)
 
     def ids_of(self, text: str) -> list[int]:
         """Returns the ids of a prompt with those that the tokenizer adds. Raises UserError if there are none."""
@@ -97,9 +103,11 @@ class TokenizerWords(Words):
 
     def _plain(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Returns the ids as the task `chat` of the trainer makes them, with an end after each answer."""
-        tokenizer = self._plain_tokenizer
+        tokenizer = self._tokenizer
         special = pretrained.special_tokens(self._folder)
-        stops = special.stops or (tokenizer.bos_id,)
+        stops = (
+            special.stops or tuple(token for token in (tokenizer.end_id, tokenizer.bos_id, 0) if token is not None)[:1]
+        )
         form = tasks.RowForm(
             is_encoder_decoder=self._folder.family.is_encoder_decoder,
             seq_len=_LONGEST,
@@ -115,7 +123,7 @@ class TokenizerWords(Words):
         return asked.prompts[0].tolist()
 
     @functools.cached_property
-    def _plain_tokenizer(self) -> tokenizer_lib.Tokenizer:
+    def _tokenizer(self) -> tokenizer_lib.Tokenizer:
         return tokenizer_lib.load_tokenizer(str(self._folder.path / TOKENIZER))
 
     def _encode(self, text: str, *, adds_special: bool) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from zerojax import errors, precision
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import splits
 from zerojax.inference import generate, sampling
 from zerojax.interop import deltas, hub, huggingface, merged, peft
 from zerojax.models import family as family_lib
@@ -48,9 +49,16 @@ def draw(folder: pathlib.Path) -> None:
 
 
 def export(
-    program: program_lib.Program, state: State, folder: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer
+    program: program_lib.Program,
+    state: State,
+    folder: pathlib.Path,
+    tokenizer: tokenizer_lib.Tokenizer,
+    pairs: splits.Splits | None = None,
 ) -> None:
-    """Writes the weights to `folder` as transformers or PEFT do, with a tokenizer.json. All processes must call it."""
+    """Writes the weights to `folder` as transformers or PEFT do, with a tokenizer.json. All processes must call it.
+
+    `pairs` are the examples of the run: the files say which tokens ended their answers, and how their conversations were written.
+    """
     params = resume.logical_params(program, state)
     dtype = huggingface.DTYPES.get(program.config.export.dtype)
     weights = program.weights
@@ -62,6 +70,9 @@ def export(
     if weights.adapted is not None:
         params = merged.of_params(params, weights.adapted.chosen)
     of_tokenizer = {} if _is_its_own(program, tokenizer) else _of_tokenizer(program, tokenizer)
+    if pairs is not None:
+        of_tokenizer["ends"] = {token: tokenizer.name_of(token) for token in pairs.stops}
+        of_tokenizer["template"] = pairs.template
     huggingface.export(params, weights.family, weights.model, folder, dtype=dtype, source=source, **of_tokenizer)
 
 
@@ -105,7 +116,7 @@ def _of_tokenizer(program: program_lib.Program, tokenizer: tokenizer_lib.Tokeniz
     begins = not program.family.is_encoder_decoder
     return {
         "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.end_id if tokenizer.end_id is not None else tokenizer.bos_id,
         "tokenizer": tokenizer.file(begins=begins),
     }
 

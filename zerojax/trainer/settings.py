@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zerojax import precision as precision_lib
-from zerojax.data.pairs import tasks, templates
+from zerojax.data.pairs import spans, tasks, templates
 from zerojax.interop import huggingface
 from zerojax.launch import devices
 from zerojax.models import families
@@ -342,6 +342,8 @@ class DataSettings:
     messages: str = setting("messages", ANY, 'the field of a chat: [{"role": "user", "content": "..."}, ...]')
     chat_template: str = setting("auto", templates.CHOICES,
         "\"own\": the tokenizer's (needs jinja2), \"plain\": zerojax's, \"auto\": the first that there is")
+    learn: str = setting(spans.ALL, spans.LEARNED,
+        'of conversations: "all" answers, the "last" one alone, or with "reasoning off" all answers without the reasoning before them')
     answer_len: int = setting(32, POSITIVE.up_to(2**16, "a decoder reads it token by token"),
         "tokens of an answer, with its end: of an encoder-decoder's targets, and of generated answers")
     pack: bool = setting(True, ANY, "a decoder's row holds several short examples, which do not see each other")

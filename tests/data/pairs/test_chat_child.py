@@ -14,7 +14,10 @@ TURNS = [{"role": "user", "content": "Hi \ud800 \u4e2d"}]
 
 def answers(source, *questions, variables=None):
     """Returns what the process writes, and how it ends."""
-    lines = [json.dumps(line) for line in ([source, variables or {}], *questions)]
+    asked = (
+        ["default", {"messages": messages, "add_generation_prompt": is_answered}] for messages, is_answered in questions
+    )
+    lines = [json.dumps(line) for line in ([{"default": source}, variables or {}], *asked)]
     done = subprocess.run(
         [sys.executable, "-P", chat_child.__file__], input="\n".join(lines) + "\n", capture_output=True, text=True
     )
@@ -24,19 +27,34 @@ def answers(source, *questions, variables=None):
 def test_each_question_is_answered_and_the_end_of_the_questions_ends_the_process():
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ end }}{{ tools is none }}"
     found, status = answers(source, [TURNS, False], [[], True], variables={"end": "</s>", "tools": None})
-    assert found == [{"text": ""}, {"text": TURNS[0]["content"] + "</s>True"}, {"text": "</s>True"}] and status == 0
+    assert [line["text"] for line in found] == ["", TURNS[0]["content"] + "</s>True", "</s>True"] and status == 0
+    assert [line["parts"] for line in found] == [[], [[0, 6]], []]
+
+
+def test_a_block_of_an_answer_has_a_scope_of_its_own_and_its_place_is_known_or_refused():
+    inner = "a{% generation %}{% set q = 1 %}bc{% endgeneration %}{{ q is defined }}"
+    assert answers(inner, [[], False])[0][1] == {"text": "abcFalse", "parts": [[1, 3]]}
+    hidden = "{% set x %}ab{% generation %}c{% endgeneration %}{% endset %}z{{ x }}"
+    assert "where its place in the text is unknown" in answers(hidden, [[], False])[0][1]["error"]
+
+
+def test_a_template_gets_the_functions_that_transformers_gives():
+    source = "{{ dict(a=1) | tojson(true) }}{% set n = namespace(x=2) %}{{ n.x }}{{ strftime_now('%Y') | length }}"
+    assert answers(source, [[], False])[0][1]["text"] == '{"a": 1}24'
+    for reach in ("{% set n = namespace() %}{% set n._x = 1 %}", "{{ namespace(_x=1) }}"):
+        assert "has no '_x'" in answers(reach, [[], False])[0][1]["error"]
 
 
 def test_lines_that_hold_only_a_block_leave_no_text():
     source = "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
-    assert answers(source, [TURNS, False])[0][1] == {"text": TURNS[0]["content"] + "\n"}
+    assert answers(source, [TURNS, False])[0][1]["text"] == TURNS[0]["content"] + "\n"
 
 
 def test_a_refusal_and_an_error_leave_the_process_alive():
     source = "{% if add_generation_prompt %}{{ raise_exception('no') }}{% else %}{{ 1 // messages|length }}{% endif %}"
     found, status = answers(source, [[], True], [[], False], [TURNS, False])
     assert found[1:3] == [{"refused": "no"}, {"error": "ZeroDivisionError: integer division or modulo by zero"}]
-    assert found[3] == {"text": "1"} and status == 0
+    assert found[3]["text"] == "1" and status == 0
 
 
 @pytest.mark.parametrize(
@@ -68,9 +86,10 @@ def test_the_kernel_ends_a_template_that_computes_for_too_long(source):
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        input=json.dumps([source, {}]) + "\n[[], true]\n",
+        input=json.dumps([{"default": source}, {}])
+        + '\n["default", {"messages": [], "add_generation_prompt": true}]\n',
         capture_output=True,
         text=True,
     )
-    assert done.returncode == -27 and json.loads(done.stdout) == {"text": ""}  # SIGPROF
+    assert done.returncode == -27 and json.loads(done.stdout)["text"] == ""  # SIGPROF
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < chat_child.SECONDS

@@ -75,12 +75,54 @@ def test_conversations_of_all_forms_are_the_same():
     shared = [{"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text} for role, text in TURNS]
     columns = {"role": np.array([t[0].encode() for t in TURNS]), "content": np.array([t[1].encode() for t in TURNS])}
     for value in (listed, shared, columns):
-        assert templates.messages_of(value, "f:1", "messages") == TURNS
+        assert templates.messages_of(value, "f:1", "messages") == listed
+
+
+def test_a_message_keeps_what_it_has_but_what_is_null():
+    calls = [{"type": "function", "function": {"name": "f", "arguments": np.array([1, 2])}}]
+    given = {"role": "gpt", "content": None, "tool_calls": calls, "weight": np.float32(0), "name": None}
+    (found,) = templates.messages_of([given], "f:1", "messages")
+    assert found == {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": [1, 2]}}],
+        "weight": 0.0,
+    }
+    assert not templates.is_learned(found) and templates.is_learned({"role": "assistant", "train": True})
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert templates.text_of({"content": parts}) == "ab" and templates.text_of(found) == ""
+
+
+@pytest.mark.parametrize(
+    "message, line",
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "a part of type 'image_url'"),
+        ({"role": "user", "content": ["text"]}, "a part 'text'"),
+        (
+            {"role": "assistant", "content": "a", "weight": 0.5},
+            "weight is 0.5, and must be 1 (learned) or 0",
+        ),
+        (
+            {"role": "assistant", "content": "a", "train": "no"},
+            "train is 'no', and must be 1 (learned) or 0",
+        ),
+    ],
+)
+def test_images_and_odd_weights_are_refused_by_name(message, line):
+    with pytest.raises(UserError, match=rf"^f:1: .*{re.escape(line)}"):
+        templates.messages_of([message], "f:1", "messages", is_answered=False)
+
+
+def test_tools_are_a_list_of_schemas_or_its_json():
+    assert templates.tools_of('[{"a": 1}]') == templates.tools_of(np.array([{"a": 1}], object)) == [{"a": 1}]
+    assert templates.tools_of(None) is templates.tools_of(" ") is None and templates.tools_of([]) == []
+    for value in ("{", {"a": 1}, [1]):
+        with pytest.raises(UserError, match=r"^tools "):
+            templates.tools_of(value)
 
 
 def test_bytes_that_are_no_utf8_are_replaced_in_messages_as_in_texts():
     assert templates.messages_of([{"role": b"assistant", "content": b"a\xff"}], "f:1", "messages") == [
-        ("assistant", "a\ufffd")
+        {"role": "assistant", "content": "a\ufffd"}
     ]
 
 
@@ -117,6 +159,39 @@ def test_the_tokenizers_own_template_is_taken_if_it_can_be(tmp_path):
         assert found is templates.plain_chat and "pip install jinja2" in line
         with pytest.raises(UserError, match=r'chat_template: is "own", and the tokenizer.s chat template needs jinja2'):
             templates.chat_of(tmp_path, "own")
+
+
+@pytest.mark.parametrize("kind", ["list", "table", "files"])
+def test_of_several_templates_the_one_for_tools_is_taken_where_there_are_some(tmp_path, kind):
+    named = {"default": "plain", "tool_use": "{{ tools[0].name }}"}
+    if kind == "files":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+        (tmp_path / "chat_template.jinja").write_text(named["default"])
+    else:
+        listed = [{"name": name, "template": source} for name, source in named.items()]
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"chat_template": listed if kind == "list" else named})
+        )
+    chat, _ = templates.chat_of(tmp_path, "own")
+    assert chat(TURNS, False) == "plain" and chat.render(TURNS, given={"tools": [{"name": "t"}]}).text == "t"
+
+
+def test_several_templates_without_a_default_are_refused(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": {"other": "x"}}))
+    with pytest.raises(UserError, match="has the chat templates other, and none is named 'default'"):
+        templates.chat_of(tmp_path, "own")[0](TURNS, False)
+
+
+def test_the_plain_template_as_one_of_jinja_writes_the_same_text(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(templates.plain_source("", ""))
+    chat, _ = templates.chat_of(tmp_path, "own")
+    for is_answered in (False, True):
+        assert chat(TURNS, is_answered) == templates.plain_chat(TURNS, is_answered)
+    (tmp_path / "chat_template.jinja").write_text(templates.plain_source("<s>", '"</s>'))
+    assert (
+        templates.chat_of(tmp_path, "own")[0](TURNS[1:], False) == '<s>### user\nHi\n\n### assistant\nHello."</s>\n\n'
+    )
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ raise_exception('no system role') }}", "{{ messages.x.y.z }}"])

@@ -3,10 +3,12 @@
 A template is a program that came with a tokenizer. Jinja's sandbox keeps it from files and other objects, but not from a loop without an
 end or from a text of 1e11 letters. The kernel does: it ends this process after SECONDS of computing, and gives it no more than MEMORY.
 
-Reads JSON lines: first [the template, the variables of every call], then [messages, whether the header of an answer follows] again and
-again. Writes a JSON line for each: {"text": ...}, {"refused": what the template says}, or {"error": why it cannot be rendered}.
+Reads JSON lines: first [the templates by name, the variables of every call], then [the name of one, the variables of this call] again and
+again. Writes a JSON line for each: {"text": ..., "parts": ...}, {"refused": what the template says}, or {"error": why it cannot be
+rendered}. `parts` are the first characters, and those after the last, of what stands in {% generation %} blocks, in the order of rendering.
 """
 
+import datetime
 import functools
 import json
 import resource
@@ -20,6 +22,9 @@ MEMORY = 2**30  # bytes of addresses
 LONGEST = 2**24  # characters of a text
 
 
+Rendered = tuple[str, list[tuple[int, int]]]  # a text, and parts of it
+
+
 class _Refused(Exception):
     """The template refuses the conversation."""
 
@@ -31,21 +36,44 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    source, variables = json.loads(sys.stdin.readline())
-    made: list[Any] = []
-    _answer(lambda: made.append(_template(source)) or "")  # type: ignore[func-returns-value]
+    sources, variables = json.loads(sys.stdin.readline())
+    made: dict[str, Any] = {}
+
+    def compiled() -> Rendered:
+        made.update({name: _template(source) for name, source in sources.items()})
+        return "", []
+
+    _answer(compiled)
     for line in sys.stdin:
-        messages, is_answered = json.loads(line)
-        given = {"messages": messages, "add_generation_prompt": is_answered, **variables}
-        _answer(functools.partial(made[0].render, **given))
+        name, given = json.loads(line)
+        _answer(functools.partial(_render, made[name], {**variables, **given}))
 
 
-def _answer(render: Callable[[], str]) -> None:
+def _render(template: Any, given: dict[str, Any]) -> Rendered:
+    """Returns a text, and the places of its {% generation %} blocks, as transformers tells them."""
+    pieces, length = [], 0
+    marks: list[tuple[int, str]] = []
+    template.environment.marks = lambda block: marks.append((length, block))
+    for piece in template.generate(**given):
+        pieces.append(piece)
+        length += len(piece)
+        if length > LONGEST:
+            break
+    text = "".join(pieces)
+    if any(not text.startswith(block, at) for at, block in marks):
+        raise ValueError(
+            "a {% generation %} block stands inside of another block, where its place in the text is unknown"
+        )
+    return text, [(at, at + len(block)) for at, block in marks]
+
+
+def _answer(render: Callable[[], Rendered]) -> None:
     """Writes the line for a text."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    found: dict[str, Any]
     try:
-        text = render()
-        found = {"text": text}
+        text, parts = render()
+        found = {"text": text, "parts": parts}
         if len(text) > LONGEST:
             found = {"error": f"it renders {len(text)} characters, and at most {LONGEST} are read"}
     except _Refused as error:
@@ -63,25 +91,70 @@ def _template(source: str) -> Any:
     """Returns a template of Jinja in the environment that transformers gives it."""
     import jinja2
     import jinja2.ext
+    import jinja2.nodes
     import jinja2.sandbox
+    import jinja2.utils
 
     class Generation(jinja2.ext.Extension):
-        """Marks what a model writes. Here that is told by the messages."""
+        """Marks what a model writes, in a scope of its own."""
 
         tags = {"generation"}  # noqa: RUF012  as its base class declares it
 
         def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Callable[[], str]) -> str:
+            block = caller()
+            self.environment.marks(block)  # type: ignore[attr-defined]
+            return block
+
+    class Namespace(jinja2.utils.Namespace):
+        """Refuses names with an underscore in front, by which a template could reach Python itself."""
+
+        def __init__(*values: Any, **named: Any):
+            own, rest = values[0], values[1:]
+            for name in dict(*rest, **named):
+                Namespace.check(name)
+            jinja2.utils.Namespace.__init__(own, *rest, **named)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            Namespace.check(name)
+            jinja2.utils.Namespace.__setitem__(self, name, value)
+
+        @staticmethod
+        def check(name: Any) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"a namespace has no {name!r}")
+
+    class Table:
+        """Makes tables, and is no class whose attributes a template could read."""
+
+        def __call__(self, *values: Any, **named: Any) -> dict:
+            return dict(*values, **named)
+
+        def fromkeys(self, *values: Any) -> dict:
+            return dict.fromkeys(*values)
 
     def refuse(message: object) -> None:
         raise _Refused(str(message)[:300])
 
+    def written(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = written
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+        "dict": Table(),
+        "namespace": Namespace,
+    }
     return environment.from_string(source)
 
 

@@ -31,6 +31,8 @@ class Splits:
       answers: the answers of a classification by generation; () for another task.
       notes: lines that tell about the examples.
       fingerprint, of_held_out: of the training examples and of the held-out ones; "" for none.
+      stops: the special tokens with which a chat template ends the training answers; () for none.
+      template: of Jinja, of their conversations, if it is not the tokenizer's own; see `tasks.Encoded`.
     """
 
     train: rows.Rows
@@ -41,6 +43,8 @@ class Splits:
     notes: list[str]
     fingerprint: str
     of_held_out: str = ""
+    stops: tuple[int, ...] = ()
+    template: str = ""
 
     def open(self, is_train: bool, own: Sequence[int], num_rows: int, seed: int) -> batches.Batches:
         """Returns batches of a split; see `rows.open_batches`."""
@@ -128,7 +132,7 @@ def load(
         own, of_own = with_others(held_out, held_source, name)
     _check_same(fingerprint + of_own)
     notes.append(_summary(made, own))
-    return Splits(made, own, settings, form, known, notes, fingerprint, of_own)
+    return Splits(made, own, settings, form, known, notes, fingerprint, of_own, train.ends, train.template)
 
 
 def _named(places: batches.Places, is_train: bool) -> str:

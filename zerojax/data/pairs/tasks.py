@@ -6,6 +6,8 @@ messages of a conversation. All examples are encoded once, before anything is co
 an error then, and what had to be cut is known.
 """
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -18,12 +20,13 @@ import numpy as np
 from zerojax import errors
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import templates
+from zerojax.data.pairs import spans, templates
 from zerojax.errors import UserError
 
 TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO = "text", "seq2seq", "classification", "chat", "dpo", "grpo"
 TASKS = (TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO)
 BETWEEN_WORDS = " \n\t"
+_WORD = "a"  # stands for the first word of an answer that is not known
 ANSWERS = {DPO: 2, GRPO: 1}  # of the tasks that compare answers: how many are beside each other in a row
 
 
@@ -39,6 +42,7 @@ class TaskSettings:
       messages: the field with a conversation.
       chat_template: see `templates.chat_of`.
       rejected: the template of DPO's other answer.
+      learn: which answers of a conversation are learned; see `spans.LEARNED`.
     """
 
     task: str
@@ -48,6 +52,7 @@ class TaskSettings:
     messages: str
     chat_template: str
     rejected: str = ""
+    learn: str = spans.ALL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +92,10 @@ class Encoded:
     examples: list[Example]  # in the order of the source
     answers: tuple[str, ...]  # the texts that occur as answers, for a classification
     notes: list[str]  # lines about what was cut, and what is empty
+    ends: tuple[int, ...] = ()  # the special tokens with which chat templates end the answers, the most frequent first
+    template: str = (
+        ""  # of Jinja, that writes the conversations as they are learned, where the tokenizer's does not; "" for none
+    )
 
     def fingerprint(self) -> str:
         """Returns the CRC-32 of all tokens and labels, in hexadecimal."""
@@ -97,8 +106,19 @@ class Encoded:
         return f"{zlib.crc32(str(len(self.examples)).encode(), found):08x}"
 
 
-# a text: whether it is an answer, and whether special tokens are recognised in it
-Piece = tuple[str, bool, bool]
+class Piece(NamedTuple):
+    """A prompt with its answer."""
+
+    prompt: str
+    answer: str
+    is_learned: bool = True
+
+
+class Chatted(NamedTuple):
+    """A conversation as a chat template of the tokenizer writes it."""
+
+    text: str
+    learned: list[spans.Part]
 
 
 def encode(
@@ -145,7 +165,9 @@ def encode(
     notes = [*encoder.notes, *counts.notes(len(found))]
     if settings.chat_template != templates.AUTO and not encoder.notes:
         notes.append(f"`chat_template={settings.chat_template}` has no effect: {name} has no conversation")
-    return Encoded(found, tuple(answers), notes)
+    return Encoded(
+        found, tuple(answers), notes, tuple(number for number, _ in encoder.ends.most_common()), encoder.template()
+    )
 
 
 class Asked(NamedTuple):
@@ -154,6 +176,7 @@ class Asked(NamedTuple):
     prompts: list[np.ndarray]  # int32[length] of each example
     labels: list[str | None]  # the text of each answer that the examples hold; None where there is none
     notes: list[str]  # lines about what was cut
+    ends: tuple[int, ...] = ()  # the special tokens with which the chat template ends an answer
 
 
 def ask(
@@ -171,7 +194,8 @@ def ask(
         encoder.ask(examples[index], source_lib.place_of(examples, index, f"{name}, example"), counts)
         for index in range(len(examples))
     ]
-    return Asked([ids for ids, _ in found], [label for _, label in found], [*encoder.notes, *counts.notes(len(found))])
+    notes = [*encoder.notes, *counts.notes(len(found))]
+    return Asked([ids for ids, _ in found], [label for _, label in found], notes, encoder.chat_ends())
 
 
 class _Counts:
@@ -195,6 +219,10 @@ class _Counts:
             "prompt": cut,
             "answer": f"answers are longer than {f.answer_len if f.is_encoder_decoder else f.seq_len} tokens, and their ends are cut",
             "empty": "answers are empty: there the model learns to end at once",
+            "shared": "prompts end within a token that their answers begin with, so the model is asked otherwise than it learns",
+            "parts": "conversations have lists of texts as contents, which the chat template does not write: they are joined",
+            "tools": "conversations offer tools, which the chat template never writes",
+            "dropped": "conversations have a message whose content the chat template leaves out",
         }
         return [
             f"{self._name}: {number} of {total} {told[kind]}; the first: {place}"
@@ -216,6 +244,7 @@ class _Encoder:
     ):
         self._tokenizer, self._settings, self._form = tokenizer, settings, form
         self.notes: list[str] = []
+        self.ends: collections.Counter[int] = collections.Counter()
         self._folder = folder
         if settings.task == CHAT:
             return
@@ -240,15 +269,129 @@ class _Encoder:
 
     def encode(self, example: Mapping[str, Any], place: str, counts: _Counts) -> Example:
         """Returns an example in the form of the model's rows."""
-        pieces, answer = self._pieces(example, place)
-        if not answer.strip():
+        told = f"task={self._settings.task!r}: {place}"
+        if self._settings.task == CHAT:
+            talk: tuple[list[templates.Message], int] | None = (self._messages(example, told), 0)
+        else:
+            talk = self._talk(example, told)
+        if talk is None:
+            prompt, text = self._texts(example, told)
+            answer = text or ""
+            if not answer.strip():
+                counts.add("empty", place)
+            with errors.below(f"{place}: "):
+                if self._form.classes:
+                    return self._classified(prompt, answer, place, counts)
+                if self._form.is_encoder_decoder:
+                    return self._two_arrays(self._whole(prompt, False), answer, place, counts)
+                return self._one_array([Piece(prompt, answer)], answer, place, counts)
+        with errors.below(f"{told}: "):
+            return self._conversation(*talk, example, place, counts)
+
+    def _conversation(
+        self, messages: list[templates.Message], begin: int, example: Mapping[str, Any], place: str, counts: _Counts
+    ) -> Example:
+        """Returns a conversation in the form of the model's rows; messages before `begin` are no answers."""
+        numbers = spans.wanted(messages, begin, self._settings.learn)
+        if not numbers:
+            raise UserError(
+                "all messages of the assistant have a weight of 0, so there is no answer to learn; remove the example"
+            )
+        given = self._given(messages, example, place, counts)
+        messages = self._joined(messages, given, place, counts)
+        last = messages[numbers[-1]]
+        answer = templates.text_of(last)
+        if not answer.strip() and not last.get(templates.TOOL_CALLS):
             counts.add("empty", place)
-        with errors.below(f"{place}: "):
+        if self._form.reads_prompt:
+            prompt = self._rendered(messages[: numbers[-1]], given, is_answered=True)
             if self._form.classes:
-                return self._classified(pieces, answer, place, counts)
-            if self._form.is_encoder_decoder:
-                return self._two_arrays(pieces, answer, place, counts)
-            return self._one_array(pieces, answer, place, counts)
+                return self._classified(prompt, answer, place, counts)
+            return self._two_arrays(self._whole(prompt, self._has_special), answer, place, counts)
+        if not isinstance(self._chat, templates.JinjaChat):
+            return self._one_array(self._plain(messages, numbers), answer, place, counts)
+        talk = spans.Talk(self._chat, messages, given)
+        if any(text and text not in talk.text for message in messages for text in _shown(message)):
+            counts.add("dropped", place)
+        learned = talk.learned(numbers, self._settings.learn)
+        if not learned:
+            raise UserError("the chat template marks no answer of it, so there is none to learn; remove the example")
+        return self._one_array(Chatted(talk.text, learned), answer, place, counts)
+
+    def _given(
+        self, messages: Sequence[templates.Message], example: Mapping[str, Any], place: str, counts: _Counts
+    ) -> dict[str, Any]:
+        """Returns the variables of the chat template that an example has.
+
+        Raises:
+          UserError: it has what the template does not write.
+        """
+        given: dict[str, Any] = {}
+        more = templates.plain(example.get(templates.VARIABLES))
+        if more is not None and not isinstance(more, Mapping):
+            raise UserError(
+                f"{templates.VARIABLES} is {errors.shown(more)}, and must be a table of the template's variables"
+            )
+        given |= {name: value for name, value in (more or {}).items() if value is not None}
+        if odd := {"messages", "add_generation_prompt"} & {*given}:
+            raise UserError(f"{templates.VARIABLES} has {min(odd)!r}, which the example itself decides; remove it")
+        tools = templates.tools_of(example.get(templates.TOOLS))
+        if tools is not None:
+            given[templates.TOOLS] = tools
+        if tools and not self._reads(templates.TOOLS, given):
+            counts.add("tools", place)
+        calls = any(message.get(templates.TOOL_CALLS) for message in messages)
+        thinks = any(message.get(name) for message in messages for name in templates.REASONING)
+        for has, names, told in (
+            (calls, [templates.TOOL_CALLS], "calls tools"),
+            (thinks, templates.REASONING, "has reasoning"),
+        ):
+            if has and not any(self._reads(name, given) for name in names):
+                raise UserError(
+                    f"a message {told}, which the chat template never writes; remove the field {names[0]!r} of messages, or give the "
+                    "tokenizer a chat template that does"
+                )
+        return given
+
+    def _reads(self, name: str, given: Mapping[str, Any]) -> bool:
+        return isinstance(self._chat, templates.JinjaChat) and self._chat.reads(name, given)
+
+    def _joined(
+        self, messages: list[templates.Message], given: Mapping[str, Any], place: str, counts: _Counts
+    ) -> list[templates.Message]:
+        """Returns messages with texts as contents, if the template does not write lists of texts."""
+        if not any(isinstance(message.get("content"), list) for message in messages):
+            return messages
+        if isinstance(self._chat, templates.JinjaChat):
+            with contextlib.suppress(UserError):
+                if "{'type': 'text'" not in self._rendered(messages, given):
+                    return messages
+            counts.add("parts", place)
+        return [
+            {**message, "content": templates.text_of(message)} if isinstance(message.get("content"), list) else message
+            for message in messages
+        ]
+
+    def _rendered(
+        self, messages: Sequence[templates.Message], given: Mapping[str, Any], *, is_answered: bool = False
+    ) -> str:
+        if isinstance(self._chat, templates.JinjaChat):
+            return self._chat.render(messages, is_answered=is_answered, given=given).text
+        return self._chat(messages, is_answered)
+
+    @property
+    def _has_special(self) -> bool:
+        return isinstance(self._chat, templates.JinjaChat)
+
+    def _plain(self, messages: Sequence[templates.Message], numbers: Sequence[int]) -> list[Piece]:
+        """Returns a conversation in the plain template, in pieces that end where an answer ends. Nothing follows the last learned one."""
+        done, pieces = "", []
+        for number, message in enumerate(messages[: numbers[-1] + 1]):
+            if message["role"] == templates.ASSISTANT:
+                before, answer = self._chat(messages[:number], True), templates.text_of(message)
+                pieces.append(Piece(before[len(done) :], answer, number in numbers))
+                done = before + answer
+        return pieces
 
     def ask(self, example: Mapping[str, Any], place: str, counts: _Counts) -> tuple[np.ndarray, str | None]:
         """Returns the tokens of an example's prompt, and its label; None if it has none."""
@@ -256,41 +399,48 @@ class _Encoder:
         label: str | None = None
         if self._settings.task == CHAT:
             messages = self._messages(example, told, is_answered=False)
-            talk: tuple[list[tuple[str, str]], int] | None = (messages, len(messages))
+            talk: tuple[list[templates.Message], int] | None = (messages, len(messages))
         else:
             talk = self._talk(example, told, is_answered=False)
         if talk is None:
             prompt, label = self._texts(example, told, is_answered=False)
-            pieces: list[Piece] = [(prompt, False, False)]
-        else:
-            messages, begin = talk
-            if not messages:
-                raise UserError(
-                    f"{told}: has no prompt, and no `{self._answer.key}` whose messages begin with one; its fields: "
-                    f"{', '.join(map(str, example))}"
-                )
-            begin -= begin == len(messages) and messages[-1][0] == templates.ASSISTANT
-            label = messages[begin][1] if len(messages) == begin + 1 else None
-            pieces = self._turns([*messages[:begin], (templates.ASSISTANT, "")], told)[0][:-1]
-        with errors.below(f"{place}: "):
-            if self._form.classes:
-                return self._read_prompt(pieces[0][0], place, counts), label
-            pieces = [*pieces, ("", True, False)]
-            if self._form.is_encoder_decoder:
-                return self._two_arrays(pieces, "", place, counts).inputs, label
-            row = self._one_array(pieces, "", place, counts)
-            return row.inputs[: row.prompt], label
+            with errors.below(f"{place}: "):
+                if self._form.classes:
+                    return self._read_prompt(prompt, place, counts), label
+                if self._form.is_encoder_decoder:
+                    return self._two_arrays(self._whole(prompt, False), "", place, counts).inputs, label
+                return self._asked(self._prompt_ids(prompt), place, counts), label
+        messages, begin = talk
+        if not messages:
+            raise UserError(
+                f"{told}: has no prompt, and no `{self._answer.key}` whose messages begin with one; its fields: "
+                f"{', '.join(map(str, example))}"
+            )
+        begin -= begin == len(messages) and messages[-1]["role"] == templates.ASSISTANT
+        label = templates.text_of(messages[begin]) if len(messages) == begin + 1 else None
+        with errors.below(f"{told}: "):
+            given = self._given(messages[:begin], example, place, counts)
+            messages = self._joined(messages[:begin], given, place, counts)
+            if self._form.reads_prompt or self._has_special:
+                ids = self._whole(self._rendered(messages, given, is_answered=True), self._has_special)
+                if self._form.is_encoder_decoder:
+                    return self._two_arrays(ids, "", place, counts).inputs, label
+                return self._asked(ids, place, counts), label
+            answered = [n for n, message in enumerate(messages) if message["role"] == templates.ASSISTANT]
+            pieces = self._plain([*messages, {"role": templates.ASSISTANT, "content": ""}], [*answered, len(messages)])
+            return self._asked(self._encoded(pieces).tokens[:-1], place, counts), label
 
-    def _pieces(self, example: Mapping[str, Any], place: str) -> tuple[list[Piece], str]:
-        """Returns an example's texts in order, and the last answer."""
-        place = f"task={self._settings.task!r}: {place}"
-        if self._settings.task == CHAT:
-            return self._turns(self._messages(example, place), place)
-        talk = self._talk(example, place)
-        if talk is None:
-            prompt, text = self._texts(example, place)
-            return [(prompt, False, False), (text or "", True, False)], text or ""
-        return self._turns(talk[0], place, talk[1])
+    def template(self) -> str:
+        """Returns the plain template if conversations were written in it, with the tokens that stand around its answers."""
+        if "_chat" not in self.__dict__ or self._has_special or self._form.reads_prompt:
+            return ""
+        name = self._tokenizer.name_of
+        return templates.plain_source("".join(map(name, self._head("a").tolist())), name(self._form.end))
+
+    def chat_ends(self) -> tuple[int, ...]:
+        """Returns the special tokens with which the chat template ends an answer, if it was read and says so."""
+        chat = self.__dict__.get("_chat")
+        return chat_ends(chat, self._tokenizer) if isinstance(chat, templates.JinjaChat) else ()
 
     def _texts(self, example: Mapping[str, Any], place: str, *, is_answered: bool = True) -> tuple[str, str | None]:
         """Returns the texts of the prompt and of the answer, which may be missing if `is_answered` is not set.
@@ -308,7 +458,7 @@ class _Encoder:
 
     def _talk(
         self, example: Mapping[str, Any], place: str, *, is_answered: bool = True
-    ) -> tuple[list[tuple[str, str]], int] | None:
+    ) -> tuple[list[templates.Message], int] | None:
         """Returns the messages of the prompt and of the answer, and how many are the prompt's; None where all are texts.
 
         The prompt is the messages of its field, else those with which all answers begin, else its text as the user's message.
@@ -316,10 +466,10 @@ class _Encoder:
         prompt, *answers = (template.messages(example, place) for template in (self._prompt, *self._answers))
         if prompt is None and not any(answers):
             return None
-        found: list[list[tuple[str, str]]] = [[]]
+        found: list[list[templates.Message]] = [[]]
         if is_answered or _fits(self._answer, example):
             found = [
-                messages or [(templates.ASSISTANT, template.fill(example, place, self._names))]
+                messages or [{"role": templates.ASSISTANT, "content": template.fill(example, place, self._names)}]
                 for template, messages in zip(self._answers, answers)
                 if is_answered or _fits(template, example)
             ]
@@ -327,11 +477,11 @@ class _Encoder:
         if prompt is None:
             begin = len(shared)
             text = "" if shared else self._prompt.fill(example, place, self._names)
-            prompt = shared or ([(templates.USER, text)] if text else [])
+            prompt = shared or ([{"role": templates.USER, "content": text}] if text else [])
         else:
             begin = len(prompt) if shared[: len(prompt)] == prompt else 0  # a field with the whole conversation
         answer = found[0][begin:]
-        if is_answered and all(role != templates.ASSISTANT for role, _ in answer):
+        if is_answered and all(message["role"] != templates.ASSISTANT for message in answer):
             raise UserError(
                 f"{place}: no message of `{self._answer.key}` after the prompt is the {templates.ASSISTANT}'s, so there is no answer to "
                 "learn; remove the example"
@@ -343,7 +493,7 @@ class _Encoder:
             )
         return [*prompt, *answer], len(prompt)
 
-    def _messages(self, example: Mapping[str, Any], place: str, *, is_answered: bool = True) -> list[tuple[str, str]]:
+    def _messages(self, example: Mapping[str, Any], place: str, *, is_answered: bool = True) -> list[templates.Message]:
         """Returns the conversation of an example."""
         key = self._settings.messages
         if key not in example:
@@ -352,29 +502,8 @@ class _Encoder:
             )
         return templates.messages_of(example[key], place, key, is_answered=is_answered)
 
-    def _turns(self, messages: list[tuple[str, str]], place: str, begin: int = 0) -> tuple[list[Piece], str]:
-        """Returns the texts of a conversation. Each message of the assistant from `begin` on is an answer, and nothing follows the last."""
-        pieces: list[Piece] = []
-        is_plain = self._chat is templates.plain_chat
-        done, answer, has_special = "", "", not is_plain
-        for number, (role, content) in enumerate(messages):
-            if role != templates.ASSISTANT or number < begin:
-                continue
-            before = self._chat(messages[:number], True)
-            after = before + content if is_plain else self._chat(messages[: number + 1], False)
-            if not before.startswith(done) or not after.startswith(before):
-                raise UserError(
-                    f"{place}: the tokenizer's chat template changes earlier messages when later ones follow, so its answers cannot "
-                    "be told apart; set `chat_template=plain`"
-                )
-            pieces += [(before[len(done) :], False, has_special), (after[len(before) :], True, has_special)]
-            done, answer = after, content
-        return pieces, answer
-
-    def _two_arrays(self, pieces: list[Piece], answer: str, place: str, counts: _Counts) -> Example:
+    def _two_arrays(self, inputs: np.ndarray, answer: str, place: str, counts: _Counts) -> Example:
         f = self._form
-        prompt = "".join(text for text, *_ in pieces[:-1])
-        inputs = self._whole(prompt, pieces[0][2])
         if len(inputs) > f.seq_len:
             counts.add("prompt", place)
             last = inputs[-1:] if inputs[-1] in f.stops else inputs[:0]  # a tokenizer's own end stays
@@ -388,7 +517,7 @@ class _Encoder:
         inputs = inputs if len(inputs) else np.array([f.end], np.int32)
         return Example(inputs.astype(np.int32), targets, np.arange(len(targets)) > 0, 0, answer)
 
-    def _classified(self, pieces: list[Piece], answer: str, place: str, counts: _Counts) -> Example:
+    def _classified(self, prompt: str, answer: str, place: str, counts: _Counts) -> Example:
         classes = self._form.classes
         if answer.strip() not in classes:
             raise UserError(
@@ -396,7 +525,7 @@ class _Encoder:
                 f"({', '.join(map(repr, classes[:8]))}); mend it, or set `labels`"
             )
         targets = np.array([classes.index(answer.strip())], np.int32)
-        inputs = self._read_prompt("".join(text for text, *_ in pieces[:-1]), place, counts)
+        inputs = self._read_prompt(prompt, place, counts)
         return Example(inputs, targets, np.ones(1, bool), 0, answer)
 
     def _read_prompt(self, text: str, place: str, counts: _Counts) -> np.ndarray:
@@ -410,44 +539,120 @@ class _Encoder:
             ids = np.concatenate([ids[: f.seq_len - len(last)], last])
         return (ids if len(ids) else np.array([f.end])).astype(np.int32)
 
-    def _one_array(self, pieces: list[Piece], answer: str, place: str, counts: _Counts) -> Example:
-        f = self._form
-        parts, labeled = [self._begin(*pieces[0])], [False]
-        for text, is_answer, has_special in pieces[1:]:
-            ids = self._tokenizer.encode_special(text) if has_special else self._tokenizer.encode(text)
-            if is_answer and not np.isin(ids, f.stops).any():
-                ids = np.append(ids, f.end)
-            parts.append(ids)
-            labeled.append(is_answer)
-        most, last = f.seq_len + 1, parts[-1]
-        first = parts[0][: 1 if len(parts[0]) and parts[0][0] in (f.bos, self._tokenizer.bos_id) else 0]
-        if len(last) > most - len(first) - 1:
-            counts.add("answer", place)
-            parts[-1] = last[: most - len(first) - 1]
-        tokens = np.concatenate(parts).astype(np.int32)
-        marks = np.repeat(labeled, [len(part) for part in parts])
-        prompt = len(tokens) - len(parts[-1])
-        if len(tokens) > most:
-            counts.add("prompt", place)
-            cut = len(tokens) - most
-            tokens = np.concatenate([first, tokens[len(first) + cut :]])
-            marks, prompt = np.concatenate([marks[: len(first)], marks[len(first) + cut :]]), prompt - cut
+    def _one_array(self, said: "list[Piece] | Chatted", answer: str, place: str, counts: _Counts) -> Example:
+        """Returns a row of a decoder, cut to its length: the prompt's beginning first, of the answer only its end."""
+        row = self._chatted(said) if isinstance(said, Chatted) else self._encoded(said)
+        if row.is_shared:
+            counts.add("shared", place)
+        tokens, marks, prompt = row.tokens, row.marks, row.prompt
         marks = marks & (np.arange(len(marks)) > 0)  # nothing is before the first token, from which it could be told
-        return Example(tokens, tokens[:0], marks, prompt, answer)
+        most, first = self._form.seq_len + 1, self._kept(tokens)
+        if len(tokens) > most:
+            tokens = tokens[: 1 + np.flatnonzero(marks)[-1]]  # no answer is behind
+        if len(tokens) - prompt > most - first - 1:
+            counts.add("answer", place)
+            tokens = tokens[: prompt + most - first - 1]
+        cut = max(0, len(tokens) - most)
+        if cut:
+            counts.add("prompt", place)
+            tokens = np.concatenate([tokens[:first], tokens[first + cut :]])
+            marks = np.concatenate([marks[:first], marks[first + cut :]])
+        return Example(tokens, tokens[:0], marks[: len(tokens)], prompt - cut, answer)
 
-    def _begin(self, text: str, is_answer: bool, has_special: bool) -> np.ndarray:
-        """Returns the ids of a decoder's prompt, which never is without any token."""
-        f = self._form
-        ids = self._whole(text, has_special)
-        if len(ids) > 1 and ids[-1] in f.stops and not has_special:
-            ids = ids[:-1]  # the end that a tokenizer adds to a text
-        if f.bos is not None and (not len(ids) or ids[0] != f.bos):
-            ids = np.concatenate([[f.bos], ids])
-        return ids if len(ids) else np.array([f.end])
+    def _asked(self, ids: np.ndarray, place: str, counts: _Counts) -> np.ndarray:
+        """Returns the ids of a decoder's prompt, of which the beginning is cut."""
+        most, first = self._form.seq_len, self._kept(ids)
+        if len(ids) <= most:
+            return ids.astype(np.int32)
+        counts.add("prompt", place)
+        return np.concatenate([ids[:first], ids[len(ids) - most + first :]]).astype(np.int32)
+
+    def _kept(self, ids: np.ndarray) -> int:
+        """Returns how many tokens at the beginning stay when a prompt is cut: those that begin every text."""
+        head = self._tokenizer.around.before
+        starts = {*head, self._form.bos, self._tokenizer.bos_id}
+        most = max(1, len(head))
+        return next((at for at, token in enumerate(ids[:most].tolist()) if token not in starts), min(most, len(ids)))
+
+    def _chatted(self, said: Chatted) -> "_Row":
+        """Returns the tokens of a text that a chat template wrote. A token is learned that has a character of an answer."""
+        ids, places = self._tokenizer.encode_places(said.text, is_special=True)
+        marks = np.zeros(len(ids), bool)
+        for begin, end in said.learned:
+            own = (places[:, 0] < end) & (places[:, 1] > begin)
+            marks |= own
+            special = [token for token in ids[own].tolist() if token in self._tokenizer.special_ids]
+            if special:
+                self.ends[special[-1]] += 1
+        begin, _ = said.learned[-1]
+        inside = np.flatnonzero(marks & (places[:, 1] > begin))
+        if not len(inside):
+            raise UserError(
+                "no token of its last answer is in the text of the chat template, so there is none to learn; remove the example"
+            )
+        return _Row(ids, marks, int(inside[0]), False)
+
+    def _encoded(self, pieces: list[Piece]) -> "_Row":
+        """Returns the tokens of prompts with their answers. Both are one text to the tokenizer, which the end follows. A token is learned
+        that has a character of the answer."""
+        tokens = [self._head(pieces[0].prompt)]
+        marks, is_shared, prompt = [np.zeros(len(tokens[0]), bool)], False, 0
+        for before, answer, is_learned in pieces:
+            ids, places = self._tokenizer.encode_places(before + answer, is_special=False)
+            own = places[:, 1] > len(before)
+            is_shared |= any(before[at:].strip() for at in places[own & (places[:, 0] < len(before)), 0])
+            prompt = sum(map(len, tokens)) + int((~own).sum())
+            tokens += [ids, np.array([self._form.end], np.int32)]
+            marks += [own & is_learned, np.array([is_learned])]
+        return _Row(np.concatenate(tokens).astype(np.int32), np.concatenate(marks), prompt, is_shared)
+
+    def _prompt_ids(self, prompt: str) -> np.ndarray:
+        """Returns the ids of a decoder's prompt, without the space at its end that belongs to the first word of an answer."""
+        ids, places = self._tokenizer.encode_places(prompt, is_special=False)
+        if prompt[-1:].isspace():
+            ids, places = self._tokenizer.encode_places(prompt + _WORD, is_special=False)
+            ids = ids[places[:, 1] <= len(prompt)]
+        return np.concatenate([self._head(prompt), ids]).astype(np.int32)
+
+    def _head(self, text: str) -> np.ndarray:
+        """Returns the ids that begin a decoder's text, which never is without any token before its answer."""
+        f, head = self._form, [*self._tokenizer.around.before]
+        if f.bos is not None and head[:1] != [f.bos]:
+            head = [f.bos, *head]
+        if not head and not text:
+            head = [f.end]
+        return np.array(head, np.int32)
 
     def _whole(self, text: str, has_special: bool) -> np.ndarray:
         """Returns the ids of a text with those that the tokenizer adds, or with those that the text itself names."""
         return self._tokenizer.encode_special(text) if has_special else self._tokenizer.encode_whole(text)
+
+
+class _Row(NamedTuple):
+    """The tokens of a decoder's row."""
+
+    tokens: np.ndarray  # int32[length]
+    marks: np.ndarray  # bool[length], whether each is learned
+    prompt: int  # how many are before the last answer
+    is_shared: bool  # whether a token has letters of a prompt and of its answer
+
+
+def chat_ends(chat: templates.JinjaChat, tokenizer: tokenizer_lib.Tokenizer) -> tuple[int, ...]:
+    """Returns the special token with which a chat template ends an answer; () where it has none, or refuses a short conversation."""
+    talk = [{"role": templates.USER, "content": "a"}, {"role": templates.ASSISTANT, "content": "b"}]
+    try:
+        ((begin, end),) = spans.Talk(chat, talk, {}).learned([1], spans.ALL)
+        text = chat.render(talk).text
+    except (UserError, ValueError):
+        return ()
+    ids = tokenizer.encode_special(text[begin:end]).tolist()
+    return tuple([token for token in ids if token in tokenizer.special_ids][-1:])
+
+
+def _shown(message: templates.Message) -> list[str]:
+    """Returns the text of a message that its chat template should write."""
+    text = templates.text_of(message).strip()
+    return [] if "</think>" in text else [text]
 
 
 def _fits(template: templates.Template, example: Mapping[str, Any]) -> bool:

@@ -21,11 +21,12 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from zerojax import bounded, errors, files
+from zerojax.data import token_files
 from zerojax.data.pairs import chat_child
 from zerojax.errors import UserError
 
@@ -35,15 +36,38 @@ USER, ASSISTANT = "user", "assistant"
 AUTO = "auto"
 CHOICES = (AUTO, "own", "plain")  # of chat templates
 ROLES = {"human": USER, "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}  # other names for a role
-TOKENIZER_CONFIG, JINJA_FILE = "tokenizer_config.json", "chat_template.jinja"
+JINJA_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
+TOOLS, TOOL_CALLS, VARIABLES = (
+    "tools",
+    "tool_calls",
+    "chat_template_kwargs",
+)  # fields of examples and of messages, as in TRL's datasets
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names of a message's reasoning, the first that is there counts
 _MOST_BYTES = 2**20  # of a chat template; the longest known ones have a few thousand
-# Variables of a template.
-_SPECIAL = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_OTHER_TEMPLATE = "remove it, or give the tokenizer a chat template that does (chat_template.jinja)"
 
-# a conversation: (role, content) of each message
-Messages = Sequence[tuple[str, str]]
+Message = Mapping[str, Any]  # with "role" and mostly "content", and what else the template reads
+# a conversation: messages, or (role, content) of each
+Messages = Sequence[Message | tuple[str, str]]
 # (messages, whether the header of an answer follows) -> text
-Chat = Callable[[Messages, bool], str]
+Chat = Callable[..., str]
+
+
+class Rendered(NamedTuple):
+    """A conversation as text.
+
+    Attributes:
+      text: the text.
+      parts: the first character, and the one after the last, of each part that the template marks as an answer.
+    """
+
+    text: str
+    parts: list[tuple[int, int]]
 
 
 class Template:
@@ -77,7 +101,7 @@ class Template:
         """Returns the names of the fields."""
         return [field for _, field in self._parts if field is not None]
 
-    def messages(self, example: Mapping[str, Any], place: str) -> list[tuple[str, str]] | None:
+    def messages(self, example: Mapping[str, Any], place: str) -> list[Message] | None:
         """Returns the messages that an example has in the field, if the template is nothing else; None for a text.
 
         Raises:
@@ -133,18 +157,20 @@ class Template:
         return str(value)
 
 
-def messages_of(value: Any, place: str, key: str, *, is_answered: bool = True) -> list[tuple[str, str]]:
-    """Returns the messages of a conversation.
+def messages_of(value: Any, place: str, key: str, *, is_answered: bool = True) -> list[Message]:
+    """Returns the messages of a conversation, without what is null in them.
 
     Args:
-      value: a list of {"role": ..., "content": ...} or of {"from": ..., "value": ...}, one of these, or a table of such columns.
+      value: a list of {"role": ..., "content": ...} or of {"from": ..., "value": ...}, one of these, or a table of such columns. What else
+        a message has stays: "tool_calls", "reasoning_content", "weight". A content may be a list of {"type": "text", "text": ...}.
       place: of the example, for errors.
       key: the name of its field.
       is_answered: whether a message must be the assistant's.
 
     Raises:
-      UserError: it is not one of them, or lacks a message of the assistant.
+      UserError: it is not one of them, has images or the like, or lacks a message of the assistant.
     """
+    value = plain(value)
     if isinstance(value, Mapping):
         columns = list(value.values())
         if all(map(_is_list, columns)) and len(set(map(len, columns))) == 1:  # as tensorflow-datasets gives sequences
@@ -152,24 +178,87 @@ def messages_of(value: Any, place: str, key: str, *, is_answered: bool = True) -
         else:
             value = [value]
     form = f'{key} must be a list of {{"role": ..., "content": ...}}'
-    try:
-        listed = list(value)
-    except TypeError:
-        listed = []
-    if not listed or isinstance(value, str | bytes):
+    if not value or not isinstance(value, list):
         raise UserError(f"{place}: {form}, and is {errors.shown(value)}")
-    found = []
-    for message in listed:
-        pair = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None, None]
-        if isinstance(message, Mapping) and "from" in message:
-            pair = [message["from"], message.get("value")]
-        role, content = (_decoded(part) for part in pair)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise UserError(f"{place}: {form}, and a message is {errors.shown(message)}")
-        found.append((ROLES.get(role, role), content))
-    if is_answered and all(role != ASSISTANT for role, _ in found):
+    found = [
+        _message(message, f"{place}: {form}, and a message is {errors.shown(message)}", place) for message in value
+    ]
+    if is_answered and all(message["role"] != ASSISTANT for message in found):
         raise UserError(f"{place}: no message is the {ASSISTANT}'s, so there is no answer to learn; remove the example")
     return found
+
+
+def _message(message: Any, line: str, place: str) -> Message:
+    """Returns a message under the names of transformers; `line` is the error for one that is none."""
+    if not isinstance(message, Mapping):
+        raise UserError(line)
+    names: Mapping[Any, str] = {"from": "role", "value": "content"} if "from" in message else {}
+    found: dict[str, Any] = {names.get(name, name): value for name, value in message.items() if value is not None}
+    role, content = found.get("role"), found.get("content")
+    if not isinstance(role, str):
+        raise UserError(line)
+    if content is None and not any(found.get(name) for name in (*REASONING, TOOL_CALLS)):
+        raise UserError(line)
+    if not isinstance(content, str | list | None):
+        raise UserError(line)
+    for part in content if isinstance(content, list) else []:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            told = f"of type {kind!r}" if isinstance(kind, str) and kind != "text" else errors.shown(part)
+            raise UserError(
+                f"{place}: a message has a part {told}, and models read text alone here; remove the example, or the part"
+            )
+    if found.get("weight", 1) not in (0, 1) or not isinstance(found.get("train", True), bool | int):
+        name = "train" if found.get("weight", 1) in (0, 1) else "weight"
+        raise UserError(
+            f"{place}: a message's {name} is {errors.shown(found[name])}, and must be 1 (learned) or 0 (not learned)"
+        )
+    return {**found, "role": ROLES.get(role, role)}
+
+
+def tools_of(value: Any) -> list[Any] | None:
+    """Returns the tools that an example offers: a list of JSON schemas, or a text with one; None for none.
+
+    Raises:
+      UserError: it is no such list.
+    """
+    value = plain(value)
+    if isinstance(value, str):
+        try:
+            value = bounded.parse_json(value) if value.strip() else None
+        except ValueError as error:
+            raise UserError(f"{TOOLS} is no JSON ({errors.first_line(error)}); mend it") from error
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise UserError(f"{TOOLS} must be a list of JSON schemas, and is {errors.shown(value)}")
+    return value
+
+
+def is_learned(message: Message) -> bool:
+    """Returns whether a message is an answer that is learned: the assistant's, without `weight` or `train` of 0."""
+    return message["role"] == ASSISTANT and bool(message.get("weight", 1)) and bool(message.get("train", True))
+
+
+def text_of(message: Message) -> str:
+    """Returns the text of a message; "" where it only calls tools."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def plain(value: Any) -> Any:
+    """Returns a value of a dataset in Python's own types: arrays as lists, bytes as text."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, np.ndarray):
+        value = value.tolist() if value.shape else value.item()
+    if isinstance(value, bytes):
+        return _decoded(value)
+    if isinstance(value, Mapping):
+        return {str(plain(name)): plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value
 
 
 def _is_list(value: Any) -> bool:
@@ -184,9 +273,32 @@ def _decoded(value: Any) -> Any:
 
 
 def plain_chat(messages: Messages, is_answered: bool) -> str:
-    """Returns a conversation in the plain template; see this module's docstring."""
-    text = "".join(f"### {role}\n{content}\n\n" for role, content in messages)
+    """Returns a conversation in the plain template; see this module's docstring.
+
+    Raises:
+      UserError: a message has what the plain template does not write.
+    """
+    listed = [_tabled(message) for message in messages]
+    for message in listed:
+        for name in (*REASONING, TOOL_CALLS):
+            if message.get(name):
+                raise UserError(f"the plain chat template writes no {name}; {_OTHER_TEMPLATE}")
+    text = "".join(f"### {message['role']}\n{text_of(message)}\n\n" for message in listed)
     return text + f"### {ASSISTANT}\n" if is_answered else text
+
+
+def plain_source(begin: str, end: str) -> str:
+    """Returns the plain template as one of Jinja, for servers. `begin` is the token that begins a text, `end` the one after an answer."""
+    header, turn, first, last = (json.dumps(text) for text in (f"### {ASSISTANT}\n", "\n\n", begin, end))
+    return (
+        f"{{{{ {first} }}}}{{% for message in messages %}}{{{{ '### ' + message['role'] + '\\n' + message['content'] }}}}"
+        f"{{% if message['role'] == '{ASSISTANT}' %}}{{{{ {last} }}}}{{% endif %}}{{{{ {turn} }}}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ {header} }}}}{{% endif %}}"
+    )
+
+
+def _tabled(message: Message | tuple[str, str]) -> Message:
+    return message if isinstance(message, Mapping) else {"role": message[0], "content": message[1]}
 
 
 def chat_of(folder: pathlib.Path | None, wanted: str) -> tuple[Chat, str]:
@@ -202,59 +314,82 @@ def chat_of(folder: pathlib.Path | None, wanted: str) -> tuple[Chat, str]:
     key = "chat_template"
     if wanted == "plain":
         return plain_chat, "conversations are written in zerojax's plain chat template"
-    source, settings = _own_template(folder) if folder is not None else ("", {})
-    if not source:
+    sources = own_templates(folder) if folder is not None else {}
+    if folder is None or not sources:
         why = "there is no chat template beside the tokenizer"
     elif importlib.util.find_spec("jinja2") is None:
         why = "the tokenizer's chat template needs jinja2 (pip install jinja2)"
     else:
-        return _JinjaChat(source, settings, f"{folder}"), f"conversations are written in the chat template of {folder}"
+        return JinjaChat(
+            sources, token_files.named(folder), f"{folder}"
+        ), f"conversations are written in the chat template of {folder}"
     if wanted == "own":
         raise UserError(f'{key}: is "own", and {why}; set it to "plain"')
     return plain_chat, f"{why}: conversations are written in zerojax's plain chat template"
 
 
-def _own_template(folder: pathlib.Path) -> tuple[str, Mapping[str, Any]]:
-    """Returns the source of a folder's template, "" if it has none, and the settings beside it."""
-    path, file = folder / TOKENIZER_CONFIG, folder / JINJA_FILE
-    settings: Any = {}
-    if os.path.lexists(path):
-        with files.reading(path, "fix that", "is not JSON ({}); save the tokenizer again"):
-            settings = bounded.parse_json(bounded.read_bytes(path))
-    if not isinstance(settings, Mapping):
-        raise UserError(f"{path}: is not a table of settings; save the tokenizer again")
-    if os.path.lexists(file):
-        with files.reading(file, "fix that", "is not UTF-8 text; save the tokenizer again"):
-            return bounded.read_text(file, _MOST_BYTES), settings
-    found: Any = settings.get("chat_template") or ""
-    if isinstance(found, list):  # several by name
-        named = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, Mapping)}
-        found = named.get("default") or ""
-    if not isinstance(found, str) or len(found) > _MOST_BYTES:
-        raise UserError(
-            f"{path}: chat_template must be a text of at most {_MOST_BYTES} characters, and is {errors.shown(found, 40)}; save the "
-            "tokenizer again"
-        )
-    return found, settings
-
-
-class _JinjaChat:
-    """The chat of a Jinja template, rendered in a process of its own with limits on time and memory; see `chat_child`.
-
-    Args:
-      source: the template.
-      settings: the contents of tokenizer_config.json, whose special tokens are variables.
-      place: the tokenizer's folder, for errors.
+def own_templates(folder: pathlib.Path) -> Mapping[str, str]:
+    """Returns the sources of a folder's chat templates by name, as transformers finds them; none if it has none.
 
     Raises:
-      UserError: the template cannot be read.
+      UserError: one cannot be read.
+    """
+    path, file = folder / token_files.TOKENIZER_CONFIG, folder / JINJA_FILE
+    paths = {found.stem: found for found in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    paths |= {DEFAULT: file} if os.path.lexists(file) else {}
+    if paths:
+        found = {}
+        for name, own in paths.items():
+            with files.reading(own, "fix that", "is not UTF-8 text; save the tokenizer again"):
+                found[name] = bounded.read_text(own, _MOST_BYTES)
+        return found
+    listed: Any = token_files.table(path).get("chat_template") or {}
+    if isinstance(listed, list):  # several by name
+        listed = {str(entry.get("name")): entry.get("template") for entry in listed if isinstance(entry, Mapping)}
+    named = listed if isinstance(listed, Mapping) else {DEFAULT: listed}
+    for source in named.values():
+        if not isinstance(source, str) or len(source) > _MOST_BYTES:
+            raise UserError(
+                f"{path}: chat_template must be a text of at most {_MOST_BYTES} characters, and is {errors.shown(source, 40)}; save the "
+                "tokenizer again"
+            )
+    return named
+
+
+class JinjaChat:
+    """The chat of Jinja templates, rendered in a process of its own with limits on time and memory; see `chat_child`.
+
+    Args:
+      sources: the templates, by name. One named "tool_use" is taken where an example has tools.
+      named: special tokens by name, which are variables.
+      place: the tokenizer's folder, for errors.
+
+    Attributes:
+      sources: the templates.
+
+    Raises:
+      UserError: a template cannot be read.
     """
 
-    def __init__(self, source: str, settings: Mapping[str, Any], place: str):
-        self._place = place
-        variables = {name: _content(settings[name]) for name in _SPECIAL if name in settings}
-        self._first = [source, {"tools": None, "documents": None, **variables}]
+    def __init__(self, sources: Mapping[str, str], named: Mapping[str, str], place: str):
+        self._place, self.sources = place, sources
+        self._first = [dict(sources), {"tools": None, "documents": None, **named}]
         self._start()
+
+    def reads(self, name: str, given: Mapping[str, Any]) -> bool:
+        """Returns whether the template names a field or a variable anywhere."""
+        return re.search(rf"\b{name}\b", self.sources[self._chosen(given)]) is not None
+
+    def _chosen(self, given: Mapping[str, Any]) -> str:
+        """Returns the name of the template for a conversation."""
+        if given.get(TOOLS) is not None and TOOL_USE in self.sources:
+            return TOOL_USE
+        if DEFAULT not in self.sources:
+            raise UserError(
+                f"{self._place}: has the chat templates {', '.join(self.sources)}, and none is named {DEFAULT!r}; name one so, or set "
+                "`chat_template=plain`"
+            )
+        return DEFAULT
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
@@ -268,14 +403,26 @@ class _JinjaChat:
         self._ask(self._first, "is damaged")
 
     def __call__(self, messages: Messages, is_answered: bool) -> str:
-        listed = [{"role": role, "content": content} for role, content in messages]
+        """Returns the text of messages; `is_answered`: whether the header of an answer follows."""
+        return self.render(messages, is_answered=is_answered).text
+
+    def render(
+        self, messages: Messages, *, is_answered: bool = False, given: Mapping[str, Any] | None = None
+    ) -> Rendered:
+        """Returns the text of messages, and the parts of it that the template marks as answers; `given` are more of its variables.
+
+        Raises:
+          UserError: the template refuses the conversation or fails.
+        """
+        listed = [_aliased(_tabled(message)) for message in messages]
         if self._process.poll() is not None:  # an earlier conversation took more time or memory than there is
             self._end()
             self._start()
-        return self._ask([listed, is_answered], "fails")
+        variables = {"messages": listed, "add_generation_prompt": is_answered, **(given or {})}
+        return self._ask([self._chosen(given or {}), variables], "fails")
 
-    def _ask(self, question: Any, verb: str) -> str:
-        """Returns the text that the process answers.
+    def _ask(self, question: Any, verb: str) -> Rendered:
+        """Returns what the process answers.
 
         Raises:
           UserError: it ended, or answers with an error.
@@ -301,15 +448,16 @@ class _JinjaChat:
             raise UserError(
                 f"{self._place}: its chat template {verb} ({found['error']}); save the tokenizer again, or {way_out}"
             )
-        return str(found["text"])
+        return Rendered(str(found["text"]), [(int(first), int(end)) for first, end in found["parts"]])
+
+
+def _aliased(message: Message) -> Message:
+    """Returns a message with its reasoning under the names that templates read, as transformers gives them."""
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _end(process: subprocess.Popen) -> None:
     """Ends the process of a template."""
     process.kill()
     process.communicate()
-
-
-def _content(token: Any) -> str:
-    """Returns a special token's text, which may be in a table of its properties."""
-    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")

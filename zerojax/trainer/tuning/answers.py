@@ -111,7 +111,7 @@ Read = Callable[[PyTree, np.ndarray, np.ndarray], list[str]]  # (params, ids, ma
 
 def _texts(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, pairs: splits.Splits) -> Read:
     """Returns a function that generates answers."""
-    special = examples.special_tokens(program.family, program.weights.source, tokenizer)
+    special = examples.special_tokens(program.family, program.weights.source, tokenizer, pairs.stops)
     generator = generate.make_generator(
         program.family,
         program.model,

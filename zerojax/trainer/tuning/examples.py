@@ -19,14 +19,32 @@ from zerojax.trainer.tuning import rewarded
 
 
 def special_tokens(
-    family: family_lib.Family, source: folder_lib.Folder | None, tokenizer: tokenizer_lib.Tokenizer
+    family: family_lib.Family,
+    source: folder_lib.Folder | None,
+    tokenizer: tokenizer_lib.Tokenizer,
+    ends: tuple[int, ...] = (),
 ) -> family_lib.SpecialTokens:
-    """Returns the tokens that begin, end and pad an answer: those of an imported model, or else the tokenizer's separator as the end."""
-    end = tokenizer.bos_id
-    if source is None:
-        return family_lib.SpecialTokens(stops=(end,), start=objectives.START)
-    found = pretrained.special_tokens(source)
-    return found if found.stops else dataclasses.replace(found, stops=(end,))
+    """Returns the tokens that begin, end and pad an answer: those of an imported model, or else the end that the tokenizer names.
+
+    `ends` are those with which its chat template ends an answer; they come first.
+
+    Raises:
+      UserError: neither names one, and the model writes answers.
+    """
+    found = family_lib.SpecialTokens(start=objectives.START) if source is None else pretrained.special_tokens(source)
+    stops = tuple(dict.fromkeys([*ends, *(found.stops or _end(family, tokenizer))]))
+    return dataclasses.replace(found, stops=stops)
+
+
+def _end(family: family_lib.Family, tokenizer: tokenizer_lib.Tokenizer) -> tuple[int, ...]:
+    """Returns the token that ends a text of a model that names none."""
+    if tokenizer.end_id is not None:
+        return (tokenizer.end_id,)
+    if family.is_classifier:
+        return (tokenizer.bos_id or 0,)  # which stands for a prompt without any token
+    raise UserError(
+        "tokenizer: names no token that ends an answer: name one as eos_token in a tokenizer_config.json beside tokenizer.json"
+    )
 
 
 def form(
@@ -44,10 +62,15 @@ def form(
         answer_len=config.data.answer_len,
         start=special.start if source is None or not family.is_encoder_decoder else pretrained.start_of_labels(source),
         end=special.stops[0],
-        bos=tokenizer.bos_id if is_own and not family.is_encoder_decoder else None,
+        bos=_begin(tokenizer) if is_own and not family.is_encoder_decoder else None,
         stops=special.stops,
         classes=classes(config, family, source),
     )
+
+
+def _begin(tokenizer: tokenizer_lib.Tokenizer) -> int | None:
+    """Returns the token that begins a text of a model that knows no other tokenizer."""
+    return tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.end_id
 
 
 def classes(
@@ -105,6 +128,7 @@ def load(
         messages=data.messages,
         chat_template=data.chat_template,
         rejected=data.rejected,
+        learn=data.learn,
     )
     is_file = isinstance(tokenizer, tokenizer_lib.FileTokenizer)
     return splits.load(

@@ -77,7 +77,7 @@ class Rollouts:
     ):
         self._reward = rewards.find(program.config.grpo.reward)
         self._program, self._tokenizer, self._pairs, self._streams = program, tokenizer, pairs, streams
-        self._special = examples.special_tokens(program.family, program.weights.source, tokenizer)
+        self._special = examples.special_tokens(program.family, program.weights.source, tokenizer, pairs.stops)
         self._prompts = list(tasks.prompts(pairs.train.examples, pairs.form))
         self._is_pair = program.family.is_encoder_decoder
         self._engine: engine_lib.Engine | None = None

@@ -1,0 +1,175 @@
+"""Finds the answers in a conversation's text. This module tells which part of a rendered chat each message of the assistant is.
+
+A template that marks its answers with {% generation %} says it itself. Of another one it is found by rendering. An answer begins where
+the text of the messages before it ends, with the header that asks for an answer (add_generation_prompt), and ends where the text up to and
+with it ends. Templates may render earlier messages otherwise when later ones follow (without their reasoning, say). Then the place of an
+answer in the whole text is where this text changes when the answer does: a character that the text has nowhere stands in its place.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerojax.data.pairs import templates
+from zerojax.errors import UserError
+
+Part = tuple[int, int]  # the first character and the one after the last
+ALL, LAST, NO_REASONING = "all", "last", "reasoning off"
+LEARNED = (ALL, LAST, NO_REASONING)  # of a conversation's answers
+_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_THOUGHT = re.compile(r".*</think>\s*", re.DOTALL)  # reasoning that stands in a content
+_UNUSED = range(0xE000, 0xF8FF)  # characters for private use
+
+
+def wanted(messages: Sequence[templates.Message], begin: int, learn: str) -> list[int]:
+    """Returns the numbers of the messages that are learned, among those from `begin` on."""
+    found = [number for number in range(begin, len(messages)) if templates.is_learned(messages[number])]
+    return found[-1:] if learn == LAST else found
+
+
+class Talk:
+    """A conversation and its text.
+
+    Args:
+      chat: the template.
+      messages: the conversation.
+      given: more variables of the template.
+
+    Attributes:
+      text: the rendered conversation.
+
+    Raises:
+      UserError: the template refuses the conversation.
+    """
+
+    def __init__(self, chat: templates.JinjaChat, messages: Sequence[templates.Message], given: Mapping[str, Any]):
+        self._chat, self._messages, self._given = chat, list(messages), given
+        self.text, self._marked = chat.render(messages, given=given)
+
+    def learned(self, numbers: Sequence[int], learn: str) -> list[Part]:
+        """Returns the parts of the text that are learned, in order; `numbers`: of the messages. May be empty.
+
+        Raises:
+          UserError: an answer cannot be found in the text.
+        """
+        answers = [n for n, message in enumerate(self._messages) if message["role"] == templates.ASSISTANT]
+        is_marked = any(map(_MARKED.search, self._chat.sources.values())) and bool(self._marked)
+        if is_marked and list(numbers) == answers and learn != NO_REASONING:
+            return self._marked
+        if not is_marked:
+            found = [self.place(number) for number in numbers]
+        elif len(self._marked) == len(answers):
+            found = [self._marked[answers.index(number)] for number in numbers]
+        else:
+            places = [self.place(number) for number in numbers]
+            found = [_both(mark, place) for mark in self._marked for place in places if _overlap(mark, place)]
+        if learn == NO_REASONING:
+            said = [self._said(number, part[0]) for number, part in zip(numbers, found)]
+            found = [(max(at, part[0]), part[1]) for at, part in zip(said, found)]
+        return found
+
+    def place(self, number: int) -> Part:
+        """Returns the part that is the answer in message `number`, with the token that ends it.
+
+        Raises:
+          UserError: it cannot be told.
+        """
+        before, after = (
+            self._rendered(self._messages[:number], is_answered=True),
+            self._rendered(self._messages[: number + 1]),
+        )
+        if before is not None and after is not None and self.text.startswith(after) and after.startswith(before):
+            return len(before), len(after)
+        return self._searched(number, before or "")
+
+    def _searched(self, number: int, before: str) -> Part:
+        """Returns the part of an answer by what changes in the text when the answer does."""
+        first, end = self._changing(number)
+        plain = self._rendered(self._messages[:number]) or ""
+        header = before[_alike(plain, before) :]
+        start = self._changing(number - 1)[1] if number else 0
+        at = self.text.find(header, start) if header else -1
+        if header and at >= 0 and at + len(header) <= first:
+            begin = at + len(header)
+        elif any(self.text.endswith(header[:size], start, first) for size in range(len(header), 0, -1)):
+            begin = first  # the header of a new answer has more than that of an earlier one
+        elif not header:
+            begin = start + _alike(self._tail(number - 1), self.text[start:]) if number else 0
+        else:
+            raise self._untold(number)
+        return begin, end + _alike(self._tail(number), self.text[end:])
+
+    def _tail(self, number: int) -> str:
+        """Returns what follows the content of a message where it is the last one."""
+        changed, mark = self._replaced(number, self._messages[: number + 1])
+        return "" if changed is None else changed[changed.index(mark) + len(mark) :]
+
+    def _changing(self, number: int) -> Part:
+        """Returns the part of the text that another content of a message changes."""
+        changed, _ = self._replaced(number, self._messages)
+        if changed is None:
+            raise self._untold(number)
+        first = _alike(self.text, changed)
+        most = min(len(self.text), len(changed)) - first
+        same = _alike(self.text[::-1], changed[::-1])
+        return first, len(self.text) - min(same, most)
+
+    def _replaced(self, number: int, messages: list[templates.Message]) -> tuple[str | None, str]:
+        """Returns the text with another content in one message, None if the template has it nowhere or more than once, and that content."""
+        mark = next(chr(code) for code in _UNUSED if chr(code) not in self.text)
+        message = messages[number]
+        kept = {
+            name: value for name, value in message.items() if name not in (*templates.REASONING, templates.TOOL_CALLS)
+        }
+        for other in ({**kept, "content": mark}, {**message, "content": mark}):
+            found = self._rendered([*messages[:number], other, *messages[number + 1 :]])
+            if found is not None and found.count(mark) == 1:
+                return found, mark
+        return None, mark
+
+    def _said(self, number: int, begin: int) -> int:
+        """Returns where an answer's text begins after its reasoning."""
+        message = self._messages[number]
+        mark = next(chr(code) for code in _UNUSED if chr(code) not in self.text)
+        content = templates.text_of(message)
+        thought = _THOUGHT.match(content)
+        if thought is None and not any(message.get(name) for name in templates.REASONING):
+            return begin
+        other = {**message, "content": (thought.group() if thought else "") + mark}
+        changed = self._rendered([*self._messages[:number], other, *self._messages[number + 1 :]])
+        if changed is None or changed.count(mark) != 1:
+            raise self._untold(number)
+        return max(begin, _alike(self.text, changed))
+
+    def _rendered(self, messages: Sequence[templates.Message], *, is_answered: bool = False) -> str | None:
+        """Returns the text of messages; None if the template refuses them."""
+        try:
+            return self._chat.render(messages, is_answered=is_answered, given=self._given).text
+        except UserError:
+            return None
+
+    def _untold(self, number: int) -> UserError:
+        return UserError(
+            f"message {number + 1} of {len(self._messages)} cannot be found in the text that the tokenizer's chat template makes, so what "
+            "is learned cannot be told; mark answers with {% generation %} in the template, or set `chat_template=plain`"
+        )
+
+
+def _alike(one: str, other: str) -> int:
+    """Returns with how many equal characters both begin."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # by halves, since Python compares slices far faster than characters
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _overlap(one: Part, other: Part) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _both(one: Part, other: Part) -> Part:
+    return max(one[0], other[0]), min(one[1], other[1])

@@ -1,0 +1,266 @@
+"""Reads which tokens a tokenizer's files name. This module reads the files beside a tokenizer.json as AutoTokenizer of transformers does.
+
+A tokenizer.json alone is not the tokenizer: tokenizer_config.json and special_tokens_map.json name special tokens, add some, and choose a
+class. Of the classes one changes the ids of published files: LlamaTokenizer puts the space of SentencePiece before the first word of a
+text alone, where older files put it after each special token too. (Read in transformers 5.24.)
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+
+from zerojax import bounded, errors, files
+from zerojax.errors import UserError
+
+MOST_BYTES = 2**28  # of a tokenizer.json; the largest known ones have 2**25
+TOKENIZER, CONFIG, TOKENIZER_CONFIG, GENERATION = (
+    "tokenizer.json",
+    "config.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
+SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+NAMED = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_AS_SAVED = ("", "PreTrainedTokenizer", "TokenizersBackend")
+
+LLAMA = "LlamaTokenizer"
+_ENDOFTEXT = "<|endoftext|>"
+# What a class names where the files do not.
+CLASSES: Mapping[str, Mapping[str, str]] = {
+    LLAMA: {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "GPT2Tokenizer": {"unk_token": _ENDOFTEXT, "bos_token": _ENDOFTEXT, "eos_token": _ENDOFTEXT},
+    "Qwen2Tokenizer": {"unk_token": _ENDOFTEXT, "eos_token": _ENDOFTEXT, "pad_token": _ENDOFTEXT},
+    "GemmaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
+    "BertTokenizer": {
+        "unk_token": "[UNK]",
+        "sep_token": "[SEP]",
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "mask_token": "[MASK]",
+    },
+    "RobertaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "sep_token": "</s>",
+        "pad_token": "<pad>",
+        "cls_token": "<s>",
+        "mask_token": "<mask>",
+    },
+    "T5Tokenizer": {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"},
+}
+# The class that transformers keeps for a model type; "" runs the file as it is.
+MODELS: Mapping[str, str] = {
+    **dict.fromkeys(("mistral", "mixtral", "phi3", "olmo2", "granite"), ""),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("bart", "roberta"), "RobertaTokenizer"),
+    "gpt2": "GPT2Tokenizer",
+    "bert": "BertTokenizer",
+    "t5": "T5Tokenizer",
+}
+_OVERRULED = ("qwen2", "phi3")  # model types whose published tokenizer_class is known to be wrong
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """What the files beside a tokenizer.json say.
+
+    Attributes:
+      named: the text of each special token that is named, such as {"bos_token": "<s>"}.
+      source: the file, or the class, that names each.
+      flags: the tokens that are added or whose properties change, in order.
+      special: those that are special, in order.
+      ids: {"bos_token_id": ..., ...} of generation_config.json and config.json.
+      settings: tokenizer_config.json.
+      kind: the class; "" where the file is run as it is.
+      splits_special: whether the letters of special tokens are plain text everywhere.
+    """
+
+    named: Mapping[str, str]
+    source: Mapping[str, str]
+    flags: tuple[tokenizers.AddedToken, ...]
+    special: tuple[tokenizers.AddedToken, ...]
+    ids: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    kind: str
+    splits_special: bool
+
+
+def read(path: str | os.PathLike, content: Mapping[str, Any]) -> Files:
+    """Returns what the files beside a tokenizer.json say.
+
+    Args:
+      path: of the tokenizer.json; the files need not exist.
+      content: of the tokenizer.json.
+
+    Raises:
+      UserError: one is damaged.
+    """
+    folder = pathlib.Path(path).parent
+    settings = table(folder / TOKENIZER_CONFIG)
+    model, generation = table(folder / CONFIG), table(folder / GENERATION)
+    wanted = settings.get("tokenizer_class") or model.get("tokenizer_class")
+    kind = _kind(str(wanted or "").removesuffix("Fast"), str(model.get("model_type") or ""), content)
+    given = dict.fromkeys(CLASSES.get(kind, {}), f"{kind} of transformers")
+    values: dict[str, Any] = {**CLASSES.get(kind, {})}
+    sources = [(TOKENIZER_CONFIG, settings)]
+    has_decoder = "added_tokens_decoder" in settings
+    if not has_decoder:  # transformers reads the older files where the newer form is missing
+        sources.append((SPECIAL_TOKENS, table(folder / SPECIAL_TOKENS)))
+    for name, found in sources:
+        for key, value in found.items():
+            if key in NAMED or (key.endswith("_token") and _text(value)):
+                values[key], given[key] = value, name
+    named = {key: text for key, value in values.items() if (text := _text(value))}
+    place = folder / TOKENIZER_CONFIG
+    by_id = settings.get("added_tokens_decoder") if has_decoder else {}
+    known = {} if has_decoder else {str(entry.get("content")): entry for entry in content.get("added_tokens") or []}
+    flags = [_token(value, place) for _, value in sorted(_items(by_id, place), key=lambda item: item[0])]
+    if not has_decoder:
+        older = table(folder / ADDED_TOKENS)
+        flags += [_token({"content": text, "normalized": text not in named.values()}, place) for text in older]
+    of_text = {token.content: token for token in flags}
+    extra = [value for _, found in sources for key in _EXTRA for value in _listed(found.get(key))]
+    special = [
+        of_text.get(text)
+        or _token(known.get(text) or (values[key] if isinstance(values[key], Mapping) else {}), place, text)
+        for key, text in named.items()
+    ]
+    special += [_token(value if isinstance(value, Mapping) else {}, place, _text(value)) for value in extra]
+    return Files(
+        named=named,
+        source={key: given[key] for key in named},
+        flags=tuple(flags),
+        special=tuple(token for token in special if token.content),
+        ids={**model, **generation},
+        settings=settings,
+        kind=kind,
+        splits_special=settings.get("split_special_tokens") is True,
+    )
+
+
+def named(folder: pathlib.Path) -> Mapping[str, str]:
+    """Returns the special tokens that a tokenizer's folder names, by name.
+
+    Raises:
+      UserError: a file is damaged.
+    """
+    path = folder / TOKENIZER
+    content: Any = {}
+    if os.path.lexists(path):
+        with files.reading(path, "fix that", "is not JSON ({}); save the tokenizer again"):
+            try:
+                content = json.loads(bounded.read_bytes(path, MOST_BYTES))
+            except RecursionError as error:
+                raise ValueError("it is nested too deeply") from error
+    return read(path, content if isinstance(content, Mapping) else {}).named
+
+
+def table(path: pathlib.Path) -> Mapping[str, Any]:
+    """Returns the settings in a JSON file; none if there is no such file.
+
+    Raises:
+      UserError: it is no table of settings.
+    """
+    if not os.path.lexists(path):
+        return {}
+    with files.reading(path, "fix that", "is not JSON ({}); save the tokenizer again"):
+        found = bounded.parse_json(bounded.read_bytes(path))
+    if not isinstance(found, Mapping):
+        raise UserError(f"{path}: is not a table of settings; save the tokenizer again")
+    return found
+
+
+def as_run(content: Mapping[str, Any], kind: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the contents of a tokenizer.json as the class `kind` runs it."""
+    model = content.get("model")
+    if kind != LLAMA or not isinstance(model, Mapping) or model.get("type") != "BPE":
+        return content
+    begins = settings.get("add_prefix_space") is not False
+    scheme = ("always" if settings.get("legacy") else "first") if begins else "never"
+    steps: list[Any] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if begins:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        **content,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False},
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": {**model, "fuse_unk": True, "byte_fallback": True, "unk_token": None, "dropout": None},
+    }
+
+
+def add(model: tokenizers.Tokenizer, found: Files) -> None:
+    """Adds the tokens that files name to a tokenizer, and the properties that they give to those that it has."""
+    known = {repr(token) for token in model.get_added_tokens_decoder().values()}
+    if changed := [token for token in found.flags if repr(token) not in known]:
+        model.add_tokens(changed)
+    if found.special:
+        model.add_special_tokens(list(found.special))
+
+
+_EXTRA = ("extra_special_tokens", "additional_special_tokens")
+
+
+def _kind(wanted: str, model_type: str, content: Mapping[str, Any]) -> str:
+    """Returns the class that transformers takes for the one that the files name, and for a model's type."""
+    known = MODELS.get(model_type)
+    if (
+        wanted == LLAMA
+        and model_type not in _OVERRULED
+        and "ByteLevel" in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+    ):
+        return ""
+    if wanted in _AS_SAVED:
+        return (known or "") if not wanted else ""
+    if known is not None and known != wanted:
+        wanted = known if model_type in _OVERRULED or not known else wanted
+    return wanted if wanted in CLASSES else ""
+
+
+def _text(value: Any) -> str:
+    """Returns a special token's text, which may be in a table of its properties; "" for none."""
+    value = value.get("content") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else ""
+
+
+def _token(value: Any, place: pathlib.Path, text: str = "") -> tokenizers.AddedToken:
+    """Returns a token by the table of its properties; one that is named and has none is special and not normalized."""
+    if not isinstance(value, Mapping):
+        raise UserError(f"{place}: a token of added_tokens_decoder is {errors.shown(value)}; save the tokenizer again")
+    flags = {name: value[name] is True for name in _FLAGS if name in value}
+    if text:
+        flags = {"normalized": False, **flags, "special": True}
+    return tokenizers.AddedToken(text or _text(value), **flags)
+
+
+def _items(value: Any, place: pathlib.Path) -> list[tuple[int, Any]]:
+    if value is None:
+        return []
+    if not isinstance(value, Mapping) or not all(str(key).isdecimal() for key in value):
+        raise UserError(f"{place}: added_tokens_decoder is not a table of tokens by id; save the tokenizer again")
+    return [(int(key), token) for key, token in value.items()]
+
+
+def _listed(value: Any) -> list[Any]:
+    """Returns the entries of a list of tokens, or of a table of them by name."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list) else []
