@@ -75,7 +75,7 @@ _OVERRULED = ("qwen2", "phi3")  # model types whose published tokenizer_class is
 
 
 @dataclasses.dataclass(frozen=True)
-class Files:
+class Beside:
     """What the files beside a tokenizer.json say.
 
     Attributes:
@@ -99,7 +99,7 @@ class Files:
     splits_special: bool
 
 
-def read(path: str | os.PathLike, content: Mapping[str, Any]) -> Files:
+def read(path: str | os.PathLike, content: Mapping[str, Any]) -> Beside:
     """Returns what the files beside a tokenizer.json say.
 
     Args:
@@ -140,7 +140,7 @@ def read(path: str | os.PathLike, content: Mapping[str, Any]) -> Files:
         for key, text in named.items()
     ]
     special += [_token(value if isinstance(value, Mapping) else {}, place, _text(value)) for value in extra]
-    return Files(
+    return Beside(
         named=named,
         source={key: given[key] for key in named},
         flags=tuple(flags),
@@ -207,7 +207,7 @@ def as_run(content: Mapping[str, Any], kind: str, settings: Mapping[str, Any]) -
     }
 
 
-def add(model: tokenizers.Tokenizer, found: Files) -> None:
+def add(model: tokenizers.Tokenizer, found: Beside) -> None:
     """Adds the tokens that files name to a tokenizer, and the properties that they give to those that it has."""
     known = {repr(token) for token in model.get_added_tokens_decoder().values()}
     if changed := [token for token in found.flags if repr(token) not in known]:

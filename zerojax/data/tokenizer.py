@@ -32,7 +32,7 @@ _PROBE = "a"  # a text, to see what a tokenizer adds around one
 _POST_PROCESSOR = "the post-processor of tokenizer.json adds it"
 
 
-class Frame(NamedTuple):
+class TextFrame(NamedTuple):
     """What stands around a text.
 
     Attributes:
@@ -61,11 +61,11 @@ class Tokenizer(Protocol):
         """Returns the id that ends a text; None if the files name none."""
 
     @property
-    def around(self) -> Frame:
+    def around(self) -> TextFrame:
         """Returns what the tokenizer itself puts around a text (`encode_whole`)."""
 
     @property
-    def document(self) -> Frame:
+    def document(self) -> TextFrame:
         """Returns what stands around each document of a stream.
 
         Raises:
@@ -150,15 +150,15 @@ def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
     return _read(path, subject)[0]
 
 
-def _read(path: str | os.PathLike, subject: str) -> tuple[tokenizers.Tokenizer, token_files.Files]:
+def _read(path: str | os.PathLike, subject: str) -> tuple[tokenizers.Tokenizer, token_files.Beside]:
     """Returns the tokenizer in a tokenizer.json with the tokens that the files beside it name, and what these say."""
     with _refused(f"{subject} is not a readable tokenizer.json", "save it again or choose another"):
         content = bounded.read_bytes(path, token_files.MOST_BYTES)
         _check_charsmaps(content)
         parsed = json.loads(content)
         beside = token_files.read(path, parsed if isinstance(parsed, Mapping) else {})
-        if beside.kind == token_files.LLAMA:
-            content = json.dumps(token_files.as_run(parsed, beside.kind, beside.settings)).encode()
+        if (as_run := token_files.as_run(parsed, beside.kind, beside.settings)) is not parsed:
+            content = json.dumps(as_run).encode()
         model = tokenizers.Tokenizer.from_str(content.decode())
         token_files.add(model, beside)
         model.encode_special_tokens = beside.splits_special
@@ -226,9 +226,9 @@ class ByteTokenizer:
     bos_id: int = 256
 
     @property
-    def around(self) -> Frame:
+    def around(self) -> TextFrame:
         """Returns nothing."""
-        return Frame((), (), "")
+        return TextFrame((), (), "")
 
     @property
     def end_id(self) -> int:
@@ -236,9 +236,9 @@ class ByteTokenizer:
         return self.bos_id
 
     @property
-    def document(self) -> Frame:
+    def document(self) -> TextFrame:
         """Returns the separator before a document."""
-        return Frame((self.bos_id,), (), "the separator of the bytes tokenizer")
+        return TextFrame((self.bos_id,), (), "the separator of the bytes tokenizer")
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -304,7 +304,7 @@ class FileTokenizer:
     """A tokenizer from a Hugging Face tokenizer.json, and what the files beside it say."""
 
     model: tokenizers.Tokenizer
-    files: token_files.Files
+    files: token_files.Beside
     subject: str = "the tokenizer"
 
     @functools.cached_property
@@ -335,22 +335,22 @@ class FileTokenizer:
         return frozenset(self.model.get_vocab(with_added_tokens=True).values())
 
     @functools.cached_property
-    def around(self) -> Frame:
+    def around(self) -> TextFrame:
         """Returns what the file's post-processor adds to a text."""
         bare, whole = (self.encode(_PROBE).tolist(), self.encode_whole(_PROBE).tolist())
         if len(bare) == len(whole):
-            return Frame((), (), "")
+            return TextFrame((), (), "")
         starts = range(len(whole) - len(bare) + 1)
         at = next((start for start in starts if whole[start : start + len(bare)] == bare), 0)
-        return Frame(tuple(whole[:at]), tuple(whole[at + len(bare) :]), _POST_PROCESSOR)
+        return TextFrame(tuple(whole[:at]), tuple(whole[at + len(bare) :]), _POST_PROCESSOR)
 
     @functools.cached_property
-    def document(self) -> Frame:
+    def document(self) -> TextFrame:
         """Returns what the post-processor adds, or else bos_token, or else eos_token, before each document."""
         if self.around.before or self.around.after:
             return self.around
         for found, why in [*self._named("bos", ()), *self._named("eos", ())]:
-            return Frame((found,), (), why)
+            return TextFrame((found,), (), why)
         raise UserError(
             f"{self.subject} names no token that separates documents: name one as bos_token or eos_token in a "
             f"{token_files.TOKENIZER_CONFIG} beside it"

@@ -128,7 +128,7 @@ def _template(source: str) -> Any:
             if isinstance(name, str) and name.startswith("_"):
                 raise jinja2.exceptions.SecurityError(f"a namespace has no {name!r}")
 
-    class Table:
+    class Tables:
         """Makes tables, and is no class whose attributes a template could read."""
 
         def __call__(self, *values: Any, **named: Any) -> dict:
@@ -152,7 +152,7 @@ def _template(source: str) -> Any:
     environment.globals |= {
         "raise_exception": refuse,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
-        "dict": Table(),
+        "dict": Tables(),
         "namespace": Namespace,
     }
     return environment.from_string(source)

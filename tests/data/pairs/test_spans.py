@@ -1,0 +1,116 @@
+"""Checks where answers are found in rendered conversations. This module tests zerojax.data.pairs.spans."""
+
+import pytest
+
+from zerojax.data.pairs import spans, templates
+from zerojax.errors import UserError
+
+A, U, S, T = "assistant", "user", "system", "tool"
+CHATML = (
+    "{% for m in messages %}{{ '<' + m.role + '>' }}{{ m.content }}{{ '<e>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Drops the reasoning of all answers but those after the user's last message.
+DROPS = (
+    "{% set n = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set n.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content and loop.index0 > n.last %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{ m.content.split('</think>')[-1] | trim }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<e>\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+THINKS = DROPS.replace(
+    "{% if add_generation_prompt %}<assistant>", "{% if add_generation_prompt %}<assistant><think>\n"
+)
+END_ONCE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% else %}</s>{% endif %}"
+)
+INST = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}{{ '[I] ' + m.content + ' [/I]' }}{% else %}"
+    "{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
+)
+MARKED = CHATML.replace(
+    "{{ m.content }}{{ '<e>\n' }}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<e>{% endgeneration %}{% else %}{{ m.content }}<e>{% endif %}",
+)
+
+
+def turns(*said):
+    return [
+        {"role": role, **(content if isinstance(content, dict) else {"content": content})} for role, content in said
+    ]
+
+
+def learned(source, messages, learn=spans.ALL, begin=0):
+    chat = templates.JinjaChat({"default": source}, {}, "folder")
+    talk = spans.Talk(chat, messages, {})
+    assert talk.text == chat(messages, False)
+    return [talk.text[first:end] for first, end in talk.learned(spans.wanted(messages, begin, learn), learn)]
+
+
+TWO = turns((S, "s"), (U, "hi"), (A, "one"), (U, "hi"), (A, "one"), (U, "more"))
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        (CHATML, ["one<e>\n", "one<e>\n"]),
+        (DROPS, ["one<e>\n", "one<e>\n"]),
+        (THINKS, ["one<e>\n", "one<e>\n"]),
+        (MARKED, ["one<e>", "one<e>"]),
+        (END_ONCE, ["one\n", "one\n"]),
+    ],
+)
+def test_an_answer_is_its_text_with_the_token_that_ends_it(source, expected):
+    assert learned(source, TWO) == expected
+    assert learned(source, TWO, spans.LAST) == expected[-1:]
+    assert learned(source, TWO, begin=3) == expected[-1:]
+    silent = [{**message, "weight": 0} if number == 2 else message for number, message in enumerate(TWO)]
+    assert learned(source, silent) == expected[-1:]
+
+
+def test_an_end_that_stands_once_belongs_to_the_last_answer_and_a_template_may_have_no_header():
+    assert learned(END_ONCE, TWO[:5]) == ["one\n", "one\n</s>"]
+    assert learned(INST, TWO[1:5]) == [" one</s>", " one</s>"]
+
+
+def thought(content, reasoning):
+    return {"content": content, "reasoning_content": reasoning}
+
+
+TOOLS = turns(
+    (U, "q"),
+    (A, {**thought("", "look"), "tool_calls": [{"function": {"name": "f"}}]}),
+    (T, "t"),
+    (A, thought("a1", "so")),
+    (U, "q2"),
+    (A, thought("a2", "then")),
+)
+
+
+@pytest.mark.parametrize("source", [DROPS, THINKS])
+def test_reasoning_that_a_template_drops_from_earlier_answers_is_not_learned_there(source):
+    begins = "" if source is THINKS else "<think>then</think>"
+    expected = ["<call>f</call><e>\n", "a1<e>\n", f"{begins}a2<e>\n"]
+    found = learned(source, TOOLS)
+    assert found[:2] == expected[:2] and found[2].endswith("a2<e>\n") and "then" in found[2]
+    if source is DROPS:
+        assert found == expected
+    assert learned(source, TOOLS, spans.NO_REASONING) == ["<call>f</call><e>\n", "a1<e>\n", "a2<e>\n"]
+    inside = turns((U, "q"), (A, "<think>x</think>\n\nanswer"))
+    assert learned(CHATML, inside, spans.NO_REASONING) == ["answer<e>\n"]
+    assert learned(CHATML, inside) == ["<think>x</think>\n\nanswer<e>\n"]
+
+
+def test_an_answer_that_a_template_leaves_out_or_writes_twice_is_refused():
+    silent = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{{ messages | length }}"
+    )
+    with pytest.raises(UserError, match=r"message 3 of 6 cannot be found in the text .*; mark answers"):
+        learned(silent, TWO)
+
+
+def test_answers_alike_and_empty_are_told_apart():
+    same = turns((U, "x"), (A, ""), (U, ""), (A, "x"), (U, "x"), (A, ""))
+    for source in (CHATML, DROPS, MARKED):
+        assert [part.rstrip("\n") for part in learned(source, same)] == ["<e>", "x<e>", "<e>"]
