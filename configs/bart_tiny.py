@@ -8,7 +8,7 @@ short_reviews, without their labels. Result: runs/bart_tiny/export holds the mod
 
 from zerojax.configs import FOLDER, base
 
-TOKENIZER = FOLDER / "short_reviews_tokenizer.json"  # of these sentences' words
+TOKENIZER = FOLDER / "short_reviews" / "tokenizer.json"  # of these sentences' words
 
 
 def get_config():

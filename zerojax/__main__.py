@@ -14,6 +14,7 @@ COMMANDS = {
     "launch": ("zerojax.commands.launch", "Starts a command on every GPU of one or several hosts, and keeps it alive."),
     "doctor": ("zerojax.commands.doctor", "Checks hosts, devices, links and the disk before a long run."),
     "plan": ("zerojax.plan", "Reports the memory and communication of a run, without running it."),
+    "data": ("zerojax.commands.data", "Shows the tokens of a run's examples, and what is learned of them."),
     "generate": ("zerojax.commands.generate", "Continues prompts with a model that transformers saved."),
     "serve": ("zerojax.commands.serve", "Answers requests over HTTP in the form of OpenAI's API."),
     "merge": ("zerojax.commands.merge", "Merges an adapter of PEFT into its model."),

@@ -115,7 +115,7 @@ def test_answers_that_do_not_go_together_are_asked_again_and_the_others_are_kept
 def test_peft_guides_answers_are_a_config(run, tmp_path):
     folder = tmp_path / "bart"
     shutil.copytree(pathlib.Path(__file__).parents[1] / "golden" / "huggingface" / "bart", folder)
-    shutil.copyfile(configs.path("bart_tiny").parent / "short_reviews_tokenizer.json", folder / "tokenizer.json")
+    shutil.copyfile(configs.path("bart_tiny").parent / "short_reviews" / "tokenizer.json", folder / "tokenizer.json")
     flags = (
         "--init_from",
         str(folder),

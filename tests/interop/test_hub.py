@@ -35,7 +35,7 @@ def cached(tmp_path, monkeypatch):
     repository = tmp_path / "cache" / "models--org--tiny-bart"
     found = repository / "snapshots" / ("a" * 40)
     shutil.copytree(GOLDEN / "bart", found)
-    shutil.copy(runs.ROOT / "configs" / "short_reviews_tokenizer.json", found / "tokenizer.json")
+    shutil.copy(runs.ROOT / "configs" / "short_reviews" / "tokenizer.json", found / "tokenizer.json")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("a" * 40)
     return found

@@ -460,7 +460,7 @@ def test_an_example_runs_as_a_command(name):
 
 def test_labels_of_the_peft_example_are_the_answer_and_its_end_and_all_rows_have_one_form():
     example = load("lora_seq2seq")
-    tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER.parent / "configs" / "short_reviews_tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER.parent / "configs" / "short_reviews" / "tokenizer.json"))
     loaded = types.SimpleNamespace(special=family_lib.SpecialTokens(stops=(1,), start=0))
     data = example.preprocess(
         [("The soup is awful.", "negative"), ("This book was good.", "positive")], tokenizer, loaded, 8

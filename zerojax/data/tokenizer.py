@@ -103,6 +103,9 @@ class Tokenizer(Protocol):
     def name_of(self, token: int) -> str:
         """Returns the letters of a token in the vocabulary."""
 
+    def why(self, token: int) -> str:
+        """Returns what says that a token is special; "" for one that is not."""
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of `ids`. Drops special and unknown ids."""
 
@@ -294,6 +297,10 @@ class ByteTokenizer:
             return SEPARATOR
         return chr(token) if token < 128 else f"<{token}>" if token >= 256 else f"<0x{token:02X}>"
 
+    def why(self, token: int) -> str:
+        """Returns what the separator is."""
+        return self.document.why if token == self.bos_id else ""
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the UTF-8 text of `ids`. Drops ids above 255, and replaces invalid bytes by U+FFFD."""
         return bytes(_below(ids, 256)).decode("utf-8", errors="replace")
@@ -409,6 +416,16 @@ class FileTokenizer:
     def name_of(self, token: int) -> str:
         """Returns a token's letters in the vocabulary."""
         return self.model.id_to_token(token) or f"<{token}>"
+
+    def why(self, token: int) -> str:
+        """Returns what names a token, the post-processor if it adds it; "" for one that is not special."""
+        if token in (*self.around.before, *self.around.after):
+            return _POST_PROCESSOR
+        for role in ("bos", "eos"):
+            for found, why in self._named(role, ()):
+                if found == token:
+                    return why
+        return f"an added token of {token_files.TOKENIZER}" if token in self.special_ids else ""
 
     def _ids(self, model: tokenizers.Tokenizer, text: str, *, adds_special: bool) -> np.ndarray:
         return np.asarray(self._encoding(model, text, adds_special=adds_special).ids, np.int32)

@@ -170,6 +170,32 @@ def encode(
     )
 
 
+class Shown(NamedTuple):
+    """An example as it is learned."""
+
+    example: Example
+    text: str  # of which its tokens are; what is cut is in it too
+    notes: list[str]  # lines about it
+
+
+def show(
+    examples: source_lib.Source,
+    tokenizer: tokenizer_lib.Tokenizer,
+    settings: TaskSettings,
+    form: RowForm,
+    *,
+    name: str,
+    folder: pathlib.Path | None = None,
+    names: Mapping[str, Sequence[str]] | None = None,
+) -> Iterator[Shown]:
+    """Yields one example after the other with its text. Takes the arguments of `encode`, and raises as it does."""
+    encoder = _Encoder(tokenizer, settings, form, folder, names)
+    for index in range(len(examples)):
+        counts = _Counts(name, form)
+        example = encoder.encode(examples[index], source_lib.place_of(examples, index, f"{name}, example"), counts)
+        yield Shown(example, encoder.text, [*encoder.notes, *counts.notes(1)])
+
+
 class Asked(NamedTuple):
     """The prompts of examples that a model is to answer."""
 
@@ -244,6 +270,7 @@ class _Encoder:
     ):
         self._tokenizer, self._settings, self._form = tokenizer, settings, form
         self.notes: list[str] = []
+        self.text = ""  # of the last example
         self.ends: collections.Counter[int] = collections.Counter()
         self._folder = folder
         if settings.task == CHAT:
@@ -277,6 +304,7 @@ class _Encoder:
         if talk is None:
             prompt, text = self._texts(example, told)
             answer = text or ""
+            self.text = prompt + answer
             if not answer.strip():
                 counts.add("empty", place)
             with errors.below(f"{place}: "):
@@ -305,12 +333,16 @@ class _Encoder:
             counts.add("empty", place)
         if self._form.reads_prompt:
             prompt = self._rendered(messages[: numbers[-1]], given, is_answered=True)
+            self.text = prompt + answer
             if self._form.classes:
                 return self._classified(prompt, answer, place, counts)
             return self._two_arrays(self._whole(prompt, self._has_special), answer, place, counts)
         if not isinstance(self._chat, templates.JinjaChat):
-            return self._one_array(self._plain(messages, numbers), answer, place, counts)
+            pieces = self._plain(messages, numbers)
+            self.text = "".join(piece.prompt + piece.answer for piece in pieces)
+            return self._one_array(pieces, answer, place, counts)
         talk = spans.Talk(self._chat, messages, given)
+        self.text = talk.text
         if any(text and text not in talk.text for message in messages for text in _shown(message)):
             counts.add("dropped", place)
         learned = talk.learned(numbers, self._settings.learn)

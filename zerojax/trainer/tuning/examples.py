@@ -119,8 +119,22 @@ def load(
     Raises:
       UserError: see `splits.load`.
     """
+    return splits.load(
+        config_lib.places(config.data, data_dir),
+        tokenizer,
+        task(config, family, source),
+        form(config, family, source, tokenizer),
+        packs=config.data.pack and config.data.task not in tasks.ANSWERS,
+        folder=folder_of(config, tokenizer),
+    )
+
+
+def task(
+    config: settings_lib.Config, family: family_lib.Family, source: folder_lib.Folder | None
+) -> tasks.TaskSettings:
+    """Returns what a run's task reads of an example."""
     data = config.data
-    settings = tasks.TaskSettings(
+    return tasks.TaskSettings(
         task=data.task,
         prompt=data.prompt,
         answer=data.answer,
@@ -130,15 +144,12 @@ def load(
         rejected=data.rejected,
         learn=data.learn,
     )
+
+
+def folder_of(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pathlib.Path | None:
+    """Returns the folder of a run's tokenizer, where its chat template is; None for none."""
     is_file = isinstance(tokenizer, tokenizer_lib.FileTokenizer)
-    return splits.load(
-        config_lib.places(data, data_dir),
-        tokenizer,
-        settings,
-        form(config, family, source, tokenizer),
-        packs=data.pack and data.task not in tasks.ANSWERS,
-        folder=pathlib.Path(data.tokenizer).parent if is_file else None,
-    )
+    return pathlib.Path(config.data.tokenizer).parent if is_file else None
 
 
 def with_steps(config: settings_lib.Config, examples: splits.Splits) -> settings_lib.Config:
