@@ -13,32 +13,27 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from absl import flags
 from rich.console import Console
 from rich.text import Text
 
-from zerojax import errors
+from zerojax.commands import arguments
 from zerojax.data import batches
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
-from zerojax.launch import ending, processes
 from zerojax.trainer import command, settings
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer.checks import names
 from zerojax.trainer.tuning import examples
 
-flags.declare_key_flag("config")  # for --help, which lists the flags of this module
-_SHOW = flags.DEFINE_integer("show", 3, "Examples to show, the first of the training data.", 1)
-_JSON = flags.DEFINE_boolean("json", False, "Print a line of JSON for each example instead.")
 _LEARNED, _READ = "bold green", "dim"
 MOST_TOKENS = 400  # of an array that are shown; JSON has all
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ShownTokens:
     """An array of an example's tokens.
 
     Attributes:
@@ -52,20 +47,23 @@ class Row:
     learned: np.ndarray
 
 
+@arguments.command
 def main() -> None:
-    """Parses the command line and prints the examples. A UserError prints one line and exits with status 2."""
-    ending.guard_streams(lambda error: None)
-    errors.warn_in_one_line()
-    try:
-        config = config_lib.from_dict(command.parse(sys.argv))
-        with names.of_config(), tempfile.TemporaryDirectory() as folder:
-            _show(config, pathlib.Path(config.data.dir or folder))
-    except UserError as error:
-        processes.leave(2, f"zerojax: {error}")
-    processes.leave(0)
+    """Prints the examples. A UserError prints one line and ends with status 2."""
+    parser = arguments.OneLineParser("zerojax data", doc=__doc__)
+    parser.add_argument("--show", type=int, default=3, help="examples to show, the first of the training data (3)")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each example instead")
+    parser.add_argument("--config", metavar="FILE", help="a config; its settings follow as --config.NAME=VALUE")
+    given, rest = parser.parse_known_args(sys.argv[1:])
+    if given.show < 1:
+        raise UserError(f"--show: must be 1 or more, and is {given.show}")
+    sys.argv[1:] = [*([f"--config={given.config}"] if given.config else []), *rest]
+    config = config_lib.from_dict(command.parse(sys.argv))
+    with names.of_config(), tempfile.TemporaryDirectory() as folder:
+        _show(config, pathlib.Path(config.data.dir or folder), given.show, is_json=given.json)
 
 
-def _show(config: settings.Config, data_dir: pathlib.Path) -> None:
+def _show(config: settings.Config, data_dir: pathlib.Path, count: int, *, is_json: bool) -> None:
     places = config_lib.places(config.data, data_dir)
     if places.is_random:
         raise UserError(f"config.data.name: is {config.data.name!r}, whose tokens are no text; name a dataset or files")
@@ -74,8 +72,8 @@ def _show(config: settings.Config, data_dir: pathlib.Path) -> None:
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
     console = Console(highlight=False, soft_wrap=True)
     mark = "" if console.is_terminal else "*"
-    for number, (shown, rows) in enumerate(_examples(config, places, tokenizer), 1):
-        if _JSON.value:
+    for number, (shown, rows) in enumerate(_examples(config, places, tokenizer, count), 1):
+        if is_json:
             print(json.dumps(as_json(shown, rows), ensure_ascii=False), flush=True)
             continue
         console.print(Text(f"example {number}", style="bold"))
@@ -84,19 +82,19 @@ def _show(config: settings.Config, data_dir: pathlib.Path) -> None:
             console.print(Text(f"  ids: {' '.join(map(str, row.ids[:MOST_TOKENS].tolist()))}", style=_READ))
         for line in [*origins(rows, tokenizer, config.data.task), *map(names.in_config, shown.notes)]:
             console.print(Text(f"  {line}"))
-    if not _JSON.value:
+    if not is_json:
         console.print(
             Text.assemble("learned tokens are ", ("like this", _LEARNED), ", and others ", ("like this", _READ))
         )
 
 
 def _examples(
-    config: settings.Config, places: batches.Places, tokenizer: tokenizer_lib.Tokenizer
-) -> Iterator[tuple[tasks.Shown, list[Row]]]:
+    config: settings.Config, places: batches.Places, tokenizer: tokenizer_lib.Tokenizer, count: int
+) -> Iterator[tuple[tasks.Shown, list[ShownTokens]]]:
     """Yields the first training examples, each with its arrays."""
     data = config.data
     source: Any = places.open(True, data.text_key if data.task == tasks.TEXT else "")
-    first = _First(source, _SHOW.value)
+    first = _First(source, count)
     if data.task == tasks.TEXT:
         frame = tokenizer.document
         for index in range(len(first)):
@@ -104,7 +102,7 @@ def _examples(
             text = first[index][data.text_key]
             text = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
             example = tasks.Example(np.array(ids, np.int32), np.zeros(0, np.int32), np.ones(len(ids), bool), 0, "")
-            row = Row("a document in a stream of documents", example.inputs, example.labeled)
+            row = ShownTokens("a document in a stream of documents", example.inputs, example.labeled)
             yield tasks.Shown(example, text, [tokenizer_lib.told(tokenizer)]), [row]
         return
     family, opened = model_lib.family_of(config)
@@ -121,11 +119,17 @@ def _examples(
     for shown in found:
         one, nothing = shown.example, np.zeros(len(shown.example.inputs), bool)
         if form.classes:
-            yield shown, [Row(f"learns the class {form.classes[one.targets[0]]!r}", one.inputs, nothing)]
+            yield shown, [ShownTokens(f"learns the class {form.classes[one.targets[0]]!r}", one.inputs, nothing)]
         elif form.is_encoder_decoder:
-            yield shown, [Row("the encoder reads", one.inputs, nothing), Row("the decoder", one.targets, one.labeled)]
+            yield (
+                shown,
+                [
+                    ShownTokens("the encoder reads", one.inputs, nothing),
+                    ShownTokens("the decoder", one.targets, one.labeled),
+                ],
+            )
         else:
-            yield shown, [Row("", one.inputs, one.labeled)]
+            yield shown, [ShownTokens("", one.inputs, one.labeled)]
 
 
 class _First:
@@ -144,7 +148,7 @@ class _First:
         return source_lib.place_of(self._source, index, "example")
 
 
-def as_json(shown: tasks.Shown, rows: list[Row]) -> dict[str, Any]:
+def as_json(shown: tasks.Shown, rows: list[ShownTokens]) -> dict[str, Any]:
     """Returns an example as JSON values. Of an encoder-decoder `targets` and `targets_learned` are the decoder's."""
     found: dict[str, Any] = {}
     for row, prefix in zip(rows, ("", "targets_")):
@@ -153,7 +157,7 @@ def as_json(shown: tasks.Shown, rows: list[Row]) -> dict[str, Any]:
     return {**found, "text": shown.text}
 
 
-def coloured(row: Row, tokenizer: tokenizer_lib.Tokenizer, mark: str = "") -> Text:
+def coloured(row: ShownTokens, tokenizer: tokenizer_lib.Tokenizer, mark: str = "") -> Text:
     """Returns the first tokens of an array with bars between them. Learned ones stand out, and `mark` is before each."""
     found = Text(f"  {row.title}: " if row.title else "  ")
     for token, is_learned in zip(row.ids[:MOST_TOKENS].tolist(), row.learned):
@@ -165,7 +169,7 @@ def coloured(row: Row, tokenizer: tokenizer_lib.Tokenizer, mark: str = "") -> Te
     return found
 
 
-def origins(rows: list[Row], tokenizer: tokenizer_lib.Tokenizer, task: str) -> Iterator[str]:
+def origins(rows: list[ShownTokens], tokenizer: tokenizer_lib.Tokenizer, task: str) -> Iterator[str]:
     """Yields where each special token of an example comes from."""
     seen = dict.fromkeys(token for row in rows for token in row.ids.tolist() if token in tokenizer.special_ids)
     for token in seen:
