@@ -205,6 +205,53 @@ def test_pairs_that_are_no_conversations_are_refused_with_their_place(example, l
     assert str(caught.value).startswith("task='dpo': file, example 0: ") and "\n" not in str(caught.value)
 
 
+def test_preferences_of_all_known_forms_are_the_same_pair():
+    known = dataclasses.replace(DPO, prompt="", answer="")
+    whole = {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
+    openai = {"input": {"messages": ASKED, "tools": []}, "preferred_output": [GOOD], "non_preferred_output": [BAD]}
+    scored = {"prompt": ASKED, "completions": ["bad", "good", "so so"], "scores": [1, 5.0, 2], "model": "x"}
+    expected = both(whole)
+    for example in (
+        whole,
+        {"prompt": "U2", **whole},
+        openai,
+        scored,
+        {**whole, "score_chosen": 9.0, "score_rejected": 1.0},
+    ):
+        for found, one in zip(both(example, settings=known), expected):
+            assert found.inputs.tolist() == one.inputs.tolist() and found.labeled.tolist() == one.labeled.tolist()
+    texts = both({"chosen": "The sky is blue", "rejected": "The sky is black"}, settings=known)
+    assert list(map(labels, texts)) == [" blue", " black"]
+
+
+@pytest.mark.parametrize(
+    "example, line",
+    [
+        ({"prompt": "a", "completion": "b", "label": True}, "has one answer that is good or bad (completion, label)"),
+        (
+            {"a": 1},
+            "has no 'chosen' with 'rejected', and no completions or responses or answers with scores or ratings",
+        ),
+        ({"completions": ["a", "b"], "scores": [1, 1]}, "all scores are alike (1)"),
+        ({"completions": ["a", "b"], "scores": [1]}, "scores must be a number for each of completions"),
+        ({"chosen": "a", "rejected": "b", "images": ["x"]}, "has 'images', and models read text alone here"),
+    ],
+)
+def test_what_is_no_preference_is_refused_by_name(example, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        both(example, settings=dataclasses.replace(DPO, prompt="", answer=""))
+
+
+def test_a_field_within_a_field_is_named_with_dots():
+    settings = dataclasses.replace(SETTINGS, prompt="{q.text}", answer="{reward_model.ground_truth}")
+    rows = [{"q": {"text": "one"}, "reward_model": {"ground_truth": 4, "style": "rule"}, "images": ["not read"]}]
+    (found,) = encode(rows, ONE, settings).examples
+    assert BYTES.decode(found.inputs) == "one4" and found.answer == "4"
+    assert encode([{"q.text": "a", "reward_model.ground_truth": "b"}], ONE, settings).examples[0].answer == "b"
+    with pytest.raises(UserError, match=r"has no field 'q.text', which `prompt` names"):
+        encode([{"q": 3, "reward_model": {"ground_truth": "a"}}], ONE, settings)
+
+
 def test_an_example_without_a_prompt_is_not_asked():
     rows = [{"rejected": [BAD], "text": "one"}]
     with pytest.raises(UserError, match=r"file, example 0: has no prompt, .*; its fields: rejected, text$"):

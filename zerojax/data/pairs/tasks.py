@@ -20,12 +20,13 @@ import numpy as np
 from zerojax import errors
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import spans, templates
+from zerojax.data.pairs import preferences, spans, templates
 from zerojax.errors import UserError
 
 TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO = "text", "seq2seq", "classification", "chat", "dpo", "grpo"
 TASKS = (TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO)
 BETWEEN_WORDS = " \n\t"
+_NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # fields of examples that are no text
 _WORD = "a"  # stands for the first word of an answer that is not known
 ANSWERS = {DPO: 2, GRPO: 1}  # of the tasks that compare answers: how many are beside each other in a row
 
@@ -37,7 +38,7 @@ class TaskSettings:
     Attributes:
       task: one of TASKS but TEXT.
       prompt, answer: templates; see `templates.Template`. A chat does not read them. A field alone may hold messages. The answer of DPO is
-        the chosen one.
+        the chosen one; "" reads pairs in the forms of `preferences`.
       labels: the text of each number in the answer's field; () takes the dataset's own names, if it has some.
       messages: the field with a conversation.
       chat_template: see `templates.chat_of`.
@@ -275,6 +276,11 @@ class _Encoder:
         self._folder = folder
         if settings.task == CHAT:
             return
+        self._has_known_form = settings.task == DPO and not settings.answer
+        if self._has_known_form:
+            prompt, chosen, rejected = (f"{{{field}}}" for field in preferences.FIELDS)
+            settings = dataclasses.replace(settings, prompt=prompt, answer=chosen, rejected=rejected)
+            self._settings = settings
         self._prompt = templates.Template(settings.prompt, "prompt")
         others = ("answer", "rejected") if settings.task == DPO else ()
         self._answers = [templates.Template(getattr(settings, key), key) for key in dict.fromkeys((answer, *others))]
@@ -297,6 +303,7 @@ class _Encoder:
     def encode(self, example: Mapping[str, Any], place: str, counts: _Counts) -> Example:
         """Returns an example in the form of the model's rows."""
         told = f"task={self._settings.task!r}: {place}"
+        example = self._known(example, told)
         if self._settings.task == CHAT:
             talk: tuple[list[templates.Message], int] | None = (self._messages(example, told), 0)
         else:
@@ -315,6 +322,21 @@ class _Encoder:
                 return self._one_array([Piece(prompt, answer)], answer, place, counts)
         with errors.below(f"{told}: "):
             return self._conversation(*talk, example, place, counts)
+
+    def _known(self, example: Mapping[str, Any], told: str) -> Mapping[str, Any]:
+        """Returns an example under the names that the templates read.
+
+        Raises:
+          UserError: it has images or the like.
+        """
+        for name in _NO_TEXT if self._settings.task in (CHAT, DPO) else ():
+            if name in example and templates.plain(example[name]):
+                raise UserError(
+                    f"{told}: has {name!r}, and models read text alone here; remove the field, or the example"
+                )
+        if self._settings.task == DPO and self._has_known_form:
+            return preferences.pair_of(example, told)
+        return example
 
     def _conversation(
         self, messages: list[templates.Message], begin: int, example: Mapping[str, Any], place: str, counts: _Counts
@@ -479,7 +501,10 @@ class _Encoder:
 
         Pairs without a template of the prompt have the words with which both answers begin as their prompt.
         """
-        if self._settings.task == DPO and not self._settings.prompt:
+        is_told = self._settings.prompt and not (
+            self._settings.task == DPO and self._has_known_form and preferences.PROMPT not in example
+        )
+        if self._settings.task == DPO and not is_told:
             both = [template.fill(example, place, self._names) for template in self._answers]
             shared = both[0][: _shared(both)]
             end = max(0, *map(shared.rfind, BETWEEN_WORDS))
@@ -688,7 +713,7 @@ def _shown(message: templates.Message) -> list[str]:
 
 
 def _fits(template: templates.Template, example: Mapping[str, Any]) -> bool:
-    return all(field in example for field in template.fields)
+    return all(templates.nested(example, field) is not None for field in template.fields)
 
 
 def _shared(several: Sequence[Sequence[Any]]) -> int:

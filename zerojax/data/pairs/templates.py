@@ -108,7 +108,7 @@ class Template:
           UserError: it has a list that is no conversation.
         """
         (before, field), *rest = self._parts
-        value = example.get(field) if field is not None and not before and rest == [("", None)] else None
+        value = nested(example, field) if field is not None and not before and rest == [("", None)] else None
         if not isinstance(value, Mapping) and not _is_list(value):
             return None
         return messages_of(value, place, str(field), is_answered=False)
@@ -131,11 +131,11 @@ class Template:
         )
 
     def _text(self, example: Mapping[str, Any], field: str, place: str, names: Sequence[str] | None) -> str:
-        if field not in example:
+        value = nested(example, field)
+        if value is None and field not in example:
             raise UserError(
                 f"{place}: has no field {field!r}, which `{self.key}` names; name one of its fields: {', '.join(map(str, example))}"
             )
-        value = example[field]
         if hasattr(value, "item") and not getattr(value, "shape", ()):
             value = value.item()  # a numpy scalar
         value = _decoded(value)
@@ -155,6 +155,14 @@ class Template:
                 f"{place}: field {field!r} is {errors.shown(value)}, and `{self.key}` needs text or a number"
             )
         return str(value)
+
+
+def nested(example: Mapping[str, Any], field: str) -> Any:
+    """Returns the value of a field. With dots it may be that of a field within a field ("reward_model.ground_truth"); None for none."""
+    found: Any = example
+    for name in [field] if field in example else field.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def messages_of(value: Any, place: str, key: str, *, is_answered: bool = True) -> list[Message]:

@@ -133,11 +133,13 @@ def task(
     config: settings_lib.Config, family: family_lib.Family, source: folder_lib.Folder | None
 ) -> tasks.TaskSettings:
     """Returns what a run's task reads of an example."""
-    data = config.data
+    data, usual = config.data, settings_lib.DataSettings
+    is_usual = (data.prompt, data.answer, data.rejected) == (usual.prompt, usual.answer, usual.rejected)
+    has_known_form = data.task == tasks.DPO and is_usual
     return tasks.TaskSettings(
         task=data.task,
         prompt=data.prompt,
-        answer=data.answer,
+        answer="" if has_known_form else data.answer,
         labels=classes(config, family, source) or data.labels,
         messages=data.messages,
         chat_template=data.chat_template,
