@@ -8,12 +8,15 @@ import jax
 import numpy as np
 import pytest
 import runs
+import tokenizers
 
 import zerojax
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import templates
 from zerojax.lora import adapters
 from zerojax.trainer import metrics, program, results
 from zerojax.trainer import state as state_lib
+from zerojax.trainer.tuning import examples
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
@@ -97,3 +100,56 @@ def test_an_export_carries_the_tokenizer_of_the_run_and_that_of_the_models_folde
     assert written == tokenizer.file(begins=True)
     end = 2 if is_own else tokenizer.bos_id
     assert config["eos_token_id"] == generation["eos_token_id"] == end and config["hidden_size"] == 64
+
+
+CHATML = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", ["own", "plain"])
+def test_an_export_says_how_conversations_were_learned_and_what_ends_their_answers(tmp_path, template):
+    base = tmp_path / "base"
+    shutil.copytree(golden_models.FOLDER / "llama", base, ignore=shutil.ignore_patterns("lora", "rslora"))
+    model = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: at for at, word in enumerate("? a b c".split())}, "?")
+    )
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.add_special_tokens(["<|endoftext|>", "<|start|>", "<|end|>"])
+    model.save(str(base / "tokenizer.json"))
+    named = {
+        "eos_token": "<|endoftext|>",
+        "chat_template": [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "x"}],
+    }
+    (base / "tokenizer_config.json").write_text(json.dumps(named))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 4, "temperature": 0.5}))
+    talk = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b c"))]
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": talk})] * 16))
+    settings = {"init_from": str(base), "model__num_layers": 0, "sample__length": 0, "export__format": "huggingface"}
+    settings |= {"data__task": "chat", "data__train_file": str(tmp_path / "chats.jsonl"), "data__tokenizer": "auto"}
+    built = program.build(
+        runs.config(**settings, data__chat_template=template, zero__stage=0, seq_len=64, data__answer_len=8)
+    )
+    tokenizer = tokenizer_lib.load_tokenizer(built.config.data.tokenizer)
+    family, source = built.weights.family, built.weights.source
+    pairs = examples.load(built.config, family, source, tokenizer, tmp_path)
+    results.export(built, state_lib.first(built), tmp_path / "export", tokenizer, pairs)
+    config, generation, of_tokenizer = (
+        json.loads((tmp_path / "export" / f"{name}.json").read_text())
+        for name in ("config", "generation_config", "tokenizer_config")
+    )
+    read = templates.chat_of(tmp_path / "export", "own")[0]
+    assert generation["temperature"] == 0.5 and of_tokenizer["chat_template"] == named["chat_template"]
+    first = pairs.train.examples[0]
+    if template == "own":
+        assert (config["eos_token_id"], generation["eos_token_id"]) == (
+            [6, 2],
+            [6, 4],
+        )  # the model's own, as before, too
+        assert of_tokenizer["eos_token"] == "<|end|>" and not (tmp_path / "export" / "chat_template.jinja").exists()
+        assert tokenizer.encode_special(read(talk, False)).tolist() == first.inputs.tolist()
+    else:
+        assert generation["eos_token_id"] == 4 and of_tokenizer["eos_token"] == "<|endoftext|>"
+        assert read(talk, False) == "### user\na\n\n### assistant\nb c<|endoftext|>\n\n"
+        assert tokenizer.encode_special(read(talk, False)).tolist() == first.inputs.tolist()

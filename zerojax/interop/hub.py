@@ -11,7 +11,10 @@ from zerojax.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # user/model
 _IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$")
-_FILES: Any = {"allow_patterns": ["*.json", "*.jinja", "*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
+_FILES: Any = {
+    "allow_patterns": ["*.json", "*.jinja", "*.safetensors"],
+    "ignore_patterns": ["*/*.json", "*/*.safetensors", "consolidated*"],
+}
 _INSTALL = 'pip install "zerojax[hub]"'
 
 

@@ -32,6 +32,7 @@ from zerojax.tree import Leaf, PyTree
 from zerojax.zero.offload import storage
 
 SHARD_BYTES = 5 * 2**30
+MORE_TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's further chat templates
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION, SPECIAL_TOKENS, CHAT_TEMPLATE = "generation_config.json", "special_tokens_map.json", "chat_template.jinja"
 CONFIG, INDEX, ONE_FILE = "config.json", tensor_files.INDEX, tensor_files.ONE_FILE
@@ -103,7 +104,7 @@ def export(
     is_primary = jax.process_index() == 0
     fetch = make_fetch(is_primary)
     texts = _texts(family.huggingface.write(model), source, dtypes, shards)
-    carried = {path.name: path for path in _carried(source)}
+    carried = _carried(source)
     if source is None or tokenizer is not None:
         ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
         if GENERATION in carried:
@@ -122,6 +123,7 @@ def export(
             for name, content in texts.items():
                 (partial / name).write_text(json.dumps(content, indent=2) + "\n")
             for name, path in carried.items():
+                (partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, partial / name)
             if template:
                 (partial / CHAT_TEMPLATE).write_text(template)
@@ -205,9 +207,13 @@ def _nbytes(tensor: layout.ModelTensor, dtypes: Mapping[str, np.dtype]) -> int:
     return dtypes[tensor.name].itemsize * math.prod(tensor.shape)
 
 
-def _carried(source: str | os.PathLike | None) -> list[pathlib.Path]:
-    paths = [pathlib.Path(source) / name for name in CARRIED] if source is not None else []
-    return [path for path in paths if path.is_file()]
+def _carried(source: str | os.PathLike | None) -> dict[str, pathlib.Path]:
+    """Returns the files beside the weights of `source` that an export copies, by their names in it."""
+    if source is None:
+        return {}
+    folder = pathlib.Path(source)
+    paths = [*(folder / name for name in CARRIED), *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
+    return {str(path.relative_to(folder)): path for path in paths if path.is_file()}
 
 
 def _texts(
@@ -327,7 +333,7 @@ def _prepare(directory: pathlib.Path, partial: pathlib.Path) -> None:
         raise UserError(f"{directory}: a file system is mounted there, so it cannot be replaced; name a folder in it")
     if directory.exists():
         for entry in sorted(directory.iterdir()):
-            is_ours = entry.name in (CONFIG, INDEX, tensor_files.CHECKSUMS, *CARRIED) or entry.match(
+            is_ours = entry.name in (CONFIG, INDEX, tensor_files.CHECKSUMS, MORE_TEMPLATES, *CARRIED) or entry.match(
                 "model*.safetensors"
             )
             if not is_ours:

@@ -7,7 +7,7 @@ from typing import Any
 
 from zerojax import errors, precision
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import splits
+from zerojax.data.pairs import splits, templates
 from zerojax.inference import generate, sampling
 from zerojax.interop import deltas, hub, huggingface, merged, peft
 from zerojax.models import family as family_lib
@@ -69,10 +69,12 @@ def export(
         return
     if weights.adapted is not None:
         params = merged.of_params(params, weights.adapted.chosen)
-    of_tokenizer = {} if _is_its_own(program, tokenizer) else _of_tokenizer(program, tokenizer)
+    is_its_own = _is_its_own(program, tokenizer)
+    of_tokenizer = {} if is_its_own else _of_tokenizer(program, tokenizer)
     if pairs is not None:
         of_tokenizer["ends"] = {token: tokenizer.name_of(token) for token in pairs.stops}
-        of_tokenizer["template"] = pairs.template
+        known = templates.own_templates(pathlib.Path(source)).values() if is_its_own and source else ()
+        of_tokenizer["template"] = "" if pairs.template in known else pairs.template
     huggingface.export(params, weights.family, weights.model, folder, dtype=dtype, source=source, **of_tokenizer)
 
 

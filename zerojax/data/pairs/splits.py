@@ -32,7 +32,7 @@ class Splits:
       notes: lines that tell about the examples.
       fingerprint, of_held_out: of the training examples and of the held-out ones; "" for none.
       stops: the special tokens with which a chat template ends the training answers; () for none.
-      template: of Jinja, of their conversations, if it is not the tokenizer's own; see `tasks.Encoded`.
+      template: of Jinja, of their conversations; see `tasks.Encoded`.
     """
 
     train: rows.Rows

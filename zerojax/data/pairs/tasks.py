@@ -485,9 +485,11 @@ class _Encoder:
             return self._asked(self._encoded(pieces).tokens[:-1], place, counts), label
 
     def template(self) -> str:
-        """Returns the plain template if conversations were written in it, with the tokens that stand around its answers."""
-        if "_chat" not in self.__dict__ or self._has_special or self._form.reads_prompt:
+        """Returns the template of the conversations that were read. The plain one has the tokens that stand around its answers."""
+        if "_chat" not in self.__dict__ or self._form.reads_prompt:
             return ""
+        if isinstance(self._chat, templates.JinjaChat):
+            return self._chat.sources.get(templates.DEFAULT, "")
         name = self._tokenizer.name_of
         return templates.plain_source("".join(map(name, self._head("a").tolist())), name(self._form.end))
 
