@@ -56,6 +56,7 @@ NEW = {
     "data.labels": ([],),
     "data.messages": ("messages",),
     "data.chat_template": ("auto",),
+    "data.learn": ("all",),
     "data.answer_len": (32,),
     "data.pack": (True,),
     # An older run had neither these tasks nor Muon.

@@ -164,8 +164,10 @@ def encode(
             answers[example.answer] = None
         found.append(example)
     notes = [*encoder.notes, *counts.notes(len(found))]
-    if settings.chat_template != templates.AUTO and not encoder.notes:
-        notes.append(f"`chat_template={settings.chat_template}` has no effect: {name} has no conversation")
+    chosen = {"chat_template": settings.chat_template, "learn": settings.learn}
+    for key, usual in (("chat_template", templates.AUTO), ("learn", spans.ALL)):
+        if chosen[key] != usual and not encoder.notes:
+            notes.append(f"`{key}={chosen[key]}` has no effect: {name} has no conversation")
     return Encoded(
         found, tuple(answers), notes, tuple(number for number, _ in encoder.ends.most_common()), encoder.template()
     )

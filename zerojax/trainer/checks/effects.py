@@ -82,7 +82,7 @@ def undivided(config: settings.Config, rows: int) -> list[str]:
 
 def _of_task(config: settings.Config) -> tuple[str, ...]:
     """Returns the places of what the task does not read."""
-    task, of_pairs, of_chat = config.data.task, ("prompt", "answer", "labels"), ("messages", "chat_template")
+    task, of_pairs, of_chat = config.data.task, ("prompt", "answer", "labels"), ("messages", "chat_template", "learn")
     unread: tuple[str, ...] = ("text_key",)
     if task == tasks.TEXT:
         unread = (*of_pairs, *of_chat, "answer_len", "pack")
