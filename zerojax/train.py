@@ -23,7 +23,7 @@ from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import files as step_files
 from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import splits, tasks
+from zerojax.data.pairs import splits, tasks, templates
 from zerojax.errors import UserError
 from zerojax.interop import hub
 from zerojax.launch import devices, ending, processes, signals, start_up, watch
@@ -294,7 +294,10 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
 def _load_pairs(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path) -> splits.Splits:
     """Reads and encodes the examples of a task, and prints what they are."""
     family, source = model_lib.family_of(config)
-    found = examples.load(config, family, source, tokenizer, _prepare_data(config, folder))
+    began = workdir.began(folder)
+    found = examples.load(config, family, source, tokenizer, _prepare_data(config, folder), began)
+    if templates.DATE in found.template and processes.is_primary():
+        workdir.save_began(folder, began)
     for note in found.notes:
         say(names.in_config(note))
     return found

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import runpy
+import time
 
 import file_systems
 import pytest
@@ -181,3 +182,15 @@ def test_a_save_that_fails_keeps_the_old_config(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be written \\(No space left on device\\)"):
         workdir.save(tmp_path, settings(steps=2))
     assert json.loads((tmp_path / workdir.CONFIG_FILE).read_text())["steps"] == 1
+
+
+def test_the_date_of_a_run_is_that_of_its_first_start(tmp_path):
+    before = int(time.time())
+    first = workdir.began(tmp_path)
+    assert before <= first <= time.time()
+    workdir.save_began(tmp_path, 5)
+    workdir.save_began(tmp_path, 6)
+    assert workdir.began(tmp_path) == 5
+    (tmp_path / "began.txt").write_text("x")
+    with pytest.raises(UserError, match=r"began.txt: holds no time"):
+        workdir.began(tmp_path)

@@ -8,8 +8,13 @@ import errno
 import json
 import os
 import pathlib
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from zerojax import bounded, files
 from zerojax.checkpoint import files as step_files
@@ -22,6 +27,7 @@ CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 OFFLOAD = "offload"  # where files of offloaded state take their space; they have no names
 LOCK_FILE = "run.lock"
+BEGAN_FILE = "began.txt"  # when examples were first written as text, in seconds since 1970; only where a chat template writes the date
 IMPORTED_FILE = "imported.json"  # where the first checkpoint comes from, if another program trained it
 WRITTEN = ("", "export", "profile", "tensorboard")  # folders in which files are written under fixed names
 LOST = {  # file -> what follows if a run has checkpoints and lacks it
@@ -193,6 +199,29 @@ def lost(workdir: str | os.PathLike) -> list[str]:
         f"{folder / name}: is missing beside checkpoints: {LOST[name]}; restore it if there is a copy"
         for name in missing
     ]
+
+
+def began(workdir: str | os.PathLike) -> int:
+    """Returns when the examples of a folder's run were first written as text, in seconds since 1970; of a new run, now.
+
+    Chat templates may write the date. A run that resumes has the texts of its first start. All processes must call it.
+    """
+    found = int(time.time())
+    path = pathlib.Path(workdir) / BEGAN_FILE
+    if path.is_file():
+        with files.reading(path, "fix that", "holds no time ({}); delete it"):
+            found = int(bounded.read_text(path, 100))
+    if jax.process_count() == 1:
+        return found
+    return 60 * int(multihost_utils.broadcast_one_to_all(np.int32(found // 60)))
+
+
+def save_began(workdir: str | os.PathLike, seconds: int) -> None:
+    """Writes when a run's examples were written as text, for `began`."""
+    path = pathlib.Path(workdir) / BEGAN_FILE
+    if not path.is_file():
+        with files.writing(path, "make room, or choose another --workdir"):
+            files.replace(path, f"{seconds}\n")
 
 
 def save(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Checks the process that renders chat templates. This module tests zerojax.data.pairs.chat_child."""
 
+import datetime
 import json
 import resource
 import subprocess
@@ -12,12 +13,12 @@ from zerojax.data.pairs import chat_child
 TURNS = [{"role": "user", "content": "Hi \ud800 \u4e2d"}]
 
 
-def answers(source, *questions, variables=None):
+def answers(source, *questions, variables=None, now=None):
     """Returns what the process writes, and how it ends."""
     asked = (
         ["default", {"messages": messages, "add_generation_prompt": is_answered}] for messages, is_answered in questions
     )
-    lines = [json.dumps(line) for line in ([{"default": source}, variables or {}], *asked)]
+    lines = [json.dumps(line) for line in ([{"default": source}, variables or {}, now], *asked)]
     done = subprocess.run(
         [sys.executable, "-P", chat_child.__file__], input="\n".join(lines) + "\n", capture_output=True, text=True
     )
@@ -41,6 +42,8 @@ def test_a_block_of_an_answer_has_a_scope_of_its_own_and_its_place_is_known_or_r
 def test_a_template_gets_the_functions_that_transformers_gives():
     source = "{{ dict(a=1) | tojson(true) }}{% set n = namespace(x=2) %}{{ n.x }}{{ strftime_now('%Y') | length }}"
     assert answers(source, [[], False])[0][1]["text"] == '{"a": 1}24'
+    noon = datetime.datetime(2020, 2, 3, 12).timestamp()
+    assert answers("{{ strftime_now('%d %b %Y') }}", [[], False], now=noon)[0][1]["text"] == "03 Feb 2020"
     for reach in ("{% set n = namespace() %}{% set n._x = 1 %}", "{{ namespace(_x=1) }}"):
         assert "has no '_x'" in answers(reach, [[], False])[0][1]["error"]
 
@@ -86,7 +89,7 @@ def test_the_kernel_ends_a_template_that_computes_for_too_long(source):
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        input=json.dumps([{"default": source}, {}])
+        input=json.dumps([{"default": source}, {}, None])
         + '\n["default", {"messages": [], "add_generation_prompt": true}]\n',
         capture_output=True,
         text=True,

@@ -3,9 +3,10 @@
 A template is a program that came with a tokenizer. Jinja's sandbox keeps it from files and other objects, but not from a loop without an
 end or from a text of 1e11 letters. The kernel does: it ends this process after SECONDS of computing, and gives it no more than MEMORY.
 
-Reads JSON lines: first [the templates by name, the variables of every call], then [the name of one, the variables of this call] again and
-again. Writes a JSON line for each: {"text": ..., "parts": ...}, {"refused": what the template says}, or {"error": why it cannot be
-rendered}. `parts` are the first characters, and those after the last, of what stands in {% generation %} blocks, in the order of rendering.
+Reads JSON lines: first [the templates by name, the variables of every call, the time for strftime_now or null], then [the name of one, the
+variables of this call] again and again. Writes a JSON line for each: {"text": ..., "parts": ...}, {"refused": what the template says}, or
+{"error": why it cannot be rendered}. `parts` are the first characters, and those after the last, of what stands in {% generation %} blocks,
+in the order of rendering.
 """
 
 import datetime
@@ -36,11 +37,11 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    sources, variables = json.loads(sys.stdin.readline())
+    sources, variables, now = json.loads(sys.stdin.readline())
     made: dict[str, Any] = {}
 
     def compiled() -> Rendered:
-        made.update({name: _template(source) for name, source in sources.items()})
+        made.update({name: _template(source, now) for name, source in sources.items()})
         return "", []
 
     _answer(compiled)
@@ -87,8 +88,8 @@ def _answer(render: Callable[[], Rendered]) -> None:
     sys.stdout.flush()
 
 
-def _template(source: str) -> Any:
-    """Returns a template of Jinja in the environment that transformers gives it."""
+def _template(source: str, now: float | None) -> Any:
+    """Returns a template of Jinja in the environment that transformers gives it, at a time in seconds since 1970, or of each call."""
     import jinja2
     import jinja2.ext
     import jinja2.nodes
@@ -151,7 +152,9 @@ def _template(source: str) -> Any:
     environment.filters["tojson"] = written
     environment.globals |= {
         "raise_exception": refuse,
-        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+        "strftime_now": lambda form: (
+            datetime.datetime.fromtimestamp(now) if now else datetime.datetime.now()
+        ).strftime(form),
         "dict": Tables(),
         "namespace": Namespace,
     }

@@ -44,6 +44,7 @@ class TaskSettings:
       chat_template: see `templates.chat_of`.
       rejected: the template of DPO's other answer.
       learn: which answers of a conversation are learned; see `spans.LEARNED`.
+      now: the time that a chat template is told, in seconds since 1970; None for the clock's, which differs when a run resumes.
     """
 
     task: str
@@ -54,6 +55,7 @@ class TaskSettings:
     chat_template: str
     rejected: str = ""
     learn: str = spans.ALL
+    now: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +300,7 @@ class _Encoder:
     @functools.cached_property
     def _chat(self) -> templates.Chat:
         """The template of conversations, which is looked for when the first one is read."""
-        chat, note = templates.chat_of(self._folder, self._settings.chat_template)
+        chat, note = templates.chat_of(self._folder, self._settings.chat_template, self._settings.now)
         self.notes.append(note)
         return chat
 

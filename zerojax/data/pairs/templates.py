@@ -37,6 +37,7 @@ AUTO = "auto"
 CHOICES = (AUTO, "own", "plain")  # of chat templates
 ROLES = {"human": USER, "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}  # other names for a role
 JINJA_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+DATE = "strftime_now"  # the function that gives a template the date
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 TOOLS, TOOL_CALLS, VARIABLES = (
     "tools",
@@ -309,12 +310,13 @@ def _tabled(message: Message | tuple[str, str]) -> Message:
     return message if isinstance(message, Mapping) else {"role": message[0], "content": message[1]}
 
 
-def chat_of(folder: pathlib.Path | None, wanted: str) -> tuple[Chat, str]:
+def chat_of(folder: pathlib.Path | None, wanted: str, now: float | None = None) -> tuple[Chat, str]:
     """Returns the chat template of a tokenizer's folder, or the plain one, and a line that says which and why.
 
     Args:
       folder: with the tokenizer's files; None for none.
       wanted: "auto" takes the folder's where it has one and jinja2 is installed, "own" needs it, "plain" does not look.
+      now: see `JinjaChat`.
 
     Raises:
       UserError: "own" cannot be had, or the folder's template is damaged.
@@ -371,6 +373,7 @@ class JinjaChat:
       sources: the templates, by name. One named "tool_use" is taken where an example has tools.
       named: special tokens by name, which are variables.
       place: the tokenizer's folder, for errors.
+      now: the time that templates are told, in seconds since 1970; None for that of each call.
 
     Attributes:
       sources: the templates.
@@ -379,9 +382,9 @@ class JinjaChat:
       UserError: a template cannot be read.
     """
 
-    def __init__(self, sources: Mapping[str, str], named: Mapping[str, str], place: str):
+    def __init__(self, sources: Mapping[str, str], named: Mapping[str, str], place: str, now: float | None = None):
         self._place, self.sources = place, sources
-        self._first = [dict(sources), {"tools": None, "documents": None, **named}]
+        self._first = [dict(sources), {"tools": None, "documents": None, **named}, now]
         self._start()
 
     def reads(self, name: str, given: Mapping[str, Any]) -> bool:

@@ -113,8 +113,9 @@ def load(
     source: folder_lib.Folder | None,
     tokenizer: tokenizer_lib.Tokenizer,
     data_dir: str | os.PathLike,
+    now: float | None = None,
 ) -> splits.Splits:
-    """Reads and encodes the examples of a run. All processes must call it.
+    """Reads and encodes the examples of a run, at a time that chat templates are told. All processes must call it.
 
     Raises:
       UserError: see `splits.load`.
@@ -122,7 +123,7 @@ def load(
     return splits.load(
         config_lib.places(config.data, data_dir),
         tokenizer,
-        task(config, family, source),
+        dataclasses.replace(task(config, family, source), now=now),
         form(config, family, source, tokenizer),
         packs=config.data.pack and config.data.task not in tasks.ANSWERS,
         folder=folder_of(config, tokenizer),
