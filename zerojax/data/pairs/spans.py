@@ -133,8 +133,6 @@ class Talk:
         mark = next(chr(code) for code in _UNUSED if chr(code) not in self.text)
         content = templates.text_of(message)
         thought = _THOUGHT.match(content)
-        if thought is None and not any(message.get(name) for name in templates.REASONING):
-            return begin
         other = {**message, "content": (thought.group() if thought else "") + mark}
         changed = self._rendered([*self._messages[:number], other, *self._messages[number + 1 :]])
         if changed is None or changed.count(mark) != 1:
