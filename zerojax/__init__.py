@@ -14,6 +14,7 @@ from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
 from zerojax.inference.engine.engine import Engine
 from zerojax.interop.pretrained import export_adapter, export_huggingface, load_huggingface
+from zerojax.kinds import decayed, weight_kinds
 from zerojax.launch.together import main_process_first, wait_for_everyone
 from zerojax.lora.add import add_lora
 from zerojax.lora.linen import with_lora
@@ -68,6 +69,7 @@ __all__ = [
     "batch_sharding",
     "compare_context",
     "compare_sums",
+    "decayed",
     "embedding_lookup",
     "export_adapter",
     "export_huggingface",
@@ -89,6 +91,7 @@ __all__ = [
     "shard_train_state",
     "unpad",
     "wait_for_everyone",
+    "weight_kinds",
     "where_used",
     "with_lora",
     "with_master_weights",

@@ -84,11 +84,6 @@ def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: Any, is_lea
     return structure.unflatten(map(function, _paths(tree, structure, is_leaf), leaves, *others))
 
 
-def are_matrices(tree: PyTree) -> PyTree:
-    """Returns for each leaf whether it has two or more dims; scales and biases have one."""
-    return jax.tree.map(lambda leaf: jax.numpy.ndim(leaf) >= 2, tree)
-
-
 def where(condition: Any, new: PyTree, old: PyTree) -> PyTree:
     """Returns the tree `new` where `condition`, bool[], holds, else `old`; None holds."""
     return new if condition is None else jax.tree.map(lambda n, o: jax.numpy.where(condition, n, o), new, old)

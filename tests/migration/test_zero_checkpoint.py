@@ -233,6 +233,23 @@ def test_frozen_weights_buffers_and_tied_weights_come_along(tmp_path):
     assert set(found.trainable) == {name for group in SHAPES for name in group}
 
 
+def test_stage_0_groups_are_found_by_what_transformers_trainer_decays_and_by_dims():
+    weights = {
+        "decoder.SelfAttention.relative_attention_bias.weight": np.ones((4, 2)),  # spared, of two dims
+        "h.0.ln_1.weight": np.ones(5),
+        "h.0.self_attn.sinks": np.ones(3),  # decays, of one dim
+        "h.0.mlp.experts.down_proj_bias": np.ones((2, 7)),
+        "h.0.mlp.c_fc.weight": np.ones((3, 11)),
+    }
+    bias, norm, sinks, experts, matrix = weights
+    for groups in ([[sinks, matrix], [bias, norm, experts]], [[bias, experts, matrix], [norm, sinks]]):
+        for told in (groups, groups[::-1]):
+            sizes = [sum(weights[name].size for name in group) for group in told]
+            assert zero_checkpoint._groups_of(pathlib.Path("step"), weights, sizes) == told
+    with pytest.raises(UserError, match=r"^step: stage 0 stores 2 groups of weights without their names"):
+        zero_checkpoint._groups_of(pathlib.Path("step"), weights, [1, 2])
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_stage_0_in_16_bits_has_flat_groups_without_names(tmp_path, groups):
     arrays = truth()

@@ -22,6 +22,7 @@ GROUND = {
     "display",
     "errors",
     "files",
+    "kinds",
     "mesh",
     "precision",
     "roles",

@@ -6,7 +6,7 @@ import optax
 import pytest
 import runs
 
-from zerojax import tree
+import zerojax
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.models.llama import model as llama
 from zerojax.ops import losses
@@ -33,7 +33,7 @@ def plain_losses(cache_dir):
     schedule = schedules.make(settings.schedule, settings.learning_rate, 2, 30, settings.final_fraction)
     tx = optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
-        optax.adamw(schedule, settings.b1, settings.b2, settings.eps, weight_decay=0.1, mask=tree.are_matrices),
+        optax.adamw(schedule, settings.b1, settings.b2, settings.eps, weight_decay=0.1, mask=zerojax.decayed),
     )
     params = jax.device_put(logical_lib.to_logical(state_lib.first(built)).params, jax.devices()[0])
     opt_state = tx.init(params)

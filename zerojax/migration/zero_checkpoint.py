@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax import bounded, errors
+from zerojax import bounded, errors, kinds
 from zerojax.errors import UserError
 from zerojax.migration import peft_weights, torch_files
 from zerojax.train_state import State
@@ -387,14 +387,17 @@ def _read_whole(folder: pathlib.Path, path: pathlib.Path, model: Mapping[str, An
 
 
 def _groups_of(path: pathlib.Path, weights: Arrays, sizes: Sequence[int]) -> list[list[str]]:
-    """Returns the names of each flat group: all weights, or matrices and the others, as weight decay divides them.
+    """Returns the names of each flat group: all weights, or those that decay and the others, by their kinds or their dims.
 
     Raises:
       UserError: no such division has the groups' sizes.
     """
-    matrices = [name for name, value in weights.items() if value.ndim >= 2]
-    others = [name for name in weights if name not in matrices]
-    for groups in ([list(weights)], [matrices, others], [others, matrices]):
+    divisions = [[list(weights)]]
+    for decays in (lambda name, shape: kinds.of(name, shape) not in kinds.SPARED, lambda _, shape: len(shape) >= 2):
+        decayed = [name for name, value in weights.items() if decays(name, value.shape)]
+        others = [name for name in weights if name not in decayed]
+        divisions += [[decayed, others], [others, decayed]]
+    for groups in divisions:
         if [sum(weights[name].size for name in group) for group in groups] == list(sizes):
             return groups
     raise UserError(

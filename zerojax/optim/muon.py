@@ -17,7 +17,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from zerojax import errors, tree
+from zerojax import errors, kinds, tree
 from zerojax.errors import UserError
 from zerojax.optim import fused, one_pass, owners
 from zerojax.tree import Leaf, PyTree
@@ -25,8 +25,9 @@ from zerojax.tree import Leaf, PyTree
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al.
 RMS = 0.2  # of an update before the learning rate, about that of AdamW's (arXiv:2502.16982, section 2.2)
 
-# Weights of two dims or more that are no matrices of a hidden layer: embeddings, output projections, biases and scales of heads, adapters.
-ADAMW = r"embed|position|vocab|(^|/)(lm_)?head(/|$)|lora|(bias|scale)$"
+# Matrices that are none of a hidden layer, so AdamW updates them
+NOT_HIDDEN = (kinds.EMBEDDING, kinds.HEAD, kinds.ADAPTER)
+ADAMW = "|".join(pattern for kind, _, pattern in kinds.KINDS if kind in NOT_HIDDEN)
 
 # (path regex, rank, form), the first that matches: which dims of a kernel are rows (r: contracted), columns (c), or count matrices (b).
 FORMS: tuple[tuple[str, int, str], ...] = (
@@ -41,8 +42,6 @@ FORMS: tuple[tuple[str, int, str], ...] = (
     (r"(^|/)(o|out|o_proj|out_proj|wo)/kernel$", 3, "rrc"),  # [H, N, D]
     (r"(^|/)(q|k|v|query|key|value|[qkv]_proj|w[qkv]|q_b|kv_b)/kernel$", 3, "rcc"),  # [D, H, N]
 )
-# Stacks of `nn.scan`: the first dim counts layers, and the others are as the table says for a kernel without it.
-STACKS = r"(^|/)(layers|blocks|stack)/(?!\d)"
 
 
 class MuonState(NamedTuple):
@@ -97,10 +96,10 @@ def muon(
     with scale = rms * sqrt(max(rows, columns)). Its `apply`, which a step of `make_train_step` uses, takes the weights' shardings and sends
     each device one matrix of as many as there are devices, and the updates back; see `owners`. `update` leaves sharding to the compiler.
 
-    A weight of two dims or more is a matrix, or a batch of them, unless `adamw_on` is found in its path. The table `FORMS` says which dims
-    are rows and which columns: [D, H, N] of a query is D x HN, [H, N, D] of an output projection HN x D, [E, D, F] of experts E matrices,
-    and a stack of `nn.scan` ("layers/...") L times as many. A kernel that the table does not name has its last dim as columns, all others
-    as rows, as a convolution has.
+    A weight of two dims or more is a matrix, or a batch of them, unless `zerojax.weight_kinds` says that it is a bias, a norm's scale or a
+    stack of vectors, or `adamw_on` is found in its path. The table `FORMS` says which dims are rows and which columns: [D, H, N] of a query
+    is D x HN, [H, N, D] of an output projection HN x D, [E, D, F] of experts E matrices, and a stack of `nn.scan` ("layers/...") L times as
+    many. A kernel that the table does not name has its last dim as columns, all others as rows, as a convolution has.
 
     Args:
       learning_rate: a number, or a schedule: f(updates before); of AdamW too.
@@ -109,8 +108,9 @@ def muon(
       b1, b2: of AdamW.
       eps: added to AdamW's root and to the norm of a matrix.
       mask: which weights decay, as in `optax.adamw`; None decays all.
-      adamw_on: a regex over the paths of weights that AdamW updates whatever their shape.
-      forms: (path regex, rank, form), which come before `FORMS`; a form has a letter for each dim: "r" rows, "c" columns, "b" matrices.
+      adamw_on: a regex over the paths of matrices that AdamW updates; by default embeddings, output projections and adapters.
+      forms: (path regex, rank, form), which come before kinds and `FORMS`; a form has a letter for each dim: "r" rows, "c" columns, "b"
+        matrices.
       coefficients, steps: a, b, c, and the number of iterations.
       nesterov: whether the gradient is added to the momentum once more.
       rms: of the updates; None scales by sqrt(max(1, columns / rows)), as Jordan et al. do.
@@ -161,13 +161,14 @@ def form(path: str, shape: Sequence[int], adamw_on: str = ADAMW, forms: Sequence
     >>> form("layer_0/attention/q/kernel", (4096, 32, 128))
     'rcc'
     """
-    rank = len(shape)
-    if rank < 2 or (adamw_on and re.search(adamw_on, path)):
+    rank, kind, path = len(shape), kinds.of(path, shape), kinds.without_value(path)
+    is_of_adamw = kind in NOT_HIDDEN if adamw_on == ADAMW else adamw_on and re.search(adamw_on, path)
+    if rank < 2 or is_of_adamw:
         return ""
     own = _named(path, rank, forms)
-    if own:
+    if own or kind in kinds.SPARED:
         return own
-    layers = "b" if re.search(STACKS, path) else ""
+    layers = "b" if re.search(kinds.STACKS, path) else ""
     rank -= len(layers)
     return layers + (_named(path, rank, FORMS) or "r" * (rank - 1) + "c") if rank > 1 else ""
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from zerojax import errors, tree
+from zerojax import errors, kinds
 from zerojax.errors import UserError
 from zerojax.optim import fused, muon, schedules
 from zerojax.optim import one_pass as one_pass_lib
@@ -14,7 +14,7 @@ from zerojax.train_state import State
 from zerojax.tree import PyTree
 
 # config.optimizer.weight_decay_on -> the mask of the leaves that take weight decay
-DECAYS: dict[str, Callable[[Any], Any] | None] = {"matrices": tree.are_matrices, "all": None}
+DECAYS: dict[str, Callable[[Any], Any] | None] = {"matrices": kinds.decayed, "all": None}
 
 # name -> f(learning rate or schedule, b1, b2, eps, weight decay, its mask). A mask costs a tree walk at trace time only.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -81,7 +81,7 @@ def make_optimizer(
       moments: how moments are stored: "fp32", "bf16" or "int8" (see `fused`); the last two are rounded stochastically.
       rounds_weights: whether weights are stored in bf16 and rounded stochastically.
       momentum, adamw_on: of `muon.muon`, whose `dtype` is float32 with `in_float32`, and bfloat16 otherwise.
-      weight_decay_on: the leaves that take weight decay: "matrices" (two or more dims) or "all".
+      weight_decay_on: the weights that take weight decay: "matrices" (`kinds.decayed`: all but biases, norms and vectors) or "all".
 
     Raises:
       UserError: the name is unknown; the optimizer has no weight decay; or it cannot round 16-bit weights or moments.

@@ -292,8 +292,9 @@ class OptimizerSettings:
         "decoupled from the gradient; -1: 0.1, or 0 where the optimizer has none (adam, sgd)")
     momentum: float = setting(0.95, SHARE, "of muon: decay of a matrix' momentum")
     adamw_on: str = setting("", ANY,
-        'of muon: a regex of matrices that adamw updates; "": embeddings, output projections, biases, scales, adapters')
-    weight_decay_on: str = setting("matrices", tuple(registry.DECAYS), 'leaves with two or more dims; "all": biases and scales too')
+        'of muon: a regex of matrices that adamw updates; "": embeddings, output projections, adapters')
+    weight_decay_on: str = setting("matrices", tuple(registry.DECAYS),
+        'all but biases and norms, as transformers\' Trainer; "all": these too')
     clip_norm: float = setting(1.0, NOT_NEGATIVE.at_least(1e-6, "gradients of that norm change nothing; 0 turns clipping off"),
         "maximum of the global gradient norm, above eps; 0: no clipping")
     router_bias_rate: float = setting(0.0, NOT_NEGATIVE.up_to(1, "scores are at most 1"),
