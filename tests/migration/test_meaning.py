@@ -98,7 +98,7 @@ ASSUMED_ADAM = {
     **LR,
     f"{OPT}.betas": {"optimizer.b1": 0.9, "optimizer.b2": 0.999},
     f"{OPT}.eps": {"optimizer.eps": 1e-8},
-    f"{OPT}.weight_decay": {"optimizer.weight_decay": 0.0, "optimizer.weight_decay_on": "matrices"},
+    f"{OPT}.weight_decay": {"optimizer.weight_decay": 0.0, "optimizer.weight_decay_on": "all"},
 }
 ASSUMED_WARMUP = {
     f"{SCHED}.warmup_num_steps": {"optimizer.warmup_steps": 0},

@@ -109,6 +109,7 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "sgd": ("SGD", "fp32"),
 }
 _PARAMS = {"AdamW": ("lr", "betas", "eps", "weight_decay"), "Lion": ("lr", "betas", "weight_decay")}
+_DECAYS = "optimizer.weight_decay_on"
 _PLAIN = {  # what decides a run without DeepSpeed
     "train_micro_batch_size_per_gpu": draft_lib.AUTO,
     "gradient_accumulation_steps": draft_lib.AUTO,
@@ -147,11 +148,14 @@ def translate_trainer(
         inner = translate.translate({"optimizer": made, **blocks}, version=version, auto=_auto(arguments))
     except UserError as error:
         raise UserError(_named_argument(str(error), arguments, deepspeed)) from error
+    is_own = "optimizer" not in blocks
+    if is_own and _DECAYS in inner.settings:  # Trainer's own optimizer spares biases and norms
+        inner = dataclasses.replace(inner, settings={**inner.settings, _DECAYS: "matrices"})
     _merge(draft, inner, deepspeed)
     _parts(draft, arguments, is_alone=deepspeed is None)
     if deepspeed is None:
         _emulate(draft)
-    _optimizer(draft, moments, is_own="optimizer" not in blocks)
+    _optimizer(draft, moments, is_own=is_own)
     if "scheduler" not in blocks:
         _schedule(draft)
     _steps(draft)

@@ -490,7 +490,7 @@ def _betas(draft: Draft) -> None:
 
 
 def _decay(draft: Draft, name: str) -> None:
-    """Puts the weight decay. transformers' Trainer, whose configs have "auto" values, exempts biases and norms from it."""
+    """Puts the weight decay. DeepSpeed's optimizer decays all weights that it is given, and transformers' Trainer gives it all."""
     key = f"{_OPT}.weight_decay"
     torchs = f"{_OPT}.torch_adam"
     is_torchs = name == "adamw" and draft.flag(torchs) and not draft.has(key)
@@ -510,7 +510,7 @@ def _decay(draft: Draft, name: str) -> None:
             limits, keys_lib.UNSUPPORTED, "absent: LAMB's trust ratio is not limited; DeepSpeed's is, to 0.01 and 10"
         )
     if decay or draft.has(key):
-        draft.put("optimizer.weight_decay_on", "matrices" if _is_of_script(draft) else "all", key)
+        draft.put("optimizer.weight_decay_on", "all", key)
 
 
 def _is_of_script(draft: Draft) -> bool:
