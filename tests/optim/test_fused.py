@@ -214,11 +214,12 @@ def test_random_bits_follow_the_key_and_the_count_and_nothing_else():
         assert np.any(np.asarray(mu(keys[0]) != other))
 
 
-@pytest.mark.parametrize("moments", ["fp32", "int8"])
-def test_it_runs_on_shards(moments):
+@pytest.mark.parametrize("moments, rates", [("fp32", None), ("int8", None), ("int8", {"kernel": 0.5, "scale": 2.0})])
+def test_it_runs_on_shards(moments, rates):
     mesh = mesh_lib.make_mesh()
     shardings = {"kernel": NamedSharding(mesh, P("data")), "scale": NamedSharding(mesh, P())}
-    tx = fused.fused_adamw(RATE, weight_decay=DECAY, moments=moments, stochastic_rounding=moments == "int8", **OPTIONS)
+    how = {**OPTIONS, "weight_decay": DECAY, "rates": rates}
+    tx = fused.fused_adamw(RATE, moments=moments, stochastic_rounding=moments == "int8", **how)
     found, expected = run(tx, shardings=shardings)[0], run(tx)[0]
     # A last place of float32 may tip a code at random; after 100 steps that is what one other draw makes.
     assert (

@@ -8,9 +8,9 @@ import optax
 import pytest
 import runs
 
-from zerojax import tree
+from zerojax import kinds, tree
 from zerojax.errors import UserError
-from zerojax.optim import registry
+from zerojax.optim import fused, registry
 
 OPTIONS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
 
@@ -78,6 +78,40 @@ def test_all_counts_of_a_one_pass_state_advance_together():
     for finite, count in ((True, 1), (False, 1), (True, 2)):
         _, state, _ = few.apply(make_params(), state, make_params(), scale=1.0, finite=jnp.asarray(finite))
         assert {int(leaf) for path, leaf in tree.flatten(state) if path.endswith("count")} == {count}
+
+
+KINDS = {"layer": {"kernel": (4, 3), "bias": (3,), "norm": {"scale": (4,)}}, "embed": {"embedding": (5, 4)}}
+
+
+def by_hand(name, params, **how):
+    """Returns params after three updates, each kind by an optimizer of its own."""
+    own = {kind: registry.make_optimizer(name, 1e-2 * rate, **how) for kind, rate in (("matrix", 0.5), ("bias", 2.0))}
+    rest = registry.make_optimizer(name, 1e-2, **how)
+    return three_steps(optax.partition({**own, "norm": rest, "embedding": rest}, kinds.weight_kinds), params)
+
+
+@pytest.mark.parametrize(
+    "name, moments", [*((name, "fp32") for name in registry.OPTIMIZERS), ("adamw", "bf16"), ("lion", "bf16")]
+)
+def test_rates_by_kind_are_those_of_an_optimizer_for_each(name, moments):
+    shapes = jax.tree.leaves(KINDS, is_leaf=lambda node: isinstance(node, tuple))
+    leaves = [jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes)]
+    params = jax.tree.unflatten(jax.tree.structure(KINDS, is_leaf=lambda node: isinstance(node, tuple)), leaves)
+    decay = 0.0 if name in ("adam", "sgd", "adafactor") else 0.3  # adafactor's does not follow the rate
+    how = {**OPTIONS, "weight_decay": decay, "in_float32": True}
+    tx = registry.make_optimizer(name, 1e-2, rates="matrix=0.5,bias=2", moments=moments, **how)
+    plain = registry.make_optimizer(name, 1e-2, moments=moments, **how)
+    chex.assert_trees_all_equal_structs(tx.init(params), plain.init(params))
+    with fused.of_a_part():  # of muon, whose biases alone are no matrices
+        expected = by_hand(name, params, **how)
+    # Stochastic rounding of moments to eight bits moves a step of about the rate by so much
+    chex.assert_trees_all_close(three_steps(tx, params), expected, rtol=0, atol=1e-6 if moments == "fp32" else 3e-3)
+
+
+@pytest.mark.parametrize("rates", ["embeddings=0.1", "bias", "bias=x", "bias=-1", "bias=1e3", "bias=nan"])
+def test_rates_that_are_none_are_refused(rates):
+    with pytest.raises(UserError, match=rf"^rates: '{rates}' is no kind of weights and a factor from 0 to 100; write"):
+        registry.make_optimizer("adamw", 1e-3, weight_decay=0.0, rates=rates, **OPTIONS)
 
 
 def test_few_bits_need_an_optimizer_that_rounds():

@@ -167,6 +167,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "": {},
         "all": {"optimizer.weight_decay": 0.1, "optimizer.weight_decay_on": "all"},
         "0": {"optimizer.weight_decay": 0.0},
+        "by kinds": {"optimizer.rates": "matrix=0.5,norm=2"},
     },
     "loss_scale": {
         "dynamic": {},
@@ -297,6 +298,7 @@ EXCLUSIVE: list[covering.Rule] = [
     ),
     covering.never("config.optimizer.name", optimizer="muon", lora="on"),
     covering.never("config.optimizer.weight_decay", optimizer=("adam", "sgd"), decay="all"),
+    covering.never("config.optimizer.rates", lora="on", decay="by kinds"),  # adapters are of another
     covering.never("config.loss_scale.static", loss_scale="static", precision=_but("precision", "fp16")),
     covering.never("config.loss_scale.init_scale", loss_scale="overflow", precision=_but("precision", "fp16")),
 ]

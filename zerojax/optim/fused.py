@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -47,6 +48,7 @@ class _Settings:
     eps: Any
     weight_decay: Any
     mask: Any
+    rates: Any
     moments: str
     implementation: str
 
@@ -59,6 +61,7 @@ def fused_adamw(
     weight_decay: jax.typing.ArrayLike = 1e-4,
     *,
     mask: Any = None,
+    rates: Any = None,
     moments: str = "fp32",
     stochastic_rounding: bool = False,
     decoupled: bool = True,
@@ -82,6 +85,7 @@ def fused_adamw(
       b1, b2, eps, weight_decay: as in `optax.adamw`. With 1 - b2 below 2**-9, a second moment in bf16 that is rounded to nearest
         stops changing once it has grown: set `stochastic_rounding`.
       mask: which weights decay, a tree of bools or a function of params, as in `optax.adamw`; None decays all.
+      rates: what multiplies the learning rate of each weight, a tree of numbers or a function of params; None: 1.
       moments: how mu and nu are stored: "fp32", "bf16", or "int8" (see `eight_bit`); "int8" keeps vectors and small weights in fp32.
       stochastic_rounding: params, mu and nu that are stored in bf16 or int8 are rounded up or down at random, so that small changes
         add up in expectation. The random bits depend on the key, the count, the leaf and the element. They do not depend on the
@@ -97,7 +101,9 @@ def fused_adamw(
     >>> params, state, copies = tx.apply(grads, state, params, scale=1 / loss_scale, finite=finite, copy_dtype=jnp.bfloat16)
     """
     rule = rules.Rule("adam", decoupled=decoupled, stochastic=stochastic_rounding)
-    return _transformation(_Settings(rule, learning_rate, b1, b2, eps, weight_decay, mask, moments, implementation))
+    return _transformation(
+        _Settings(rule, learning_rate, b1, b2, eps, weight_decay, mask, rates, moments, implementation)
+    )
 
 
 def fused_lion(
@@ -107,13 +113,16 @@ def fused_lion(
     weight_decay: jax.typing.ArrayLike = 1e-3,
     *,
     mask: Any = None,
+    rates: Any = None,
     moments: str = "fp32",
     stochastic_rounding: bool = False,
     implementation: str = "auto",
 ) -> OnePass:
     """Returns Lion (Chen et al., arXiv:2302.06675, Algorithm 2) whose step is one pass; see `fused_adamw`. Its state has no nu."""
     rule = rules.Rule("lion", stochastic=stochastic_rounding)
-    return _transformation(_Settings(rule, learning_rate, b1, b2, 0.0, weight_decay, mask, moments, implementation))
+    return _transformation(
+        _Settings(rule, learning_rate, b1, b2, 0.0, weight_decay, mask, rates, moments, implementation)
+    )
 
 
 def in_plain_jnp() -> contextlib.AbstractContextManager[None]:
@@ -160,7 +169,7 @@ def _transformation(settings: _Settings) -> OnePass:
             raise UserError(f"{name}: must be at least 0 and below 1, and is {value}")
     fused = OnePass(functools.partial(_init, settings), functools.partial(_update, settings))
     fused.apply = functools.partial(_apply, settings)
-    fused.kinds = functools.partial(_decays, settings)
+    fused.kinds = functools.partial(_kinds, settings)
     return fused
 
 
@@ -244,20 +253,28 @@ def _step(
     moments = [structure.flatten_up_to(moment) for moment in state[1:]]
     given = [[tuple(m) if isinstance(m, eight_bit.Quantized) else m for m in moment] for moment in moments]
     leaves = [rules.Operands(*arrays) for arrays in zip(structure.flatten_up_to(grads), weights, *given)]
-    decays = _decays(settings, params)
+    kinds = _kinds(settings, params)
     count = optax.safe_increment(state.count)
     scalars = _scalars(settings, state.count, count, scale, finite)
     seeds = rounding.fold(_seed(key, state.count), jnp.arange(len(leaves)) if numbers is None else numbers)
     kind = "coded" if rule.stochastic or settings.moments == "int8" else "plain"
-    if shardings is None:
-        chosen = choose(settings.implementation, kind, None)
-        shards = [update.Shard(decay) for decay in decays]
-        words = [seeds[n, None] for n in range(len(leaves))]
-        done = update.update_leaves(rule, leaves, shards, scalars, words, implementation=chosen)
-    else:
-        sharding_leaves = structure.flatten_up_to(shardings)
-        chosen = choose(settings.implementation, kind, sharded_kernels.mesh_of(sharding_leaves))
-        done = sharded_kernels.update_leaves(rule, leaves, decays, scalars, seeds, sharding_leaves, chosen)
+    sharding_leaves = None if shardings is None else structure.flatten_up_to(shardings)
+    chosen = choose(settings.implementation, kind, sharding_leaves and sharded_kernels.mesh_of(sharding_leaves))
+
+    def updated(factor: float) -> list[rules.Updated]:
+        """Updates the leaves whose learning rate has this factor."""
+        own = [n for n, (_, other) in enumerate(kinds) if other == factor]
+        decays, part = [kinds[n][0] for n in own], [leaves[n] for n in own]
+        now = scalars if factor == 1 else scalars._replace(learning_rate=factor * scalars.learning_rate)
+        if sharding_leaves is None:
+            shards, words = [update.Shard(decay) for decay in decays], [seeds[n, None] for n in own]
+            return update.update_leaves(rule, part, shards, now, words, implementation=chosen)
+        own_seeds = seeds if len(own) == len(leaves) else seeds[np.asarray(own)]
+        placed = [sharding_leaves[n] for n in own]
+        return sharded_kernels.update_leaves(rule, part, decays, now, own_seeds, placed, chosen)
+
+    by_factor = {factor: iter(updated(factor)) for factor in dict.fromkeys(factor for _, factor in kinds)}
+    done = [next(by_factor[factor]) for _, factor in kinds]
     news, *new_moments, copies = (structure.unflatten(list(parts)) for parts in zip(*_from_tuples(done, moments)))
     if finite is not None:
         count = jnp.where(finite, count, state.count)
@@ -275,17 +292,21 @@ def _from_tuples(done: list[rules.Updated], moments: list[list[Any]]) -> list[tu
     return rows
 
 
-def _decays(settings: _Settings, params: PyTree) -> list[bool]:
-    """Returns for each leaf whether it decays."""
-    if isinstance(settings.weight_decay, (int, float)) and not settings.weight_decay:
-        return [False] * len(jax.tree.leaves(params))
-    mask = settings.mask(params) if callable(settings.mask) else settings.mask
-    mask = True if mask is None else mask
+def _kinds(settings: _Settings, params: PyTree) -> list[tuple[bool, float]]:
+    """Returns for each leaf whether it decays, and the factor of its learning rate."""
+    is_off = isinstance(settings.weight_decay, (int, float)) and not settings.weight_decay
+    decays = _by_leaf("mask: must be a tree of bools", False if is_off else settings.mask, True, params)
+    rates = _by_leaf("rates: must be a tree of numbers", settings.rates, 1.0, params)
+    return list(zip(map(bool, decays), map(float, rates)))
+
+
+def _by_leaf(rule: str, value: Any, default: Any, params: PyTree) -> list[Any]:
+    value = value(params) if callable(value) else value
     try:
-        return list(map(bool, jax.tree.leaves(jax.tree.broadcast(mask, params))))
+        return jax.tree.leaves(jax.tree.broadcast(default if value is None else value, params))
     except ValueError as error:
         raise UserError(
-            f"mask: must be a tree of bools like the params or a prefix of one, and does not fit them: {errors.first_line(error)}"
+            f"{rule} like the params or a prefix of one, and does not fit them: {errors.first_line(error)}"
         ) from error
 
 

@@ -78,6 +78,7 @@ def muon(
     b2: float = 0.95,
     eps: float = 1e-8,
     mask: Any = None,
+    rates: Any = None,
     adamw_on: str = ADAMW,
     forms: Sequence[tuple[str, int, str]] = (),
     coefficients: tuple[float, float, float] = COEFFICIENTS,
@@ -108,6 +109,7 @@ def muon(
       b1, b2: of AdamW.
       eps: added to AdamW's root and to the norm of a matrix.
       mask: which weights decay, as in `optax.adamw`; None decays all.
+      rates: what multiplies the learning rate of each weight, as of `fused_adamw`; None: 1.
       adamw_on: a regex over the paths of matrices that AdamW updates; by default embeddings, output projections and adapters.
       forms: (path regex, rank, form), which come before kinds and `FORMS`; a form has a letter for each dim: "r" rows, "c" columns, "b"
         matrices.
@@ -143,7 +145,7 @@ def muon(
         nesterov,
         rms,
         jnp.dtype(dtype),
-        adamw=fused.fused_adamw(learning_rate, b1, b2, eps, weight_decay, mask=mask),
+        adamw=fused.fused_adamw(learning_rate, b1, b2, eps, weight_decay, mask=mask, rates=rates),
     )
     made = one_pass.OnePass(functools.partial(_init, settings), functools.partial(_update, settings))
     made.apply = functools.partial(_apply, settings)
@@ -300,8 +302,8 @@ def _step(
     placed: list[Any] = [None] * len(of) if shardings is None else jax.tree.leaves(shardings)
     real = jax.tree.leaves(params if shapes is None else shapes)
     weights = [
-        _Weight(owners.layout(leaf.shape, own, where), owners.layout(unpadded.shape, own), decays)
-        for leaf, unpadded, own, where, decays in zip(
+        _Weight(owners.layout(leaf.shape, own, where), owners.layout(unpadded.shape, own), *kinds)
+        for leaf, unpadded, own, where, kinds in zip(
             jax.tree.leaves(params), real, of, placed, settings.adamw.kinds(params)
         )
         if own
@@ -334,11 +336,12 @@ def _merged(of: Sequence[str], like: PyTree, adam: PyTree, matrices: Sequence[Le
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """A weight of matrices: its layout, that of the same without padding, and whether it decays."""
+    """A weight of matrices: its layout, that of the same without padding, whether it decays, and the factor of its learning rate."""
 
     layout: owners.MatrixLayout
     unpadded: owners.MatrixLayout
     decays: bool
+    rate: float
 
 
 def _shards(
@@ -374,7 +377,8 @@ def _shards(
         update = _factor(settings, weight.unpadded) * orthogonal[number].astype(jnp.float32)
         if weight.decays:
             update += decay * param
-        new = -rate * update if changes else (param - rate * update).astype(param.dtype)
+        own = rate if weight.rate == 1 else weight.rate * rate
+        new = -own * update if changes else (param - own * update).astype(param.dtype)
         if finite:
             new = jnp.where(finite[0], new, jnp.zeros_like(new) if changes else param)
             after[number] = jnp.where(finite[0], after[number], before[number])

@@ -1,6 +1,8 @@
 """Optimizers by name. This module maps names to optax, and to `fused` where stochastic rounding is needed."""
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -41,6 +43,7 @@ READS: dict[str, tuple[str, ...]] = {
     "sgd": ("b1",),
     "muon": ("b1", "b2", "eps", "weight_decay", *OF_MUON),
 }
+MOST_RATE = 100.0  # a factor of a learning rate
 OWN_DECAY = 0.1  # of an optimizer that has weight decay, if none is given
 
 
@@ -68,6 +71,7 @@ def make_optimizer(
     moments: str = "fp32",
     rounds_weights: bool = False,
     weight_decay_on: str = "matrices",
+    rates: str = "",
     momentum: float = 0.95,
     adamw_on: str = muon.ADAMW,
     in_float32: bool = False,
@@ -82,28 +86,74 @@ def make_optimizer(
       rounds_weights: whether weights are stored in bf16 and rounded stochastically.
       momentum, adamw_on: of `muon.muon`, whose `dtype` is float32 with `in_float32`, and bfloat16 otherwise.
       weight_decay_on: the weights that take weight decay: "matrices" (`kinds.decayed`: all but biases, norms and vectors) or "all".
+      rates: factors of the learning rate by kinds of weights; see `factors_of`.
 
     Raises:
-      UserError: the name is unknown; the optimizer has no weight decay; or it cannot round 16-bit weights or moments.
+      UserError: the name is unknown; the optimizer has no weight decay; it cannot round 16-bit weights or moments; or a rate is none.
     """
     errors.one_of("optimizer", optimizer, OPTIMIZERS)
     if weight_decay and "weight_decay" not in READS[optimizer]:
         raise UserError(
             f"weight_decay: `optimizer={optimizer}` applies none, and it is {weight_decay}; set `weight_decay=0`, or use adamw"
         )
-    mask = DECAYS[weight_decay_on]
+    mask, factors = DECAYS[weight_decay_on], factors_of(rates)
+    by_leaf = functools.partial(_factors, factors) if factors else None
     own: dict[str, Any] = {"momentum": momentum, "adamw_on": adamw_on, "dtype": "float32" if in_float32 else "bfloat16"}
-    own = own if optimizer == "muon" else {}
+    own = {**own, "rates": by_leaf} if optimizer == "muon" else {}
     plain = OPTIMIZERS[optimizer](learning_rate, b1, b2, eps, weight_decay, mask, **own)
+    plain = _with_rates(plain, by_leaf) if by_leaf and optimizer != "muon" else plain
     if moments == "fp32" and not rounds_weights:
         return plain
     if optimizer not in FUSED:
         needs = f"moments: {moments} needs" if moments != "fp32" else "rounds_weights: stochastic rounding needs"
         raise UserError(f"{needs} an optimizer among {', '.join(FUSED)}, and `optimizer` is {optimizer!r}")
     rounding = FUSED[optimizer](
-        learning_rate, b1, b2, eps, weight_decay, mask, moments=moments, stochastic_rounding=True
+        learning_rate, b1, b2, eps, weight_decay, mask, rates=by_leaf, moments=moments, stochastic_rounding=True
     )
     return _with_state_of(plain, rounding)
+
+
+def factors_of(rates: str) -> dict[str, float]:
+    """Returns {kind of weights: what multiplies its learning rate}.
+
+    Raises:
+      UserError: the text has another form, or a kind is unknown.
+
+    >>> factors_of("embedding=0.1,head=0.5")
+    {'embedding': 0.1, 'head': 0.5}
+    """
+    found: dict[str, float] = {}
+    known = [kind for kind, *_ in kinds.KINDS]
+    for part in filter(None, rates.split(",")):
+        kind, _, number = part.partition("=")
+        try:
+            factor = float(number)
+        except ValueError:
+            factor = math.nan
+        if kind.strip() not in known or not 0 <= factor <= MOST_RATE:
+            raise UserError(
+                f"rates: {part!r} is no kind of weights and a factor from 0 to {MOST_RATE:g}; write 'embedding=0.1', with kinds among "
+                f"{', '.join(known)}"
+            )
+        found[kind.strip()] = factor
+    return found
+
+
+def _factors(factors: Mapping[str, float], params: PyTree) -> PyTree:
+    return jax.tree.map(lambda kind: factors.get(kind, 1.0), kinds.weight_kinds(params))
+
+
+def _with_rates(
+    inner: optax.GradientTransformation, by_leaf: Callable[[PyTree], PyTree]
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer whose updates are multiplied by leaf, with the same state."""
+    inner = optax.with_extra_args_support(inner)
+
+    def update(grads: PyTree, state: State, params: PyTree = None, **how: Any) -> tuple[Any, Any]:
+        updates, state = inner.update(grads, state, params, **how)
+        return jax.tree.map(lambda own, factor: own if factor == 1 else factor * own, updates, by_leaf(updates)), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _with_state_of(plain: optax.GradientTransformation, one_pass: one_pass_lib.OnePass) -> one_pass_lib.OnePass:

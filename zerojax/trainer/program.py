@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from rich.table import Table
 
+from zerojax import kinds, precision, train_state, tree
 from zerojax import mesh as mesh_lib
-from zerojax import precision, train_state, tree
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
@@ -211,6 +211,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         pipeline=steps.pipeline(config, loss_fn, family, in_parts, mesh, abstract_batch(passes=1)),
     )
     _check_axes(partition)
+    _check_rates(config.optimizer.rates, partition)
     partition = unsent.in_partition(partition, steps.as_sent(config, family, partition))
     everywhere = partitioned(mesh=forward_lib.mesh_of(mesh)) if partition.pipeline else partition
     return Program(
@@ -381,6 +382,16 @@ def _check_axes(partition: partition_lib.Partition) -> None:
         )
 
 
+def _check_rates(rates: str, partition: partition_lib.Partition) -> None:
+    """Raises a UserError if no trained weight is of a kind whose rate is given."""
+    trained = {path: found.shape for path, found in partition.placements.items() if found.trainable}
+    held = sorted({kinds.of(tree.below_params(path), shape or ()) for path, shape in trained.items()})
+    if lacking := sorted(registry.factors_of(rates).keys() - held):
+        raise UserError(
+            f"config.optimizer.rates: no trained weight is of the kind {lacking[0]!r}; they are of {', '.join(held)}; name these"
+        )
+
+
 def _tell_of_no_effect(
     config: settings_lib.Config, sizes: config_lib.BatchSizes, model: ModelConfig, mesh: Mesh
 ) -> None:
@@ -426,6 +437,7 @@ def _optimizer(
         eps=chosen.eps,
         weight_decay=chosen.weight_decay,
         weight_decay_on=chosen.weight_decay_on,
+        rates=chosen.rates,
         moments=chosen.moments,
         rounds_weights=policy.rounds_stochastically,
         momentum=chosen.momentum,

@@ -295,6 +295,8 @@ class OptimizerSettings:
         'of muon: a regex of matrices that adamw updates; "": embeddings, output projections, adapters')
     weight_decay_on: str = setting("matrices", tuple(registry.DECAYS),
         'all but biases and norms, as transformers\' Trainer; "all": these too')
+    rates: str = setting("", ANY,
+        'factors of the learning rate by kinds of weights (docs/configuration.md#optimizer): "embedding=0.1,head=0.1"')
     clip_norm: float = setting(1.0, NOT_NEGATIVE.at_least(1e-6, "gradients of that norm change nothing; 0 turns clipping off"),
         "maximum of the global gradient norm, above eps; 0: no clipping")
     router_bias_rate: float = setting(0.0, NOT_NEGATIVE.up_to(1, "scores are at most 1"),

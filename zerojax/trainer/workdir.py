@@ -41,6 +41,7 @@ NEW = {
     "optimizer.warmup": ("linear",),
     "optimizer.initial_fraction": (0.0,),
     "optimizer.weight_decay_on": ("matrices",),
+    "optimizer.rates": ("",),
     "optimizer.router_bias_rate": (0.0,),
     **{f"lora.{name}": ("",) for name in ("target_modules", "exclude_modules", "modules_to_save", "init_from")},
     "lora.r": (0,),

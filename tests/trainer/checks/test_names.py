@@ -27,6 +27,8 @@ def test_other_errors_stay_as_they_are(text):
 
 REFUSED = {
     "mesh": ({"mesh.replica": 3}, r"^config\.mesh: replica 3 x data 2 x context 1 x model 1"),
+    "a kind that nothing has": ({"optimizer.rates": "sink=2"}, r"^config\.optimizer\.rates: no trained weight is of the kind 'sink'; they"),
+    "no kind": ({"optimizer.rates": "biases=2"}, r"^config\.optimizer\.rates: 'biases=2' is no kind of weights and a factor from 0 to 100"),
     "model axis": ({"mesh.model": 2, "zero.overrides": (("", ()),)}, r"^config\.mesh\.model: is 2, and no weight is sharded over `model`"),
     "axis twice": ({"zero.overrides": (("embed", ("data", "data")),)}, r"^config\.zero\.overrides: .* names 'data' twice"),
     "unknown axis": ({"zero.overrides": (("embed", ("rows",)),)}, r"^config\.zero\.overrides: .* names \['rows'\]"),

@@ -33,7 +33,7 @@ KEYS = {
     "optimizer": "config.optimizer.name",
     **{
         name: f"config.optimizer.{name}"
-        for name in ("schedule", "warmup", "weight_decay", "moments", "momentum", "adamw_on")
+        for name in ("schedule", "warmup", "weight_decay", "moments", "momentum", "adamw_on", "rates")
     },
     "rounds_weights": "config.precision",
     "eval_batches": "config.evaluate.batches",
