@@ -1,7 +1,7 @@
 """Takes steps with two loss scales, whose numbers are to be equal bit for bit. This module tests whole steps.
 
-A scale multiplies the loss, and with it every gradient; it comes off again in one place of each executor, before the norm, before the update
-and before what the state keeps of a gradient. A power of two costs float32 no bits, so a step has one result whatever the scale is.
+A scale multiplies the loss, and with it every gradient. It comes off again in one place of each executor, before the norm, before the
+update and before what the state keeps of a gradient. A power of two costs float32 no bits, so a step has one result whatever the scale is.
 """
 
 import jax
@@ -37,7 +37,7 @@ EXECUTORS = {
     "streamed updates": ({"data": 4}, {"offload": {**HOST, "fraction": 0.5}}, BY_BLOCK, {}),
     "block by block": (
         {"data": 4},
-        {"offload": {**HOST, "params": "host", "fraction": 0.5, "params_fraction": 0.5}},
+        {"offload": {**HOST, "by_block": "on", "fraction": 0.5}},  # some gradients wait for the update on the device
         {**BY_BLOCK, **PASSES},
         {},
     ),
