@@ -1,10 +1,16 @@
+"""Checks batches, and the mean over held-out ones. This module tests zerojax.data.feed."""
+
+import json
+
 import numpy as np
 import pytest
 import runs
 
-from zerojax.data import source, tokenizer
+from zerojax.data import parts, source, tokenizer
 from zerojax.errors import UserError
+from zerojax.trainer import model as model_lib
 from zerojax.trainer import program
+from zerojax.trainer.tuning import examples
 
 BYTES = tokenizer.load_tokenizer("bytes")
 
@@ -61,6 +67,52 @@ def test_the_feed_counts_how_often_an_evaluation_reads_its_text(stdlib_dir):
         opened(stdlib_dir, **text, evaluate__batches=100 * held // (8 * 33) + 1)
     for streams in (rare, often, exact, hundred):
         streams.close()
+
+
+TASKS = {
+    "decoder": {"data__task": "seq2seq", "data__pack": False},
+    "packed": {"data__task": "seq2seq", "data__pack": True},
+    "encoder-decoder": {"data__task": "seq2seq", "model__preset": "bart_test"},
+    "classifier": {"data__task": "classification", "model__preset": "bert_test", "data__labels": ("0", "1", "2")},
+    "pairs of answers": {"data__task": "dpo", "data__answer": "{label}", "data__rejected": "{text}n"},
+}
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("name", TASKS)
+def test_an_evaluations_mean_is_that_of_all_labels_whatever_batches_they_are_in(tmp_path, name, accum):
+    """Answers are of several lengths, and the last batch is not full. Of pairs the mean is that of the pairs."""
+    lines = [{"text": "x" * (n % 4), "label": n % 3 if name == "classifier" else "y" * (1 + n % 6)} for n in range(45)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = {key: str(tmp_path / "a.jsonl") for key in ("data__train_file", "data__eval_file")}
+    settings = {**files, "data__answer": "{label}", "data__answer_len": 8, "data__prompt": "{text}", **TASKS[name]}
+    config = runs.config(**settings, grad_accum=accum, global_batch_size=8 * accum)
+    found = examples.load(config, *model_lib.family_of(config), BYTES, "")
+    built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
+    streams, seen = program.open_feed(built, BYTES, "", found), []
+
+    def measure(batch):
+        labels = np.asarray(parts.labeled(batch))
+        values = np.asarray(batch["labels" if "labels" in batch else "targets" if "targets" in batch else "tokens"])
+        terms = np.arange(1, labels.size + 1).reshape(labels.shape) + values[..., -labels.shape[-1] :]
+        if found.has_pairs:
+            labels, terms = labels.any(axis=-1), terms[:, 0]
+        seen.append((terms[labels > 0].sum(), (labels > 0).sum()))
+        return seen[-1][0] / seen[-1][1]
+
+    mean = streams.held_out_mean(measure, 0)
+    counts = [count for _, count in seen]
+    assert sum(counts) == len(lines) if found.has_pairs else sum(int(e.labeled.sum()) for e in found.train.examples)
+    assert len(seen) > 1 and len(set(counts)) > 1, "batches of one size would not tell the two means apart"
+    assert mean == pytest.approx(sum(total for total, _ in seen) / sum(counts), rel=1e-6)
+    streams.close()
+
+
+def test_an_evaluations_mean_of_text_is_that_of_its_batches(tmp_path, stdlib_dir):
+    streams = opened(stdlib_dir, data__name="python_stdlib", data__eval_split="validation", evaluate__batches=3)
+    values = iter([1.0, 2.0, 6.0])
+    assert streams.held_out_mean(lambda batch: next(values), 3) == 3.0
+    streams.close()
 
 
 @pytest.mark.parametrize("accum", [1, 2])

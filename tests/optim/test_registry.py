@@ -114,6 +114,35 @@ def test_rates_that_are_none_are_refused(rates):
         registry.make_optimizer("adamw", 1e-3, weight_decay=0.0, rates=rates, **OPTIONS)
 
 
+# Each optimizer, and those that round moments and weights.
+EVERY = [(name, {}) for name in registry.OPTIMIZERS] + [
+    (name, {"moments": moments, "rounds_weights": moments == "bf16"})
+    for name, moments in zip(registry.FUSED, ("bf16", "int8", "bf16"))
+]
+
+
+@pytest.mark.parametrize(("name", "how"), EVERY, ids=str)
+def test_a_step_takes_the_rate_of_the_steps_before_it_also_after_a_resume(name, how):
+    """Step n is that of a constant rate, the schedule's at n, from the same state; a resume has the state's numbers alone."""
+    decay = 0.1 if "weight_decay" in registry.READS[name] else 0.0
+
+    @jax.jit
+    def step(rates, grads, state, params):
+        tx = registry.make_optimizer(name, lambda count: rates[count], weight_decay=decay, **OPTIONS, **how)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = make_params()
+    state = registry.make_optimizer(name, lambda count: 0.0, weight_decay=decay, **OPTIONS, **how).init(params)
+    rates = np.array([0.5, 0.25, 0.0625, 1.0], np.float32)
+    for number in range(3):
+        grads = jax.tree.map(jnp.sin, params)
+        wanted, found = (step(own, grads, state, params) for own in (np.full_like(rates, rates[number]), rates))
+        chex.assert_trees_all_equal(found, wanted)
+        assert not any(jnp.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (found[0], params))))
+        params, state = jax.tree.map(np.array, found)
+
+
 def test_few_bits_need_an_optimizer_that_rounds():
     with pytest.raises(UserError, match=r"^moments: int8 needs an optimizer among adam, adamw, lion, and"):
         registry.make_optimizer("lamb", 1e-2, weight_decay=0.0, moments="int8", **OPTIONS)

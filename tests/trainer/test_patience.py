@@ -30,7 +30,7 @@ def evaluated(monkeypatch):
     """Gives the evaluations of runs the losses above; returns the steps whose weights the results are of."""
     monkeypatch.setattr(program_lib, "held_out_loss", lambda program, streams, params, check: next(losses))
     monkeypatch.setattr(
-        train, "_write_results", lambda config, program, tokenizer, state, folder: results.append(state)
+        train, "_write_results", lambda config, program, tokenizer, pairs, state, folder: results.append(state)
     )
     results, losses = [], iter(LOSSES)
     return results, lambda given: losses.__setstate__(given)

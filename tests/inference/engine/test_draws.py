@@ -1,5 +1,7 @@
 """Checks draws with settings of each row against those of one setting for all. This module tests zerojax.inference.engine.draws."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,30 @@ def test_each_row_draws_as_a_generator_of_its_settings_does():
     for row, settings in enumerate(SETTINGS):
         wanted = sampling.pick(scores[row : row + 1], sampling.Sampling(*settings), keys[row : row + 1])
         assert found[row] == wanted[0], settings
+
+
+def by_numpy(scores, top_k, top_p, min_p):
+    """Returns the tokens that may be drawn, likeliest first: k of them, then the fewest whose share of these reaches p, each of a share."""
+    order = np.argsort(-scores)[: top_k or len(scores)]
+    likelihood = np.exp(scores[order]) / np.exp(scores[order]).sum()
+    is_before = np.cumsum(likelihood) - likelihood < top_p
+    return set(order[is_before & (likelihood >= min_p * likelihood[0])].tolist())
+
+
+def test_a_row_keeps_exactly_the_tokens_of_its_own_settings():
+    """Any top_k, top_p and min_p, alone and together."""
+    settings = list(itertools.product((0, 1, 2, 7, 39, 40, 41, 100), (1.0, 0.9, 0.5, 0.01), (0.0, 0.02, 0.3, 1.0)))
+    scores = np.random.default_rng(1).normal(0, 2, (len(settings), 40)).astype(np.float32)
+    found = np.isfinite(
+        draws.kept(jnp.asarray(scores), of([(1.0, *own[:2]) for own in settings], [own[2] for own in settings]))
+    )
+    for own, row, is_kept in zip(settings, scores.astype(np.float64), found):
+        assert set(np.flatnonzero(is_kept).tolist()) == by_numpy(row, *own), own
+
+
+def test_tokens_as_likely_as_the_last_of_top_k_are_kept_with_it():
+    scores = jnp.array([[3.0, 1.0, 2.0, 2.0, 0.0]])
+    assert np.isfinite(draws.kept(scores, of([(1.0, 2, 1.0)]))).tolist() == [[True, False, True, True, False]]
 
 
 def test_min_p_keeps_tokens_of_a_share_of_the_likeliest_ones_probability():

@@ -103,6 +103,52 @@ def test_requests_get_what_they_get_alone_and_leave_nothing_behind(count):
     assert [request.tokens for request in again] == [request.tokens for request in alone[:6]]
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_prompt_that_goes_on_from_an_answer_reads_all_of_it_but_the_last_token_from_its_slot(slots):
+    """The last token of an answer was drawn and never read, whatever ended the answer; other slots have their own texts."""
+    own, random = adapted_engine(slots), np.random.default_rng(0)
+    begin, more = random.integers(8, 61, 20).tolist(), random.integers(8, 61, 3).tolist()
+    for settings in ({"max_tokens": 12, "ignores_end": True}, {"max_tokens": 1}, {"stop_ids": tuple(range(0, 61, 5))}):
+        own._reuses = False
+        [first] = own.generate([begin], **settings)
+        prompt = [*begin, *first.tokens, *more]
+        [alone] = own.generate([prompt], max_tokens=8, logprobs=3, ignores_end=True)
+        own._reuses = True
+        for slot in own._slots:
+            slot.text = []
+        own.generate([begin], **settings)
+        [again] = own.generate([prompt], max_tokens=8, logprobs=3, ignores_end=True)
+        assert_alike(again, alone)
+        assert again.reused == len(begin) + len(first.tokens) - 1, settings
+
+
+def test_what_a_slot_holds_is_read_by_others_while_its_answer_grows_and_after_it_was_cancelled():
+    own, random = adapted_engine(), np.random.default_rng(1)
+    begin, other = (random.integers(8, 61, 20).tolist() for _ in range(2))
+    own._reuses = False
+    [whole] = own.generate([begin], max_tokens=20, ignores_end=True)
+    own._reuses = True
+    for slot in own._slots:
+        slot.text = []
+    running = own.submit(begin, max_tokens=20, ignores_end=True)
+    while len(running.tokens) < 6:
+        own.step()
+    beside = own.submit([*begin, *other], max_tokens=4, ignores_end=True)
+    own.step()
+    assert beside.reused == len(begin), "its answer so far is not to be had"
+    own.cancel(running)
+    prompt = [*begin, *running.tokens, *other]
+    [after] = own.generate([prompt], max_tokens=8, logprobs=3, ignores_end=True)
+    assert (
+        after.reused == len(begin) + len(running.tokens) - 1 and running.tokens == whole.tokens[: len(running.tokens)]
+    )
+    own._reuses = False
+    alone = own.generate([prompt, [*begin, *other]], max_tokens=8, logprobs=3, ignores_end=True)
+    assert_alike(after, alone[0])
+    assert beside.tokens == alone[1].tokens[:4]
+    own._reuses = True
+
+
 def assert_alike(one, other):
     """Checks that two requests have the same answer."""
     assert (one.tokens, one.finish, one.text) == (other.tokens, other.finish, other.text)

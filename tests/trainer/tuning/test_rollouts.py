@@ -1,18 +1,22 @@
 """Checks that a run learns from answers of its own weights. This module tests zerojax.trainer.tuning.rollouts."""
 
+import itertools
 import json
 import shutil
 import types
 from unittest import mock
 
+import arrays
 import jax
 import numpy as np
 import pytest
 import runs
 
+from zerojax import tree
 from zerojax.data import tokenizer
 from zerojax.errors import UserError
 from zerojax.launch import signals
+from zerojax.lora import adapters
 from zerojax.models import family
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program
@@ -100,6 +104,26 @@ def test_answers_are_drawn_by_the_weights_as_they_are_and_are_the_same_on_one_de
         np.testing.assert_allclose(
             found[0][rewarded.OLD].view(np.float32), found[0][rewarded.REFERENCE].view(np.float32), rtol=ROUNDING
         )
+
+
+def test_the_reference_is_the_model_without_adapters_and_the_old_one_is_that_with_them(prompts_file, cache_dir):
+    """Of adapters that have learned something, against all logits of the model without and of merged kernels."""
+    built, asked = opened(prompts_file, 1, lora__r=4, grpo__kl=0.1, zero__stage=0)
+    state, seeds = state_lib.first(built), itertools.count()
+    moved = lambda path, leaf: leaf + arrays.normal(next(seeds), leaf.shape) if path.endswith("lora_b") else leaf  # noqa: E731
+    params = tree.map_with_path(moved, state.params)
+    batch = {name: np.asarray(array) for name, array in asked.next(1, params).items()}
+    plain, chosen = built.weights.family, built.weights.adapted.chosen
+    logits = jax.jit(lambda params, tokens: plain.logits(built.model, params, {}, tokens))
+    without = tree.map_with_path(lambda path, leaf: 0 * leaf if path.endswith("lora_b") else leaf, params)
+    for name, own in ((rewarded.REFERENCE, without), (rewarded.OLD, params)):
+        own = adapters.merge(own, chosen)
+        logs = jax.nn.log_softmax(logits(own, batch["tokens"][:, :-1]))
+        wanted = np.take_along_axis(np.asarray(logs), batch["tokens"][:, 1:, None], axis=-1)[..., 0]
+        counts = batch["labeled"][:, 1:] > 0
+        np.testing.assert_allclose(batch[name].view(np.float32)[counts], wanted[counts], rtol=1e-3, err_msg=name)
+    apart = batch[rewarded.REFERENCE].view(np.float32) - batch[rewarded.OLD].view(np.float32)
+    assert np.abs(apart[counts]).min() > 1e-2, "another model would show"
 
 
 def test_tokens_that_a_model_always_gives_are_no_labels():

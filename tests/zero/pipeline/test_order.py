@@ -35,6 +35,16 @@ def test_1f1b_keeps_at_most_as_many_micro_batches_as_there_are_stages_from_here_
     assert order.make("gpipe", devices, micros).alive(0) == micros
 
 
+@given(devices=st.integers(1, 8), rounds=st.integers(1, 6), chunks=st.integers(2, 4))
+def test_interleaved_keeps_as_many_chunks_alive_as_the_paper_has_warm_up_passes_and_one(devices, rounds, chunks):
+    """Device d of n runs 2 (n - d - 1) + (chunks - 1) n forward passes before its first backward pass (arXiv:2104.04473, figure 4)."""
+    made = order.make("interleaved", devices, devices * rounds, chunks=chunks)
+    ahead = [2 * (devices - device - 1) + (chunks - 1) * devices for device in range(devices)]
+    assert [made.alive(device) for device in range(devices)] == [
+        min(count + 1, devices * rounds * chunks) for count in ahead
+    ]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     devices=st.integers(1, 8),
