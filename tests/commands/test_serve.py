@@ -356,10 +356,8 @@ def test_what_is_missing_or_taken_is_one_line(monkeypatch, command):
         line = f"zerojax: --port {bound.getsockname()[1]}: is taken on 127.0.0.1; give another, or 0 for one that is free\n"
         assert command(LLAMA, "--port", bound.getsockname()[1]) == (2, "", line)
     with monkeypatch.context() as patched:
-        patched.setattr(serve.processes, "detect_scheduler", lambda environ: "Slurm")
-        assert (
-            "serve: Slurm started several tasks, which do not know each other; give --coordinator" in command(LLAMA)[2]
-        )
+        patched.setattr(serve.schedulers, "find", lambda: serve.schedulers.Origin("Kubernetes", method="k8s"))
+        assert "serve: Kubernetes starts several pods, which do not know each other; set --coord" in command(LLAMA)[2]
     two = types.SimpleNamespace(num_processes=2)
     with pytest.raises(
         UserError, match="--tensor_parallel: is 4, and 2 processes have 8 devices, which must all hold a part"

@@ -138,9 +138,13 @@ def test_wrong_input_is_one_line_and_status_2(call, trained, words, expected):
 
 
 def test_one_of_several_processes_is_refused(call, trained, monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "a,b")
-    monkeypatch.setenv("SLURM_NTASKS", "2")
-    assert "is started as one of several processes by Slurm; start it once" in call(*ARGUMENTS)[2]
+    for name, value in {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "JAX_COORDINATOR_ADDRESS": "a:1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert "is started as one of several processes by Open MPI; start it once" in call(*ARGUMENTS)[2]
 
 
 def test_a_config_that_no_stage_takes_is_refused_with_its_line(call, trained):

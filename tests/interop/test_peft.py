@@ -15,7 +15,8 @@ import safetensors.numpy
 import zerojax
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.interop import peft, tensor_files
+from zerojax.interop import folder as folder_lib
+from zerojax.interop import merged, peft, tensor_files
 from zerojax.models import families
 
 LOGITS, LOSS = 2e-5, 1e-5  # as in tests/interop/test_pretrained.py
@@ -150,12 +151,108 @@ def test_a_tied_embedding_that_is_trained_in_full_stays_tied_or_is_refused(tmp_p
             zerojax.load_huggingface(golden_models.FOLDER / "bart", stage=0, adapter=tmp_path)
 
 
+RESIZED = golden_models.FOLDER.parent / "peft"
+EMBEDDING, HEAD = "embed/embedding", "head/kernel"
+# folder -> the weights that are trained in full, and those that it carries
+OF_RESIZED = {
+    "untied/full": ({EMBEDDING, HEAD}, set()),
+    "untied/embedding": ({EMBEDDING}, {HEAD}),
+    "untied/frozen": (set(), {EMBEDDING, HEAD}),
+    "untied/head": (set(), {HEAD}),
+    "tied/full": ({EMBEDDING}, set()),
+    "tied/frozen": (set(), {EMBEDDING}),
+}
+
+
+def load_resized(name, model=None, **options):
+    return zerojax.load_huggingface(model or RESIZED / name.split("/")[0], stage=0, adapter=RESIZED / name, **options)
+
+
+def resized_logits(loaded):
+    known = np.load(RESIZED / "untied" / "full" / "expected.npz")
+    return loaded.apply(loaded.params, {"input_ids": known["input_ids"]})
+
+
+@pytest.mark.parametrize("name", OF_RESIZED)
+def test_an_adapter_of_a_resized_vocabulary_gives_the_logits_of_peft_and_trains_what_peft_trains(name):
+    loaded, known = load_resized(name), np.load(RESIZED / name / "expected.npz")
+    np.testing.assert_allclose(resized_logits(loaded), known["logits"], atol=LOGITS, rtol=0)
+    saved, carried = OF_RESIZED[name]
+    assert (set(loaded.adapters.saved), set(loaded.adapters.carried)) == (saved, carried)
+    trained = {path for path, weight in loaded.partition.placements.items() if weight.trainable and "lora" not in path}
+    assert trained == {f"params/{path}" for path in saved}
+
+
+@pytest.mark.parametrize("name", OF_RESIZED)
+def test_weights_that_an_adapter_carries_take_the_place_of_the_models_own_and_are_exported_and_merged(tmp_path, name):
+    own, model = RESIZED / name.split("/")[0], tmp_path / "model"
+    shutil.copytree(own, model)
+    tensors = safetensors.numpy.load_file(own / "model.safetensors")
+    others = {key: tensor + ("layers" not in key and "norm" not in key) for key, tensor in tensors.items()}
+    safetensors.numpy.save_file(others, model / "model.safetensors", {"format": "pt"})
+    loaded, known = load_resized(name, model), np.load(RESIZED / name / "expected.npz")["logits"]
+    if name != "untied/head":  # which carries no embedding
+        np.testing.assert_allclose(resized_logits(loaded), known, atol=LOGITS, rtol=0)
+    zerojax.export_adapter(loaded.params, loaded, tmp_path / "out")
+    written, theirs = (safetensors.numpy.load_file(at / peft.WEIGHTS) for at in (tmp_path / "out", RESIZED / name))
+    assert {key: tensor.tobytes() for key, tensor in written.items()} == {key: theirs[key].tobytes() for key in written}
+    again = zerojax.load_huggingface(own, stage=0, adapter=tmp_path / "out")
+    np.testing.assert_allclose(resized_logits(again), known, atol=LOGITS, rtol=0)
+    folder = folder_lib.open_folder(own)
+    adapter = peft.open_adapter(RESIZED / name, folder.family, folder.model)
+    merged.export(folder, adapter, tmp_path / "merged")
+    np.testing.assert_allclose(
+        resized_logits(zerojax.load_huggingface(tmp_path / "merged", stage=0)), known, atol=LOGITS, rtol=0
+    )
+
+
+@pytest.mark.parametrize("name", ["untied/full", "untied/frozen", "untied/head", "tied/full", "tied/frozen"])
+def test_a_model_of_another_vocabulary_than_the_adapters_is_told_how_to_resize(tmp_path, name):
+    own = RESIZED / name.split("/")[0]
+    tensors = safetensors.numpy.load_file(own / "model.safetensors")
+    cut = {key: tensor[:20] if tensor.shape[0] == 22 else tensor for key, tensor in tensors.items()}
+    safetensors.numpy.save_file(cut, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((own / "config.json").read_text()) | {"vocab_size": 20})
+    )
+    line = r"the adapter is of a vocabulary of 22 \(base_model\.\S+\.weight\), and the model has 20; resize it .*_embeddings\(22\)"
+    with pytest.raises(UserError, match=line):
+        load_resized(name, tmp_path)
+
+
+def test_an_adapter_beside_others_may_carry_the_models_own_weights_and_no_others(tmp_path):
+    loaded = zerojax.load_huggingface(RESIZED / "untied", stage=0)
+    assert [*loaded.read_adapter(RESIZED / "untied" / "frozen")] == ["layer_0/attention/q"]
+    shutil.copytree(RESIZED / "untied" / "frozen", tmp_path / "other")
+    tensors = safetensors.numpy.load_file(tmp_path / "other" / peft.WEIGHTS)
+    tensors["base_model.model.lm_head.weight"][3] += 1
+    safetensors.numpy.save_file(tensors, tmp_path / "other" / peft.WEIGHTS)
+    for folder in (tmp_path / "other", RESIZED / "untied" / "full"):
+        with pytest.raises(
+            UserError, match="has head/kernel in full, and one beside others has only low ranks; merge it"
+        ):
+            loaded.read_adapter(folder)
+
+
+def test_what_peft_would_not_read_or_we_do_not_compute_is_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match=r"trainable_token_indices is \[3, 21\], which zerojax does not compute"):
+        load_resized("tied/tokens")
+    with pytest.raises(UserError, match="ensure_weight_tying is not true, so PEFT trained a copy"):
+        load_resized("tied/apart")
+    shutil.copytree(RESIZED / "untied" / "full", tmp_path / "lost")
+    tensors = safetensors.numpy.load_file(tmp_path / "lost" / peft.WEIGHTS)
+    del tensors["base_model.model.lm_head.weight"]
+    safetensors.numpy.save_file(tensors, tmp_path / "lost" / peft.WEIGHTS)
+    with pytest.raises(UserError, match=r"has no base_model\.model\.lm_head\.weight beside it, which PEFT reads; save"):
+        zerojax.load_huggingface(RESIZED / "untied", stage=0, adapter=tmp_path / "lost")
+
+
 def test_an_adapter_of_an_embedding_is_refused_in_one_line(tmp_path):
     folder = changed(tmp_path)
     tensors = safetensors.numpy.load_file(folder / peft.WEIGHTS)
     name = "base_model.model.model.embed_tokens.lora_embedding_A"
     safetensors.numpy.save_file(tensors | {name: np.ones((8, 384), np.float32)}, folder / peft.WEIGHTS)
-    with pytest.raises(UserError, match=f"tensor {name} is of an adapter of an embedding or of the output projection"):
+    with pytest.raises(UserError, match=f"tensor {name} is of an adapter of an embedding, which"):
         zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=folder)
 
 

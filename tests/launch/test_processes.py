@@ -3,6 +3,8 @@
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import time
 
 import launches
@@ -10,7 +12,7 @@ import programs
 import pytest
 
 from zerojax.errors import UserError
-from zerojax.launch import processes
+from zerojax.launch import processes, schedulers
 
 PROCESSES, DEVICES = 2, 4
 
@@ -97,40 +99,49 @@ def test_a_process_that_waits_long_prints_one_line(capsys):
     assert capsys.readouterr().err == "still waiting\n"
 
 
-@pytest.mark.parametrize(
-    "environ, expected",
-    [
-        ({}, None),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, None),  # the batch script itself, not started by srun
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a"}, None),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "a"}, "Slurm"),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
-    ],
-)
-def test_a_scheduler_counts_if_it_started_several_processes(environ, expected):
-    assert processes.detect_scheduler(environ) == expected
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "none.invalid",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
 
 
-def test_slurm_provides_all_settings():
-    with listener() as port:
-        pass
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "0"}
-    program = (
-        "from zerojax.launch import devices, processes\nprocesses.detect_scheduler = lambda environ: 'Slurm'\n"
-        + ("processes.initialize(); import jax; print(jax.distributed.is_initialized(), devices.describe())")
+def test_two_tasks_of_slurm_join_and_leave_by_its_variables():
+    environ = programs.environment(JAX_PLATFORMS="cpu", JAX_COORDINATOR_PORT=str(programs.free_port()), **STEP)
+    program = programs.SINGLE_MODULES + (
+        "from zerojax.launch import devices, processes; processes.initialize(timeout_seconds=60); print(devices.describe());"
+        "processes.leave(0)"
     )
-    done = programs.python(program, JAX_PLATFORMS="cpu", SLURM_LOCALID="0", JAX_COORDINATOR_PORT=str(port), **slurm)
-    assert done.stdout == "True 1 x cpu, 1 process\n", done.stderr
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**environ, "SLURM_PROCID": task, "SLURM_LOCALID": task},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for task in "01"
+    ]
+    assert [task.communicate(timeout=programs.LIMIT)[0] for task in tasks] == ["2 x cpu, 2 processes\n"] * 2
 
 
-def test_a_scheduler_that_jax_cannot_join_is_an_error_of_one_line():
-    done = programs.python(
-        "from zerojax.launch import processes; processes.initialize()", JAX_PLATFORMS="cpu", OMPI_COMM_WORLD_SIZE="2"
-    )
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("zerojax.errors.UserError: launch: this Open MPI task could not join the others (")
+def test_an_interactive_step_of_slurm_is_one_process_and_is_told_so(monkeypatch):
+    for name, value in {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert processes.find_cluster() is None
+    with pytest.warns(UserWarning, match="this is one process, by SLURM_STEP_NUM_TASKS=1 of Slurm: SLURM_NTASKS=2"):
+        processes.initialize()
+
+
+def test_pods_that_jax_cannot_join_are_an_error_of_one_line(monkeypatch):
+    monkeypatch.setattr(processes.schedulers, "find", lambda: schedulers.Origin("Kubernetes", method="k8s"))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(
+        UserError, match=r"^launch: this process of Kubernetes could not join the others \(.*\); set --c"
+    ):
+        processes.initialize()
 
 
 LAUNCHED = {

@@ -24,7 +24,7 @@ from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import weights
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, pretrained
-from zerojax.launch import devices, early, ending, processes
+from zerojax.launch import devices, early, ending, processes, schedulers
 from zerojax.serve import followers
 from zerojax.serve import words as words_lib
 from zerojax.zero.offload import settings
@@ -54,10 +54,9 @@ def _serve() -> int:
 
     key, cluster = _key(given.key_file), _cluster(given)
     devices.emulate_cpu_devices(given.emulate_devices)
-    if cluster is not None:
-        processes.initialize(cluster.coordinator, cluster.num_processes, cluster.process_id)
-        if cluster.process_id > 0:
-            return _follow(given)
+    processes.initialize(given.coordinator, given.num_processes, given.process_id)
+    if cluster is not None and cluster.process_id > 0:
+        return _follow(given)
     devices.start()
     bound = server.bind(given.host, given.port)  # before the model is read, which takes a while
     with contextlib.closing(bound):
@@ -96,10 +95,8 @@ def _serve() -> int:
 def _cluster(given: argparse.Namespace) -> processes.Cluster | None:
     """Returns the processes that serve together; None for one alone."""
     cluster = processes.find_cluster(given.coordinator, given.num_processes, given.process_id)
-    if cluster is None and processes.launched() is None and (found := processes.detect_scheduler(os.environ)):
-        raise UserError(
-            f"serve: {found} started several tasks, which do not know each other; give --coordinator, --num_processes and --process_id"
-        )
+    if cluster is None and (found := schedulers.find()).method:
+        raise UserError(f"serve: {found.name} starts several pods, which do not know each other; {schedulers.WAY_OUT}")
     return cluster
 
 
@@ -249,7 +246,10 @@ def _parse(words: list[str]) -> argparse.Namespace:
     )
     add("--warm_up", action="store_true", help="compile all programs before the first request, which takes minutes")
     add("--emulate_devices", type=int, default=1, help="CPU devices to emulate if there is no accelerator (1)")
-    add("--coordinator", help="host:port of process 0, to join processes that zerojax launch did not start")
+    add(
+        "--coordinator",
+        help="host:port of process 0, to join processes that neither zerojax launch nor a scheduler started",
+    )
     add("--num_processes", type=int, help="processes that serve together")
     add("--process_id", type=int, help="this process's number, from 0, which listens")
     given = parser.parse_args(words)

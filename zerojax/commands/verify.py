@@ -23,7 +23,7 @@ from typing import Any
 from zerojax import display, errors
 from zerojax.commands import arguments
 from zerojax.errors import UserError
-from zerojax.launch import early, processes
+from zerojax.launch import early, schedulers
 from zerojax.trainer import command, metrics
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
@@ -101,8 +101,9 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the run in progress too
     given, rest = _parse(sys.argv[1:])
     config = config_lib.from_dict(command.parse(["zerojax verify", *rest]))
-    if scheduler := processes.detect_scheduler(os.environ) or (processes.find_cluster() and "zerojax launch"):
-        raise UserError(f"verify: is started as one of several processes by {scheduler}; start it once, on one host")
+    started = schedulers.find()
+    if started.cluster or started.method:
+        raise UserError(f"verify: is started as one of several processes by {started.name}; start it once, on one host")
     wanted = _chosen(settings(config), given.only)
     changes = {**QUIET, "steps": given.steps, "optimizer.warmup_steps": min(config.optimizer.warmup_steps, given.steps)}
     with contextlib.ExitStack() as stack:

@@ -125,9 +125,8 @@ def _of_folders(
     folder: folder_lib.Folder, adapter: peft.Adapter, tensor: layout.ModelTensor, module: str | None
 ) -> tuple[np.ndarray, ...]:
     """Returns a weight of the merged model, and the two of the adapter of its module, in float32."""
-    if tensor.path in adapter.tensors:
-        return (_read(adapter, adapter.tensors[tensor.path]),)
-    kernel = _read(folder, tensor)
+    is_there = tensor.path in adapter.tensors
+    kernel = _read(adapter, adapter.tensors[tensor.path]) if is_there else _read(folder, tensor)
     if module is None:
         return (kernel,)
     beside = adapter.chosen.adapter(module)

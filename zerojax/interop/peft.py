@@ -1,7 +1,9 @@
 """PEFT's folders of LoRA adapters. This module reads and writes adapter_config.json and adapter_model.safetensors.
 
 A tensor's name is `base_model.model.`, the module's name in transformers, and `.lora_A.weight` [r, in] or `.lora_B.weight` [out, r]. A
-module that is trained in full has its own tensor's name after that prefix. The scale is not in the weights.
+module that is trained in full has its own tensor's name after that prefix. So have the embedding and the output projection of a model
+whose vocabulary was resized, which PEFT saves beside the adapters though they are frozen; where they have adapters themselves, the name
+ends with `.base_layer.weight`. The scale is not in the weights.
 """
 
 import dataclasses
@@ -28,7 +30,9 @@ from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
 
 CONFIG, WEIGHTS = folder_lib.ADAPTER, "adapter_model.safetensors"
-PREFIX, WEIGHT = "base_model.model.", ".weight"
+PREFIX, WEIGHT, BASE = "base_model.model.", ".weight", ".base_layer"
+# PEFT saves these of NAME beside NAME.weight where the vocabulary was resized, and reads NAME.weight alone.
+_WRAPPED = re.compile(r"(.*)\.(?:modules_to_save|original_module)(\.[^.]+)")
 _NAMES = {targets.A: ".lora_A.weight", targets.B: ".lora_B.weight"}
 # Fields of adapter_config.json that change what an adapter computes, and the values under which nothing changes.
 UNREAD: Mapping[str, tuple[Any, ...]] = {
@@ -139,23 +143,32 @@ def open_adapter(
             f"{path}: holds no {WEIGHTS}; name a folder that save_pretrained of PEFT wrote, with safetensors"
         )
     lora = read_settings(path, raw, quantize=quantize)
-    entries = _without_copies(entries, family, model)
+    entries = _without_copies(_without_wrapped(entries), family, model)
     known = linear(family, model)
     path_of = {name: module for module, found in known.items() for name in found.names}
     own = {tensor.name: tensor for tensor in layout.tensors(family, model)}
     adapted: dict[str, None] = {}
     saved: list[str] = []
+    carried: list[str] = []
     for name in entries:
         module, kind = _parsed(path, name)
         if kind and module in path_of:
             adapted[path_of[module]] = None
             _check_meant(path, raw, lora, module)
         elif not kind and module in own:
-            saved.append(own[module].path)
-        elif ".lora_embedding_" in name or ".base_layer." in name:
+            is_trained = any(settings.is_within(_module(module), end) for end in lora.modules_to_save)
+            (saved if is_trained or not _is_of_vocabulary(own[module], family) else carried).append(own[module].path)
+        elif BASE in module and module.replace(BASE, "") in own and module.partition(BASE)[0] in path_of:
+            carried.append(own[module.replace(BASE, "")].path)
+        elif ".lora_embedding_" in name or f"{BASE}." in name:
             raise UserError(
-                f"{path / WEIGHTS}: tensor {name} is of an adapter of an embedding or of the output projection, which PEFT saves with the "
-                "model's own weight; leave both out of target_modules"
+                f"{path / WEIGHTS}: tensor {name} is of an adapter of an embedding, which zerojax does not compute; train it in full "
+                "(modules_to_save), or leave it out of target_modules"
+            )
+        elif match := _WRAPPED.fullmatch(name):
+            raise UserError(
+                f"{path / WEIGHTS}: tensor {name} has no {match[1]}{match[2]} beside it, which PEFT reads; save the adapter with PEFT's "
+                "save_pretrained"
             )
         elif model.tie_embeddings and _is_copy(module, family):
             raise _trained_apart(path)
@@ -179,12 +192,24 @@ def open_adapter(
             stacklevel=2,
         )
         lora = dataclasses.replace(lora, dropout=0.0)
-    chosen = targets.Targets(_with_targets(lora, known, ordered), known, ordered, tuple(saved))
+    chosen = targets.Targets(_with_targets(lora, known, ordered), known, ordered, tuple(saved), tuple(carried))
     if not ordered:
         raise UserError(f"{path / WEIGHTS}: holds no adapter; name a folder that save_pretrained of PEFT wrote")
     tensors = {tensor.path: tensor for tensor in tensors_of(chosen, family, model)}
+    for tensor in tensors.values():
+        if tensor.path in (*saved, *carried) and _is_of_vocabulary(tensor, family):
+            _check_vocabulary(path, tensor, entries.get(tensor.name))
     _check(path, tensors, entries)
     return Adapter(path, entries, chosen, tensors)
+
+
+def _check_vocabulary(path: pathlib.Path, tensor: layout.ModelTensor, entry: tensor_files.Entry | None) -> None:
+    """Refuses an embedding or an output projection [vocabulary, embedding] of another vocabulary than the model's."""
+    if entry is not None and entry.shape[:1] != tensor.shape[:1] and entry.shape[1:] == tensor.shape[1:]:
+        raise UserError(
+            f"{path / WEIGHTS}: the adapter is of a vocabulary of {entry.shape[0]} ({tensor.name}), and the model has {tensor.shape[0]}; "
+            f"resize it with transformers, by resize_token_embeddings({entry.shape[0]}) and save_pretrained, and name that folder"
+        )
 
 
 def _check_meant(path: pathlib.Path, raw: Mapping[str, Any], lora: settings.Lora, module: str) -> None:
@@ -248,6 +273,18 @@ def _without_copies(
     return found
 
 
+def _without_wrapped(entries: Mapping[str, tensor_files.Entry]) -> dict[str, tensor_files.Entry]:
+    """Returns the tensors without those of wrapped modules that PEFT saves beside the ones that it reads."""
+    wrapped = {name: match[1] + match[2] for name in entries if (match := _WRAPPED.fullmatch(name))}
+    return {name: entry for name, entry in entries.items() if wrapped.get(name) not in entries}
+
+
+def _is_of_vocabulary(tensor: layout.ModelTensor, family: family_lib.Family) -> bool:
+    """Returns whether a weight is the embedding or the output projection over the vocabulary, which PEFT saves if that was resized."""
+    is_head = f"{tensor.path}/".startswith(f"{family.heads}/") and not family.is_classifier
+    return tensor.path == "embed/embedding" or is_head
+
+
 def _tied(saved: Iterable[str], family: family_lib.Family, model: ModelConfig) -> bool:
     """Returns whether a weight that is trained in full is the output projection too."""
     return model.tie_embeddings and "embed/embedding" in saved
@@ -296,15 +333,19 @@ def read_settings(path: pathlib.Path, raw: Mapping[str, Any], *, quantize: str =
 
 
 def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: ModelConfig) -> list[layout.ModelTensor]:
-    """Returns the tensors of a folder: the adapters' A and B, and those of modules that are trained in full."""
+    """Returns the tensors of a folder: the adapters' A and B, and those of modules that are trained in full or carried."""
     found = []
     for path in chosen.adapted:
         name = PREFIX + chosen.linear[path].name
         for leaf, shape in zip((targets.A, targets.B), chosen.shapes(path)):
             entry = family_lib.Tensor(name + _NAMES[leaf], 1)
             found.append(layout.ModelTensor(entry.name, f"{chosen.adapter(path)}/{leaf}", shape, entry))
-    saved = [tensor for tensor in layout.tensors(family, model) if tensor.path in chosen.saved]
-    return found + [tensor._replace(name=PREFIX + tensor.name) for tensor in saved]
+    for tensor in layout.tensors(family, model):
+        if tensor.path in chosen.saved or tensor.path in chosen.carried:
+            module, _, end = tensor.name.rpartition(".")
+            middle = BASE if tensor.path.rpartition("/")[0] in chosen.adapted else ""
+            found.append(tensor._replace(name=f"{PREFIX}{module}{middle}.{end}"))
+    return found
 
 
 def export(
@@ -319,7 +360,8 @@ def export(
     """Writes a folder that PEFT's `from_pretrained` reads. All processes must call it; the first one writes.
 
     Args:
-      params: the weights with their adapters, with any sharding and without padding. Frozen ones are not read, and may be missing.
+      params: the weights with their adapters, with any sharding and without padding. Frozen ones that the folder does not carry are
+        not read, and may be missing.
       chosen: the adapters.
       family, model: the model's family and its config.
       path: the folder; files of an earlier adapter in it are replaced.

@@ -18,7 +18,7 @@ from zerojax import files, precision, signatures, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference import classify, generate, sampling
-from zerojax.interop import adapted, huggingface, merged, peft
+from zerojax.interop import adapted, huggingface, layout, merged, peft, tensor_files
 from zerojax.interop import folder as folder_lib
 from zerojax.lora import adapters as adapters_lib
 from zerojax.lora import families, settings, targets
@@ -190,13 +190,14 @@ class Pretrained:
         """Reads a folder of PEFT for `zerojax.Engine(adapters=...)`: {module's path: (A float32[inputs, r], scale * B [r, outputs])}.
 
         Raises:
-          UserError: the folder is not one of an adapter of this model, or trains modules in full.
+          UserError: the folder is not one of an adapter of this model, or has other weights of modules in full.
         """
         opened = peft.open_adapter(path, self.folder.family, self.config)
         chosen = opened.chosen
-        if chosen.saved:
+        changed = [*chosen.saved, *(path for path in chosen.carried if not self._has_tensor(opened, path))]
+        if changed:
             raise UserError(
-                f"{opened.path}: trains {chosen.saved[0]} in full, and one beside others has only low ranks; merge it (zerojax merge)"
+                f"{opened.path}: has {changed[0]} in full, and one beside others has only low ranks; merge it (zerojax merge)"
             )
         same = NamedSharding(self.partition.mesh, P())
         shapes = adapters_lib.shapes(chosen)
@@ -206,6 +207,12 @@ class Pretrained:
             module: (found[f"{module}/{targets.A}"], found[f"{module}/{targets.B}"] * np.float32(chosen.scale(module)))
             for module in chosen.adapted
         }
+
+    def _has_tensor(self, opened: peft.Adapter, path: str) -> bool:
+        """Returns whether a weight that an adapter's folder carries is the model's own."""
+        own = {tensor.path: tensor.name for tensor in layout.tensors(self.family, self.config)}[path]
+        entry = self.folder.entries.get(own)
+        return entry is not None and tensor_files.is_equal(opened.entries[opened.tensors[path].name], entry)
 
     def _inputs(self, batch: Mapping[str, Any]) -> tuple[dict[str, jax.Array], jax.Array]:
         """Returns a family's inputs and tokens."""

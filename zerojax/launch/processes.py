@@ -9,21 +9,21 @@ Call `devices.emulate_cpu_devices` first, then `initialize`, then anything that 
   `leave`, also after an exception that nobody catches.
 * JAX's preemption service swallows SIGTERM. `initialize` turns it off. `signals.StopSignal` replaces it.
 
-Under Open MPI and Kubernetes, JAX finds the other processes, and nothing but XLA's heartbeats tells of their end.
+Who started this process, and as which of how many, is read by `schedulers`. Where Kubernetes has to be asked, JAX does so and connects the
+processes, and nothing but XLA's heartbeats tells of their end.
 """
 
 import contextlib
 import dataclasses
-import importlib.util
 import ipaddress
 import os
-import re
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -33,8 +33,9 @@ from jax.experimental import multihost_utils
 
 from zerojax import errors
 from zerojax.errors import UserError
-from zerojax.launch import early, ending
+from zerojax.launch import early, ending, schedulers
 from zerojax.launch import peers as peers_lib
+from zerojax.launch.schedulers import Cluster
 
 CONNECT_SECONDS = 300  # for all processes to join
 HEARTBEAT_SECONDS = 100  # a process without heartbeats for this long counts as dead
@@ -43,15 +44,6 @@ NEWS_SECONDS = 2.0  # in which a process learns that its exception follows from 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
 
 _peers: peers_lib.Peers | None = None  # the other processes; None if there are none, or if JAX found them
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """The address of process 0 ("host:port"), the number of processes, and the index of this one."""
-
-    coordinator: str
-    num_processes: int
-    process_id: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +66,12 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
     if "ZEROJAX_COORDINATOR" not in environ:
         return None
     try:
-        numbers = [
-            int(environ[f"ZEROJAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID", "FULL_PROCESSES", "ATTEMPT")
-        ]
+        full, attempt = (int(environ[f"ZEROJAX_{name}"]) for name in ("FULL_PROCESSES", "ATTEMPT"))
     except (KeyError, ValueError) as error:
         raise UserError(
             f"launch: the variables ZEROJAX_... are not those of zerojax launch ({errors.first_line(error)}); unset them"
         ) from error
-    cluster = _checked(environ["ZEROJAX_COORDINATOR"], numbers[0], numbers[1])
-    assert cluster is not None
-    return Launched(cluster, numbers[2], numbers[3], environ.get("ZEROJAX_RUN_ID", ""))
+    return Launched(schedulers.LAUNCHER.read(environ), full, attempt, environ.get("ZEROJAX_RUN_ID", ""))
 
 
 def run_id() -> str:
@@ -101,14 +89,12 @@ def rank() -> int:
 def find_cluster(
     coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> Cluster | None:
-    """Returns the processes of this run by three flags or else by `zerojax launch`; None if neither says, or there is one alone.
+    """Returns the processes of this run by three flags, or else by what started this one. None: it is alone, or only JAX can ask.
 
     Raises:
-      UserError: some but not all three arguments are set, or one is out of range.
+      UserError: some but not all three arguments are set, one is out of range, or variables contradict each other.
     """
-    cluster = _checked(coordinator, num_processes, process_id)
-    started = None if cluster else launched()
-    return cluster if started is None else started.cluster if started.cluster.num_processes > 1 else None
+    return _checked(coordinator, num_processes, process_id) or schedulers.find().cluster
 
 
 def initialize(
@@ -118,17 +104,21 @@ def initialize(
     *,
     timeout_seconds: int = CONNECT_SECONDS,
 ) -> None:
-    """Joins this process to its run, by the three arguments, or else by `zerojax launch`, Slurm, Open MPI or Kubernetes.
+    """Joins this process to its run, by the three arguments, or else by what started it: `zerojax launch`, or a row of `schedulers.TABLE`.
 
-    Does nothing if there are no arguments, and neither the launcher nor a scheduler started several processes.
+    Does nothing if there are no arguments, and nobody started several processes. Warns if a variable says that there are several
+    and does not count.
 
     Raises:
-      UserError: some but not all three arguments are set, one is out of range, the port of process 0 is in use, or nothing
-        answers at `coordinator` within `timeout_seconds`.
+      UserError: some but not all three arguments are set, one is out of range, variables contradict each other, the port of
+        process 0 is in use, or nothing answers at `coordinator` within `timeout_seconds`.
     """
-    cluster = find_cluster(coordinator, num_processes, process_id)
-    scheduler = None if cluster or launched() else detect_scheduler(os.environ)
-    if not cluster and not scheduler:
+    cluster = _checked(coordinator, num_processes, process_id)
+    found = schedulers.Origin("") if cluster else schedulers.find()
+    cluster = cluster or found.cluster
+    if found.note:
+        warnings.warn(found.note, stacklevel=2)
+    if not cluster and not found.method:
         return
     sys.excepthook = _leave_after
     jax.config.update("jax_enable_preemption_service", False)
@@ -136,36 +126,21 @@ def initialize(
     who = (
         f"process {cluster.process_id} of {cluster.num_processes} at {cluster.coordinator}"
         if cluster
-        else f"this {scheduler} task"
-    )
+        else f"this process of {found.name}"
+    ) + (f" ({found.name})" if cluster and found.name else "")
     with _prints_if_waiting(f"{who}: still waiting for the others; gives up after {timeout_seconds} s"):
         if cluster:
             address = _connect(cluster, timeout_seconds)
             arguments = address, cluster.num_processes, cluster.process_id
             bounds |= {"cluster_detection_method": "deactivate", "coordinator_bind_address": address}  # process 0 binds
-            jax.distributed.initialize(*arguments, **bounds)
+            jax.distributed.initialize(*arguments, cluster.devices, **bounds)
             return
         try:
-            jax.distributed.initialize(local_device_ids=_only_visible_device(os.environ), **bounds)
+            jax.distributed.initialize(cluster_detection_method=found.method, **bounds)
         except (RuntimeError, ValueError) as error:
-            way_out = "set --coordinator HOST:PORT, --num_processes and --process_id"
             raise UserError(
-                f"launch: {who} could not join the others ({errors.first_line(error)}); {way_out}"
+                f"launch: {who} could not join the others ({errors.first_line(error)}); {schedulers.WAY_OUT}"
             ) from error
-
-
-def detect_scheduler(environ: Mapping[str, str]) -> str | None:
-    """Returns the scheduler that started this process as one of several, if JAX can join them; else None.
-
-    Kubernetes counts if the process is in a pod of an Indexed Job and the `kubernetes` package (jax[k8s]) is installed.
-    """
-    several = {
-        "Slurm": "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_NTASKS", 1)) > 1,
-        "Open MPI": int(environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1,
-        "Kubernetes": {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys()
-        and importlib.util.find_spec("kubernetes") is not None,
-    }
-    return next((name for name, is_found in several.items() if is_found), None)
 
 
 def is_primary() -> bool:
@@ -239,9 +214,7 @@ def _checked(coordinator: str | None, num_processes: int | None, process_id: int
         present = ", ".join(flag for flag in flags if flag not in missing)
         raise UserError(f"{missing[0]}: must be set together with {present}; set all of {', '.join(flags)}, or none")
     assert coordinator is not None and num_processes is not None and process_id is not None
-    host, _, port = coordinator.rpartition(":")
-    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
-        raise UserError(f"--coordinator: must be HOST:PORT, as in node0:1234, and is {errors.shown(coordinator)}")
+    schedulers.check_address(coordinator, "--coordinator")
     if not 0 <= process_id < num_processes:
         raise UserError(f"--process_id: must be below --num_processes={num_processes}, and is {process_id}")
     return Cluster(coordinator, num_processes, process_id)
@@ -339,12 +312,6 @@ def _leave_with_traceback(error: BaseException) -> NoReturn:
     leave_if_told()
     traceback.print_exception(error)
     ending.leave(1, "" if _peers is None else f"zerojax: {type(error).__name__}: {errors.first_line(error)}")
-
-
-def _only_visible_device(environ: Mapping[str, str]) -> list[int] | None:
-    """Returns [0] if this task sees one GPU. JAX's default would be the GPU with the index of this task on the host."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    return [0] if visible and "," not in visible else None
 
 
 @contextlib.contextmanager
