@@ -11,7 +11,7 @@ from zerojax.checkpoint import logical as logical_lib
 from zerojax.models.llama import model as llama
 from zerojax.ops import losses
 from zerojax.optim import schedules
-from zerojax.trainer import program
+from zerojax.trainer import program, steps
 from zerojax.trainer import state as state_lib
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums in another order, over 30 steps
@@ -102,3 +102,51 @@ def test_every_policy_learns_as_float32_does(plain_losses, changes):
     np.testing.assert_allclose(found[:12], plain_losses[:12], rtol=FEW_BITS)
     assert np.mean(found[-5:]) < np.mean(plain_losses[-5:]) + 0.2  # from 5.8; float16 may skip a step
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == built.partition.shardings
+
+
+ANSWERS = {"data__task": "seq2seq", "data__pack": False, "data__train_file": "none", "data__answer_len": 8}
+OBJECTIVES = {
+    "next token": {},
+    "span corruption": {"model__preset": "t5_test"},
+    "answers of a decoder": ANSWERS,
+    "answers of an encoder-decoder": {**ANSWERS, "model__preset": "bart_test"},
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_is_the_mean_of_the_logarithms_of_its_labels(name):
+    """In numpy, from all logits; for the other tasks see tuning/test_rewarded.py and test_preferences.py."""
+    built = program.build(runs.config(**OBJECTIVES[name]), tokenizer_vocab=320, devices=jax.devices()[:1])
+    params, batch = state_lib.first(built).params, runs.drawn_batch(built, 1)
+    read = np.asarray(batch["targets" if "targets" in batch else "tokens"])
+    objective = steps.objective(built.config, built.family, built.model)
+
+    @jax.jit
+    def both(params, batch):
+        inputs = {key: batch[key] > 0 if key == "mask" else batch[key] for key in ("inputs", "mask") if key in batch}
+        return objective(params, batch), built.family.logits(built.model, params, inputs, read[:, :-1])
+
+    (loss, metrics), logits = both(params, batch)
+    logs = np.asarray(logits, np.float64) - np.logaddexp.reduce(np.asarray(logits, np.float64), axis=-1, keepdims=True)
+    own = -np.take_along_axis(logs, read[:, 1:, None], axis=-1)[..., 0]
+    counts = np.asarray(batch["labeled"])[:, 1:] if "labeled" in batch else np.ones_like(own)
+    value, weight = (loss.total, loss.weight) if "labeled" in batch else (loss * counts.size, counts.size)
+    np.testing.assert_allclose(value, (own * counts).sum(), rtol=SUM_ORDER)
+    assert float(weight) == counts.sum() == (float(metrics["labels"].total) if metrics else counts.size)
+
+
+def test_a_step_moves_weights_by_the_rate_that_it_reports_also_after_a_resume():
+    """Of plain SGD: what a weight moves by is the rate times its gradient. The rate of the first step of a warm-up is 0."""
+    how = {"optimizer__name": "sgd", "optimizer__b1": 0.0, "optimizer__weight_decay": 0.0, "optimizer__clip_norm": 0.0}
+    config = runs.config(**how, optimizer__schedule="linear", optimizer__warmup_steps=2, steps=6, zero__min_size=0)
+    built = program.build(config, tokenizer_vocab=320, devices=jax.devices()[:1])
+    state = state_lib.first(built)
+    for number in range(4):
+        if number == 2:  # as a checkpoint restores it
+            state = jax.tree.map(lambda leaf: jax.device_put(np.array(leaf), leaf.sharding), state)
+        before = [np.array(leaf) for leaf in jax.tree.leaves(state.params)]
+        state, metrics = built.train_step(state, runs.drawn_batch(built, number))
+        rate = [0.0, 0.5, 1.0, 1 - 0.9 / 4][number] * config.optimizer.learning_rate
+        assert float(metrics["learning_rate"]) == pytest.approx(rate, rel=SUM_ORDER)
+        moved = np.sqrt(sum(np.sum(np.square(old - new)) for old, new in zip(before, jax.tree.leaves(state.params))))
+        assert moved == pytest.approx(rate * float(metrics["grad_norm"]), rel=1e-4)
