@@ -105,7 +105,7 @@ def test_a_line_is_found_again_after_others_have_changed_and_a_test_file_that_ch
 
 
 TESTS = """
-from zerojax.sums import a
+from zerojax.sums import (a)
 
 def test_of_few():
     assert a.sums([3, -4], twice=True) == 8
