@@ -7,6 +7,7 @@ import json
 import pathlib
 import random
 import shutil
+import tempfile
 
 import chats
 import datasets
@@ -46,7 +47,7 @@ def prepared(tokenizer: transformers.PreTrainedTokenizerBase, **settings: object
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes))
     config = trl.SFTConfig(
-        "/tmp/trl",
+        tempfile.mkdtemp(),
         assistant_only_loss=True,
         shuffle_dataset=False,
         report_to="none",
