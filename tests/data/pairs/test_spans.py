@@ -1,5 +1,8 @@
 """Checks where answers are found in rendered conversations. This module tests zerojax.data.pairs.spans."""
 
+import re
+
+import numpy as np
 import pytest
 
 from zerojax.data.pairs import spans, templates
@@ -41,9 +44,14 @@ def turns(*said):
     ]
 
 
+def places(text):
+    """Returns the places of tokens: what stands in angle brackets, or a character."""
+    return np.array([found.span() for found in re.finditer(r"<[^<>]*>|.", text, re.DOTALL)], int).reshape(-1, 2)
+
+
 def learned(source, messages, learn=spans.ALL, begin=0):
     chat = templates.JinjaChat({"default": source}, {}, "folder")
-    talk = spans.Talk(chat, messages, {})
+    talk = spans.Talk(chat, messages, {}, places)
     assert talk.text == chat(messages, False)
     return [talk.text[first:end] for first, end in talk.learned(spans.wanted(messages, begin, learn), learn)]
 
@@ -100,6 +108,13 @@ def test_reasoning_that_a_template_drops_from_earlier_answers_is_not_learned_the
     inside = turns((U, "q"), (A, "<think>x</think>\n\nanswer"))
     assert learned(CHATML, inside, spans.NO_REASONING) == ["answer<e>\n"]
     assert learned(CHATML, inside) == ["<think>x</think>\n\nanswer<e>\n"]
+
+
+def test_an_end_of_the_last_message_that_begins_as_the_next_message_does_is_told_apart():
+    ends_last = CHATML.replace(
+        "{{ '<e>\n' }}", "{{ '<e>' }}{% if loop.last and not add_generation_prompt %}<use>{% endif %}"
+    )
+    assert learned(ends_last, TWO[1:5]) == ["one<e>", "one<e><use>"]
 
 
 def test_an_answer_that_a_template_leaves_out_or_writes_twice_is_refused():

@@ -7,13 +7,16 @@ answer in the whole text is where this text changes when the answer does: a char
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from zerojax.data.pairs import templates
 from zerojax.errors import UserError
 
 Part = tuple[int, int]  # the first character and the one after the last
+Places = Callable[[str], np.ndarray]
 ALL, LAST, NO_REASONING = "all", "last", "reasoning off"
 LEARNED = (ALL, LAST, NO_REASONING)  # of a conversation's answers
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -34,6 +37,8 @@ class Talk:
       chat: the template.
       messages: the conversation.
       given: more variables of the template.
+      places: (text) -> the first characters of its tokens, and those after their last, int[tokens, 2]. Where two texts stop being alike is
+        within no token.
 
     Attributes:
       text: the rendered conversation.
@@ -42,8 +47,10 @@ class Talk:
       UserError: the template refuses the conversation.
     """
 
-    def __init__(self, chat: templates.JinjaChat, messages: Sequence[templates.Message], given: Mapping[str, Any]):
-        self._chat, self._messages, self._given = chat, list(messages), given
+    def __init__(
+        self, chat: templates.JinjaChat, messages: Sequence[templates.Message], given: Mapping[str, Any], places: Places
+    ):
+        self._chat, self._messages, self._given, self._places = chat, list(messages), given, places
         self.text, self._marked = chat.render(messages, given=given)
 
     def learned(self, numbers: Sequence[int], learn: str) -> list[Part]:
@@ -86,7 +93,7 @@ class Talk:
         """Returns the part of an answer by what changes in the text when the answer does."""
         first, end = self._changing(number)
         plain = self._rendered(self._messages[:number]) or ""
-        header = before[_alike(plain, before) :]
+        header = before[self._same(plain, before) :]
         start = self._changing(number - 1)[1] if number else 0
         at = self.text.find(header, start) if header else -1
         if header and at >= 0 and at + len(header) <= first:
@@ -94,15 +101,24 @@ class Talk:
         elif any(self.text.endswith(header[:size], start, first) for size in range(len(header), 0, -1)):
             begin = first  # the header of a new answer has more than that of an earlier one
         elif not header:
-            begin = start + _alike(self._tail(number - 1), self.text[start:]) if number else 0
+            begin = start + self._same(self._tail(number - 1), self.text[start:]) if number else 0
         else:
             raise self._untold(number)
-        return begin, end + _alike(self._tail(number), self.text[end:])
+        return begin, end + self._same(self._tail(number), self.text[end:])
 
     def _tail(self, number: int) -> str:
         """Returns what follows the content of a message where it is the last one."""
         changed, mark = self._replaced(number, self._messages[: number + 1])
         return "" if changed is None else changed[changed.index(mark) + len(mark) :]
+
+    def _same(self, one: str, other: str) -> int:
+        """Returns with how many equal characters both begin that are whole tokens of both."""
+        size = _alike(one, other)
+        for text in (one, other):
+            places = self._places(text)
+            inside = places[(places[:, 0] < size) & (places[:, 1] > size)]
+            size = min([size, *inside[:, 0].tolist()])
+        return size
 
     def _changing(self, number: int) -> Part:
         """Returns the part of the text that another content of a message changes."""

@@ -367,7 +367,7 @@ class _Encoder:
             pieces = self._plain(messages, numbers)
             self.text = "".join(piece.prompt + piece.answer for piece in pieces)
             return self._one_array(pieces, answer, place, counts)
-        talk = spans.Talk(self._chat, messages, given)
+        talk = spans.Talk(self._chat, messages, given, _places(self._tokenizer))
         self.text = talk.text
         if any(text and text not in talk.text for message in messages for text in _shown(message)):
             counts.add("dropped", place)
@@ -704,12 +704,16 @@ def chat_ends(chat: templates.JinjaChat, tokenizer: tokenizer_lib.Tokenizer) -> 
     """Returns the special token with which a chat template ends an answer; () where it has none, or refuses a short conversation."""
     talk = [{"role": templates.USER, "content": "a"}, {"role": templates.ASSISTANT, "content": "b"}]
     try:
-        ((begin, end),) = spans.Talk(chat, talk, {}).learned([1], spans.ALL)
+        ((begin, end),) = spans.Talk(chat, talk, {}, _places(tokenizer)).learned([1], spans.ALL)
         text = chat.render(talk).text
     except (UserError, ValueError):
         return ()
     ids = tokenizer.encode_special(text[begin:end]).tolist()
     return tuple([token for token in ids if token in tokenizer.special_ids][-1:])
+
+
+def _places(tokenizer: tokenizer_lib.Tokenizer) -> spans.Places:
+    return lambda text: tokenizer.encode_places(text, is_special=True)[1]
 
 
 def _shown(message: templates.Message) -> list[str]:
