@@ -45,8 +45,8 @@ def turns(*said):
 
 
 def places(text):
-    """Returns the places of tokens: what stands in angle brackets, or a character."""
-    return np.array([found.span() for found in re.finditer(r"<[^<>]*>|.", text, re.DOTALL)], int).reshape(-1, 2)
+    """Returns the places of what stands in angle brackets."""
+    return np.array([found.span() for found in re.finditer(r"<[^<>]*>", text)], int).reshape(-1, 2)
 
 
 def learned(source, messages, learn=spans.ALL, begin=0):
@@ -115,6 +115,8 @@ def test_an_end_of_the_last_message_that_begins_as_the_next_message_does_is_told
         "{{ '<e>\n' }}", "{{ '<e>' }}{% if loop.last and not add_generation_prompt %}<use>{% endif %}"
     )
     assert learned(ends_last, TWO[1:5]) == ["one<e>", "one<e><use>"]
+    other = CHATML.replace("{{ '<e>\n' }}", "{% if loop.last and m.role == 'assistant' %}<end>{% else %}<e>{% endif %}")
+    assert learned(other, TWO[1:5]) == ["one<e>", "one<end>"]
 
 
 def test_an_answer_that_a_template_leaves_out_or_writes_twice_is_refused():

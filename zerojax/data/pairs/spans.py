@@ -37,8 +37,8 @@ class Talk:
       chat: the template.
       messages: the conversation.
       given: more variables of the template.
-      places: (text) -> the first characters of its tokens, and those after their last, int[tokens, 2]. Where two texts stop being alike is
-        within no token.
+      places: (text) -> the first characters of its special tokens, and those after their last, int[tokens, 2]. Where two texts stop being
+        alike is within no such token.
 
     Attributes:
       text: the rendered conversation.
@@ -104,18 +104,29 @@ class Talk:
             begin = start + self._same(self._tail(number - 1), self.text[start:]) if number else 0
         else:
             raise self._untold(number)
-        return begin, end + self._same(self._tail(number), self.text[end:])
+        return begin, end + (self._same(self._tail(number), self.text[end:]) or self._before_next(number, end))
+
+    def _before_next(self, number: int, end: int) -> int:
+        """Returns how many characters from `end` on are before the header of the next message, which that message has alone too."""
+        if number + 1 == len(self._messages):
+            return 0
+        between = self.text[end : self._changing(number + 1)[0]]
+        alone, mark = self._replaced(0, self._messages[number + 1 : number + 2])
+        header = "" if alone is None else alone[: alone.index(mark)]
+        size = self._same(between[::-1], header[::-1], is_reversed=True)
+        return len(between) - size if size else 0
 
     def _tail(self, number: int) -> str:
         """Returns what follows the content of a message where it is the last one."""
         changed, mark = self._replaced(number, self._messages[: number + 1])
         return "" if changed is None else changed[changed.index(mark) + len(mark) :]
 
-    def _same(self, one: str, other: str) -> int:
-        """Returns with how many equal characters both begin that are whole tokens of both."""
+    def _same(self, one: str, other: str, *, is_reversed: bool = False) -> int:
+        """Returns with how many equal characters both begin, without a part of a special token of one; both may be reversed."""
         size = _alike(one, other)
         for text in (one, other):
-            places = self._places(text)
+            places = self._places(text[::-1] if is_reversed else text)
+            places = len(text) - places[:, ::-1] if is_reversed else places
             inside = places[(places[:, 0] < size) & (places[:, 1] > size)]
             size = min([size, *inside[:, 0].tolist()])
         return size
@@ -132,8 +143,7 @@ class Talk:
 
     def _replaced(self, number: int, messages: list[templates.Message]) -> tuple[str | None, str]:
         """Returns the text with another content in one message, None if the template has it nowhere or more than once, and that content."""
-        mark = next(chr(code) for code in _UNUSED if chr(code) not in self.text)
-        message = messages[number]
+        mark, message = self._mark(), messages[number]
         kept = {
             name: value for name, value in message.items() if name not in (*templates.REASONING, templates.TOOL_CALLS)
         }
@@ -143,10 +153,14 @@ class Talk:
                 return found, mark
         return None, mark
 
+    def _mark(self) -> str:
+        """Returns a character that the text has nowhere."""
+        return next(chr(code) for code in _UNUSED if chr(code) not in self.text)
+
     def _said(self, number: int, begin: int) -> int:
         """Returns where an answer's text begins after its reasoning."""
         message = self._messages[number]
-        mark = next(chr(code) for code in _UNUSED if chr(code) not in self.text)
+        mark = self._mark()
         content = templates.text_of(message)
         thought = _THOUGHT.match(content)
         other = {**message, "content": (thought.group() if thought else "") + mark}

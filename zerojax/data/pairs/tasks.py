@@ -713,7 +713,14 @@ def chat_ends(chat: templates.JinjaChat, tokenizer: tokenizer_lib.Tokenizer) -> 
 
 
 def _places(tokenizer: tokenizer_lib.Tokenizer) -> spans.Places:
-    return lambda text: tokenizer.encode_places(text, is_special=True)[1]
+    """Returns the function from a text to the places of its special tokens."""
+    special = np.array(sorted(tokenizer.special_ids), np.int32)
+
+    def places(text: str) -> np.ndarray:
+        ids, found = tokenizer.encode_places(text, is_special=True)
+        return found[np.isin(ids, special)]
+
+    return places
 
 
 def _shown(message: templates.Message) -> list[str]:
