@@ -12,6 +12,7 @@ checkpoint.
 import argparse
 import os
 import pathlib
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -117,7 +118,8 @@ def run_worker(given: dict[str, Any]) -> None:
     config = settings(given["words"])
     devices.emulate_cpu_devices(config.emulate_devices)
     here = ray_train.get_context()
-    address = collective.broadcast_from_rank_zero(f"{util.get_node_ip_address()}:{free_port()}")
+    drawn = f"{util.get_node_ip_address()}:{free_port()}", secrets.token_hex(32)
+    address, os.environ["ZEROJAX_SECRET"] = collective.broadcast_from_rank_zero(drawn)
     if here.get_world_size() > 1:
         processes.initialize(address, here.get_world_size(), here.get_world_rank())
     folder = pathlib.Path(workdir_of(given["words"])).absolute()

@@ -31,6 +31,14 @@ def test_each_process_gets_its_number_and_the_same_coordinator(capfd, monkeypatc
         assert line[1:] == ["3", str(rank), str(rank), str(rank), "3", "-"]
 
 
+def test_the_processes_of_a_run_and_no_other_get_its_secret_whatever_the_user_has(capfd, monkeypatch):
+    monkeypatch.setenv("ZEROJAX_SECRET", "of the user")
+    runs = [launch(capfd, SHOW, "ZEROJAX_SECRET", variables={"ZEROJAX_SECRET": "of a file"}) for _ in range(2)]
+    known = [{tuple(done.lines(rank)) for rank in range(2)} for done in runs]
+    assert len(known[0]) == len(known[1]) == 1 and known[0] != known[1]
+    assert all(len(line) == 64 and int(line, 16) for (line,) in known[0] | known[1])
+
+
 def test_each_process_sees_gpus_of_its_own(capfd, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(attempt.Attempt, "_greet", with_gpus(attempt.Attempt._greet, localhost=list("4567")))

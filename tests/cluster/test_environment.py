@@ -36,7 +36,7 @@ def test_a_file_may_begin_with_a_mark_of_its_encoding_and_may_be_empty(tmp_path,
 def test_variables_of_each_process_are_named_as_without_effect(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     order = attempt.Order(["x"], [hosts.Node("localhost", ("0",))], variables={})
-    around = attempt.Around(None, None, None, None, "run")
+    around = attempt.Around(None, None, None, None, "run", "secret")
     ranks = hosts.ranks(order.hosts, 0)
     own = attempt.Attempt(around, order, order.hosts, 0)._variables(ranks[0], ranks, 1, "127.0.0.1:1")
     (tmp_path / ".deepspeed_env").write_text("".join(f"{name}=1\n" for name in ["MINE", *own]))

@@ -1,6 +1,9 @@
 """Checks that processes learn of each other's end. This module tests zerojax.launch.peers with several of them in one process."""
 
 import contextlib
+import hashlib
+import hmac
+import json
 import socket
 import threading
 import time
@@ -36,6 +39,22 @@ def joined(count: int) -> list[peers.Peers]:
         peer.join(peers.LOCAL, port)
     assert [peer.wait(SOON) for peer in every] == [[]] * count
     return every
+
+
+def call(port: int, kind: str, index: int, count: int, secret: bytes = b"") -> tuple[socket.socket, dict]:
+    """Returns a connection to process 0 that has said who it is, and the answer."""
+    connection = socket.create_connection((peers.LOCAL, port), timeout=SOON)
+    lines = connection.makefile("rb")
+    greeting = lines.readline().decode().split()
+    assert greeting[0] == "zerojax"
+    connection.sendall(call_line(kind, index, count, greeting[1], secret))
+    return connection, json.loads(lines.readline())
+
+
+def call_line(kind: str, index: int, count: int, word: str, secret: bytes) -> bytes:
+    own = "0" * 32
+    proof = hmac.new(secret, f"{kind} {index} {count} {word} {own}".encode(), hashlib.sha256).hexdigest()
+    return f"zerojax {kind} {index} of {count} {own} {proof}\n".encode()
 
 
 def disconnect(peer: peers.Peers) -> None:
@@ -149,8 +168,8 @@ def test_odd_words_of_another_process_count_as_its_end(words, left):
     port = programs.free_port()
     first = peers.Peers(0, 2)
     first.listen(peers.LOCAL, port)
-    with socket.create_connection((peers.LOCAL, port), timeout=SOON) as connection:
-        connection.sendall(b"zerojax process 1 of 2\n" + words + b"\n")
+    with call(port, "process", 1, 2)[0] as connection:
+        connection.sendall(words + b"\n")
         assert first.news(SOON) == peers.News(1, 1, "")
 
 
@@ -173,3 +192,143 @@ def test_a_relayed_client_sees_bytes_both_ways_and_not_the_end_of_process_0(left
             client.settimeout(0.3)
             with pytest.raises(TimeoutError):  # not b"", the end
                 client.recv(1)
+
+
+# --- strangers
+
+SECRET = b"of this run alone"
+REFUSED = {
+    "refused": "--coordinator: this is no process of this run, as it does not prove the secret of the run; give all of them the same "
+    "ZEROJAX_SECRET"
+}
+
+
+@pytest.fixture
+def proven(left):
+    """Returns the port and the two processes of a run with a secret, and a socket in place of XLA's service."""
+    port = programs.free_port()
+    first, second = (peers.Peers(index, 2, SECRET) for index in range(2))
+    service = int(first.listen(peers.LOCAL, port).rpartition(":")[2])
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind((peers.LOCAL, service))
+        server.listen()
+        server.settimeout(0.2)
+        second.join(peers.LOCAL, port)
+        assert first.wait(SOON) == second.wait(SOON) == []
+        yield port, first, second, server
+
+
+def overheard(port: int) -> bytes:
+    """Returns what a true process said on another connection."""
+    with socket.create_connection((peers.LOCAL, port), timeout=SOON) as connection:
+        return call_line("process", 1, 2, connection.makefile("rb").readline().decode().split()[1], SECRET)
+
+
+STRANGERS = {
+    "nothing": lambda port: b"\n",
+    "a browser": lambda port: b"GET / HTTP/1.1\r\n",
+    "XLA's client": lambda port: b"PRI * HTTP/2.0\r\n",
+    "without a proof": lambda port: b"zerojax process 1 of 2\n",
+    "without a secret": lambda port: call_line("process", 1, 2, "0" * 32, b""),
+    "again": overheard,
+    "a relay": lambda port: call_line("relay", 1, 2, "0" * 32, b"another secret"),
+    "much": lambda port: b"x" * 1000,
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_at_the_port_is_told_off_and_changes_nothing(stranger, proven, left):
+    port, first, second, service = proven
+    with socket.create_connection((peers.LOCAL, port), timeout=SOON) as connection:
+        lines = connection.makefile("rb")
+        assert lines.readline().startswith(b"zerojax ")
+        connection.sendall(STRANGERS[stranger](port))
+        assert json.loads(lines.readline()) == REFUSED
+        assert lines.read() == b""  # and closed
+    with (
+        contextlib.suppress(ConnectionError),
+        socket.create_connection((peers.LOCAL, port), timeout=SOON) as connection,
+    ):
+        connection.sendall(STRANGERS[stranger](port))
+        connection.sendall(b'{"status": 3, "line": "zerojax: ended by a stranger"}\n{"order": ["a stranger\'s"]}\n')
+        assert connection.recv(10_000, socket.MSG_WAITALL).count(b"\n") <= 2
+    with pytest.raises(TimeoutError):
+        service.accept()
+    first.order("of process 0")
+    assert second.next_order() == "of process 0" and first.news(0.1) is second.news(0) is None and left == []
+    waiting = [threading.Thread(target=peer.finish) for peer in (first, second)]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join(SOON)
+    assert not any(thread.is_alive() for thread in waiting)
+
+
+def test_who_proves_the_secret_is_answered_with_a_proof_and_only_then_told_what_is_wrong(proven):
+    port, *_, service = proven
+    connection, answer = call(port, "process", 1, 2, SECRET)
+    with connection:
+        assert answer.keys() == {"proof", "refused"} and "there is a process 1 already" in answer["refused"]
+    connection, answer = call(port, "relay", 1, 2, SECRET)
+    with connection:
+        assert answer.keys() == {"proof"}
+        connection.sendall(b"hello")
+        far, _ = service.accept()
+        with far:
+            assert far.recv(5, socket.MSG_WAITALL) == b"hello"
+
+
+@pytest.mark.parametrize("of_first, of_second", [(SECRET, b"another"), (SECRET, b""), (b"", SECRET)])
+def test_processes_of_two_secrets_do_not_join(of_first, of_second, left):
+    port = programs.free_port()
+    first = peers.Peers(0, 2, of_first)
+    first.listen(peers.LOCAL, port)
+    with pytest.raises(
+        UserError, match="does not prove the secret of the run; give all of them the same ZEROJAX_SECRET"
+    ):
+        peers.Peers(1, 2, of_second).join(peers.LOCAL, port)
+    assert first.wait(0.1) == [1] and first.news(0) is None
+
+
+def test_what_does_not_know_the_secret_is_no_process_0(left):
+    with socket.create_server((peers.LOCAL, 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"zerojax " + b"0" * 32 + b"\n")
+                connection.recv(1000)
+                connection.sendall(json.dumps({"proof": "0" * 64}).encode() + b"\n")
+                connection.recv(1)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(ConnectionError, match="what listens there is no process of this run"):
+            peers.Peers(1, 2, SECRET).join(peers.LOCAL, server.getsockname()[1])
+        thread.join(SOON)
+
+
+def test_strangers_that_say_nothing_leave_room_for_the_processes(left, monkeypatch):
+    monkeypatch.setattr(peers, "STRANGERS", 3)
+    port = programs.free_port()
+    first = peers.Peers(0, 2, SECRET)
+    first.listen(peers.LOCAL, port)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection((peers.LOCAL, port), timeout=SOON)) for _ in range(20)]
+        with contextlib.suppress(ConnectionError):
+            assert len(silent[0].recv(1000, socket.MSG_WAITALL)) <= 41  # and closed
+        assert silent[-1].recv(41, socket.MSG_WAITALL).startswith(b"zerojax ")
+        second = peers.Peers(1, 2, SECRET)
+        second.join(peers.LOCAL, port)
+        assert first.wait(SOON) == second.wait(SOON) == [] and left == []
+
+
+@pytest.mark.parametrize(
+    "host, secret, is_open",
+    [("127.0.0.1", b"", False), (["127.0.0.1", "127.0.0.2"], b"", False), (None, b"", True), (None, SECRET, False)],
+)
+def test_a_run_without_a_secret_is_open_where_others_reach_it(host, secret, is_open, left):
+    first = peers.Peers(0, 2, secret)
+    first.listen(host, programs.free_port())
+    assert first.is_open == is_open

@@ -12,7 +12,7 @@ import programs
 import pytest
 
 from zerojax.errors import UserError
-from zerojax.launch import processes, schedulers
+from zerojax.launch import peers, processes, schedulers
 
 PROCESSES, DEVICES = 2, 4
 
@@ -109,8 +109,10 @@ STEP = {
 }
 
 
-def test_two_tasks_of_slurm_join_and_leave_by_its_variables():
-    environ = programs.environment(JAX_PLATFORMS="cpu", JAX_COORDINATOR_PORT=str(programs.free_port()), **STEP)
+def test_two_tasks_of_slurm_join_and_leave_by_its_variables_and_the_secret_of_a_file(tmp_path):
+    (tmp_path / "secret").write_text("0123456789abcdef\n")
+    port, secret = str(programs.free_port()), {processes.SECRET_FILE_VARIABLE: str(tmp_path / "secret")}
+    environ = programs.environment(JAX_PLATFORMS="cpu", JAX_COORDINATOR_PORT=port, **STEP, **secret)
     program = programs.SINGLE_MODULES + (
         "from zerojax.launch import devices, processes; processes.initialize(timeout_seconds=60); print(devices.describe());"
         "processes.leave(0)"
@@ -142,6 +144,45 @@ def test_pods_that_jax_cannot_join_are_an_error_of_one_line(monkeypatch):
         UserError, match=r"^launch: this process of Kubernetes could not join the others \(.*\); set --c"
     ):
         processes.initialize()
+
+
+def test_the_secret_is_of_the_variable_or_else_of_a_file_and_is_not_short(tmp_path):
+    path, long = tmp_path / "secret", "0123456789abcdef"
+    path.write_text(f"{long}\n")
+    variable, file = peers.VARIABLE, processes.SECRET_FILE_VARIABLE
+    assert processes.secret({}) == b""
+    assert processes.secret({file: str(path)}) == long.encode()
+    assert processes.secret({file: "absent", variable: "x" * 16}) == b"x" * 16
+    for environ, message in (
+        (
+            {variable: long[1:]},
+            "ZEROJAX_SECRET: has 15 characters, and a secret needs 16 or more; set it to that of `openssl",
+        ),
+        (
+            {file: str(tmp_path / "absent")},
+            r"absent: cannot be read \(No such file or directory\); correct ZEROJAX_SECRET_FILE",
+        ),
+        ({file: str(tmp_path)}, "cannot be read"),
+    ):
+        with pytest.raises(UserError, match=message):
+            processes.secret(environ)
+    for content, message in ((b"\xff", "is no text"), (b" \n", "secret: has 0 characters, and a secret needs 16")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            processes.secret({file: str(path)})
+
+
+@pytest.mark.parametrize("secret", ["", "0123456789abcdef"])
+def test_process_0_tells_that_others_can_reach_it_and_need_no_secret(secret, monkeypatch):
+    monkeypatch.setenv(peers.VARIABLE, secret)
+    monkeypatch.setenv(processes.BIND_VARIABLE, f"0.0.0.0:{programs.free_port()}")
+    with contextlib.ExitStack() as stack:
+        if not secret:
+            stack.enter_context(
+                pytest.warns(UserWarning, match="whoever reaches node0:1 can end this run or take part")
+            )
+        with pytest.raises(UserError, match="1 did not join"):
+            processes.initialize("node0:1", 2, 0, timeout_seconds=0)
 
 
 LAUNCHED = {

@@ -81,7 +81,7 @@ def test_a_slurm_job_is_queued_again_if_its_run_was_stopped_and_keeps_its_status
 def pod(environ):
     """Returns the command of the JobSet's pods, as the container of pod 1 starts it."""
     container = manifest()["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-    own = {variable["name"]: variable["value"] for variable in container["env"]}
+    own = {variable["name"]: variable.get("value", "of a Secret") for variable in container["env"]}
     command = [*container["command"], *container["args"]]
     return subprocess.Popen(command, env={**own, "JOB_COMPLETION_INDEX": "1", **environ}, text=True)
 
@@ -124,7 +124,8 @@ def test_the_jobset_names_its_first_pod_and_counts_its_hosts_once():
 
 
 @pytest.fixture
-def ray_train():
+def ray_train(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")  # as when it is run
     spec = importlib.util.spec_from_file_location("ray_train", ROOT / "scripts" / "ray_train.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

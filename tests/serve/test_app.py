@@ -19,13 +19,13 @@ SHARED = small_engine.engine  # its slots are 3, its texts have up to 64 tokens,
 
 
 @contextlib.asynccontextmanager
-async def serving(limits=LIMITS, key=""):
+async def serving(limits=LIMITS, key="", names=()):
     """Gives a client of a service, and the service. All slots are free at the end."""
-    service = app.Service(SHARED(), words.Words(), name=MODEL, limits=limits, key=key)
+    service = app.Service(SHARED(), words.Words(), name=MODEL, limits=limits, key=key, names=names)
     service.start()
     transport = httpx.ASGITransport(service.app(), raise_app_exceptions=True)
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
             yield client, service
             assert service.active == 0 and not service._calls
     finally:
@@ -125,6 +125,38 @@ def test_more_than_the_queue_takes_is_429_and_a_key_is_needed_where_there_is_one
         assert (await client.get("/")).status_code == (await client.get("/health")).status_code == 200
 
     run(keyed, key="right")
+
+
+OWN_HOSTS = "localhost localhost:8000 LocalHost. a.localhost:1 127.0.0.1:8000 [::1]:8000 192.168.1.5 node7 Node7:80 node7.lan".split()
+OTHER_HOSTS = "evil.example evil.example:8000 127.0.0.1.nip.io localhost.evil.example node7.evil.example 0x7f000001 [::1 é".split()
+
+
+def test_without_a_key_a_host_that_is_no_name_of_this_machine_is_refused_on_every_route():
+    async def asked(client, host):
+        found = [
+            await client.get(path, headers={"host": host.encode()})
+            for path in ("/", "/health", "/v1/models", "/metrics")
+        ]
+        post = await client.post("/v1/completions", json=ASK, headers={"host": host.encode()})
+        return [answer.status_code for answer in (*found, post)], post
+
+    async def test(client, _):
+        for host in OWN_HOSTS:
+            assert (await asked(client, host))[0] == [200] * 5, host
+        for host in (*OTHER_HOSTS, ""):
+            statuses, post = await asked(client, host)
+            error = post.json()["error"]
+            assert statuses == [403] * 5 and error["code"] == "unknown_host" and error["message"].count("\n") == 0, host
+            assert error["message"].endswith(
+                "is no name of this machine, and the server has no API key; use its address, or give the server a key"
+            )
+
+    async def with_key(client, _):
+        how = {"headers": {"authorization": "Bearer word", "host": "evil.example"}}
+        assert (await client.get("/v1/models", **how)).status_code == 200
+
+    run(test, names={"node7", "node7.lan"})
+    run(with_key, key="word")
 
 
 def test_bodies_and_answers_have_limits_and_what_ends_takes_nothing_new(monkeypatch):

@@ -21,6 +21,8 @@ def test_an_address_is_bound_or_refused_in_one_line():
             server.bind("127.0.0.1", port)
     with server.bind("0.0.0.0", 0) as everywhere:
         assert not server.is_loopback(everywhere)
+        own = socket.gethostname().lower()
+        assert server.names("Node7", everywhere) >= {"node7", own, own.partition(".")[0], socket.getfqdn().lower()}
     for host in ("x" * 300, "192.0.2.1"):
         with pytest.raises(UserError, match="--host"):
             server.bind(host, 0)

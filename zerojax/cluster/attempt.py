@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.cluster import connection, hosts, verdict
+from zerojax.launch import peers
 
 PING_SECONDS = 5.0
 LOST_SECONDS = 30.0  # without a frame of a host, after which it counts as lost; its agent then kills its processes by its own clock
@@ -86,6 +87,7 @@ class Around:
     tell: Callable[["Failure"], None]  # prints the first failure, before the others are ended
     signals: Callable[[], Iterator[int]]  # returns the signals to pass on
     run_id: str  # names the run
+    secret: str  # that its processes prove to each other
 
 
 class Attempt:
@@ -217,6 +219,7 @@ class Attempt:
             "ZEROJAX_FULL_PROCESSES": str(full),
             "ZEROJAX_ATTEMPT": str(self._number),
             "ZEROJAX_RUN_ID": self._around.run_id,
+            peers.VARIABLE: self._around.secret,
             "RANK": str(rank.rank),
             "LOCAL_RANK": str(rank.local_rank),
             "WORLD_SIZE": str(len(ranks)),

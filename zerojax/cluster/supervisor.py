@@ -90,7 +90,7 @@ class Supervisor:
         self._inbox: queue.SimpleQueue[connection.Message] = queue.SimpleQueue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._around = attempt_lib.Around(
-            self.connect, self.show, tell or self._tell, self.signals, secrets.token_hex(8)
+            self.connect, self.show, tell or self._tell, self.signals, secrets.token_hex(8), secrets.token_hex(32)
         )
         self._stopped_by = 0  # the first signal that this process got
         self._is_unheard = False

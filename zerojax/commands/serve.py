@@ -78,6 +78,7 @@ def _serve() -> int:
             adapters=adapters,
             limits=limits,
             key=key,
+            names=server.names(given.host, bound),
             tell=(lambda actions: None) if cluster is None else leader.tell,
         )
         service.start()

@@ -3,19 +3,27 @@
 XLA notices a process that died by its missing heartbeats, after 100 s, and the end of process 0 at once. Either way it aborts the others
 with a C++ stack trace, which Python cannot catch. So the processes are connected by sockets of their own:
 
-    process 0:  HOST:PORT (front) ------ each connection's first line tells who calls
-                   | "PRI * HTTP/2.0": XLA's coordination service, on a port of 127.0.0.1 that only this host reaches
-                   | "zerojax process I of N": the end of either process closes this connection
+    process 0:  HOST:PORT (front) ------ who calls proves the secret of the run, and says what the connection is
+                   | "relay": to XLA's coordination service, on a port of 127.0.0.1 that only this host reaches
+                   | "process": the end of either process closes this connection
     process I:  watches HOST:PORT, and relays the connections of its own XLA client to it. When process 0 ends, XLA sees nothing,
                 and this process ends with a line.
+
+The proof: process 0 begins with a random word; the caller answers with one of its own and with the HMAC-SHA256, by the secret, of both
+words and of all it says; process 0 answers with that of both words. So neither is believed without the secret, and no answer serves twice.
+What follows is neither signed nor hidden: the proof keeps strangers out, not those who read and change packets on their way.
 
 All sockets are served by one daemon thread.
 """
 
 import asyncio
 import contextlib
+import hmac
+import ipaddress
 import json
 import queue
+import re
+import secrets
 import socket
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
@@ -31,6 +39,13 @@ LOCAL = "127.0.0.1"
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 BLOCK = 1 << 16  # bytes
 FIRST_LINE_SECONDS = 30
+VARIABLE = "ZEROJAX_SECRET"  # in which processes get the secret
+# Connections without a proof at once, beyond four a process, which all may come together. The oldest makes room for the next.
+STRANGERS = 64
+PROCESS, RELAY = "process", "relay"  # what a connection is
+_GREETING = re.compile(rb"zerojax ([0-9a-f]{32})\n")
+_CALL = re.compile(rb"zerojax (process|relay) ([0-9]{1,9}) of ([0-9]{1,9}) ([0-9a-f]{32}) ([0-9a-f]{64})\n")
+UNPROVEN = "is no process of this run, as it does not prove the secret of the run"
 LONGEST_LINE = 2000  # characters of another process's line that are shown
 LONGEST_ORDER = 1 << 26  # bytes of what process 0 orders at once
 
@@ -49,11 +64,26 @@ class News(NamedTuple):
         )
 
 
-class Peers:
-    """The other processes of a run. Each process makes one and connects it once."""
+class Caller(NamedTuple):
+    """Who proved the secret to process 0: what the connection is, the process, how many it takes part with, and the answer to its proof."""
 
-    def __init__(self, index: int, count: int):
-        self._index, self._count = index, count
+    kind: str
+    process: int
+    processes: int
+    answer: str
+
+
+class Peers:
+    """The other processes of a run. Each process makes one and connects it once.
+
+    Args:
+      index: of this process.
+      count: of all.
+      secret: that all of them know; b"" if there is none, and whoever calls is believed.
+    """
+
+    def __init__(self, index: int, count: int, secret: bytes = b""):
+        self._index, self._count, self._secret = index, count, secret
         self._loop = asyncio.new_event_loop()
         self._writers: dict[int, asyncio.StreamWriter] = {}  # to all others from process 0, and from them to it
         self._tasks: set[asyncio.Task] = set()
@@ -64,6 +94,7 @@ class Peers:
         self._reserved: socket.socket | None = None
         self._servers: list[asyncio.Server] = []
         self._connections: list[asyncio.StreamWriter] = []
+        self._strangers: list[asyncio.StreamWriter] = []  # connections to process 0 that have proven nothing yet
         self._thread = threading.Thread(target=self._loop.run_forever, name="peers", daemon=True)
         self._thread.start()
 
@@ -89,11 +120,19 @@ class Peers:
         self._servers.append(self._run(asyncio.start_server(answer, host, port)))
         return f"{LOCAL}:{service}"
 
+    @property
+    def is_open(self) -> bool:
+        """Returns whether other hosts reach process 0, and need no secret."""
+        addresses = [listening.getsockname()[0] for server in self._servers for listening in server.sockets]
+        return not self._secret and not all(
+            ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in addresses
+        )
+
     def join(self, host: str, port: int) -> str:
         """On the others: connects to process 0, and returns the address for its own XLA client.
 
         Raises:
-          OSError: nothing answers.
+          OSError: nothing answers, or what answers does not know the secret.
           UserError: process 0 refuses this one.
         """
         relay = self._run(self._join(host, port))
@@ -141,7 +180,7 @@ class Peers:
         self._news = self._news or News(self._index, 0, "")  # what follows is no news
         for server in self._servers:
             server.close()
-        for writer in self._connections:
+        for writer in self._connections + self._strangers:
             writer.transport.abort()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -157,21 +196,41 @@ class Peers:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, service: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection to process 0."""
-        self._connections.append(writer)
-        first = b""
+        """Serves a connection to process 0. A stranger is told off."""
+        self._strangers.append(writer)
+        if len(self._strangers) > STRANGERS + 4 * self._count:
+            self._strangers.pop(0).transport.abort()
+        caller = None
         with contextlib.suppress(OSError, ValueError, TimeoutError):
-            first = await asyncio.wait_for(reader.readline(), FIRST_LINE_SECONDS)
-        words = first.split()
-        if words[:1] == [b"PRI"]:
-            return await self._relay(first, reader, writer, LOCAL, service)
-        if words[:2] == [b"zerojax", b"process"]:
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                refusal = self._refusal(int(words[2]), int(words[4]))
-                if not refusal:
-                    return await self._watch(int(words[2]), reader, writer)
-                await _write(writer, {"refused": refusal})
-        return writer.close()
+            caller = await asyncio.wait_for(self._caller(reader, writer), FIRST_LINE_SECONDS)
+        if writer in self._strangers:
+            self._strangers.remove(writer)
+        if caller is None or writer.is_closing():
+            return writer.close()
+        self._connections.append(writer)
+        greeting = {"proof": caller.answer}
+        if caller.kind == RELAY:
+            await _write(writer, greeting)
+            return await self._relay(reader, writer, LOCAL, service)
+        refusal = self._refusal(caller.process, caller.processes)
+        if refusal:
+            await _write(writer, greeting | {"refused": refusal})
+            return writer.close()
+        return await self._watch(caller.process, reader, writer, greeting)
+
+    async def _caller(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Caller | None:
+        """Returns who calls process 0, or None for one that does not prove the secret, who is told so."""
+        own = secrets.token_hex(16)
+        writer.write(b"zerojax %s\n" % own.encode())
+        if found := _CALL.fullmatch(await _short_line(reader)):
+            kind, index, count, word, proof = (part.decode() for part in found.groups())
+            if hmac.compare_digest(proof, self._proof(kind, index, count, own, word)):
+                return Caller(kind, int(index), int(count), self._proof(own, word))
+        await _write(writer, {"refused": f"--coordinator: this {UNPROVEN}; give all of them the same {VARIABLE}"})
+        return None
+
+    def _proof(self, *words: str) -> str:
+        return hmac.digest(self._secret, " ".join(words).encode(), "sha256").hex()
 
     def _refusal(self, index: int, count: int) -> str:
         """Returns why a process cannot join, or ""."""
@@ -181,50 +240,81 @@ class Peers:
             return f"--process_id: there is a process {index} already; give each process its own"
         return ""
 
-    async def _join(self, host: str, port: int) -> int:
-        """Connects to process 0, and returns the port that relays to it."""
+    async def _call(self, kind: str, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Opens a connection to process 0, each of the two proving the secret to the other.
+
+        Raises:
+          OSError: nothing answers, or something that is not process 0.
+          UserError: process 0 refuses this one.
+        """
         reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_ORDER)
         self._connections.append(writer)
-        writer.write(b"zerojax process %d of %d\n" % (self._index, self._count))
         try:
-            answer = await asyncio.wait_for(reader.readline(), FIRST_LINE_SECONDS)
-            refused = str(_message(answer).get("refused", "")) if answer else ""
-        except ValueError as error:
-            writer.close()
-            raise ConnectionError(f"another program listens there ({errors.first_line(error)})") from error
-        if not answer or refused:
-            writer.close()
-            raise UserError(refused) if refused else ConnectionError("the connection was closed")
+            greeting = _GREETING.fullmatch(await asyncio.wait_for(_short_line(reader), FIRST_LINE_SECONDS))
+            if greeting is None:
+                raise ConnectionError("another program listens there")
+            far, own = greeting[1].decode(), secrets.token_hex(16)
+            words = (kind, str(self._index), str(self._count))
+            call = "zerojax {} {} of {} {} {}\n".format(*words, own, self._proof(*words, far, own))
+            writer.write(call.encode())
+            said = await asyncio.wait_for(_short_line(reader), FIRST_LINE_SECONDS)
+            if not said:
+                raise ConnectionError("the connection was closed")
+            answer = _message(said)
+            if refused := answer.get("refused"):
+                raise UserError(str(refused))
+            if not hmac.compare_digest(str(answer.get("proof")).encode(), self._proof(far, own).encode()):
+                raise ConnectionError(f"what listens there {UNPROVEN}")
+        except BaseException as error:
+            self._connections.remove(writer)
+            writer.transport.abort()
+            if isinstance(error, ValueError) and not isinstance(error, UserError):
+                raise ConnectionError(f"another program listens there ({errors.first_line(error)})") from error
+            raise
+        return reader, writer
+
+    async def _join(self, host: str, port: int) -> int:
+        """Connects to process 0, and returns the port that relays to it."""
+        reader, writer = await self._call(PROCESS, host, port)
 
         async def relayed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._relay(b"", reader, writer, host, port)
+            await self._relay(reader, writer, host, port)
 
         server = await asyncio.start_server(relayed, LOCAL, 0)
         self._servers.append(server)
         self._start(self._watch(0, reader, writer))
         return server.sockets[0].getsockname()[1]
 
-    async def _relay(
-        self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int
-    ) -> None:
-        """Copies a connection of an XLA client to `port` and back. The client never sees that the other end is closed."""
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
+        """Copies a connection of an XLA client to `port` and back. The client never sees that the other end is closed.
+
+        On process 0 the port is that of XLA's service, and on the others that of process 0.
+        """
+        self._connections.append(writer)
         try:
-            far_reader, far_writer = await asyncio.open_connection(host, port)
-        except OSError:  # process 0 is gone, and `_watch` notices
+            far_reader, far_writer = await (
+                self._call(RELAY, host, port) if self._index else asyncio.open_connection(host, port)
+            )
+        except (OSError, UserError, TimeoutError):  # process 0 is gone, and `_watch` notices
             return await _never()
-        self._connections += [writer, far_writer]
-        far_writer.write(first)
+        self._connections.append(far_writer)
         self._start(_copy(far_reader, writer))
         await _copy(reader, far_writer)
         far_writer.close()
         return None if reader.at_eof() else await _never()  # the end of this function would close the connection
 
-    async def _watch(self, other: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Reads what another process says, until it ends."""
+    async def _watch(
+        self,
+        other: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        greeting: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Reads what another process says, until it ends. Process 0 first answers with its proof."""
         _keep_alive(writer.get_extra_info("socket"))
         self._writers[other] = writer
-        if self._index == 0:
-            await _write(writer, {})
+        if greeting is not None:
+            await _write(writer, greeting)
             self._note_if_all_here()
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
@@ -291,6 +381,14 @@ def _message(line: bytes) -> dict[str, Any]:
 async def _write(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:
     writer.write(json.dumps(message).encode() + b"\n")
     await writer.drain()
+
+
+async def _short_line(reader: asyncio.StreamReader, most: int = 1000) -> bytes:
+    """Returns a line of one who has proven nothing, or its first bytes, with nothing read beyond it."""
+    line = b""
+    while len(line) < most and not line.endswith(b"\n") and (byte := await reader.read(1)):
+        line += byte
+    return line
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

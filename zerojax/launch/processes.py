@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import jax
 from jax.experimental import multihost_utils
 
-from zerojax import errors
+from zerojax import bounded, errors, files
 from zerojax.errors import UserError
 from zerojax.launch import early, ending, schedulers
 from zerojax.launch import peers as peers_lib
@@ -42,6 +42,8 @@ HEARTBEAT_SECONDS = 100  # a process without heartbeats for this long counts as 
 NEWS_SECONDS = 2.0  # in which a process learns that its exception follows from the end of another
 # JAX's own: the address on which process 0 listens, if not the coordinator's
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
+SECRET_FILE_VARIABLE = f"{peers_lib.VARIABLE}_FILE"
+SHORTEST_SECRET = 16  # characters; who hears a proof can try short ones
 
 _peers: peers_lib.Peers | None = None  # the other processes; None if there are none, or if JAX found them
 
@@ -143,6 +145,27 @@ def initialize(
             ) from error
 
 
+def secret(environ: Mapping[str, str]) -> bytes:
+    """Returns what processes of a run prove to each other: ZEROJAX_SECRET, which `zerojax launch` sets, or a file's text; b"" for none.
+
+    Raises:
+      UserError: the file cannot be read, or the secret is too short.
+    """
+    place, found = peers_lib.VARIABLE, environ.get(peers_lib.VARIABLE, "")
+    if not found:
+        if not (path := environ.get(SECRET_FILE_VARIABLE)):
+            return b""
+        place = f"{SECRET_FILE_VARIABLE} {path}"
+        with files.reading(path, f"correct {SECRET_FILE_VARIABLE}", "is no text ({}); name a file with the secret"):
+            found = bounded.read_text(path, 2**16).strip()
+    if len(found) < SHORTEST_SECRET:
+        way_out = "set it to that of `openssl rand -hex 32`"
+        raise UserError(
+            f"{place}: has {len(found)} characters, and a secret needs {SHORTEST_SECRET} or more; {way_out}"
+        )
+    return found.encode()
+
+
 def is_primary() -> bool:
     """Returns whether this is the process that prints, and that writes files which are written once."""
     return jax.process_index() == 0
@@ -227,7 +250,7 @@ def _connect(cluster: Cluster, timeout_seconds: float) -> str:
       UserError: the port of process 0 is in use, nothing answers the other processes, or some do not come.
     """
     global _peers
-    joined = peers_lib.Peers(cluster.process_id, cluster.num_processes)
+    joined = peers_lib.Peers(cluster.process_id, cluster.num_processes, secret(os.environ))
     deadline = time.monotonic() + timeout_seconds
     try:
         address = _open(joined, cluster) if cluster.process_id == 0 else _join(joined, cluster, timeout_seconds)
@@ -249,7 +272,14 @@ def _open(joined: peers_lib.Peers, cluster: Cluster) -> str:
     """Listens for the other processes, as process 0."""
     host, _, port = cluster.coordinator.rpartition(":")
     try:
-        return joined.listen(*_bind_address(host.strip("[]"), int(port)))
+        address = joined.listen(*_bind_address(host.strip("[]"), int(port)))
+        if joined.is_open:
+            warnings.warn(
+                f"launch: whoever reaches {cluster.coordinator} can end this run or take part in it; set {peers_lib.VARIABLE} to the same "
+                f"random word in all processes, or {SECRET_FILE_VARIABLE} to a file with one",
+                stacklevel=4,
+            )
+        return address
     except OSError as error:
         way_out = f"try another, name an address of this host, or set {BIND_VARIABLE}"
         why = os.strerror(error.errno or 0) if (error.errno or 0) > 0 else errors.first_line(error)

@@ -14,10 +14,12 @@ import asyncio
 import contextlib
 import dataclasses
 import hmac
+import ipaddress
+import re
 import secrets
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from starlette import requests as http
@@ -62,6 +64,8 @@ class Service:
       adapters: the names of the engine's adapters, which requests name in place of the model.
       limits: what is taken.
       key: the API key; "" for none.
+      names: this machine's, in lower case. Without a key a `Host` header must have one of them, localhost or an address: that of a page
+        whose site's name was made to stand for this machine (DNS rebinding) has the site's.
       tell: is called before each step of the engine; see `worker.Worker`.
 
     Attributes:
@@ -78,10 +82,12 @@ class Service:
         adapters: Sequence[str] = (),
         limits: Limits,
         key: str = "",
+        names: Collection[str] = (),
         tell: Callable[[Sequence[worker_lib.Action]], None] = lambda actions: None,
     ):
         self._worker, self._words, self._name = worker_lib.Worker(engine, self._wake_all, tell), words, name
         self._limits, self._key, self._most = limits, key.encode(), engine.slots + limits.queue
+        self._names = {"localhost", *names}
         self._counts, self._created = counts_lib.Counts(), int(time.time())
         self._adapters = {name: ""} | {adapter: adapter for adapter in adapters}  # by the names of requests
         self._calls: set[_Answering] = set()
@@ -123,7 +129,9 @@ class Service:
         async def route(request: http.Request) -> Response:
             path = request.scope["route"].path
             try:
-                if needs_key:
+                if not self._key:
+                    self._check_host(request)
+                elif needs_key:
                     self._check_key(request)
                 response = await answer(request)
             except NotAnswered as error:
@@ -144,9 +152,18 @@ class Service:
         line = f"{request.method[:20]} {path}: " + ("is not there" if error.status_code == 404 else error.detail)
         return _refusal(NotAnswered(error.status_code, line, code="not_found"), error.headers)
 
-    def _check_key(self, request: http.Request) -> None:
-        if not self._key:
+    def _check_host(self, request: http.Request) -> None:
+        """Refuses a name that is not this machine's. Programs may send no name; browsers always do."""
+        host = request.headers.get("host", "localhost").strip().lower()
+        name = re.sub(r":[0-9]*$", "", host).removeprefix("[").removesuffix("]").removesuffix(".")
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(name)
             return
+        if name not in self._names and not name.endswith(".localhost"):
+            line = f"Host: {errors.shown(host, 80)} is no name of this machine, and the server has no API key; use its address"
+            raise NotAnswered(403, f"{line}, or give the server a key", code="unknown_host")
+
+    def _check_key(self, request: http.Request) -> None:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._key):
             raise NotAnswered(

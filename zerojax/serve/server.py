@@ -66,6 +66,14 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
+def names(host: str, bound: socket.socket) -> set[str]:
+    """Returns the names by which clients reach a socket that was bound to `host`, beside localhost."""
+    own = socket.gethostname().lower()
+    short = own.partition(".")[0]
+    far = set() if is_loopback(bound) else {socket.getfqdn().lower()}  # which may ask a server of names
+    return {host.lower(), own, short, f"{short}.local", *far}
+
+
 def serve(service: app_lib.Service, bound: socket.socket, on_start: Callable[[], None]) -> None:
     """Serves until a signal, or until the engine fails. Calls `on_start` when requests are answered."""
     asyncio.run(_serve(service, made(service), bound, on_start))
