@@ -4,7 +4,9 @@ import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from zerojax.errors import UserError
 from zerojax.lora import adapters, targets
 from zerojax.lora.settings import Lora
 from zerojax.ops import quantized
@@ -46,3 +48,11 @@ def test_quantized_kernels_are_merged_from_what_is_stored():
     assert quantized.is_quantized(params["q"]["kernel"])
     merged = adapters.merge(params, chosen(quantize="nf4"))["q"]["kernel"]
     np.testing.assert_array_equal(merged, quantized.dequantize(params["q"]["kernel"], jnp.float32))
+
+
+def test_params_without_an_adapter_or_with_half_of_one_cannot_be_merged():
+    half = adapters.add(PARAMS, chosen(), jax.random.key(1))
+    del half["q"]["lora_b"]
+    for params in (PARAMS, half):
+        with pytest.raises(UserError, match="^params/q: has no adapter; pass the params of the model that was given"):
+            adapters.merge(params, chosen())
