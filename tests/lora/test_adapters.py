@@ -56,3 +56,14 @@ def test_params_without_an_adapter_or_with_half_of_one_cannot_be_merged():
     for params in (PARAMS, half):
         with pytest.raises(UserError, match="^params/q: has no adapter; pass the params of the model that was given"):
             adapters.merge(params, chosen())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_stack_is_quantized_layer_by_layer(kind):
+    stack = arrays.normal(3, (2, 3, 24, 128)) * jnp.array([1.0, 100.0])[:, None, None, None]
+    found = adapters.quantize_stack(stack, kind, 2)
+    for layer in ((0, 0), (1, 2)):
+        alone = quantized.quantize(stack[layer], kind=kind)
+        assert found.keys() == alone.keys()
+        for name, array in alone.items():
+            np.testing.assert_array_equal(found[name][layer], array)
