@@ -54,7 +54,7 @@ def test_params_without_an_adapter_or_with_half_of_one_cannot_be_merged():
     half = adapters.add(PARAMS, chosen(), jax.random.key(1))
     del half["q"]["lora_b"]
     for params in (PARAMS, half):
-        with pytest.raises(UserError, match="^params/q: has no adapter; pass the params of the model that was given"):
+        with pytest.raises(UserError, match=r"^params/q: has no adapter; pass the params of the model that was given"):
             adapters.merge(params, chosen())
 
 
