@@ -231,9 +231,9 @@ class Records:
         self.files = sorted(files)
         (folder / "sources").mkdir(parents=True, exist_ok=True)
 
-    def missing(self) -> list[str]:
-        """Returns the test files of which there is no record, or one of another text."""
-        return [file for file in self.files if self._read(file).get("sha") != _sha(self._root / file)]
+    def missing(self, files: Iterable[str]) -> list[str]:
+        """Returns those test files of which there is no record, or one of another text."""
+        return sorted(file for file in files if not self._read(file))
 
     def save(self, file: str, lines: dict[str, dict[int, list[str]]], seconds: dict[str, float]) -> None:
         """Keeps what the tests of a file execute: {source: {line: its tests}}, "" for an import, and the CPU seconds of those that pass."""
@@ -279,7 +279,8 @@ class Records:
     @functools.cache  # noqa: B019
     def _read(self, file: str) -> dict[str, Any]:
         path = self._path(file)
-        return json.loads(path.read_text()) if path.exists() else {}
+        found = json.loads(path.read_text()) if path.exists() else {}
+        return found if found.get("sha") == _sha(self._root / file) else {}
 
     @functools.cache  # noqa: B019
     def _same(self, path: str, sha: str) -> dict[int, int]:
@@ -499,13 +500,13 @@ def main() -> None:
     ]
     faults += list(patches(ROOT, given.patches.read_text())) if given.patches else []
     rooms = {*given.rooms, *given.tests, *EVERYWHERE, *(fault.path.split("/")[1] for fault in faults)}
-    records = Records(given.cache, ROOT, test_files(ROOT, rooms))
+    records, own = Records(given.cache, ROOT, test_files(ROOT, [""])), test_files(ROOT, rooms)
     ends: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory(prefix="zerojax-mutants-") as temporary:
         programs, show = pathlib.Path(temporary, "programs"), given.only is not None
         start = (temporary, programs, records, given.budget, show)
         with multiprocessing.get_context("fork").Pool(given.workers, _start, start) as pool:
-            for line in pool.imap_unordered(_record, records.missing()):
+            for line in pool.imap_unordered(_record, records.missing(own)):
                 print(line, flush=True)
             until = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
             jobs = [(pair, until) for pair in enumerate(faults) if given.only in (None, pair[0])]

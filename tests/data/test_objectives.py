@@ -51,6 +51,17 @@ def test_a_sixth_of_a_window_is_cut_out_in_spans_of_three_tokens():
     np.testing.assert_array_equal(in_targets, [*expected, expected[-1] + 1])
 
 
+@pytest.mark.parametrize("seq_len", [*range(2, 40), 511])
+def test_a_window_is_the_longest_whose_inputs_fit_with_a_token_kept_and_one_cut_at_least(seq_len):
+    def sizes(window):
+        noise = min(max(round(0.15 * window), 1), window - 1)
+        return noise, max(round(noise / 3), 1)
+
+    fitting = [n for n in range(2, 2 * seq_len + 2) if n - sizes(n)[0] + sizes(n)[1] == seq_len]
+    assert SPANS.form(BYTES, seq_len).window == max(fitting)
+    assert SPANS.lengths(seq_len) == {"inputs": seq_len, "targets": sum(sizes(max(fitting))) + 2}
+
+
 def test_spans_depend_only_on_the_key_and_differ_between_keys():
     form, window = SPANS.form(BYTES, 64), np.arange(200, dtype=np.int32)
     window = window[: form.window]

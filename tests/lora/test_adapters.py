@@ -4,7 +4,9 @@ import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from zerojax.errors import UserError
 from zerojax.lora import adapters, targets
 from zerojax.lora.settings import Lora
 from zerojax.ops import quantized
@@ -46,3 +48,22 @@ def test_quantized_kernels_are_merged_from_what_is_stored():
     assert quantized.is_quantized(params["q"]["kernel"])
     merged = adapters.merge(params, chosen(quantize="nf4"))["q"]["kernel"]
     np.testing.assert_array_equal(merged, quantized.dequantize(params["q"]["kernel"], jnp.float32))
+
+
+def test_params_without_an_adapter_or_with_half_of_one_cannot_be_merged():
+    half = adapters.add(PARAMS, chosen(), jax.random.key(1))
+    del half["q"]["lora_b"]
+    for params in (PARAMS, half):
+        with pytest.raises(UserError, match=r"^params/q: has no adapter; pass the params of the model that was given"):
+            adapters.merge(params, chosen())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_stack_is_quantized_layer_by_layer(kind):
+    stack = arrays.normal(3, (2, 3, 24, 128)) * jnp.array([1.0, 100.0])[:, None, None, None]
+    found = adapters.quantize_stack(stack, kind, 2)
+    for layer in ((0, 0), (1, 2)):
+        alone = quantized.quantize(stack[layer], kind=kind)
+        assert found.keys() == alone.keys()
+        for name, array in alone.items():
+            np.testing.assert_array_equal(found[name][layer], array)

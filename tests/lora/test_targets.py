@@ -34,6 +34,12 @@ def test_modules_are_chosen_as_peft_does(fields, adapted):
     assert chosen(**fields).adapted == adapted
 
 
+def test_experts_have_the_names_of_modules_of_their_own_counted_from_0():
+    found = targets.LinearModule(f"layers.0.experts.{targets.EXPERT}.up_proj", (64, 128), 1, stack=(3,))
+    assert found.names == tuple(f"layers.0.experts.{number}.up_proj" for number in range(3))
+    assert LINEAR["head"].names == ("lm_head",)
+
+
 @pytest.mark.parametrize("excluded", ["all-linear", ("vision_proj",)])
 def test_an_exclusion_without_effect_is_told(excluded):
     with pytest.warns(UserWarning, match="^lora.exclude_modules: .* has no effect: .* known: q_proj, o_proj, lm_head$"):

@@ -93,6 +93,10 @@ PER_LEAF = {
     "a loop until": optax.stateless(doubled_until_long),
     "a scan over rows": optax.stateless(running_sum),
     "stochastic rounding": zerojax.fused_adamw(RATE, moments="bf16", stochastic_rounding=True),
+    "a state of its size": optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.full_like(p, p.size), params),
+        lambda updates, state, params=None: (jax.tree.map(jnp.multiply, updates, state), state),
+    ),
     "a constant array": optax.stateless(lambda u, p: {**u, "bias": u["bias"] * np.arange(u["bias"].size)}),
 }
 GLOBAL = {

@@ -61,6 +61,18 @@ def test_muon_is_optax_with_these_forms(rms):
     chex.assert_trees_all_close(found, expected(rms), atol=ROUNDING)
 
 
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
+def test_an_update_of_an_orthogonal_matrix_has_the_given_rms_or_the_scale_of_jordan_et_al(shape):
+    def norm(**how):
+        tx, params = zerojax.muon(1.0, **how), {"kernel": jax.random.normal(jax.random.key(0), shape)}
+        return float(optax.global_norm(jax.jit(tx.update)(params, tx.init(params), params)[0]))
+
+    rows, columns = shape
+    scale = norm(rms=0.5) / (0.5 * max(shape) ** 0.5)
+    assert scale == pytest.approx(min(shape) ** 0.5, rel=0.2), "singular values are near one"
+    assert norm(rms=None) == pytest.approx(scale * max(1.0, columns / rows) ** 0.5, rel=1e-5)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "spec",

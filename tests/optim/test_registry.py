@@ -43,6 +43,11 @@ def test_weight_decay_shrinks_matrices_and_spares_scales(name):
     assert not jnp.allclose(decayed["kernel"], plain["kernel"])
 
 
+def test_an_optimizer_with_weight_decay_has_a_tenth_if_none_is_given():
+    own = {name: registry.own_weight_decay(name) for name in registry.OPTIMIZERS}
+    assert own == {"adam": 0, "adamw": 0.1, "adafactor": 0.1, "lamb": 0.1, "lion": 0.1, "sgd": 0, "muon": 0.1}
+
+
 def test_adamw_is_optax_with_the_given_settings():
     mask = {"kernel": True, "scale": False}
     expected = three_steps(optax.adamw(1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask), make_params())

@@ -99,9 +99,9 @@ def test_a_line_is_found_again_after_others_have_changed_and_a_test_file_that_ch
     found = mutants.Records(records.folder, root, records.files)
     assert found.tests_of("zerojax/a.py", 10) == before
     assert found.tests_of("zerojax/a.py", 9) == {"tests/test_a.py": ["tests/test_a.py::one", "tests/test_a.py::other"]}
-    assert found.missing() == []
+    assert found.missing(found.files) == []
     (root / "tests/test_a.py").write_text("# new")
-    assert mutants.Records(records.folder, root, records.files).missing() == ["tests/test_a.py"]
+    assert mutants.Records(records.folder, root, records.files).missing(records.files) == ["tests/test_a.py"]
 
 
 TESTS = """

@@ -85,6 +85,23 @@ def test_weights_that_are_where_decoding_wants_them_are_not_copied():
         assert leaf.unsafe_buffer_pointer() == other.unsafe_buffer_pointer()
 
 
+@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("kind", [None, "int8", "fp8", "nf4"])
+@pytest.mark.parametrize("shape, contracted", [((256, 4, 32), 1), ((2, 128, 128), 2)])
+def test_a_matmul_with_a_kernel_of_any_form_is_that_with_its_numbers(kind, implementation, shape, contracted):
+    """By the narrow kernel's form in plain jnp and without it, for several rows and, where the kernel is plain, for one."""
+    plain = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    stored = plain if kind is None else quantized.quantize(plain.astype(jnp.float32), kind=kind)
+    numbers = plain if kind is None else quantized.dequantize(stored, jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (1, 1 if kind is None else 3, *shape[:contracted]), jnp.bfloat16)
+    found = weights.multiply(x, stored, contracted, implementation, keeps_plain=False)
+    if found is None:
+        assert kind is None and implementation is None and len(shape) == contracted + 1, "its module multiplies as well"
+        return
+    wanted = np.tensordot(*(np.asarray(array, np.float64) for array in (x, numbers)), contracted)
+    np.testing.assert_allclose(found, wanted, rtol=2e-2, atol=2e-2 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32")])
 def test_a_matmul_with_a_plain_kernel_that_devices_share_gives_what_its_module_does(dtypes):
     """A head's scores are float32 in any dtype of the weights."""
