@@ -21,7 +21,7 @@ from ml_collections import config_flags
 from zerojax import display, errors, files, xla_flags
 from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import files as step_files
-from zerojax.data import batches, feed, source
+from zerojax.data import feed, mixture, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
@@ -46,6 +46,7 @@ from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import effects, host, names, room, texts
 from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, reference, rollouts, rounds
+from zerojax.trainer.tuning import mixed as mixed_lib
 from zerojax.tree import PyTree
 from zerojax.zero import state_bytes
 from zerojax.zero.offload import budget, storage
@@ -197,6 +198,8 @@ def _take_steps(
             )
     if not end.is_stopped and (skipped := health.summary()):
         say(skipped)
+    for line in streams.summary() if end.step > start.step else ():
+        say(line)
     return end
 
 
@@ -258,8 +261,8 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     start_up.wake_devices()
     config = config_lib.with_scratch(config, folder / workdir.OFFLOAD)
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
-    pairs = None
-    if config.data.task != tasks.TEXT:
+    pairs, mixed, is_streamed = None, None, mixed_lib.is_streamed(config, folder)
+    if config.data.task != tasks.TEXT and not is_streamed:
         pairs = _load_pairs(config, tokenizer, folder)
         config = examples.with_steps(config, pairs)
         if config.epochs:
@@ -268,9 +271,17 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
             rollouts.check(config, pairs)
     program = _build(config, tokenizer)
     data_dir = _prepare_data(config, folder) if pairs is None else folder
-    streams = program_lib.open_feed(program, tokenizer, data_dir, pairs)
-    if pairs is None and config.data.train_file and not config.data.eval_file:
-        say("config.data.eval_file is empty: nothing is held out, and nothing is evaluated")
+    if is_streamed:
+        mixed = _open_mixture(program, tokenizer, data_dir)
+    streams = program_lib.open_feed(program, tokenizer, data_dir, pairs or mixed)
+    if pairs is None and not config_lib.has_held_out(config.data):
+        where = (
+            "config.data.sources name no eval_file or eval_split"
+            if config.data.sources
+            else "config.data.eval_file is empty"
+        )
+        if config.data.train_file or config.data.sources:
+            say(f"{where}: nothing is held out, and nothing is evaluated")
     if streams.times > 1:
         held_out = "eval_file" if config.data.train_file else "eval_split"
         repeated = f"an evaluation reads the text of config.data.{held_out} {streams.times:.1f} times"
@@ -289,10 +300,30 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs, asked)
 
 
+def _open_mixture(
+    program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: pathlib.Path
+) -> mixture.Mixture:
+    """Opens the sources that are read as they are needed, and says how often each is read."""
+    config = program.config
+    found = mixed_lib.open_mixture(program, tokenizer, data_dir, _cache(config))
+    if not config.data.sources:
+        say(
+            "config.data.train_file is read as it is needed, in blocks that are mixed, and not indexed before the first step"
+        )
+    for line in (*found.notes, *found.told(config.steps)):
+        say(names.in_config(line))
+    return found
+
+
+def _cache(config: settings_lib.Config) -> pathlib.Path:
+    """Returns the folder for what takes long to make of data."""
+    return pathlib.Path(config.data.dir or start_up.cache_folder()) / "encoded"
+
+
 def _load_pairs(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path) -> splits.Splits:
     """Reads and encodes the examples of a task, and prints what they are."""
     family, source = model_lib.family_of(config)
-    found = examples.load(config, family, source, tokenizer, _prepare_data(config, folder))
+    found = examples.load(config, family, source, tokenizer, _prepare_data(config, folder), _cache(config))
     for note in found.notes:
         say(names.in_config(note))
     return found
@@ -346,11 +377,11 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
 def _prepare_data(config: settings_lib.Config, folder: pathlib.Path) -> pathlib.Path:
     """Prepares the dataset on the primary process, and returns its folder."""
     data_dir = pathlib.Path(config.data.dir or folder / "datasets")
-    if config.data.name != batches.RANDOM and not config.data.train_file:
+    for name in mixed_lib.names(config):
         if config.data.dir:
             files.check_path(config.data.dir, "config.data.dir")
         if processes.is_primary():
-            source.prepare(config.data.name, data_dir)
+            source.prepare(name, data_dir)
         processes.barrier("data")
     return data_dir
 

@@ -38,9 +38,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, *, ignored: int | None =
     return mean_and_terms(logits, labels, ignored=ignored)[0]
 
 
-def mean_and_terms(
-    logits: jax.Array, labels: jax.Array, *, ignored: int | None = None
-) -> tuple[jax.Array, jax.Array]:
+def mean_and_terms(logits: jax.Array, labels: jax.Array, *, ignored: int | None = None) -> tuple[jax.Array, jax.Array]:
     """Returns `cross_entropy`, and the loss of each label, 0 where it is ignored: float32[...]."""
     logits = logits.astype(jnp.float32)
     counts = jnp.ones(labels.shape, bool) if ignored is None else labels != ignored
@@ -233,7 +231,8 @@ def _chunks(
 ) -> tuple[Any, Any]:
     """Returns the mean loss, and the gradients of the summed loss by hidden, and by kernel if it `is_trained`.
 
-    With terms the first is (the mean, the loss of each token). `total` is the number of labels that are not `chunks.NO_LABEL`; None: all count.
+    With terms the first is (the mean, the loss of each token). `total` is the number of labels that are not `chunks.NO_LABEL`; None: all
+    count.
     """
     shape, is_masked, total = hidden.shape, total is not None, labels.size if total is None else total
     tokens, has_sum = labels.size, with_grads and is_trained
@@ -244,7 +243,7 @@ def _chunks(
     has_padding = labels.size > tokens
     sum_dtype = jnp.float32 if count > 1 else _residual_dtype(kernel)
 
-    def one_part(d_logits: jax.Array, inputs: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+    def one_part(d_logits: jax.Array, inputs: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, Any]:
         number, h, y = inputs
         logits, slope = jnp.dot(h, kernel, preferred_element_type=jnp.float32), None
         if cap:
@@ -278,10 +277,12 @@ def _chunks(
         jnp.zeros((*labels.shape[1:], kernel.shape[1]), hidden.dtype) if with_grads else None,
     )
     (d_kernel, _), (losses, d_hidden) = jax.lax.scan(one_chunk, start, (hidden, labels))
+    loss: Any
     if with_terms:
         losses, terms = losses
-    loss = jnp.sum(losses)
-    loss = (loss, terms.reshape(-1)[:tokens].reshape(shape[:-1])) if with_terms else loss
+        loss = jnp.sum(losses), terms.reshape(-1)[:tokens].reshape(shape[:-1])
+    else:
+        loss = jnp.sum(losses)
     if not with_grads:
         return loss, None
     d_hidden = d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape)

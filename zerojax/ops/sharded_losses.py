@@ -86,9 +86,7 @@ def over_rest(
         bias = jnp.zeros((columns,), jnp.float32) if bias is None else bias.astype(jnp.float32)
         kernel, bias = jnp.pad(kernel, ((0, 0), (0, extra))), jnp.pad(bias, (0, extra), constant_values=lowest)
 
-    def of_own(
-        hidden: jax.Array, shard: jax.Array, labels: jax.Array, bias: jax.Array | None, total: jax.Array
-    ) -> Any:
+    def of_own(hidden: jax.Array, shard: jax.Array, labels: jax.Array, bias: jax.Array | None, total: jax.Array) -> Any:
         how = (axis, ways, max(1, chunk_tokens // ways), cap, with_terms)
         own = jax.lax.stop_gradient(shard)
         found = _one_pass(hidden, shard.astype(jnp.float32), own, labels, bias, total / ways, *how)

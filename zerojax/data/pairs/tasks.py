@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import pathlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,6 +146,23 @@ def encode(
     if settings.chat_template != templates.AUTO and not encoder.notes:
         notes.append(f"`chat_template={settings.chat_template}` has no effect: {name} has no conversation")
     return Encoded(found, tuple(answers), notes)
+
+
+def encoder(
+    tokenizer: tokenizer_lib.Tokenizer,
+    settings: TaskSettings,
+    form: RowForm,
+    *,
+    name: str,
+    folder: pathlib.Path | None = None,
+    names: Mapping[str, Sequence[str]] | None = None,
+) -> tuple[Callable[[Mapping[str, Any], str], Example], Callable[[int], list[str]]]:
+    """Returns (example, its place) -> what `encode` makes of it, and (the examples so far) -> lines about what was cut. For one thread."""
+    made, counts = _Encoder(tokenizer, settings, form, folder, names), _Counts(name, form)
+    return lambda example, place: made.encode(example, place, counts), lambda total: [
+        *made.notes,
+        *counts.notes(total),
+    ]
 
 
 class Asked(NamedTuple):

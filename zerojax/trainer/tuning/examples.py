@@ -90,14 +90,31 @@ def load(
     source: folder_lib.Folder | None,
     tokenizer: tokenizer_lib.Tokenizer,
     data_dir: str | os.PathLike,
+    cache: pathlib.Path | None = None,
 ) -> splits.Splits:
-    """Reads and encodes the examples of a run. All processes must call it.
+    """Reads and encodes the examples of a run. All processes must call it. `cache` is a folder for what is encoded; None for none.
 
     Raises:
       UserError: see `splits.load`.
     """
     data = config.data
-    settings = tasks.TaskSettings(
+    return splits.load(
+        config_lib.places(data, data_dir),
+        tokenizer,
+        task_settings(config, family, source),
+        form(config, family, source, tokenizer),
+        packs=data.pack and data.task not in tasks.ANSWERS,
+        folder=folder_of(config, tokenizer),
+        cache=cache,
+    )
+
+
+def task_settings(
+    config: settings_lib.Config, family: family_lib.Family, source: folder_lib.Folder | None
+) -> tasks.TaskSettings:
+    """Returns what a run's task reads of an example."""
+    data = config.data
+    return tasks.TaskSettings(
         task=data.task,
         prompt=data.prompt,
         answer=data.answer,
@@ -106,15 +123,12 @@ def load(
         chat_template=data.chat_template,
         rejected=data.rejected,
     )
+
+
+def folder_of(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pathlib.Path | None:
+    """Returns the folder of the tokenizer's files; None if it has none."""
     is_file = isinstance(tokenizer, tokenizer_lib.FileTokenizer)
-    return splits.load(
-        config_lib.places(data, data_dir),
-        tokenizer,
-        settings,
-        form(config, family, source, tokenizer),
-        packs=data.pack and data.task not in tasks.ANSWERS,
-        folder=pathlib.Path(data.tokenizer).parent if is_file else None,
-    )
+    return pathlib.Path(config.data.tokenizer).parent if is_file else None
 
 
 def with_steps(config: settings_lib.Config, examples: splits.Splits) -> settings_lib.Config:
