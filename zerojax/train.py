@@ -302,7 +302,7 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
 
 def _open_mixture(
     program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: pathlib.Path
-) -> mixture.Mixture:
+) -> mixture.SourceMixture:
     """Opens the sources that are read as they are needed, and says how often each is read."""
     config = program.config
     found = mixed_lib.open_mixture(program, tokenizer, data_dir, _cache(config))

@@ -32,7 +32,8 @@ from zerojax.data.pairs import records
 from zerojax.errors import UserError
 
 PREFETCHED = 2  # batches that are made ahead
-# Batches that a run holds when it learns that no more come: all of its processes know it, and can save, two steps later.
+# Batches after the one that is returned that are made, or cannot be. So a run learns of the latter a step before it: its processes agree
+# on a stop a step late.
 IN_HAND = 2
 WORKERS = min(8, os.cpu_count() or 1)  # threads that make rows; to encode a text needs no lock of Python
 LOOKED = 1000  # documents of which empty ones are told
@@ -107,7 +108,7 @@ class Batches:
 
     Attributes:
       count_tokens: (enough) -> the most tokens that the documents can have, counted up to `enough`; random tokens have no end.
-      failure: why no batch comes after the IN_HAND next ones; None as long as some do.
+      failure: why fewer than IN_HAND batches come after the one that was returned; None as long as they do.
     """
 
     count_tokens: Callable[[int], int] = staticmethod(lambda enough: enough)

@@ -28,10 +28,10 @@ from zerojax.data.locations import Location
 from zerojax.data.pairs import records
 from zerojax.errors import UserError
 
-GROUP = 8  # blocks that a row reads at once, whose documents it mixes
-HELD = 2**27  # bytes of text that the rows of a batch hold of all sources together
+GROUP = 8  # blocks, at most, that a row reads at once, whose documents it mixes
+HELD = 2**26  # bytes of text that all rows of a batch together hold of a source
 # Bytes of a block. A small block of a file elsewhere takes as long as a larger one.
-_LEAST, _LEAST_REMOTE, _MOST = 2**9, 2**16, 2**20
+_LEAST, _LEAST_REMOTE, _MOST = 2**6, 2**16, 2**20
 _TAIL = 2**14  # bytes after a block in which its last line may end
 _GRAIN = 2**14  # bytes of a table between two rows of which it is known where they begin
 _FINE = 2**20  # bytes of a table below which that is known of each row
@@ -44,7 +44,7 @@ _FINGERPRINTED = 64  # files of which bytes are compared
 Example = Mapping[str, Any]
 
 
-class Blocks:
+class DocumentBlocks:
     """The blocks of a source, each a source of its documents (`source.Source`).
 
     Attributes:
@@ -93,9 +93,9 @@ class Blocks:
         return self._fingerprint()
 
 
-def of_source(source: source_lib.Source, name: str, fingerprint: Callable[[], str]) -> Blocks:
+def of_source(source: source_lib.Source, name: str, fingerprint: Callable[[], str]) -> DocumentBlocks:
     """Returns the documents of a source that is read by index, as blocks of one document each; `name` is that of the source in errors."""
-    return Blocks([len(source)], lambda _, index: _One(source, name, index), fingerprint, group=1)
+    return DocumentBlocks([len(source)], lambda _, index: _One(source, name, index), fingerprint, group=1)
 
 
 def is_known(path: str) -> bool:
@@ -105,13 +105,13 @@ def is_known(path: str) -> bool:
 
 def open_files(
     pattern: str, key: str, num_rows: int, *, columns: Sequence[str] = (), cache: pathlib.Path | None = None
-) -> Blocks:
+) -> DocumentBlocks:
     """Opens the files that a path, a URL or a pattern names.
 
     Args:
       pattern: see `locations.matching`.
       key: the argument that names it, for errors.
-      num_rows: how often GROUP blocks are held: by the rows of a batch, of each of its sources.
+      num_rows: the rows of a batch, each of which holds a group of blocks.
       columns: the fields that are read of a parquet file; () for all.
       cache: a folder to keep where rows of tables begin; None for none.
 
@@ -134,10 +134,13 @@ def open_files(
         files = list(pool.map(opened, found))
     if not sum(count for count, _ in files):
         raise UserError(f"{key}: {pattern!r} has no examples; name a file that has some")
-    return Blocks(
-        [count for count, _ in files],
+    counts = [count for count, _ in files]
+    return DocumentBlocks(
+        counts,
         lambda file, block: files[file][1](block),
         lambda: fingerprint(found),
+        # Else a row of a small source would begin with more than its part
+        group=max(1, min(GROUP, sum(counts) // num_rows)),
         is_remote=locations.is_remote(found[0].path),
     )
 
@@ -233,7 +236,7 @@ def _open_lines(
 # ---- tables
 
 
-class _Rows:
+class _TableRows:
     """Documents of a table: rows, whose values are compared with the names of the fields when they are read."""
 
     def __init__(self, path: str, names: Sequence[str], rows: Sequence[tuple[int, list[str]]]):
@@ -286,11 +289,11 @@ def _open_table(
     firsts = [at for at, start in enumerate(starts) if not at or start // nbytes > starts[at - 1] // nbytes]
     ends = [*(starts[at] for at in firsts[1:]), size]
 
-    def read(block: int) -> _Rows:
+    def read(block: int) -> _TableRows:
         start, first = starts[firsts[block]], numbers[firsts[block]]
         text = io.StringIO(_decoded(locations.read(path, start, ends[block]), path, first), newline="")
         rows = records.table_rows(csv.reader(text, **how), path, first)
-        return _Rows(path, names, [(number, row) for number, row in rows if row])
+        return _TableRows(path, names, [(number, row) for number, row in rows if row])
 
     return len(firsts), read
 

@@ -41,7 +41,7 @@ class Feed:
         seq_len: int,
         seed: int,
         eval_batches: int = 1,
-        pairs: splits.Splits | mixture.Mixture | None = None,
+        pairs: splits.Splits | mixture.SourceMixture | None = None,
         order: parts.Order | None = None,
         held_out: tuple[jax.sharding.Mesh, int] | None = None,
         on_bad: str = damaged.STOP,
@@ -125,12 +125,16 @@ class Feed:
 
     @property
     def failure(self) -> UserError | None:
-        """Returns why no training batch comes after the `batches.IN_HAND` next ones; None as long as some do."""
+        """Returns why fewer than `batches.IN_HAND` training batches come after the last; None as long as they do."""
         return self._train.failure
 
     def summary(self) -> list[str]:
         """Returns lines about what was read and what was skipped since the start. All processes must call it."""
-        return self._pairs.summary(self._train) if isinstance(self._pairs, mixture.Mixture) else self._damaged.summary()
+        return (
+            self._pairs.summary(self._train)
+            if isinstance(self._pairs, mixture.SourceMixture)
+            else self._damaged.summary()
+        )
 
     def move_to(self, position: dict[str, Any]) -> None:
         """Continues from a position, which may have more rows than this process reads."""

@@ -77,7 +77,7 @@ def _alone(path: pathlib.Path) -> Iterator[None]:
 def _read(path: pathlib.Path) -> Arrays | None:
     """Returns the arrays of a file, None if there is none or it is damaged."""
     try:
-        with np.load(path, allow_pickle=False) as kept:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as kept:
             found = {name: kept[name] for name in kept.files}
         os.utime(path)
         return found

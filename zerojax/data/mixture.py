@@ -84,8 +84,8 @@ class MixedSource:
         (begin, low), (end, high) = self.weight[after - 1 : after + 1]
         return low + (high - low) * (step - begin) / (end - begin)
 
-    def open(self, is_train: bool, rows: int, cache: pathlib.Path | None) -> blocks.Blocks:
-        """Opens the training or the held-out examples; see `blocks.open_files` for `rows` and `cache`.
+    def open(self, is_train: bool, num_rows: int, cache: pathlib.Path | None) -> blocks.DocumentBlocks:
+        """Opens the training or the held-out examples; see `blocks.open_files` for `num_rows` and `cache`.
 
         Raises:
           UserError: see `blocks.open_files`, `records.Files` and `Places.open`.
@@ -94,7 +94,7 @@ class MixedSource:
         with errors.below(self.where):
             if self.places.train_file and (locations.is_remote(found) or blocks.is_known(found)):
                 columns = () if self.task else (self.text_key,)
-                return blocks.open_files(found, key, rows, columns=columns, cache=cache)
+                return blocks.open_files(found, key, num_rows, columns=columns, cache=cache)
             source = self.places.open(is_train)
         if self.places.train_file:
             return blocks.of_source(source, found, lambda: blocks.fingerprint(locations.matching(found, key)))
@@ -127,7 +127,7 @@ class RowMaker:
     folder: pathlib.Path | None = None
 
 
-class Mixture:
+class SourceMixture:
     """The sources of a run, which are opened.
 
     Attributes:
@@ -168,7 +168,7 @@ class Mixture:
         if not any(self._train):
             raise UserError("sources: none of them can be read; see the lines above")
 
-    def _opened(self, source: MixedSource) -> "blocks.Blocks | None":
+    def _opened(self, source: MixedSource) -> "blocks.DocumentBlocks | None":
         try:
             found = self._open(source, True)
             self._check(source, found)
@@ -179,10 +179,10 @@ class Mixture:
             self.notes.append(f"source {source.title} is left out: {error}")
             return None
 
-    def _open(self, source: MixedSource, is_train: bool) -> blocks.Blocks:
-        return source.open(is_train, self._num_rows * len(self.sources), self._cache)
+    def _open(self, source: MixedSource, is_train: bool) -> blocks.DocumentBlocks:
+        return source.open(is_train, self._num_rows, self._cache)
 
-    def _check(self, source: MixedSource, opened: blocks.Blocks) -> None:
+    def _check(self, source: MixedSource, opened: blocks.DocumentBlocks) -> None:
         """Reads the first document of a source, so that one that is empty, or is not what its settings say, is known before the first step.
 
         Raises:
@@ -256,12 +256,12 @@ class Mixture:
         return 2**31
 
     def _reader(
-        self, number: int, opened: blocks.Blocks, num_rows: int, seed: int, shuffle: bool
-    ) -> "_Text | _Examples":
+        self, number: int, opened: blocks.DocumentBlocks, num_rows: int, seed: int, shuffle: bool
+    ) -> "_TextReader | _ExampleReader":
         source, make = self.sources[number], self._make
         documents = _Documents(opened, num_rows, seed, shuffle=shuffle)
         encode = functools.partial(_encoded, documents, self._encoder(source), self._bad, source)
-        return (_Text if source.task is None else _Examples)(number, documents, encode, make, seed)
+        return (_TextReader if source.task is None else _ExampleReader)(number, documents, encode, make, seed)
 
     def _encoder(self, source: MixedSource) -> Callable[[Example], Any]:
         """Returns a function that encodes a document: to its tokens, or to a `tasks.Example`. Any thread may call it."""
@@ -283,7 +283,7 @@ class Mixture:
         how: dict[str, Any] = {"name": source.title, "folder": make.folder, "names": names}
         return tasks.encoder(make.tokenizer, source.task, make.form, **how)
 
-    def _sample(self, source: MixedSource, opened: blocks.Blocks) -> "_Sample":
+    def _sample(self, source: MixedSource, opened: blocks.DocumentBlocks) -> "_Sample":
         """Returns what some documents of a source tell about all. Those that cannot be read are told when they are read."""
         counts, sizes, notes = [], list[int](), list[str]()
         encode, notes_of = self._encoder(source), None
@@ -293,7 +293,7 @@ class Mixture:
         number = _SAMPLED if opened.group > 1 else _SAMPLED**2  # of blocks, which may have a document each
         for block in (opened[index] for index in sorted({at * len(opened) // number for at in range(number)})):
             counts.append(len(block))
-            for index in range(0, len(block), -(-len(block) // _SAMPLED)):
+            for index in range(0, len(block), max(1, len(block) // _SAMPLED)):
                 with contextlib.suppress(UserError):
                     found = encode(block[index])
                     sizes.append(len(found) if source.task is None else len(found.inputs))
@@ -348,7 +348,7 @@ class _Sample(NamedTuple):
 class _Documents:
     """The documents of a source in the endless order, by row and place: (group of blocks, document)."""
 
-    def __init__(self, opened: blocks.Blocks, num_rows: int, seed: int, *, shuffle: bool):
+    def __init__(self, opened: blocks.DocumentBlocks, num_rows: int, seed: int, *, shuffle: bool):
         self._blocks, self._num_rows, self._seed, self._shuffle = opened, num_rows, seed, shuffle
         self._held: dict[int, _Group] = {}
         self.nothing = collections.Counter[int]()  # how many places of a row in succession had no document
@@ -356,8 +356,8 @@ class _Documents:
 
     def find(
         self, row: int, place: Position, bad: Callable[[int, UserError], None]
-    ) -> tuple[source_lib.Source, int] | None:
-        """Returns the source and the index of a document, or None where the group has none."""
+    ) -> tuple[source_lib.Source, int, int] | None:
+        """Returns the block, the index and the block's number of a document, or None where the group has none."""
         held = self._held.get(row)
         if held is None or held.number != place[0]:
             held = self._held[row] = self._group(row, place[0], bad)
@@ -365,7 +365,7 @@ class _Documents:
             return None
         at = int(held.order[place[1]])
         block = int(np.searchsorted(held.starts, at, side="right")) - 1
-        return held.blocks[block], at - int(held.starts[block])
+        return held.blocks[block], at - int(held.starts[block]), held.numbers[block]
 
     def following(self, row: int, place: Position) -> Position:
         """Returns the place after one that was found."""
@@ -374,7 +374,7 @@ class _Documents:
         return (group, document + 1) if document + 1 < len(held.order) else (group + 1, 0)
 
     def _group(self, row: int, number: int, bad: Callable[[int, UserError], None]) -> "_Group":
-        size, found = self._blocks.group, []
+        size, found, numbers = self._blocks.group, [], []
         first = (number * self._num_rows + row) * size
         parts = [self._order(index) for index in range(first, first + size)]
         for part, block in zip(parts, self._blocks.several(parts)):
@@ -382,11 +382,12 @@ class _Documents:
                 bad(part, block)
             else:
                 found.append(block)
+                numbers.append(part)
         starts = np.cumsum([0, *map(len, found)])
         order = np.arange(starts[-1])
         if self._shuffle and size > 1:
             order = np.random.RandomState(np.random.PCG64([self._seed, first])).permutation(len(order))
-        return _Group(number, found, starts, order)
+        return _Group(number, found, numbers, starts, order)
 
     def _order(self, index: int) -> int:
         count = len(self._blocks)
@@ -398,6 +399,7 @@ class _Group(NamedTuple):
 
     number: int
     blocks: list[source_lib.Source]
+    numbers: list[int]  # of the blocks
     starts: np.ndarray  # the number of the first document of each
     order: np.ndarray  # of the documents
 
@@ -423,7 +425,8 @@ def _encoded(
             documents.nothing[row] = 0
             return made
         except UserError as error:
-            bad.add((source.title, row, place), *found, error)
+            block, index, number = found
+            bad.add((source.title, number, index), block, index, error)
             failed = error
     documents.nothing[row] += 1
     if documents.nothing[row] > documents.most_nothing:
@@ -456,7 +459,7 @@ class _Window(NamedTuple):
     examples: int  # that begin in it
 
 
-class _Text:
+class _TextReader:
     """Reads windows of text."""
 
     def __init__(self, number: int, documents: _Documents, encode: Callable[..., Any], make: RowMaker, seed: int):
@@ -478,7 +481,7 @@ class _Text:
         return _Window({**arrays, SOURCES: np.full(len(read), self._number + 1, np.int32)}, following, begun)
 
 
-class _Examples:
+class _ExampleReader:
     """Reads rows of examples: as many, one after the other, as fit."""
 
     def __init__(self, number: int, documents: _Documents, encode: Callable[..., Any], make: RowMaker, seed: int):
@@ -521,7 +524,7 @@ class _Chooser:
     def __init__(
         self,
         weights: Sequence[Callable[[int], float]],
-        readers: "Sequence[_Text | _Examples | None]",
+        readers: "Sequence[_TextReader | _ExampleReader | None]",
         by: str,
         num_rows: int,
         lengths: Mapping[str, int],

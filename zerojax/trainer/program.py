@@ -265,7 +265,7 @@ def open_feed(
     program: Program,
     tokenizer: tokenizer_lib.Tokenizer,
     data_dir: str | os.PathLike,
-    pairs: splits.Splits | mixture.Mixture | None = None,
+    pairs: splits.Splits | mixture.SourceMixture | None = None,
 ) -> feed.Feed:
     """Returns the feed of the program's batches, of text, of examples with answers or of several sources; see `feed.Feed`."""
     config = program.config

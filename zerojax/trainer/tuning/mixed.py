@@ -45,7 +45,7 @@ def open_mixture(
     tokenizer: tokenizer_lib.Tokenizer,
     data_dir: pathlib.Path,
     cache: pathlib.Path | None,
-) -> mixture.Mixture:
+) -> mixture.SourceMixture:
     """Returns the sources of a run, opened.
 
     Args:
@@ -55,7 +55,7 @@ def open_mixture(
       cache: a folder for what takes long to make; None for none.
 
     Raises:
-      UserError: see `mixture.Mixture`; or the model's rows cannot hold texts and answers side by side.
+      UserError: see `mixture.SourceMixture`; or the model's rows cannot hold texts and answers side by side.
     """
     config, family = program.config, program.family
     chosen = config_lib.sources(config.data) or (config_lib.SourceSettings("data", ((0, 1.0),), config.data, ""),)
@@ -86,7 +86,7 @@ def open_mixture(
         examples.folder_of(config, tokenizer),
     )
     by, on_bad = config.data.mix_by, config.data.on_bad
-    return mixture.Mixture(sources, make, program.sizes.global_batch_size, by=by, on_bad=on_bad, cache=cache)
+    return mixture.SourceMixture(sources, make, program.sizes.global_batch_size, by=by, on_bad=on_bad, cache=cache)
 
 
 def names(config: settings_lib.Config) -> list[str]:
