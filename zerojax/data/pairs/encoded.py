@@ -67,10 +67,12 @@ def _key(encode: Encode, paths: Sequence[str], how: Mapping[str, Any]) -> str:
 def _arrays(encoded: tasks.Encoded) -> dict[str, np.ndarray]:
     """Returns encoded examples as few arrays: each field of all examples, one after the other, and the lengths."""
     found: dict[str, np.ndarray] = {}
-    rest: dict[str, Any] = {"texts": []}
+    rest: dict[str, Any] = {"texts": [], "kinds": {}}  # kinds: the dtypes, where they differ
     for field, values in zip(tasks.Example._fields, zip(*encoded.examples)):
         if isinstance(values[0], np.ndarray):
             found[field], found[f"{field}_lengths"] = np.concatenate(values), np.array([len(value) for value in values])
+            kinds = [value.dtype.str for value in values]
+            rest["kinds"][field] = kinds if len(set(kinds)) > 1 else []
         elif isinstance(values[0], str):
             rest["texts"].append(field)
             data = [value.encode("utf-8", "surrogatepass") for value in values]
@@ -97,6 +99,8 @@ def _encoded(arrays: kept.Arrays) -> tasks.Encoded:
             continue
         if f"{field}_lengths" in arrays:
             values = np.split(values, np.cumsum(arrays[f"{field}_lengths"])[:-1])
+            if kinds := rest["kinds"].get(field):
+                values = [value.astype(kind) for value, kind in zip(values, kinds)]
             if field in rest["texts"]:
                 values = [value.tobytes().decode("utf-8", "surrogatepass") for value in values]
         else:
