@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import statistics
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,9 @@ import safetensors
 
 from zerojax import display, roles
 from zerojax.checkpoint import checkpointer
-from zerojax.data import tokenizer
+from zerojax.checkpoint import files as step_files
+from zerojax.data import batches, fingerprints, tokenizer
+from zerojax.errors import UserError
 from zerojax.trainer import loop, metrics, program, recorder, timing
 from zerojax.trainer import state as state_lib
 from zerojax.zero import state_bytes
@@ -214,3 +217,26 @@ def test_things_are_due_every_so_many_steps_and_at_the_last(claim, steps):
 def test_the_last_step_is_saved_only_if_asked():
     when = dataclasses.replace(WHEN, save_every=5, saves_at_end=False)
     assert [step for step in range(1, 11) if when.saves(step)] == [5]
+
+
+def test_a_document_that_cannot_be_read_stops_the_run_with_all_its_steps_saved_and_the_run_goes_on_without_it(
+    tmp_path, capsys
+):
+    lines = [json.dumps({"text": f"{number:03d} " * 20}) for number in range(200)]
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join([*lines[:150], '{"text": ', *lines[150:]]) + "\n")
+    text = {"data__name": "python_stdlib", "data__train_file": str(path), "data__eval_split": "", "steps": 60}
+    text |= {"log_every": 1, "checkpoint__every": 0}
+    # The sample that tells the text apart reads all of so few documents: the first start ends before it trains.
+    with pytest.raises(
+        UserError, match=r"text\.jsonl:151: is not JSON .*; or set --config\.data\.on_bad=skip to go on"
+    ):
+        runs.run(tmp_path / "refused", **text)
+    with mock.patch.object(fingerprints, "SAMPLED", 2), mock.patch.object(batches, "LOOKED", 1):
+        runs.run(tmp_path / "run", **text)
+        stopped = max(runs.losses(tmp_path / "run"))
+        assert "text.jsonl:151: is not JSON" in capsys.readouterr().out
+        assert 0 < stopped < 60 and step_files.steps(tmp_path / "run" / "checkpoints") == [stopped]
+        runs.run(tmp_path / "run", **text, data__on_bad="skip")
+    assert "skipped since the start: 1; the first of process 0: " in capsys.readouterr().out
+    assert list(runs.losses(tmp_path / "run")) == list(range(1, 61))

@@ -181,3 +181,10 @@ def test_a_save_that_fails_keeps_the_old_config(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be written \\(No space left on device\\)"):
         workdir.save(tmp_path, settings(steps=2))
     assert json.loads((tmp_path / workdir.CONFIG_FILE).read_text())["steps"] == 1
+
+
+def test_a_folder_says_whether_its_run_knew_a_setting(tmp_path):
+    assert not workdir.is_older(tmp_path, "data.sources")
+    for saved, expected in (({"data": {"name": "x"}}, True), ({"data": {"sources": []}}, False), ("damaged", False)):
+        (tmp_path / workdir.CONFIG_FILE).write_text(json.dumps(saved) if isinstance(saved, dict) else saved)
+        assert workdir.is_older(tmp_path, "data.sources") == expected

@@ -196,3 +196,17 @@ def test_a_source_has_what_the_config_says_of_data_but_for_its_own_keys():
     again = config_lib.from_dict(json.loads(json.dumps(config_lib.to_dict(config))))
     assert again == config, "what a workdir holds reads as the same settings"
     assert mixed.names(config) == ["lm1b"]
+
+
+def test_a_mixture_that_goes_on_with_other_devices_has_the_losses_of_one_that_never_stopped(
+    folder, cache_dir, tmp_path
+):
+    text = {**PLAIN, "data__sources": sources(folder, task=False), "data__eval_split": ""}
+    whole = runs.losses(runs.run(tmp_path / "whole", **text))
+    for steps, devices in ((2, 8), (4, 2), (6, 4)):
+        runs.run(tmp_path / "parts", devices=devices, **{**text, "steps": steps})
+    found = runs.losses(tmp_path / "parts")
+    assert list(found) == list(whole) == list(range(1, 7))
+    np.testing.assert_allclose(list(found.values()), list(whole.values()), rtol=ROUNDING)
+    lines = [line for line in metrics.read(tmp_path / "parts") if "loss" in line]
+    assert all({"loss/a", "loss/b", "share/a", "share/b"} <= line.keys() for line in lines)
