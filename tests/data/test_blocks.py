@@ -91,14 +91,15 @@ def test_blocks_of_a_table_have_each_row_once_as_it_is_read_whole(cells, size, g
 
 
 @pytest.mark.parametrize("size", [64, 1000, 10**6])
-def test_blocks_of_parquet_have_each_row_once_and_only_the_columns_that_are_read(tmp_path, small, size):
-    small(size)
+def test_blocks_of_parquet_have_each_row_once_and_only_the_columns_that_are_read(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(blocks, "HELD", size)
     rows = [{"text": "x" * (number % 50), "other": number} for number in range(700)]
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=300)
     opened = blocks.open_files(str(path), "train_file", 1)
     assert documents(opened) == rows
     assert places(opened) == [f"{path}:row {number}" for number in range(1, 701)]
+    assert (len(opened) == 3) == (size == 10**6), "a row group, or a part of one"
     texts = blocks.open_files(str(path), "train_file", 1, columns=["text"])
     assert documents(texts) == [{"text": row["text"]} for row in rows]
     without = blocks.open_files(str(path), "train_file", 1, columns=["missing"])

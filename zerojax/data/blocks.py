@@ -15,7 +15,7 @@ import itertools
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow
@@ -35,7 +35,7 @@ _LEAST, _LEAST_REMOTE, _MOST = 2**6, 2**16, 2**20
 _TAIL = 2**14  # bytes after a block in which its last line may end
 _GRAIN = 2**14  # bytes of a table between two rows of which it is known where they begin
 _FINE = 2**20  # bytes of a table below which that is known of each row
-_ROWS = 256  # of a parquet file that are unpacked at once
+_ROWS = 1024  # of a parquet file that are unpacked at once
 _MOST_PART = 2**16  # rows of a part of a row group
 _MOST_UNPACKED = 2**28  # bytes of _ROWS rows
 _AT_ONCE = 16  # parts of files that are read at the same time
@@ -93,6 +93,23 @@ class DocumentBlocks:
         return self._fingerprint()
 
 
+class _How(NamedTuple):
+    """How files are cut."""
+
+    nbytes: int  # of a block whose begin is found at once
+    held: int  # bytes that a row of a batch holds
+    columns: tuple[str, ...]  # of a parquet file that are read; () for all
+    cache: pathlib.Path | None
+
+
+class _File(NamedTuple):
+    """A file that is cut into blocks."""
+
+    number: int  # of its blocks
+    read: Callable[[int], source_lib.Source]  # the documents of a block
+    nbytes: int  # of its largest block, about
+
+
 def of_source(source: source_lib.Source, name: str, fingerprint: Callable[[], str]) -> DocumentBlocks:
     """Returns the documents of a source that is read by index, as blocks of one document each; `name` is that of the source in errors."""
     return DocumentBlocks([len(source)], lambda _, index: _One(source, name, index), fingerprint, group=1)
@@ -125,22 +142,23 @@ def open_files(
             raise UserError(f"{key}: {location.path} {_why_not(location.path)}")
     total = sum(location.size for location in found)
     least = _LEAST_REMOTE if locations.is_remote(found[0].path) else _LEAST
-    nbytes = max(least, min(_MOST, HELD // (num_rows * GROUP), total // (num_rows * GROUP)))
+    held = max(least, min(HELD, total) // num_rows)
+    how = _How(max(least, min(_MOST, held // GROUP)), held, tuple(columns), cache)
 
-    def opened(location: Location) -> tuple[int, Callable[[int], source_lib.Source]]:
-        return _OPENERS[_suffix(location.path)](location, nbytes, columns, cache)
+    def opened(location: Location) -> _File:
+        return _OPENERS[_suffix(location.path)](location, how)
 
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
         files = list(pool.map(opened, found))
-    if not sum(count for count, _ in files):
+    counts = [file.number for file in files]
+    if not sum(counts):
         raise UserError(f"{key}: {pattern!r} has no examples; name a file that has some")
-    counts = [count for count, _ in files]
     return DocumentBlocks(
         counts,
-        lambda file, block: files[file][1](block),
+        lambda file, block: files[file].read(block),
         lambda: fingerprint(found),
-        # Else a row of a small source would begin with more than its part
-        group=max(1, min(GROUP, sum(counts) // num_rows)),
+        # A row of a small source would begin with more than its part, and one of large blocks hold too much
+        group=max(1, min(GROUP, sum(counts) // num_rows, held // max(file.nbytes for file in files))),
         is_remote=locations.is_remote(found[0].path),
     )
 
@@ -209,10 +227,8 @@ class _Lines:
         return locations.place(self._path, self._start + self._starts[index])
 
 
-def _open_lines(
-    location: Location, nbytes: int, columns: Sequence[str], cache: pathlib.Path | None
-) -> tuple[int, Callable[[int], source_lib.Source]]:
-    path, size = location
+def _open_lines(location: Location, how: _How) -> _File:
+    (path, size), nbytes = location, how.nbytes
 
     def read(block: int) -> _Lines:
         start, stop = block * nbytes, min(size, (block + 1) * nbytes)
@@ -230,7 +246,7 @@ def _open_lines(
             tail *= 2
         return _Lines(path, begin + first, data[first : len(data) if end < 0 else end])
 
-    return -(-size // nbytes), read
+    return _File(-(-size // nbytes), read, nbytes)
 
 
 # ---- tables
@@ -257,17 +273,15 @@ class _TableRows:
         return f"{self._path}:{self._rows[index][0]}"
 
 
-def _open_table(
-    location: Location, nbytes: int, columns: Sequence[str], cache: pathlib.Path | None, delimiter: str
-) -> tuple[int, Callable[[int], source_lib.Source]]:
-    path, size = location
-    how: dict[str, Any] = {"delimiter": delimiter, "strict": True}
+def _open_table(location: Location, how: _How, delimiter: str) -> _File:
+    (path, size), nbytes = location, how.nbytes
+    dialect: dict[str, Any] = {"delimiter": delimiter, "strict": True}
 
     def indexed() -> dict[str, np.ndarray]:
         starts, numbers = array.array("q"), array.array("q")
         with locations.opened(path) as file:
             lines = _Counted(file, path)
-            reader = csv.reader(iter(lines), **how)
+            reader = csv.reader(iter(lines), **dialect)
             _, names = next(records.table_rows(reader, path), (1, [""]))
             if len(set(names)) < len(names) or not all(names):
                 raise UserError(f"{path}:1: names the fields, and is {errors.shown(names)}; give each its own name")
@@ -282,7 +296,7 @@ def _open_table(
         return {"names": header, "starts": np.array(starts), "numbers": np.array(numbers)}
 
     key = kept.key("rows of a table", path, size, locations.version(path), locations.fingerprint(location))
-    index = kept.arrays(cache if size >= _FINE else None, key, indexed)
+    index = kept.arrays(how.cache if size >= _FINE else None, key, indexed)
     names = index["names"].tobytes().decode().split("\0")
     starts, numbers = index["starts"].tolist(), index["numbers"].tolist()
     # The rows at which blocks begin: each the first after so many bytes
@@ -292,10 +306,10 @@ def _open_table(
     def read(block: int) -> _TableRows:
         start, first = starts[firsts[block]], numbers[firsts[block]]
         text = io.StringIO(_decoded(locations.read(path, start, ends[block]), path, first), newline="")
-        rows = records.table_rows(csv.reader(text, **how), path, first)
+        rows = records.table_rows(csv.reader(text, **dialect), path, first)
         return _TableRows(path, names, [(number, row) for number, row in rows if row])
 
-    return len(firsts), read
+    return _File(len(firsts), read, nbytes)
 
 
 class _Counted:
@@ -348,9 +362,11 @@ class _Batches:
         return f"{self._path}:row {self._first + index + 1}"
 
 
-def _open_parquet(
-    location: Location, nbytes: int, columns: Sequence[str], cache: pathlib.Path | None
-) -> tuple[int, Callable[[int], source_lib.Source]]:
+def _open_parquet(location: Location, how: _How) -> _File:
+    """Opens a parquet file, of which a block is a row group.
+
+    Of a larger one than a row holds it is a part, and to read that, all before it in the row group is unpacked.
+    """
     path, _ = location
     with _parquet(path) as table:
         names, about = table.schema_arrow.names, table.metadata
@@ -359,14 +375,14 @@ def _open_parquet(
         groups = [about.row_group(number) for number in range(about.num_row_groups)]
         rows = [group.num_rows for group in groups]
         sizes = [group.total_byte_size for group in groups]
-    known = [name for name in columns if name in names]
-    wanted = known if len(known) == len(columns) and known else None
+    known = [name for name in how.columns if name in names]
+    wanted = known if len(known) == len(how.columns) and known else None
     before = np.cumsum([0, *rows])
     # (row group, its first row, the row after its last) of each block
     blocks = [
         (number, count * part // parts, count * (part + 1) // parts)
         for number, (count, size) in enumerate(zip(rows, sizes))
-        for parts in [min(count, max(-(-size // nbytes), -(-count // _MOST_PART)))]
+        for parts in [min(count, max(-(-size // how.held), -(-count // _MOST_PART)))]
         for part in range(parts)
     ]
 
@@ -387,7 +403,7 @@ def _open_parquet(
                     break
         return _Batches(path, int(before[number]) + start, found)
 
-    return len(blocks), read
+    return _File(len(blocks), read, min(how.held, max(sizes, default=1)))
 
 
 @contextlib.contextmanager
@@ -405,7 +421,7 @@ def _parquet(path: str) -> Iterator[pyarrow.parquet.ParquetFile]:
 
 
 _PARQUET = ".parquet"
-_OPENERS: dict[str, Callable[..., tuple[int, Callable[[int], source_lib.Source]]]] = {
+_OPENERS: dict[str, Callable[[Location, _How], _File]] = {
     ".jsonl": _open_lines,
     ".csv": functools.partial(_open_table, delimiter=","),
     ".tsv": functools.partial(_open_table, delimiter="\t"),

@@ -259,7 +259,8 @@ class FileTokenizer:
         with _refused(
             f"{self.subject} cannot encode {errors.shown(text, 60)}", "mend the text, or choose another tokenizer"
         ):
-            return np.asarray(model.encode(text, add_special_tokens=adds_special).ids, np.int32)
+            # One text at a time, but `encode` holds the lock of Python, so that threads would wait for each other
+            return np.asarray(model.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids, np.int32)
 
     @functools.cached_property
     def _naming(self) -> tokenizers.Tokenizer:
