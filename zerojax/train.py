@@ -21,9 +21,9 @@ from ml_collections import config_flags
 from zerojax import display, errors, files, xla_flags
 from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import files as step_files
-from zerojax.data import batches, feed, source
+from zerojax.data import feed, mixture, source
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import splits, tasks, templates
+from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
 from zerojax.interop import hub
 from zerojax.launch import devices, ending, processes, signals, start_up, watch
@@ -46,6 +46,7 @@ from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import effects, host, names, room, texts
 from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, reference, rollouts, rounds
+from zerojax.trainer.tuning import mixed as mixed_lib
 from zerojax.tree import PyTree
 from zerojax.zero import state_bytes
 from zerojax.zero.offload import budget, storage
@@ -126,7 +127,7 @@ def train(config: settings_lib.Config, folder: pathlib.Path, stop: signals.StopS
     stop = stop or signals.StopSignal()
     say(f"devices: {devices.describe()}; everything goes to {folder}")
     prepared = prepare(config, folder)
-    tokenizer, program, streams, saver, _, start, pairs, _ = prepared
+    tokenizer, program, streams, saver, _, start, *_ = prepared
     config = program.config
     for note in resume.notes(program, saver, start, folder):
         say(note)
@@ -145,7 +146,7 @@ def train(config: settings_lib.Config, folder: pathlib.Path, stop: signals.StopS
         saver.close()
         streams.close()
         end = _best(config, program, saver, end)
-        _write_results(config, program, tokenizer, pairs, end.state, folder)
+        _write_results(config, program, tokenizer, streams.examples, end.state, folder)
         card.end(document.FINISHED)
     say(f"done: {folder}")
     return end
@@ -197,6 +198,8 @@ def _take_steps(
             )
     if not end.is_stopped and (skipped := health.summary()):
         say(skipped)
+    for line in streams.summary() if end.step > start.step else ():
+        say(line)
     return end
 
 
@@ -258,8 +261,8 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     start_up.wake_devices()
     config = config_lib.with_scratch(config, folder / workdir.OFFLOAD)
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
-    pairs = None
-    if config.data.task != tasks.TEXT:
+    pairs, mixed, is_streamed = None, None, mixed_lib.is_streamed(config, folder)
+    if config.data.task != tasks.TEXT and not is_streamed:
         pairs = _load_pairs(config, tokenizer, folder)
         config = examples.with_steps(config, pairs)
         if config.epochs:
@@ -268,11 +271,19 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
             rollouts.check(config, pairs)
     program = _build(config, tokenizer)
     data_dir = _prepare_data(config, folder) if pairs is None else folder
-    streams = program_lib.open_feed(program, tokenizer, data_dir, pairs)
-    if pairs is None and config.data.name != batches.RANDOM:
+    if is_streamed:
+        mixed = _open_mixture(program, tokenizer, data_dir, folder)
+    streams = program_lib.open_feed(program, tokenizer, data_dir, pairs or mixed)
+    if config_lib.reads_text(config.data):
         say(tokenizer_lib.told(tokenizer))
-    if pairs is None and config.data.train_file and not config.data.eval_file:
-        say("config.data.eval_file is empty: nothing is held out, and nothing is evaluated")
+    if pairs is None and not config_lib.has_held_out(config.data):
+        where = (
+            "config.data.sources name no eval_file or eval_split"
+            if config.data.sources
+            else "config.data.eval_file is empty"
+        )
+        if config.data.train_file or config.data.sources:
+            say(f"{where}: nothing is held out, and nothing is evaluated")
     if streams.times > 1:
         held_out = "eval_file" if config.data.train_file else "eval_split"
         repeated = f"an evaluation reads the text of config.data.{held_out} {streams.times:.1f} times"
@@ -291,16 +302,44 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs, asked)
 
 
+def _open_mixture(
+    program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: pathlib.Path, folder: pathlib.Path
+) -> mixture.SourceMixture:
+    """Opens the sources that are read as they are needed, and says how often each is read."""
+    config = program.config
+    found = mixed_lib.open_mixture(program, tokenizer, data_dir, _cache(config), _began(config, tokenizer, folder))
+    if not config.data.sources:
+        say(
+            "config.data.train_file is read as it is needed, in blocks that are mixed, and not indexed before the first step"
+        )
+    for line in (*found.notes, *found.told(config.steps)):
+        say(names.in_config(line))
+    return found
+
+
+def _cache(config: settings_lib.Config) -> pathlib.Path:
+    """Returns the folder for what takes long to make of data."""
+    return pathlib.Path(config.data.dir or start_up.cache_folder()) / "encoded"
+
+
 def _load_pairs(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path) -> splits.Splits:
     """Reads and encodes the examples of a task, and prints what they are."""
     family, source = model_lib.family_of(config)
-    began = workdir.began(folder)
-    found = examples.load(config, family, source, tokenizer, _prepare_data(config, folder), began)
-    if templates.DATE in found.template and processes.is_primary():
-        workdir.save_began(folder, began)
+    began = _began(config, tokenizer, folder)
+    found = examples.load(config, family, source, tokenizer, _prepare_data(config, folder), _cache(config), began)
     for note in found.notes:
         say(names.in_config(note))
     return found
+
+
+def _began(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path) -> int | None:
+    """Returns the time that a chat template is told, that of the run's first start; None where no template asks for it."""
+    if not examples.writes_date(config, tokenizer):
+        return None
+    began = workdir.began(folder)
+    if processes.is_primary():
+        workdir.save_began(folder, began)
+    return began
 
 
 def say(line: str) -> None:
@@ -351,11 +390,11 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
 def _prepare_data(config: settings_lib.Config, folder: pathlib.Path) -> pathlib.Path:
     """Prepares the dataset on the primary process, and returns its folder."""
     data_dir = pathlib.Path(config.data.dir or folder / "datasets")
-    if config.data.name != batches.RANDOM and not config.data.train_file:
+    for name in mixed_lib.names(config):
         if config.data.dir:
             files.check_path(config.data.dir, "config.data.dir")
         if processes.is_primary():
-            source.prepare(config.data.name, data_dir)
+            source.prepare(name, data_dir)
         processes.barrier("data")
     return data_dir
 
@@ -500,7 +539,7 @@ def _write_results(
     config: settings_lib.Config,
     program: program_lib.Program,
     tokenizer: tokenizer_lib.Tokenizer,
-    pairs: splits.Splits | None,
+    learned: splits.Splits | mixture.SourceMixture | None,
     state: State,
     folder: pathlib.Path,
 ) -> None:
@@ -517,7 +556,7 @@ def _write_results(
     def export() -> None:
         what = "adapter" if config.export.format == "peft" else "weights"
         say(f"writing the {what} to {folder / 'export'}")
-        results.export(program, state, folder / "export", tokenizer, pairs)
+        results.export(program, state, folder / "export", tokenizer, learned)
         size = display.human(files.folder_bytes(folder / "export")) if processes.is_primary() else ""
         say(f"{what} exported to {folder / 'export'}, {size}")
         if config.export.push_to and processes.is_primary():

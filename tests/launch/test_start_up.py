@@ -135,3 +135,10 @@ ending.before_end(lambda *_: print("compiled", events.count("compile_requests_us
         assert command.status == 0, command.err
         compiled.append(int(command.out.rsplit("compiled ", 1)[1]))
     assert compiled[0] > 5 and compiled[1] == 0
+
+
+@pytest.mark.parametrize("own", ["", "/cache"])
+def test_what_runs_of_a_user_share_is_in_the_users_cache_folder(monkeypatch, own):
+    monkeypatch.setenv("XDG_CACHE_HOME", own)
+    monkeypatch.setenv("HOME", "/home/one")
+    assert str(start_up.cache_folder()) == (own or "/home/one/.cache") + "/zerojax"

@@ -166,3 +166,16 @@ def test_one_pass_leaves_ignored_labels_out_of_loss_and_gradients():
         functools.partial(losses.one_pass_cross_entropy, ignored=-1), (hidden, kernel, jnp.full_like(labels, -1))
     )
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(none))
+
+
+@hypothesis.settings(COMPILES, max_examples=3)
+@hypothesis.given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 50))
+def test_one_pass_has_the_loss_of_each_token_beside_the_same_mean_and_gradients(batch, length, chunk):
+    hidden, kernel, labels = make_inputs(batch, length)
+    how = {"ignored": 3, "chunk_tokens": chunk}
+    plain = jax.value_and_grad(functools.partial(losses.one_pass_cross_entropy, **how), (0, 1))
+    with_terms = functools.partial(losses.one_pass_and_terms, **how)
+    (mean, terms), grads = jax.value_and_grad(with_terms, (0, 1), has_aux=True)(hidden, kernel, labels)
+    assert_close((mean, grads), plain(hidden, kernel, labels))
+    assert_close(terms, losses.mean_and_terms(hidden @ kernel, labels, ignored=3)[1])
+    assert not jax.grad(lambda h: jnp.sum(with_terms(h, kernel, labels)[1]))(hidden).any()

@@ -15,6 +15,7 @@ import safetensors
 
 from zerojax import display, roles
 from zerojax.checkpoint import checkpointer
+from zerojax.checkpoint import files as step_files
 from zerojax.data import tokenizer
 from zerojax.trainer import loop, metrics, program, recorder, timing
 from zerojax.trainer import state as state_lib
@@ -214,3 +215,24 @@ def test_things_are_due_every_so_many_steps_and_at_the_last(claim, steps):
 def test_the_last_step_is_saved_only_if_asked():
     when = dataclasses.replace(WHEN, save_every=5, saves_at_end=False)
     assert [step for step in range(1, 11) if when.saves(step)] == [5]
+
+
+# So few documents are all read to tell the text apart from others
+READS_FEW = "from zerojax.data import batches, fingerprints\nbatches.LOOKED, fingerprints.SAMPLED = 1, 2"
+
+
+def test_a_document_that_cannot_be_read_stops_the_run_with_all_its_steps_saved_and_the_run_goes_on_without_it(
+    tmp_path, commands
+):
+    lines = [json.dumps({"text": f"{number:03d} " * 20}) for number in range(200)]
+    path, folder = tmp_path / "text.jsonl", tmp_path / "run"
+    path.write_text("\n".join([*lines[:150], '{"text": ', *lines[150:]]) + "\n")
+    flags = runs.flags(data__name="python_stdlib", data__train_file=str(path), steps=60, checkpoint__every=0)
+    told = r"text\.jsonl:151: is not JSON .*; or set --config\.data\.on_bad=skip to go on without what cannot be read"
+    stopped = commands(*flags, f"--workdir={folder}", before=READS_FEW)
+    step = max(runs.losses(folder))
+    assert re.search(rf"{told}: stopped at step {step}, saved; the same command resumes$", stopped.error_line)
+    assert 0 < step < 60 and step_files.steps(folder / "checkpoints") == [step]
+    done = commands(*flags, "--config.data.on_bad=skip", f"--workdir={folder}", before=READS_FEW)
+    assert done.status == 0 and "skipped since the start: 1; the first of process 0: " in done.out, done.err
+    assert list(runs.losses(folder)) == list(range(1, 61))

@@ -194,3 +194,10 @@ def test_the_date_of_a_run_is_that_of_its_first_start(tmp_path):
     (tmp_path / "began.txt").write_text("x")
     with pytest.raises(UserError, match=r"began.txt: holds no time"):
         workdir.began(tmp_path)
+
+
+def test_a_folder_says_whether_its_run_knew_a_setting(tmp_path):
+    assert not workdir.is_older(tmp_path, "data.sources")
+    for saved, expected in (({"data": {"name": "x"}}, True), ({"data": {"sources": []}}, False), ("damaged", False)):
+        (tmp_path / workdir.CONFIG_FILE).write_text(json.dumps(saved) if isinstance(saved, dict) else saved)
+        assert workdir.is_older(tmp_path, "data.sources") == expected

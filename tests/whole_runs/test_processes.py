@@ -1,5 +1,7 @@
 """Checks runs of several processes, each with emulated devices. This module tests the trainer; one test starts it with `zerojax launch`."""
 
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +10,8 @@ import time
 import numpy as np
 import pytest
 import runs
+
+from zerojax.checkpoint import files
 
 SUM_ORDER = 1e-6  # relative: the same float32 sums over eight devices, four of them in another process
 SOON = 45.0  # seconds in which all processes are gone after the first one failed; heartbeats alone take 100
@@ -167,3 +171,25 @@ def test_streams_that_nobody_reads_stop_a_run_after_a_save_and_without_a_word(co
     (step,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
     assert [line[0] for line in runs.numbers(tmp_path)] == list(range(1, step + 1))
     assert both[0].err == "" and f"stdout is closed: stopped at step {step}, saved" in both[1].err
+
+
+def test_a_document_that_one_of_two_processes_cannot_read_stops_both_with_all_steps_saved_and_one_goes_on_without_it(
+    commands, tmp_path
+):
+    path, folder = tmp_path / "text.jsonl", tmp_path / "run"
+    lines = [json.dumps({"text": f"{number:03d} " * 20}) for number in range(200)]
+    path.write_text("\n".join([*lines[:150], '{"text": ', *lines[150:]]) + "\n")
+    one = {"train_file": str(path), "title": "one"}
+    mixed = {"data__name": "python_stdlib", "data__sources": f"({one!r}, {one | {'title': 'two'}!r})"}
+    flags = runs.flags(**mixed, steps=100, checkpoint__every=0, emulate_devices=2)
+    both = commands.start_two(*flags, f"--workdir={folder}")
+    assert statuses(both) == (2, 2), [command.err for command in both]
+    step = max(runs.losses(folder))
+    assert any(
+        "text.jsonl:151: is not JSON" in command.err and f"stopped at step {step}, saved" in command.err
+        for command in both
+    ), [command.err for command in both]
+    assert 0 < step < 100 and files.steps(folder / "checkpoints") == [step]
+    done = commands(*flags, "--config.data.on_bad=skip", f"--config.steps={step + 9}", f"--workdir={folder}")
+    assert done.status == 0 and re.search(r"skipped since the start: [12]; the first", done.out), (done.out, done.err)
+    assert list(runs.losses(folder)) == list(range(1, step + 10))

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from zerojax.commands import arguments
-from zerojax.data import batches
+from zerojax.data import batches, blocks, mixture
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import tasks
@@ -64,44 +64,48 @@ def main() -> None:
 
 
 def _show(config: settings.Config, data_dir: pathlib.Path, count: int, *, is_json: bool) -> None:
-    places = config_lib.places(config.data, data_dir)
-    if places.is_random:
-        raise UserError(f"config.data.name: is {config.data.name!r}, whose tokens are no text; name a dataset or files")
-    if not places.train_file:
-        source_lib.prepare(places.name, data_dir)
+    mixed = config_lib.sources(config.data)
+    groups = {source.title: source.data for source in mixed} if mixed else {"": config.data}
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
     console = Console(highlight=False, soft_wrap=True)
     mark = "" if console.is_terminal else "*"
-    for number, (shown, rows) in enumerate(_examples(config, places, tokenizer, count), 1):
-        if is_json:
-            print(json.dumps(as_json(shown, rows), ensure_ascii=False), flush=True)
-            continue
-        console.print(Text(f"example {number}", style="bold"))
-        for row in rows:
-            console.print(coloured(row, tokenizer, mark))
-            console.print(Text(f"  ids: {' '.join(map(str, row.ids[:MOST_TOKENS].tolist()))}", style=_READ))
-        for line in [*origins(rows, tokenizer, config.data.task), *map(names.in_config, shown.notes)]:
-            console.print(Text(f"  {line}"))
+    for title, group in groups.items():
+        own = dataclasses.replace(config, data=group)
+        for number, (shown, rows) in enumerate(_examples(own, data_dir, tokenizer, count), 1):
+            if is_json:
+                named = {"source": title} if mixed else {}
+                print(json.dumps({**as_json(shown, rows), **named}, ensure_ascii=False), flush=True)
+                continue
+            console.print(Text(f"example {number}" + (f" of {title}" if mixed else ""), style="bold"))
+            for row in rows:
+                console.print(coloured(row, tokenizer, mark))
+                console.print(Text(f"  ids: {' '.join(map(str, row.ids[:MOST_TOKENS].tolist()))}", style=_READ))
+            for line in [*origins(rows, tokenizer, group.task), *map(names.in_config, shown.notes)]:
+                console.print(Text(f"  {line}"))
     if not is_json:
-        console.print(
-            Text.assemble("learned tokens are ", ("like this", _LEARNED), ", and others ", ("like this", _READ))
-        )
+        told = ("learned tokens are ", (f"{mark}like this", _LEARNED), ", and others ", ("like this", _READ))
+        console.print(Text.assemble(*told))
 
 
 def _examples(
-    config: settings.Config, places: batches.Places, tokenizer: tokenizer_lib.Tokenizer, count: int
+    config: settings.Config, data_dir: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, count: int
 ) -> Iterator[tuple[tasks.Shown, list[ShownTokens]]]:
     """Yields the first training examples, each with its arrays."""
-    data = config.data
-    source: Any = places.open(True, data.text_key if data.task == tasks.TEXT else "")
-    first = _First(source, count)
+    data, places = config.data, config_lib.places(config.data, data_dir)
+    if places.is_random:
+        raise UserError(f"config.data.name: is {data.name!r}, whose tokens are no text; name a dataset or files")
+    if not places.train_file:
+        source_lib.prepare(places.name, data_dir)
+    source = mixture.MixedSource("", places)
+    first = _First(source.open(True, 1, None), count)
     if data.task == tasks.TEXT:
-        frame = tokenizer.document
         for index in range(len(first)):
-            ids = [*frame.before, *tokenizer.encode(first[index][data.text_key]).tolist(), *frame.after]
-            text = first[index][data.text_key]
+            text = first[index].get(data.text_key)
+            if not isinstance(text, str | bytes):
+                raise UserError(f"{first.place(index)}: has no text in field {data.text_key!r}, which `text_key` names")
+            ids = batches.document_ids(tokenizer, text)
             text = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
-            example = tasks.Example(np.array(ids, np.int32), np.zeros(0, np.int32), np.ones(len(ids), bool), 0, "")
+            example = tasks.Example(ids, np.zeros(0, np.int32), np.ones(len(ids), bool), 0, "")
             row = ShownTokens("a document in a stream of documents", example.inputs, example.labeled)
             yield tasks.Shown(example, text, [tokenizer_lib.told(tokenizer)]), [row]
         return
@@ -110,42 +114,44 @@ def _examples(
     found = tasks.show(
         first,
         tokenizer,
-        examples.task(config, family, opened),
+        examples.task_settings(config, family, opened),
         form,
         name=places.of(True)[0],
         folder=examples.folder_of(config, tokenizer),
-        names={} if places.train_file else source_lib.class_names(places.name, places.data_dir),
+        names=source.names(),
     )
     for shown in found:
         one, nothing = shown.example, np.zeros(len(shown.example.inputs), bool)
         if form.classes:
-            yield shown, [ShownTokens(f"learns the class {form.classes[one.targets[0]]!r}", one.inputs, nothing)]
+            title = f"learns the class {form.classes[one.targets[0]]!r}"
+            yield shown, [ShownTokens(title, one.inputs, nothing)]
         elif form.is_encoder_decoder:
-            yield (
-                shown,
-                [
-                    ShownTokens("the encoder reads", one.inputs, nothing),
-                    ShownTokens("the decoder", one.targets, one.labeled),
-                ],
-            )
+            targets = ShownTokens("the decoder", one.targets, one.labeled)
+            yield shown, [ShownTokens("the encoder reads", one.inputs, nothing), targets]
         else:
             yield shown, [ShownTokens("", one.inputs, one.labeled)]
 
 
 class _First:
-    """The first examples of a source."""
+    """The first documents of a source."""
 
-    def __init__(self, source: source_lib.Source, count: int):
-        self._source, self._count = source, count
+    def __init__(self, opened: blocks.DocumentBlocks, count: int):
+        self._found: list[tuple[source_lib.Source, int]] = []
+        for number in range(len(opened)):
+            block = opened[number]
+            self._found += [(block, index) for index in range(min(len(block), count - len(self._found)))]
+            if len(self._found) == count:
+                break
 
     def __len__(self) -> int:
-        return min(self._count, len(self._source))
+        return len(self._found)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._source[index]
+        block, inner = self._found[index]
+        return block[inner]
 
     def place(self, index: int) -> str:
-        return source_lib.place_of(self._source, index, "example")
+        return source_lib.place_of(*self._found[index], "example")
 
 
 def as_json(shown: tasks.Shown, rows: list[ShownTokens]) -> dict[str, Any]:

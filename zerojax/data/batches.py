@@ -6,9 +6,12 @@ the endless order, which has a new permutation for every epoch. It puts around e
 own rows, so each document is tokenized once globally, and a batch does not depend on the process that reads it.
 
 A row's only state is its position, a few integers. (grain's concat-then-split would pack too. But its state has tuples, and after a
-round trip through JSON it silently drops a document.)
+round trip through JSON it silently drops a document.) Rows are independent, so several threads make them, and any number of threads
+makes the same batch.
 """
 
+import collections
+import concurrent.futures
 import dataclasses
 import functools
 import numbers
@@ -21,6 +24,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from zerojax.data import damaged as damaged_lib
 from zerojax.data import objectives
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
@@ -28,6 +32,10 @@ from zerojax.data.pairs import records
 from zerojax.errors import UserError
 
 PREFETCHED = 2  # batches that are made ahead
+# Batches after the one that is returned that are made, or cannot be. So a run learns of the latter a step before it: its processes agree
+# on a stop a step late.
+IN_HAND = 2
+WORKERS = min(8, os.cpu_count() or 1)  # threads that make rows; to encode a text needs no lock of Python
 LOOKED = 1000  # documents of which empty ones are told
 USUAL = 0.1  # the share of empty ones that a dataset may have, such as the empty files among the source of a library
 RANDOM = "random"  # the data.name of random tokens
@@ -36,8 +44,8 @@ RANDOM = "random"  # the data.name of random tokens
 SMALL = 2**14
 
 Position = tuple[int, ...]
-# (row, position) -> (the window there: int32[window], the position after it)
-ReadWindow = Callable[[int, Position], tuple[np.ndarray, Position]]
+# (row, position) -> (the window there: int32[window], the position after it, the number of documents that begin in it)
+ReadWindow = Callable[[int, Position], tuple[np.ndarray, Position, int]]
 # (row, position) -> (the arrays of the window there, the position after it)
 ReadRow = Callable[[int, Position], tuple[dict[str, np.ndarray], Position]]
 
@@ -50,7 +58,7 @@ class Places:
       name: a dataset's name, or RANDOM for random tokens.
       data_dir: the directory in which `source.prepare` wrote the dataset.
       train_split, eval_split: of the dataset; "" for no held-out examples. Random tokens ignore them.
-      train_file, eval_file: paths or patterns, which are read instead if the first is not "".
+      train_file, eval_file: paths, URLs or patterns, which are read instead if the first is not "".
     """
 
     name: str
@@ -76,6 +84,11 @@ class Places:
         place = f"{'train' if is_train else 'eval'}_{kind}"
         return getattr(self, place), place
 
+    def files(self, is_train: bool) -> list[str]:
+        """Returns the files that hold the examples, which are found."""
+        found, key = self.of(is_train)
+        return records.matching(found) if self.train_file else source_lib.files(self.name, found, self.data_dir, key)
+
     def open(self, is_train: bool, needs: str = "") -> source_lib.Source:
         """Opens the examples. Those of files must have text in the field `needs`, if that is not "".
 
@@ -91,27 +104,39 @@ class Places:
 
 
 class Batches:
-    """Yields {name: int32[len(rows), length]} endlessly. A background thread makes batches ahead.
+    """Yields {name: int32[len(rows), length]} endlessly. Background threads make batches ahead.
 
     Attributes:
       count_tokens: (enough) -> the most tokens that the documents can have, counted up to `enough`; random tokens have no end.
+      failure: why fewer than IN_HAND batches come after the one that was returned; None as long as they do.
     """
 
     count_tokens: Callable[[int], int] = staticmethod(lambda enough: enough)
 
-    def __init__(self, read: ReadRow, start: dict[int, Position], fields: tuple[str, ...], settings: dict[str, int]):
+    def __init__(
+        self,
+        read: ReadRow,
+        start: dict[int, Position],
+        fields: tuple[str, ...],
+        settings: Mapping[str, int | str],
+        workers: int = WORKERS,
+    ):
         """Starts each row of `start` at its position.
 
         Args:
-          read: reads one row.
+          read: reads one row. Several threads call it, each for other rows.
           start: the first position of each row.
           fields: the names of a position's integers.
           settings: the settings on which the meaning of a position depends. `set_state` rejects a state with others.
+          workers: the threads that make rows.
         """
         self._rows = tuple(start)
         self._fields = fields
         self._settings = settings
-        self._open = [grain.experimental.ThreadPrefetchDatasetIterator(_Rows(read, start), PREFETCHED)]
+        self._state, self._in_hand = start, collections.deque[tuple[dict[str, np.ndarray], dict[int, Position]]]()
+        self.failure: UserError | None = None
+        made = _Rows(read, start, workers)
+        self._open: list[Any] = [made, grain.experimental.ThreadPrefetchDatasetIterator(made, PREFETCHED)]
         # Runs at close(), when self is garbage-collected, or at exit while threads can still be joined: whichever is first.
         self._finalizer = weakref.finalize(self, _close, self._open)
 
@@ -119,16 +144,37 @@ class Batches:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """Returns the next batch, in the order of `rows`."""
-        return next(self._iterator)
+        """Returns the next batch, in the order of `rows`.
+
+        Raises:
+          UserError: there is none, since a document cannot be read; see `failure`.
+        """
+        iterator = self._iterator
+        while self.failure is None and len(self._in_hand) <= IN_HAND:
+            try:
+                self._in_hand.append((next(iterator), iterator.get_state()))
+            except UserError as error:
+                self.failure = error
+        if not self._in_hand:
+            assert self.failure is not None
+            raise self.failure
+        found, self._state = self._in_hand.popleft()
+        return found
 
     def get_state(self) -> dict[str, Any]:
         """Returns the positions after the last returned batch, by row ("0", "1", ...), as JSON values.
 
         The union (`|`) of the states of all processes is the global state.
         """
-        positions = self._iterator.get_state()
-        return {str(row): dict(zip(self._fields, positions[row], strict=True)) | self._settings for row in self._rows}
+        positions = self._state
+        return {
+            str(row): {**dict(zip(self._fields, positions[row], strict=True)), **self._settings} for row in self._rows
+        }
+
+    @property
+    def positions(self) -> Mapping[int, Position]:
+        """Returns the position of each row after the last returned batch."""
+        return self._state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues from the positions in `state`, which may have more rows than this process reads.
@@ -136,17 +182,20 @@ class Batches:
         Raises:
           UserError: a row is missing, or the state was saved with other settings.
         """
-        self._iterator.set_state({row: self._position(row, state) for row in self._rows})
+        self._state = {row: self._position(row, state) for row in self._rows}
+        self._in_hand.clear()
+        self.failure = None
+        self._iterator.set_state(self._state)
 
     def close(self) -> None:
-        """Stops the background thread. `next` fails after that."""
+        """Stops the background threads. `next` fails after that."""
         self._finalizer()
 
     @property
     def _iterator(self) -> grain.experimental.ThreadPrefetchDatasetIterator:
         if not self._open:
             raise ValueError("these batches are closed; make new ones")
-        return self._open[0]
+        return self._open[-1]
 
     def _position(self, row: int, state: dict[str, Any]) -> Position:
         """Returns the position of `row` in `state`, and checks it."""
@@ -180,6 +229,7 @@ def open_batches(
     seq_len: int,
     seed: int,
     objective: objectives.Objective = objectives.OBJECTIVES["next_token"],
+    damaged: damaged_lib.Damaged | None = None,
 ) -> Batches:
     """Returns batches of a prepared dataset's split, of files, or of random tokens.
 
@@ -193,6 +243,7 @@ def open_batches(
       seq_len: tokens in a sequence.
       seed: the seed of the order of documents, or of the random tokens.
       objective: turns windows into rows.
+      damaged: what follows from a document that cannot be read; None: it raises.
 
     Raises:
       UserError: see `Places.open`, `make_batches` and the objective's `form`.
@@ -201,7 +252,7 @@ def open_batches(
     sizes: dict[str, Any] = {"rows": rows, "num_rows": num_rows, "seq_len": seq_len, "seed": seed, "form": form}
     if places.is_random:
         return random_batches(tokenizer.vocab_size, **sizes)
-    source = places.open(is_train, text_key)
+    source = damaged_lib.Readable(places.open(is_train, text_key), text_key, damaged or damaged_lib.Damaged())
     _check_filled(source, text_key, places.of(is_train)[1], usual=0.0 if places.train_file else USUAL)
     return make_batches(source, tokenizer, text_key=text_key, shuffle=is_train, **sizes)
 
@@ -229,17 +280,16 @@ def make_batches(
     if len(source) == 0:
         raise UserError("train_split: the split has no documents; choose another split")
     _check_text(source[0], text_key)
-    frame = tokenizer.document
     order = functools.partial(shuffled, size=len(source), seed=seed) if shuffle else lambda n: n % len(source)
 
-    def encode(document: int) -> np.ndarray:
-        text = source[order(document)][text_key]
-        return np.concatenate(
-            [np.array(frame.before, np.int32), tokenizer.encode(text), np.array(frame.after, np.int32)]
-        )
+    def encode(row: int, place: Position) -> np.ndarray:
+        text = source[order(place[0])][text_key]
+        if isinstance(text, damaged_lib.Absent):
+            return np.zeros(0, np.int32)
+        return document_ids(tokenizer, text)
 
     form = form or objectives.NextToken().form(tokenizer, seq_len)
-    read = _rows(_packing_reader(encode, num_rows, form.window), form, seed)
+    read = _rows(packing_reader(encode, lambda row, place: (place[0] + num_rows,), form.window), form, seed)
     settings = {
         "num_rows": num_rows,
         "seq_len": seq_len,
@@ -251,6 +301,12 @@ def make_batches(
     made = Batches(read, {row: (row, 0) for row in rows}, ("document", "offset"), settings)
     made.count_tokens = functools.partial(_count_tokens, source, text_key)
     return made
+
+
+def document_ids(tokenizer: tokenizer_lib.Tokenizer, text: str | bytes) -> np.ndarray:
+    """Returns the ids of a document in a stream of documents, int32[length], with what stands around it there."""
+    before, after, _ = tokenizer.document
+    return np.concatenate([np.array(before, np.int32), tokenizer.encode(text), np.array(after, np.int32)])
 
 
 def random_batches(
@@ -265,17 +321,17 @@ def random_batches(
     """Returns batches of uniformly random tokens below `vocab_size`. A window depends only on (seed, row, index)."""
     form = form or objectives.NextToken().form(None, seq_len)
 
-    def read(row: int, position: Position) -> tuple[np.ndarray, Position]:
+    def read(row: int, position: Position) -> tuple[np.ndarray, Position, int]:
         (index,) = position
         rng = np.random.default_rng([seed, row, index])
-        return rng.integers(vocab_size, size=form.window, dtype=np.int32), (index + 1,)
+        return rng.integers(vocab_size, size=form.window, dtype=np.int32), (index + 1,), 0
 
     settings = {"num_rows": num_rows, "seq_len": seq_len, "seed": seed, "vocab_size": vocab_size}
     return Batches(_rows(read, form, seed), dict.fromkeys(rows, (0,)), ("index",), settings)
 
 
-def _close(open_iterators: list[grain.experimental.ThreadPrefetchDatasetIterator]) -> None:
-    """Stops the thread and drops the iterator, whose __del__ would fail while the interpreter shuts down."""
+def _close(open_iterators: list[Any]) -> None:
+    """Stops the threads and drops the iterator, whose __del__ would fail while the interpreter shuts down."""
     while open_iterators:
         open_iterators.pop().close()
 
@@ -283,16 +339,25 @@ def _close(open_iterators: list[grain.experimental.ThreadPrefetchDatasetIterator
 class _Rows:
     """Reads one window per row at each step. The prefetch thread runs it, and uses grain's get_state and set_state."""
 
-    def __init__(self, read: ReadRow, start: dict[int, Position]):
+    def __init__(self, read: ReadRow, start: dict[int, Position], workers: int):
         self._read = read
         self._positions = start
+        self._workers = max(1, min(workers, len(start)))
+        self._pool = concurrent.futures.ThreadPoolExecutor(self._workers, "rows")
 
     def __next__(self) -> dict[str, np.ndarray]:
-        pairs = {row: self._read(row, position) for row, position in self._positions.items()}
+        rows = list(self._positions.items())
+        shares = [rows[worker :: self._workers] for worker in range(self._workers)]
+
+        def read(share: list[tuple[int, Position]]) -> list[tuple[int, tuple[dict[str, np.ndarray], Position]]]:
+            return [(row, self._read(row, position)) for row, position in share]
+
+        made = read(rows) if self._workers == 1 else [pair for part in self._pool.map(read, shares) for pair in part]
+        found = dict(made)
         # A new dict, because the prefetch keeps the state after each batch that it made ahead.
-        self._positions = {row: position for row, (_, position) in pairs.items()}
-        rows = [row for row, _ in pairs.values()]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        self._positions = {row: found[row][1] for row, _ in rows}
+        arrays = [found[row][0] for row, _ in rows]
+        return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}
 
     def get_state(self) -> dict[int, Position]:
         return self._positions
@@ -300,39 +365,50 @@ class _Rows:
     def set_state(self, state: dict[int, Position]) -> None:
         self._positions = state
 
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
 
 def _rows(read: ReadWindow, form: objectives.Form, seed: int) -> ReadRow:
     """Returns a reader of the arrays that a form makes of windows. Their random draws depend only on (seed, row, position)."""
 
     def read_row(row: int, position: Position) -> tuple[dict[str, np.ndarray], Position]:
-        window, next_position = read(row, position)
+        window, next_position, _ = read(row, position)
         return form.arrays(window, (seed, row, *position)), next_position
 
     return read_row
 
 
-def _packing_reader(encode: Callable[[int], np.ndarray], num_rows: int, length: int) -> ReadWindow:
+def packing_reader(
+    encode: Callable[[int, Position], np.ndarray], following: Callable[[int, Position], Position], length: int
+) -> ReadWindow:
     """Returns a reader of windows of `length` tokens from the concatenated documents of a row.
 
-    A position is (document, offset): an index in the endless order of documents, and the index of a token in that document.
-    """
-    # row -> (document, its tokens), so that a document is encoded once
-    current: dict[int, tuple[int, np.ndarray]] = {}
+    A position is (*place, offset): the place of a document in the endless order, and the index of a token in that document.
 
-    def read(row: int, position: Position) -> tuple[np.ndarray, Position]:
-        document, offset = position
-        parts, missing = [], length
+    Args:
+      encode: (row, place) -> the document's tokens: int32[length], which may be none.
+      following: (row, place) -> the place of the row's document after it, once it is encoded.
+      length: the tokens of a window.
+    """
+    # row -> (place, the tokens there), so that a document is encoded once
+    current: dict[int, tuple[Position, np.ndarray]] = {}
+
+    def read(row: int, position: Position) -> tuple[np.ndarray, Position, int]:
+        *first, offset = position
+        place, parts, missing, begun = tuple(first), [], length, 0
         while missing:
-            if current.get(row, (-1,))[0] != document:
-                current[row] = (document, encode(document))
+            if current.get(row, (None,))[0] != place:
+                current[row] = (place, encode(row, place))
             tokens = current[row][1]
             part = tokens[offset : offset + missing]
+            begun += bool(len(part)) and not offset
             parts.append(part)
             missing -= len(part)
             offset += len(part)
             if offset >= len(tokens):
-                document, offset = document + num_rows, 0
-        return np.concatenate(parts), (document, offset)
+                place, offset = following(row, place), 0
+        return np.concatenate(parts), (*place, offset), begun
 
     return read
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import mesh as mesh_lib
-from zerojax.data import batches, fingerprints, objectives, parts
+from zerojax.data import batches, damaged, fingerprints, mixture, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits
 from zerojax.errors import UserError
@@ -41,9 +41,10 @@ class Feed:
         seq_len: int,
         seed: int,
         eval_batches: int = 1,
-        pairs: splits.Splits | None = None,
+        pairs: splits.Splits | mixture.SourceMixture | None = None,
         order: parts.Order | None = None,
         held_out: tuple[jax.sharding.Mesh, int] | None = None,
+        on_bad: str = damaged.STOP,
     ):
         """Opens the training text, and the held-out text if there is some.
 
@@ -56,9 +57,10 @@ class Feed:
           seq_len: tokens in a sequence.
           seed: the seed of the order of the training text. The held-out text uses seed + 1.
           eval_batches: the number of batches that `held_out_mean` will be asked for.
-          pairs: examples with answers, which are read instead of text; None for text.
+          pairs: examples with answers, or several sources, which are read instead of the text of `places`; None for that.
           order: of the tokens on devices that each hold a part of every row; None: a device has all tokens of its rows.
           held_out: the devices and the passes of held-out batches; None: those of training.
+          on_bad: what follows from a document of `places` that cannot be read, one of `damaged.ON_BAD`.
 
         Raises:
           UserError: see `batches.open_batches`; the held-out text is far shorter than `eval_batches`.
@@ -69,7 +71,7 @@ class Feed:
         self._held_passes = _Passes(others[0], others[1], global_batch_size // others[1], order)
 
         self._pairs, self._held_out, self.times = pairs, None, 0.0
-        self._places, self._text_key = places, text_key
+        self._places, self._text_key, self._damaged = places, text_key, damaged.Damaged(on_bad)
         if pairs is not None:
             self._train = pairs.open(True, self._passes.own, global_batch_size, seed)
             if pairs.held_out is not None:
@@ -84,6 +86,7 @@ class Feed:
             num_rows=global_batch_size,
             seq_len=seq_len,
             objective=objective,
+            damaged=self._damaged,
         )
         self._train = open_batches(is_train=True, rows=self._passes.own, seed=seed)
         if places.has_held_out:  # opened now, so that a wrong name is an error before training
@@ -91,6 +94,11 @@ class Feed:
             window = objective.form(tokenizer, seq_len).window
             self.times = _times_read(self._held_out, global_batch_size * window, eval_batches)
             self._held_out_start = self._held_out.get_state()
+
+    @property
+    def examples(self) -> "splits.Splits | mixture.SourceMixture | None":
+        """Returns the examples that are read, or the sources; None for one stream of documents."""
+        return self._pairs
 
     def next(self) -> Batch:
         """Returns the next training batch: {name: int32[(accum,) batch, length]}."""
@@ -114,10 +122,24 @@ class Feed:
         """Returns the fingerprints of the training text and the tokenizer. Random tokens have no text. All processes must call it."""
         found = {"tokenizer": fingerprints.of_tokenizer(self.tokenizer)}
         if self._pairs is not None:
-            found["text"] = self._pairs.fingerprint
+            found |= {"text": self._pairs.fingerprint} if self._pairs.fingerprint else {}
         elif not self._places.is_random:
-            found["text"] = fingerprints.of_text(self._places.open(True, self._text_key), self._text_key)
+            opened = damaged.Readable(self._places.open(True, self._text_key), self._text_key, self._damaged)
+            found["text"] = fingerprints.of_text(opened, self._text_key)
         return found
+
+    @property
+    def failure(self) -> UserError | None:
+        """Returns why fewer than `batches.IN_HAND` training batches come after the last; None as long as they do."""
+        return self._train.failure
+
+    def summary(self) -> list[str]:
+        """Returns lines about what was read and what was skipped since the start. All processes must call it."""
+        return (
+            self._pairs.summary(self._train)
+            if isinstance(self._pairs, mixture.SourceMixture)
+            else self._damaged.summary()
+        )
 
     def move_to(self, position: dict[str, Any]) -> None:
         """Continues from a position, which may have more rows than this process reads."""

@@ -4,7 +4,7 @@ A part of a row then needs no other. Of the arrays of a row with T tokens to rea
 
     tokens[T + 1] (or targets)   becomes tokens[T] and labels[T]
     labeled[T + 1]               becomes labeled[T], of the labels
-    segments[T + 1]              becomes segments[T]
+    segments[T + 1]              becomes segments[T], as do the numbers of sources (of a decoder)
     positions[T]                 is new; of an encoder-decoder those of the inputs, and target_positions[T]
 
 All are put in the order in which devices hold them, so that each has a slice.
@@ -27,8 +27,8 @@ def of_rows(arrays: Mapping[str, np.ndarray], order: Order) -> dict[str, np.ndar
     found[name], found["labels"] = arrays[name][..., :-1], arrays[name][..., 1:]
     if "labeled" in arrays:
         found["labeled"] = arrays["labeled"][..., 1:]
-    if "segments" in arrays:
-        found["segments"] = arrays["segments"][..., :-1]
+    for of_read in {"segments", "sources"} & arrays.keys() if "inputs" not in arrays else ():
+        found[of_read] = arrays[of_read][..., :-1]
     for counted, positions in (
         ((name, "target_positions"), ("inputs", "positions")) if "inputs" in arrays else ((name, "positions"),)
     ):

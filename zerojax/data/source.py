@@ -89,6 +89,12 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike, key: str = "
     return source
 
 
+def files(name: str, split: str, data_dir: str | os.PathLike, key: str = "train_split") -> list[str]:
+    """Returns the files of a prepared dataset that hold a split, or a part of one. Raises as `open_source` does."""
+    found = _split(_opened(name, data_dir), name, split, key)
+    return [os.fspath(part.filename) for part in found.file_instructions]
+
+
 def check_held_out(name: str, train_split: str, eval_split: str, data_dir: str | os.PathLike) -> None:
     """Checks that two splits of a prepared dataset have no example in common.
 

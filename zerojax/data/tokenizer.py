@@ -434,7 +434,8 @@ class FileTokenizer:
         with _refused(
             f"{self.subject} cannot encode {errors.shown(text, 60)}", "mend the text, or choose another tokenizer"
         ):
-            return model.encode(text, add_special_tokens=adds_special)
+            # One text at a time, but `encode` holds the lock of Python, so that threads would wait for each other
+            return model.encode_batch([text], add_special_tokens=adds_special)[0]
 
     @functools.cached_property
     def _naming(self) -> tokenizers.Tokenizer:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import pathlib
 import threading
 from collections.abc import Iterator
 
@@ -21,6 +22,11 @@ def keep_every_program() -> None:
     """
     if _SHORTEST.upper() not in os.environ:
         jax.config.update(_SHORTEST, 0.0)
+
+
+def cache_folder() -> pathlib.Path:
+    """Returns the folder for what this user's runs may share and make again: XDG_CACHE_HOME/zerojax, by default ~/.cache/zerojax."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "zerojax")
 
 
 def size_pinned_pool(gb: int) -> None:

@@ -122,11 +122,11 @@ class EncoderDecoder(nn.Module):
         labels_BT: jax.Array | None = None,
         positions_BS: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
-        by_token: bool = False,
-    ) -> jax.Array:
+        by_token: bool | str = False,
+    ) -> Any:
         """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1], or int32[B, T] with `labels_BT`.
 
-        With `by_token` it returns the loss of each target, float32[B, T].
+        With `by_token` it returns the loss of each target, float32[B, T]; see `layers.next_loss`.
 
         Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and labels with `labeled` 0 are not learned.
         """
@@ -143,13 +143,13 @@ def loss(
     batch: Mapping[str, jax.Array],
     key: jax.Array | None = None,
     *,
-    by_token: bool = False,
-) -> jax.Array:
+    by_token: bool | str = False,
+) -> Any:
     """Returns the mean loss of the targets after the first of each row, or the loss of each."""
     others = map(batch.get, ("mask", "labeled", "labels", "positions", "target_positions"))
     arrays = batch["inputs"], batch["targets"], *others, by_token
     rngs = None if key is None else {layers.DROPOUT: key}
-    return cast(jax.Array, module(config).apply({"params": params}, *arrays, method="loss", rngs=rngs))
+    return module(config).apply({"params": params}, *arrays, method="loss", rngs=rngs)
 
 
 def logits(

@@ -235,14 +235,19 @@ class Head(nn.Module):
         *,
         ignored: int | None = None,
         cap: float = 0.0,
-        by_token: bool = False,
-    ) -> jax.Array:
+        by_token: bool | str = False,
+    ) -> Any:
         """Returns the mean cross-entropy of the labels but `ignored` ones, without materialising all logits. For `bias_V`, `cap` and
         `by_token` see `next_loss`."""
         return _LOSSES[by_token](x_BTD, self.kernel, labels_BT, bias=bias_V, ignored=ignored, cap=cap)
 
 
-_LOSSES = {False: losses.one_pass_cross_entropy, True: losses.token_losses}
+BESIDE = "beside"  # of `by_token`
+_LOSSES = {
+    False: losses.one_pass_cross_entropy,
+    True: losses.token_losses,
+    BESIDE: losses.one_pass_and_terms,
+}
 
 
 def own(module: nn.Module, parts: Mapping[str, tuple[nn.Module, Any]]) -> None:
@@ -264,8 +269,8 @@ def next_loss(
     ignored: int | None,
     bias_V: jax.Array | None = None,
     cap: float = 0.0,
-    by_token: bool = False,
-) -> jax.Array:
+    by_token: bool | str = False,
+) -> Any:
     """Returns the mean cross-entropy of the labels but `ignored` ones: float32[].
 
     Args:
@@ -274,7 +279,8 @@ def next_loss(
       labels_BT, ignored: see `read_and_labels`.
       bias_V: of the logits.
       cap: bounds the logits before the bias (`ops.softcap`); 0 for no bound.
-      by_token: returns the cross-entropy of each label instead, float32[B, T], 0 of ignored ones.
+      by_token: returns the cross-entropy of each label instead, float32[B, T], 0 of ignored ones. BESIDE: both, in this order, with no
+        gradient through the second.
     """
     with jax.named_scope("loss"):
         if isinstance(head, Head):

@@ -35,11 +35,18 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, *, ignored: int | None =
       labels: int32[...].
       ignored: the label of tokens that the mean leaves out; None: it has all tokens. Without any other label the mean is 0.
     """
+    return mean_and_terms(logits, labels, ignored=ignored)[0]
+
+
+def mean_and_terms(logits: jax.Array, labels: jax.Array, *, ignored: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """Returns `cross_entropy`, and the loss of each label, 0 where it is ignored: float32[...]."""
     logits = logits.astype(jnp.float32)
     counts = jnp.ones(labels.shape, bool) if ignored is None else labels != ignored
     label_logits = jnp.take_along_axis(logits, jnp.where(counts, labels, 0)[..., None], axis=-1)[..., 0]
     terms = jax.nn.logsumexp(logits, axis=-1) - label_logits
-    return jnp.mean(terms) if ignored is None else jnp.sum(terms * counts) / jnp.maximum(jnp.sum(counts), 1)
+    if ignored is None:
+        return jnp.mean(terms), terms
+    return jnp.sum(terms * counts) / jnp.maximum(jnp.sum(counts), 1), terms * counts
 
 
 def token_losses(
@@ -72,7 +79,7 @@ def token_losses(
     return terms if ignored is None else jnp.where(labels == ignored, 0, terms)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _one_pass(
     hidden: jax.Array,
     kernel: jax.Array,
@@ -81,8 +88,9 @@ def _one_pass(
     total: jax.Array,
     chunk: int,
     cap: float,
-) -> jax.Array:
-    return _chunks(hidden, kernel, labels, bias, total, chunk, cap, with_grads=False)[0]
+    with_terms: bool,
+) -> Any:
+    return _chunks(hidden, kernel, labels, bias, total, chunk, cap, with_grads=False, with_terms=with_terms)[0]
 
 
 def one_pass_cross_entropy(
@@ -114,9 +122,44 @@ def one_pass_cross_entropy(
     Returns:
       The mean over the tokens, float32[].
     """
+    found: jax.Array = _of_any(hidden, kernel, labels, bias, ignored, cap, chunk_tokens, with_terms=False)
+    return found
+
+
+def one_pass_and_terms(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    ignored: int | None = None,
+    cap: float = 0.0,
+    chunk_tokens: int = 4096,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `one_pass_cross_entropy`, and the loss of each token, which is computed anyway: float32[batch, length], 0 where ignored.
+
+    No gradient flows through the second.
+    """
+    mean, terms = _of_any(hidden, kernel, labels, bias, ignored, cap, chunk_tokens, with_terms=True)
+    return mean, jax.lax.stop_gradient(terms)
+
+
+def _of_any(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    ignored: int | None,
+    cap: float,
+    chunk_tokens: int,
+    *,
+    with_terms: bool,
+) -> Any:
+    """Returns the mean, with terms also the loss of each token, for a kernel that a device has, or of which devices have columns."""
     if traces.is_read():
         logits = hidden @ kernel
-        return cross_entropy(logits if bias is None else logits + bias, labels, ignored=ignored)
+        found = mean_and_terms(logits if bias is None else logits + bias, labels, ignored=ignored)
+        return found if with_terms else found[0]
     by_columns = columns.take(kernel)
     if by_columns is not None:
         if bias is not None or ignored is not None:
@@ -124,33 +167,45 @@ def one_pass_cross_entropy(
                 f"by_columns: the loss of {by_columns.path} has a bias or ignores labels, and needs the gathered kernel; omit it from "
                 "by_columns"
             )
-        return sharded_losses.cross_entropy(hidden, by_columns, labels, cap=cap, chunk_tokens=2 * chunk_tokens)
+        how: dict[str, Any] = {"cap": cap, "chunk_tokens": 2 * chunk_tokens, "with_terms": with_terms}
+        return sharded_losses.cross_entropy(hidden, by_columns, labels, **how)
     total = None
     if ignored is not None:
         counts = labels != ignored
         total = jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
         labels = jnp.where(counts, labels, chunks.NO_LABEL)
     if mesh_lib.rest():
-        return sharded_losses.over_rest(hidden, kernel, labels, bias, total, cap=cap, chunk_tokens=2 * chunk_tokens)
-    return _one_pass(hidden, kernel, labels, bias, total, chunk_tokens, cap)
+        how = {"cap": cap, "chunk_tokens": 2 * chunk_tokens, "with_terms": with_terms}
+        return sharded_losses.over_rest(hidden, kernel, labels, bias, total, **how)
+    return _one_pass(hidden, kernel, labels, bias, total, chunk_tokens, cap, with_terms)
 
 
 def _one_pass_forward(
-    hidden: Any, kernel: Any, labels: Any, bias: Any, total: Any, chunk: int, cap: float
-) -> tuple[jax.Array, tuple[Any, ...]]:
+    hidden: Any, kernel: Any, labels: Any, bias: Any, total: Any, chunk: int, cap: float, with_terms: bool
+) -> tuple[Any, tuple[Any, ...]]:
     """Its arguments say whether they are differentiated: the gradient of a frozen kernel is not computed."""
     is_trained = kernel.perturbed
     hidden, kernel, labels, bias, total = jax.tree.map(
         lambda part: part.value, (hidden, kernel, labels, bias, total), is_leaf=lambda node: hasattr(node, "perturbed")
     )
     loss, (d_hidden, d_kernel) = _chunks(
-        hidden, kernel, labels, bias, total, chunk, cap, with_grads=True, is_trained=is_trained
+        hidden,
+        kernel,
+        labels,
+        bias,
+        total,
+        chunk,
+        cap,
+        with_grads=True,
+        is_trained=is_trained,
+        with_terms=with_terms,
     )
     return loss, (d_hidden, d_kernel, jnp.zeros((0,), kernel.dtype), total)
 
 
-def _one_pass_backward(chunk: int, cap: float, residuals: tuple[Any, ...], scale: jax.Array) -> tuple:
+def _one_pass_backward(chunk: int, cap: float, with_terms: bool, residuals: tuple[Any, ...], scale: Any) -> tuple:
     d_hidden, d_kernel, like, total = residuals
+    scale = scale[0] if with_terms else scale
     tokens = d_hidden.size // d_hidden.shape[-1] if total is None else total
     d_hidden = (d_hidden.astype(jnp.float32) * (scale / tokens)).astype(d_hidden.dtype)
     if d_kernel is not None:
@@ -172,10 +227,12 @@ def _chunks(
     *,
     with_grads: bool,
     is_trained: bool = True,
-) -> tuple[jax.Array, Any]:
+    with_terms: bool = False,
+) -> tuple[Any, Any]:
     """Returns the mean loss, and the gradients of the summed loss by hidden, and by kernel if it `is_trained`.
 
-    `total` is the number of labels that are not `chunks.NO_LABEL`; None: all count.
+    With terms the first is (the mean, the loss of each token). `total` is the number of labels that are not `chunks.NO_LABEL`; None: all
+    count.
     """
     shape, is_masked, total = hidden.shape, total is not None, labels.size if total is None else total
     tokens, has_sum = labels.size, with_grads and is_trained
@@ -186,7 +243,7 @@ def _chunks(
     has_padding = labels.size > tokens
     sum_dtype = jnp.float32 if count > 1 else _residual_dtype(kernel)
 
-    def one_part(d_logits: jax.Array, inputs: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+    def one_part(d_logits: jax.Array, inputs: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, Any]:
         number, h, y = inputs
         logits, slope = jnp.dot(h, kernel, preferred_element_type=jnp.float32), None
         if cap:
@@ -200,7 +257,9 @@ def _chunks(
             hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
             own = ((jnp.exp(logits - log_sum) - hit) * (counts if slope is None else counts * slope)).astype(h.dtype)
             d_logits = jax.lax.dynamic_update_index_in_dim(d_logits, own, number, 0)
-        return d_logits, jnp.sum(counts * (log_sum - label_logits)) / total
+        terms = counts * (log_sum - label_logits)
+        mean = jnp.sum(terms) / total
+        return d_logits, ((mean, terms[:, 0]) if with_terms else mean)
 
     def one_chunk(carry: tuple[Any, Any], inputs: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, Any]]:
         d_kernel, d_logits = carry
@@ -218,10 +277,16 @@ def _chunks(
         jnp.zeros((*labels.shape[1:], kernel.shape[1]), hidden.dtype) if with_grads else None,
     )
     (d_kernel, _), (losses, d_hidden) = jax.lax.scan(one_chunk, start, (hidden, labels))
+    loss: Any
+    if with_terms:
+        losses, terms = losses
+        loss = jnp.sum(losses), terms.reshape(-1)[:tokens].reshape(shape[:-1])
+    else:
+        loss = jnp.sum(losses)
     if not with_grads:
-        return jnp.sum(losses), None
+        return loss, None
     d_hidden = d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape)
-    return jnp.sum(losses), (d_hidden, d_kernel.astype(_residual_dtype(kernel)) if is_trained else None)
+    return loss, (d_hidden, d_kernel.astype(_residual_dtype(kernel)) if is_trained else None)
 
 
 def _residual_dtype(kernel: jax.Array) -> DTypeLike:

@@ -11,6 +11,7 @@ reduce-scatters of a chunk run beside the matmuls of its neighbours; the maxima 
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -24,8 +25,14 @@ from zerojax.ops import columns as columns_lib
 
 
 def cross_entropy(
-    hidden: jax.Array, kernel: columns_lib.Known, labels: jax.Array, *, cap: float, chunk_tokens: int
-) -> jax.Array:
+    hidden: jax.Array,
+    kernel: columns_lib.Known,
+    labels: jax.Array,
+    *,
+    cap: float,
+    chunk_tokens: int,
+    with_terms: bool = False,
+) -> Any:
     """Returns the mean cross-entropy of this device's tokens, float32[]; call it on all devices, inside `jax.shard_map`.
 
     The result's cotangent must be the same on all devices, as it is where the loss of a step is the mean over devices.
@@ -36,11 +43,13 @@ def cross_entropy(
       labels: int32[batch, length].
       cap: bounds the logits (`softcap`); 0 for no bound.
       chunk_tokens: tokens of all devices together in a chunk.
+      with_terms: returns (the mean, the cross-entropy of each token: float32[batch, length], through which no gradient flows).
     """
     columns = kernel.columns
     chunk = max(1, chunk_tokens // columns.ways)
+    how = (columns.axis, columns.ways, chunk, cap, with_terms)
     with columns_lib.scope():
-        return _one_pass(hidden, kernel.sink, columns.shard, labels, None, None, columns.axis, columns.ways, chunk, cap)
+        return _one_pass(hidden, kernel.sink, columns.shard, labels, None, None, *how)
 
 
 def over_rest(
@@ -52,7 +61,8 @@ def over_rest(
     *,
     cap: float,
     chunk_tokens: int,
-) -> jax.Array:
+    with_terms: bool = False,
+) -> Any:
     """Returns the mean cross-entropy, float32[], where each device along the axes that the compiler shards has columns of the kernel, and
     some of the tokens: those of some examples or of its part of each (`mesh.dim_of_rest`) if these divide, else those of a part of all.
 
@@ -64,9 +74,10 @@ def over_rest(
       total: the number of labels that are not `chunks.NO_LABEL`, float32[]; None: all count.
       cap: bounds the logits, before the bias; 0 for no bound.
       chunk_tokens: tokens of all devices together in a chunk.
+      with_terms: returns (the mean, the cross-entropy of each token: float32[batch, length], through which no gradient flows).
     """
     ways, axis, columns = mesh_lib.ways_of_rest(), specs.entry(mesh_lib.rest()), kernel.shape[1]
-    total = jnp.float32(labels.size) if total is None else total
+    total, shape = jnp.float32(labels.size) if total is None else total, labels.shape
     dim = mesh_lib.dim_of_rest(labels.shape)
     if dim is None:
         hidden, labels = chunks.cut(hidden, labels, ways)
@@ -75,21 +86,25 @@ def over_rest(
         bias = jnp.zeros((columns,), jnp.float32) if bias is None else bias.astype(jnp.float32)
         kernel, bias = jnp.pad(kernel, ((0, 0), (0, extra))), jnp.pad(bias, (0, extra), constant_values=lowest)
 
-    def of_own(
-        hidden: jax.Array, shard: jax.Array, labels: jax.Array, bias: jax.Array | None, total: jax.Array
-    ) -> jax.Array:
-        chunk = max(1, chunk_tokens // ways)
+    def of_own(hidden: jax.Array, shard: jax.Array, labels: jax.Array, bias: jax.Array | None, total: jax.Array) -> Any:
+        how = (axis, ways, max(1, chunk_tokens // ways), cap, with_terms)
         own = jax.lax.stop_gradient(shard)
-        loss = _one_pass(hidden, shard.astype(jnp.float32), own, labels, bias, total / ways, axis, ways, chunk, cap)
-        return jax.lax.pmean(loss, axis)
+        found = _one_pass(hidden, shard.astype(jnp.float32), own, labels, bias, total / ways, *how)
+        if with_terms:
+            return jax.lax.pmean(found[0], axis), found[1]
+        return jax.lax.pmean(found, axis)
 
     tokens, own = P(*[None] * (dim or 0), axis), P(None, axis)
     with jax.named_scope(roles.TENSOR_PARALLEL):
-        run = mesh_lib.manual_over_rest(of_own, (tokens, own, tokens, P(axis), P()), P())
-        return run(hidden, kernel, labels, bias, total)
+        out = (P(), tokens) if with_terms else P()
+        run = mesh_lib.manual_over_rest(of_own, (tokens, own, tokens, P(axis), P()), out)
+        found = run(hidden, kernel, labels, bias, total)
+    if not with_terms or dim is not None:
+        return found
+    return found[0], found[1].reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9, 10))
 def _one_pass(
     hidden: jax.Array,
     sink: jax.Array,
@@ -101,14 +116,34 @@ def _one_pass(
     ways: int,
     chunk: int,
     cap: float,
-) -> jax.Array:
+    with_terms: bool,
+) -> Any:
     """Returns the sum of this device's terms / `total`, by default its number of tokens. The sink gets the shard's gradient."""
-    loss, *_ = _chunks(hidden, shard, labels, bias, axis, ways, chunk, cap, is_trained=False)
-    return loss / (labels.size if total is None else total)
+    how = (axis, ways, chunk, cap, with_terms)
+    losses, *_ = _chunks(hidden, shard, labels, bias, *how, is_trained=False)
+    return _mean(losses, labels, labels.size if total is None else total, with_terms)
+
+
+def _mean(losses: Any, labels: jax.Array, total: Any, with_terms: bool) -> Any:
+    """Returns the sum of the losses of a device's chunks / `total`, and the loss of each token beside it if there are terms."""
+    if not with_terms:
+        return jnp.sum(losses) / total
+    losses, terms = losses
+    return jnp.sum(losses) / total, terms.reshape(-1)[: labels.size].reshape(labels.shape)
 
 
 def _forward(
-    hidden: Any, sink: Any, shard: Any, labels: Any, bias: Any, total: Any, axis: Any, ways: int, chunk: int, cap: float
+    hidden: Any,
+    sink: Any,
+    shard: Any,
+    labels: Any,
+    bias: Any,
+    total: Any,
+    axis: Any,
+    ways: int,
+    chunk: int,
+    cap: float,
+    with_terms: bool,
 ) -> tuple[Any, Any]:
     """Its arguments say whether they are differentiated: the gradient of a frozen kernel is not computed."""
     is_trained = sink.perturbed
@@ -116,12 +151,16 @@ def _forward(
         lambda part: part.value, (hidden, shard, labels, bias, total), is_leaf=lambda node: hasattr(node, "perturbed")
     )
     total = labels.size if total is None else total
-    loss, d_hidden, d_shard = _chunks(hidden, shard, labels, bias, axis, ways, chunk, cap, is_trained=is_trained)
-    return loss / total, (d_hidden, d_shard, total)
+    how = (axis, ways, chunk, cap, with_terms)
+    losses, d_hidden, d_shard = _chunks(hidden, shard, labels, bias, *how, is_trained=is_trained)
+    return _mean(losses, labels, total, with_terms), (d_hidden, d_shard, total)
 
 
-def _backward(axis: Any, ways: int, chunk: int, cap: float, residuals: tuple[Any, Any, Any], scale: jax.Array) -> tuple:
+def _backward(
+    axis: Any, ways: int, chunk: int, cap: float, with_terms: bool, residuals: tuple[Any, Any, Any], scale: Any
+) -> tuple:
     d_hidden, d_shard, total = residuals
+    scale = scale[0] if with_terms else scale
     d_hidden = (d_hidden.astype(jnp.float32) * (scale / total)).astype(d_hidden.dtype)
     return d_hidden, None if d_shard is None else d_shard * (scale / total), None, None, None, None
 
@@ -138,10 +177,12 @@ def _chunks(
     ways: int,
     chunk: int,
     cap: float,
+    with_terms: bool,
     *,
     is_trained: bool = True,
 ) -> tuple[Any, Any, Any]:
-    """Returns the sum of this device's losses, and the gradients of it by hidden, and of all devices' sum by a shard that `is_trained`."""
+    """Returns the losses of this device's chunks, with terms also of their tokens, and the gradients of their sum by hidden, and of all
+    devices' by a shard that `is_trained`."""
     shape, tokens, vocab = hidden.shape, labels.size, shard.shape[1]
     count = -(-tokens // chunk)
     hidden, labels = chunks.cut(hidden, labels, count)
@@ -167,7 +208,8 @@ def _chunks(
         log_sum = jnp.log(jnp.sum(totals * jnp.exp(tops - most), axis=0)) + most
         counts = y != chunks.NO_LABEL
         terms = counts * (log_sum - jnp.sum(label_logits, axis=0))
-        loss = jnp.sum(jax.lax.dynamic_slice(terms, (me * size,), (size,)))
+        own_terms = jax.lax.dynamic_slice(terms, (me * size,), (size,))
+        loss = (jnp.sum(own_terms), own_terms) if with_terms else jnp.sum(own_terms)
         hit = column[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         factor = counts[:, None] if slope is None else counts[:, None] * slope
         d_logits = ((jnp.exp(logits - log_sum[:, None]) - hit) * factor).astype(h.dtype)
@@ -185,4 +227,4 @@ def _chunks(
     first = columns_lib.sent_to_all(hidden[0], axis, ways).reshape(-1, shape[-1])
     (d_shard, _), (losses, d_hidden) = jax.lax.scan(one_chunk, (zeros, first), (following, all_labels))
     d_hidden = d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape)
-    return jnp.sum(losses), d_hidden, d_shard
+    return losses, d_hidden, d_shard

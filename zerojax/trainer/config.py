@@ -15,7 +15,7 @@ from typing import Any
 
 from zerojax import errors, precision
 from zerojax import mesh as mesh_lib
-from zerojax.data import batches
+from zerojax.data import batches, mixture
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.interop import hub
@@ -32,6 +32,13 @@ from zerojax.zero.offload import settings as offload_lib
 from zerojax.zero.wires import packed
 
 AUTO, BYTES = "auto", "bytes"  # of config.data.tokenizer
+# What one of config.data.sources may set of config.data, and the rest that it may set.
+OF_SOURCE = (
+    *("name", "train_split", "eval_split", "train_file", "eval_file", "text_key"),
+    *("task", "prompt", "answer", "labels", "messages", "chat_template"),
+)
+TITLE, WEIGHT = "title", "weight"
+_HELD_OUT = {"eval_split": "eval_file", "eval_file": "eval_split"}
 TOKENIZER = "tokenizer.json"
 LONG_TEXTS: Mapping[str, Any] = {"tile_tokens": tiles.USUAL, "remat": "attention", "offload": r"layer_\d+"}
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
@@ -58,6 +65,10 @@ def from_dict(raw: Mapping[str, Any]) -> settings.Config:
       UserError: a key is unknown or missing, or a value has a wrong type or is not allowed. The line names it.
     """
     config = read(settings.Config, raw, "config")
+    mixed = sources(config.data)
+    if mixed:
+        named = [{**dict(raw), "task": source.data.task} for raw, source in zip(config.data.sources, mixed)]
+        config = settings.changed(config, {"data.sources": tuple(named), "data.task": _task(mixed)})
     for override in config.zero.overrides:
         _check_override(override)
     ranges.check(config)
@@ -143,6 +154,112 @@ def places(group: settings.DataSettings, data_dir: str | os.PathLike = "") -> ba
     """Returns where the examples of the group `data` come from, with the folder of prepared datasets."""
     names = ("name", "train_split", "eval_split", "train_file", "eval_file")
     return batches.Places(data_dir=data_dir, **{name: getattr(group, name) for name in names})
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceSettings:
+    """One of `config.data.sources`: its title, its weight at some steps, and the group `data` as it is for this source."""
+
+    title: str
+    weight: mixture.Weight
+    data: settings.DataSettings
+    where: str
+
+
+def sources(group: settings.DataSettings) -> tuple[SourceSettings, ...]:
+    """Returns the sources that the group `data` names; () if it names none.
+
+    Raises:
+      UserError: a key is unknown, a value has a wrong type or is not allowed, or it names training examples beside them.
+    """
+    if not group.sources:
+        return ()
+    default = settings.DataSettings()
+    for name in ("name", "train_file", "eval_file"):
+        if getattr(group, name) != getattr(default, name):
+            raise UserError(
+                f"config.data.{name}: is {getattr(group, name)!r}, and config.data.sources name what is read; make it one of them, or "
+                "omit it"
+            )
+    found = [_source(group, raw, f"config.data.sources[{number}]") for number, raw in enumerate(group.sources)]
+    titles = [source.title for source in found]
+    if twice := next((source for source in found if titles.count(source.title) > 1), None):
+        raise UserError(f"{twice.where}.title: {twice.title!r} names another source too; give each a title of its own")
+    for step in sorted({step for source in found for step, _ in source.weight}):
+        if not any(mixture.MixedSource("", places(group), source.weight).weight_at(step) for source in found):
+            raise UserError(f"config.data.sources: no weight is above 0 at step {step}; give a source one")
+    return tuple(found)
+
+
+def _source(group: settings.DataSettings, raw: Any, where: str) -> SourceSettings:
+    if not isinstance(raw, Mapping):
+        raise UserError(
+            f'{where}: must be a table such as {{"train_file": "web.jsonl", "weight": 2.0}}, and is {errors.shown(raw)}'
+        )
+    hints, given = typing.get_type_hints(settings.DataSettings), dict[str, Any]()
+    for key, value in raw.items():
+        if key not in (*OF_SOURCE, TITLE, WEIGHT):
+            raise UserError(
+                f"{where}.{key}: unknown key of a source; {errors.choose(key, (*OF_SOURCE, TITLE, WEIGHT))}"
+            )
+        if key in OF_SOURCE:
+            given[key] = _value(hints[key], value, f"{where}.{key}")
+            if choices := settings.table()[f"data.{key}"].choices:
+                errors.one_of(f"{where}.{key}", given[key], choices)
+    if bool(given.get("name")) == bool(given.get("train_file")):
+        raise UserError(f'{where}: must name what is read, by "train_file" or by "name", and not by both')
+    other = "eval_split" if given.get("train_file") else "eval_file"
+    if given.get(other):
+        raise UserError(
+            f'{where}.{other}: held-out examples of a dataset are a split, and of files a file; set "{_HELD_OUT[other]}"'
+        )
+    if given.get("name") == batches.RANDOM:
+        raise UserError(f'{where}.name: "random" is no text that could be mixed; name a dataset or a file')
+    data = dataclasses.replace(group, **{"eval_split": "", "train_file": "", "sources": (), **given})
+    if data.task in tasks.ANSWERS:
+        raise UserError(
+            f"{where}.task: {data.task!r} compares answers, and sources learn texts or answers; choose another"
+        )
+    stem = re.sub(r"\W+", "_", pathlib.PurePosixPath(data.train_file or data.name).stem).strip("_")
+    title = _value(str, raw.get(TITLE, stem or "source"), f"{where}.{TITLE}")
+    if not re.fullmatch(r"[\w.-]+", title):
+        raise UserError(f"{where}.{TITLE}: {title!r} names metrics; use letters, digits, _, - and .")
+    return SourceSettings(title, _weight(raw.get(WEIGHT, 1.0), f"{where}.{WEIGHT}"), data, where)
+
+
+def _weight(value: Any, where: str) -> mixture.Weight:
+    """Returns a source's weight at some steps."""
+    form = "must be a number, or ((step, weight), ...) with rising steps"
+    if not isinstance(value, list | tuple):
+        value = ((0, value),)
+    found: list[tuple[int, float]] = []
+    for pair in value:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise UserError(f"{where}: {form}, and has {errors.shown(pair)}")
+        step, weight = (_value(hint, part, where) for hint, part in zip((int, float), pair))
+        if not 0 <= step < 2**31 or not 0 <= weight <= 1e9 or (found and step <= found[-1][0]):
+            raise UserError(f"{where}: {form}, weights from 0 to 1e9, and has {errors.shown(pair)}")
+        found.append((step, weight))
+    if not found:
+        raise UserError(f"{where}: {form}, and is empty")
+    return tuple(found)
+
+
+def _task(mixed: tuple[SourceSettings, ...]) -> str:
+    """Returns the task whose rows hold those of all sources."""
+    return next((source.data.task for source in mixed if source.data.task != tasks.TEXT), tasks.TEXT)
+
+
+def reads_text(group: settings.DataSettings) -> bool:
+    """Returns whether windows of documents are learned, and not random tokens."""
+    groups = [source.data for source in sources(group)] or [group]
+    return any(own.task == tasks.TEXT and not places(own).is_random for own in groups)
+
+
+def has_held_out(group: settings.DataSettings) -> bool:
+    """Returns whether examples are held out."""
+    mixed = sources(group)
+    return any(places(source.data).has_held_out for source in mixed) if mixed else places(group).has_held_out
 
 
 def make_offload(group: settings.OffloadSettings, stage: int) -> offload_lib.Offload:

@@ -16,6 +16,7 @@ from zerojax.profile import compared, profiler
 from zerojax.train_state import State
 from zerojax.trainer import patience as patience_lib
 from zerojax.trainer import recorder as recorder_lib
+from zerojax.trainer.checks import names
 from zerojax.tree import PyTree
 
 UNEVALUATED = "unevaluated"  # in `meta`: whether the evaluation that was due at this step was given up
@@ -108,7 +109,8 @@ def run(
       is_unevaluated: whether the evaluation at `step` was given up.
 
     Raises:
-      UserError: numbers are not finite, or the disk is full.
+      UserError: numbers are not finite, the disk is full, or the first batches cannot be read. A later one that cannot be read stops the
+        run before it.
     """
     state = first_state()
     is_stopped = False
@@ -149,6 +151,9 @@ def run(
             recorder.resume()
         if profile.ends(step):
             _end_profile(profile, plan, state, recorder)
+        if streams.failure is not None and not stop.requested:
+            line = names.in_config(str(streams.failure))
+            stop.request(line, f"zerojax: {line}", 2)
         is_stopped = stop.agreed() and step % when.stops_every == 0
         eval_loss, is_given_up, is_best = None, False, False
         if when.evaluates(step):

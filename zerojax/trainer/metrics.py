@@ -24,6 +24,8 @@ from zerojax.trainer.clients import outlets
 FILE = "metrics.jsonl"
 _MOST_BYTES = 2**31  # of it, which is read as a whole
 TENSORBOARD = "tensorboard"  # the folder of its events
+# Of each source of a mixture: its own loss, and its share of the tokens.
+LOSS_OF, SHARE_OF = "loss/", "share/"
 
 
 class MetricsLog:
@@ -186,6 +188,15 @@ def read(workdir: str | os.PathLike) -> list[dict]:
             raise UserError(f'{path}:{number}: not the record of a "step"; remove that line')
         records.append(record)
     return records
+
+
+def without_absent(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Returns metrics of a step without the losses of sources of which it had no token."""
+    return {
+        name: value
+        for name, value in numbers.items()
+        if not name.startswith(LOSS_OF) or numbers.get(SHARE_OF + name.removeprefix(LOSS_OF))
+    }
 
 
 def _is_evaluation(record: Mapping[str, Any]) -> bool:

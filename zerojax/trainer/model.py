@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from zerojax import errors, files
 from zerojax import mesh as mesh_lib
-from zerojax.data import objectives, parts
+from zerojax.data import mixture, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import rows, tasks
 from zerojax.errors import UserError
@@ -159,8 +159,12 @@ def has_sinks(model: ModelConfig) -> bool:
 def lengths(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Mapping[str, int]:
     """Returns the lengths of the arrays of a batch's rows, by name."""
     if config.data.task == tasks.TEXT:
-        return objectives.OBJECTIVES[family.objective].lengths(config.seq_len)
-    return examples.lengths(config, family, model)
+        found: Mapping[str, int] = objectives.OBJECTIVES[family.objective].lengths(config.seq_len)
+    else:
+        found = examples.lengths(config, family, model)
+    if len(config.data.sources) < 2:
+        return found
+    return {**found, mixture.SOURCES: found["inputs" if "inputs" in found else "tokens"]}
 
 
 def lengths_of_answer(config: settings_lib.Config, found: Mapping[str, int]) -> Mapping[str, int]:

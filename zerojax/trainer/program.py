@@ -19,7 +19,7 @@ from rich.table import Table
 from zerojax import kinds, precision, train_state, tree
 from zerojax import mesh as mesh_lib
 from zerojax.checkpoint import logical as logical_lib
-from zerojax.data import feed, objectives, parts
+from zerojax.data import feed, mixture, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
@@ -266,9 +266,9 @@ def open_feed(
     program: Program,
     tokenizer: tokenizer_lib.Tokenizer,
     data_dir: str | os.PathLike,
-    pairs: splits.Splits | None = None,
+    pairs: splits.Splits | mixture.SourceMixture | None = None,
 ) -> feed.Feed:
-    """Returns the feed of the program's batches, of text or of examples with answers; see `feed.Feed`."""
+    """Returns the feed of the program's batches, of text, of examples with answers or of several sources; see `feed.Feed`."""
     config = program.config
     return feed.Feed(
         program.mesh,
@@ -284,6 +284,7 @@ def open_feed(
         eval_batches=config.evaluate.batches,
         pairs=pairs,
         order=program.order,
+        on_bad=config.data.on_bad,
     )
 
 

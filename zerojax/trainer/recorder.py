@@ -149,6 +149,7 @@ class Recorder:
         seconds, self._clock = arrived - self._clock, arrived
         self._lately.append(seconds)
         numbers = {name: value for name, value in values.items() if name not in loss_scale.VERDICT}
+        numbers = metrics.without_absent(numbers)
         numbers["tokens_per_second"] = self._tokens / statistics.median(self._lately)
         numbers["step_seconds"] = seconds
         flaw = self._health.flaw(values)
@@ -162,6 +163,7 @@ class Recorder:
         self._health.count(step, flaw)
         for hear in self._hear:
             hear(values)
-        self._shown.update(step, **{name: numbers[name] for name in SHOWN if name in numbers})
+        shown = [*SHOWN, *sorted(name for name in numbers if name.startswith(metrics.LOSS_OF))]
+        self._shown.update(step, **{name: numbers[name] for name in shown if name in numbers})
         if action := self._after.pop(step, None):
             action()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from zerojax import errors, precision
+from zerojax.data import mixture
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, templates
 from zerojax.inference import generate, sampling
@@ -53,11 +54,11 @@ def export(
     state: State,
     folder: pathlib.Path,
     tokenizer: tokenizer_lib.Tokenizer,
-    pairs: splits.Splits | None = None,
+    learned: splits.Splits | mixture.SourceMixture | None = None,
 ) -> None:
     """Writes the weights to `folder` as transformers or PEFT do, with a tokenizer.json. All processes must call it.
 
-    `pairs` are the examples of the run: the files say which tokens ended their answers, and how their conversations were written.
+    `learned` are the examples of the run: the files say which tokens ended their answers, and how their conversations were written.
     """
     params = resume.logical_params(program, state)
     dtype = huggingface.DTYPES.get(program.config.export.dtype)
@@ -71,10 +72,10 @@ def export(
         params = merged.of_params(params, weights.adapted.chosen)
     is_its_own = _is_its_own(program, tokenizer)
     of_tokenizer = {} if is_its_own else _of_tokenizer(program, tokenizer)
-    if pairs is not None:
-        of_tokenizer["ends"] = {token: tokenizer.name_of(token) for token in pairs.stops}
+    if learned is not None:
+        of_tokenizer["ends"] = {token: tokenizer.name_of(token) for token in learned.stops}
         known = templates.own_templates(pathlib.Path(source)).values() if is_its_own and source else ()
-        of_tokenizer["template"] = "" if pairs.template in known else pairs.template
+        of_tokenizer["template"] = "" if learned.template in known else learned.template
     huggingface.export(params, weights.family, weights.model, folder, dtype=dtype, source=source, **of_tokenizer)
 
 

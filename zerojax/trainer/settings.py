@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zerojax import precision as precision_lib
+from zerojax.data import damaged, mixture
 from zerojax.data.pairs import spans, tasks, templates
 from zerojax.interop import huggingface
 from zerojax.launch import devices
@@ -331,7 +332,8 @@ class DataSettings:
     tokenizer: str = setting("auto", ANY, '"bytes", the path of a Hugging Face tokenizer.json, or "auto": that of init_from, else "bytes"')
     dir: str = setting("", ANY, 'folder of prepared datasets; "": WORKDIR/datasets')
     train_file: str = setting("", ANY,
-        'files instead of a dataset: a path or a pattern with *, of .jsonl, .json, .csv, .tsv or .parquet; "": config.data.name is read')
+        'files instead of a dataset: a path, a URL (gs://, s3://, hf://datasets/) or a pattern with *, of .jsonl, .json, .csv, .tsv or '
+        '.parquet; "": config.data.name is read')
     eval_file: str = setting("", ANY, 'held-out examples beside train_file; "": none')
     task: str = setting("text", tasks.TASKS,
         '"text" learns windows of documents; "seq2seq", "classification" and "chat" learn answers (docs/fine_tuning.md), "dpo" which of '
@@ -350,6 +352,13 @@ class DataSettings:
     answer_len: int = setting(32, POSITIVE.up_to(2**16, "a decoder reads it token by token"),
         "tokens of an answer, with its end: of an encoder-decoder's targets, and of generated answers")
     pack: bool = setting(True, ANY, "a decoder's row holds several short examples, which do not see each other")
+    sources: tuple = setting((), ANY,
+        'several sources instead, which are mixed: ({"train_file": ..., "weight": 2.0}, {"name": ..., "task": ...}); their other keys are '
+        "those of config.data, \"title\", and weights by step ((0, 1.0), (1000, 0.2)), linear between (docs/configuration.md)")
+    mix_by: str = setting(mixture.TOKENS, mixture.BY, 'what weights of sources are shares of: "tokens" or "examples"')
+    on_bad: str = setting(damaged.STOP, damaged.ON_BAD,
+        'a document, or one of the sources, that cannot be read: "stop" saves and ends the run, "skip" goes on without it and counts it')
+
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Makes the steps of a run. This module puts its model's loss, with labels and dropout, into a train and an evaluation step."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,15 +12,17 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
 from zerojax.clock import rates as rates_lib
-from zerojax.data import parts
+from zerojax.data import mixture, parts
 from zerojax.data.pairs import tasks
 from zerojax.models import family as family_lib
+from zerojax.models import layers
 from zerojax.models.family import ModelConfig
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import schedules
 from zerojax.plan import targets, traced
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import metrics as metrics_lib
 from zerojax.trainer import settings
 from zerojax.trainer.tuning import preferences, rewarded
 from zerojax.tree import PyTree
@@ -57,13 +59,34 @@ def objective(config: settings.Config, family: family_lib.Family, model: ModelCo
 
 
 def _of_labels(config: settings.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:
-    """Returns the objective of tasks that learn their labels."""
+    """Returns the objective of tasks that learn their labels, of several sources with the loss and the share of each."""
+    mixed = config_lib.sources(config.data)
+    titles = [source.title for source in mixed] if len(mixed) > 1 else []
+    by_token = {"by_token": layers.BESIDE} if titles else {}
 
     def of_labels(params: PyTree, batch: PyTree, *keys: jax.Array) -> tuple[Any, dict[str, Any]]:
-        mean = _weighted(family.loss(model, params, batch, *keys), batch)
-        return mean, {"labels": outputs.Sum(mean.weight)} if isinstance(mean, outputs.Mean) else {}
+        found: Any = family.loss(model, params, batch, *keys, **by_token)
+        mean = _weighted(found[0] if titles else found, batch)
+        labels = {"labels": outputs.Sum(mean.weight)} if isinstance(mean, outputs.Mean) else {}
+        return mean, {**labels, **(_by_source(titles, found[1], batch) if titles else {})}
 
     return of_labels
+
+
+def _by_source(titles: Sequence[str], terms: jax.Array, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """Returns the loss of each source and its share of the tokens, from the loss of each label, float32[rows, labels]."""
+    numbers = batch[mixture.SOURCES]  # of each token; a row has one source
+    counts = parts.labeled(batch) > 0 if "labeled" in batch else jnp.ones(terms.shape, bool)
+    tokens = jnp.sum(numbers > 0).astype(jnp.float32)
+    found: dict[str, Any] = {}
+    for number, title in enumerate(titles, 1):
+        is_own = jnp.max(numbers, axis=-1, keepdims=True) == number
+        found[metrics_lib.LOSS_OF + title] = outputs.Mean(
+            jnp.sum(jnp.where(is_own, terms, 0.0)), jnp.sum(is_own & counts).astype(jnp.float32)
+        )
+        read = jnp.sum(numbers == number).astype(jnp.float32)
+        found[metrics_lib.SHARE_OF + title] = outputs.Mean(read, tokens)
+    return found
 
 
 _OBJECTIVES: Mapping[str, Callable[..., Callable[..., Any]]] = {

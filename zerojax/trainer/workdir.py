@@ -66,6 +66,8 @@ NEW = {
     "data.learn": ("all",),
     "data.answer_len": (32,),
     "data.pack": (True,),
+    "data.sources": ([],),
+    "data.mix_by": ("tokens",),
     # An older run had neither these tasks nor Muon.
     "dpo.beta": (0.1,),
     "dpo.loss": ("sigmoid",),
@@ -84,7 +86,7 @@ FREE = (
     *("steps", "epochs", "log_every", "emulate_devices", "micro_batch_size", "grad_accum", "precision", "fp8"),
     *("reduce_dtype", "accum_dtype", "loss_scale", "mesh", "pipeline", "experts", "zero", "offload", "wire"),
     *(f"model.{name}" for name in ("remat", "recompute", "by_columns", "ring", "tile_tokens", "long_texts", "offload")),
-    *("model.attention", "data.dir", "data.eval_split", "data.eval_file"),
+    *("model.attention", "data.dir", "data.eval_split", "data.eval_file", "data.on_bad"),
     *("evaluate", "checkpoint", "sample", "export", "profile", "metrics"),
 )
 
@@ -164,6 +166,16 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
             f"--workdir {folder}: was started with config.{other.name}={other.before!r}, and this run has "
             f"{other.now!r}; use the same value to resume, or another --workdir"
         )
+
+
+def is_older(workdir: str | os.PathLike, place: str) -> bool:
+    """Returns whether the folder's run was started before there was a setting."""
+    path = pathlib.Path(workdir) / CONFIG_FILE
+    try:
+        saved = bounded.parse_json(bounded.read_bytes(path))
+    except (OSError, ValueError):
+        return False  # `check` says why
+    return isinstance(saved, Mapping) and place not in flat(saved)
 
 
 class Difference(NamedTuple):

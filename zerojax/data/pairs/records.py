@@ -89,14 +89,15 @@ class _File:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         found = self._read(index)
         if not isinstance(found, Mapping):
-            raise _not_named(self.place(index), found)
+            raise not_named(self.place(index), found)
         return found
 
     def place(self, index: int) -> str:
         return f"{self._path}:{self._line(index)}"
 
 
-def _not_named(place: str, found: Any) -> UserError:
+def not_named(place: str, found: Any) -> UserError:
+    """Returns the error for an example that is no table of fields."""
     way_out = 'write one object a line, as in {"text": "...", "label": "..."}'
     return UserError(f"{place}: is {errors.shown(found)}, and an example has named fields; {way_out}")
 
@@ -121,10 +122,10 @@ def _open_lines(path: pathlib.Path) -> _File:
     """Opens a file with one JSON object a line. Lines are found now and parsed when they are read; empty lines are skipped."""
     starts, ends, numbers, at, number = array.array("q"), array.array("q"), array.array("q"), 0, 0
     with bounded.open_file(path) as file:
-        while line := file.readline(_MOST_LINE + 1):
+        while line := file.readline(MOST_LINE + 1):
             number += 1
-            if len(line) > _MOST_LINE:
-                raise UserError(f"{path}:{number}: has more than {_MOST_LINE} bytes; write one object a line")
+            if len(line) > MOST_LINE:
+                raise UserError(f"{path}:{number}: has more than {MOST_LINE} bytes; write one object a line")
             if line.strip():
                 starts.append(at)
                 ends.append(at + len(line))
@@ -134,7 +135,7 @@ def _open_lines(path: pathlib.Path) -> _File:
     def read(index: int) -> Any:
         with bounded.open_file(path) as file:
             file.seek(starts[index])
-            return _parse(file.read(ends[index] - starts[index]), f"{path}:{numbers[index]}")
+            return parse(file.read(ends[index] - starts[index]), lambda: f"{path}:{numbers[index]}")
 
     return _File(path, len(starts), read, lambda index: str(numbers[index]))
 
@@ -156,7 +157,7 @@ def _open_json(path: pathlib.Path) -> _File:
         while text[at : at + 1] != "]" or starts:
             found, end = decoder.raw_decode(text, at)
             if not isinstance(found, Mapping):
-                raise _not_named(f"{path}:{place(len(starts))}", found)
+                raise not_named(f"{path}:{place(len(starts))}", found)
             if len(starts) == _MOST_EXAMPLES:
                 raise UserError(f"{path}: is a list of more than {_MOST_EXAMPLES} examples; write it as JSON lines")
             starts.append(at)
@@ -178,13 +179,22 @@ def _open_json(path: pathlib.Path) -> _File:
     return _File(path, len(starts), lambda index: json.loads(text[starts[index] : ends[index]]), place)
 
 
-def _parse(data: bytes, place: str) -> Any:
+def parse(data: bytes, place: Callable[[], str]) -> Any:
+    """Returns the value of a line of JSON.
+
+    Args:
+      data: the line.
+      place: () -> its file and number, for errors.
+
+    Raises:
+      UserError: it is no JSON.
+    """
     try:
         return bounded.parse_json(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}: is not UTF-8 text; save the file as UTF-8") from error
+        raise UserError(f"{place()}: is not UTF-8 text; save the file as UTF-8") from error
     except ValueError as error:
-        raise UserError(f"{place}: is not JSON ({errors.first_line(error)}); mend or remove that line") from error
+        raise UserError(f"{place()}: is not JSON ({errors.first_line(error)}); mend or remove that line") from error
 
 
 def _open_table(path: pathlib.Path, delimiter: str) -> _File:
@@ -199,8 +209,8 @@ def _open_table(path: pathlib.Path, delimiter: str) -> _File:
         held.clear()
 
     with io.TextIOWrapper(bounded.open_file(path), encoding="utf-8-sig", newline="") as file:
-        lines_of = iter(lambda: file.readline(_MOST_LINE), "")
-        for number, row in _rows(csv.reader(lines_of, delimiter=delimiter, strict=True), path):
+        lines_of = iter(lambda: file.readline(MOST_LINE), "")
+        for number, row in table_rows(csv.reader(lines_of, delimiter=delimiter, strict=True), path):
             if not names:
                 names = row
                 if len(set(names)) < len(names) or not all(names):
@@ -224,10 +234,14 @@ def _open_table(path: pathlib.Path, delimiter: str) -> _File:
     return _File(path, len(lines), read, lambda index: str(lines[index]))
 
 
-def _rows(reader: Any, path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
-    """Yields each row with the number of its first line."""
+def table_rows(reader: Any, path: str | os.PathLike, first: int = 1) -> Iterator[tuple[int, list[str]]]:
+    """Yields each row with the number of its first line; that of the reader's first line is `first`.
+
+    Raises:
+      UserError: a row is none of a table.
+    """
     while True:
-        number = reader.line_num + 1
+        number = reader.line_num + first
         try:
             row = next(reader)
         except StopIteration:
@@ -287,7 +301,7 @@ def _open_parquet(path: pathlib.Path) -> _File:
 
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
-_MOST_LINE = 2**27  # bytes of a line; JSON takes several times as much
+MOST_LINE = 2**27  # bytes of a line; JSON takes several times as much
 _MOST_LIST = 2**30  # bytes of a JSON file of one list, which is held in memory
 _MOST_EXAMPLES = 2**21  # of such a list, whose places take a microsecond each
 _ROWS = 1024  # of a table that are read at a time

@@ -50,27 +50,31 @@ class Rows:
         """Returns the arrays of a row. Rows after the last are like the first, without labels."""
         if number >= len(self._rows):
             return {**self.arrays(0), "labeled": np.zeros(self._lengths["labeled"], np.int32)}
-        found = {name: np.zeros(length, np.int32) for name, length in self._lengths.items()}
-        at = 0
-        for segment, index in enumerate(self._rows[number], 1):
-            example = self.examples[index]
-            if self.form.reads_prompt:
-                found["inputs"][: len(example.inputs)] = example.inputs
-                found["mask"][: len(example.inputs)] = 1
-                found["labels" if self.form.classes else "targets"][: len(example.targets)] = example.targets
-                found["labeled"][: len(example.targets)] = example.labeled
-                continue
-            part = slice(at, at + len(example.inputs))
-            found["tokens"][part], found["labeled"][part] = example.inputs, example.labeled
-            if "segments" in found:
-                found["segments"][part] = segment
-            at = part.stop
-        return found
+        return filled([self.examples[index] for index in self._rows[number]], self.form, self._lengths)
 
     def filled(self) -> float:
         """Returns the share of the rows' tokens that are not padding."""
         read = sum(len(example.inputs) for example in self.examples)
         return read / (len(self) * self._lengths["inputs" if self.form.reads_prompt else "tokens"])
+
+
+def filled(examples: Sequence[tasks.Example], form: tasks.RowForm, lengths: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a row with some examples, which have room in it; `lengths` are those of its arrays, by name."""
+    found = {name: np.zeros(length, np.int32) for name, length in lengths.items()}
+    at = 0
+    for segment, example in enumerate(examples, 1):
+        if form.reads_prompt:
+            found["inputs"][: len(example.inputs)] = example.inputs
+            found["mask"][: len(example.inputs)] = 1
+            found["labels" if form.classes else "targets"][: len(example.targets)] = example.targets
+            found["labeled"][: len(example.targets)] = example.labeled
+            continue
+        part = slice(at, at + len(example.inputs))
+        found["tokens"][part], found["labeled"][part] = example.inputs, example.labeled
+        if "segments" in found:
+            found["segments"][part] = segment
+        at = part.stop
+    return found
 
 
 class Pairs(Rows):

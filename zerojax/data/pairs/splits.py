@@ -1,6 +1,7 @@
 """Opens the training and the held-out examples of a run. This module reads them from a dataset or from files, and encodes them.
 
-Every process encodes all examples, so that the rows of a batch, and the prompts whose answers are generated, are the same on all of them.
+Every process has all examples, so that the rows of a batch, and the prompts whose answers are generated, are the same on all of them.
+One process of a host encodes them, and the others, and later starts, read what it kept.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from jax.experimental import multihost_utils
 from zerojax.data import batches, parts
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import encoded as encoded_lib
 from zerojax.data.pairs import rows, tasks
 from zerojax.errors import UserError
 
@@ -84,6 +86,7 @@ def load(
     *,
     packs: bool,
     folder: pathlib.Path | None,
+    cache: pathlib.Path | None = None,
 ) -> Splits:
     """Reads and encodes the examples of both splits. All processes must call it.
 
@@ -91,6 +94,7 @@ def load(
       places: where they come from.
       tokenizer, settings, form, folder: see `tasks.encode`.
       packs: see `rows.Rows`.
+      cache: a folder for encoded examples; None for none.
 
     Raises:
       UserError: a file or a split cannot be read, an example is damaged, both splits share examples, or processes read different ones.
@@ -98,9 +102,14 @@ def load(
     names: Mapping[str, Sequence[str]] = {}
     if not places.train_file:
         names = source_lib.class_names(places.name, places.data_dir)
-    encode = functools.partial(
+    plain = functools.partial(
         tasks.encode, tokenizer=tokenizer, settings=settings, form=form, folder=folder, names=names
     )
+
+    def encoder(is_train: bool) -> encoded_lib.Encode:
+        return encoded_lib.cached(plain, cache, places.files(is_train) if cache is not None else ())
+
+    encode = encoder(True)
 
     def with_others(encoded: tasks.Encoded, source: source_lib.Source, name: str) -> tuple[rows.Rows, str]:
         """Returns the rows of a split and their fingerprint."""
@@ -125,7 +134,7 @@ def load(
     own, of_own = None, ""
     known = () if form.classes else train.answers
     if held_source is not None:
-        name = _named(places, False)
+        name, encode = _named(places, False), encoder(False)
         held_out = encode(held_source, name=name, known=known)
         notes += [note for note in held_out.notes if note not in notes]
         notes += _shared(train.examples, held_out.examples)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import pathlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -175,6 +175,14 @@ def encode(
     )
 
 
+def chat_of(
+    tokenizer: tokenizer_lib.Tokenizer, settings: TaskSettings, form: RowForm, folder: pathlib.Path | None
+) -> tuple[tuple[int, ...], str]:
+    """Returns the tokens that end the answers of a chat, and its template, as `Encoded` has them, without any example."""
+    encoder = _Encoder(tokenizer, settings, form, folder, None)
+    return (encoder.chat_ends(), encoder.template()) if encoder.has_template() else ((), "")
+
+
 class Shown(NamedTuple):
     """An example as it is learned."""
 
@@ -199,6 +207,23 @@ def show(
         counts = _Counts(name, form)
         example = encoder.encode(examples[index], source_lib.place_of(examples, index, f"{name}, example"), counts)
         yield Shown(example, encoder.text, [*encoder.notes, *counts.notes(1)])
+
+
+def encoder(
+    tokenizer: tokenizer_lib.Tokenizer,
+    settings: TaskSettings,
+    form: RowForm,
+    *,
+    name: str,
+    folder: pathlib.Path | None = None,
+    names: Mapping[str, Sequence[str]] | None = None,
+) -> tuple[Callable[[Mapping[str, Any], str], Example], Callable[[int], list[str]]]:
+    """Returns (example, its place) -> what `encode` makes of it, and (the examples so far) -> lines about what was cut. For one thread."""
+    made, counts = _Encoder(tokenizer, settings, form, folder, names), _Counts(name, form)
+    return lambda example, place: made.encode(example, place, counts), lambda total: [
+        *made.notes,
+        *counts.notes(total),
+    ]
 
 
 class Asked(NamedTuple):
@@ -496,6 +521,10 @@ class _Encoder:
             return self._chat.sources.get(templates.DEFAULT, "")
         name = self._tokenizer.name_of
         return templates.plain_source("".join(map(name, self._head("a").tolist())), name(self._form.end))
+
+    def has_template(self) -> bool:
+        """Looks for the chat template, and returns whether there is one."""
+        return self._chat is not None
 
     def chat_ends(self) -> tuple[int, ...]:
         """Returns the special tokens with which the chat template ends an answer, if it was read and says so."""

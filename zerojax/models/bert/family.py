@@ -138,12 +138,17 @@ def _classes(f: config_json.Fields) -> tuple[str, ...]:
 
 
 def _loss(
-    config: BertConfig, params: PyTree, batch: Mapping[str, jax.Array], key: jax.Array | None = None
-) -> jax.Array:
-    """Returns the mean loss of the classes of texts."""
-    arrays = (batch["inputs"], batch["labels"], batch.get("mask"), batch.get("labeled"))
+    config: BertConfig,
+    params: PyTree,
+    batch: Mapping[str, jax.Array],
+    key: jax.Array | None = None,
+    *,
+    by_token: bool | str = False,
+) -> Any:
+    """Returns the mean loss of the classes of texts, with that of each `by_token`."""
+    arrays = (batch["inputs"], batch["labels"], batch.get("mask"), batch.get("labeled"), by_token)
     rngs = None if key is None else {layers.DROPOUT: key}
-    return cast(jax.Array, model.Bert(config).apply({"params": params}, *arrays, method="loss", rngs=rngs))
+    return model.Bert(config).apply({"params": params}, *arrays, method="loss", rngs=rngs)
 
 
 def _logits(config: BertConfig, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ Shapes: B batch, T length, D embed, F mlp, C classes.
 """
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -144,14 +145,16 @@ class Bert(nn.Module):
         labels_B1: jax.Array,
         mask_BT: jax.Array | None = None,
         labeled_B1: jax.Array | None = None,
-    ) -> jax.Array:
+        by_token: bool | str = False,
+    ) -> Any:
         """Returns the mean cross-entropy of the labels, numbers of classes: float32[]. Tokens with `mask_BT` 0 are padding, and rows with
-        `labeled_B1` 0 are not learned."""
+        `labeled_B1` 0 are not learned. With `by_token` it returns the loss of each text too, float32[B, 1]."""
         logits_BC = self(tokens_BT, None if mask_BT is None else mask_BT > 0)
-        if labeled_B1 is None:
-            return losses.cross_entropy(logits_BC[:, None], labels_B1)
-        labels_B1 = jnp.where(labeled_B1 > 0, labels_B1, chunks.NO_LABEL)
-        return losses.cross_entropy(logits_BC[:, None], labels_B1, ignored=chunks.NO_LABEL)
+        ignored = None if labeled_B1 is None else chunks.NO_LABEL
+        if labeled_B1 is not None:
+            labels_B1 = jnp.where(labeled_B1 > 0, labels_B1, chunks.NO_LABEL)
+        found = losses.mean_and_terms(logits_BC[:, None], labels_B1, ignored=ignored)
+        return found if by_token else found[0]
 
 
 def parts(config: BertConfig) -> family.Parts:

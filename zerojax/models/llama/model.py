@@ -450,11 +450,11 @@ class Llama(nn.Module):
         labeled: jax.Array | None = None,
         labels_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
-        by_token: bool = False,
-    ) -> jax.Array:
+        by_token: bool | str = False,
+    ) -> Any:
         """Returns the mean next-token loss: float32[] from tokens int32[B, T + 1], or int32[B, T] with `labels_BT`.
 
-        With `by_token` it returns the loss of each token, float32[B, T].
+        With `by_token` it returns the loss of each token, float32[B, T]; see `layers.next_loss`.
 
         Rows may be padded at their ends. `segments` separates the texts of a row (see `Layer`). Labels with `labeled` 0 are not learned.
         Both have the shape of `tokens`.
@@ -472,11 +472,11 @@ def loss(
     batch: Mapping[str, jax.Array],
     key: jax.Array | None = None,
     *,
-    by_token: bool = False,
-) -> jax.Array:
+    by_token: bool | str = False,
+) -> Any:
     """Returns the mean loss of the next tokens, or the loss of each. There is no dropout, for which `key` would be."""
     arrays = (batch["tokens"], *map(batch.get, ("segments", "labeled", "labels", "positions")), by_token)
-    return cast(jax.Array, Llama(config).apply({"params": params}, *arrays, method="loss"))
+    return Llama(config).apply({"params": params}, *arrays, method="loss")
 
 
 def logits(config: LlamaConfig, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:

@@ -46,7 +46,7 @@ KEYS = {
     },
     **{
         name: f"config.data.{name}"
-        for name in ("pack", "train_split", "eval_split", "train_file", "eval_file", "text_key")
+        for name in ("sources", "on_bad", "pack", "train_split", "eval_split", "train_file", "eval_file", "text_key")
     },
     "reward": "config.grpo.reward",
     "profile": "config.profile",

@@ -1,7 +1,7 @@
 """Checks the values of a config. This module compares each with what its declaration allows, and some with each other."""
 
 from zerojax import errors, precision
-from zerojax.data import batches
+from zerojax.data import batches, locations
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.models.family import ModelConfig
@@ -53,7 +53,15 @@ def _check_task(config: settings.Config) -> None:
         raise UserError(
             f"config.data.labels: are {errors.shown(tuple(data.labels))}, and two numbers cannot share a text; give each its own"
         )
-    if data.task == tasks.TEXT:
+    if data.sources:
+        if config.epochs:
+            raise UserError(
+                f"config.epochs: is {config.epochs}, and sources are read as they are needed, so none is counted before; set config.steps: "
+                "a line at the start says how often each is read"
+            )
+        if not config.evaluate.batches:
+            raise UserError("config.evaluate.batches: must be above 0 with config.data.sources, and is 0")
+    elif data.task == tasks.TEXT:
         if config.epochs:
             raise UserError(
                 f"config.epochs: is {config.epochs}, and windows of text have no epochs; set config.steps, or another config.data.task"
@@ -64,6 +72,16 @@ def _check_task(config: settings.Config) -> None:
         raise UserError(
             f'config.data.name: is "random", and the task {data.task} needs examples; name a dataset ("short_reviews") or '
             "config.data.train_file"
+        )
+    remote = next((name for name in ("train_file", "eval_file") if locations.is_remote(getattr(data, name))), None)
+    if remote and (config.epochs or data.task in tasks.ANSWERS):
+        why = (
+            "config.epochs counts examples before"
+            if config.epochs
+            else f"the task {data.task} reads all examples before"
+        )
+        raise UserError(
+            f"config.data.{remote}: is a URL, which is read as it is needed, and {why} the first step; copy the file to this host"
         )
     if data.task == tasks.DPO and data.answer == data.rejected:
         raise UserError(

@@ -85,8 +85,11 @@ def _times(every: int, after: int, to: int) -> int:
 
 def _ranks(config: settings_lib.Config) -> bool:
     """Returns whether checkpoints before the last step have an evaluation loss."""
-    has_held_out = config_lib.places(config.data).has_held_out
-    return has_held_out and bool(config.evaluate.every or config.epochs) and config.data.task != tasks.GRPO
+    return (
+        config_lib.has_held_out(config.data)
+        and bool(config.evaluate.every or config.epochs)
+        and config.data.task != tasks.GRPO
+    )
 
 
 def _needs(program: program_lib.Program, folder: pathlib.Path, step: int, saved: int) -> Iterator[Need]:

@@ -7,7 +7,7 @@ import pathlib
 from zerojax import mesh as mesh_lib
 from zerojax.data import objectives
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import rows, splits, tasks
+from zerojax.data.pairs import rows, splits, tasks, templates
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import pretrained
@@ -113,9 +113,12 @@ def load(
     source: folder_lib.Folder | None,
     tokenizer: tokenizer_lib.Tokenizer,
     data_dir: str | os.PathLike,
+    cache: pathlib.Path | None = None,
     now: float | None = None,
 ) -> splits.Splits:
-    """Reads and encodes the examples of a run, at a time that chat templates are told. All processes must call it.
+    """Reads and encodes the examples of a run. All processes must call it.
+
+    `cache` is a folder for what is encoded, None for none, and `now` the time that chat templates are told.
 
     Raises:
       UserError: see `splits.load`.
@@ -123,14 +126,21 @@ def load(
     return splits.load(
         config_lib.places(config.data, data_dir),
         tokenizer,
-        dataclasses.replace(task(config, family, source), now=now),
+        dataclasses.replace(task_settings(config, family, source), now=now),
         form(config, family, source, tokenizer),
         packs=config.data.pack and config.data.task not in tasks.ANSWERS,
         folder=folder_of(config, tokenizer),
+        cache=cache,
     )
 
 
-def task(
+def writes_date(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> bool:
+    """Returns whether the chat template that a run may read writes the date."""
+    folder = folder_of(config, tokenizer)
+    return folder is not None and any(templates.DATE in source for source in templates.own_templates(folder).values())
+
+
+def task_settings(
     config: settings_lib.Config, family: family_lib.Family, source: folder_lib.Folder | None
 ) -> tasks.TaskSettings:
     """Returns what a run's task reads of an example."""
