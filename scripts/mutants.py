@@ -1,7 +1,7 @@
 """Puts faults into the code and shows those that no test catches. This module is a mutation tester.
 
     python scripts/mutants.py zero optim --count 30 --seed 3         # faults in zerojax/zero and zerojax/optim
-    python scripts/mutants.py zero optim --seed 3 --only 12          # one of them again, with the output of its tests
+    python scripts/mutants.py zero optim --seed 3 --only 12          # some of them again, with the output of their tests
     python scripts/mutants.py --patches faults.diff                  # those of a file, each a diff below a line "# NAME"
 
 A fault changes one operator, number, condition, argument, call or statement, at most one in a function; which ones depends only on the seed
@@ -478,7 +478,7 @@ def main() -> None:
     parser.add_argument("rooms", nargs="*", help="folders of zerojax/, or files")
     parser.add_argument("--count", type=int, default=15, help="faults a room")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the number of one fault")
+    parser.add_argument("--only", type=int, nargs="*", help="the numbers of some faults, whose tests are shown")
     parser.add_argument("--patches", type=pathlib.Path, help="a file of faults")
     parser.add_argument("--tests", nargs="*", default=[], help="folders of tests/ beside those of the rooms")
     parser.add_argument(
@@ -509,7 +509,7 @@ def main() -> None:
             for line in pool.imap_unordered(_record, records.missing(own)):
                 print(line, flush=True)
             until = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
-            jobs = [(pair, until) for pair in enumerate(faults) if given.only in (None, pair[0])]
+            jobs = [(pair, until) for pair in enumerate(faults) if given.only is None or pair[0] in given.only]
             for end, line in pool.imap_unordered(_verdict, jobs):
                 ends[end] += 1
                 if line:
