@@ -1,7 +1,7 @@
 """Puts faults into the code and shows those that no test catches. This module is a mutation tester.
 
     python scripts/mutants.py zero optim --count 30 --seed 3         # faults in zerojax/zero and zerojax/optim
-    python scripts/mutants.py zero optim --seed 3 --only 12          # one of them again, with the output of its tests
+    python scripts/mutants.py zero optim --seed 3 --only 12          # some of them again, with the output of their tests
     python scripts/mutants.py --patches faults.diff                  # those of a file, each a diff below a line "# NAME"
 
 A fault changes one operator, number, condition, argument, call or statement, at most one in a function; which ones depends only on the seed
@@ -293,8 +293,15 @@ class Records:
         return self.folder / f"{file.replace('/', '-')}.json"
 
 
-def ordered(records: Records, path: str, line: int, budget: float) -> list[str]:
-    """Returns the tests of a line, in the order in which they run: as many as took `budget` seconds, but at least those of one file.
+class Selected(NamedTuple):
+    """The tests of a fault, in the order in which they run."""
+
+    tests: list[str]
+    left_out: int  # others that execute its line, for which the budget was too small
+
+
+def selected(records: Records, path: str, line: int, budget: float) -> Selected:
+    """Returns the tests of a line: as many as took `budget` seconds, but at least one.
 
     Those that execute it come first, and of these those of the module's own test file; then those of the files that took least.
     """
@@ -306,14 +313,15 @@ def ordered(records: Records, path: str, line: int, budget: float) -> list[str]:
         return file != own, sum(records.seconds(file)[test] for test in direct[file])
 
     files = sorted(direct, key=cost)
+    first = [test for file in files for test in direct[file]]
     others = [test for file in files for test in records.seconds(file) if test not in direct[file]]
     tests, left = [], budget
-    for test in [test for file in files for test in direct[file]] + others:
+    for test in first + others:
         left -= records.seconds(test.partition("::")[0])[test]
         if left < 0 and tests:
             break
         tests.append(test)
-    return tests
+    return Selected(tests, max(0, len(first) - len(tests)))
 
 
 def test_files(root: pathlib.Path, places: Iterable[str]) -> set[str]:
@@ -446,7 +454,7 @@ class Worker:
         (number, fault), began = numbered, time.monotonic()
         if began > until:
             return "", ""
-        tests = ordered(self._records, fault.path, fault.line, self._budget)
+        tests, left_out = selected(self._records, fault.path, fault.line, self._budget)
         end = UNSEEN
         if tests:
             files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
@@ -454,7 +462,8 @@ class Worker:
             status = in_child(lambda: self._pytest(Chosen(tests), "-x", *files), self._folder, show=self._show)
             (self._folder / fault.path).write_bytes(data)
             end = HANGS if status is None else CAUGHT if status else LIVES
-        return end, f"{number:3} {end:6} {len(tests):3} tests {time.monotonic() - began:4.0f} s  {fault}"
+        ran = f"{len(tests):3} tests" + (f" of {len(tests) + left_out}" if end == LIVES and left_out else "")
+        return end, f"{number:3} {end:6} {ran} {time.monotonic() - began:4.0f} s  {fault}"
 
 
 def _start(*given: Any) -> None:
@@ -478,7 +487,7 @@ def main() -> None:
     parser.add_argument("rooms", nargs="*", help="folders of zerojax/, or files")
     parser.add_argument("--count", type=int, default=15, help="faults a room")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the number of one fault")
+    parser.add_argument("--only", type=int, nargs="*", help="the numbers of some faults, whose tests are shown")
     parser.add_argument("--patches", type=pathlib.Path, help="a file of faults")
     parser.add_argument("--tests", nargs="*", default=[], help="folders of tests/ beside those of the rooms")
     parser.add_argument(
@@ -509,7 +518,7 @@ def main() -> None:
             for line in pool.imap_unordered(_record, records.missing(own)):
                 print(line, flush=True)
             until = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
-            jobs = [(pair, until) for pair in enumerate(faults) if given.only in (None, pair[0])]
+            jobs = [(pair, until) for pair in enumerate(faults) if given.only is None or pair[0] in given.only]
             for end, line in pool.imap_unordered(_verdict, jobs):
                 ends[end] += 1
                 if line:

@@ -82,14 +82,13 @@ def records(tmp_path):
 
 def test_tests_of_a_line_are_those_that_execute_it_then_the_others_of_their_files_as_many_as_the_budget_has(records):
     tests = [f"tests/test_{name}" for name in ("a.py::one", "b.py::third", "a.py::other")]
-    assert [mutants.ordered(records, "zerojax/a.py", 8, budget) for budget in (9, 6, 1)] == [
-        tests,
-        tests[:2],
-        tests[:1],
-    ]
-    assert mutants.ordered(records, "zerojax/a.py", 6, 99) == ["tests/test_a.py::one", "tests/test_a.py::other"]
-    assert mutants.ordered(records, "zerojax/a.py", 2, 99)[:2] == ["tests/test_a.py::one", "tests/test_a.py::other"]
-    assert mutants.ordered(records, "zerojax/a.py", 9, 99) == tests, "one that fails without a fault is no test"
+
+    def found(line, budget):
+        return mutants.selected(records, "zerojax/a.py", line, budget)
+
+    assert [found(8, budget) for budget in (9, 6, 1)] == [(tests, 0), (tests[:2], 0), (tests[:1], 1)]
+    assert found(6, 99).tests == found(2, 99).tests[:2] == ["tests/test_a.py::one", "tests/test_a.py::other"]
+    assert found(9, 99).tests == tests, "one that fails without a fault is no test"
 
 
 def test_a_line_is_found_again_after_others_have_changed_and_a_test_file_that_changed_is_recorded_again(records):

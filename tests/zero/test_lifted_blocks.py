@@ -36,6 +36,19 @@ def test_a_block_gathers_its_known_weights_and_keeps_what_is_no_array(policy):
     assert found == {"word": "word"} and "y" in seen["seen"]
 
 
+def test_the_placement_of_a_layer_is_that_of_its_stack_without_the_first_dim():
+    state = {"params": {"w": jax.ShapeDtypeStruct((3, 13, 10), jnp.float32)}}
+    partition = zerojax.partition_state(state, mesh=zerojax.make_mesh(), stage=3, min_size=0, indivisible="pad")
+    stack = partition.placements["params/w"]
+    found = lifted_blocks.of_layer("params/w", stack)
+    assert (stack.padding, found.padding, found.shape) == ((0, 3, 0), (3, 0), (16, 10))
+    for name in ("stored", "used", "grad", "opt_state", "update"):
+        own, of_stack = getattr(found, name), getattr(stack, name)
+        assert (*own.spec, None, None)[:2] == (*of_stack.spec, None, None, None)[1:3], name
+        assert own.memory_kind == of_stack.memory_kind and own.mesh == of_stack.mesh
+    assert found.stored.spec[0]
+
+
 def test_a_layer_lacks_the_first_dim_of_each_weight_of_its_stack():
     params = {"a": jnp.ones((3, 4)), "b": jnp.ones(4)}
     is_layer = [

@@ -79,6 +79,18 @@ def test_a_setting_that_nothing_reads_is_told_with_the_reason(name):
     assert lines and all(line.startswith(f"config.{setting} has no effect: ") and why in line for line in lines)
 
 
+def test_settings_of_clients_are_told_where_no_client_is_named_but_not_that_none_is():
+    def told(**changes):
+        lines = effects.unread(runs.config(**changes))
+        return [line.partition("=")[0] for line in lines if line.startswith("config.metrics.")]
+
+    assert told(metrics__to=(), metrics__name="a", metrics__project="b") == [
+        "config.metrics.project",
+        "config.metrics.name",
+    ]
+    assert told(metrics__to=("wandb",), metrics__name="a") == []
+
+
 def test_defaults_are_never_told():
     config = runs.config(evaluate__batches=16, optimizer__name="lion", zero__stage=0)
     assert effects.unread(config) == []

@@ -36,6 +36,8 @@ def test_a_sample_of_no_given_length_is_as_long_as_the_positions_allow():
     assert length(sample__prompt="x") == 160
     assert length(sample__prompt="x" * 411) == 100  # with the separator 412 of 512
     assert length(sample__prompt="x" * 600) == 0
+    answers = {"data__task": "seq2seq", "data__train_file": "none"}
+    assert length(**answers) == 0, "a task with answers tells them"
     with pytest.raises(UserError, match=r"^config\.sample\.prompt: has 64 gaps"):
         length(model__preset="t5_test", sample__prompt="___" * 64)
 

@@ -108,11 +108,11 @@ def test_answers_are_drawn_by_the_weights_as_they_are_and_are_the_same_on_one_de
 
 def test_the_reference_is_the_model_without_adapters_and_the_old_one_is_that_with_them(prompts_file, cache_dir):
     """Of adapters that have learned something, against all logits of the model without and of merged kernels."""
-    built, asked = opened(prompts_file, 1, lora__r=4, grpo__kl=0.1, zero__stage=0)
+    built, asked = opened(prompts_file, 1, lora__r=4, grpo__kl=0.1, zero__stage=0, grad_accum=2)
     state, seeds = state_lib.first(built), itertools.count()
     moved = lambda path, leaf: leaf + arrays.normal(next(seeds), leaf.shape) if path.endswith("lora_b") else leaf  # noqa: E731
     params = tree.map_with_path(moved, state.params)
-    batch = {name: np.asarray(array) for name, array in asked.next(1, params).items()}
+    batch = {name: np.asarray(array).reshape(8, -1) for name, array in asked.next(1, params).items()}
     plain, chosen = built.weights.family, built.weights.adapted.chosen
     logits = jax.jit(lambda params, tokens: plain.logits(built.model, params, {}, tokens))
     without = tree.map_with_path(lambda path, leaf: 0 * leaf if path.endswith("lora_b") else leaf, params)

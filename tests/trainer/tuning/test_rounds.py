@@ -49,6 +49,18 @@ def test_a_round_tells_the_mean_over_all_labels_and_the_answers(tmp_path):
     assert any(tag.startswith("answers") for tag in tags)
 
 
+def test_steps_that_tell_no_labels_count_alike_and_one_that_overflowed_does_not(tmp_path):
+    with metrics.MetricsLog(tmp_path, enabled=True) as log, progress.Progress(4, out=io.StringIO()) as shown:
+        kept = recorder.Recorder(log, shown, Health(), tokens=1, is_logged=bool)
+        told = rounds.Rounds(kept, lambda params: 2.0, None, ends=(3,))
+        told.begin()
+        for step, loss in ((1, 1.0), (2, np.inf), (3, 4.0)):
+            kept.push(step, {"loss": np.float32(loss), "grad_norm": np.float32(1)})
+            kept.flush()
+        told.evaluate(3, None)
+    assert [line["train_loss"] for line in metrics.read(tmp_path) if "train_loss" in line] == [2.5]
+
+
 def test_a_perplexity_that_no_float_holds_is_the_largest():
     assert rounds.perplexity(1e6) == math.exp(rounds.LARGEST) < math.inf
 
