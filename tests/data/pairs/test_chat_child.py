@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from zerojax.data.pairs import chat_child
+from zerojax.data.pairs import chat_child, templates
 
 TURNS = [{"role": "user", "content": "Hi \ud800 \u4e2d"}]
 
@@ -20,7 +20,11 @@ def answers(source, *questions, variables=None, now=None):
     )
     lines = [json.dumps(line) for line in ([{"default": source}, variables or {}, now], *asked)]
     done = subprocess.run(
-        [sys.executable, "-P", chat_child.__file__], input="\n".join(lines) + "\n", capture_output=True, text=True
+        [sys.executable, "-P", chat_child.__file__],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
+        env=chat_child.environment(),
     )
     return [json.loads(line) for line in done.stdout.splitlines()], done.returncode
 
@@ -96,3 +100,13 @@ def test_the_kernel_ends_a_template_that_computes_for_too_long(source):
     )
     assert done.returncode == -27 and json.loads(done.stdout)["text"] == ""  # SIGPROF
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < chat_child.SECONDS
+
+
+def test_the_process_has_no_variable_but_those_that_start_python(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "of the user")
+    monkeypatch.setenv("TZ", "UTC")
+    started = []
+    monkeypatch.setattr(templates.subprocess, "Popen", lambda words, **how: started.append(how["env"]) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        templates.JinjaChat({"default": "{{ messages }}"}, {}, "a folder")
+    assert started[0]["TZ"] == "UTC" and started[0].keys() <= {*chat_child.VARIABLES}

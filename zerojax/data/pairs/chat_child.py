@@ -2,6 +2,7 @@
 
 A template is a program that came with a tokenizer. Jinja's sandbox keeps it from files and other objects, but not from a loop without an
 end or from a text of 1e11 letters. The kernel does: it ends this process after SECONDS of computing, and gives it no more than MEMORY.
+Sandboxes have had holes, so the process has none of the environment's variables but those of VARIABLES: no token, no key.
 
 Reads JSON lines: first [the templates by name, the variables of every call, the time for strftime_now or null], then [the name of one, the
 variables of this call] again and again. Writes a JSON line for each: {"text": ..., "parts": ...}, {"refused": what the template says}, or
@@ -12,6 +13,7 @@ in the order of rendering.
 import datetime
 import functools
 import json
+import os
 import resource
 import signal
 import sys
@@ -21,6 +23,13 @@ from typing import Any
 SECONDS = 5.0  # of computing for one text; known templates take less than a thousandth
 MEMORY = 2**30  # bytes of addresses
 LONGEST = 2**24  # characters of a text
+VARIABLES = (
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "PYTHONHOME",
+    "PYTHONPATH",
+    "TZ",
+)  # for Python's libraries, Jinja, and the time
 
 
 Rendered = tuple[str, list[tuple[int, int]]]  # a text, and parts of it
@@ -28,6 +37,11 @@ Rendered = tuple[str, list[tuple[int, int]]]  # a text, and parts of it
 
 class _Refused(Exception):
     """The template refuses the conversation."""
+
+
+def environment() -> dict[str, str]:
+    """Returns the environment of the process, in the one that starts it."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def main() -> None:

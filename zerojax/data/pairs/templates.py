@@ -408,6 +408,7 @@ class JinjaChat:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env=chat_child.environment(),
             start_new_session=True,  # the terminal's Ctrl-C is not for it
         )
         self._end = weakref.finalize(self, _end, self._process)
