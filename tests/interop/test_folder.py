@@ -285,6 +285,13 @@ def test_the_first_tensor_that_holds_nan_or_infinity_is_warned_of_once(copied):
     assert len(caught) == 1
 
 
+def test_a_tensor_of_nothing_but_nan_is_refused(copied):
+    name = "model.norm.weight"
+    folder = folder_lib.open_folder(copied("llama", **{name: np.full(64, np.nan, np.float32)}))
+    with pytest.raises(UserError, match=r"safetensors: tensor model.norm.weight holds nothing but NaN, so .*; copy"):
+        read_whole(folder, name, np.float32)
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_numbers_beyond_the_dtype_that_is_wanted_are_warned_of(copied):
     name = "model.norm.weight"

@@ -228,6 +228,9 @@ def read_shard(
 
     The first slice of the files that holds NaN or infinity is warned of. All weights pass here, and only those that a process reads anyway
     are checked.
+
+    Raises:
+      UserError: that slice holds nothing but NaN.
     """
     bounds = [part.indices(1 << 62)[:2] for part in index]
     if (members := tensor.members) != [tensor]:  # an expert each
@@ -266,8 +269,13 @@ def _draw(tensor: layout.ModelTensor) -> np.ndarray:
 
 
 def _warn_of_odd(entry: Entry, tensor: layout.ModelTensor, index: list[slice], dtype: np.dtype) -> None:
-    """Warns of NaN or infinity in a slice of a leaf, in the file or as `dtype`."""
+    """Warns of NaN or infinity in a slice of a leaf, in the file or as `dtype`. Refuses one of NaN alone."""
     found = _read_slice(entry, tensor, index, stored_dtype(entry))
+    if np.isnan(found).all():
+        raise UserError(
+            f"{entry.file}: tensor {tensor.name} holds nothing but NaN, so the model computes nothing else; copy the file again, or choose "
+            "another folder"
+        )
     line = (
         f"holds numbers beyond the range of {dtype}, which become infinity; choose bf16 or fp32"
         if tensor_files.is_finite(found)
