@@ -118,10 +118,7 @@ LLAMA3 = {
 }
 ROPE = {"rope_type": "su", "factor": 2.0, "rope_theta": 1e4}
 CONFIGS = {
-    "model_type 'llamb' is not an architecture that zerojax computes; its config and its tensors are those of 'llama'": (
-        "llama",
-        {"model_type": "llamb", "architectures": None},
-    ),
+    "model_type 'llamb' is not an architecture that zerojax computes; known: llama": ("llama", {"model_type": "llamb"}),
     "model_type 'gpt9' is not an architecture that zerojax computes; known: llama": (
         "llama",
         {"model_type": "gpt9", "hidden_size": 65},
