@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from zerojax import bounded
+from zerojax.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -51,8 +52,12 @@ def test_json_is_what_python_reads_within_the_bounds(form, monkeypatch):
     for odd in ("[1e999]", "[NaN]", "[-Infinity]"):
         with pytest.raises(ValueError, match="is no finite number"):
             bounded.parse_json(form(odd), is_strict=True)
-    with pytest.raises(ValueError, match="the key 'a' comes twice"):
-        bounded.parse_json(form('[{"a": 1, "b": 2, "a": 1}]'), is_strict=True)
+    for twice in ('[{"a": 1, "b": 2, "a": 1}]', '{"x": [{"a": 1, "a": 1}]}', '{"b": 1, "a": 2, "a": 3, "b": 4}'):
+        with pytest.raises(ValueError, match="the key 'a' comes twice"):
+            bounded.parse_json(form(twice))
+    assert bounded.parse_json(form(f"[-{10**306}]"), is_strict=True) == [-(10**306)]
+    with pytest.raises(ValueError, match="has 309 digits, and a float has at most 308"):
+        bounded.parse_json(form(f"[{10**308}]"), is_strict=True)
     assert bounded.parse_json(form("[1e9, 3]"), is_strict=True) == [1e9, 3]
     with pytest.raises(ValueError, match="nested too deeply"):
         bounded.parse_json(form("[" * 100_000))
@@ -64,8 +69,17 @@ def test_json_is_what_python_reads_within_the_bounds(form, monkeypatch):
         bounded.parse_json(form("[{},[]]"))
 
 
+def test_bytes_that_are_no_utf8_and_halves_of_letters_are_told_with_their_place():
+    assert bounded.decoded("a\u00e9\U0001f600".encode()) == "a\u00e9\U0001f600"
+    with pytest.raises(UserError, match=r"^is not UTF-8 at its byte 2 \(near b'ab\\xff'\); save"):
+        bounded.decoded(b"ab\xff")
+    assert bounded.half_letter({"a": ["\U0001f600", 1, None], "\u00e9": 1.5}) == ""
+    assert bounded.half_letter({"a": ["b\ud800c"]}) == r"""'{"a": ["b\ud800'"""
+    assert bounded.half_letter({"a\udfff\udfff": 1}) == r"""'{"a\udfff'"""
+
+
 def test_odd_files_end_in_one_line():
-    """A share of `tests/support/odd_files.py`, which makes and judges some 700 of them."""
+    """A share of `tests/support/odd_files.py`, which makes and judges some 1,200 of them."""
     command = [sys.executable, "tests/support/odd_files.py", "--quick", "--share", "24"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and ", 0 faults, " in done.stdout, done.stdout + done.stderr[-2000:]

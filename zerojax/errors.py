@@ -141,6 +141,13 @@ def one_of(place: str, value: Any, known: Collection[Any]) -> None:
         raise UserError(f"{place}: must be one of {', '.join(map(str, known))}, and is {shown(value)}{way_out}")
 
 
+def truth(place: str, value: Any, way_out: str) -> bool:
+    """Returns a value of a file that must be true or false. Raises a UserError for others, of which Python would take most as true."""
+    if not isinstance(value, bool):
+        raise UserError(f"{place}: must be true or false, and is {shown(value)}; {way_out}")
+    return value
+
+
 def regex(place: str, pattern: Any, way_out: str = "") -> re.Pattern[str]:
     """Returns a compiled regex over texts. Raises a UserError for what is none, or is too large for Python."""
     try:

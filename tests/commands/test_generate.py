@@ -181,6 +181,17 @@ def test_a_prompt_of_bytes_that_are_no_text_is_one_line(spoken, command):
     assert command(spoken, "--prompt", "\udcff")[::2] == (2, "zerojax: --prompt: is not a text in UTF-8; correct it\n")
 
 
+def test_a_tokenizer_whose_regex_gives_up_is_one_line(tmp_path, spoken, command):
+    folder = tmp_path / "slow"
+    shutil.copytree(spoken, folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    status, out, err = command(folder, "--prompt", "a" * 40 + "b")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("zerojax: --prompt: the tokenizer cannot encode it (Onig: Regex search error")
+
+
 def test_settings_of_the_folder_that_are_not_applied_are_named(tmp_path, spoken, command):
     folder = tmp_path / "beams"
     shutil.copytree(spoken, folder)

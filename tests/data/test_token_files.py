@@ -110,6 +110,16 @@ def test_a_class_names_what_its_files_do_not(tmp_path):
         ("tokenizer_config", [], "is not a table of settings"),
         ("tokenizer_config", {"added_tokens_decoder": {"x": {}}}, "is not a table of tokens by id"),
         ("tokenizer_config", {"added_tokens_decoder": {"1": "a"}}, "a token of added_tokens_decoder is 'a'"),
+        (
+            "tokenizer_config",
+            {"split_special_tokens": "no"},
+            "split_special_tokens: must be true or false, and is 'no'",
+        ),
+        (
+            "tokenizer_config",
+            {"added_tokens_decoder": {"1": {"content": "a", "lstrip": "no"}}},
+            "lstrip: must be true or",
+        ),
         ("special_tokens_map", 3, "is not a table of settings"),
         ("generation_config", "x", "is not a table of settings"),
     ],

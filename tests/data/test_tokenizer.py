@@ -51,6 +51,16 @@ def test_byte_tokenizer_gives_text_back(text):
         np.testing.assert_array_equal(encode(text), byte_tokenizer.encode(text.encode()))
 
 
+def test_what_is_no_letter_is_refused_and_not_replaced(bpe):
+    for own in (tokenizer.ByteTokenizer(), bpe):
+        for encode in (own.encode, own.encode_whole, own.encode_special):
+            with pytest.raises(UserError, match=r"a text holds half of a surrogate pair|cannot encode"):
+                encode("a\ud800b")
+    with pytest.raises(UserError, match=r"^a text is not UTF-8 at its byte 1 "):
+        bpe.encode(b"a\xff")
+    np.testing.assert_array_equal(*(bpe.encode(form) for form in ("\u00e9", "\u00e9".encode())))
+
+
 def test_byte_tokenizer_drops_ids_that_are_not_bytes():
     byte_tokenizer = tokenizer.load_tokenizer("bytes")
     assert byte_tokenizer.decode([104, byte_tokenizer.bos_id, 319, -1, 105]) == "hi"

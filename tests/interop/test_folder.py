@@ -118,10 +118,7 @@ LLAMA3 = {
 }
 ROPE = {"rope_type": "su", "factor": 2.0, "rope_theta": 1e4}
 CONFIGS = {
-    "model_type 'llamb' is not an architecture that zerojax computes; its config and its tensors are those of 'llama'": (
-        "llama",
-        {"model_type": "llamb", "architectures": None},
-    ),
+    "model_type 'llamb' is not an architecture that zerojax computes; known: llama": ("llama", {"model_type": "llamb"}),
     "model_type 'gpt9' is not an architecture that zerojax computes; known: llama": (
         "llama",
         {"model_type": "gpt9", "hidden_size": 65},
@@ -283,6 +280,13 @@ def test_the_first_tensor_that_holds_nan_or_infinity_is_warned_of_once(copied):
         folder_lib.read_params(folder, abstract)
         read_whole(folder, names[1], np.float32)
     assert len(caught) == 1
+
+
+def test_a_tensor_of_nothing_but_nan_is_refused(copied):
+    name = "model.norm.weight"
+    folder = folder_lib.open_folder(copied("llama", **{name: np.full(64, np.nan, np.float32)}))
+    with pytest.raises(UserError, match=r"safetensors: tensor model.norm.weight holds nothing but NaN, so .*; copy"):
+        read_whole(folder, name, np.float32)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")

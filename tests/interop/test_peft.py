@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 
 import golden_models
@@ -16,7 +17,7 @@ import zerojax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import merged, peft, tensor_files
+from zerojax.interop import merged, peft, regexes, tensor_files
 from zerojax.models import families
 
 LOGITS, LOSS = 2e-5, 1e-5  # as in tests/interop/test_pretrained.py
@@ -349,6 +350,14 @@ def test_what_a_config_leaves_out_has_the_default_of_peft(tmp_path):
         ({"layers_to_transform": [1]}, r".*holds an adapter of model.layers.0\S*, .*layers_to_transform is \[1\]"),
         ({"layers_to_transform": 0}, r".*holds an adapter of model.layers.1\S*, .*layers_to_transform is 0"),
         ({"layers_to_transform": [0, 1], "layers_pattern": "blo(cks"}, r".*layers_to_transform is \[0, 1\]"),
+        (
+            {"use_rslora": "no"},
+            r".*adapter_config.json: use_rslora: must be true or false, and is 'no'; save the adapter",
+        ),
+        (
+            {"lora_alpha": 10**400},
+            r".*adapter_config.json: is not JSON \(1000\S* has 401 digits, and a float has at most 308",
+        ),
         ({"lora_dropout": 2.0}, r".*adapter_config.json: lora.dropout: must be at least 0 and below 1"),
     ],
 )
@@ -356,6 +365,15 @@ def test_a_folder_of_another_kind_is_refused_in_one_line(tmp_path, fields, messa
     folder = golden_models.FOLDER / "llama"
     with pytest.raises(UserError, match=f"^{message}"):
         zerojax.load_huggingface(folder, stage=0, adapter=changed(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_a_regex_that_would_take_minutes_is_refused_before_it_is_matched(tmp_path, monkeypatch, field):
+    monkeypatch.setattr(regexes, "SECONDS", 0.3)
+    slow = "(.*)*(.*)*x"
+    folder = changed(tmp_path, **{field: {"k_proj": 4, slow: 4} if "pattern" in field else slow})
+    with pytest.raises(UserError, match=rf"adapter_config.json: {field}: '{re.escape(slow)}' takes more than 0.3 s to"):
+        zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=folder)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def test_the_shortest_ends_mean_the_names_and_no_other():
         ("r", 0, "lora.r: must be a whole number from 1 to 65536, and is 0"),
         ("r", True, "lora.r: must be a whole number"),
         ("alpha", float("nan"), "lora.alpha: must be a number above 0, and is nan"),
+        ("alpha", 10**400, "lora.alpha: must be a number above 0, and is 1000000"),
+        ("alpha_pattern", {"q_proj": 10**309}, "lora.alpha: must be a number above 0"),
         ("rslora", "False", "lora.rslora: must be True or False, and is 'False'"),
         ("rslora", None, "lora.rslora: must be True or False, and is None"),
         ("dropout", 1.0, "lora.dropout: must be at least 0 and below 1"),

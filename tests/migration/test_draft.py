@@ -53,6 +53,10 @@ def test_an_unknown_key_is_named_with_the_nearest():
 def test_numbers_are_read_strictly_and_texts_of_numbers_too():
     found = draft.Draft({"a": "1e-4", "b": 3.0, "c": True, "d": 2.5, "e": "no", "f": 10**400}, keys.KEYS)
     assert (found.number("a"), found.whole("b"), found.flag("e"), found.number("none", 7.0)) == (1e-4, 3, False, 7.0)
+    for text, is_on in {"Yes": True, " on ": True, "1": True, "FALSE": False, "auto": False, "": False}.items():
+        assert draft.Draft({"e": text}, keys.KEYS).flag("e") is is_on
+    with pytest.raises(UserError, match=r"^e: must be true or false, and is 'maybe'; correct"):
+        draft.Draft({"e": "maybe"}, keys.KEYS).flag("e")
     for name in ("c", "d", "f"):
         with pytest.raises(UserError, match=rf"{name}: must be a"):
             found.whole(name)

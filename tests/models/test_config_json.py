@@ -35,6 +35,11 @@ def test_fields_are_read_and_missing_ones_have_their_default():
         (lambda: FIELDS.count("tied"), "tied: must be a whole number above 0, and is True"),
         (lambda: config_json.Fields({"n": 2**31 - 1}).count("n"), "n: must be at most 1073741824, and is 2147483647"),
         (lambda: FIELDS.number("text"), "text: must be a number above 0, and is 'x'"),
+        (lambda: config_json.Fields({"n": 10**400}).number("n"), "n: must be a number above 0, and is 1000000"),
+        (
+            lambda: config_json.Fields({"n": [1, 10**309]}).numbers("n", 2),
+            "n: must be 2 numbers above 0, and is [1, 1000",
+        ),
         (lambda: FIELDS.flag("text", True), "text: must be true or false, and is 'x'"),
         (lambda: FIELDS.choice("text", ("a", "b"), "a"), "text: must be one of a, b, and is 'x'"),
         (lambda: FIELDS.group("text"), "text: must be a group of fields, and is 'x'"),

@@ -87,6 +87,23 @@ def test_a_template_whose_process_has_ended_is_started_again(spoken):
     assert made.conversation([("user", "two")]) == [4]
 
 
+def test_a_tokenizer_whose_regex_gives_up_refuses_the_text(spoken):
+    """Its library panics, which is no Exception."""
+    model = tokenizers.Tokenizer.from_file(str(spoken / "tokenizer.json"))
+    slow = tokenizers.Regex("(a+)+$")
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Split(slow, "isolated")
+    model.decoder = tokenizers.decoders.Replace(slow, "b")
+    model.add_tokens(["a" * 40 + "b"])
+    model.save(str(spoken / "tokenizer.json"))
+    made = of(spoken)
+    with pytest.raises(
+        UserError, match=r"^prompt: the tokenizer cannot encode it \(.*retry-limit.*\); shorten the text"
+    ):
+        made.ids_of("a" * 40 + "c")
+    with pytest.raises(UserError, match=r"tokenizer.json: cannot decode an answer \(.*retry-limit.*\); mend"):
+        made.text_of([model.token_to_id("a" * 40 + "b")])
+
+
 def test_without_a_template_a_conversation_is_that_of_the_task_chat(spoken):
     """Letters of special tokens in a message are letters, and the end token follows each answer."""
     hashes = [WORDS.index("#")] * 3

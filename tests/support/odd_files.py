@@ -48,18 +48,20 @@ from zerojax.checkpoint import checksums
 from zerojax.clock import rates
 from zerojax.cluster import environment, hosts
 from zerojax.commands import generate
+from zerojax.data import token_files
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import records, templates
+from zerojax.data.pairs import records, tasks, templates
 from zerojax.errors import UserError
+from zerojax.interop import deltas, peft, tensor_files
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import peft, tensor_files
 from zerojax.migration import documents, torch_files, zero_checkpoint
 from zerojax.plan import scale
+from zerojax.serve import asked
 from zerojax.trainer import workdir
 
 GOLDEN = ROOT / "tests" / "golden"
 SECONDS = 20  # of computing
-SLOW = r"1 GiB|GiB that|MiB|TiB|lies|MB|,000,000|many|1e|large|deep|long|nested|template: .*(range|power|macro|slow|spaces|cycler|lorem|sort)|copied|colliding|entries|20,000|tensors|digits|one text|sixties|quotes|newlines|bomb|columns|without end"
+SLOW = r"slow regex|1 GiB|GiB that|MiB|TiB|lies|MB|,000,000|many|1e|large|deep|long|nested|template: .*(range|power|macro|slow|spaces|cycler|lorem|sort)|copied|colliding|entries|20,000|tensors|digits|one text|sixties|quotes|newlines|bomb|columns|without end"
 WAIT = 120  # of waiting, on a machine that others use too
 GROWTH = 2**30  # bytes
 ROOM = 6 * 2**30  # bytes of addresses, so that a failure harms nobody
@@ -96,6 +98,24 @@ def read_tokenizer(path: pathlib.Path) -> None:
     found.vocabulary, found.sentinels, found.file(begins=True)
 
 
+def read_beside(path: pathlib.Path) -> None:
+    """Reads a tokenizer by the files beside it, and what begins and ends its texts."""
+    token_files.named(path.parent)
+    read_tokenizer(path.parent / token_files.TOKENIZER)
+    found = tokenizer_lib.load_tokenizer(str(path.parent / token_files.TOKENIZER))
+    found.bos_id, found.end_id, found.special_ids, found.document  # noqa: B018
+    tokenizer_lib.read_model(path.parent / token_files.TOKENIZER, "it").encode("a<s></s> hello")
+
+
+def read_named_template(path: pathlib.Path) -> None:
+    """Renders with the folder's default template, and with that for tools."""
+    for file in (path, path.parent.parent / "chat_template.jinja"):
+        read_template(file)
+    chat, _ = templates.chat_of(path.parent.parent, "own")
+    if isinstance(chat, templates.JinjaChat):
+        chat.render(TURNS, given={templates.TOOLS: [{"name": "a"}]})
+
+
 def read_tensors(path: pathlib.Path) -> None:
     for entry in tensor_files.read_folder(path.parent).values():
         if entry.dtype in tensor_files.DTYPES:
@@ -124,12 +144,36 @@ def read_records(path: pathlib.Path) -> None:
         found[index]
 
 
+def read_conversations(path: pathlib.Path) -> None:
+    settings = tasks.TaskSettings(tasks.CHAT, "", "", (), "messages", "plain")
+    form = tasks.RowForm(
+        is_encoder_decoder=False, seq_len=4096, answer_len=512, start=0, end=256, bos=None, stops=(256,)
+    )
+    source = records.Files(str(path), "config.data.train_file")
+    tasks.encode(source, tokenizer_lib.ByteTokenizer(), settings, form, name="train_file")
+
+
+def read_asked(path: pathlib.Path) -> None:
+    for is_chat in (True, False):
+        with contextlib.suppress(asked.NotAnswered):
+            asked.read(path.read_bytes(), is_chat=is_chat)
+
+
+def read_deltas(path: pathlib.Path) -> None:
+    deltas._read(path)
+
+
 def read_arrays(path: pathlib.Path) -> None:
     generate._read(str(path))
 
 
 def read_adapter(path: pathlib.Path) -> None:
     peft.read_settings(path.parent, peft.read_config(path.parent))
+
+
+def read_adapter_of_a_model(path: pathlib.Path) -> None:
+    model = folder_lib.open_folder(GOLDEN / "huggingface" / "llama")
+    peft.open_adapter(path.parent, model.family, model.model)
 
 
 def read_workdir(path: pathlib.Path) -> None:
@@ -495,6 +539,73 @@ TOKENIZERS: Makers = {
 }
 
 
+def _named(**changes: Any) -> Callable[[pathlib.Path], None]:
+    return text(json.dumps(changes))
+
+
+def _token(content: Any, **flags: Any) -> dict[str, Any]:
+    return {"content": content, "special": True, **flags}
+
+
+BESIDE: Makers = {
+    "names that are no tokens": _named(
+        bos_token="<no>", eos_token="", unk_token="<s>", pad_token=" ", cls_token="\ud800"
+    ),
+    "tables of tokens": _named(bos_token=_token("<s>"), eos_token=_token(["a"]), pad_token={}, mask_token=_token(3)),
+    "a name of a million letters": _named(bos_token="x" * 1_000_000),
+    "names of odd keys": _named(
+        **{"_token": "a", "x_token": {"content": "b"}, "\0_token": "c", "a" * 9999 + "_token": "d"}
+    ),
+    "flags that are texts": _named(bos_token=_token("<s>", lstrip="no", single_word=0)),
+    "50,000 more tokens": _named(additional_special_tokens=[f"<{n}>" for n in range(50_000)]),
+    "more tokens of all kinds": _named(additional_special_tokens=["a", None, 3, [], {}, _token("b"), "", "<s>", " "]),
+    "more tokens by name": _named(extra_special_tokens={"a": "<a>", "b": 3, "c": {"content": None}, "d": ["x"]}),
+    "more tokens that are a text": _named(additional_special_tokens="<a>", extra_special_tokens=3),
+    "tokens by id": _named(
+        added_tokens_decoder={"0": _token("<s>"), "3": _token("a", special=False), "9": _token("<x>")}
+    ),
+    "an id of 5,000 digits as a key": _named(added_tokens_decoder={"9" * 5000: _token("<x>")}),
+    "ids that are no numbers": _named(added_tokens_decoder={"-1": _token("<x>"), "\u0664": _token("<y>"), "1.5": 3}),
+    "an odd digit as a key": _named(added_tokens_decoder={"\u00b2": _token("<x>"), "\u0664": _token("<y>")}),
+    "an id of 2**64": _named(added_tokens_decoder={str(2**64): _token("<x>")}),
+    "tokens that are texts": _named(added_tokens_decoder={"1": "a", "2": None}),
+    "a token of no letters by id": _named(added_tokens_decoder={"1": _token(""), "2": _token(None), "3": {}}),
+    "half a letter by id": _named(added_tokens_decoder={"1": _token("\ud83d")}),
+    "100,000 tokens by id": _named(added_tokens_decoder={str(n): _token(f"<{n}>") for n in range(100_000)}),
+    "a list for tokens by id": _named(added_tokens_decoder=[_token("<x>")]),
+    "a class that is a list": _named(tokenizer_class=["LlamaTokenizer"], model_type={}),
+    "a class of a million letters": _named(tokenizer_class="x" * 1_000_000, model_type="y" * 1_000_000),
+    "an unknown class": _named(tokenizer_class="MagicTokenizerFast", model_type="qwen2"),
+    "the class that puts a space": _named(tokenizer_class="LlamaTokenizer", legacy="yes", add_prefix_space=[]),
+    "flags that are null": _named(tokenizer_class="LlamaTokenizer", legacy=None, split_special_tokens=None),
+    "texts for flags": _named(split_special_tokens="false"),
+    "ids of all kinds": _named(bos_token_id=[0, "a", None, 1e9, True, -1], eos_token_id={"a": 1}, pad_token_id="0"),
+    "an id beyond": _named(bos_token_id=2**70, eos_token_id=[2**31]),
+    "the longest text": _named(model_max_length=10**30),
+    "tokens of the older file": _named(**{"<a>": 3, "": 4, "\ud800": 5, "b" * 100_000: 6, "<c>": "x"}),
+}
+TEMPLATES_BY_NAME: Makers = {
+    "two": _named(chat_template=[{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]),
+    "no default": _named(chat_template=[{"name": "tool_use", "template": "b"}]),
+    "one name twice": _named(
+        chat_template=[{"name": "default", "template": "a"}, {"name": "default", "template": "b"}]
+    ),
+    "no names": _named(
+        chat_template=[{"template": "a"}, {"name": None, "template": "b"}, {"name": [], "template": "c"}]
+    ),
+    "no templates": _named(chat_template=[{"name": "default"}, {"name": "x", "template": 3}]),
+    "texts": _named(chat_template=["a", "b"]),
+    "numbers": _named(chat_template=3),
+    "an empty list": _named(chat_template=[]),
+    "a damaged one beside a sound one": _named(
+        chat_template=[{"name": "default", "template": "a"}, {"name": "tool_use", "template": "{% if"}]
+    ),
+    "10,000": _named(chat_template=[{"name": f"t{n}", "template": "a"} for n in range(10_000)]),
+    "many large ones": _named(chat_template={f"t{n}": "x" * 900_000 for n in range(40)} | {"default": "a"}),
+    "half a letter": _named(chat_template={"default": "\ud800"}),
+}
+
+
 def safetensors(header: Any, data: int = 0, length: int | None = None) -> Callable[[pathlib.Path], None]:
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return text(struct.pack("<Q", len(raw) if length is None else length) + raw + bytes(data))
@@ -780,6 +891,7 @@ DOCUMENTS: dict[str, str] = {
     "an Accelerate file that names a device": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: /dev/zero",
     "an Accelerate file that names itself": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: case.yaml",
     "a Trainer file that names a pipe": '{"output_dir": "x", "deepspeed": "/dev/stdin"}',
+    "a Trainer file that names a long path": '{"output_dir": "x", "deepspeed": "' + "x" * 300 + '"}',
     "a null byte": '{"a": "\\u0000"}\0',
     "a byte order mark": "\ufeff{}",
     "one letter": "x",
@@ -893,6 +1005,85 @@ RECORDS: dict[str, Makers] = {
         "JSON": text('{"a": 1}'),
     },
 }
+
+
+def talks(*messages: Any, **fields: Any) -> Callable[[pathlib.Path], None]:
+    return text(json.dumps({"messages": list(messages), **fields}) + "\n")
+
+
+ASKED = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+CONVERSATIONS: Makers = {
+    "a sound one": talks(ASKED, ANSWER),
+    "ShareGPT's names": talks({"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}),
+    "a text": text('{"messages": "Hi"}'),
+    "columns": text('{"messages": {"role": ["user", "assistant"], "content": ["Hi", "Hello"]}}'),
+    "columns of two lengths": text('{"messages": {"role": ["user"], "content": ["Hi", "Hello"]}}'),
+    "one message": text('{"messages": {"role": "assistant", "content": "Hello"}}'),
+    "nothing": text('{"messages": null}\n{"messages": []}\n{}'),
+    "a role that is a list": talks({"role": ["user"], "content": "Hi"}, ANSWER),
+    "an unknown role": talks({"role": "x" * 9999, "content": "Hi"}, ANSWER),
+    "contents of all kinds": talks(
+        ASKED, *({"role": "assistant", "content": value} for value in (3, None, {}, [], [3], ""))
+    ),
+    "parts": talks(
+        ASKED, {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": None}]}
+    ),
+    "an image": talks({"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWER),
+    "a part without a type": talks({"role": "user", "content": [{"text": "a"}]}, ANSWER),
+    "weights of all kinds": talks(
+        ASKED, *({**ANSWER, "weight": value} for value in (0, 1, True, 0.5, "no", [], 10**400))
+    ),
+    "a weight that is a list": talks(ASKED, {**ANSWER, "train": []}),
+    "tool calls": talks(ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}),
+    "tools": talks(ASKED, ANSWER, tools='[{"a": 1}]'),
+    "tools that are no JSON": talks(ASKED, ANSWER, tools="[{"),
+    "tools that are a number": talks(ASKED, ANSWER, tools=3),
+    "nested tools": talks(ASKED, ANSWER, tools="[" * NESTED),
+    "variables": talks(ASKED, ANSWER, chat_template_kwargs={"messages": 3}),
+    "reasoning": talks(ASKED, {**ANSWER, "reasoning_content": {"a": 1}, "thinking": 3}),
+    "many messages": talks(*[ASKED, ANSWER] * 300),
+    "half a letter": talks(ASKED, {"role": "assistant", "content": "\ud800"}),
+}
+REQUESTS: Makers = {
+    "a completion": text('{"model": "a", "prompt": [1, 2], "max_tokens": 3, "stop": ["a"], "logprobs": 1}'),
+    "a chat": text(
+        '{"model": "a", "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "stream": true}'
+    ),
+    "prompts": text('{"model": "a", "prompt": ["a", "b"], "n": 2, "seed": -1, "temperature": 0, "top_p": 1e-9}'),
+    "odd prompts": text('{"model": "a", "prompt": [[1], ["a"], [], [-1, 1e9]]}'),
+    "large numbers": text('{"model": "a", "prompt": "a", "seed": ' + "9" * 300 + ', "temperature": 1e300}'),
+}
+
+
+def _adapter(**changes: Any) -> Callable[[pathlib.Path], None]:
+    def make(path: pathlib.Path) -> None:
+        sound = json.loads((GOLDEN / "huggingface" / "llama" / "lora" / path.name).read_text())
+        path.write_text(json.dumps(sound | changes))
+
+    return make
+
+
+SLOW_REGEX = "(.*)*(.*)*x"
+ADAPTERS: Makers = {
+    "the plain one": _adapter(),
+    "a slow regex of targets": _adapter(target_modules=SLOW_REGEX),
+    "a slow regex of what is left out": _adapter(exclude_modules=SLOW_REGEX),
+    "a slow regex of ranks": _adapter(rank_pattern={SLOW_REGEX: 4}),
+    "a regex of many letters": _adapter(alpha_pattern={"(?i)" + "[\0-\U0010ffff]" * 900: 4}),
+    "a regex of many groups": _adapter(target_modules="(" * 5000 + "a*b*"),
+    "10,000 patterns": _adapter(rank_pattern={f"q{n}_proj": 4 for n in range(10_000)}),
+    "texts for flags": _adapter(use_rslora="no", ensure_weight_tying="yes"),
+    "a large number": _adapter(lora_alpha=10**400),
+    "layers of all kinds": _adapter(layers_to_transform=[None, "a", []], layers_pattern=[3, "(.*)*"]),
+}
+INDICES: Makers = {
+    "a sound one": text('{"step": 3, "tensors": {"a": {"step": 3, "file": "3/a", "checksum": "00"}}}'),
+    "a step of 1e300": text('{"step": 1e300, "tensors": {}}'),
+    "a step that is infinite": text('{"step": 1e999, "tensors": {}}'),
+    "tensors that are a list": text('{"step": 3, "tensors": [1]}'),
+    "a checksum": text('{"step": 3, "tensors": {}, "crc32": "x"}'),
+}
 ARRAYS: Makers = {
     "an array of 1e12": zipped(
         {
@@ -941,6 +1132,21 @@ def _beside(golden: str) -> Callable[[pathlib.Path], None]:
     return make
 
 
+def _beside_tokenizer(path: pathlib.Path) -> None:
+    model(type="BPE", vocab={"<s>": 0, "[UNK]": 1, "\u2581": 2, "a": 3, "</s>": 4, "\u2581a": 5}, merges=["\u2581 a"])(
+        path.parent / token_files.TOKENIZER
+    )
+
+
+def _beside_template(path: pathlib.Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    jinja("{% for m in messages %}{{ m.content }}{% endfor %}")(path.parent.parent / templates.JINJA_FILE)
+
+
+def _beside_adapter(path: pathlib.Path) -> None:
+    shutil.copyfile(GOLDEN / "huggingface" / "llama" / "lora" / peft.WEIGHTS, path.parent / peft.WEIGHTS)
+
+
 def altered(source: pathlib.Path, seed: int) -> Callable[[pathlib.Path], None]:
     """A copy of a file with some bytes changed, taken out, repeated or cut off."""
 
@@ -976,6 +1182,28 @@ KINDS: dict[str, tuple[str, Callable[[pathlib.Path], None], Makers, Callable[[pa
         None,
     ),
     "tokenizer_config": ("tokenizer_config.json", read_template, json_makers() | NO_FILES, None),
+    "templates by name": ("tokenizer_config.json", read_template, TEMPLATES_BY_NAME, None),
+    "template for tools": (
+        "additional_chat_templates/tool_use.jinja",
+        read_named_template,
+        {name: jinja(source) for name, source in list(TEMPLATES.items())[::6]} | NO_FILES,
+        _beside_template,
+    ),
+    **{
+        f"beside a tokenizer: {file}": (
+            file,
+            read_beside,
+            BESIDE | json_makers("a long text") | NO_FILES,
+            _beside_tokenizer,
+        )
+        for file in (
+            token_files.TOKENIZER_CONFIG,
+            token_files.SPECIAL_TOKENS,
+            token_files.ADDED_TOKENS,
+            token_files.GENERATION,
+            token_files.CONFIG,
+        )
+    },
     "tokenizer": ("tokenizer.json", read_tokenizer, TOKENIZERS | json_makers() | NO_FILES, None),
     "safetensors": ("model.safetensors", read_tensors, SAFETENSORS | NO_FILES, None),
     "index": ("model.safetensors.index.json", read_tensors, json_makers("a long text") | NO_FILES, None),
@@ -990,8 +1218,12 @@ KINDS: dict[str, tuple[str, Callable[[pathlib.Path], None], Makers, Callable[[pa
         None,
     ),
     **{f"records {end}": (f"case{end}", read_records, {**makers, **NO_FILES}, None) for end, makers in RECORDS.items()},
+    "conversations": ("case.jsonl", read_conversations, CONVERSATIONS, None),
+    "request": ("body", read_asked, REQUESTS | json_makers("a long text"), None),
+    "index of weights": ("index.json", read_deltas, INDICES | json_makers("a long text"), None),
     "arrays": ("case.npz", read_arrays, ARRAYS | NO_FILES, None),
     "adapter": ("adapter_config.json", read_adapter, json_makers("a long text") | NO_FILES, None),
+    "adapter of a model": ("adapter_config.json", read_adapter_of_a_model, ADAPTERS, _beside_adapter),
     "workdir": ("config.json", read_workdir, json_makers("a long text") | NO_FILES, None),
     "cluster": ("cluster.json", scale.read, json_makers() | NO_FILES, None),
     "rates": ("rates.json", functools.partial(rates.measured, target="h100"), json_makers() | NO_FILES, None),

@@ -321,7 +321,8 @@ def _texts(loaded: pretrained.Pretrained, tokenizer: Any, given: argparse.Namesp
     kept = np.ones_like(found)
     if not loaded.family.is_encoder_decoder:
         kept[:, :longest] = mask
-    return [tokenizer.decode(row[is_kept > 0].tolist()) for row, is_kept in zip(found, kept)]
+    with tokenizer_lib.refused("the tokenizer cannot decode an answer", "mend the tokenizer, or give --ids"):
+        return [tokenizer.decode(row[is_kept > 0].tolist()) for row, is_kept in zip(found, kept)]
 
 
 def _prompts(tokenizer: Any, given: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
@@ -329,7 +330,8 @@ def _prompts(tokenizer: Any, given: argparse.Namespace) -> tuple[np.ndarray, np.
     # Bytes that Python could not decode
     if any(0xD800 <= ord(char) <= 0xDFFF for prompt in given.prompt for char in prompt):
         raise UserError("--prompt: is not a text in UTF-8; correct it")
-    rows = [tokenizer.encode(prompt).ids for prompt in given.prompt]
+    with tokenizer_lib.refused("--prompt: the tokenizer cannot encode it", "shorten the text, or mend the tokenizer"):
+        rows = [tokenizer.encode(prompt).ids for prompt in given.prompt]
     if not all(rows):
         raise UserError("--prompt: a text without any token cannot be read; give at least one word")
     longest = max(map(len, rows))

@@ -13,7 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
+import os
 import pathlib
 import shutil
 import sys
@@ -176,7 +176,7 @@ def _model_of_adapter(
       name: what PEFT calls the model: a folder, or a name on the Hub.
       described: the model's config.json.
     """
-    told = pathlib.Path(name) if isinstance(name, str) and name and pathlib.Path(name).is_dir() else None
+    told = pathlib.Path(name) if isinstance(name, str) and os.path.isdir(name) else None
     if given.model is not None:
         return given.model, ""
     if frozen:
@@ -335,7 +335,7 @@ def _are_numbers(values: PyTree, count: int) -> bool:
     return (
         isinstance(values, (list, tuple))
         and len(values) == count
-        and all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
+        and all(isinstance(value, (int, float)) and abs(value) <= sys.float_info.max for value in values)
     )
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ TOKENIZER, CONFIG, TOKENIZER_CONFIG, GENERATION = (
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 NAMED = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_SETTINGS = ("add_prefix_space", "legacy", "split_special_tokens")  # that are true or false
 _AS_SAVED = ("", "PreTrainedTokenizer", "TokenizersBackend")
 
 LLAMA = "LlamaTokenizer"
@@ -126,6 +128,7 @@ def read(path: str | os.PathLike, content: Mapping[str, Any]) -> Beside:
                 values[key], given[key] = value, name
     named = {key: text for key, value in values.items() if (text := _text(value))}
     place = folder / TOKENIZER_CONFIG
+    flags_of = {name: _flag(settings, name, False, place) for name in _SETTINGS}
     by_id = settings.get("added_tokens_decoder") if has_decoder else {}
     known = {} if has_decoder else {str(entry.get("content")): entry for entry in content.get("added_tokens") or []}
     flags = [_token(value, place) for _, value in sorted(_items(by_id, place), key=lambda item: item[0])]
@@ -148,7 +151,7 @@ def read(path: str | os.PathLike, content: Mapping[str, Any]) -> Beside:
         ids={**model, **generation},
         settings=settings,
         kind=kind,
-        splits_special=settings.get("split_special_tokens") is True,
+        splits_special=flags_of["split_special_tokens"],
     )
 
 
@@ -181,6 +184,10 @@ def table(path: pathlib.Path) -> Mapping[str, Any]:
         found = bounded.parse_json(bounded.read_bytes(path))
     if not isinstance(found, Mapping):
         raise UserError(f"{path}: is not a table of settings; save the tokenizer again")
+    if near := bounded.half_letter(found):
+        raise UserError(
+            f"{path}: holds half of a surrogate pair, which is no letter, near {near}; save the tokenizer again"
+        )
     return found
 
 
@@ -216,6 +223,7 @@ def add(model: tokenizers.Tokenizer, found: Beside) -> None:
         model.add_special_tokens(list(found.special))
 
 
+_ID = re.compile(r"[0-9]{1,9}")
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 
 
@@ -245,7 +253,7 @@ def _token(value: Any, place: pathlib.Path, text: str = "") -> tokenizers.AddedT
     """Returns a token by the table of its properties; one that is named and has none is special and not normalized."""
     if not isinstance(value, Mapping):
         raise UserError(f"{place}: a token of added_tokens_decoder is {errors.shown(value)}; save the tokenizer again")
-    flags = {name: value[name] is True for name in _FLAGS if name in value}
+    flags = {name: _flag(value, name, False, place) for name in _FLAGS if name in value}
     if text:
         flags = {"normalized": False, **flags, "special": True}
     return tokenizers.AddedToken(text or _text(value), **flags)
@@ -254,9 +262,14 @@ def _token(value: Any, place: pathlib.Path, text: str = "") -> tokenizers.AddedT
 def _items(value: Any, place: pathlib.Path) -> list[tuple[int, Any]]:
     if value is None:
         return []
-    if not isinstance(value, Mapping) or not all(str(key).isdecimal() for key in value):
+    if not isinstance(value, Mapping) or not all(map(_ID.fullmatch, value)):
         raise UserError(f"{place}: added_tokens_decoder is not a table of tokens by id; save the tokenizer again")
     return [(int(key), token) for key, token in value.items()]
+
+
+def _flag(settings: Mapping[str, Any], name: str, default: bool, place: pathlib.Path) -> bool:
+    value = settings.get(name)
+    return errors.truth(f"{place}: {name}", default if value is None else value, "save the tokenizer again")
 
 
 def _listed(value: Any) -> list[Any]:

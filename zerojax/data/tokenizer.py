@@ -155,7 +155,7 @@ def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
 
 def _read(path: str | os.PathLike, subject: str) -> tuple[tokenizers.Tokenizer, token_files.Beside]:
     """Returns the tokenizer in a tokenizer.json with the tokens that the files beside it name, and what these say."""
-    with _refused(f"{subject} is not a readable tokenizer.json", "save it again or choose another"):
+    with refused(f"{subject} is not a readable tokenizer.json", "save it again or choose another"):
         content = bounded.read_bytes(path, token_files.MOST_BYTES)
         _check_charsmaps(content)
         parsed = json.loads(content)
@@ -207,7 +207,7 @@ def _steps(part: object) -> Iterator[Mapping[str, Any]]:
 
 
 @contextlib.contextmanager
-def _refused(what: str, way_out: str) -> Iterator[None]:
+def refused(what: str, way_out: str) -> Iterator[None]:
     """Turns all that the library may raise, plain Exception and panics of its Rust code, into a UserError."""
     try:
         yield
@@ -274,7 +274,7 @@ class ByteTokenizer:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the bytes of `text` as int32[length]. A str is encoded as UTF-8."""
-        data = text.encode("utf-8", errors="replace") if isinstance(text, str) else text
+        data = _bytes_of(text) if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def encode_whole(self, text: str) -> np.ndarray:
@@ -287,7 +287,7 @@ class ByteTokenizer:
 
     def encode_places(self, text: str, *, is_special: bool) -> tuple[np.ndarray, np.ndarray]:
         """Returns the bytes of `text`, and the character of each."""
-        sizes = [len(character.encode("utf-8", errors="replace")) for character in text]
+        sizes = [len(_bytes_of(character)) for character in text]
         at = np.repeat(np.arange(len(text), dtype=np.int32), sizes)
         return self.encode(text), np.stack([at, at + 1], axis=1)
 
@@ -395,9 +395,10 @@ class FileTokenizer:
         return json.loads(self.model.to_str())
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Returns the ids of `text` as int32[length]. Bytes are decoded as UTF-8, with invalid bytes replaced."""
+        """Returns the ids of `text` as int32[length]. Bytes are decoded as UTF-8."""
         if isinstance(text, bytes):
-            text = text.decode("utf-8", errors="replace")
+            with errors.below("a text "):
+                text = bounded.decoded(text)
         return self._ids(self.model, text, adds_special=False)
 
     def encode_whole(self, text: str) -> np.ndarray:
@@ -431,7 +432,7 @@ class FileTokenizer:
         return np.asarray(self._encoding(model, text, adds_special=adds_special).ids, np.int32)
 
     def _encoding(self, model: tokenizers.Tokenizer, text: str, *, adds_special: bool) -> tokenizers.Encoding:
-        with _refused(
+        with refused(
             f"{self.subject} cannot encode {errors.shown(text, 60)}", "mend the text, or choose another tokenizer"
         ):
             # One text at a time, but `encode` holds the lock of Python, so that threads would wait for each other
@@ -445,8 +446,17 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of `ids`. Drops special tokens and ids outside the vocabulary."""
-        with _refused(f"{self.subject} cannot decode its ids", "choose another tokenizer"):
+        with refused(f"{self.subject} cannot decode its ids", "choose another tokenizer"):
             return self.model.decode(_below(ids, self.vocab_size))
+
+
+def _bytes_of(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"a text holds half of a surrogate pair at its character {error.start}, which is no letter; mend the text"
+        ) from error
 
 
 def _below(ids: Sequence[int] | np.ndarray, end: int) -> list[int]:

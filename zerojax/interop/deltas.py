@@ -72,7 +72,7 @@ def publish(
     tensors = [member for tensor in layout.written(family, model) for member in tensor.members]
     dtypes = huggingface.dtypes_of(tensors, dtype, source)
     newest, before = _read(folder / INDEX)
-    known = {name: entry for name, entry in before.items() if step > newest and (folder / entry["file"]).is_file()}
+    known = {name: entry for name, entry in before.items() if step > newest and os.path.isfile(folder / entry["file"])}
     fetch = huggingface.make_fetch(is_primary)
     found, written = dict(known), 0
     group: list[tuple[layout.ModelTensor, np.ndarray]] = []

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from zerojax import bounded, errors, files, tree
 from zerojax.checkpoint import files as step_files
 from zerojax.errors import UserError
-from zerojax.interop import fp8_blocks, hub, layout, mxfp4, tensor_files
+from zerojax.interop import fp8_blocks, hub, layout, mxfp4, other_types, tensor_files
 from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.tree import PyTree
@@ -228,6 +228,9 @@ def read_shard(
 
     The first slice of the files that holds NaN or infinity is warned of. All weights pass here, and only those that a process reads anyway
     are checked.
+
+    Raises:
+      UserError: that slice holds nothing but NaN.
     """
     bounds = [part.indices(1 << 62)[:2] for part in index]
     if (members := tensor.members) != [tensor]:  # an expert each
@@ -266,8 +269,13 @@ def _draw(tensor: layout.ModelTensor) -> np.ndarray:
 
 
 def _warn_of_odd(entry: Entry, tensor: layout.ModelTensor, index: list[slice], dtype: np.dtype) -> None:
-    """Warns of NaN or infinity in a slice of a leaf, in the file or as `dtype`."""
+    """Warns of NaN or infinity in a slice of a leaf, in the file or as `dtype`. Refuses one of NaN alone."""
     found = _read_slice(entry, tensor, index, stored_dtype(entry))
+    if np.isnan(found).all():
+        raise UserError(
+            f"{entry.file}: tensor {tensor.name} holds nothing but NaN, so the model computes nothing else; copy the file again, or choose "
+            "another folder"
+        )
     line = (
         f"holds numbers beyond the range of {dtype}, which become infinity; choose bf16 or fp32"
         if tensor_files.is_finite(found)
@@ -324,10 +332,9 @@ def _family(path: pathlib.Path, raw: Mapping[str, Any]) -> family_lib.Family:
     kind, classes = raw.get("model_type"), raw.get("architectures") or []
     if not isinstance(kind, str) or kind not in families.MODEL_TYPES:
         known = ", ".join(families.MODEL_TYPES)
-        like = _equal_form(path, raw)
-        hint = f"; its config and its tensors are those of {like!r}: set model_type to that if it computes the same"
         raise UserError(
-            f"{path / CONFIG}: model_type {kind!r} is not an architecture that zerojax computes{hint if like else ''}; known: {known}"
+            f"{path / CONFIG}: model_type {errors.shown(kind)} is not an architecture that zerojax computes{_hint(path, raw)}; "
+            f"known: {known}"
         )
     family = families.MODEL_TYPES[kind]
     computed = family.huggingface.architectures[kind]
@@ -347,17 +354,38 @@ def _family(path: pathlib.Path, raw: Mapping[str, Any]) -> family_lib.Family:
     return family
 
 
-def _equal_form(path: pathlib.Path, raw: Mapping[str, Any]) -> str | None:
-    """Returns the model_type of the known form with most of a config's fields that has the folder's tensors; None for none."""
-    found = {}
-    for kind, family in families.MODEL_TYPES.items():
-        as_kind = {**raw, "model_type": kind}
+def _hint(path: pathlib.Path, raw: Mapping[str, Any]) -> str:
+    """Returns what is known of a model_type that is unknown: the one that computes the same, or its text model; "" for nothing."""
+    inner = other_types.text_model(raw)
+    if (text := inner.get("model_type")) in families.MODEL_TYPES:
         with contextlib.suppress(UserError):
-            entries = _canonical(family, as_kind, tensor_files.read_folder(path))
-            model = family.huggingface.read(as_kind, entries)
-            _check(path, layout.tensors(family, model), entries, family.huggingface.prefix)
-            found[kind] = len(family.huggingface.write(model).keys() & raw.keys())
-    return max(found, key=lambda kind: found[kind], default=None)
+            families.MODEL_TYPES[text].huggingface.read(inner, ())
+            return (
+                f", but its text model is {text!r}, which it does: save that alone with transformers (a model of that class with the "
+                "weights of language_model and lm_head), and name its folder"
+            )
+    kind = other_types.SAME.get(str(raw.get("model_type")), "")
+    if kind not in families.MODEL_TYPES:
+        return ""
+    family, as_kind = families.MODEL_TYPES[kind], {**raw, "model_type": kind}
+    forms = {_form(name): name for name in family.huggingface.architectures[kind]}
+    same = forms.get(_form(raw.get("architectures")), "")
+    with contextlib.suppress(UserError):
+        entries = _canonical(family, as_kind, tensor_files.read_folder(path))
+        model = family.huggingface.read(as_kind, entries)
+        _check(path, layout.tensors(family, model), entries, family.huggingface.prefix)
+        read = lambda raw: family.huggingface.read(raw, entries)  # noqa: E731
+        if same and not other_types.unread(as_kind, read, family.huggingface.write):
+            return f", but computes what {kind!r} does: set model_type to {kind!r} and architectures to [{same!r}]"
+    return ""
+
+
+def _form(architectures: Any) -> str:
+    """Returns what a class is for: "ForCausalLM" of "LlamaForCausalLM"; "" if none is named."""
+    found = re.search(
+        r"(For|Model).*", str(architectures[0] if isinstance(architectures, list) and architectures else architectures)
+    )
+    return found[0] if found else ""
 
 
 def _canonical(

@@ -14,7 +14,7 @@ import pathlib
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,8 +23,9 @@ import numpy as np
 from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import hub, huggingface, layout, tensor_files
+from zerojax.interop import hub, huggingface, layout, regexes, tensor_files
 from zerojax.lora import settings, targets
+from zerojax.models import config_json
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
@@ -142,9 +143,9 @@ def open_adapter(
         raise UserError(
             f"{path}: holds no {WEIGHTS}; name a folder that save_pretrained of PEFT wrote, with safetensors"
         )
-    lora = read_settings(path, raw, quantize=quantize)
-    entries = _without_copies(_without_wrapped(entries), family, model)
     known = linear(family, model)
+    lora = read_settings(path, raw, _names(known, known), quantize=quantize)
+    entries = _without_copies(_without_wrapped(entries), family, model)
     path_of = {name: module for module, found in known.items() for name in found.names}
     own = {tensor.name: tensor for tensor in layout.tensors(family, model)}
     adapted: dict[str, None] = {}
@@ -177,7 +178,7 @@ def open_adapter(
                 f"{path / WEIGHTS}: tensor {name} belongs to no {'linear module' if kind else 'weight'} of this model; choose the model "
                 "that the adapter was trained with"
             )
-    if _tied(saved, family, model) and not raw.get(TYING):
+    if _tied(saved, family, model) and not _fields(path, raw).flag(TYING, False):
         raise _trained_apart(path)
     ordered = tuple(module for module in known if module in adapted)
     if lora.rslora and any(known[module].is_experts and module.endswith(JOINED) for module in ordered):
@@ -298,8 +299,10 @@ def read_config(path: pathlib.Path) -> dict[str, Any]:
     return folder_lib.read_json(path / CONFIG)
 
 
-def read_settings(path: pathlib.Path, raw: Mapping[str, Any], *, quantize: str = "none") -> settings.Lora:
-    """Returns the settings in the contents of adapter_config.json.
+def read_settings(
+    path: pathlib.Path, raw: Mapping[str, Any], names: Iterable[str] = (), *, quantize: str = "none"
+) -> settings.Lora:
+    """Returns the settings in the contents of adapter_config.json, and checks that its regexes can be matched with the names of modules.
 
     Raises:
       UserError: it is of another kind of adapter, or sets what is not computed here.
@@ -323,13 +326,28 @@ def read_settings(path: pathlib.Path, raw: Mapping[str, Any], *, quantize: str =
         "dropout": raw.get("lora_dropout", 0.0),
         "target_modules": raw.get("target_modules"),
         "exclude_modules": raw.get("exclude_modules") or (),
-        "rslora": bool(raw.get("use_rslora", False)),
+        "rslora": _fields(path, raw).flag("use_rslora", False),
         "modules_to_save": raw.get("modules_to_save") or (),
         "rank_pattern": raw.get("rank_pattern") or {},
         "alpha_pattern": raw.get("alpha_pattern") or {},
     }
+    regexes.check(list(_regexes(path, read)), names)
     with errors.below(f"{path / CONFIG}: "):
         return settings.Lora(**read, quantize=quantize)
+
+
+def _fields(path: pathlib.Path, raw: Mapping[str, Any]) -> config_json.Fields:
+    return config_json.Fields(raw, f"{path / CONFIG}", "save the adapter again")
+
+
+def _regexes(path: pathlib.Path, read: Mapping[str, Any]) -> Iterator[regexes.Regex]:
+    """Yields the regexes among settings."""
+    for field in ("target_modules", "exclude_modules"):
+        if isinstance(read[field], str):
+            yield regexes.Regex(f"{path / CONFIG}: {field}", read[field], read[field], "fullmatch")
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in read[field] if isinstance(read[field], Mapping) else ():
+            yield regexes.Regex(f"{path / CONFIG}: {field}", pattern, settings.at_end(pattern), "match")
 
 
 def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: ModelConfig) -> list[layout.ModelTensor]:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ class Lora:
             if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= MOST_RANK:
                 raise UserError(f"lora.r: must be a whole number from 1 to {MOST_RANK}, and is {errors.shown(rank)}")
         for alpha in (self.alpha, *(alpha for _, alpha in self.alpha_pattern)):
-            if not _is_number(alpha) or not 0 < alpha < math.inf:
+            if not _is_number(alpha) or not 0 < alpha <= sys.float_info.max:
                 raise UserError(f"lora.alpha: must be a number above 0, and is {errors.shown(alpha)}")
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise UserError(f"lora.dropout: must be at least 0 and below 1, and is {errors.shown(self.dropout)}")
@@ -116,8 +117,13 @@ def shortest_ends(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...
     return tuple(sorted(names))
 
 
+def at_end(pattern: str) -> str:
+    """Returns the regex over full names of a regex for their ends."""
+    return rf"(.*\.)?({pattern})$"
+
+
 def _ends(pattern: str, name: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+    return re.match(at_end(pattern), name) is not None
 
 
 def _names(field: str, value: Any) -> Any:

@@ -91,7 +91,7 @@ def _named(value: object, folder: pathlib.Path) -> Mapping[str, Any] | None:
     if not isinstance(value, str) or not value:
         return None
     for path in (folder / value, pathlib.Path(value)):
-        if path.is_file():
+        if os.path.isfile(path):  # pathlib raises for a name that is too long
             content = _told(str(path), _text(path), path.parent).content
             return content if isinstance(content, Mapping) else None
     return None

@@ -114,8 +114,15 @@ class Draft:
         )
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Returns a truth value; texts as YAML and shells write them are read."""
-        return is_true(self.get(name, default))
+        """Returns a truth value; texts as YAML and shells write them are read.
+
+        Raises:
+          UserError: it is another text.
+        """
+        value = self.get(name, default)
+        if isinstance(value, str) and value.strip().lower() not in (*_FALSE, *_TRUE):
+            raise UserError(f"{name}: must be true or false, and is {errors.shown(value)}; correct it in the file")
+        return is_true(value)
 
     def number(self, name: str, default: Any = None, *, infinite: bool = False) -> Any:
         """Returns a float.
@@ -233,10 +240,13 @@ def leaves(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
             yield f"{above}{key}", value
 
 
+_FALSE, _TRUE = ("", "no", "n", "false", "f", "off", "none", "0", AUTO), ("yes", "y", "true", "t", "on", "1")
+
+
 def is_true(value: object) -> bool:
     """Returns the truth of a value; "no", "false", "off", "none" and "0" are false."""
     if isinstance(value, str):
-        return value.strip().lower() not in ("", "no", "false", "off", "none", "0", AUTO)
+        return value.strip().lower() not in _FALSE
     return bool(value)
 
 

@@ -361,7 +361,7 @@ def _steps(draft: Draft) -> None:
             draft.put(ARGUMENTS[name][1], value, name)
     if draft.flag("fp8"):
         draft.put("precision", "fp8", "fp8")
-    if draft.flag("gradient_checkpointing"):
+    if draft_lib.is_true(draft.get("gradient_checkpointing", False)):  # may name where it offloads to
         draft.put("model.remat", "full", "gradient_checkpointing")
         if "offload" in str(draft.get("gradient_checkpointing")).lower():
             why = "config.model.remat = 'full' without offload; config.model.offload keeps outputs of modules that it names in host memory"

@@ -1,9 +1,10 @@
 """Reads fields of a config.json that others wrote. This module checks their types, and names a wrong one in one line."""
 
-import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.models import layers
 
@@ -16,16 +17,23 @@ class Fields:
 
     Args:
       raw: its contents.
+      place: its name.
+      way_out: from a wrong value.
     """
 
-    def __init__(self, raw: Mapping[str, Any], place: str = "config.json"):
-        self.raw, self.place = raw, place
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        place: str = "config.json",
+        way_out: str = "choose a folder whose model has that",
+    ):
+        self.raw, self.place, self._way_out = raw, place, way_out
 
     def refuse(self, name: str, must: str) -> UserError:
         """Returns the error for a field's value."""
         is_known = name in self.raw
-        value = f"is {self.raw[name]!r}" if is_known else "is missing"
-        return UserError(f"{self.place}: {name}: must be {must}, and {value}; choose a folder whose model has that")
+        value = f"is {errors.shown(self.raw[name])}" if is_known else "is missing"
+        return UserError(f"{self.place}: {name}: must be {must}, and {value}; {self._way_out}")
 
     def count(self, name: str, default: int | None = None) -> int:
         """Returns a whole number above 0. A missing or null field has the default; None refuses it."""
@@ -58,17 +66,14 @@ class Fields:
 
     def flag(self, name: str, default: bool) -> bool:
         """Returns true or false. A missing or null field has the default."""
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise self.refuse(name, "true or false")
-        return value
+        return errors.truth(f"{self.place}: {name}", self._value(name, default), self._way_out)
 
     def group(self, name: str) -> "Fields":
         """Returns the fields of a nested group. A missing or null group is empty."""
         value = self._value(name, {})
         if not isinstance(value, Mapping):
             raise self.refuse(name, "a group of fields")
-        return Fields(value, f"{self.place}: {name}")
+        return Fields(value, f"{self.place}: {name}", self._way_out)
 
     def choice(self, name: str, known: Collection[str], default: str) -> str:
         """Returns a text that is one of `known`. A missing or null field has the default."""
@@ -94,4 +99,4 @@ class Fields:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max

@@ -75,11 +75,11 @@ class TokenizerWords(Words):
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Returns the text of an answer's ids, without special tokens."""
-        return self._model.decode(list(ids))
+        return self._decode(ids)
 
     def name_of(self, token: int) -> str:
         """Returns the text of one token, also of a special one, with the space that some tokenizers leave out where a text begins."""
-        return self._left_out(token) + self._model.decode([token], skip_special_tokens=False)
+        return self._left_out(token) + self._decode([token], skips_special=False)
 
     def before(self, token: int) -> str:
         """Returns the space that some tokenizers leave out where a text begins; nothing where an answer is a text of its own."""
@@ -127,10 +127,12 @@ class TokenizerWords(Words):
         return tokenizer_lib.load_tokenizer(str(self._folder.path / TOKENIZER))
 
     def _encode(self, text: str, *, adds_special: bool) -> list[int]:
-        try:
+        with tokenizer_lib.refused("prompt: the tokenizer cannot encode it", "shorten the text, or mend the tokenizer"):
             return self._model.encode(text, add_special_tokens=adds_special).ids
-        except Exception as error:  # whatever the library raises for a text that its steps cannot read
-            raise UserError(f"prompt: the tokenizer cannot encode it ({' '.join(str(error).split())[:200]})") from error
+
+    def _decode(self, ids: Sequence[int], *, skips_special: bool = True) -> str:
+        with tokenizer_lib.refused(f"{self._folder.path / TOKENIZER}: cannot decode an answer", "mend the tokenizer"):
+            return self._model.decode(list(ids), skip_special_tokens=skips_special)
 
 
 def of_folder(folder: folder_lib.Folder, chat_template: str) -> Words:

@@ -69,6 +69,18 @@ def test_lines_are_numbered_as_an_editor_does(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl:2: is not JSON"),
         ("a.jsonl", b'{"text": "a"}\n[1]\n', "a.jsonl:2: is [1], and an example has named fields"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl:2: is not UTF-8 text"),
+        (
+            "a.jsonl",
+            b'{"a": 1}\n{"text": "a", "b": 2, "text": "b"}\n',
+            "a.jsonl:2: is not JSON (the key 'text' comes twice)",
+        ),
+        ("a.json", b'[{"a": 1}, {"b": {"c": 1, "c": 2}}]', "a.json:example 2: is not JSON (the key 'c' comes twice)"),
+        (
+            "a.jsonl",
+            b'{"a": 1}\n{"text": ["a\\uD800"]}',
+            'a.jsonl:2: holds half of a surrogate pair, which is no letter, near \'{"text": ["a\\ud800\'; mend',
+        ),
+        ("a.json", b'[{"a\\udc00\\ud83d": 1}]', "a.json:example 1: holds half of a surrogate pair"),
         ("a.csv", b"text,label\na,b\nc\n", "a.csv:3: has 1 values, and line 1 names 2 fields"),
         ("a.csv", b'text,label\na,"b\n', "a.csv:2: is no row of a table"),
         ("a.csv", b"text,text\na,b\n", "a.csv:1: names the fields"),
@@ -84,6 +96,13 @@ def test_what_cannot_be_read_is_named_with_its_line(tmp_path, name, content, mes
     with pytest.raises(UserError, match=re.escape(message)):
         opened = records.Files(str(tmp_path / name.replace("b.jsonl", "c.jsonl")), KEY)
         [opened[index] for index in range(len(opened))]
+
+
+@pytest.mark.parametrize("form", ['{"text": "\\ud83d\\ude00"}\n', '[{"text": "\\uD83D\\uDE00"}]'])
+def test_a_letter_of_two_halves_is_one(tmp_path, form):
+    path = tmp_path / "a.json"
+    path.write_text(form)
+    assert records.Files(str(path), KEY)[0] == {"text": "\U0001f600"}
 
 
 def test_a_folder_is_refused_with_the_pattern_of_its_files(tmp_path):

@@ -120,10 +120,14 @@ def test_tools_are_a_list_of_schemas_or_its_json():
             templates.tools_of(value)
 
 
-def test_bytes_that_are_no_utf8_are_replaced_in_messages_as_in_texts():
-    assert templates.messages_of([{"role": b"assistant", "content": b"a\xff"}], "f:1", "messages") == [
-        {"role": "assistant", "content": "a\ufffd"}
-    ]
+def test_bytes_are_read_as_utf8_and_refused_with_their_place_where_they_are_none():
+    found = templates.messages_of([{"role": b"assistant", "content": "\u00e9".encode()}], "f:1", "messages")
+    assert found == [{"role": "assistant", "content": "\u00e9"}]
+    assert templates.Template("{text}!", "prompt").fill({"text": b"a"}, "f:1") == "a!"
+    with pytest.raises(UserError, match=r"^f:1: messages: a text is not UTF-8 at its byte 1 \(near b'a\\xff'\)"):
+        templates.messages_of([{"role": b"assistant", "content": b"a\xff"}], "f:1", "messages")
+    with pytest.raises(UserError, match=r"^f:1: field 'text' is not UTF-8 at its byte 0 "):
+        templates.Template("{text}", "prompt").fill({"text": b"\xff"}, "f:1")
 
 
 @pytest.mark.parametrize(

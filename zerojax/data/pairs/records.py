@@ -145,7 +145,7 @@ def _open_json(path: pathlib.Path) -> _File:
     data = bounded.read_bytes(path, _MOST_LIST)
     if not data.lstrip().startswith((b"[", codecs.BOM_UTF8 + b"[")):
         return _open_lines(path)
-    text, decoder = data.decode("utf-8-sig"), json.JSONDecoder()
+    text, decoder = data.decode("utf-8-sig"), json.JSONDecoder(object_pairs_hook=bounded.once)
     del data
     starts, ends = array.array("q"), array.array("q")
 
@@ -176,7 +176,12 @@ def _open_json(path: pathlib.Path) -> _File:
         raise UserError(
             f"{path}:{place(len(starts))}: is not JSON ({errors.first_line(error)}); mend the file"
         ) from error
-    return _File(path, len(starts), lambda index: json.loads(text[starts[index] : ends[index]]), place)
+
+    def read(index: int) -> Any:
+        own = text[starts[index] : ends[index]]
+        return _lettered(decoder.decode(own), own, lambda: f"{path}:{place(index)}")
+
+    return _File(path, len(starts), read, place)
 
 
 def parse(data: bytes, place: Callable[[], str]) -> Any:
@@ -190,11 +195,23 @@ def parse(data: bytes, place: Callable[[], str]) -> Any:
       UserError: it is no JSON.
     """
     try:
-        return bounded.parse_json(data.decode("utf-8-sig"))
+        text = data.decode("utf-8-sig")
+        return _lettered(bounded.parse_json(text), text, place)
     except UnicodeDecodeError as error:
         raise UserError(f"{place()}: is not UTF-8 text; save the file as UTF-8") from error
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{place()}: is not JSON ({errors.first_line(error)}); mend or remove that line") from error
+
+
+def _lettered(found: Any, text: str, place: Callable[[], str]) -> Any:
+    """Returns the values of a JSON text. Raises UserError if one of their texts has half of a letter."""
+    if _HALF.search(text) and (near := bounded.half_letter(found)):
+        raise UserError(
+            f"{place()}: holds half of a surrogate pair, which is no letter, near {near}; mend or remove it"
+        )
+    return found
 
 
 def _open_table(path: pathlib.Path, delimiter: str) -> _File:
@@ -302,6 +319,7 @@ def _open_parquet(path: pathlib.Path) -> _File:
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
 MOST_LINE = 2**27  # bytes of a line; JSON takes several times as much
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a letter beyond the first 65,536, as JSON may write it
 _MOST_LIST = 2**30  # bytes of a JSON file of one list, which is held in memory
 _MOST_EXAMPLES = 2**21  # of such a list, whose places take a microsecond each
 _ROWS = 1024  # of a table that are read at a time

@@ -139,7 +139,8 @@ class Template:
             )
         if hasattr(value, "item") and not getattr(value, "shape", ()):
             value = value.item()  # a numpy scalar
-        value = _decoded(value)
+        with errors.below(f"{place}: field {field!r} "):
+            value = _decoded(value)
         if names is not None and isinstance(value, str) and value not in names and _WHOLE.fullmatch(value):
             value = int(value)
         if names is not None and isinstance(value, int) and not isinstance(value, bool):
@@ -179,7 +180,8 @@ def messages_of(value: Any, place: str, key: str, *, is_answered: bool = True) -
     Raises:
       UserError: it is not one of them, has images or the like, or lacks a message of the assistant.
     """
-    value = plain(value)
+    with errors.below(f"{place}: {key}: a text "):
+        value = plain(value)
     if isinstance(value, Mapping):
         columns = list(value.values())
         if all(map(_is_list, columns)) and len(set(map(len, columns))) == 1:  # as tensorflow-datasets gives sequences
@@ -277,8 +279,8 @@ def _is_list(value: Any) -> bool:
 
 
 def _decoded(value: Any) -> Any:
-    """Returns bytes as text, and other values as they are."""
-    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
+    """Returns bytes as text, and other values as they are. Raises UserError for bytes that are no UTF-8."""
+    return bounded.decoded(value) if isinstance(value, bytes) else value
 
 
 def plain_chat(messages: Messages, is_answered: bool) -> str:

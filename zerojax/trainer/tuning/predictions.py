@@ -191,7 +191,7 @@ def replacing(path: pathlib.Path) -> Iterator[TextIO]:
 def _plain(value: object) -> object:
     """Returns what JSON can hold of a value that a parquet file may have."""
     if isinstance(value, bytes):
-        return value.decode("utf-8", errors="replace")
+        return value.decode("utf-8", errors="backslashreplace")
     if isinstance(value, Mapping):
         return dict(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)
