@@ -220,6 +220,8 @@ def test_preferences_of_all_known_forms_are_the_same_pair():
     ):
         for found, one in zip(both(example, settings=known), expected):
             assert found.inputs.tolist() == one.inputs.tolist() and found.labeled.tolist() == one.labeled.tolist()
+    (asked,) = tasks.ask([openai], BYTES, known, dataclasses.replace(ONE, seq_len=200), name="file").prompts
+    assert asked.tolist() == expected[0].inputs[: expected[0].prompt].tolist()
     texts = both({"chosen": "The sky is blue", "rejected": "The sky is black"}, settings=known)
     assert list(map(labels, texts)) == [" blue", " black"]
 

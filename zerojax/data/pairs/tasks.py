@@ -479,6 +479,8 @@ class _Encoder:
     def ask(self, example: Mapping[str, Any], place: str, counts: _Counts) -> tuple[np.ndarray, str | None]:
         """Returns the tokens of an example's prompt, and its label; None if it has none."""
         told = f"task={self._settings.task!r}: {place}"
+        with contextlib.suppress(UserError):  # one without answers is asked too
+            example = self._known(example, told)
         label: str | None = None
         if self._settings.task == CHAT:
             messages = self._messages(example, told, is_answered=False)
