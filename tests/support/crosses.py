@@ -184,6 +184,17 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
     | {"dpo": {"data.task": "dpo", "data.rejected": "un{label}"}}
     | {"grpo": {"data.task": "grpo", "data.answer_len": 4, "grpo.reward": "crosses:spread"}},
     "pack": {"yes": {}, "no": {"data.pack": False}},
+    "sources": {
+        "one": {},
+        "two": {
+            "data.train_file": "",
+            "data.sources": (
+                {"title": "a", "train_file": "tests/golden/crosses/train.jsonl"},
+                {"title": "b", "train_file": "tests/golden/crosses/train.jsonl", "weight": 2.0},
+            ),
+        },
+    },
+    "mix_by": {"tokens": {}, "examples": {"data.mix_by": "examples"}},
     "evaluate": {"no": {}, "yes": {"data.eval_file": "tests/golden/crosses/eval.jsonl"}},
     "checkpoint": {"no": {}, "yes": {"checkpoint.at_end": True}},
     "export": {"none": {}, "huggingface": {"export.format": "huggingface"}, "peft": {"export.format": "peft"}},
@@ -261,6 +272,8 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("by_columns", by_columns=("head", "both"), task=_but("task", "text")),
     covering.never("by_columns", by_columns=("head", "both"), family="bart"),
     covering.never("by_columns", by_columns=("head", "both"), lora="on"),
+    covering.never("config.data.sources", sources="two", task=("dpo", "grpo")),
+    covering.never("config.data.eval_file", sources="two", evaluate="yes"),
     covering.never("config.mesh.context", mesh="context", task=("dpo", "grpo")),
     covering.never("config.precision", precision="fp8", task=("dpo", "grpo")),
     covering.never("config.offload.params", params_offload=("host", "nvme"), task="grpo"),
@@ -319,6 +332,7 @@ UNREAD: list[covering.Rule] = [
     ),
     covering.never("fp8", fp8=_but("fp8", "tensorwise"), precision=_but("precision", "fp8")),
     covering.never("data.pack", pack="no", task=("text", "dpo", "grpo")),
+    covering.never("data.mix_by", mix_by="examples", sources="one"),
     *(
         covering.never(f"experts.{name}", **{name: value}, mesh=_but("mesh", *EXPERTS))
         for name, value in (("load", "1"), ("parts", "2"))
