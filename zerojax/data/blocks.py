@@ -102,7 +102,7 @@ class _How(NamedTuple):
     cache: pathlib.Path | None
 
 
-class _File(NamedTuple):
+class _CutFile(NamedTuple):
     """A file that is cut into blocks."""
 
     number: int  # of its blocks
@@ -145,7 +145,7 @@ def open_files(
     held = max(least, min(HELD, total) // num_rows)
     how = _How(max(least, min(_MOST, held // GROUP)), held, tuple(columns), cache)
 
-    def opened(location: Location) -> _File:
+    def opened(location: Location) -> _CutFile:
         return _OPENERS[_suffix(location.path)](location, how)
 
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -227,7 +227,7 @@ class _Lines:
         return locations.place(self._path, self._start + self._starts[index])
 
 
-def _open_lines(location: Location, how: _How) -> _File:
+def _open_lines(location: Location, how: _How) -> _CutFile:
     (path, size), nbytes = location, how.nbytes
 
     def read(block: int) -> _Lines:
@@ -246,7 +246,7 @@ def _open_lines(location: Location, how: _How) -> _File:
             tail *= 2
         return _Lines(path, begin + first, data[first : len(data) if end < 0 else end])
 
-    return _File(-(-size // nbytes), read, nbytes)
+    return _CutFile(-(-size // nbytes), read, nbytes)
 
 
 # ---- tables
@@ -273,7 +273,7 @@ class _TableRows:
         return f"{self._path}:{self._rows[index][0]}"
 
 
-def _open_table(location: Location, how: _How, delimiter: str) -> _File:
+def _open_table(location: Location, how: _How, delimiter: str) -> _CutFile:
     (path, size), nbytes = location, how.nbytes
     dialect: dict[str, Any] = {"delimiter": delimiter, "strict": True}
 
@@ -309,7 +309,7 @@ def _open_table(location: Location, how: _How, delimiter: str) -> _File:
         rows = records.table_rows(csv.reader(text, **dialect), path, first)
         return _TableRows(path, names, [(number, row) for number, row in rows if row])
 
-    return _File(len(firsts), read, nbytes)
+    return _CutFile(len(firsts), read, nbytes)
 
 
 class _Counted:
@@ -362,7 +362,7 @@ class _Batches:
         return f"{self._path}:row {self._first + index + 1}"
 
 
-def _open_parquet(location: Location, how: _How) -> _File:
+def _open_parquet(location: Location, how: _How) -> _CutFile:
     """Opens a parquet file, of which a block is a row group.
 
     Of a larger one than a row holds it is a part, and to read that, all before it in the row group is unpacked.
@@ -403,7 +403,7 @@ def _open_parquet(location: Location, how: _How) -> _File:
                     break
         return _Batches(path, int(before[number]) + start, found)
 
-    return _File(len(blocks), read, min(how.held, max(sizes, default=1)))
+    return _CutFile(len(blocks), read, min(how.held, max(sizes, default=1)))
 
 
 @contextlib.contextmanager
@@ -421,7 +421,7 @@ def _parquet(path: str) -> Iterator[pyarrow.parquet.ParquetFile]:
 
 
 _PARQUET = ".parquet"
-_OPENERS: dict[str, Callable[[Location, _How], _File]] = {
+_OPENERS: dict[str, Callable[[Location, _How], _CutFile]] = {
     ".jsonl": _open_lines,
     ".csv": functools.partial(_open_table, delimiter=","),
     ".tsv": functools.partial(_open_table, delimiter="\t"),
