@@ -15,6 +15,14 @@ def placements_of(**shapes):
     return stages.partition_state(abstract_state, mesh=mesh_lib.make_mesh(), min_size=0).placements
 
 
+def test_the_largest_block_is_counted_with_all_its_weights():
+    placements = placements_of(block_0=(16, 8), block_1=(16, 16), head=(64, 64))
+    twice = {**placements, **{path.replace("kernel", "bias"): own for path, own in placements.items()}}
+    assert block_settings.largest_block(placements, r"block_\d") == 256
+    assert block_settings.largest_block(twice, r"block_\d") == 512
+    assert block_settings.largest_block(placements, "layer") == 0
+
+
 def test_blocks_that_are_no_regex_are_refused():
     with pytest.raises(UserError, match=r"blocks: .* is not a regex"):
         where_used.where_used(lambda params: 0.0, {}, blocks="layer_(")

@@ -88,7 +88,7 @@ HOWS = {
 }
 
 
-@pytest.mark.parametrize("name", runs.cases(HOWS, long=["one pass", "by the compiler", "stage 1"]))
+@pytest.mark.parametrize("name", runs.cases(HOWS, long=["one pass", "stage 1"]))
 def test_a_step_remembers_the_largest_magnitudes_of_all_devices_and_passes_the_newest_first(name):
     state = stepped(**HOWS[name])
     assert set(state.fp8) == {f"block_{n}/{part}" for n in (0, 1) for part in ("in", "out")}

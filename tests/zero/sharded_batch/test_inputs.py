@@ -151,6 +151,26 @@ def test_specs_that_do_not_fit_are_refused(name):
         jax.eval_shape(train_step, state, BATCH)
 
 
+@pytest.mark.parametrize("context", [2, 4])
+def test_where_devices_have_tokens_of_their_own_specs_name_every_leaf_and_one_with_tokens(context):
+    mesh, batch = (
+        zerojax.make_mesh(context=context),
+        {"tokens": jnp.ones((8, 16)), "keys": jax.random.split(jax.random.key(0), 8)},
+    )
+    rows, tokens = P(("replica", "data")), P(("replica", "data"), "context")
+    for batch_specs, message in (
+        (
+            [("tokens", tokens)],
+            f"^batch/keys: the mesh has context={context}, and nothing says which dim of it counts tokens",
+        ),
+        ([("tokens", tokens), ("keys", rows)], "^batch/keys: has a random key of each example"),
+        ([("tokens", rows), ("keys", P())], "^batch_specs: no leaf has a dim of tokens"),
+    ):
+        with pytest.raises(zerojax.UserError, match=message):
+            jax.eval_shape(inputs.Layout(mesh, batch_specs=batch_specs).place, batch)
+    jax.eval_shape(inputs.Layout(mesh, batch_specs=[("tokens", tokens), ("keys", P())]).place, batch)
+
+
 def test_the_number_of_examples_is_that_of_a_pass():
     layout = inputs.Layout(zerojax.make_mesh(), 2, [("weights", P())])
     assert dependence.examples(layout, {"weights": jnp.ones((2, 3)), "x": jnp.ones((2, 8, 4))}) == 8
