@@ -22,7 +22,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-TOKENIZER = ROOT / "configs" / "short_reviews_tokenizer.json"
+TOKENIZER = ROOT / "configs" / "short_reviews" / "tokenizer.json"
 PARTS = 3
 LINES = 4096  # that differ, which are written again and again
 

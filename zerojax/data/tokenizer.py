@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -411,7 +411,8 @@ class FileTokenizer:
 
     def encode_places(self, text: str, *, is_special: bool) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of a text and their first and last characters; see `Tokenizer`."""
-        found = self._encoding(self._naming if is_special else self.model, text, adds_special=False)
+        model = self._naming if is_special else self.model
+        found = self._encoding(model.encode_batch, text, adds_special=False)
         return np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int32).reshape(-1, 2)
 
     def name_of(self, token: int) -> str:
@@ -429,14 +430,15 @@ class FileTokenizer:
         return f"an added token of {token_files.TOKENIZER}" if token in self.special_ids else ""
 
     def _ids(self, model: tokenizers.Tokenizer, text: str, *, adds_special: bool) -> np.ndarray:
-        return np.asarray(self._encoding(model, text, adds_special=adds_special).ids, np.int32)
+        return np.asarray(self._encoding(model.encode_batch_fast, text, adds_special=adds_special).ids, np.int32)
 
-    def _encoding(self, model: tokenizers.Tokenizer, text: str, *, adds_special: bool) -> tokenizers.Encoding:
+    def _encoding(self, encode: Callable[..., Any], text: str, *, adds_special: bool) -> tokenizers.Encoding:
+        """Encodes one text by a function for several: `encode` of one holds the lock of Python, so that threads would wait for each other."""
         with refused(
             f"{self.subject} cannot encode {errors.shown(text, 60)}", "mend the text, or choose another tokenizer"
         ):
-            # One text at a time, but `encode` holds the lock of Python, so that threads would wait for each other
-            return model.encode_batch([text], add_special_tokens=adds_special)[0]
+            found: tokenizers.Encoding = encode([text], add_special_tokens=adds_special)[0]
+            return found
 
     @functools.cached_property
     def _naming(self) -> tokenizers.Tokenizer:
