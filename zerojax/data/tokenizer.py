@@ -433,7 +433,7 @@ class FileTokenizer:
         return np.asarray(self._encoding(model.encode_batch_fast, text, adds_special=adds_special).ids, np.int32)
 
     def _encoding(self, encode: Callable[..., Any], text: str, *, adds_special: bool) -> tokenizers.Encoding:
-        """Encodes one text by a function for several: `encode` of one holds the lock of Python, so that threads would wait for each other."""
+        """Encodes a text by a function for several: `encode` of one holds the lock of Python, so threads would wait for each other."""
         with refused(
             f"{self.subject} cannot encode {errors.shown(text, 60)}", "mend the text, or choose another tokenizer"
         ):

@@ -381,7 +381,7 @@ def _hint(path: pathlib.Path, raw: Mapping[str, Any]) -> str:
 
 
 def _form(architectures: Any) -> str:
-    """Returns what a class is for: "ForCausalLM" of "LlamaForCausalLM"; "" if none is named."""
+    """Returns what a class is for: "ForCausalLM" of "MistralForCausalLM"; "" if none is named."""
     found = re.search(
         r"(For|Model).*", str(architectures[0] if isinstance(architectures, list) and architectures else architectures)
     )
