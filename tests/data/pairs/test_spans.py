@@ -119,6 +119,12 @@ def test_an_end_of_the_last_message_that_begins_as_the_next_message_does_is_told
     assert learned(other, TWO[1:5]) == ["one<e>", "one<end>"]
 
 
+def test_a_header_that_asks_for_more_than_answers_begin_with_ends_where_it_differs():
+    empty = CHATML.replace("{{ m.content }}", "{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}")
+    asks = empty.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}")
+    assert learned(asks, TWO[1:5]) == ["</think>one<e>\n", "</think>one<e>\n"]
+
+
 def test_an_answer_that_a_template_leaves_out_or_writes_twice_is_refused():
     silent = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{{ messages | length }}"

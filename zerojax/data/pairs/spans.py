@@ -100,11 +100,20 @@ class Talk:
             begin = at + len(header)
         elif any(self.text.endswith(header[:size], start, first) for size in range(len(header), 0, -1)):
             begin = first  # the header of a new answer has more than that of an earlier one
+        elif found := self._beginning(header, start, first):
+            begin = found
         elif not header:
             begin = start + self._same(self._tail(number - 1), self.text[start:]) if number else 0
         else:
             raise self._untold(number)
         return begin, end + (self._same(self._tail(number), self.text[end:]) or self._before_next(number, end))
+
+    def _beginning(self, header: str, start: int, first: int) -> int:
+        """Returns where the longest beginning of a header ends between two characters, if it is more than half of it; else 0."""
+        for size in range(len(header) - 1, len(header) // 2, -1):
+            if (at := self.text.find(header[:size], start, first)) >= 0:
+                return at + size
+        return 0
 
     def _before_next(self, number: int, end: int) -> int:
         """Returns how many characters from `end` on are before the header of the next message, which that message has alone too."""
