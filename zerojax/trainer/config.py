@@ -35,7 +35,7 @@ AUTO, BYTES = "auto", "bytes"  # of config.data.tokenizer
 # What one of config.data.sources may set of config.data, and the rest that it may set.
 OF_SOURCE = (
     *("name", "train_split", "eval_split", "train_file", "eval_file", "text_key"),
-    *("task", "prompt", "answer", "labels", "messages", "chat_template"),
+    *("task", "prompt", "answer", "labels", "messages", "chat_template", "learn"),
 )
 TITLE, WEIGHT = "title", "weight"
 _HELD_OUT = {"eval_split": "eval_file", "eval_file": "eval_split"}
