@@ -3,10 +3,11 @@
     python scripts/bench_feed.py --out runs/feed --gb 20 --limit_gb 2
     python scripts/bench_feed.py --out runs/feed --gb 0.01 --batches 20
 
-Writes --gb GB of JSON lines in --out, if they are not there, which may be deleted then. A child process, whose anonymous memory may have at
-most --limit_gb GB, opens them as config.data.sources does: three sources of one third each, with --rows rows of --seq_len tokens, and takes
---batches batches. A step takes --step_ms in the meantime. Prints the seconds to the first batch, tokens a second without steps, the median
-and the largest wait of a step for its batch, and the largest resident memory after the first batch and at the end. Writes feed.json.
+Writes --gb GB of JSON lines in --out, if they are not there, and trains a tokenizer on some of them. A child process, whose anonymous
+memory may have at most --limit_gb GB, opens them as config.data.sources does: three sources of one third each, with --rows rows of
+--seq_len tokens, and takes --batches batches. A step takes --step_ms in the meantime. Prints the seconds to the first batch, tokens a second
+without steps, the median and the largest wait of a step for its batch, and the largest resident memory after the first batch and at the
+end. Writes feed.json.
 """
 
 import argparse
@@ -18,12 +19,19 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.trainers
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-TOKENIZER = ROOT / "configs" / "short_reviews" / "tokenizer.json"
 PARTS = 3
+IDS = 8192  # of the tokenizer
 LINES = 4096  # that differ, which are written again and again
 
 
@@ -46,6 +54,18 @@ def write(path: pathlib.Path, nbytes: int, seed: int) -> None:
             written += len(block)
 
 
+def train_tokenizer(path: pathlib.Path, texts: Iterator[str]) -> None:
+    """Writes a byte-level BPE tokenizer of IDS entries that is trained on texts."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    how = {"vocab_size": IDS, "special_tokens": ["<s>"], "initial_alphabet": alphabet, "show_progress": False}
+    made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(**how))
+    made.save(str(path))
+    path.with_name("tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+
+
 def resident() -> float:
     """Returns the most memory that this process had, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
@@ -63,7 +83,7 @@ def measure(chosen: argparse.Namespace) -> dict:
         limit = int(chosen.limit_gb * 1e9)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     start = time.perf_counter()
-    tokens = tokenizer.load_tokenizer(chosen.tokenizer)
+    tokens = tokenizer.load_tokenizer(chosen.tokenizer or f"{chosen.out}/tokenizer.json")
     sources = [
         mixture.MixedSource(path.stem, batches.Places("", "", "", "", str(path)))
         for path in sorted(pathlib.Path(chosen.out).glob("part*.jsonl"))
@@ -114,7 +134,9 @@ def main() -> None:
     parser.add_argument("--seq_len", type=int, default=2048)
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--step_ms", type=float, default=200.0)
-    parser.add_argument("--tokenizer", default=str(TOKENIZER))
+    parser.add_argument(
+        "--tokenizer", default="", help='"bytes" or a tokenizer.json; "": one that is trained on the text'
+    )
     parser.add_argument("--limit_gb", type=float, default=0.0, help="of anonymous memory; 0: no limit")
     parser.add_argument("--child", action="store_true")
     chosen = parser.parse_args()
@@ -125,6 +147,9 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     for part in range(PARTS):
         write(out / f"part{part}.jsonl", int(chosen.gb * 1e9 / PARTS), part)
+    if not chosen.tokenizer:
+        with open(out / "part0.jsonl", encoding="utf-8") as file:
+            train_tokenizer(out / "tokenizer.json", (json.loads(line)["text"] for line, _ in zip(file, range(1000))))
     done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child"], stdout=subprocess.PIPE, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     (out / "feed.json").write_text(json.dumps(found, indent=2) + "\n")
