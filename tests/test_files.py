@@ -25,6 +25,51 @@ def test_the_former_text_stays_where_the_new_one_cannot_be_written(tmp_path, mon
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"plan.json": "one\n"}
 
 
+def test_a_symbolic_link_is_replaced_and_never_followed(tmp_path):
+    victim, own = tmp_path / "victim", tmp_path / "own.json"
+    victim.write_text("dear\n")
+    for name in ("own.json.new", "own.json"):
+        (tmp_path / name).symlink_to(victim)
+    files.check_replaceable(own, "--out")
+    (tmp_path / "own.json.new").symlink_to(victim)
+    files.replace(own, "one\n")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"victim": "dear\n", "own.json": "one\n"}
+    assert not own.is_symlink()
+    (tmp_path / "own.json.new").symlink_to(tmp_path / "nothing")
+    files.replace(own, "two\n")
+    assert own.read_text() == "two\n" and not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("mode, new", [(0o600, 0o600), (0o640, 0o640), (0o444, 0o644), (None, 0o644)])
+def test_a_file_keeps_the_permissions_of_the_one_that_it_replaces(tmp_path, mode, new):
+    path = tmp_path / "config.json"
+    if mode is not None:
+        path.touch()
+        path.chmod(mode)
+    former = os.umask(0o022)
+    try:
+        files.replace(path, "one\n")
+    finally:
+        os.umask(former)
+    assert path.stat().st_mode & 0o777 == new
+
+
+def test_a_key_that_others_can_read_is_warned_of(tmp_path):
+    path = tmp_path / "key"
+    path.write_text(" word\n")
+    path.chmod(0o600)
+    assert files.read_key(path, "--key_file") == "word"
+    for mode in (0o640, 0o604):
+        path.chmod(mode)
+        with pytest.warns(UserWarning, match=rf"^--key_file {path}: others can read it; chmod 600 it$"):
+            assert files.read_key(path, "--key_file") == "word"
+    path.write_bytes(b"\xff")
+    for unread in (path, tmp_path / "absent"):
+        line = rf"^--key_file {unread}: (cannot be read|is no text) .*; name a file with the key$"
+        with pytest.raises(UserError, match=line):
+            files.read_key(unread, "--key_file")
+
+
 def test_a_device_or_a_pipe_is_never_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/null")

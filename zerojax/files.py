@@ -5,11 +5,14 @@ import contextlib
 import os
 import pathlib
 import re
+import stat
+import warnings
 from collections.abc import Iterator
 
-from zerojax import errors
+from zerojax import bounded, errors
 from zerojax.errors import UserError
 
+_LONGEST_KEY = 2**16  # bytes
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
 
@@ -64,9 +67,13 @@ def replace(path: str | os.PathLike, text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """Gives a path beside `path`, which gets its name at the end of the block, and is removed if the block fails."""
+    """Gives a new, empty file beside `path`, which gets its name at the end of the block, and is removed if the block fails.
+
+    A symbolic link at either path is replaced and never followed: in a folder that others write, it could lead to a file of this user's.
+    The file has the permissions of the one that it replaces, and this user may write it.
+    """
     path = pathlib.Path(path)
-    new = path.with_name(f"{path.name}.new")
+    new = _beside(path)
     try:
         yield new
         os.replace(new, path)
@@ -74,6 +81,36 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
         with contextlib.suppress(OSError):
             new.unlink()
         raise
+
+
+def _beside(path: pathlib.Path) -> pathlib.Path:
+    """Makes an empty file beside `path`, in place of what an earlier process left there, and returns its path."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with contextlib.suppress(OSError), contextlib.closing(os.fdopen(descriptor, "wb")):
+        found = path.lstat()
+        if stat.S_ISREG(found.st_mode):
+            os.fchmod(descriptor, stat.S_IMODE(found.st_mode) & 0o777 | 0o200)
+    return new
+
+
+def read_key(path: str | os.PathLike, place: str) -> str:
+    """Returns the text of a file with a key or a secret, without white space around it. Warns if others can read the file.
+
+    Args:
+      path: the file.
+      place: the flag or the variable that names it.
+
+    Raises:
+      UserError: it cannot be read, or is no text.
+    """
+    way_out = "name a file with the key"
+    with reading(f"{place} {path}", way_out, f"is no text ({{}}); {way_out}"):
+        found = bounded.read_text(path, _LONGEST_KEY).strip()
+        if os.stat(path).st_mode & 0o077:
+            warnings.warn(f"{place} {path}: others can read it; chmod 600 it", stacklevel=3)
+    return found
 
 
 def check_file(path: str | os.PathLike, place: str) -> None:
@@ -97,11 +134,9 @@ def check_replaceable(path: str | os.PathLike, place: str) -> None:
     """
     check_file(path, place)
     path = pathlib.Path(path)
-    new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.touch()
-        new.unlink()
+        _beside(path).unlink()
     except OSError as error:
         raise UserError(f"{place} {path}: cannot be written ({error.strerror}); choose another path") from error
 

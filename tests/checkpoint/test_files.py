@@ -20,6 +20,17 @@ def test_only_whole_numbers_without_a_suffix_are_complete_steps(tmp_path):
     assert step_files.steps(tmp_path) == [4, 30, 100]
 
 
+def test_a_directory_is_made_for_this_user_alone_and_one_that_exists_is_left_as_it_is(tmp_path):
+    former = os.umask(0o022)
+    try:
+        made = step_files.open_directory(tmp_path / "run" / "checkpoints")
+        (tmp_path / "shared").mkdir(mode=0o755)
+        shared = step_files.open_directory(tmp_path / "shared")
+    finally:
+        os.umask(former)
+    assert [path.stat().st_mode & 0o777 for path in (made, made.parent, shared)] == [0o700, 0o755, 0o755]
+
+
 def test_an_intact_step_is_found(tmp_path):
     assert write_step(tmp_path, 5) == step_files.intact(tmp_path, 5)
 

@@ -376,6 +376,7 @@ def test_without_a_key_other_machines_are_warned_of_and_a_key_comes_from_a_file(
     assert status == 2 and "is a classifier" in error
     assert warning.startswith("zerojax: warning: 0.0.0.0 is reached by other machines, and there is no API key")
     (tmp_path / "key").write_text("secret\n")
+    (tmp_path / "key").chmod(0o600)
     assert serve._key(str(tmp_path / "key")) == "secret"
     assert (
         command(golden_models.FOLDER / "bert", "--host", "0.0.0.0", "--port", 0, "--key_file", tmp_path / "key")[

@@ -111,6 +111,7 @@ STEP = {
 
 def test_two_tasks_of_slurm_join_and_leave_by_its_variables_and_the_secret_of_a_file(tmp_path):
     (tmp_path / "secret").write_text("0123456789abcdef\n")
+    (tmp_path / "secret").chmod(0o600)
     port, secret = str(programs.free_port()), {processes.SECRET_FILE_VARIABLE: str(tmp_path / "secret")}
     environ = programs.environment(JAX_PLATFORMS="cpu", JAX_COORDINATOR_PORT=port, **STEP, **secret)
     program = programs.SINGLE_MODULES + (
@@ -149,6 +150,7 @@ def test_pods_that_jax_cannot_join_are_an_error_of_one_line(monkeypatch):
 def test_the_secret_is_of_the_variable_or_else_of_a_file_and_is_not_short(tmp_path):
     path, long = tmp_path / "secret", "0123456789abcdef"
     path.write_text(f"{long}\n")
+    path.chmod(0o600)
     variable, file = peers.VARIABLE, processes.SECRET_FILE_VARIABLE
     assert processes.secret({}) == b""
     assert processes.secret({file: str(path)}) == long.encode()
@@ -160,7 +162,7 @@ def test_the_secret_is_of_the_variable_or_else_of_a_file_and_is_not_short(tmp_pa
         ),
         (
             {file: str(tmp_path / "absent")},
-            r"absent: cannot be read \(No such file or directory\); correct ZEROJAX_SECRET_FILE",
+            r"absent: cannot be read \(No such file or directory\); name a file with the key",
         ),
         ({file: str(tmp_path)}, "cannot be read"),
     ):

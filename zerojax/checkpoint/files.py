@@ -31,7 +31,7 @@ SHOWN = 3  # names listed in an error before "and N more"
 
 
 def open_directory(directory: str | os.PathLike) -> pathlib.Path:
-    """Returns the absolute path of a directory that can hold checkpoints. Creates it if it does not exist.
+    """Returns the absolute path of a directory that can hold checkpoints. Creates it if it does not exist, for this user alone.
 
     Raises:
       UserError: it cannot be created or written, or holds other files and no checkpoint.
@@ -43,7 +43,7 @@ def open_directory(directory: str | os.PathLike) -> pathlib.Path:
         raise UserError(f"{str(path)!r}: cannot hold checkpoints (it has a null byte); choose another directory")
     check_path(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
     except OSError as error:
         why = error.strerror

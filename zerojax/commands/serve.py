@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from zerojax import bounded
+from zerojax import files
 from zerojax import mesh as mesh_lib
 from zerojax.commands import arguments
 from zerojax.errors import UserError
@@ -179,12 +179,7 @@ def _key(path: str | None) -> str:
         if not found:
             return ""
     else:
-        place = f"--key_file {path}"
-        try:
-            found = bounded.read_text(path, 2**16).strip()
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or "it is not a text"
-            raise UserError(f"{place}: cannot be read ({why}); name a file with the key") from error
+        place, found = f"--key_file {path}", files.read_key(path, "--key_file")
     if not found or not found.isascii() or not found.isprintable() or " " in found:
         raise UserError(f"{place}: must hold one word of ASCII letters; correct it")
     return found

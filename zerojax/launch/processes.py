@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import jax
 from jax.experimental import multihost_utils
 
-from zerojax import bounded, errors, files
+from zerojax import errors, files
 from zerojax.errors import UserError
 from zerojax.launch import early, ending, schedulers
 from zerojax.launch import peers as peers_lib
@@ -155,9 +155,7 @@ def secret(environ: Mapping[str, str]) -> bytes:
     if not found:
         if not (path := environ.get(SECRET_FILE_VARIABLE)):
             return b""
-        place = f"{SECRET_FILE_VARIABLE} {path}"
-        with files.reading(path, f"correct {SECRET_FILE_VARIABLE}", "is no text ({}); name a file with the secret"):
-            found = bounded.read_text(path, 2**16).strip()
+        place, found = f"{SECRET_FILE_VARIABLE} {path}", files.read_key(path, SECRET_FILE_VARIABLE)
     if len(found) < SHORTEST_SECRET:
         way_out = "set it to that of `openssl rand -hex 32`"
         raise UserError(

@@ -58,3 +58,11 @@ def test_space_is_checked_before_the_folder_is_made(tmp_path):
     with pytest.raises(UserError, match=r"later: 1024.00 TiB are needed there, and its disk has .* free; free some"):
         folder.check_space(tmp_path / "later", 1 << 50)
     assert not (tmp_path / "later").exists()
+
+
+def test_a_folder_is_made_for_this_user_alone(tmp_path):
+    former = os.umask(0o022)
+    try:
+        assert folder.make(tmp_path / "scratch").stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(former)

@@ -13,14 +13,14 @@ _MOUNTS = "/proc/self/mountinfo"
 
 
 def make(folder: str | os.PathLike) -> pathlib.Path:
-    """Makes the folder where it is missing, and returns its absolute path.
+    """Makes the folder where it is missing, for this user alone, and returns its absolute path.
 
     Raises:
       UserError: it cannot be made or written.
     """
     path = pathlib.Path(folder).absolute()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be made ({error.strerror}); choose a folder on a local disk") from error
     if not os.access(path, os.W_OK | os.X_OK):
