@@ -32,6 +32,7 @@ import pathlib
 import py_compile
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -39,12 +40,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
 CACHE = pathlib.Path.home() / ".cache" / "zerojax-mutants"
-LIMIT = 600  # seconds after which the tests of a fault hang
+LIMIT = 1200  # seconds after which the tests of a fault hang, whatever they wait for
+CPU_LIMIT = 180  # seconds of the CPU beside three times `--budget`, after which they do
+MEMORY = 6 << 30  # bytes, of which tests that grow without end take more
 LIVES, CAUGHT, HANGS = "LIVES", "caught", "hangs"
 UNSEEN = "UNSEEN"  # no test executes the line in its own process
 FAST = "not long and not slow"  # the tests that are recorded and run
@@ -384,12 +387,16 @@ class Chosen:
             self.seconds[nodeid] = round(time.process_time() - self._began, 3)
 
 
-def in_child(run: Any, folder: pathlib.Path, *, show: bool) -> int | None:
-    """Returns the status with which a child ends that calls `run` in a folder, or None if it hangs."""
+def in_child(run: Callable[[], int], folder: pathlib.Path, cpu: int, *, show: bool) -> int | None:
+    """Returns the status with which a child ends that calls `run` in a folder, or None if it hangs, or takes too much memory.
+
+    It may use the CPU for `cpu` seconds.
+    """
     if (pid := os.fork()) == 0:
         status = 1
         try:
             os.setsid()
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
             os.chdir(folder)
             if not show:
                 for stream in (1, 2):
@@ -401,14 +408,22 @@ def in_child(run: Any, folder: pathlib.Path, *, show: bool) -> int | None:
             sys.stdout.flush()
             os._exit(status)
     deadline = time.monotonic() + LIMIT
-    while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+    while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline and _resident(pid) < MEMORY:
         time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError):  # and what it may have left
         os.killpg(pid, signal.SIGKILL)
     if found == (0, 0):
         os.waitpid(pid, 0)
         return None
-    return os.waitstatus_to_exitcode(found[1])
+    status = os.waitstatus_to_exitcode(found[1])
+    return None if status in (-signal.SIGXCPU, -signal.SIGKILL) else status
+
+
+def _resident(pid: int) -> int:
+    """Returns the bytes of memory that a process has; 0 where nothing tells."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 class Worker:
@@ -418,6 +433,7 @@ class Worker:
         self._folder = copied(place)
         self._records = Records(records.folder, self._folder, records.files)
         self._programs, self._budget, self._show = programs, budget, show
+        self._cpu = CPU_LIMIT + round(3 * budget)
 
     def _pytest(self, plugin: Chosen, *arguments: str) -> int:
         import pytest
@@ -446,7 +462,7 @@ class Worker:
             self._records.save(file, lines, plugin.seconds)
             return 0
 
-        status = in_child(run, self._folder, show=self._show)
+        status = in_child(run, self._folder, 10 * LIMIT, show=self._show)
         return f"recorded {file} in {time.monotonic() - began:.0f} s" + ("" if status == 0 else ": FAILED")
 
     def verdict(self, numbered: tuple[int, Fault | Patch], until: float) -> tuple[str, str]:
@@ -459,7 +475,9 @@ class Worker:
         if tests:
             files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
             data = fault.put(self._folder)
-            status = in_child(lambda: self._pytest(Chosen(tests), "-x", *files), self._folder, show=self._show)
+            status = in_child(
+                lambda: self._pytest(Chosen(tests), "-x", *files), self._folder, self._cpu, show=self._show
+            )
             (self._folder / fault.path).write_bytes(data)
             end = HANGS if status is None else CAUGHT if status else LIVES
         ran = f"{len(tests):3} tests" + (f" of {len(tests) + left_out}" if end == LIVES and left_out else "")
@@ -491,7 +509,7 @@ def main() -> None:
     parser.add_argument("--patches", type=pathlib.Path, help="a file of faults")
     parser.add_argument("--tests", nargs="*", default=[], help="folders of tests/ beside those of the rooms")
     parser.add_argument(
-        "--budget", type=float, default=60, help="CPU seconds that the tests of a fault took when recorded"
+        "--budget", type=float, default=180, help="CPU seconds that the tests of a fault took when recorded"
     )
     parser.add_argument("--minutes", type=float, help="begins no fault after so many")
     parser.add_argument("--workers", type=int, default=2)

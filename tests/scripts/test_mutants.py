@@ -135,6 +135,7 @@ def test_a_run_records_its_tests_once_and_tells_which_faults_live(tmp_path):
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
 
     done, again = run(), run("--only", "1")
+    assert done.stdout, (done.returncode, done.stderr)
     recorded, *faults, last = done.stdout.splitlines()
     assert recorded.startswith("recorded tests/sums/test_a.py in ") and last == "2 faults tried: 1 LIVES, 1 caught"
     assert {(line.split()[1], line.partition("zerojax/")[2]) for line in faults} == {

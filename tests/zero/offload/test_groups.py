@@ -43,6 +43,18 @@ def test_a_step_by_blocks_has_groups_for_large_weights_wherever_their_state_live
     assert own.resident_bytes == sum(tree.shard_bytes(leaf) for leaf in state if not memory_kind.is_on_host(leaf))
 
 
+def test_the_rest_on_the_device_is_the_rest_with_its_params_there():
+    _, partition = offloads.sharded(offloads.adam(), {**offloads.PIECES, "params": "host"}, stage=3)
+    rest = groups.Division(partition).rest
+    found = rest.on_device
+    for leaf, own in zip(jax.tree.leaves(rest.partition.abstract_state), jax.tree.leaves(found.abstract_state)):
+        assert (own.shape, own.dtype, own.sharding.spec) == (leaf.shape, leaf.dtype, leaf.sharding.spec)
+    assert any(map(memory_kind.is_on_host, jax.tree.leaves(rest.partition.abstract_state.params)))
+    assert not any(map(memory_kind.is_on_host, jax.tree.leaves(found.abstract_state)))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, found.abstract_state)
+    assert found.shardings == shardings and found.placements == rest.partition.placements
+
+
 def test_groups_hold_a_chunk_and_end_with_their_block(made):
     found, _, partition = made
     for group in found.groups:
