@@ -6,8 +6,8 @@
 Writes --gb GB of JSON lines in --out, if they are not there, and trains a tokenizer on some of them. A child process, whose anonymous
 memory may have at most --limit_gb GB, opens them as config.data.sources does: three sources of one third each, with --rows rows of
 --seq_len tokens, and takes --batches batches. A step takes --step_ms in the meantime. Prints the seconds to the first batch, tokens a
-second without steps, the median and the largest wait of a step for its batch, and the largest resident memory after the first batch and at the
-end. Writes feed.json.
+second without steps, the median and the largest wait of a step for its batch, and the largest resident memory after the first batch
+and at the end. Writes feed.json.
 """
 
 import argparse
