@@ -7,5 +7,8 @@ CONFIGS = "zerojax.configs.configs"
 setuptools.setup(
     packages=[*setuptools.find_packages(include=["zerojax*", "pallas_kernels*"]), CONFIGS],
     package_dir={CONFIGS: "configs"},
-    package_data={"zerojax": ["plan/target_configs/*.txtpb", "clock/tables/*.json"], CONFIGS: ["*.json", "*.jsonl", "*/*.json"]},
+    package_data={
+        "zerojax": ["plan/target_configs/*.txtpb", "clock/tables/*.json"],
+        CONFIGS: ["*.json", "*.jsonl", "*/*.json"],
+    },
 )
