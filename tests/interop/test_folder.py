@@ -155,6 +155,10 @@ CONFIGS = {
     "num_attention_heads: must be a whole number above 0, and is 'four'": ("llama", {"num_attention_heads": "four"}),
     "num_attention_heads: must be a multiple of num_key_value_heads=3": ("llama", {"num_key_value_heads": 3}),
     "layer_types: must be 2 of full_attention": ("qwen2", {"layer_types": ["linear_attention", "full_attention"]}),
+    "layer_types: must be 2 of full_attention, and is [['full_attention'], 'full_attention']": (
+        "qwen2",
+        {"layer_types": [["full_attention"], "full_attention"]},
+    ),
     "layer_types: must be 2 of sliding_attention, and is ['full_attention', 'sliding_attention']": (
         "llama",
         {

@@ -28,7 +28,7 @@ Following = tuple[choice_lib.Found, jax.Array, decoding.Step]  # the second says
 
 
 class Loop:
-    """`loop(params, inputs, tokens, lengths, seed)` -> the new tokens int32[rows, new_tokens]; see `generate.make_generator`."""
+    """`loop(params, inputs, tokens, lengths, part, seed)` -> the new tokens int32[rows, new_tokens]; see `generate.make_generator`."""
 
     def __init__(
         self,
@@ -54,23 +54,36 @@ class Loop:
             step = decoding.next_step(lengths, length, found.num_tokens - 1, length + choice.new_tokens)
             return found, choice.goes_on(found), step
 
-        def first(scores: jax.Array, lengths: jax.Array, tokens: jax.Array, seed: jax.Array) -> Following:
-            return following(choice.first(scores, lengths, seed), lengths, tokens)
+        def first(
+            scores: jax.Array, lengths: jax.Array, tokens: jax.Array, part: choice_lib.Part, seed: jax.Array
+        ) -> Following:
+            return following(choice.first(scores, lengths, part, seed), lengths, tokens)
 
         def add(
-            found: choice_lib.Found, scores: jax.Array, lengths: jax.Array, tokens: jax.Array, seed: jax.Array
+            found: choice_lib.Found,
+            scores: jax.Array,
+            lengths: jax.Array,
+            tokens: jax.Array,
+            part: choice_lib.Part,
+            seed: jax.Array,
         ) -> Following:
-            return following(choice.add(found, scores, seed), lengths, tokens)
+            return following(choice.add(found, scores, part, seed), lengths, tokens)
 
         self.first, self.add = (jax.jit(function, out_shardings=(found, same, step)) for function in (first, add))
 
     def __call__(
-        self, params: PyTree, inputs: PyTree, tokens: jax.Array, lengths: jax.Array, seed: jax.Array
+        self,
+        params: PyTree,
+        inputs: PyTree,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        part: choice_lib.Part,
+        seed: jax.Array,
     ) -> jax.Array:
         """Reads the prompts and adds tokens."""
         scores, caches = self.start(params, (inputs, tokens, lengths))
-        found, goes_on, step = self.first(scores, lengths, tokens, seed)
+        found, goes_on, step = self.first(scores, lengths, tokens, part, seed)
         while goes_on:
             scores, caches = self.extend(params, (caches, step, found.token))
-            found, goes_on, step = self.add(found, scores, lengths, tokens, seed)
+            found, goes_on, step = self.add(found, scores, lengths, tokens, part, seed)
         return found.tokens

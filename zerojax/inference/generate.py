@@ -8,7 +8,7 @@ host memory are fetched block by block instead (`by_block`).
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,13 +89,56 @@ def make_generator(
         longest = max(int(lengths.max()) + new_tokens, prompts.shape[1] if inputs else 0)
         check_length(family, config, longest)
         check_params(params, partition)
-        arrays = sharded_rows((inputs, texts, lengths), mesh)
-        with _out_of_memory(prompts.shape), arguments.in_own_mesh(mesh), jax.numpy_rank_promotion("allow"):
-            new = np.asarray(run(params, *arrays, np.uint32(seed)))[:count]
+
+        def read(texts: np.ndarray, lengths: np.ndarray, part: choice_lib.Part) -> np.ndarray:
+            shape = prompts.shape if inputs else texts.shape
+            _check_memory(mesh, config.num_heads, shape)
+            arrays = sharded_rows((inputs, texts, lengths, part), mesh)
+            with _out_of_memory(shape), arguments.in_own_mesh(mesh), jax.numpy_rank_promotion("allow"):
+                return np.array(run(params, *arrays, np.uint32(seed)))[:count]
+
+        stretch = family.stretch(config)
+        after = stretch.after if stretch is not None and stretch.is_read_anew else None
+        new = _in_parts(read, texts, lengths, new_tokens, special.stops, after)
         before = texts if inputs else np.asarray(input_ids, np.int32)
         return np.concatenate([before, new[:, : _longest(new, special)]], axis=1)
 
     return generate
+
+
+def _in_parts(
+    read: Callable[[np.ndarray, np.ndarray, choice_lib.Part], np.ndarray],
+    texts: np.ndarray,
+    lengths: np.ndarray,
+    new_tokens: int,
+    stops: Sequence[int],
+    after: int | None,
+) -> np.ndarray:
+    """Returns the new tokens of texts, int32[rows, new_tokens].
+
+    Args:
+      read: (texts, lengths, which of the new tokens) -> the new tokens of rows that are read once.
+      texts, lengths: the prompts.
+      new_tokens: the most of a row.
+      stops: the tokens that end a row.
+      after: the tokens beyond which a text that grows is read anew; None for none.
+    """
+    most = np.full_like(lengths, new_tokens)
+    if after is not None:
+        most = np.where(lengths > after, most, np.minimum(most, after + 1 - lengths))
+    new = read(texts, lengths, choice_lib.Part(np.zeros_like(most), most))
+    is_cut = (most < new_tokens) & ~np.isin(np.where(np.arange(new_tokens) < most[:, None], new, -1), stops).any(axis=1)
+    rows = np.flatnonzero(is_cut)
+    if after is None or not rows.size:
+        return new
+    longer = np.zeros((len(texts), after + 1), np.int32)  # all that grew beyond have this length
+    for row in rows:
+        longer[row] = [*texts[row, : lengths[row]], *new[row, : most[row]]]
+    left = np.where(is_cut, new_tokens - most, 1).astype(np.int32)
+    further = read(longer, np.full_like(lengths, after + 1), choice_lib.Part(most, left))
+    for row in rows:
+        new[row, most[row] :] = further[row, : left[row]]
+    return new
 
 
 def check_length(family: family_lib.Family, config: ModelConfig, longest: int) -> None:
@@ -173,7 +216,12 @@ def _make_loop(
     rows = mesh_lib.row_sharding(partition.mesh)
 
     def generate(
-        params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array, lengths: jax.Array, seed: jax.Array
+        params: PyTree,
+        inputs: Mapping[str, jax.Array],
+        tokens: jax.Array,
+        lengths: jax.Array,
+        part: choice_lib.Part,
+        seed: jax.Array,
     ) -> jax.Array:
         length = tokens.shape[1]
         slots = length + choice.new_tokens
@@ -184,9 +232,9 @@ def _make_loop(
             caches = jax.lax.with_sharding_constraint(caches, jax.tree.map(lambda _: rows, caches))
             step = decoding.next_step(lengths, length, found.num_tokens - 1, slots)
             scores, caches = extend(params, caches, step, found.token)
-            return choice.add(found, scores, seed), caches
+            return choice.add(found, scores, part, seed), caches
 
-        first = (choice.first(scores, lengths, seed), caches)
+        first = (choice.first(scores, lengths, part, seed), caches)
         return jax.lax.while_loop(lambda carry: choice.goes_on(carry[0]), add, first)[0].tokens
 
     return jax.jit(generate, out_shardings=NamedSharding(partition.mesh, P()))

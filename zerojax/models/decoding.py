@@ -9,7 +9,6 @@ Shapes: B batch, T tokens of this call, S slots, H query heads, K key and value 
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -124,7 +123,6 @@ def attend(
     window: int = 0,
     way: context_attention.Way | None = None,
     cap: float = 0.0,
-    turned: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None,
     sinks_H: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns causal self-attention float[B, T, H, N], and the keys and values with those of these tokens.
@@ -137,15 +135,13 @@ def attend(
       scale: multiplies the scores; None: 1 / sqrt(N).
       window, cap: see `ops.attention.attend`.
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
-      turned: (keys float[B, S, K, N], their positions or None for those of the tokens) -> the keys that queries see, where later tokens
-        change how all keys are rotated: the cache then has keys as they were before. None: the keys are as queries see them.
       sinks_H: of the heads (`ops.sinks`), without a bias and a cap; None for none.
     """
     new = (k_BTKN,) if v_BTKN is None else (k_BTKN, v_BTKN)
     if is_first(past, q_BTHN.shape[1]):
         y_BTHN = tokens.attend(
             q_BTHN,
-            k_BTKN if turned is None else turned(k_BTKN, None),
+            k_BTKN,
             new[-1],
             kernel,
             way=way,
@@ -161,7 +157,7 @@ def attend(
     attend_masked = functools.partial(attention.attend, is_causal=False, bias=bias, scale=scale, cap=cap)
     if sinks_H is not None:
         attend_masked = functools.partial(sinks.attend, sinks_H=sinks_H, is_causal=False, scale=scale)
-    seen_keys = keys[0] if turned is None else turned(keys[0], step.slot_positions_BS), keys[-1]
+    seen_keys = keys[0], keys[-1]
     if q_BTHN.shape[1] > 1:
         distance_BTS = step.positions_BT[:, :, None] - step.slot_positions_BS[:, None]
         seen = (distance_BTS >= 0) & (distance_BTS < (window or distance_BTS.shape[2]))

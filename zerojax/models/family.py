@@ -103,6 +103,19 @@ class HuggingFace:
     starts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
+class Stretch(NamedTuple):
+    """How the positions of a model depend on a text's length.
+
+    Attributes:
+      after: the tokens of a text up to which they do not.
+      is_read_anew: whether a text that grows beyond that is read anew, since all of its positions then have others; else what was read
+        stays as it was.
+    """
+
+    after: int
+    is_read_anew: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A model family.
@@ -141,6 +154,8 @@ class Family:
       one_row: (config, params, ways) -> `extend` for one row by kernels, on shards of so many devices, or None where there is none.
         Its keywords: `implementation`; `summed`, f(array) -> its sum over the devices, None for one device; `number`, of a device; and
         `processors`, of a device.
+      stretch: (config) -> how positions depend on a text's length; None where they do not. A prompt that is longer than `Stretch.after`
+        must be read at once.
       transposed: (config, params, device) -> f(params) -> the weights as `one_row` reads them faster on one such device, with scales also
         transposed (`quantized.TRANSPOSED`), or None where it does not.
     """
@@ -162,6 +177,7 @@ class Family:
     parallel: parallel.Parallel
     is_classifier: bool = False
     one_row: Callable[[Any, Any, int], Callable[..., tuple[jax.Array, Any]] | None] = lambda config, params, ways: None
+    stretch: Callable[[Any], Stretch | None] = lambda config: None
     transposed: Callable[[Any, Any, Any], Callable[[Any], Any] | None] = lambda config, params, device: None
 
 

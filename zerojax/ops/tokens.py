@@ -199,6 +199,11 @@ def _axis() -> specs.Entry:
     return specs.entry(mesh_lib.sharded(jax.sharding.get_abstract_mesh(), mesh_lib.around(mesh_lib.TOKENS)))
 
 
+def gathered(array_BT: jax.Array) -> jax.Array:
+    """Returns the tokens of all devices beside each other, [B, L], inside `jax.shard_map`."""
+    return jax.lax.all_gather(array_BT, _axis(), axis=1, tiled=True)
+
+
 def of_all(local: int) -> int:
     """Returns the number of tokens of all devices where each has `local` of them, inside `jax.shard_map`."""
     return local * jax.lax.axis_size(_axis())

@@ -1,14 +1,18 @@
 """Checks that the loss is one mean over all labels. This module tests zerojax.trainer.tuning.examples."""
 
 import json
+import shutil
 
+import golden_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
 
+import zerojax
 from zerojax.data import source, tokenizer
+from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program
@@ -86,6 +90,32 @@ def test_the_form_of_an_imported_model_has_the_folders_tokens():
     form = examples.form(config, *model_lib.family_of(config), BYTES)
     settings = json.loads((folder / "config.json").read_text())
     assert (form.start, form.end) == (settings["decoder_start_token_id"], settings["eos_token_id"])
+
+
+@pytest.mark.parametrize("name", ["mbart", "bart"])
+def test_the_loss_of_a_task_is_that_of_its_labels_in_transformers_form(name, tmp_path):
+    """mBART's decoder begins with the last label: its answers end with the token that begins them, as its tokenizer writes a language."""
+    folder = tmp_path / name
+    shutil.copytree(golden_models.FOLDER / name, folder)
+    raw = json.loads((folder / "config.json").read_text()) | {"decoder_start_token_id": 7}
+    (folder / "config.json").write_text(json.dumps(raw))
+    loaded = zerojax.load_huggingface(folder, stage=0)
+    form = examples.form(runs.config(seq_len=16, data__answer_len=8), loaded.family, loaded.folder, BYTES)
+    settings = tasks.TaskSettings(tasks.SEQ2SEQ, "{a}", "{b}", (), "", "plain")
+    pairs = [{"a": "one two", "b": "3"}, {"a": "four", "b": "5 and more than fits"}]
+    found = tasks.encode(pairs, BYTES, settings, form, name="train_file").examples
+    targets = [example.targets.tolist() for example in found]
+    last = [7] if name == "mbart" else []
+    assert targets == [[7, ord("3"), form.end, *last], [7, *b"5 and more"[: 8 - len(last)], *last]]
+    for example in found:
+        batch = {"inputs": example.inputs, "mask": np.ones_like(example.inputs), "targets": example.targets}
+        batch = {
+            key: jnp.asarray(array)[None]
+            for key, array in {**batch, "labeled": example.labeled.astype(np.int32)}.items()
+        }
+        given = {"input_ids": example.inputs[None], "labels": example.targets[None, 1:]}
+        own = loaded.family.loss(loaded.config, loaded.params, batch)
+        np.testing.assert_allclose(own, loaded.loss(loaded.params, given), rtol=ROUNDING)
 
 
 def test_an_answer_that_a_row_cannot_hold_is_refused():

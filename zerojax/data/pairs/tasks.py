@@ -70,6 +70,9 @@ class RowForm:
     bos: int | None  # begins a decoder's text if the tokenizer does not begin it; None for none
     stops: tuple[int, ...]  # ids that end an answer
     classes: tuple[str, ...] = ()  # those of a classifier, whose prompt is read by an encoder; () for another model
+    ends_with_start: bool = (
+        False  # whether an encoder-decoder's answer ends with `start` too, after `end`, as mBART's labels do
+    )
 
     @property
     def reads_prompt(self) -> bool:
@@ -603,10 +606,14 @@ class _Encoder:
             last = inputs[-1:] if inputs[-1] in f.stops else inputs[:0]  # a tokenizer's own end stays
             inputs = np.concatenate([inputs[: f.seq_len - len(last)], last])
         ids = self._whole(answer, False)
+        last = np.array([f.start] if f.ends_with_start and f.start != f.end else [], np.int32)
+        if len(last):  # the tokenizer's own end has the language of prompts
+            ids = ids[: len(ids) - len(self._tokenizer.around.after)]
         ids = ids if len(ids) and ids[-1] == f.end else np.append(ids, f.end)
-        if len(ids) > f.answer_len:
+        if len(ids) + len(last) > f.answer_len:
             counts.add("answer", place)
-            ids = ids[: f.answer_len]
+            ids = ids[: f.answer_len - len(last)]
+        ids = np.concatenate([ids, last])
         targets = np.concatenate([[f.start], ids]).astype(np.int32)
         inputs = inputs if len(inputs) else np.array([f.end], np.int32)
         return Example(inputs.astype(np.int32), targets, np.arange(len(targets)) > 0, 0, answer)

@@ -12,10 +12,13 @@ import numpy as np
 
 class Draws(NamedTuple):
     """The settings of each row, [B]; see `requests.RequestSettings`. `most` is the most new tokens, `is_live` whether a row gets tokens,
-    `adapter` the number of the row's adapter (`adapters`)."""
+    `begun` how many the text that is read has, `until` how many it may have before it is read anew (`family.Stretch`), and `adapter` the
+    number of the row's adapter (`adapters`)."""
 
     is_live: jax.Array
     most: jax.Array
+    begun: jax.Array
+    until: jax.Array
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
@@ -30,7 +33,19 @@ class Draws(NamedTuple):
         """Returns the settings of rows without requests, as NumPy arrays."""
         whole, real = (lambda value: np.full(rows, value, np.int32)), (lambda value: np.full(rows, value, np.float32))
         seeds = np.zeros(rows, np.uint32)
-        settings: Any = (whole(1), real(0), whole(0), real(1), real(0), real(1), seeds, seeds.copy(), whole(0))
+        settings: Any = (
+            whole(1),
+            whole(0),
+            whole(1),
+            real(0),
+            whole(0),
+            real(1),
+            real(0),
+            real(1),
+            seeds,
+            seeds.copy(),
+            whole(0),
+        )
         return cls(np.zeros(rows, bool), *settings)  # type: ignore[arg-type]
 
 

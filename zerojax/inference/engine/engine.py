@@ -41,22 +41,39 @@ LEAST_REUSED = 16  # tokens of a prompt that are worth a copy of a slot
 
 @dataclasses.dataclass
 class _Slot:
-    """A row of the cache: its request, the tokens whose keys and values it holds, how many of the prompt's it has read, and how many new
-    tokens the programs that were sent give it."""
+    """A row of the cache.
+
+    Attributes:
+      request: its request.
+      words: the tokens that it reads: the prompt, or the text so far if that is read anew (`family.Stretch`).
+      text: the tokens whose keys and values it holds.
+      read: how many of `words` it has read.
+      source: the slot that holds these.
+      is_live: whether it has read all.
+      begun: new tokens among `words`.
+      sent: new tokens that the programs that were sent give it.
+      most: new tokens that it may have before it is read anew, or that its request may have.
+      is_stretched: whether its text's positions depend on the length of `words`.
+      used, adapter: when it was taken, and the number of its adapter.
+    """
 
     request: requests.Request | None = None
+    words: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     text: list[int] = dataclasses.field(default_factory=list)
     read: int = 0
     source: int = 0
     is_live: bool = False
+    begun: int = 0
     sent: int = 0
+    most: int = 0
+    is_stretched: bool = False
     used: int = 0
     adapter: int = adapters_lib.NONE
 
     @property
     def has_all(self) -> bool:
-        """Returns whether the programs that were sent give it all tokens that its request may have."""
-        return self.request is not None and self.sent >= self.request.most
+        """Returns whether the programs that were sent give it all tokens that it may have."""
+        return self.request is not None and self.sent >= self.most
 
 
 class Engine:
@@ -141,6 +158,7 @@ class Engine:
 
         shape = programs.Shape(slots, max_len, self._inputs)
         self._family, self._config, self._special, self._mesh = family, config, model.special, mesh
+        self._stretch = family.stretch(config)
         self._shape, self._reuses, self._text_of, self._together = shape, reuses, text_of, together
         self._chunk = self._inputs or min(chunk, max_len)  # an encoder reads its prompt at once
         self._budget = prefill_tokens or self._chunk
@@ -171,8 +189,11 @@ class Engine:
         self._draws = draws_lib.Draws.of_rows(slots)
         self._sent: draws_lib.Draws | None = None  # the settings on the devices; None: they changed
         self._waiting: collections.deque[requests.Request] = collections.deque()
-        self._pending: collections.deque[tuple[programs.Told, list[tuple[int, requests.Request]]]] = collections.deque()
-        self._arrived: collections.deque[tuple[requests.Request, Any, tuple[int, int]]] = collections.deque()
+        # Rows of what is told, their requests, and the most new tokens that these have with it
+        self._pending: collections.deque[tuple[programs.Told, list[tuple[int, requests.Request, int]]]] = (
+            collections.deque()
+        )
+        self._arrived: collections.deque[tuple[requests.Request, int, Any, tuple[int, int]]] = collections.deque()
         self._clock, self._stepping = 0, threading.RLock()
 
     @property
@@ -323,6 +344,7 @@ class Engine:
     def _step(self) -> bool:
         self._clock += 1
         self._admit()
+        self._read_anew()
         self._prefill()
         self._decode()
         # The newest tokens are read a step later, if that step has more to send.
@@ -342,11 +364,16 @@ class Engine:
             own = source if shared and source in free else min(free, key=lambda number: self._slots[number].used)
             chosen, text = request.settings, self._slots[source].text[:shared] if shared else []
             adapter = self._adapters[chosen.adapter]
-            self._slots[own] = _Slot(request, text, shared, source, used=self._clock, adapter=adapter)
+            slot = self._slots[own] = _Slot(
+                request, request.prompt, text, shared, source, used=self._clock, adapter=adapter
+            )
+            self._measure(slot)
             request.reused = shared
             values = (
                 False,
                 request.most,
+                slot.begun,
+                slot.most,
                 chosen.temperature,
                 chosen.top_k,
                 chosen.top_p,
@@ -359,20 +386,56 @@ class Engine:
             for array, value in zip(self._draws, values):
                 array[own] = value
             self._sent = None
-            if chosen.repetition_penalty != 1:
-                seen = np.zeros(self._config.vocab_size, bool)
-                seen[[self._special.start] if self._inputs else request.prompt] = True
-                self._rows = self._rows._replace(seen=_with_row(self._rows.seen, seen, own))
+            self._see(own, [self._special.start] if self._inputs else request.prompt)
+
+    def _see(self, number: int, words: Sequence[int] | np.ndarray) -> None:
+        """Notes the tokens of a text for the penalty of its repetitions, if it has one."""
+        request = self._slots[number].request
+        if request is not None and request.settings.repetition_penalty != 1:
+            seen = np.zeros(self._config.vocab_size, bool)
+            seen[words] = True
+            self._rows = self._rows._replace(seen=_with_row(self._rows.seen, seen, number))
+
+    def _measure(self, slot: _Slot) -> None:
+        """Notes whether a slot's text is stretched, and how many new tokens it may have before it is read anew."""
+        assert slot.request is not None
+        slot.most, stretch = slot.request.most, self._stretch
+        slot.is_stretched = stretch is not None and len(slot.words) > stretch.after
+        if stretch is not None and stretch.is_read_anew and not slot.is_stretched:
+            slot.most = min(slot.most, stretch.after + 1 - len(slot.words))
+
+    def _read_anew(self) -> None:
+        """Lets slots read their texts anew that have grown so long that all of their positions are others."""
+        for number, slot in enumerate(self._slots):
+            request = slot.request
+            if request is None or not slot.is_live or len(request.tokens) < slot.most or slot.most == request.most:
+                continue
+            if any(
+                other.source == number and other.read and other.request and not other.is_live for other in self._slots
+            ):
+                continue  # a prompt is still to be read from what the slot holds
+            words = np.concatenate([request.prompt, np.asarray(request.tokens, np.int32)])
+            begun = len(request.tokens)
+            slot = self._slots[number] = dataclasses.replace(
+                slot, words=words, text=[], read=0, is_live=False, begun=begun, sent=begun
+            )
+            self._measure(slot)
+            for array, value in zip(
+                (self._draws.is_live, self._draws.begun, self._draws.until), (False, begun, slot.most)
+            ):
+                array[number] = value
+            self._sent = None
+            self._see(number, words)
 
     def _held(self, request: requests.Request) -> tuple[int, int]:
         """Returns the slot that holds most of a prompt's beginning, and how many tokens; its last token is always read."""
-        if not self._reuses or self._inputs:
+        if not self._reuses or self._inputs or (self._stretch and len(request.prompt) > self._stretch.after):
             return 0, 0
         prompt, adapter = request.prompt[:-1], self._adapters[request.settings.adapter]
         best, shared = 0, 0
         for number, slot in enumerate(self._slots):
             length = min(len(slot.text), len(prompt))
-            if length <= shared or slot.adapter != adapter:
+            if length <= shared or slot.adapter != adapter or slot.is_stretched:
                 continue
             differs = np.flatnonzero(np.asarray(slot.text[:length]) != prompt[:length])
             length = int(differs[0]) if differs.size else length
@@ -402,18 +465,16 @@ class Engine:
     def _bucket(self, number: int) -> int:
         """Returns the tokens of the program that reads the next part of a slot's prompt."""
         slot = self._slots[number]
-        assert slot.request is not None
-        length = min(len(slot.request.prompt) - slot.read, self._chunk)
-        return min(self._chunk, max(SHORTEST, 1 << (length - 1).bit_length()))
+        most = self.max_len if slot.is_stretched else self._chunk
+        length = min(len(slot.words) - slot.read, most)
+        return min(most, max(SHORTEST, 1 << (length - 1).bit_length()))
 
     def _first(self, numbers: list[int], size: int) -> int:
         """Reads the first part of some prompts, and returns the tokens of the program."""
         prompts = np.zeros((len(numbers), size), np.int32)
         lengths = np.zeros(len(numbers), np.int32)
         for row, number in enumerate(numbers):
-            request = self._slots[number].request
-            assert request is not None
-            part = request.prompt[:size]
+            part = self._slots[number].words[:size]
             prompts[row, : len(part)], lengths[row] = part, len(part)
         inputs = {}
         texts, ends = prompts, lengths
@@ -435,8 +496,7 @@ class Engine:
     def _further(self, number: int) -> int:
         """Reads the next part of a prompt, and returns the tokens of the program."""
         slot, size = self._slots[number], self._bucket(number)
-        assert slot.request is not None
-        part = slot.request.prompt[slot.read : slot.read + size]
+        part = slot.words[slot.read : slot.read + size]
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(part)] = part
         words = (np.asarray([value], np.int32) for value in (slot.read, len(part), slot.source, number))
@@ -451,12 +511,11 @@ class Engine:
     def _has_read(self, number: int, count: int) -> bool:
         """Notes that a slot holds `count` more tokens of its prompt, and returns whether that is all of it."""
         slot = self._slots[number]
-        assert slot.request is not None
-        slot.text = slot.text + slot.request.prompt[slot.read : slot.read + count].tolist()
+        slot.text = slot.text + slot.words[slot.read : slot.read + count].tolist()
         slot.read, slot.source = slot.read + count, number
-        slot.is_live = slot.read >= len(slot.request.prompt)
+        slot.is_live = slot.read >= len(slot.words)
         if slot.is_live:
-            slot.sent, self._draws.is_live[number] = 1, True
+            slot.sent, self._draws.is_live[number] = slot.begun + 1, True
             self._sent = None
         return slot.is_live
 
@@ -477,7 +536,7 @@ class Engine:
         """Remembers to read the tokens of rows (row of the result, slot)."""
         if rows:
             jax.tree.map(lambda leaf: leaf.copy_to_host_async(), told)
-            found = [(row, self._slots[number].request) for row, number in rows]
+            found = [(row, self._slots[number].request, self._slots[number].most) for row, number in rows]
             self._pending.append((told, found))  # type: ignore[arg-type]
 
     def _read(self) -> None:
@@ -490,11 +549,11 @@ class Engine:
             told = jax.tree.map(np.asarray, told)
             several = told if told.token.ndim == 2 else jax.tree.map(lambda leaf: leaf[None], told)
             steps = range(len(several.token))
-            self._arrived.extend((request, several, (step, row)) for step in steps for row, request in rows)
+            self._arrived.extend((*asked, several, (step, row)) for step in steps for row, *asked in rows)
             self._pending.popleft()
         while self._arrived:
-            request, told, at = self._arrived.popleft()
-            if request.finish:
+            request, most, told, at = self._arrived.popleft()
+            if request.finish or len(request.tokens) >= most:
                 continue
             logprob, count = None, request.settings.logprobs
             if count is not None and told.own is not None:
@@ -510,7 +569,7 @@ class Engine:
         for number, slot in enumerate(self._slots):
             if slot.request is request:
                 if slot.is_live:
-                    slot.text = slot.text + request.tokens[:-1]
+                    slot.text = slot.text + request.tokens[slot.begun : -1]
                 slot.request, slot.is_live, slot.used = None, False, self._clock
                 self._draws.is_live[number] = False
                 self._sent = None

@@ -300,10 +300,10 @@ class Programs:
     def _begun(
         self, scores_RV: jax.Array, rows: SlotRows, draws: draws_lib.Draws, lengths_R: jax.Array, slots_R: jax.Array
     ) -> tuple[SlotRows, Told]:
-        """Draws the first new token of rows whose prompts end at `lengths_R`."""
+        """Draws the next token of rows whose texts end at `lengths_R`: the first, unless a text is read anew."""
         own = jax.tree.map(lambda values: values[jnp.minimum(slots_R, self._shape.slots - 1)], draws)
         seen_RV = rows.seen[jnp.minimum(slots_R, self._shape.slots - 1)]
-        counts_R = jnp.zeros_like(lengths_R)
+        counts_R = own.begun
         told = self._told(scores_RV, own, counts_R, seen_RV, lengths_R == 1, is_plain=False)
         put = functools.partial(jax.tree.map, lambda old, new: old.at[slots_R].set(new, mode="drop"))
         token, position, number = put((rows.token, rows.position, rows.number), (told.token, lengths_R, counts_R + 1))
@@ -312,8 +312,8 @@ class Programs:
     def _decode(
         self, params: PyTree, caches: PyTree, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
     ) -> tuple[Any, SlotRows, Told]:
-        """Adds one token to every row that is live and has fewer than its most."""
-        draws = draws._replace(is_live=draws.is_live & (rows.number < draws.most))
+        """Adds one token to every row that is live and has fewer than it may have."""
+        draws = draws._replace(is_live=draws.is_live & (rows.number < draws.until))
         extend = self._extend
         if self._row_kernels is not None and not self._has_adapters and self._shape.slots == 1:
             by_kernels = self._family.one_row(self._config, params, self._mesh.size)

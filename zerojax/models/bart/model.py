@@ -53,7 +53,7 @@ class BartConfig:
     has_sinusoids: bool = False  # positions are sines and cosines, not weights
     # Tables of positions are not trained, begin as sines and cosines, and have no unused rows
     has_fixed_positions: bool = False
-    starts_with_last: bool = False  # the first target is the last label of its text
+    starts_with_last: bool = False  # the first target is the last label of its text, which answers end with for that
     model_type: str = "bart"  # in Hugging Face's config.json
 
     @property

@@ -127,6 +127,12 @@ def _linear(ours: str, theirs: str, inputs: int, has_bias: bool) -> dict[str, Te
     return found | {f"{ours}/bias": Tensor(f"{theirs}.bias", form="flat")} if has_bias else found
 
 
+def _stretch(config: LlamaConfig) -> family.Stretch | None:
+    if not (read := config.by_length):
+        return None
+    return family.Stretch(min(one.original_length for one in read), any(one.kind == "longrope" for one in read))
+
+
 def _flops_per_token(config: LlamaConfig, lengths: Mapping[str, int], per_weight: float = 6.0) -> float:
     return model.flops_per_token(config, lengths["tokens"] - 1, per_weight)
 
@@ -518,7 +524,7 @@ def _read_windows(f: config_json.Fields, kind: str) -> tuple[int, ...]:
     else:
         known: tuple[str, ...] = ("full_attention", "sliding_attention") if window else ("full_attention",)
         known = known[1:] if window and kind == "mistral" else known  # its class has the window in every layer
-        if not isinstance(types, list) or len(types) != layers or not set(types) <= set(known):
+        if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*known}:
             raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
         windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)
     return windows if any(windows) else ()
@@ -571,6 +577,7 @@ FAMILY = family.Family(
     one_row=lambda config, params, ways: one_row.extend if one_row.takes(config, params, ways) else None,
     transposed=lambda *given: one_row.with_transposed if one_row.reads_transposed(*given) else None,
     positions=lambda config: config.max_seq_len if config.has_positions else None,
+    stretch=_stretch,
     is_encoder_decoder=False,
     blocks=r"layer_\d+",
     heads="head",

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.models import decoding, experts, family, layers
-from zerojax.models.llama import mla, rope
+from zerojax.models.llama import mla, rope, text_lengths
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention, residuals, softcap, tiles
 from zerojax.ops import tokens as tokens_lib
@@ -140,13 +140,20 @@ class LlamaConfig:
             return self.window_rope
         return rope.Rope(self.rope_theta, self.rope_scaling)
 
+    @property
+    def by_length(self) -> list[rope.Scaling]:
+        """Returns what stretches positions by the length of a text."""
+        found = [self.rope_of(layer) for layer in range(self.num_layers)]
+        return [
+            one.scaling for one in found if one is not None and one.scaling is not None and one.scaling.reads_length
+        ]
+
     def kind_of(self, layer: int) -> tuple[Any, ...]:
         """Returns what two layers have in common that take equal time."""
         return self.has_experts(layer), self.window_of(layer), self.rope_of(layer)
 
 
 Keys = tuple[jax.Array, ...] | None
-Turn = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 class Attention(nn.Module):
@@ -164,6 +171,7 @@ class Attention(nn.Module):
         past: decoding.Past | None = None,
         segments_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
+        lengths_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Keys]:
         c = self.config
         heads = {"q": c.num_heads, "k": c.num_kv_heads, "v": c.num_kv_heads}
@@ -187,14 +195,9 @@ class Attention(nn.Module):
             k_BTKN = layers.RMSNorm(c.norm_eps, c.norm_offset, dims, name="k_norm")(k_BTKN)
         # Distances alone count in rotary positions, so a text may begin at any position.
         positions_BT = positions_BT if past is None else past.step.positions_BT
-        turned = None
         if self.rotation is not None:
-            turn = self._turn(x_BTD.shape[1], positions_BT, past)
-            q_BTHN = turn(q_BTHN, positions_BT)
-            if self.rotation.scaling is not None and self.rotation.scaling.reads_length and past is not None:
-                turned = lambda k_BSKN, positions: turn(k_BSKN, positions_BT if positions is None else positions)  # noqa: E731
-            else:
-                k_BTKN = turn(k_BTKN, positions_BT)
+            turn = self._turn(x_BTD.shape[1], positions_BT, past, lengths_BT)
+            q_BTHN, k_BTKN = turn(q_BTHN), turn(k_BTKN)
         if not c.qk_norm:  # the norms' gradients read the matmuls' results
             q_BTHN, k_BTKN, v_BTKN = map(residuals.in_place, (q_BTHN, k_BTKN, v_BTKN))
         sinks_H = self.param("sinks", nn.initializers.normal(0.02), (c.num_heads,)) if c.has_sinks else None
@@ -212,24 +215,30 @@ class Attention(nn.Module):
                 given |= {"mask": mask_BT, "segments_BT": segments_BT}
                 y_BTHN = tokens_lib.attend(*arrays, c.attention, is_causal=True, **given)
             else:
-                y_BTHN, keys = decoding.attend(*arrays, c.attention, past, turned=turned, **given)
+                y_BTHN, keys = decoding.attend(*arrays, c.attention, past, **given)
         out = layers.Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), use_bias=c.o_bias, name="o")
         return out(y_BTHN), keys
 
     @nn.nowrap
-    def _turn(self, length: int, positions_BT: jax.Array | None, past: decoding.Past | None) -> Turn:
-        """Returns (queries or keys, their positions) -> these, rotated as in texts that end with this call's tokens."""
+    def _turn(
+        self,
+        length: int,
+        positions_BT: jax.Array | None,
+        past: decoding.Past | None,
+        lengths_BT: jax.Array | None,
+    ) -> Callable[[jax.Array], jax.Array]:
+        """Returns (queries or keys) -> these, rotated. Texts have `lengths_BT` tokens, or end with this call's."""
         assert self.rotation is not None
         c, (theta, scaling) = self.config, self.rotation
-        seen: Any = None
-        if scaling is not None and scaling.reads_length:
+        seen: Any = lengths_BT
+        if scaling is not None and scaling.reads_length and seen is None:
             seen = length if c.way is None else tokens_lib.of_all(length)
             if past is not None and positions_BT is not None:
                 held = jnp.where(past.step.is_text_BS, past.step.slot_positions_BS, 0)
                 seen = 1 + jnp.minimum(jnp.max(positions_BT, axis=1), jnp.max(held, axis=1))
         frequency_F = rope.frequencies(c.rotary_dim or c.head_dim, theta, scaling, seen)
         factor = 1.0 if scaling is None else scaling.attention_factor
-        return lambda x_BTXN, positions: rope.rotate(x_BTXN, frequency_F, positions, factor)
+        return lambda x_BTXN: rope.rotate(x_BTXN, frequency_F, positions_BT, factor)
 
 
 class MLP(nn.Module):
@@ -308,6 +317,7 @@ class Layer(nn.Module):
         past: decoding.Past | None = None,
         segments_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
+        lengths_BT: jax.Array | None = None,
     ) -> jax.Array | tuple[jax.Array, Keys]:
         """Returns float[B, T, D] and, if there is a past, the layer's keys and values after these tokens.
 
@@ -317,10 +327,13 @@ class Layer(nn.Module):
           past: the tokens before these.
           segments_BT: the number of the text that a token belongs to, where a row holds several: it sees no other text. Without a mask.
           positions_BT: of the tokens in their rows; None: 0, 1, ...
+          lengths_BT: int32[B, T] or [B, 1], the tokens of the text that a token belongs to, where rotations depend on it; None: of the
+            row, or with a past of the text up to these tokens.
         """
         c = self.config
         before, after = self._norms("attention")
-        y_BTD, keys = self._attention()(before(x_BTD), mask_BT, past, segments_BT, positions_BT)
+        lengths = {} if lengths_BT is None else {"lengths_BT": lengths_BT}
+        y_BTD, keys = self._attention()(before(x_BTD), mask_BT, past, segments_BT, positions_BT, **lengths)
         x_BTD = residuals.in_place(x_BTD + after(y_BTD))
         mlp, (norm, mlp_after) = (Mixture if self.has_experts else MLP)(c, name="mlp"), self._norms("mlp")
         tile = 0 if self.is_initializing() else c.tile_tokens
@@ -377,9 +390,15 @@ class Llama(nn.Module):
         mask_BT: jax.Array | None = None,
         segments_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
+        lengths_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the normalised hidden states, the head's input: float[B, T, D]. For the other arguments see `Layer`."""
-        given = {"mask_BT": mask_BT, "segments_BT": segments_BT, "positions_BT": positions_BT}
+        given = {
+            "mask_BT": mask_BT,
+            "segments_BT": segments_BT,
+            "positions_BT": positions_BT,
+            "lengths_BT": lengths_BT,
+        }
         seen = {name: array for name, array in given.items() if array is not None}
         x_BTD = self._embedded(tokens_BT, _positions_in_texts(self.config, segments_BT, positions_BT))
         for layer in self.layer:
@@ -388,14 +407,17 @@ class Llama(nn.Module):
 
     def __call__(self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array:
         """Returns logits: float32[B, T, V] from tokens int32[B, T]. `mask_BT` is False for padding."""
-        return self._logits(self.hidden(tokens_BT, mask_BT))
+        lengths_B1 = None
+        if mask_BT is not None and self._reads_lengths(tokens_BT.shape[1]):
+            lengths_B1 = jnp.sum(mask_BT, axis=1, keepdims=True)
+        return self._logits(self.hidden(tokens_BT, mask_BT, lengths_BT=lengths_B1))
 
     def start(self, tokens_BT: jax.Array, lengths_B: jax.Array, slots: int) -> tuple[jax.Array, Any]:
         """Returns the logits after each row's first `lengths_B` tokens, float32[B, V], and every layer's keys and values."""
         c, (batch, length) = self.config, tokens_BT.shape
         step = decoding.first_step(batch, length, slots)
         # Padding is not part of a text's length
-        if any(one and one.scaling and one.scaling.reads_length for one in map(c.rope_of, range(c.num_layers))):
+        if c.by_length:
             step = step._replace(positions_BT=jnp.minimum(step.positions_BT, lengths_B[:, None] - 1))
         x_BTD = self._embedded(tokens_BT, step.positions_BT)
         empty: Any = decoding.empty(batch, slots, c.num_kv_heads, c.head_dim, x_BTD.dtype)
@@ -440,6 +462,13 @@ class Llama(nn.Module):
         return softcap.softcap(layers.next_logits(self._head(), self._scaled(x_BTD)), self.config.logits_cap)
 
     @nn.nowrap
+    def _reads_lengths(self, length: int) -> bool:
+        """Returns whether texts in rows, of which this device has `length` tokens, may be rotated differently by their lengths."""
+        c = self.config
+        length = length if c.way is None else tokens_lib.of_all(length)
+        return any(length > one.original_length for one in c.by_length)
+
+    @nn.nowrap
     def _head(self) -> nn.Module:
         return self.embed if self.config.tie_embeddings else self.head
 
@@ -461,8 +490,11 @@ class Llama(nn.Module):
         """
         tokens_BT, labels_BT, ignored = layers.read_and_labels(tokens, labeled, labels_BT)
         segments_BT = None if segments is None else segments[:, : tokens_BT.shape[1]]
-        x_BTD = self.hidden(tokens_BT, segments_BT=segments_BT, positions_BT=positions_BT)
-        cap = self.config.logits_cap
+        c, lengths_BT = self.config, None
+        if ignored is not None and self._reads_lengths(tokens_BT.shape[1]):
+            lengths_BT = text_lengths.of_rows(labels_BT != ignored, segments_BT, positions_BT, c.way)
+        x_BTD = self.hidden(tokens_BT, None, segments_BT, positions_BT, lengths_BT)
+        cap = c.logits_cap
         return layers.next_loss(self._head(), self._scaled(x_BTD), labels_BT, ignored, cap=cap, by_token=by_token)
 
 

@@ -25,7 +25,8 @@ class Scaling:
       low_factor, high_factor, original_length: see `kind`; "linear" does not read them.
       attention_factor: multiplies rotated queries and keys.
       is_whole: "yarn" blends between whole numbers of pairs.
-      short, long: the divisors of "longrope" in texts of up to `original_length` tokens, and in longer ones.
+      short, long: the divisors of "longrope" in texts of up to `original_length` tokens, and in longer ones: all positions of a text
+        have the same.
     """
 
     kind: Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
@@ -54,13 +55,13 @@ class Rope(NamedTuple):
 def frequencies(
     head_dim: int, theta: float, scaling: Scaling | None = None, length: int | jax.Array | None = None
 ) -> jax.Array:
-    """Returns the angle by which one position turns each pair: theta^(-2i/N), stretched. float32[N / 2], or [B, N / 2] of B lengths.
+    """Returns the angle by which one position turns each pair: theta^(-2i/N), stretched. float32[N / 2], or [..., N / 2] of lengths [...].
 
     Args:
       head_dim: N, the dims of a head that are rotated.
       theta: the base.
       scaling: the stretch.
-      length: tokens of the text, or int32[B] of several; of a scaling that reads it.
+      length: tokens of the text, or int32[...] of several; of a scaling that reads it.
     """
     half = head_dim // 2
     exponent_F = -jnp.arange(half, dtype=jnp.float32) / half
@@ -68,7 +69,7 @@ def frequencies(
         return theta**exponent_F
     if scaling.reads_length:
         assert length is not None, "a scaling that reads the length of a text"
-        return _of_length(head_dim, theta, scaling, jnp.asarray(length)[..., None])
+        return _of_length(head_dim, theta, scaling, jnp.asarray(length))
     frequency_F = theta**exponent_F
     stretched_F = frequency_F / scaling.factor
     if scaling.kind == "linear":
@@ -86,14 +87,14 @@ def frequencies(
     )
 
 
-def _of_length(head_dim: int, theta: float, scaling: Scaling, length_B1: jax.Array) -> jax.Array:
-    half, original = head_dim // 2, scaling.original_length
+def _of_length(head_dim: int, theta: float, scaling: Scaling, lengths: jax.Array) -> jax.Array:
+    half, original, lengths = head_dim // 2, scaling.original_length, lengths[..., None]
     exponent_F = -jnp.arange(half, dtype=jnp.float32) / half
     if scaling.kind == "longrope":
         long_F, short_F = (jnp.asarray(divisors, jnp.float32) for divisors in (scaling.long, scaling.short))
-        return theta**exponent_F / jnp.where(length_B1 > original, long_F, short_F)
-    stretch_B1 = scaling.factor * jnp.maximum(length_B1, original) / original - (scaling.factor - 1)
-    return (theta * stretch_B1 ** (head_dim / (head_dim - 2))) ** exponent_F
+        return theta**exponent_F / jnp.where(lengths > original, long_F, short_F)
+    stretch = scaling.factor * jnp.maximum(lengths, original) / original - (scaling.factor - 1)
+    return (theta * stretch ** (head_dim / (head_dim - 2))) ** exponent_F
 
 
 def _kept_by_yarn(head_dim: int, theta: float, scaling: Scaling) -> jax.Array:
@@ -117,13 +118,13 @@ def rotate(
 
     Args:
       x_BTHN: queries or keys.
-      frequency_F: float32[F], or [B, F], with 2 F up to N.
+      frequency_F: float32[F], [B, F] of rows, or [B, T or 1, F] of tokens, with 2 F up to N.
       positions_BT: by default 0, 1, ...
       factor: multiplies what is rotated.
     """
     if positions_BT is None:
         positions_BT = jnp.arange(x_BTHN.shape[1])[None]
-    frequency_F = frequency_F if frequency_F.ndim == 1 else frequency_F[:, None]
+    frequency_F = frequency_F[:, None] if frequency_F.ndim == 2 else frequency_F
     angle_BTF = positions_BT.astype(jnp.float32)[..., None] * frequency_F
     sin, cos = jnp.sin(angle_BTF)[:, :, None, :], jnp.cos(angle_BTF)[:, :, None, :]
     if factor != 1:

@@ -65,6 +65,7 @@ def form(
         bos=_begin(tokenizer) if is_own and not family.is_encoder_decoder else None,
         stops=special.stops,
         classes=classes(config, family, source),
+        ends_with_start=source is not None and getattr(source.model, "starts_with_last", False),
     )
 
 
