@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from zerojax import bounded, errors, files, tree
 from zerojax.checkpoint import files as step_files
 from zerojax.errors import UserError
-from zerojax.interop import fp8_blocks, hub, layout, mxfp4, other_types, tensor_files
+from zerojax.interop import fp8_blocks, hub, layout, mxfp4, other_forms, other_types, tensor_files
 from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.tree import PyTree
@@ -127,12 +127,14 @@ def check_folder(path: pathlib.Path, config: str = CONFIG) -> None:
     """Checks that a path may be the folder of a model, or with ADAPTER that of an adapter.
 
     Raises:
-      UserError: it is no folder, or that of the other, or of a run, and the line says which to name; or a file is none, such as a link to
-        one that is gone, and would be taken for one that the folder lacks. A folder of none of them passes.
+      UserError: it is no folder, or that of the other, of a run or of another program (`other_forms`), and the line says which to name; or
+        a file is none, such as a link to one that is gone, and would be taken for one that the folder lacks. A folder of none of them
+        passes.
     """
     if not os.path.isdir(path):  # not `path.is_dir`, which raises for a name that is too long
         by = "PEFT" if config == ADAPTER else "transformers"
-        raise UserError(f"{path}: is not a folder; name one that save_pretrained of {by} wrote")
+        why = other_forms.told(path, ()) or f"is not a folder; name one that save_pretrained of {by} wrote"
+        raise UserError(f"{path}: {why}")
     for entry in sorted(path.iterdir()):
         if entry.suffix in _SUFFIXES and not entry.is_file():
             with files.reading(entry, "copy the folder again"):
@@ -153,6 +155,11 @@ def check_folder(path: pathlib.Path, config: str = CONFIG) -> None:
         raise UserError(
             f"{path}: holds an adapter and no model; name the folder of its model, and this one as the adapter"
         )
+    if not (path / config).is_file() or (config == CONFIG and not any(path.glob("*.safetensors"))):
+        if any((step / step_files.SIZES).is_file() for step in path.iterdir()):
+            raise UserError(f"{path}: holds the checkpoints of a run; name the run's export, a folder of safetensors")
+        if why := other_forms.told(path, (config,)):
+            raise UserError(f"{path}: {why}")
 
 
 def fingerprint(folder: Folder) -> str:
