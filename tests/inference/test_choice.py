@@ -16,7 +16,7 @@ def test_rows_end_at_stop_tokens_and_the_loop_when_all_have_ended():
     ends = [next((n for n in range(NEW) if likeliest[n, row] in stops), NEW - 1) for row in range(ROWS)]
     picked = choice.Choice(NEW, family.SpecialTokens(stops=stops, pad=9), sampling.Sampling())
     first, add, goes_on = map(jax.jit, (picked.first, picked.add, picked.goes_on))
-    part = choice.Part(np.zeros(ROWS, np.int32), np.full(ROWS, NEW, np.int32))
+    part = choice.AnswerPart(np.zeros(ROWS, np.int32), np.full(ROWS, NEW, np.int32))
     found, count = first(SCORES[0], np.ones(ROWS, np.int32), part, np.uint32(0)), 1
     while goes_on(found):
         found, count = add(found, SCORES[count], part, np.uint32(0)), count + 1
@@ -32,7 +32,7 @@ def test_rows_that_are_read_in_two_parts_draw_what_they_draw_in_one():
 
     def drawn(begun, most):
         """Returns the tokens that each row adds, the scores of which are those of their numbers in the answer."""
-        part = choice.Part(np.array(begun, np.int32), np.array(most, np.int32))
+        part = choice.AnswerPart(np.array(begun, np.int32), np.array(most, np.int32))
         own = [
             np.stack([SCORES[min(number + at, NEW - 1), row] for row, at in enumerate(begun)]) for number in range(NEW)
         ]

@@ -152,7 +152,7 @@ def picked(seed, stream, token, slot):
 @functools.cache
 def chosen_tokens(seed, token):
     picks = choice.Choice(4, family.SpecialTokens(stops=()), sampling.Sampling(1.0))
-    part = choice.Part(jnp.zeros(2, jnp.int32), jnp.full(2, 4))
+    part = choice.AnswerPart(jnp.zeros(2, jnp.int32), jnp.full(2, 4))
     found = picks.first(jnp.zeros((2, 2**16)), jnp.array([1, 1]), part, jnp.uint32(seed))
     return (picks.add(found, jnp.zeros((2, 2**16)), part, jnp.uint32(seed)) if token else found).token
 

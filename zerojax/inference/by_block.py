@@ -55,7 +55,7 @@ class Loop:
             return found, choice.goes_on(found), step
 
         def first(
-            scores: jax.Array, lengths: jax.Array, tokens: jax.Array, part: choice_lib.Part, seed: jax.Array
+            scores: jax.Array, lengths: jax.Array, tokens: jax.Array, part: choice_lib.AnswerPart, seed: jax.Array
         ) -> Following:
             return following(choice.first(scores, lengths, part, seed), lengths, tokens)
 
@@ -64,7 +64,7 @@ class Loop:
             scores: jax.Array,
             lengths: jax.Array,
             tokens: jax.Array,
-            part: choice_lib.Part,
+            part: choice_lib.AnswerPart,
             seed: jax.Array,
         ) -> Following:
             return following(choice.add(found, scores, part, seed), lengths, tokens)
@@ -77,7 +77,7 @@ class Loop:
         inputs: PyTree,
         tokens: jax.Array,
         lengths: jax.Array,
-        part: choice_lib.Part,
+        part: choice_lib.AnswerPart,
         seed: jax.Array,
     ) -> jax.Array:
         """Reads the prompts and adds tokens."""

@@ -10,7 +10,7 @@ from zerojax.inference import sampling as sampling_lib
 from zerojax.models import family as family_lib
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """The part of each row's new tokens that one reading of its text adds."""
 
     begun: Any  # int32[rows], the number of new tokens that the text that is read has already
@@ -34,7 +34,7 @@ class Choice:
     special: family_lib.SpecialTokens  # the tokens that begin, end and pad a row
     sampling: sampling_lib.Sampling  # how a token is picked from its scores
 
-    def first(self, scores: jax.Array, lengths: jax.Array, part: Part, seed: jax.Array) -> Found:
+    def first(self, scores: jax.Array, lengths: jax.Array, part: AnswerPart, seed: jax.Array) -> Found:
         """Returns the rows with their first token, from scores float32[rows, vocab] after texts of `lengths` tokens, int32[rows]."""
         rows = scores.shape[0]
         token = self._pick(scores, part.begun, jnp.zeros(rows, bool), seed)
@@ -43,7 +43,7 @@ class Choice:
         tokens = jnp.full((rows, self.new_tokens), self.special.pad, jnp.int32).at[:, 0].set(token)
         return Found(jnp.int32(1), token, self._ends(token) | (part.most <= 1), tokens)
 
-    def add(self, found: Found, scores: jax.Array, part: Part, seed: jax.Array) -> Found:
+    def add(self, found: Found, scores: jax.Array, part: AnswerPart, seed: jax.Array) -> Found:
         """Returns the rows with one more token."""
         count, _, is_over, tokens = found
         token = self._pick(scores, part.begun + count, is_over, seed)

@@ -90,7 +90,7 @@ def make_generator(
         check_length(family, config, longest)
         check_params(params, partition)
 
-        def read(texts: np.ndarray, lengths: np.ndarray, part: choice_lib.Part) -> np.ndarray:
+        def read(texts: np.ndarray, lengths: np.ndarray, part: choice_lib.AnswerPart) -> np.ndarray:
             shape = prompts.shape if inputs else texts.shape
             _check_memory(mesh, config.num_heads, shape)
             arrays = sharded_rows((inputs, texts, lengths, part), mesh)
@@ -107,7 +107,7 @@ def make_generator(
 
 
 def _in_parts(
-    read: Callable[[np.ndarray, np.ndarray, choice_lib.Part], np.ndarray],
+    read: Callable[[np.ndarray, np.ndarray, choice_lib.AnswerPart], np.ndarray],
     texts: np.ndarray,
     lengths: np.ndarray,
     new_tokens: int,
@@ -126,7 +126,7 @@ def _in_parts(
     most = np.full_like(lengths, new_tokens)
     if after is not None:
         most = np.where(lengths > after, most, np.minimum(most, after + 1 - lengths))
-    new = read(texts, lengths, choice_lib.Part(np.zeros_like(most), most))
+    new = read(texts, lengths, choice_lib.AnswerPart(np.zeros_like(most), most))
     is_cut = (most < new_tokens) & ~np.isin(np.where(np.arange(new_tokens) < most[:, None], new, -1), stops).any(axis=1)
     rows = np.flatnonzero(is_cut)
     if after is None or not rows.size:
@@ -135,7 +135,7 @@ def _in_parts(
     for row in rows:
         longer[row] = [*texts[row, : lengths[row]], *new[row, : most[row]]]
     left = np.where(is_cut, new_tokens - most, 1).astype(np.int32)
-    further = read(longer, np.full_like(lengths, after + 1), choice_lib.Part(most, left))
+    further = read(longer, np.full_like(lengths, after + 1), choice_lib.AnswerPart(most, left))
     for row in rows:
         new[row, most[row] :] = further[row, : left[row]]
     return new
@@ -220,7 +220,7 @@ def _make_loop(
         inputs: Mapping[str, jax.Array],
         tokens: jax.Array,
         lengths: jax.Array,
-        part: choice_lib.Part,
+        part: choice_lib.AnswerPart,
         seed: jax.Array,
     ) -> jax.Array:
         length = tokens.shape[1]
