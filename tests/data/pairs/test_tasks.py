@@ -119,6 +119,41 @@ def test_the_tokens_of_a_tokenizers_template_are_one_id_each_and_its_end_ends_an
     assert own.encode("[U]").tolist() == [0]  # in a document these letters are no token
 
 
+TURNS = [{"role": "user", "content": "U1"}, {"role": "assistant", "content": "A1"}]
+WRITTEN = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+
+
+def by_template(folder, template, *examples, **changes):
+    """Returns what `tasks.encode` makes of conversations by a tokenizer's own template."""
+    (folder / "chat_template.jinja").write_text(template)
+    settings = dataclasses.replace(CHAT, chat_template="own", **changes)
+    return tasks.encode(examples, BYTES, settings, dataclasses.replace(ONE, seq_len=99), name="f", folder=folder)
+
+
+def test_what_a_template_never_writes_is_told_or_refused(tmp_path):
+    """Tools are told, and a message that calls one or has reasoning is refused, unless the template names their field."""
+    tools, told = [{"type": "function", "function": {"name": "f"}}], "conversations offer tools"
+    call = [TURNS[0], {**TURNS[1], "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
+    thought = [TURNS[0], {**TURNS[1], "reasoning_content": "hm"}]
+    plain = by_template(tmp_path, WRITTEN, {"messages": TURNS, "tools": tools}, {"messages": TURNS})
+    assert [told in note for note in plain.notes].count(True) == 1
+    reads = WRITTEN.replace("{{ m.content }}", "{{ m.content }}{{ tools }}{{ m.tool_calls }}{{ m.reasoning_content }}")
+    for messages in (TURNS, call, thought):
+        assert not [
+            note for note in by_template(tmp_path, reads, {"messages": messages, "tools": tools}).notes if told in note
+        ]
+    for messages, word in ((call, "calls tools"), (thought, "has reasoning")):
+        with pytest.raises(UserError, match=f"a message {word}, which the chat template never writes"):
+            by_template(tmp_path, WRITTEN, {"messages": messages})
+
+
+def test_a_template_is_told_the_time_of_the_settings(tmp_path):
+    noon = 1580731200.0  # 3 February 2020, 12:00 in UTC
+    template = "{{ strftime_now('%Y') }}" + WRITTEN
+    one = by_template(tmp_path, template, {"messages": TURNS}, now=noon).examples[0]
+    assert BYTES.decode(one.inputs).startswith("2020u")
+
+
 DPO = dataclasses.replace(SETTINGS, task="dpo", prompt="{prompt}", answer="{chosen}", rejected="{rejected}")
 
 

@@ -153,6 +153,13 @@ def test_moments_live_on_the_host_before_and_after_a_step():
         ]
 
 
+def test_a_step_can_be_lowered_for_a_state_that_is_there_or_abstract():
+    state, partition = offloads.sharded(offloads.adam(), offloads.PIECES)
+    train_step = zerojax.make_train_step(offloads.loss_fn, partition)
+    texts = {train_step.lower(own, offloads.batch_of(0)).as_text() for own in (state, partition.abstract_state)}
+    assert len(texts) == 1 and "stablehlo" in texts.pop()
+
+
 def test_no_more_groups_than_in_flight_are_on_the_device_and_copies_are_sent_ahead(monkeypatch):
     state, partition = offloads.sharded(offloads.adam(), offloads.PIECES)
     train_step = zerojax.make_train_step(offloads.loss_fn, partition)

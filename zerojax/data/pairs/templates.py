@@ -333,7 +333,7 @@ def chat_of(folder: pathlib.Path | None, wanted: str, now: float | None = None) 
         why = "the tokenizer's chat template needs jinja2 (pip install jinja2)"
     else:
         return JinjaChat(
-            sources, token_files.named(folder), f"{folder}"
+            sources, token_files.named(folder), f"{folder}", now
         ), f"conversations are written in the chat template of {folder}"
     if wanted == "own":
         raise UserError(f'{key}: is "own", and {why}; set it to "plain"')
