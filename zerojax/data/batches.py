@@ -24,6 +24,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from zerojax import errors
 from zerojax.data import damaged as damaged_lib
 from zerojax.data import objectives
 from zerojax.data import source as source_lib
@@ -283,10 +284,12 @@ def make_batches(
     order = functools.partial(shuffled, size=len(source), seed=seed) if shuffle else lambda n: n % len(source)
 
     def encode(row: int, place: Position) -> np.ndarray:
-        text = source[order(place[0])][text_key]
+        index = order(place[0])
+        text = source[index][text_key]
         if isinstance(text, damaged_lib.Absent):
             return np.zeros(0, np.int32)
-        return document_ids(tokenizer, text)
+        with errors.below(f"{source_lib.place_of(source, index, 'document')}: "):
+            return document_ids(tokenizer, text)
 
     form = form or objectives.NextToken().form(tokenizer, seq_len)
     read = _rows(packing_reader(encode, lambda row, place: (place[0] + num_rows,), form.window), form, seed)
