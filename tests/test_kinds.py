@@ -33,8 +33,14 @@ def tensors_of(name):
         yield tensor, verdict
 
 
+# Golden models of a family that has others: they have its weights, and other positions.
+OTHER_POSITIONS = {"llamadynamic", "phi3long"}
+
+
 def test_all_golden_models_are_compared():
-    assert VERDICTS.keys() == {path.parent.name for path in golden_models.FOLDER.glob("*/config.json")}
+    assert VERDICTS.keys() | OTHER_POSITIONS == {
+        path.parent.name for path in golden_models.FOLDER.glob("*/config.json")
+    }
 
 
 @pytest.mark.parametrize("name", VERDICTS)

@@ -338,7 +338,9 @@ def test_an_example_that_cannot_be_read_raises_its_own_error_from_the_thread():
 
 
 def test_a_document_that_no_tokenizer_reads_is_named():
-    with pytest.raises(UserError, match=r"^document 1: a text holds half of a surrogate pair at its character 1, which"):
+    with pytest.raises(
+        UserError, match=r"^document 1: a text holds half of a surrogate pair at its character 1, which"
+    ):
         take(make([{"text": "a"}, {"text": "b\ud800"}], shuffle=False, num_rows=1, rows=[0]), 3)
 
 

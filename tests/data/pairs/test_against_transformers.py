@@ -253,8 +253,8 @@ FAMILIES = {
     **dict.fromkeys(("qwen2", "qwen2moe", "qwen3moe"), ("byte_level", "Qwen2Tokenizer")),
     **dict.fromkeys(("granite", "olmo2"), ("gpt2", "GPT2Tokenizer")),
     **dict.fromkeys(("gptoss", "smollm3"), ("byte_level", "PreTrainedTokenizerFast")),
-    **dict.fromkeys(("llama", "mixtral"), ("prepend", "LlamaTokenizer")),
-    "phi3": ("first", "LlamaTokenizer"),
+    **dict.fromkeys(("llama", "llamadynamic", "mixtral"), ("prepend", "LlamaTokenizer")),
+    **dict.fromkeys(("phi3", "phi3long"), ("first", "LlamaTokenizer")),
     "deepseekv3": ("byte_level", "LlamaTokenizerFast"),
     "gpt2": ("gpt2", "GPT2Tokenizer"),
     "olmoe": ("byte_level", "GPTNeoXTokenizer"),
@@ -266,7 +266,7 @@ FAMILIES = {
     "t5": ("unigram", "T5Tokenizer"),
 }
 # Whose class runs the file of an earlier transformers otherwise than the file says.
-REREAD = ("llama",)
+REREAD = ("llama", "llamadynamic")
 TALK = [
     {"role": role, "content": f" {role} is good\n"} for role in ("system", "user", "assistant", "user", "assistant")
 ]
