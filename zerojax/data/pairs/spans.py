@@ -19,7 +19,6 @@ Part = tuple[int, int]  # the first character and the one after the last
 Places = Callable[[str], np.ndarray]
 ALL, LAST, NO_REASONING = "all", "last", "reasoning off"
 LEARNED = (ALL, LAST, NO_REASONING)  # of a conversation's answers
-_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _THOUGHT = re.compile(r".*</think>\s*", re.DOTALL)  # reasoning that stands in a content
 _UNUSED = range(0xE000, 0xF8FF)  # characters for private use
 
@@ -60,10 +59,9 @@ class Talk:
           UserError: an answer cannot be found in the text.
         """
         answers = [n for n, message in enumerate(self._messages) if message["role"] == templates.ASSISTANT]
-        is_marked = any(map(_MARKED.search, self._chat.sources.values())) and bool(self._marked)
-        if is_marked and list(numbers) == answers and learn != NO_REASONING:
+        if self._marked and list(numbers) == answers and learn != NO_REASONING:
             return self._marked
-        if not is_marked:
+        if not self._marked:
             found = [self.place(number) for number in numbers]
         elif len(self._marked) == len(answers):
             found = [self._marked[answers.index(number)] for number in numbers]
@@ -81,10 +79,9 @@ class Talk:
         Raises:
           UserError: it cannot be told.
         """
-        before, after = (
-            self._rendered(self._messages[:number], is_answered=True),
-            self._rendered(self._messages[: number + 1]),
-        )
+        before = self._rendered(self._messages[:number], is_answered=True)
+        is_last = number + 1 == len(self._messages)
+        after = self.text if is_last else self._rendered(self._messages[: number + 1])
         if before is not None and after is not None and self.text.startswith(after) and after.startswith(before):
             return len(before), len(after)
         return self._searched(number, before or "")

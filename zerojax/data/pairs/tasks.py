@@ -99,9 +99,7 @@ class Encoded:
     answers: tuple[str, ...]  # the texts that occur as answers, for a classification
     notes: list[str]  # lines about what was cut, and what is empty
     ends: tuple[int, ...] = ()  # the special tokens with which chat templates end the answers, the most frequent first
-    template: str = (
-        ""  # of Jinja, that writes the conversations as they are learned, where the tokenizer's does not; "" for none
-    )
+    template: str = ""  # of Jinja, that writes the conversations as they are learned; "" for none
 
     def fingerprint(self) -> str:
         """Returns the CRC-32 of all tokens and labels, in hexadecimal."""
@@ -332,6 +330,10 @@ class _Encoder:
         self.notes.append(note)
         return chat
 
+    @functools.cached_property
+    def _places(self) -> spans.Places:
+        return _places(self._tokenizer)
+
     def encode(self, example: Mapping[str, Any], place: str, counts: _Counts) -> Example:
         """Returns an example in the form of the model's rows."""
         told = f"task={self._settings.task!r}: {place}"
@@ -395,7 +397,7 @@ class _Encoder:
             pieces = self._plain(messages, numbers)
             self.text = "".join(piece.prompt + piece.answer for piece in pieces)
             return self._one_array(pieces, answer, place, counts)
-        talk = spans.Talk(self._chat, messages, given, _places(self._tokenizer))
+        talk = spans.Talk(self._chat, messages, given, self._places)
         self.text = talk.text
         if any(text and text not in talk.text for message in messages for text in _shown(message)):
             counts.add("dropped", place)
