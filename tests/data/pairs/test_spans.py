@@ -125,6 +125,18 @@ def test_a_header_that_asks_for_more_than_answers_begin_with_ends_where_it_diffe
     assert learned(asks, TWO[1:5]) == ["</think>one<e>\n", "</think>one<e>\n"]
 
 
+def test_answers_of_several_marked_parts_lose_their_own_reasoning():
+    twice = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}<think>{{ m.reasoning_content }}</think>"
+        "{% endgeneration %}{% generation %}{{ m.content }}<e>{% endgeneration %}{% else %}{{ m.content }}<e>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    said = turns((U, "q"), (A, thought("a1", "r1")), (U, "q"), (A, thought("a2", "r2")))
+    assert learned(twice, said) == ["<think>r1</think>", "a1<e>", "<think>r2</think>", "a2<e>"]
+    assert learned(twice, said, spans.LAST) == ["<think>r2</think>", "a2<e>"]
+    assert learned(twice, said, spans.NO_REASONING) == ["a1<e>", "a2<e>"]
+
+
 def test_an_answer_that_a_template_leaves_out_or_writes_twice_is_refused():
     silent = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{{ messages | length }}"

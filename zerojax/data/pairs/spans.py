@@ -62,16 +62,16 @@ class Talk:
         if self._marked and list(numbers) == answers and learn != NO_REASONING:
             return self._marked
         if not self._marked:
-            found = [self.place(number) for number in numbers]
+            found = [(number, self.place(number)) for number in numbers]
         elif len(self._marked) == len(answers):
-            found = [self._marked[answers.index(number)] for number in numbers]
+            found = [(number, self._marked[answers.index(number)]) for number in numbers]
         else:
-            places = [self.place(number) for number in numbers]
-            found = [_both(mark, place) for mark in self._marked for place in places if _overlap(mark, place)]
-        if learn == NO_REASONING:
-            said = [self._said(number, part[0]) for number, part in zip(numbers, found)]
-            found = [(max(at, part[0]), part[1]) for at, part in zip(said, found)]
-        return found
+            places = [(number, self.place(number)) for number in numbers]
+            found = [(n, _both(mark, own)) for mark in self._marked for n, own in places if _overlap(mark, own)]
+        if learn != NO_REASONING:
+            return [part for _, part in found]
+        said = {number: self._said(number) for number in numbers}
+        return [(max(said[number], first), end) for number, (first, end) in found if said[number] < end]
 
     def place(self, number: int) -> Part:
         """Returns the part that is the answer in message `number`, with the token that ends it.
@@ -163,7 +163,7 @@ class Talk:
         """Returns a character that the text has nowhere."""
         return next(chr(code) for code in _UNUSED if chr(code) not in self.text)
 
-    def _said(self, number: int, begin: int) -> int:
+    def _said(self, number: int) -> int:
         """Returns where an answer's text begins after its reasoning."""
         message = self._messages[number]
         mark = self._mark()
@@ -173,7 +173,7 @@ class Talk:
         changed = self._rendered([*self._messages[:number], other, *self._messages[number + 1 :]])
         if changed is None or changed.count(mark) != 1:
             raise self._untold(number)
-        return max(begin, _alike(self.text, changed))
+        return _alike(self.text, changed)
 
     def _rendered(self, messages: Sequence[templates.Message], *, is_answered: bool = False) -> str | None:
         """Returns the text of messages; None if the template refuses them."""
