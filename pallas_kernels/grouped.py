@@ -7,7 +7,7 @@ Rows are sorted by group, so that a group is a run of rows. With start(g) the ro
     drhs[g] = sum over these m of lhs[m]^T dout[m]
 
 accumulated in float32. `out` and `dlhs` are rounded once. So is `drhs`, by a cast which a sum over devices in float32 leaves out
-(`zerojax.zero.float32_grads`). Rows after the last group are 0 in `out` and `dlhs` and count nowhere.
+(`zerojax.zero.blocks.float32_grads`). Rows after the last group are 0 in `out` and `dlhs` and count nowhere.
 
 Tiles of rows begin where a group begins, so a group of 256 rows is two tiles of 128 wherever it lies. A tile that ends after its group is
 masked. A table tells each tile its group and its rows (`row_tiles`).

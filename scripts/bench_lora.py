@@ -105,7 +105,8 @@ def run(case: str, more: list[str], is_profiled: bool, small_mib: float | None) 
     from zerojax.trainer import program as program_lib
     from zerojax.trainer import state as state_lib
     from zerojax.trainer.checks import host
-    from zerojax.zero.offload import budget, fetched_params
+    from zerojax.zero.host import budget
+    from zerojax.zero.offload import fetched_params
 
     if small_mib is not None:
         fetched_params.SMALL = int(small_mib * 2**20)

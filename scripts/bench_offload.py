@@ -90,7 +90,7 @@ def link(options: argparse.Namespace) -> dict[str, float]:
     from jax.sharding import PartitionSpec as P
 
     import zerojax
-    from zerojax.zero.offload import memory_kind
+    from zerojax.zero.host import memory_kind
 
     mesh = zerojax.make_mesh(devices=jax.devices()[:1])
     device = NamedSharding(mesh, P())
@@ -122,7 +122,7 @@ def stream(options: argparse.Namespace) -> dict[str, float]:
     import jax.numpy as jnp
 
     import zerojax
-    from zerojax.zero.offload import settings
+    from zerojax.zero.host import settings
 
     rows, columns = max(8, int(options.params_millions * 1e6 / 8 / 4096)), 4096
     mesh = zerojax.make_mesh(devices=jax.devices()[:1])

@@ -139,7 +139,7 @@ def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, 
     """Makes the state and runs the steps. Returns the seconds of a step and the line of figures."""
     import jax
 
-    from zerojax.zero.offload import storage
+    from zerojax.zero.host import storage
 
     began = time.perf_counter()
     device = jax.devices()[0]
@@ -221,7 +221,7 @@ def _bits(params: Any) -> int:
 
 def _size_pool(options: argparse.Namespace, model: Any, count: int) -> int:
     """Returns the most bytes that are pinned."""
-    from zerojax.zero.offload import budget, settings
+    from zerojax.zero.host import budget, settings
 
     of_param, of_state = HOST_BYTES[options.state]
     pinned = count * of_state * options.fraction * (options.optimizer == "host")
@@ -231,7 +231,7 @@ def _size_pool(options: argparse.Namespace, model: Any, count: int) -> int:
 
 
 def _pool_gb(pinned: int) -> int:
-    from zerojax.zero.offload import budget
+    from zerojax.zero.host import budget
 
     return budget.pool_size_gb(pinned, budget.read_host())
 
@@ -250,7 +250,7 @@ def _planned(options: argparse.Namespace, family: Any, model: Any, device: Any, 
     import jax.numpy as jnp
 
     from zerojax.plan import report, step_plan
-    from zerojax.zero.offload import budget
+    from zerojax.zero.host import budget
 
     model = dataclasses.replace(model, attention="cudnn")
     partition, passes = _partition(options, family, model, device), options.whole_accum or options.accum
@@ -369,7 +369,8 @@ def _random(partition: Any) -> Any:
     import jax.numpy as jnp
 
     from zerojax import tree
-    from zerojax.zero.offload import late_norm, memory_kind, storage
+    from zerojax.zero.host import memory_kind, storage
+    from zerojax.zero.offload import late_norm
 
     keep, keys = storage.keeper(partition), iter(range(1 << 30))
 

@@ -29,21 +29,21 @@ from zerojax.optim.fused import fused_adamw, fused_lion
 from zerojax.optim.master_weights import with_master_weights
 from zerojax.optim.muon import muon
 from zerojax.train_state import TrainState
+from zerojax.zero.blocks.where_used import where_used
+from zerojax.zero.compare import compare_context, compare_sums
 from zerojax.zero.fp8.modules import Fp8
-from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
+from zerojax.zero.host.settings import Offload
 from zerojax.zero.offload.late_norm import first_norm
-from zerojax.zero.offload.settings import Offload
-from zerojax.zero.padding import pad, unpad
-from zerojax.zero.partition import Partition
 from zerojax.zero.pipeline.state import Pipeline
-from zerojax.zero.placement import Placement
 from zerojax.zero.shard_state import shard_train_state
-from zerojax.zero.sharded_batch.compare import compare_context, compare_sums
 from zerojax.zero.sharded_batch.outputs import Mean, Sum
 from zerojax.zero.stages import partition_state
 from zerojax.zero.state_bytes import memory_table
 from zerojax.zero.step import make_train_step
-from zerojax.zero.where_used import where_used
+from zerojax.zero.update.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
+from zerojax.zero.update.padding import pad, unpad
+from zerojax.zero.weights.partition import Partition
+from zerojax.zero.weights.placement import Placement
 from zerojax.zero.wires.packed import PackedWires
 from zerojax.zero.wires.unsent import with_unsent
 

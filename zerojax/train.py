@@ -49,8 +49,8 @@ from zerojax.trainer.tuning import answers, examples, reference, rollouts, round
 from zerojax.trainer.tuning import mixed as mixed_lib
 from zerojax.tree import PyTree
 from zerojax.zero import state_bytes
-from zerojax.zero.offload import budget, storage
-from zerojax.zero.offload import settings as offload_settings
+from zerojax.zero.host import budget, storage
+from zerojax.zero.host import settings as offload_settings
 from zerojax.zero.pipeline import step as pipeline_step
 
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps

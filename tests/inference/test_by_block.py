@@ -17,7 +17,7 @@ from zerojax.inference import by_block, choice, generate, sampling
 from zerojax.models import families, family
 from zerojax.models.llama.model import LlamaConfig
 from zerojax.zero import stages
-from zerojax.zero.offload import memory_kind
+from zerojax.zero.host import memory_kind
 
 PROMPTS = np.array([[3, 9, 4, 1, 5, 9, 2, 6], [7, 7, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 8, 2, 8, 1]])
 MASK = np.array([[1] * 8, [1] * 3 + [0] * 5, [0] * 4 + [1] * 4])

@@ -285,7 +285,8 @@ from zerojax import mesh as mesh_lib
 from zerojax.inference import generate
 from zerojax.models import family
 from zerojax.zero import stages
-from zerojax.zero.offload import fetched_params, memory_kind
+from zerojax.zero.host import memory_kind
+from zerojax.zero.offload import fetched_params
 mesh, host = mesh_lib.make_mesh(), {"stage": 3, "min_size": 64, "offload": {"params": "host"}, "trainable": "norm"}
 params = tests.random_params(model)
 partition = stages.partition_state({"params": params}, mesh=mesh, **host)

@@ -16,7 +16,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.clock import kernels
 from zerojax.hlo import collectives, flow, syntax
 from zerojax.ops import expert_parallel, experts
-from zerojax.zero import xla_options
+from zerojax.zero.step_programs import xla_options
 
 WAYS, TOKENS, DIM, WIDTH, EXPERTS, TOP = 4, 1024, 512, 256, 16, 4
 ROWS = TOKENS * TOP

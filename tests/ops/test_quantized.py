@@ -55,7 +55,7 @@ def test_a_kernel_whose_rows_are_no_whole_blocks_is_not_taken():
 
 def test_nothing_dequantized_is_kept_for_the_backward_pass():
     """Also under a policy that keeps all but weights."""
-    from zerojax.zero import remat
+    from zerojax.zero.blocks import remat
 
     stored = quantized.quantize(arrays.normal(0, (64, 128)), "nf4")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zerojax.ops import residuals
-from zerojax.zero import remat
+from zerojax.zero.blocks import remat
 
 X, W = np.ones((3, 4), np.float32), np.ones((4, 5), np.float32)
 

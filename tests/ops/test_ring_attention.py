@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax.hlo import collectives, flow, syntax
 from zerojax.ops import context_attention
-from zerojax.zero import remat
+from zerojax.zero.blocks import remat
 
 HEADS, KV_HEADS, WIDTH = 8, 4, 64
 

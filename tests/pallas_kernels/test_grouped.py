@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import grouped, grouped_mosaic, row_tiles
 from zerojax import traces
-from zerojax.zero import float32_grads
+from zerojax.zero.blocks import float32_grads
 
 F32 = 1e-4  # float32 sums of some hundred terms, in another order
 ROWS, DIM, WIDTH = 200, 72, 40

@@ -18,7 +18,7 @@ import zerojax
 from zerojax import tree
 from zerojax.hlo import buffers
 from zerojax.plan import bound, findings, ledger, targets
-from zerojax.zero import gather
+from zerojax.zero.weights import gather
 
 ALL_REDUCED = "gradients are all-reduced, but the plan shards them"
 FLOAT32 = "weights are gathered in float32, but matmuls run in 16 bits"

@@ -17,7 +17,7 @@ from zerojax.models.llama import model as llama
 from zerojax.ops import context_attention
 from zerojax.plan import flops
 from zerojax.trainer import config, program
-from zerojax.zero import accumulate
+from zerojax.zero.gradients import accumulate
 
 SIZES = st.integers(1, 40)
 

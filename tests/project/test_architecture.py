@@ -22,6 +22,7 @@ GROUND = {
     "display",
     "errors",
     "files",
+    "jitted",
     "kinds",
     "mesh",
     "precision",
@@ -67,15 +68,27 @@ ROOMS: dict[str, set[str]] = {
         "profile",
     },
 }
-# Rooms inside of zero: which of them each may import. Any of them may import zero's own modules.
+# Rooms inside of zero, from the lowest: those before it in this list that each may import. None imports the root, which holds the public
+# calls.
 INSIDE_ZERO: dict[str, set[str]] = {
-    "wires": set(),
-    "fp8": {"wires"},
-    "sharded_batch": set(),
-    "step_programs": {"sharded_batch"},  # programs in an order, wherever a state is stored
-    "offload": {"sharded_batch", "step_programs"},
-    "pipeline": {"sharded_batch", "step_programs", "offload"},
+    "weights": set(),
+    "host": {"weights"},
+    "sharded_batch": {"weights"},
+    "blocks": {"weights", "sharded_batch"},
+    "wires": {"weights", "blocks"},
+    "fp8": {"weights", "blocks", "wires"},
+    "update": {"weights", "host"},
+    "gradients": {"weights", "sharded_batch", "blocks"},
+    "step_programs": {
+        "weights",
+        "sharded_batch",
+        "blocks",
+        "gradients",
+    },  # programs in an order, wherever a state is stored
+    "offload": {"weights", "host", "sharded_batch", "blocks", "update", "gradients", "step_programs"},
+    "pipeline": {"weights", "host", "sharded_batch", "blocks", "update", "gradients", "step_programs", "offload"},
 }
+PUBLIC_CALLS_OF_ZERO = {"compare", "shard_state", "stages", "state_bytes", "step"}
 HOST_WORDS = ("host", "pinned", "disk", "offload")
 # No training step enters these, and only command lines import them (and `zerojax`, one function).
 ROOMS["migration"] = {"optim", "zero", "interop"}
@@ -91,7 +104,7 @@ KNOW_FLAGS = COMMAND_LINES | {"trainer.command", "commands.arguments"}
 KNOW_THEIR_PROCESS = {"checkpoint", "cluster.probe", "data", "interop", "launch", "trainer", "train"}
 KNOW_STAGES = {
     "zero.stages",
-    "zero.partition",
+    "zero.weights.partition",
     "zero.shard_state",
     "zero.state_bytes",
     "migration.own_step",  # DeepSpeed's word too
@@ -228,19 +241,25 @@ def test_kernels_import_nothing_of_the_library(path):
 
 
 def test_few_modules_name_the_hosts_memory():
-    """Others ask `zero.offload.memory_kind` or compare an array's memory kind with its device's default."""
-    known = {"zero.offload.memory_kind", "zero.marks"}
+    """Others ask `zero.host.memory_kind` or compare an array's memory kind with its device's default."""
+    known = {"zero.host.memory_kind", "zero.blocks.marks"}
     assert {name for name, path in MODULES.items() if '"pinned_host"' in path.read_text()} <= known
 
 
-def test_rooms_inside_zero_import_those_of_their_rows():
+def test_rooms_inside_zero_import_those_of_their_rows_and_no_public_call():
     for name, path in MODULES.items():
-        parts = name.split(".")
-        if parts[0] == "zero" and len(parts) > 2:
-            found = {
-                other.split(".")[1] for other in own_imports(path) if other.startswith("zero.") and other.count(".") > 1
-            }
-            assert found - {parts[1]} <= INSIDE_ZERO[parts[1]], name
+        room, *rest = name.removeprefix("zero.").split(".")
+        if name.startswith("zero.") and rest:
+            inside = {other.split(".")[1] for other in own_imports(path) if other.startswith("zero.")}
+            assert inside - {room} <= INSIDE_ZERO[room], name
+
+
+def test_the_root_of_zero_holds_the_public_calls_and_its_rooms_stand_in_order():
+    inside = [name.split(".")[1:] for name in MODULES if name.startswith("zero.")]
+    assert {first for first, *rest in inside if not rest} == PUBLIC_CALLS_OF_ZERO
+    assert {first for first, *rest in inside if rest} == INSIDE_ZERO.keys()
+    order = list(INSIDE_ZERO)
+    assert not [room for room, lower in INSIDE_ZERO.items() if not lower <= {*order[: order.index(room)]}]
 
 
 def test_the_parts_of_a_step_do_not_know_where_a_state_is_stored():

@@ -12,7 +12,8 @@ import optax
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
-from zerojax.zero import block_settings, overlap, shard_state
+from zerojax.zero import shard_state
+from zerojax.zero.blocks import block_settings, overlap
 from zerojax.zero.sharded_batch import inputs, outputs
 from zerojax.zero.step_programs import blocks, one_pass
 

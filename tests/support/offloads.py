@@ -11,8 +11,8 @@ import numpy as np
 from flax.training import train_state
 
 import zerojax
-from zerojax.zero import update
-from zerojax.zero.offload import settings
+from zerojax.zero.host import settings
+from zerojax.zero.update import update
 
 WIDTH, HIDDEN, EXAMPLES = 16, 64, 16
 PIECES = {

@@ -16,7 +16,7 @@ from zerojax.errors import UserError
 from zerojax.optim import registry
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.zero import loss_scale
+from zerojax.zero.update import loss_scale
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))

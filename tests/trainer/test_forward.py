@@ -14,7 +14,7 @@ from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import forward, program, resume
 from zerojax.trainer import state as state_lib
-from zerojax.zero.offload import create as offload_create
+from zerojax.zero.host import create as offload_create
 from zerojax.zero.pipeline import state as pipeline_state
 
 pytestmark = pytest.mark.usefixtures("cache_dir")

@@ -20,7 +20,7 @@ from zerojax.plan import targets
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import serving
 from zerojax.zero import stages
-from zerojax.zero.offload import memory_kind
+from zerojax.zero.host import memory_kind
 
 SETTINGS = {"model__vocab_size": 320, "seq_len": 64}
 

@@ -14,9 +14,10 @@ from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.trainer import program, resume
 from zerojax.trainer import state as state_lib
-from zerojax.zero import padding
-from zerojax.zero.offload import create as offload_create
-from zerojax.zero.offload import late_norm, memory_kind
+from zerojax.zero.host import create as offload_create
+from zerojax.zero.host import memory_kind
+from zerojax.zero.offload import late_norm
+from zerojax.zero.update import padding
 
 LLAMA = golden_models.FOLDER / "llama"
 OFFLOAD = {"offload__optimizer": "host", "offload__chunk_bytes": 20_000}

@@ -19,7 +19,7 @@ from zerojax.trainer import program, results, resume
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.checks import host
 from zerojax.zero import state_bytes
-from zerojax.zero.offload import budget, memory_kind, selection, storage
+from zerojax.zero.host import budget, memory_kind, selection, storage
 
 FOLDER = golden_models.FOLDER / "llama"
 ADAPTED = {

@@ -11,7 +11,7 @@ import pytest
 import runs
 
 from zerojax.checkpoint import checkpointer, logical
-from zerojax.zero.offload import storage
+from zerojax.zero.host import storage
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("cache_dir")]
 

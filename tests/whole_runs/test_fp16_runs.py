@@ -13,7 +13,7 @@ import runs
 
 from zerojax.errors import UserError
 from zerojax.trainer import metrics, program
-from zerojax.zero import loss_scale
+from zerojax.zero.update import loss_scale
 
 # The initial scale is far too large for float16, and halves at once.
 OVERFLOWING = {"precision": "fp16", "loss_scale__init_scale": 2.0**24, "loss_scale__hysteresis": 1, "steps": 12}

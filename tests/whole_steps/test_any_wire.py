@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.traces import equations
-from zerojax.zero import gather
+from zerojax.zero.weights import gather
 
 X = block_nets.X
 

@@ -22,8 +22,10 @@ from zerojax.models.llama import family
 from zerojax.ops import expert_parallel
 from zerojax.traces import equations
 from zerojax.trainer import plans, program
-from zerojax.zero import forward_only, state_bytes
-from zerojax.zero.offload import fetched_params, selection
+from zerojax.zero import state_bytes
+from zerojax.zero.gradients import forward_only
+from zerojax.zero.host import selection
+from zerojax.zero.offload import fetched_params
 
 F32 = 1e-5  # float32 sums over devices, in another order
 EXPERTS, TOP, DIM, TOKENS, EXAMPLES = 8, 2, 16, 8, 16

@@ -20,7 +20,7 @@ from zerojax import roles, tree
 from zerojax.models import families, family
 from zerojax.optim import muon
 from zerojax.plan import ledger
-from zerojax.zero import one_pass_update
+from zerojax.zero.update import one_pass_update
 
 WIDTH, ROWS, STEPS = 32, 16, 3
 TOLERANCE = 1e-5

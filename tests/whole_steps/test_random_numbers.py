@@ -31,7 +31,7 @@ from zerojax.optim import fused
 from zerojax.trainer import program, steps
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import rollouts
-from zerojax.zero import accumulate
+from zerojax.zero.gradients import accumulate
 
 TABLE = (runs.ROOT / "docs" / "design.md").read_text().partition("## Random numbers\n")[2].partition("\n## ")[0]
 WIDTH, PASSES, DEVICES = 64, 2, 2  # two sets of 64 bits are not equal by chance

@@ -17,7 +17,8 @@ from flax.training.train_state import TrainState
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.optim import fused, master_weights
-from zerojax.zero import loss_scale, shard_state, step
+from zerojax.zero import shard_state, step
+from zerojax.zero.update import loss_scale
 
 STEPS, BAD_STEPS = 12, (0, 3, 4, 9)
 TX = optax.adamw(optax.linear_schedule(3e-2, 1e-3, STEPS), weight_decay=0.1)

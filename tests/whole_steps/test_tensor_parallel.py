@@ -19,8 +19,8 @@ from zerojax.plan import departures
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import plans, program, resume
 from zerojax.trainer import state as state_lib
-from zerojax.zero import padding
-from zerojax.zero import partition as partition_lib
+from zerojax.zero.update import padding
+from zerojax.zero.weights import partition as partition_lib
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
 EIGHT_BITS = 0.02  # relative: a sum in another order may round to another number of 8 bits

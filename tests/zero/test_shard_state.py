@@ -12,7 +12,8 @@ from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import master_weights
-from zerojax.zero import padding, shard_state, stages
+from zerojax.zero import shard_state, stages
+from zerojax.zero.update import padding
 
 # A last place: a compiled init may round a matmul differently than an eager one.
 LAST_PLACE = 1e-6

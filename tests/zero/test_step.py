@@ -21,6 +21,7 @@ import pytest
 import runs
 from flax.training.train_state import TrainState
 
+from zerojax import jitted
 from zerojax import mesh as mesh_lib
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.errors import UserError
@@ -28,7 +29,7 @@ from zerojax.models.llama import family as presets
 from zerojax.models.llama import model as llama
 from zerojax.ops import losses
 from zerojax.optim import master_weights
-from zerojax.zero import jitted, shard_state, stages, step
+from zerojax.zero import shard_state, stages, step
 
 LONGEST, STEPS, ROWS, LENGTH = 30, 10, 48, 9  # steps of one case, and of every other
 SAME_LOSS = 1e-5  # relative, over 30 steps in float32: the bar of the project

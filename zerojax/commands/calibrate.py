@@ -40,8 +40,8 @@ from zerojax.hlo import flow, syntax
 from zerojax.launch import devices as devices_lib
 from zerojax.ops import attention
 from zerojax.plan import targets
-from zerojax.zero import xla_options
-from zerojax.zero.offload import memory_kind
+from zerojax.zero.host import memory_kind
+from zerojax.zero.step_programs import xla_options
 
 LIMIT_S = 300.0
 LEEWAY = 1.1  # of a measured rate over its link's

@@ -35,7 +35,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.zero import stages, state_bytes
-from zerojax.zero.offload import settings as offload_lib
+from zerojax.zero.host import settings as offload_lib
 
 MOST_PLANS = 3
 REMATS = ("dots", "full")  # the base config's, and one that keeps less

@@ -15,8 +15,8 @@ from typing import Any
 from zerojax import display, errors, roles, tree
 from zerojax.commands import arguments
 from zerojax.errors import UserError
-from zerojax.zero.offload.disk import folder as folder_lib
-from zerojax.zero.offload.disk import rates, scratch
+from zerojax.zero.host.disk import folder as folder_lib
+from zerojax.zero.host.disk import rates, scratch
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _CHUNKS, _THREADS, _SIZE = "1M,8M,32M", "1,4,16", "2G"

@@ -35,7 +35,7 @@ from zerojax.launch import devices, processes
 from zerojax.trainer.checks import names
 from zerojax.trainer.tuning import answers, examples, predictions
 from zerojax.tree import PyTree
-from zerojax.zero import where_used
+from zerojax.zero.blocks import where_used
 
 TOKENIZER = "tokenizer.json"
 NEW_TOKENS = 64  # that are added if the user names no number

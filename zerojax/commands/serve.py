@@ -27,7 +27,7 @@ from zerojax.interop import huggingface, pretrained
 from zerojax.launch import devices, early, ending, processes, schedulers
 from zerojax.serve import followers
 from zerojax.serve import words as words_lib
-from zerojax.zero.offload import settings
+from zerojax.zero.host import settings
 
 KEY = "ZEROJAX_API_KEY"
 DEVICE, HOST = "device", "host"  # where weights are

@@ -29,7 +29,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.card import document
 from zerojax.zero import stages
-from zerojax.zero.offload import settings as offload_lib
+from zerojax.zero.host import settings as offload_lib
 
 _USAGE = "zerojax verify --config FILE [--config.KEY=VALUE ...] [--steps N] [--only 0,3] [--keep DIR] [--json]"
 SAME, DIFFERS, NOT_HERE, FAILED = "same", "differs", "cannot run here", "failed"

@@ -21,8 +21,8 @@ from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
-from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import fetched_params
+from zerojax.zero.weights import partition as partition_lib
 
 Following = tuple[choice_lib.Found, jax.Array, decoding.Step]  # the second says whether it goes on
 

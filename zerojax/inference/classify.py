@@ -11,8 +11,8 @@ from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.models import family as family_lib
 from zerojax.tree import PyTree
-from zerojax.zero import partition as partition_lib
 from zerojax.zero.offload import fetched_params
+from zerojax.zero.weights import partition as partition_lib
 
 
 def make_classifier(

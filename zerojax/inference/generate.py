@@ -27,9 +27,10 @@ from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
-from zerojax.zero import arguments, where_used
-from zerojax.zero import partition as partition_lib
-from zerojax.zero.offload import budget, selection
+from zerojax.zero.blocks import where_used
+from zerojax.zero.host import budget, selection
+from zerojax.zero.sharded_batch import arguments
+from zerojax.zero.weights import partition as partition_lib
 
 SCORES = 3  # arrays [rows, heads, length, length] that attention over the prompts holds at a time
 MOST_TOKENS = 2**24  # of a text, which float32 counts exactly

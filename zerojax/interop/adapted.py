@@ -23,7 +23,7 @@ from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import quantized
 from zerojax.tree import PyTree
-from zerojax.zero.offload import memory_kind
+from zerojax.zero.host import memory_kind
 
 MOST_BYTES = 2**30  # of kernels that are read at a time, on all devices, to be quantized
 

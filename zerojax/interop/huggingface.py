@@ -29,7 +29,7 @@ from zerojax.interop import layout, tensor_files
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero.offload import storage
+from zerojax.zero.host import storage
 
 SHARD_BYTES = 5 * 2**30
 MORE_TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's further chat templates

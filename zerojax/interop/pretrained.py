@@ -25,8 +25,10 @@ from zerojax.lora import families, settings, targets
 from zerojax.models import family as family_lib
 from zerojax.ops import losses
 from zerojax.tree import PyTree
-from zerojax.zero import padding, stages, tensor_parallel
-from zerojax.zero import partition as partition_lib
+from zerojax.zero import stages
+from zerojax.zero.blocks import tensor_parallel
+from zerojax.zero.update import padding
+from zerojax.zero.weights import partition as partition_lib
 
 READ = ("input_ids", "attention_mask", "labels")  # of a batch; some families read more
 NO_LABEL = -100  # transformers' label of a token that the loss leaves out

@@ -25,7 +25,7 @@ from zerojax.lora.targets import KERNEL, A, B
 from zerojax.models import experts, layers
 from zerojax.ops import expert_matrices, quantized, tiles
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import marks
+from zerojax.zero.blocks import marks
 from zerojax.zero.sharded_batch import keys
 
 RNG = "lora"  # the name of Linen's random stream for dropout

@@ -18,8 +18,8 @@ from zerojax.migration import keys as keys_lib
 from zerojax.migration import translate
 from zerojax.migration.draft import AUTO, Line, Translation
 from zerojax.optim import deepspeed_schedules, registry
-from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero.offload import settings as offload_lib
+from zerojax.zero.host import settings as offload_lib
+from zerojax.zero.update import loss_scale as loss_scale_lib
 
 _OPT, _SCHED = "optimizer.params", "scheduler.params"
 

@@ -13,7 +13,7 @@ from zerojax.migration import draft as draft_lib
 from zerojax.migration import keys as keys_lib
 from zerojax.migration.draft import Draft, Translation
 from zerojax.zero import stages
-from zerojax.zero.offload import settings as offload_lib
+from zerojax.zero.host import settings as offload_lib
 from zerojax.zero.wires import packed
 
 NEWEST = (0, 19)

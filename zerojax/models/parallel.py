@@ -25,9 +25,9 @@ WEIGHTS: Table = (
 HEADS: Table = ((r".*/(q|k|v|q_norm|k_norm)", (None, None, "model")),)  # [batch, tokens, heads, width]
 WIDTH: Table = ((r".*/(gate|up)", (None, None, "model")),)  # [batch, tokens, width]
 FUSED: Table = ((r".*/(qkv|gate_up)", (None, None, None, "model")),)  # [batch, tokens, parts, heads or width, ...]
-TOKENS = ("model", "model")  # [batch, tokens, ...]; one of the two: see `zero.tensor_parallel`
+TOKENS = ("model", "model")  # [batch, tokens, ...]; one of the two: see `zero.blocks.tensor_parallel`
 ALL_TOKENS = (None, None)
-# Paths of weights in a module that treats each example on its own and whose shards each return a term of a sum; see `zero.ring_matmuls`.
+# Paths of weights in a module that treats each example on its own and whose shards each return a term of a sum; see `blocks.ring_matmuls`.
 OF_RINGS = r"(q|k|v|gate|up|gate_up)/(kernel|bias|lora_[ab])|(o|down)/(kernel|lora_[ab])|(q|k)_norm/scale"
 
 

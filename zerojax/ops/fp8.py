@@ -164,7 +164,7 @@ def _backward(dtype: DTypeLike, recipe: str, residuals: Any, dy_MN: jax.Array) -
                 for a, dtype_of, axis in ((w_KN, FORWARD, 1), (dy_MN, BACKWARD, 0), (x_MK, FORWARD, 0))
             )
         dx_MK = _product(by_row, w, 1, 1, like_x.dtype)
-        # In float32, so that a sum over devices in float32 loses nothing (`zero.float32_grads` removes the cast).
+        # In float32, so that a sum over devices in float32 loses nothing (`blocks.float32_grads` removes the cast).
         dw_KN = _product(x, by_column, 0, 0, jnp.float32).astype(like_w.dtype)
     seen = None if history is None else jnp.zeros_like(history).at[:, 0].set(jnp.stack([x_amax, amax]))
     return dx_MK, dw_KN, None, seen

@@ -24,7 +24,7 @@ from zerojax.hlo import collectives, replica_groups, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import attribution, matmuls
 from zerojax.plan.attribution import WeightDims
-from zerojax.zero import placement
+from zerojax.zero.weights import placement
 
 
 @dataclasses.dataclass(frozen=True)

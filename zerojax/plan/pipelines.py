@@ -26,10 +26,10 @@ from zerojax.plan import flops, targets
 from zerojax.plan.offload import streams
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import partition as partition_lib
 from zerojax.zero.pipeline import memory, state
 from zerojax.zero.pipeline import order as order_lib
 from zerojax.zero.pipeline import step as pipeline_step
+from zerojax.zero.weights import partition as partition_lib
 
 PASSES, BUBBLE, UPDATE = "passes of stages", "bubble", "update"
 

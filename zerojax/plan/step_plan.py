@@ -25,10 +25,11 @@ from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, ledger, pipelines, targets
 from zerojax.plan.offload import streams, times
 from zerojax.train_state import State
-from zerojax.zero import one_pass_update, stages, state_bytes
-from zerojax.zero import partition as partition_lib
-from zerojax.zero.offload import storage
+from zerojax.zero import stages, state_bytes
+from zerojax.zero.host import storage
 from zerojax.zero.pipeline import step as pipeline_step
+from zerojax.zero.update import one_pass_update
+from zerojax.zero.weights import partition as partition_lib
 
 LARGEST = 10  # leaves and temporaries that are listed
 

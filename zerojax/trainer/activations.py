@@ -25,7 +25,8 @@ from zerojax.ops import fp8 as fp8_ops
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.tree import PyTree
-from zerojax.zero import stages, where_used
+from zerojax.zero import stages
+from zerojax.zero.blocks import where_used
 from zerojax.zero.fp8 import modules as fp8_modules
 
 DEPTHS = ("num_layers", "decoder_layers")  # fields of a model's config that count its blocks

@@ -25,10 +25,10 @@ from zerojax.optim import registry
 from zerojax.trainer import settings
 from zerojax.trainer.checks import ranges
 from zerojax.trainer.clients import outlets
-from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import stages
 from zerojax.zero.fp8 import modules as fp8_lib
-from zerojax.zero.offload import settings as offload_lib
+from zerojax.zero.host import settings as offload_lib
+from zerojax.zero.update import loss_scale as loss_scale_lib
 from zerojax.zero.wires import packed
 
 AUTO, BYTES = "auto", "bytes"  # of config.data.tokenizer

@@ -16,9 +16,9 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
 from zerojax.tree import PyTree
-from zerojax.zero import padding
-from zerojax.zero import partition as partition_lib
 from zerojax.zero.pipeline import state as pipeline_state
+from zerojax.zero.update import padding
+from zerojax.zero.weights import partition as partition_lib
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import loss_scale
+from zerojax.zero.update import loss_scale
 
 
 @dataclasses.dataclass(frozen=True)

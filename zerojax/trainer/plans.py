@@ -22,9 +22,9 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
-from zerojax.zero import partition as partition_lib
 from zerojax.zero import stages, state_bytes
 from zerojax.zero.offload import step_by_block
+from zerojax.zero.weights import partition as partition_lib
 
 FORWARD_AGAIN = 1.25  # of a step's operations, at least, where nothing but the inputs of layers is kept: 4/3 without embedding and head
 
@@ -287,7 +287,7 @@ def _grid_of_axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[s
 
 
 def _takes_ring(config: settings_lib.Config) -> bool:
-    """Returns whether modules of a config's model may run in rings (`zero.ring_matmuls`): those of a decoder without experts."""
+    """Returns whether modules of a config's model may run in rings (`zero.blocks.ring_matmuls`): those of a decoder without experts."""
     model = model_lib.shape(config, None)[1]
     is_wide = not precision.PRECISIONS[config.precision].has_fp8 and config.lora.quantize == "none"
     draws = config.model.dropout or config.lora.dropout

@@ -39,12 +39,13 @@ from zerojax.trainer import steps
 from zerojax.trainer import weights as weights_lib
 from zerojax.trainer.checks import names, ranges
 from zerojax.tree import PyTree
-from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero import partition as partition_lib
-from zerojax.zero import shard_state, stages, state_bytes, tensor_parallel
+from zerojax.zero import shard_state, stages, state_bytes
+from zerojax.zero.blocks import tensor_parallel
+from zerojax.zero.host import settings as offload_settings
 from zerojax.zero.offload import late_norm, step_by_block
-from zerojax.zero.offload import settings as offload_settings
 from zerojax.zero.pipeline import state as pipeline_state
+from zerojax.zero.update import loss_scale as loss_scale_lib
+from zerojax.zero.weights import partition as partition_lib
 from zerojax.zero.wires import unsent
 
 

@@ -21,10 +21,10 @@ from zerojax.trainer import metrics, steps, workdir
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import state as state_lib
 from zerojax.tree import PyTree
-from zerojax.zero import partition as partition_lib
-from zerojax.zero.offload import create as offload_create
-from zerojax.zero.offload import storage
+from zerojax.zero.host import create as offload_create
+from zerojax.zero.host import storage
 from zerojax.zero.pipeline import state as pipeline_state
+from zerojax.zero.weights import partition as partition_lib
 from zerojax.zero.wires import unsent
 
 IMPORTED = "imported"  # in `meta`: where a state that another program trained comes from

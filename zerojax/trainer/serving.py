@@ -24,9 +24,10 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
 from zerojax.tree import PyTree
-from zerojax.zero import partition as partition_lib
-from zerojax.zero import stages, tensor_parallel
+from zerojax.zero import stages
+from zerojax.zero.blocks import tensor_parallel
 from zerojax.zero.step_programs import arrivals
+from zerojax.zero.weights import partition as partition_lib
 
 EXPERT = "expert"  # in the paths of a mixture's weights, whose first dim counts experts
 

@@ -23,10 +23,11 @@ from zerojax.launch import devices
 from zerojax.models import families
 from zerojax.ops import fp8, preferences, quantized
 from zerojax.optim import fused, registry, schedules
-from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero import remat, stages
-from zerojax.zero.offload import settings as offload_lib
+from zerojax.zero import stages
+from zerojax.zero.blocks import remat
+from zerojax.zero.host import settings as offload_lib
 from zerojax.zero.pipeline import order
+from zerojax.zero.update import loss_scale as loss_scale_lib
 from zerojax.zero.wires import packed
 
 OWN = -1.0  # of a setting that the optimizer or the model then chooses

@@ -15,12 +15,13 @@ from zerojax.optim import master_weights, pieces
 from zerojax.train_state import State
 from zerojax.trainer import program as program_lib
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import padding
-from zerojax.zero import partition as partition_lib
-from zerojax.zero.offload import create as offload_create
-from zerojax.zero.offload import late_norm, memory_kind, storage
+from zerojax.zero.host import create as offload_create
+from zerojax.zero.host import memory_kind, storage
+from zerojax.zero.offload import late_norm
 from zerojax.zero.pipeline import state as pipeline_state
 from zerojax.zero.pipeline import travel
+from zerojax.zero.update import padding
+from zerojax.zero.weights import partition as partition_lib
 from zerojax.zero.wires import unsent
 
 
@@ -60,7 +61,7 @@ def first(program: program_lib.Program) -> State:
 def restored(program: program_lib.Program, logical: State, keep: storage.Keep, *, rescales: bool = False) -> State:
     """Returns the state from its checkpointed form (see `Program.to_logical`), whose buffers are donated.
 
-    `keep` brought what is offloaded to where it lives (see `offload.create.begin`), and so brings the rest of it.
+    `keep` brought what is offloaded to where it lives (see `host.create.begin`), and so brings the rest of it.
 
     A loss scale that the checkpoint lacks has abstract leaves and is initialised, and so is what packed wires did not send. With
     `rescales`, a restored loss scale is initialised too, but keeps its count of skipped steps.

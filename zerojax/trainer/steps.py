@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from zerojax import jitted, precision, xla_flags
 from zerojax import mesh as mesh_lib
-from zerojax import precision, xla_flags
 from zerojax.clock import rates as rates_lib
 from zerojax.data import mixture, parts
 from zerojax.data.pairs import tasks
@@ -26,13 +26,16 @@ from zerojax.trainer import metrics as metrics_lib
 from zerojax.trainer import settings
 from zerojax.trainer.tuning import preferences, rewarded
 from zerojax.tree import PyTree
-from zerojax.zero import forward_only, jitted, step, xla_options
-from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero import partition as partition_lib
+from zerojax.zero import step
 from zerojax.zero.fp8 import modules as fp8_modules
-from zerojax.zero.offload import fetched_params, selection
+from zerojax.zero.gradients import forward_only
+from zerojax.zero.host import selection
+from zerojax.zero.offload import fetched_params
 from zerojax.zero.pipeline import state as pipeline_state
 from zerojax.zero.sharded_batch import outputs
+from zerojax.zero.step_programs import xla_options
+from zerojax.zero.update import loss_scale as loss_scale_lib
+from zerojax.zero.weights import partition as partition_lib
 from zerojax.zero.wires import columns, packed
 
 DROPOUT = 1  # folded into the random key of a step

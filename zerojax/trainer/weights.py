@@ -22,8 +22,8 @@ from zerojax.models.family import ModelConfig
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.tree import PyTree
-from zerojax.zero import partition as partition_lib
 from zerojax.zero.pipeline import travel
+from zerojax.zero.weights import partition as partition_lib
 
 
 class Adapted(NamedTuple):

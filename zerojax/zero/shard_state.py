@@ -14,10 +14,12 @@ from zerojax import roles, signatures, tree, xla_flags
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import arguments, padding, stages
-from zerojax.zero import partition as partition_lib
-from zerojax.zero.offload import create
+from zerojax.zero import stages
+from zerojax.zero.host import create
 from zerojax.zero.pipeline import state as pipeline_state
+from zerojax.zero.sharded_batch import arguments
+from zerojax.zero.update import padding
+from zerojax.zero.weights import partition as partition_lib
 
 _partition_state = signatures.checked(stages.partition_state)  # whose options `shard_train_state` takes unseen
 

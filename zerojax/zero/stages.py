@@ -33,10 +33,10 @@ from zerojax.optim import eight_bit
 from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
 from zerojax.train_state import State
 from zerojax.tree import Leaf
-from zerojax.zero import gather, placement
-from zerojax.zero import partition as partition_lib
-from zerojax.zero.offload import selection, settings, storage
+from zerojax.zero.host import selection, settings, storage
 from zerojax.zero.pipeline import state as pipeline_state
+from zerojax.zero.weights import gather, placement
+from zerojax.zero.weights import partition as partition_lib
 from zerojax.zero.wires import experts
 
 STATE = mesh_lib.STATE  # the axes over which a stage shards

@@ -13,9 +13,11 @@ from zerojax import display, precision, roles, tree
 from zerojax import mesh as mesh_lib
 from zerojax.optim import eight_bit
 from zerojax.train_state import State
-from zerojax.zero import block_settings, gather, stages
-from zerojax.zero import partition as partition_lib
-from zerojax.zero.offload import memory_kind, selection, storage
+from zerojax.zero import stages
+from zerojax.zero.blocks import block_settings
+from zerojax.zero.host import memory_kind, selection, storage
+from zerojax.zero.weights import gather
+from zerojax.zero.weights import partition as partition_lib
 
 ROLES = (roles.PARAMS, roles.FROZEN, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
 _IN = {roles.HOST: "in host memory", roles.DISK: "on disk"}

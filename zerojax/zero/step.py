@@ -11,27 +11,20 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from zerojax import precision, xla_flags
+from zerojax import jitted, precision, xla_flags
 from zerojax.ops import expert_parallel
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import (
-    accumulate,
-    arguments,
-    block_settings,
-    by_compiler,
-    explicit,
-    jitted,
-    tensor_parallel,
-    xla_options,
-)
-from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero import partition as partition_lib
-from zerojax.zero import update as update_lib
+from zerojax.zero.blocks import block_settings, tensor_parallel
 from zerojax.zero.fp8 import modules as fp8_modules
+from zerojax.zero.gradients import accumulate, by_compiler, explicit
 from zerojax.zero.offload import late_norm, step_by_block, streamed_step
 from zerojax.zero.pipeline import step as pipeline_step
-from zerojax.zero.sharded_batch import inputs, outputs, parts
+from zerojax.zero.sharded_batch import arguments, inputs, outputs, parts
+from zerojax.zero.step_programs import xla_options
+from zerojax.zero.update import loss_scale as loss_scale_lib
+from zerojax.zero.update import update as update_lib
+from zerojax.zero.weights import partition as partition_lib
 from zerojax.zero.wires import columns, experts, packed, unsent
 
 

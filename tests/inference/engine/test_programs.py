@@ -18,7 +18,7 @@ from zerojax import tree
 from zerojax.inference.engine import engine, programs, weights
 from zerojax.models import families, family
 from zerojax.ops import quantized
-from zerojax.zero import tensor_parallel
+from zerojax.zero.blocks import tensor_parallel
 
 FAMILY = families.PRESETS["llama3_8b"]
 CONFIG = dataclasses.replace(FAMILY.presets["llama3_8b"], num_layers=1, vocab_size=8192, attention="cudnn")

@@ -10,7 +10,7 @@ import runs
 import zerojax
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
-from zerojax.zero.offload import memory_kind
+from zerojax.zero.host import memory_kind
 
 
 @pytest.mark.parametrize("name", runs.cases(golden_models.GENERATORS, long=set(golden_models.GENERATORS) - {"gemma3"}))

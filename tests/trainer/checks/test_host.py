@@ -10,7 +10,7 @@ from zerojax.errors import UserError
 from zerojax.trainer import program
 from zerojax.trainer.checks import host
 from zerojax.zero import state_bytes
-from zerojax.zero.offload import budget, selection
+from zerojax.zero.host import budget, selection
 
 OFFLOAD = {"offload__optimizer": "host", "offload__chunk_bytes": 20_000}
 

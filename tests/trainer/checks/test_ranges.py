@@ -9,8 +9,8 @@ from zerojax.errors import UserError
 from zerojax.models import families
 from zerojax.optim import registry, schedules
 from zerojax.trainer import settings
-from zerojax.zero import remat as remat_lib
 from zerojax.zero import stages
+from zerojax.zero.blocks import remat as remat_lib
 
 
 def choices(place):

@@ -9,7 +9,7 @@ from zerojax import train, tree
 from zerojax.errors import UserError
 from zerojax.trainer import program, workdir
 from zerojax.trainer.checks import room
-from zerojax.zero.offload import storage
+from zerojax.zero.host import storage
 
 FREE = collections.namedtuple("FREE", "free")
 

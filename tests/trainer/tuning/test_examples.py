@@ -18,7 +18,7 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import examples
-from zerojax.zero import padding
+from zerojax.zero.update import padding
 
 BYTES = tokenizer.load_tokenizer("bytes")
 ROUNDING = 2e-5  # the same float32 sums in another order

@@ -14,7 +14,7 @@ from zerojax.trainer import metrics, program, workdir
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import mixed
-from zerojax.zero import padding
+from zerojax.zero.update import padding
 
 BYTES = tokenizer.load_tokenizer("bytes")
 ROUNDING = 2e-5  # the same float32 sums in another order

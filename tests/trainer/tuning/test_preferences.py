@@ -14,7 +14,8 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import examples, reference
-from zerojax.zero import padding, state_bytes
+from zerojax.zero import state_bytes
+from zerojax.zero.update import padding
 
 BYTES = tokenizer.load_tokenizer("bytes")
 ROUNDING = 2e-5  # the same float32 sums in another order

@@ -9,7 +9,7 @@ import runs
 from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import rewarded
-from zerojax.zero import padding
+from zerojax.zero.update import padding
 
 ROUNDING = 2e-5  # the same float32 sums in another order
 CLIP, KL = 0.2, 0.5

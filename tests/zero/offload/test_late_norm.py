@@ -10,8 +10,9 @@ import pytest
 import zerojax
 from zerojax.errors import UserError
 from zerojax.train_state import TrainState
-from zerojax.zero import update
-from zerojax.zero.offload import late_norm, settings
+from zerojax.zero.host import settings
+from zerojax.zero.offload import late_norm
+from zerojax.zero.update import update
 
 
 def partition_of(late: bool, **fields):

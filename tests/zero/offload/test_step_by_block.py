@@ -22,7 +22,8 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import fused, master_weights
 from zerojax.zero import shard_state, stages, step
-from zerojax.zero.offload import step_by_block, storage
+from zerojax.zero.host import storage
+from zerojax.zero.offload import step_by_block
 
 NET = Net(2)
 SPECS = [("", P(("replica", "data")))]  # all leaves count examples, though the loss reads one factor

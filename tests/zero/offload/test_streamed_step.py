@@ -16,7 +16,7 @@ import runs
 import zerojax
 from zerojax.checkpoint import logical
 from zerojax.errors import UserError
-from zerojax.zero.offload import memory_kind
+from zerojax.zero.host import memory_kind
 
 FLOAT16 = "float16 with dynamic scaling"
 # (optimizer, how the state is made, how the step is made), each with a precision, a form of state or a part of the step of its own

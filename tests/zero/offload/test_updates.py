@@ -9,7 +9,8 @@ import pytest
 
 import zerojax
 from zerojax import tree
-from zerojax.zero.offload import memory_kind, updates
+from zerojax.zero.host import memory_kind
+from zerojax.zero.offload import updates
 
 
 @pytest.fixture(scope="module")

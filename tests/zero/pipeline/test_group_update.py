@@ -15,10 +15,12 @@ import zerojax
 from zerojax import display, roles, tree
 from zerojax.errors import UserError
 from zerojax.plan import report, step_plan
-from zerojax.zero import gather, state_bytes, update
-from zerojax.zero.offload import budget, memory_kind, settings
-from zerojax.zero.offload.disk import store
+from zerojax.zero import state_bytes
+from zerojax.zero.host import budget, memory_kind, settings
+from zerojax.zero.host.disk import store
 from zerojax.zero.pipeline import group_update, state
+from zerojax.zero.update import update
+from zerojax.zero.weights import gather
 
 HOST = settings.Offload(optimizer="host", chunk_bytes=2048, in_flight=2)
 ROUNDED = 1e-6  # a program for each weight may contract other products and sums than one for all

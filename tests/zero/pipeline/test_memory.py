@@ -13,7 +13,7 @@ from pipelines import PASSES, Net, batch_of, prepared
 
 import zerojax
 from zerojax import tree
-from zerojax.zero.offload import memory_kind
+from zerojax.zero.host import memory_kind
 from zerojax.zero.pipeline import memory, order, stage_programs
 
 SCALARS = 512  # bytes: numbers of passes, and parts of metrics, which are not counted

@@ -9,7 +9,7 @@ from pipelines import BLOCKS, HEADS, SPECS, Net, abstract, batch_of, loss_of, pr
 
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.zero import block_settings
+from zerojax.zero.blocks import block_settings
 from zerojax.zero.pipeline import passes, segments
 from zerojax.zero.sharded_batch import inputs, outputs
 

@@ -6,7 +6,8 @@ import numpy as np
 from block_nets import Net, X
 
 from zerojax import mesh as mesh_lib
-from zerojax.zero import forward_only, stages
+from zerojax.zero import stages
+from zerojax.zero.gradients import forward_only
 from zerojax.zero.step_programs import arrivals, blocks, forward
 
 

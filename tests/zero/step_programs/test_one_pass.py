@@ -10,7 +10,8 @@ from block_nets import Net, X, loss_of, prepared_layout
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
-from zerojax.zero import block_settings, stages
+from zerojax.zero import stages
+from zerojax.zero.blocks import block_settings
 from zerojax.zero.offload import step_by_block
 from zerojax.zero.sharded_batch import outputs
 

@@ -10,7 +10,7 @@ import runs
 from block_nets import Net, parts, prepared_layout
 
 from zerojax import tree
-from zerojax.zero import accumulate
+from zerojax.zero.gradients import accumulate
 from zerojax.zero.step_programs import passes
 
 

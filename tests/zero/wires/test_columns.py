@@ -15,8 +15,11 @@ import zerojax
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.models import layers
-from zerojax.zero import block_settings, explicit, gather, placement, shard_state
+from zerojax.zero import shard_state
+from zerojax.zero.blocks import block_settings
+from zerojax.zero.gradients import explicit
 from zerojax.zero.sharded_batch import inputs
+from zerojax.zero.weights import gather, placement
 from zerojax.zero.wires import columns
 
 BLOCKS = r"block_\d"

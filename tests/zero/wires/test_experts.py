@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.zero import gather, stages
+from zerojax.zero import stages
+from zerojax.zero.weights import gather
 from zerojax.zero.wires import experts
 
 SHAPE = (8, 16, 24)

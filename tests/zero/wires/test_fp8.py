@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.ops import fp8
-from zerojax.zero import gather
+from zerojax.zero.weights import gather
 from zerojax.zero.wires import fp8 as fp8_wire
 
 RANDOM = np.random.default_rng(0)

@@ -32,8 +32,9 @@ from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import attention
 from zerojax.tree import PyTree
-from zerojax.zero import arguments, where_used
-from zerojax.zero.offload import selection
+from zerojax.zero.blocks import where_used
+from zerojax.zero.host import selection
+from zerojax.zero.sharded_batch import arguments
 
 SHORTEST = 16  # tokens of a bucket
 LEAST_REUSED = 16  # tokens of a prompt that are worth a copy of a slot

@@ -22,9 +22,10 @@ from zerojax.inference.engine import programs
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree
-from zerojax.zero import partition as partition_lib
-from zerojax.zero.offload import fetched_params, selection
+from zerojax.zero.host import selection
+from zerojax.zero.offload import fetched_params
 from zerojax.zero.step_programs import forward as forward_lib
+from zerojax.zero.weights import partition as partition_lib
 
 
 def check(partition: partition_lib.Partition, mesh: Mesh, others: Mapping[str, bool]) -> None:

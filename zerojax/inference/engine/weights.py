@@ -22,7 +22,7 @@ from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import quantized
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import tensor_parallel
+from zerojax.zero.blocks import tensor_parallel
 
 FORMATS = (quantized.NONE, quantized.INT8, quantized.FP8, quantized.NF4)
 KERNEL = "kernel"

@@ -23,8 +23,8 @@ from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import weights as weights_lib
 from zerojax.trainer.checks import names
 from zerojax.zero import state_bytes
-from zerojax.zero.offload import budget
-from zerojax.zero.offload import settings as offload_settings
+from zerojax.zero.host import budget
+from zerojax.zero.host import settings as offload_settings
 from zerojax.zero.pipeline import order as order_lib
 
 SHORT = "out of host memory"  # the start of the error messages

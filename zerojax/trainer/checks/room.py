@@ -21,7 +21,7 @@ from zerojax.models import family as family_lib
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.zero.offload import budget, storage
+from zerojax.zero.host import budget, storage
 
 # Orbax compresses: of random numbers in float32 7% goes, in bf16 21%. So a run is refused only for less than this of its bytes.
 _COMPRESSED = 0.75

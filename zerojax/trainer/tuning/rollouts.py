@@ -33,7 +33,7 @@ from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.tuning import answers, examples, rewarded
 from zerojax.tree import PyTree
-from zerojax.zero import where_used
+from zerojax.zero.blocks import where_used
 
 SMALLEST = 1e-4  # added to a group's standard deviation
 

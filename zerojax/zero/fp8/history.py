@@ -16,7 +16,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from zerojax.errors import UserError
 from zerojax.train_state import State
-from zerojax.zero import hooks
+from zerojax.zero.blocks import hooks
 
 FIELD = "fp8"  # of the train state
 Histories = Mapping[str, jax.Array]

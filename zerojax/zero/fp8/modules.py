@@ -20,9 +20,9 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.ops import expert_matrices, fp8, tiles
 from zerojax.tree import PyTree
-from zerojax.zero import hooks
-from zerojax.zero import partition as partition_lib
+from zerojax.zero.blocks import hooks
 from zerojax.zero.fp8 import history as history_lib
+from zerojax.zero.weights import partition as partition_lib
 from zerojax.zero.wires import fp8 as fp8_wire
 
 FIELD, FORM = "dot_general", "form"  # of modules with one kernel, and of mixtures of experts

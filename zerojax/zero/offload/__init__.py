@@ -1,7 +1,5 @@
-"""Offload: state that lives in host memory between its uses, and a step that streams it through the device.
+"""Offload: steps that stream state, which lives in host memory or on a disk, through the device.
 
-This room holds the settings, the choice of leaves and pieces, their copies, the updates of their groups, the steps around them, and the
-budget of host memory. How a step is cut into programs is `step_programs`. This room has no config, no reader of compiled programs and no
-file format. Only this room names the memory kind.
-Another place to offload to is a value of `settings.KINDS`; another part of the state is a row of `settings.PARTS`.
+This room holds the updates of offloaded groups, the steps around them, and the copies beside programs. Which state is where is `host`; how
+a step is cut into programs is `step_programs`. It has no config, no reader of compiled programs and no file format.
 """

@@ -22,11 +22,12 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.tree import Leaf
-from zerojax.zero import forward_only, where_used
-from zerojax.zero import partition as partition_lib
-from zerojax.zero.offload import memory_kind, selection, storage
+from zerojax.zero.blocks import where_used
+from zerojax.zero.gradients import forward_only
+from zerojax.zero.host import memory_kind, selection, storage
 from zerojax.zero.step_programs import arrivals, blocks, forward
 from zerojax.zero.step_programs.arrivals import PASS, STEP
+from zerojax.zero.weights import partition as partition_lib
 
 SMALL = 32 * 2**20  # bytes on each device; smaller arrays are copied by programs
 EARLY = 8  # programs before the end of a pass when the first copies for the next are sent: an embedding takes long, and much is free then

@@ -15,9 +15,9 @@ import numpy as np
 
 from zerojax.errors import UserError
 from zerojax.train_state import State
-from zerojax.zero import partition as partition_lib
-from zerojax.zero import update
-from zerojax.zero.offload import settings
+from zerojax.zero.host import settings
+from zerojax.zero.update import update
+from zerojax.zero.weights import partition as partition_lib
 
 FIELD = "last_norm"
 UNKNOWN = -1.0

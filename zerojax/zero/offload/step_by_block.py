@@ -32,14 +32,15 @@ from zerojax.errors import UserError
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import block_settings
-from zerojax.zero import partition as partition_lib
-from zerojax.zero import update as update_lib
-from zerojax.zero.offload import fetched_params, late_norm, memory_kind, selection, settings, storage, streamed_step
+from zerojax.zero.blocks import block_settings
+from zerojax.zero.host import memory_kind, selection, settings, storage
+from zerojax.zero.offload import fetched_params, late_norm, streamed_step
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import inputs
 from zerojax.zero.step_programs import arrivals, blocks, one_pass
 from zerojax.zero.step_programs import passes as passes_lib
+from zerojax.zero.update import update as update_lib
+from zerojax.zero.weights import partition as partition_lib
 
 
 @dataclasses.dataclass(frozen=True)

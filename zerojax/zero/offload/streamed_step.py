@@ -21,10 +21,10 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import arguments
-from zerojax.zero import partition as partition_lib
-from zerojax.zero.offload import selection, storage
+from zerojax.zero.host import selection, storage
 from zerojax.zero.offload import updates as updates_lib
+from zerojax.zero.sharded_batch import arguments
+from zerojax.zero.weights import partition as partition_lib
 
 
 def updates_of(partition: partition_lib.Partition, *, may_skip: bool) -> updates_lib.Updates | None:

@@ -19,10 +19,10 @@ from zerojax import specs, tree
 from zerojax.optim import fused, one_pass
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import partition as partition_lib
-from zerojax.zero import update as update_lib
-from zerojax.zero.offload import groups as groups_lib
-from zerojax.zero.offload import memory_kind, selection, settings, storage
+from zerojax.zero.host import groups as groups_lib
+from zerojax.zero.host import memory_kind, selection, settings, storage
+from zerojax.zero.update import update as update_lib
+from zerojax.zero.weights import partition as partition_lib
 
 
 class Handed(NamedTuple):

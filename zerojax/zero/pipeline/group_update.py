@@ -15,13 +15,15 @@ from zerojax.errors import UserError
 from zerojax.optim import fused, locality, pieces
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import accumulate, gather, one_pass_update
-from zerojax.zero import partition as partition_lib
-from zerojax.zero import update as update_lib
+from zerojax.zero.gradients import accumulate
 from zerojax.zero.offload import streamed_step
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.pipeline import state
 from zerojax.zero.step_programs import one_pass
+from zerojax.zero.update import one_pass_update
+from zerojax.zero.update import update as update_lib
+from zerojax.zero.weights import gather
+from zerojax.zero.weights import partition as partition_lib
 
 
 class GroupUpdate:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerojax import tree
-from zerojax.zero.offload import memory_kind, selection
+from zerojax.zero.host import memory_kind, selection
 from zerojax.zero.pipeline import order as order_lib
 from zerojax.zero.pipeline import stage_programs, state
 

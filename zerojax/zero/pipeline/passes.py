@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import traces, tree, xla_flags
 from zerojax.tree import PyTree
-from zerojax.zero import block_settings, gather
-from zerojax.zero import partition as partition_lib
+from zerojax.zero.blocks import block_settings
 from zerojax.zero.pipeline import segments
 from zerojax.zero.sharded_batch import inputs
 from zerojax.zero.step_programs import blocks, one_pass
+from zerojax.zero.weights import gather
+from zerojax.zero.weights import partition as partition_lib
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

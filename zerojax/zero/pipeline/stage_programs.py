@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import accumulate
-from zerojax.zero.offload import memory_kind
+from zerojax.zero.gradients import accumulate
+from zerojax.zero.host import memory_kind
 from zerojax.zero.pipeline import divided, passes, segments, state, turns
 from zerojax.zero.pipeline.order import BACKWARD, DIVIDED, FORWARD, WEIGHTS
 from zerojax.zero.step_programs import cut, programs

@@ -21,12 +21,12 @@ from zerojax.errors import UserError
 from zerojax.optim import pieces
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import block_settings
-from zerojax.zero import partition as partition_lib
-from zerojax.zero.offload import create, memory_kind, storage
-from zerojax.zero.offload import settings as offload_settings
+from zerojax.zero.blocks import block_settings
+from zerojax.zero.host import create, memory_kind, storage
+from zerojax.zero.host import settings as offload_settings
 from zerojax.zero.pipeline import passes, segments, travel
 from zerojax.zero.sharded_batch import inputs, outputs
+from zerojax.zero.weights import partition as partition_lib
 
 EVERYWHERE = -1  # the home of a leaf that belongs to no weight
 
@@ -217,7 +217,7 @@ def created(
       wanted: the abstract state, or a part of it, with shardings.
       placed: its pipeline.
       params: the weights where they live, whose memory is reused; None if `init` draws them. What is made of one lives where it does.
-      keep: from `offload.create.begin`.
+      keep: from `host.create.begin`.
     """
     init = jax.jit(init)  # traced once for all groups
     names, likes = zip(*tree.flatten(wanted, is_leaf=pieces.is_pieces))
@@ -281,7 +281,7 @@ def spread(values: PyTree, placed: Placed | None) -> PyTree:
 
 
 def settled(values: PyTree, likes: PyTree, placed: Placed | None, keep: storage.Keep) -> PyTree:
-    """Inverts `spread`: returns leaves where the abstract ones of `likes` live; `keep` is from `offload.create.begin`."""
+    """Inverts `spread`: returns leaves where the abstract ones of `likes` live; `keep` is from `host.create.begin`."""
     if placed is None or placed.travel.is_one:
         return values
 

@@ -31,13 +31,13 @@ from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import rounded
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import arguments, block_settings
-from zerojax.zero import partition as partition_lib
-from zerojax.zero import update as update_lib
+from zerojax.zero.blocks import block_settings
 from zerojax.zero.pipeline import group_update, passes, stage_programs, state
 from zerojax.zero.pipeline import order as order_lib
-from zerojax.zero.sharded_batch import inputs
+from zerojax.zero.sharded_batch import arguments, inputs
 from zerojax.zero.step_programs import passes as step_passes
+from zerojax.zero.update import update as update_lib
+from zerojax.zero.weights import partition as partition_lib
 
 _AHEAD = 2  # programs of a group that are sent before the first of them has ended
 

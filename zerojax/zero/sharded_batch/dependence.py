@@ -34,8 +34,7 @@ from zerojax import specs, traces, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import arguments, constraints
-from zerojax.zero.sharded_batch import inputs
+from zerojax.zero.sharded_batch import arguments, constraints, inputs
 
 SAME, ROWS, COUNT, GROWN, STATISTIC, OTHER = "same", "rows", "count", "grown", "statistic", "other"
 

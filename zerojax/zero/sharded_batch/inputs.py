@@ -17,7 +17,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import specs as specs_lib
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero import arguments
+from zerojax.zero.sharded_batch import arguments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,8 +31,7 @@ from zerojax import traces, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import constraints
-from zerojax.zero.sharded_batch import dependence, inputs, outputs
+from zerojax.zero.sharded_batch import constraints, dependence, inputs, outputs
 
 SAME, TOKENS, LINEAR, GROWN, OWN, OTHER = "same", "tokens", "linear", "grown", "own", "other"
 

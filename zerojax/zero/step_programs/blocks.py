@@ -14,7 +14,8 @@ import optax
 
 from zerojax.errors import UserError
 from zerojax.tree import PyTree
-from zerojax.zero import alike, gather, overlap
+from zerojax.zero.blocks import alike, overlap
+from zerojax.zero.weights import gather
 
 NAME = "zerojax_block"
 AGAIN = (

@@ -16,10 +16,12 @@ from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import accumulate, block_settings, explicit, gather, placement
-from zerojax.zero import partition as partition_lib
+from zerojax.zero.blocks import block_settings
+from zerojax.zero.gradients import accumulate, explicit
 from zerojax.zero.sharded_batch import inputs, keys, outputs
 from zerojax.zero.step_programs import blocks
+from zerojax.zero.weights import gather, placement
+from zerojax.zero.weights import partition as partition_lib
 
 
 def one_pass(

@@ -18,9 +18,10 @@ from zerojax import tree
 from zerojax.optim import rounded
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import accumulate, placement
+from zerojax.zero.gradients import accumulate
 from zerojax.zero.sharded_batch import inputs, outputs
 from zerojax.zero.step_programs import arrivals, programs, schedule
+from zerojax.zero.weights import placement
 
 # ready(index of the program, gradients that became final, params that arrived and no later program reads), both by path;
 # called after each program of the last pass.

@@ -19,8 +19,9 @@ from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import columns
-from zerojax.zero import block_settings, gather, placement
-from zerojax.zero import partition as partition_lib
+from zerojax.zero.blocks import block_settings
+from zerojax.zero.weights import gather, placement
+from zerojax.zero.weights import partition as partition_lib
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from zerojax import mesh as mesh_lib
 from zerojax import specs
 from zerojax.errors import UserError
 from zerojax.ops import expert_parallel
-from zerojax.zero import gather, placement
-from zerojax.zero import partition as partition_lib
+from zerojax.zero.weights import gather, placement
+from zerojax.zero.weights import partition as partition_lib
 
 
 @dataclasses.dataclass(frozen=True)

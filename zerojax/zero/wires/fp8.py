@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 
 from zerojax import tree
 from zerojax.ops import fp8
-from zerojax.zero import gather, placement
-from zerojax.zero import partition as partition_lib
+from zerojax.zero.weights import gather, placement
+from zerojax.zero.weights import partition as partition_lib
 
 WEIGHT = "kernel"
 

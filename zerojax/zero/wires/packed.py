@@ -31,9 +31,9 @@ from zerojax import errors, roles, specs, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.ops import packed, quantized
-from zerojax.zero import gather
-from zerojax.zero.partition import Partition, is_over_state
-from zerojax.zero.placement import Placement, moves
+from zerojax.zero.weights import gather
+from zerojax.zero.weights.partition import Partition, is_over_state
+from zerojax.zero.weights.placement import Placement, moves
 from zerojax.zero.wires import columns, fp8
 
 PLAIN, INT8, INT4 = "plain", "int8", "int4"

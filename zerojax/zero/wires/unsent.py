@@ -29,8 +29,8 @@ from zerojax import roles, specs, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import gather
-from zerojax.zero import partition as partition_lib
+from zerojax.zero.weights import gather
+from zerojax.zero.weights import partition as partition_lib
 from zerojax.zero.wires import columns, packed
 
 FIELD = "unsent_grads"  # of the train state

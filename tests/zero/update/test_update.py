@@ -1,0 +1,34 @@
+"""Checks the dtypes of gradients in updates through optax. This module tests zerojax.zero.update.update."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+from zerojax import mesh as mesh_lib
+from zerojax import precision
+from zerojax.zero import shard_state
+from zerojax.zero.update import update
+
+
+def sharded(tx, dtype=jnp.float32):
+    params = {"w": jnp.linspace(-1, 1, 64).reshape(8, 8).astype(dtype), "b": jnp.ones((8,), dtype)}
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    return shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=2, min_size=0)
+
+
+GRADS = {"w": jnp.linspace(2, -2, 64).reshape(8, 8), "b": jnp.arange(8.0)}
+
+
+def test_gradients_keep_their_dtype_where_nothing_is_scaled_and_are_float32_where_it_is():
+    seen = []
+
+    def spy(grads, state, params=None):
+        seen.append({leaf.dtype.name for leaf in jax.tree.leaves(grads)})
+        return jax.tree.map(jnp.zeros_like, params), state
+
+    state, part = sharded(optax.GradientTransformation(lambda params: (), spy))
+    half = precision.cast_floating(GRADS, jnp.float16)
+    for finite in (None, jnp.asarray(True)):
+        update.make(part)(state, state, half, 1.0, finite)
+    assert seen == [{"float16"}, {"float32"}]

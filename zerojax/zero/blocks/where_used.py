@@ -1,0 +1,187 @@
+"""Wraps a loss function written for unsharded weights so that it takes sharded ones. This module decides when a weight is gathered.
+
+The time of the gather determines the memory:
+
+- By default every leaf is gathered on its own at the top of the loss. The loss runs under `jax.checkpoint` with a policy that never keeps
+  a gathered weight, so the compiler gathers each again in the backward pass.
+- With `blocks` (a regex over module paths) calls to the matching modules of Linen and NNX are intercepted. Each runs under its own
+  `jax.checkpoint` and gathers its own weights inside it. At any time about one block's weights are gathered.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from zerojax import precision, tree
+from zerojax.errors import UserError
+from zerojax.tree import Leaf, PyTree
+from zerojax.zero.blocks import block_settings, intercept, lifted_blocks, marks, nnx_blocks, remat
+from zerojax.zero.weights import gather, placement
+from zerojax.zero.weights import partition as partition_lib
+
+Loss = Callable[..., Any]
+
+
+def where_used(
+    loss_fn: Loss,
+    placements: Mapping[str, placement.Placement],
+    *,
+    compute_dtype: DTypeLike | None = None,
+    blocks: str = "",
+    heads: str = "",
+    remat: str = "dots",
+    recompute: str = "",
+    offload: str = "",
+) -> Loss:
+    """Wraps a loss function written for unsharded weights so that it takes them as they are stored.
+
+    Args:
+      loss_fn: called as `loss_fn(params, *args, **kwargs)`; differentiate the result with respect to `params`. These may be an NNX
+        module; the changes that the loss makes to its other variables (batch statistics, random counts) are kept.
+      placements: the shardings of each weight, by path (`Partition.placements`). Gradients of frozen weights are 0 and not computed.
+      compute_dtype: the dtype of floating weights in the forward pass; None keeps the stored one.
+      blocks: a regex over paths of Linen or NNX modules ("layer_\\d+", "layers/\\d+"); each call to a matching module gathers its own
+        weights and is rematerialised on its own. Empty: leaves are gathered one by one at the top, and `remat` applies to the whole loss
+        function.
+      heads: a regex over paths of modules that gather their own weights as blocks do, but are not rematerialised, such as an output
+        projection that computes its gradients together with the loss. Empty: none.
+      remat: the residuals that the backward pass keeps: "none" (all but weights), "dots" (results of matmuls), "attention" (inputs of
+        blocks, and results of fused attention, whose backward pass then does not run it again), "full" (inputs of blocks).
+      recompute: a regex over paths of modules inside blocks (r"layer_\\d+/mlp/up"), whose matmuls remat="dots" does not keep. Empty: none.
+      offload: a regex over paths of modules inside blocks whose results are kept in pinned host memory until the backward pass, and of
+        blocks whose inputs are. They
+        take no device memory and are not computed again. Results that the backward pass does not read, such as that of the last matmul
+        of a residual branch, are not kept. With reduce_dtype the copies overlap the arithmetic of neighbouring blocks. Without it, a
+        loss that differentiates its own gradient cannot be offloaded. Empty: none.
+
+    Raises:
+      UserError: `remat` is unknown; `compute_dtype` is not floating; `blocks`, `heads`, `recompute` or `offload` match no call; or a
+        weight's shape is not that of its placement.
+
+    >>> grads = jax.grad(where_used(loss_fn, partition.placements, blocks=r"layer_\\d+"))(state.params, batch)
+    """
+    if len({own.stored.mesh for own in placements.values()}) > 1:
+        raise UserError(
+            "placements: the weights are on the groups of a pipeline, and a loss by itself is one program; use make_train_step, or a mesh "
+            "without `pipe`"
+        )
+    compute_dtype = precision.floating("compute_dtype", compute_dtype)
+    return with_gathers(
+        loss_fn, placements, block_settings.How(blocks, heads, remat, recompute, offload), compute_dtype
+    )
+
+
+def with_gathers(
+    loss_fn: Loss,
+    placements: Mapping[str, placement.Placement],
+    how: block_settings.How,
+    compute_dtype: DTypeLike | None = None,
+) -> Loss:
+    """Returns `where_used` of a loss, its settings as one value."""
+    find = placement.finder(placements, lambda weight: weight.shape, lifted_blocks.of_layer)
+
+    def gather_leaf(path: str, leaf: Leaf) -> Leaf:
+        found = find(path, leaf)
+        if found is None:
+            return leaf
+        return gathered(leaf if found.trainable else jax.lax.stop_gradient(leaf), found, compute_dtype)
+
+    return wrap(loss_fn, gather_leaf, how, moves=placement.moves(placements))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gathered(stored: jax.Array, placement: placement.Placement, dtype: DTypeLike | None) -> jax.Array:
+    """Returns a weight gathered and in `dtype`; its gradient is reduced to `placement.grad`, in the weight's own dtype.
+
+    `with_sharding_constraint` alone is not enough, because it transposes to itself: a weight constrained to be replicated has a gradient
+    constrained to be replicated. Hence a custom_vjp.
+
+    Args:
+      stored: the weight, sharded as `placement.stored`.
+      placement: the shardings of the weight and its gradient.
+      dtype: the dtype of a floating weight in the forward pass; None keeps the stored one.
+    """
+    return _gathered_forward(stored, placement, dtype)[0]
+
+
+def _gathered_forward(
+    stored: jax.Array, placement: placement.Placement, dtype: DTypeLike | None
+) -> tuple[jax.Array, jax.Array]:
+    # Casting under the stored sharding, before the gather, halves the bytes that are sent.
+    weight = gather.cast(stored, placement, dtype)
+    if placement.stored != placement.used:
+        weight = jax.lax.with_sharding_constraint(weight, placement.stored)
+        weight = jax.lax.with_sharding_constraint(weight, placement.used)
+    return gather.without_padding(weight, placement), jnp.zeros((0,), stored.dtype)
+
+
+def _gathered_backward(
+    placement: placement.Placement, dtype: DTypeLike | None, like: jax.Array, grad: jax.Array
+) -> tuple[jax.Array]:
+    grad = gather.with_padding(grad, placement)
+    return (jax.lax.with_sharding_constraint(grad, placement.grad).astype(like.dtype),)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def wrap(
+    loss_fn: Loss,
+    gather_leaf: Callable[[str, Any], Any],
+    how: block_settings.How,
+    *,
+    moves: bool,
+    run: Any = None,
+    is_weight: Callable[[Any], bool] = lambda leaf: False,
+) -> Loss:
+    """Returns `loss_fn` as a function of stored weights, which `gather_leaf(path, leaf)` gathers; see `where_used`.
+
+    Args:
+      moves: whether any weight is gathered: its stored and its used sharding differ.
+      run: see `intercept.Interceptor`; its `restart` is called where the loss must be traced again.
+      is_weight: returns whether a node of the params is one stored weight, if stored weights are not arrays.
+    """
+    if how.blocks:
+        return intercept.by_block(loss_fn, gather_leaf, how, moves=moves, run=run, is_weight=is_weight)
+    policy = remat.policy(how.remat, in_place=not (how.recompute or how.offload), moves=moves)
+    policy = marks.Offloads(policy) if policy and how.offload else policy
+
+    def at_top(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+        has_nnx = intercept.holds_nnx(params)
+        gather = nnx_blocks.gathered if has_nnx else tree.map_with_path
+
+        def loss_of(stored: PyTree) -> tuple[Any, dict[str, Any]]:
+            used = gather(gather_leaf, stored, is_leaf=is_weight)
+            own_args, own_kwargs = intercept.of_this_trace((args, kwargs))
+            before = nnx_blocks.variables(used) if has_nnx else {}
+            result = loss_fn(used if run is None else intercept.unboxed(used), *own_args, **own_kwargs)
+            return result, nnx_blocks.changed(used, before) if has_nnx else {}
+
+        result, changed = (loss_of if policy is None else jax.checkpoint(loss_of, policy=policy))(params)
+        if has_nnx:
+            nnx_blocks.set_variables(params, changed)
+        return result
+
+    return at_top
+
+
+def abstract_used(params: PyTree, partition: partition_lib.Partition, compute_dtype: DTypeLike | None) -> PyTree:
+    """Returns params as the loss sees them, as ShapeDtypeStructs: gathered, without padding and boxes, in its dtype."""
+    index = tree.suffix_index(partition.placements)
+
+    def used(path: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
+        found = tree.longest_suffix(index, path)
+        if found is None:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return jax.eval_shape(
+            lambda: gather.without_padding(
+                gather.cast(jnp.zeros(leaf.shape, leaf.dtype), partition.placements[found], compute_dtype),
+                partition.placements[found],
+            )
+        )
+
+    return intercept.unboxed(tree.map_with_path(used, params))
