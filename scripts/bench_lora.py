@@ -214,7 +214,7 @@ class _Clock:
 
 def _compiled(program: Any) -> tuple[Any, int]:
     """Returns the compiled step and its planned peak in bytes on the device."""
-    from zerojax.trainer import memory_guard
+    from zerojax.trainer.checks import memory_guard
 
     plan = memory_guard.compile_step(program)
     return plan.compiled, plan.peak

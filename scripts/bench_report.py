@@ -19,7 +19,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from zerojax.plan import targets  # noqa: E402
-from zerojax.trainer import memory_guard, metrics  # noqa: E402
+from zerojax.trainer import metrics  # noqa: E402
+from zerojax.trainer.checks import memory_guard  # noqa: E402
 
 SCHEMA = 1
 # The first step is slow, and after the second the trainer compares memory. If steps copy arrays to the host, the metrics of each step

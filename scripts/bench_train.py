@@ -31,7 +31,7 @@ from typing import Any
 import bench_child  # in this folder
 import bench_report
 
-from zerojax.trainer import memory_guard
+from zerojax.trainer.checks import memory_guard
 
 ROOT = bench_report.ROOT
 TAIL = 300  # last characters of a failed run's output

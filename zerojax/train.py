@@ -31,21 +31,31 @@ from zerojax.plan import report as plan_report
 from zerojax.plan import step_plan, targets
 from zerojax.profile import profiler
 from zerojax.train_state import State
-from zerojax.trainer import command, loop, memory_guard, metrics, progress, results, resume, workdir
+from zerojax.trainer import (
+    command,
+    examples,
+    loop,
+    metrics,
+    progress,
+    results,
+    resume,
+    setting_names,
+    trackers,
+    workdir,
+)
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import health as health_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import patience as patience_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
+from zerojax.trainer import run_totals as tally_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.card import document, facts
-from zerojax.trainer.card import tally as tally_lib
 from zerojax.trainer.card import writer as card_lib
-from zerojax.trainer.checks import effects, host, names, room, texts
-from zerojax.trainer.clients import outlets
-from zerojax.trainer.tuning import answers, examples, reference, rollouts, rounds
+from zerojax.trainer.checks import disk_space, effects, host, memory_guard, texts
+from zerojax.trainer.tuning import answers, reference, rollouts, rounds
 from zerojax.trainer.tuning import mixed as mixed_lib
 from zerojax.tree import PyTree
 from zerojax.zero import state_bytes
@@ -68,7 +78,7 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, f
 
 def main() -> None:
     """Parses the command line and trains. An invalid input ends the process with one line and status 2."""
-    errors.warn_in_one_line(names.in_config)
+    errors.warn_in_one_line(setting_names.in_config)
     checkpointer.report_failed_writes_once()
     with signals.StopSignal(has_state=False) as stop:
         watch.at(watch.START)
@@ -121,7 +131,7 @@ def _refit(config: settings_lib.Config) -> settings_lib.Config:
     return fitted
 
 
-@names.errors_of_config()
+@setting_names.errors_of_config()
 def train(config: settings_lib.Config, folder: pathlib.Path, stop: signals.StopSignal | None = None) -> loop.End:
     """Runs all phases of a training run in `folder`, until the last one or a stop, which only signals that `stop` hears request."""
     stop = stop or signals.StopSignal()
@@ -249,13 +259,13 @@ class Prepared(NamedTuple):
     asked: rollouts.Rollouts | None
 
 
-@names.errors_of_config()
+@setting_names.errors_of_config()
 def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     """Checks a run's settings, its folder and its data, and opens both. Compiles nothing and allocates nothing on devices."""
     watch.at(watch.DATA)
     _check_folder(config, folder)
     if processes.is_primary():
-        outlets.check_installed(config.metrics.to)
+        trackers.check_installed(config.metrics.to)
     for line in effects.unread(config):
         say(line)
     start_up.wake_devices()
@@ -296,7 +306,7 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     ending.before_end(lambda *_: saver.unlock())
     fingerprints = {**streams.fingerprints(), **program.fingerprints}
     start = resume.find(program, saver, streams, fingerprints, folder)
-    room.check(program, folder, step=start.step, saved=len(saver.steps()))
+    disk_space.check(program, folder, step=start.step, saved=len(saver.steps()))
     if pairs is not None and pairs.has_pairs and start.saved is not None:
         reference.restore(pairs, folder)
     return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs, asked)
@@ -313,7 +323,7 @@ def _open_mixture(
             "config.data.train_file is read as it is needed, in blocks that are mixed, and not indexed before the first step"
         )
     for line in (*found.notes, *found.told(config.steps)):
-        say(names.in_config(line))
+        say(setting_names.in_config(line))
     return found
 
 
@@ -328,7 +338,7 @@ def _load_pairs(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer,
     began = _began(config, tokenizer, folder)
     found = examples.load(config, family, source, tokenizer, _prepare_data(config, folder), _cache(config), began)
     for note in found.notes:
-        say(names.in_config(note))
+        say(setting_names.in_config(note))
     return found
 
 
@@ -423,8 +433,8 @@ def _open_recorder(
     """Opens the log and the display, and closes both at the end of the block."""
     is_primary = processes.is_primary()
     shown = progress.Progress(config.steps, start=start.step, log_every=config.log_every, enabled=is_primary)
-    clients = outlets.Outlets(config.metrics, folder, workdir.flat(config_lib.to_dict(config)), shown.print)
-    has_events = outlets.TENSORBOARD in outlets.names(config.metrics.to)
+    clients = trackers.Outlets(config.metrics, folder, workdir.flat(config_lib.to_dict(config)), shown.print)
+    has_events = trackers.TENSORBOARD in trackers.names(config.metrics.to)
     log = metrics.MetricsLog(folder, enabled=is_primary, tensorboard=has_events, clients=clients)
     tokens = program.tokens_per_step
     with shown, log:

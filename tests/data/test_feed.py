@@ -8,9 +8,8 @@ import runs
 
 from zerojax.data import parts, source, tokenizer
 from zerojax.errors import UserError
+from zerojax.trainer import examples, program
 from zerojax.trainer import model as model_lib
-from zerojax.trainer import program
-from zerojax.trainer.tuning import examples
 
 BYTES = tokenizer.load_tokenizer("bytes")
 

@@ -88,6 +88,8 @@ INSIDE_ZERO: dict[str, set[str]] = {
     "offload": {"weights", "host", "sharded_batch", "blocks", "update", "gradients", "step_programs"},
     "pipeline": {"weights", "host", "sharded_batch", "blocks", "update", "gradients", "step_programs", "offload"},
 }
+# Rooms inside of the trainer: which others each may import, "" for the modules at its root.
+INSIDE_TRAINER: dict[str, set[str]] = {"clients": set(), "": {"clients"}, "tuning": {""}, "checks": {""}, "card": {""}}
 PUBLIC_CALLS_OF_ZERO = {"compare", "shard_state", "stages", "state_bytes", "step"}
 HOST_WORDS = ("host", "pinned", "disk", "offload")
 # No training step enters these, and only command lines import them (and `zerojax`, one function).
@@ -262,6 +264,17 @@ def test_the_root_of_zero_holds_the_public_calls_and_its_rooms_stand_in_order():
     assert not [room for room, lower in INSIDE_ZERO.items() if not lower <= {*order[: order.index(room)]}]
 
 
+def test_rooms_inside_the_trainer_import_those_of_their_rows():
+    for name, path in MODULES.items():
+        if name.startswith("trainer."):
+            room, *inside = [
+                other.split(".")[1] if other.count(".") > 1 else ""
+                for other in (name, *own_imports(path))
+                if other.startswith("trainer.")
+            ]
+            assert {*inside} - {room} <= INSIDE_TRAINER[room], name
+
+
 def test_the_parts_of_a_step_do_not_know_where_a_state_is_stored():
     for path in sorted((PACKAGE / "zero/step_programs").glob("*.py")):
         assert not [word for word in HOST_WORDS if word in path.read_text().lower()], path
@@ -338,7 +351,7 @@ def test_the_inner_train_step_fits_one_screen():
 
 
 def test_rooms_below_the_trainer_name_no_settings():
-    """Their errors name arguments, of which `trainer.checks.names` makes keys of a config. A translation's result is a config."""
+    """Their errors name arguments, of which `trainer.setting_names` makes keys of a config. A translation's result is a config."""
     setting = re.compile(rf"\bconfig\.({'|'.join(place for place in settings.table() if '.' not in place)})\b")
     for name, path in MODULES.items():
         if name not in COMMAND_LINES and room_of(name) not in {"trainer", "commands", "migration"}:

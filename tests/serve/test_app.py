@@ -9,7 +9,7 @@ import httpx
 import pytest
 import small_engine
 
-from zerojax.serve import app, words
+from zerojax.serve import app, tokenizer
 
 MODEL = "small"
 LIMITS = app.Limits(queue=2, seconds=60, body_bytes=4096, body_seconds=0.2)
@@ -21,7 +21,7 @@ SHARED = small_engine.engine  # its slots are 3, its texts have up to 64 tokens,
 @contextlib.asynccontextmanager
 async def serving(limits=LIMITS, key="", names=()):
     """Gives a client of a service, and the service. All slots are free at the end."""
-    service = app.Service(SHARED(), words.Words(), name=MODEL, limits=limits, key=key, names=names)
+    service = app.Service(SHARED(), tokenizer.Words(), name=MODEL, limits=limits, key=key, names=names)
     service.start()
     transport = httpx.ASGITransport(service.app(), raise_app_exceptions=True)
     try:
@@ -82,7 +82,7 @@ def test_answers_are_the_engines_and_a_stream_has_the_same_text():
 
 
 def test_a_chat_has_its_own_form(monkeypatch):
-    monkeypatch.setattr(words.Words, "conversation", lambda self, messages: [9, 11, 40])
+    monkeypatch.setattr(tokenizer.Words, "conversation", lambda self, messages: [9, 11, 40])
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "x"}],

@@ -40,9 +40,8 @@ from zerojax import train
 from zerojax.commands import verify
 from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import metrics, results
+from zerojax.trainer import metrics, results, setting_names
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.checks import names
 
 GOLDEN = "tests/golden/huggingface"
 STEPS = 3
@@ -458,7 +457,7 @@ def attempt(row: covering.Row, folder: pathlib.Path) -> End:
         ):
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", UserWarning)  # lines of the command, which `out` keeps
-            names.tell.cache_clear()  # each row is a command of its own
+            setting_names.tell.cache_clear()  # each row is a command of its own
             with runs.on_devices(changes(row)["emulate_devices"]), runs.spared():
                 train.train(config(row), folder)
         end.read(folder)

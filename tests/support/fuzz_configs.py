@@ -45,10 +45,9 @@ from zerojax import files, train
 from zerojax.data import python_stdlib, source
 from zerojax.errors import UserError
 from zerojax.launch import start_up
-from zerojax.trainer import command, workdir
+from zerojax.trainer import command, setting_names, workdir
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.checks import names
 
 LIMIT = 60  # seconds a case
 MEMORY = 6 << 30  # bytes of addresses above those of the start
@@ -540,7 +539,7 @@ def by_training(rng: random.Random) -> Case:
         }
 
     def run(folder: pathlib.Path) -> None:
-        with names.of_config():
+        with setting_names.of_config():
             train.train(config_lib.from_dict(_raw(changes, folder)), folder / "work")
 
     return Case(f"train {_short(changes)}", tuple(changes), run)
@@ -824,7 +823,7 @@ def _prepare(raw: Any, folder: pathlib.Path, batches: int = 0) -> None:
                 prepared.streams.held_out_mean(lambda batch: np.zeros(()), 1)
             program = prepared.program
             if program.model.num_layers <= 16:
-                with names.of_config():
+                with setting_names.of_config():
                     program.train_step.trace(program.partition.abstract_state, program.abstract_batch)
         finally:
             prepared.streams.close()

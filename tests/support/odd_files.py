@@ -56,7 +56,7 @@ from zerojax.interop import deltas, peft, tensor_files
 from zerojax.interop import folder as folder_lib
 from zerojax.migration import documents, torch_files, zero_checkpoint
 from zerojax.plan import scale
-from zerojax.serve import asked
+from zerojax.serve import requests
 from zerojax.trainer import workdir
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -155,8 +155,8 @@ def read_conversations(path: pathlib.Path) -> None:
 
 def read_asked(path: pathlib.Path) -> None:
     for is_chat in (True, False):
-        with contextlib.suppress(asked.NotAnswered):
-            asked.read(path.read_bytes(), is_chat=is_chat)
+        with contextlib.suppress(requests.NotAnswered):
+            requests.read(path.read_bytes(), is_chat=is_chat)
 
 
 def read_deltas(path: pathlib.Path) -> None:

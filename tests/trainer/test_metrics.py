@@ -15,14 +15,13 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from zerojax.errors import UserError
-from zerojax.trainer import metrics
-from zerojax.trainer.card import tally
+from zerojax.trainer import metrics, run_totals
 
 
 def log(workdir, steps, resume: int | None = None, **values):
     with metrics.MetricsLog(workdir, enabled=True) as file:
         if resume is not None:
-            file.resume_at(tally.LossCurve(1, resume))
+            file.resume_at(run_totals.LossCurve(1, resume))
         for step in steps:
             file.write(step, values or {"loss": 1.0 / step})
 
@@ -48,7 +47,7 @@ def test_an_evaluation_that_a_resumed_run_repeats_appears_once(tmp_path):
     for values in ({"loss": 0.5}, {"train_loss": 0.5}, {"eval_loss": 0.5}, {"answers": 1, "step_seconds": 2}):
         log(tmp_path, [1, 2], **values)
     with metrics.MetricsLog(tmp_path, enabled=True) as file:
-        file.resume_at(tally.LossCurve(1, 2), is_unevaluated=True)
+        file.resume_at(run_totals.LossCurve(1, 2), is_unevaluated=True)
     kept = [(record["step"], *record.keys() - {"step", "step_seconds"}) for record in metrics.read(tmp_path)]
     assert kept == [(1, "loss"), (2, "loss"), (1, "train_loss"), (2, "train_loss"), (1, "eval_loss"), (1, "answers")]
 
@@ -64,7 +63,7 @@ def test_an_evaluation_that_a_resumed_run_repeats_appears_once(tmp_path):
     ],
 )
 def test_a_resumed_run_tells_of_losses_that_are_not_those_of_its_checkpoint(tmp_path, recwarn, old, new, is_told):
-    curve = tally.LossCurve()
+    curve = run_totals.LossCurve()
     for step, loss in ((1, 0.5), (2, 0.25), (3, math.nan)):
         log(tmp_path, [step], loss=loss)
         curve.add(step, loss)
@@ -144,7 +143,7 @@ def test_a_full_disk_is_reported_once_and_then_the_log_is_silent(tmp_path, full,
 
 def test_a_disabled_log_writes_nothing(tmp_path):
     with metrics.MetricsLog(tmp_path, enabled=False) as file:
-        file.resume_at(tally.LossCurve(1, 3))
+        file.resume_at(run_totals.LossCurve(1, 3))
         file.write(4, {"loss": 1.0})
     assert not list(tmp_path.iterdir())
 

@@ -14,9 +14,8 @@ import zerojax
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import templates
 from zerojax.lora import adapters
-from zerojax.trainer import metrics, program, results
+from zerojax.trainer import examples, metrics, program, results
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import examples
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
 

@@ -18,9 +18,10 @@ import zerojax
 from zerojax.checkpoint import checksums
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import fingerprints
-from zerojax.trainer import memory_guard, program, resume
+from zerojax.trainer import program, resume
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.card import document
+from zerojax.trainer.checks import memory_guard
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order by another stage or number of devices
 HALF_PRECISION = 2e-2  # relative: eight bits of bfloat16, over a few steps
@@ -34,7 +35,7 @@ streams_lib.Feed.next = lambda streams: ([time.sleep(0.02) for _ in range(10)], 
 """
 SLOW_TO_COMPILE = """
 import time
-from zerojax.trainer import memory_guard
+from zerojax.trainer.checks import memory_guard
 compile_step = memory_guard.compile_step
 memory_guard.compile_step = lambda built: (print("compiling", flush=True), time.sleep(30), compile_step(built))[-1]
 """

@@ -24,7 +24,7 @@ import zerojax
 from zerojax import train_state, tree
 from zerojax.data import batches, objectives, tokenizer
 from zerojax.inference import choice, sampling
-from zerojax.inference.engine import draws
+from zerojax.inference.engine import row_sampling
 from zerojax.lora import families as families_lora
 from zerojax.models import families, family
 from zerojax.optim import fused
@@ -143,10 +143,10 @@ def rounded_update(step):
 
 @functools.cache
 def picked(seed, stream, token, slot):
-    rows = draws.Draws.of_rows(2)
+    rows = row_sampling.Draws.of_rows(2)
     rows.temperature[:], rows.seed[slot], rows.stream[slot] = 1.0, seed, stream
     scores = jnp.zeros((2, 2**16))
-    return draws.draw(scores, jax.tree.map(jnp.asarray, rows), jnp.array([token] * 2), scores > 0)[slot]
+    return row_sampling.draw(scores, jax.tree.map(jnp.asarray, rows), jnp.array([token] * 2), scores > 0)[slot]
 
 
 @functools.cache

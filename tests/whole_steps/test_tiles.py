@@ -11,8 +11,7 @@ import runs
 from zerojax import configs
 from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import plans, program
-from zerojax.trainer.checks import names
+from zerojax.trainer import plans, program, setting_names
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
 EIGHT_BITS = 0.02  # relative: each tile has a scale of its own in 8 bits
@@ -56,7 +55,7 @@ def test_what_does_not_go_with_tiles_is_refused_before_anything_is_compiled():
             r"config.fp8.recipe: 'delayed' remembers one magnitude of a matmul",
         ),
     ):
-        with pytest.raises(UserError, match=message), names.of_config():
+        with pytest.raises(UserError, match=message), setting_names.of_config():
             built = program.build(
                 runs.config(**settings, model__tile_tokens=10), tokenizer_vocab=320, devices=jax.devices()[:1]
             )

@@ -22,11 +22,9 @@ from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
-from zerojax.trainer import command, settings
+from zerojax.trainer import command, examples, setting_names, settings
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
-from zerojax.trainer.checks import names
-from zerojax.trainer.tuning import examples
 
 _LEARNED, _READ = "bold green", "dim"
 MOST_TOKENS = 400  # of an array that are shown; JSON has all
@@ -59,7 +57,7 @@ def main() -> None:
         raise UserError(f"--show: must be 1 or more, and is {given.show}")
     sys.argv[1:] = [*([f"--config={given.config}"] if given.config else []), *rest]
     config = config_lib.from_dict(command.parse(sys.argv))
-    with names.of_config(), tempfile.TemporaryDirectory() as folder:
+    with setting_names.of_config(), tempfile.TemporaryDirectory() as folder:
         _show(config, pathlib.Path(config.data.dir or folder), given.show, is_json=given.json)
 
 
@@ -80,7 +78,7 @@ def _show(config: settings.Config, data_dir: pathlib.Path, count: int, *, is_jso
             for row in rows:
                 console.print(coloured(row, tokenizer, mark))
                 console.print(Text(f"  ids: {' '.join(map(str, row.ids[:MOST_TOKENS].tolist()))}", style=_READ))
-            for line in [*origins(rows, tokenizer, group.task), *map(names.in_config, shown.notes)]:
+            for line in [*origins(rows, tokenizer, group.task), *map(setting_names.in_config, shown.notes)]:
                 console.print(Text(f"  {line}"))
     if not is_json:
         told = ("learned tokens are ", (f"{mark}like this", _LEARNED), ", and others ", ("like this", _READ))

@@ -32,8 +32,8 @@ from zerojax.inference.engine import engine as engine_lib
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import hub, huggingface, pretrained
 from zerojax.launch import devices, processes
-from zerojax.trainer.checks import names
-from zerojax.trainer.tuning import answers, examples, predictions
+from zerojax.trainer import examples, setting_names
+from zerojax.trainer.tuning import answers, predictions
 from zerojax.tree import PyTree
 from zerojax.zero.blocks import where_used
 
@@ -161,15 +161,15 @@ def _answer_file(given: argparse.Namespace) -> None:
         asked = predictions.encode(source, given.file, how, folder, tokenizer, new_tokens)
     except UserError as error:
         line = str(error).removeprefix("task='seq2seq': " if run is None else "")
-        keys = names.KEYS | ({"prompt": "--template"} if given.template else {})
-        raise UserError(names.in_config(line, keys)) from error
+        keys = setting_names.KEYS | ({"prompt": "--template"} if given.template else {})
+        raise UserError(setting_names.in_config(line, keys)) from error
     with contextlib.ExitStack() as stack:
         is_primary = processes.is_primary()
         file = stack.enter_context(predictions.replacing(pathlib.Path(given.out))) if is_primary else None
         if run is not None:
             _note(f"the prompts are those of the run in {run}")
         for note in asked.notes:
-            _note(names.in_config(note))
+            _note(setting_names.in_config(note))
         loaded = _load(given)
         told = predictions.write(
             source,

@@ -26,7 +26,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, pretrained
 from zerojax.launch import devices, early, ending, processes, schedulers
 from zerojax.serve import followers
-from zerojax.serve import words as words_lib
+from zerojax.serve import tokenizer as words_lib
 from zerojax.zero.host import settings
 
 KEY = "ZEROJAX_API_KEY"

@@ -22,10 +22,9 @@ from zerojax.launch import devices, ending, processes
 from zerojax.plan import arithmetic, json_form, picture, scale, search, step_plan, targets
 from zerojax.plan import report as plan_report
 from zerojax.plan import serving as serving_plan
-from zerojax.trainer import command, plans, serving
+from zerojax.trainer import command, plans, serving, setting_names
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.checks import names
 from zerojax.zero import state_bytes
 
 GPUS_OF_A_HOST = scale.Network.gpus_per_host  # unless --topology says otherwise
@@ -70,7 +69,7 @@ def main() -> None:
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
         _prepare(config)
-        with names.of_config():
+        with setting_names.of_config():
             if _SERVE.value:
                 _serve(config)
             elif _AXES.value:

@@ -33,12 +33,12 @@ from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import requests
-from zerojax.serve import asked as asked_lib
 from zerojax.serve import counts as counts_lib
-from zerojax.serve import page, told
-from zerojax.serve import words as words_lib
+from zerojax.serve import page, responses
+from zerojax.serve import requests as asked_lib
+from zerojax.serve import tokenizer as words_lib
 from zerojax.serve import worker as worker_lib
-from zerojax.serve.asked import NotAnswered
+from zerojax.serve.requests import NotAnswered
 
 JSON = "application/json"
 _SLOW_READER = 30.0  # seconds beyond the time limit in which a client may read what is left
@@ -227,7 +227,7 @@ class Service:
         if self.active + len(listed) > self._most:
             line = f"{self.active} answers run or wait, and at most {self._most} do; ask again later"
             raise NotAnswered(429, line, code="queue_full")
-        writer = told.Writer(self._words, asked.model, is_chat=is_chat, prompts=len(prompts), choices=listed)
+        writer = responses.Writer(self._words, asked.model, is_chat=is_chat, prompts=len(prompts), choices=listed)
         self._begin(call)
         if asked.is_streamed:
             events = self._events(call, writer, asked.tells_usage)
@@ -241,22 +241,24 @@ class Service:
             gone.cancel()
             self._over(call)
 
-    async def _events(self, call: "_Answering", writer: told.Writer, tells_usage: bool) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, call: "_Answering", writer: responses.Writer, tells_usage: bool
+    ) -> AsyncGenerator[bytes, None]:
         """Yields the events of a stream."""
         try:
             for chunk in writer.begin(has_usage=tells_usage):
-                yield told.event(chunk)
+                yield responses.event(chunk)
             async for _ in call.changes():
                 self._note_first(call)
                 for chunk in writer.changes(has_usage=tells_usage):
-                    yield told.event(chunk)
+                    yield responses.event(chunk)
             if tells_usage:
-                yield told.event(writer.end())
+                yield responses.event(writer.end())
             yield b"data: [DONE]\n\n"
         except NotAnswered as error:
-            yield told.event(told.error(error.status, error.message, error.param, error.code))
+            yield responses.event(responses.error(error.status, error.message, error.param, error.code))
         except Exception as error:  # a fault of ours
-            yield told.event(told.error(500, _told_fault("a stream", error), None, None))
+            yield responses.event(responses.error(500, _told_fault("a stream", error), None, None))
 
     def _check_takes(self) -> None:
         """Refuses a request while the server ends."""
@@ -443,4 +445,4 @@ def _refusal(error: NotAnswered, headers: Any = None) -> Response:
         found["Retry-After"] = "1"
     if error.status == 401:
         found["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(told.error(error.status, error.message, error.param, error.code), error.status, found)
+    return JSONResponse(responses.error(error.status, error.message, error.param, error.code), error.status, found)

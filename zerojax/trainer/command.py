@@ -18,8 +18,7 @@ from ml_collections.config_flags import tuple_parser
 from zerojax import bounded, configs, errors, files
 from zerojax.errors import UserError
 from zerojax.interop import hub
-from zerojax.trainer import settings
-from zerojax.trainer.checks import ranges
+from zerojax.trainer import ranges, settings
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config",

@@ -22,9 +22,7 @@ from zerojax.interop import hub
 from zerojax.lora import settings as lora_lib
 from zerojax.ops import tiles
 from zerojax.optim import registry
-from zerojax.trainer import settings
-from zerojax.trainer.checks import ranges
-from zerojax.trainer.clients import outlets
+from zerojax.trainer import ranges, settings, trackers
 from zerojax.zero import stages
 from zerojax.zero.fp8 import modules as fp8_lib
 from zerojax.zero.host import settings as offload_lib
@@ -72,7 +70,7 @@ def from_dict(raw: Mapping[str, Any]) -> settings.Config:
     for override in config.zero.overrides:
         _check_override(override)
     ranges.check(config)
-    outlets.check(config.metrics)
+    trackers.check(config.metrics)
     _check_push(config.export)
     make_offload(config.offload, config.zero.stage)
     make_fp8(config)

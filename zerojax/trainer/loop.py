@@ -16,7 +16,7 @@ from zerojax.profile import compared, profiler
 from zerojax.train_state import State
 from zerojax.trainer import patience as patience_lib
 from zerojax.trainer import recorder as recorder_lib
-from zerojax.trainer.checks import names
+from zerojax.trainer import setting_names
 from zerojax.tree import PyTree
 
 UNEVALUATED = "unevaluated"  # in `meta`: whether the evaluation that was due at this step was given up
@@ -152,7 +152,7 @@ def run(
         if profile.ends(step):
             _end_profile(profile, plan, state, recorder)
         if streams.failure is not None and not stop.requested:
-            line = names.in_config(str(streams.failure))
+            line = setting_names.in_config(str(streams.failure))
             stop.request(line, f"zerojax: {line}", 2)
         is_stopped = stop.agreed() and step % when.stops_every == 0
         eval_loss, is_given_up, is_best = None, False, False

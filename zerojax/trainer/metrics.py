@@ -17,9 +17,7 @@ import jax
 
 from zerojax import bounded, files
 from zerojax.errors import UserError
-from zerojax.trainer import events
-from zerojax.trainer.card import tally
-from zerojax.trainer.clients import outlets
+from zerojax.trainer import events, run_totals, trackers
 
 FILE = "metrics.jsonl"
 _MOST_BYTES = 2**31  # of it, which is read as a whole
@@ -40,7 +38,7 @@ class MetricsLog:
         *,
         enabled: bool,
         tensorboard: bool = True,
-        clients: outlets.Outlets | None = None,
+        clients: trackers.Outlets | None = None,
     ) -> None:
         """Takes the run's folder, whether WORKDIR/tensorboard is written too, and the clients."""
         self._has_events, self._clients = tensorboard, clients
@@ -60,7 +58,7 @@ class MetricsLog:
         if self._clients is not None:
             self._clients.close(is_failed=kind is not None)
 
-    def resume_at(self, curve: tally.LossCurve, *, is_unevaluated: bool = False) -> None:
+    def resume_at(self, curve: run_totals.LossCurve, *, is_unevaluated: bool = False) -> None:
         """Removes all lines after the last step of `curve` and a truncated last line, so that no step appears twice.
 
         With `is_unevaluated` also the evaluation of that step: the run that resumes repeats it, and an earlier one may have done so.
@@ -204,12 +202,12 @@ def _is_evaluation(record: Mapping[str, Any]) -> bool:
     return any(name.startswith("eval_") or name == "answers" for name in record)
 
 
-def _is_other(records: list[dict], curve: tally.LossCurve) -> bool:
+def _is_other(records: list[dict], curve: run_totals.LossCurve) -> bool:
     """Returns whether records hold the loss of each step of a curve, and others than the curve's."""
     losses = {record["step"]: record for record in records if "loss" in record and record["step"] >= curve.first}
     if not curve.sha256 or list(losses) != list(range(curve.first, curve.last + 1)):
         return False
-    found = tally.LossCurve(curve.first)
+    found = run_totals.LossCurve(curve.first)
     try:
         for step, record in losses.items():
             value = record["loss"]

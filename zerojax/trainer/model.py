@@ -18,8 +18,8 @@ from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import attention, context_attention
+from zerojax.trainer import examples
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.tuning import examples
 
 
 def source(config: settings_lib.Config) -> folder_lib.Folder | None:

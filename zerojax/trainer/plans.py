@@ -16,12 +16,11 @@ from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
 from zerojax.ops import expert_parallel, fp8, tiles
 from zerojax.plan import arithmetic, scale, search, step_plan, targets, traced
-from zerojax.trainer import activations, steps
+from zerojax.trainer import activations, setting_names, steps
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.checks import names
 from zerojax.zero import stages, state_bytes
 from zerojax.zero.offload import step_by_block
 from zerojax.zero.weights import partition as partition_lib
@@ -63,7 +62,7 @@ def partitions(
 def plan_program(program: program_lib.Program, target: str, **how: Any) -> step_plan.Plan:
     """Plans a built program on its own mesh. `how` is further for `step_plan.plan_step`. Errors name config keys."""
     config, sizes = program.config, program.sizes
-    with names.of_config():
+    with setting_names.of_config():
         return step_plan.plan_step(
             program.train_step,
             program.partition.abstract_state,

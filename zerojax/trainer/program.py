@@ -34,10 +34,9 @@ from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import forward as forward_lib
 from zerojax.trainer import model as model_lib
+from zerojax.trainer import ranges, setting_names, steps
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer import steps
 from zerojax.trainer import weights as weights_lib
-from zerojax.trainer.checks import names, ranges
 from zerojax.tree import PyTree
 from zerojax.zero import shard_state, stages, state_bytes
 from zerojax.zero.blocks import tensor_parallel
@@ -158,7 +157,7 @@ def build(config: settings_lib.Config, *, tokenizer_vocab: int = 0, devices: Seq
     Raises:
       UserError: settings contradict each other or the devices.
     """
-    with names.of_config(), config_lib.telling_of_long_texts(config.model):
+    with setting_names.of_config(), config_lib.telling_of_long_texts(config.model):
         return _build(config, tokenizer_vocab, devices)
 
 
@@ -262,7 +261,7 @@ def memory_table(program: Program) -> Table:
     )
 
 
-@names.of_config()
+@setting_names.of_config()
 def open_feed(
     program: Program,
     tokenizer: tokenizer_lib.Tokenizer,
@@ -365,7 +364,7 @@ def _parallel(
         family.parallel.weights, shapes, mesh, [row[0] for row in config.zero.overrides]
     )
     if whole:
-        names.tell(f"config.mesh: {whole}")
+        setting_names.tell(f"config.mesh: {whole}")
     return rows
 
 
@@ -402,18 +401,18 @@ def _tell_of_no_effect(
         for name in ("answer_len", "pack"):
             value = getattr(config.data, name)
             if value != settings_lib.table()[f"data.{name}"].default:
-                names.tell(
+                setting_names.tell(
                     f"config.data.{name}={value} has no effect: a classifier reads one text a row, and writes none"
                 )
     if config.model.remat == "attention" and model.attention == "xla":
-        names.tell(
+        setting_names.tell(
             "config.model.remat: 'attention' keeps what fused attention returns; XLA's returns none, so it is 'full' here"
         )
     if config.model.ring and not hasattr(model, "tile_tokens"):
-        names.tell("config.model.ring=True has no effect: only modules of decoders run in rings")
+        setting_names.tell("config.model.ring=True has no effect: only modules of decoders run in rings")
     tokens = sizes.micro_batch_size * config.seq_len // mesh_lib.size(mesh, mesh_lib.TOKENS)
     if config.model.tile_tokens >= tokens:
-        names.tell(
+        setting_names.tell(
             f"config.model.tile_tokens={config.model.tile_tokens} has no effect: a pass has {tokens} tokens on each device"
         )
 

@@ -13,7 +13,7 @@ import jax
 from zerojax.train_state import State
 from zerojax.trainer import health as health_lib
 from zerojax.trainer import metrics, progress, timing
-from zerojax.trainer.card import tally as tally_lib
+from zerojax.trainer import run_totals as tally_lib
 from zerojax.zero.update import loss_scale
 
 # In a step's line, where a step has them. The loss of rewarded answers is about 0 whatever was learnt.

@@ -21,8 +21,8 @@ from zerojax.interop import huggingface
 from zerojax.models import family as family_lib
 from zerojax.plan import search, serving, targets
 from zerojax.trainer import model as model_lib
+from zerojax.trainer import setting_names
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.checks import names
 from zerojax.tree import PyTree
 from zerojax.zero import stages
 from zerojax.zero.blocks import tensor_parallel
@@ -53,7 +53,7 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     abstract = _abstract(family, model, dtype)
     shapes = {path: leaf.shape for path, leaf in tree.flatten({"params": abstract})}
     if whole := tensor_parallel.overrides(family.parallel.weights, shapes, mesh)[1]:
-        names.tell(f"config.mesh: {whole}")
+        setting_names.tell(f"config.mesh: {whole}")
     placed = weights.abstract(family, model, abstract, mesh, dtype, format)
     is_tied, count = not family_lib.heads(family, model), getattr(model, "num_experts", 0)
     on_host = _partition(config, abstract, mesh).on_host if is_streamed else ()

@@ -23,8 +23,7 @@ from zerojax.plan import targets, traced
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics as metrics_lib
-from zerojax.trainer import settings
-from zerojax.trainer.tuning import preferences, rewarded
+from zerojax.trainer import preferences, rewarded, settings
 from zerojax.tree import PyTree
 from zerojax.zero import step
 from zerojax.zero.fp8 import modules as fp8_modules

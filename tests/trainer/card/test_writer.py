@@ -7,7 +7,8 @@ import runs
 
 from zerojax import train
 from zerojax.errors import UserError
-from zerojax.trainer.card import document, tally, writer
+from zerojax.trainer import run_totals
+from zerojax.trainer.card import document, writer
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
@@ -71,7 +72,7 @@ def test_a_refused_start_leaves_the_card_as_it_was(run):
 
 
 def opened(folder, **changes):
-    return writer.Card(folder, **{"steps": 9, "tally": tally.Tally(), "enabled": True, **changes})
+    return writer.Card(folder, **{"steps": 9, "tally": run_totals.Tally(), "enabled": True, **changes})
 
 
 def test_a_start_that_was_killed_is_told_by_the_next_one(tmp_path):

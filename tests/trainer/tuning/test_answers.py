@@ -10,10 +10,10 @@ import runs
 
 from zerojax.data import source, tokenizer
 from zerojax.inference import generate
+from zerojax.trainer import examples, program
 from zerojax.trainer import model as model_lib
-from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import answers, examples
+from zerojax.trainer.tuning import answers
 
 BYTES = tokenizer.load_tokenizer("bytes")
 TASK = {

@@ -18,10 +18,10 @@ from zerojax.errors import UserError
 from zerojax.launch import signals
 from zerojax.lora import adapters
 from zerojax.models import family
+from zerojax.trainer import examples, program, rewarded
 from zerojax.trainer import model as model_lib
-from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import examples, rewarded, rollouts
+from zerojax.trainer.tuning import rollouts
 
 BYTES = tokenizer.load_tokenizer("bytes")
 ROUNDING = 1e-4  # of log-probabilities: a cache and a full pass sum in another order

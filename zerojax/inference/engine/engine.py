@@ -26,8 +26,8 @@ from zerojax import errors, precision, signatures, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import adapters as adapters_lib
-from zerojax.inference.engine import draws as draws_lib
-from zerojax.inference.engine import growing, programs, requests, streamed, weights
+from zerojax.inference.engine import detokenizer, programs, requests, streamed, weights
+from zerojax.inference.engine import row_sampling as draws_lib
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import attention
@@ -319,7 +319,7 @@ class Engine:
             raise UserError(
                 f"max_tokens: is {chosen.max_tokens}, and after a text of {before} tokens {room} fit; lower it, or raise max_len"
             )
-        text = None if self._text_of is None else growing.Growing(self._text_of)
+        text = None if self._text_of is None else detokenizer.Growing(self._text_of)
         return requests.Request(ids.astype(np.int32), chosen, chosen.max_tokens or room, on_change, so_far=text)
 
     @signatures.checked

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.inference.engine import adapters, requests, weights
-from zerojax.inference.engine import draws as draws_lib
+from zerojax.inference.engine import row_sampling as draws_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig

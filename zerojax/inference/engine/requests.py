@@ -8,7 +8,7 @@ import numpy as np
 
 from zerojax import signatures
 from zerojax.errors import UserError
-from zerojax.inference.engine import growing
+from zerojax.inference.engine import detokenizer
 
 MOST_LOGPROBS = 20  # likeliest tokens whose logarithms are told
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
@@ -110,7 +110,7 @@ class Request:
     text: str | None = None
     finish: str = ""
     reused: int = 0
-    so_far: growing.Growing | None = None
+    so_far: detokenizer.Growing | None = None
 
     @property
     def settled(self) -> str:

@@ -17,8 +17,8 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.errors import UserError
-from zerojax.inference.engine import draws as draws_lib
 from zerojax.inference.engine import programs
+from zerojax.inference.engine import row_sampling as draws_lib
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import PyTree

@@ -10,8 +10,8 @@ from typing import Any, Self
 from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.launch import ending
+from zerojax.trainer import run_totals as tally_lib
 from zerojax.trainer.card import document
-from zerojax.trainer.card import tally as tally_lib
 
 _SIGNALLED = range(129, 160)  # statuses of a process that a signal ended
 

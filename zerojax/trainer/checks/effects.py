@@ -10,8 +10,7 @@ from zerojax.data.pairs import tasks
 from zerojax.ops import fp8, preferences
 from zerojax.optim import registry, schedules
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import settings
-from zerojax.trainer.clients import outlets
+from zerojax.trainer import settings, trackers
 from zerojax.zero import stages
 from zerojax.zero.wires import packed
 
@@ -122,7 +121,7 @@ def _rows(config: settings.Config) -> Iterator[tuple[str, bool, tuple[str, ...]]
         "checkpoint.keep_best",
     )
     places = config_lib.places(c.data)
-    has_client = {*outlets.names(c.metrics.to)} & {*outlets.CLIENTS}
+    has_client = {*trackers.names(c.metrics.to)} & {*trackers.CLIENTS}
     yield from (
         ("config.mesh.pipe=1", c.mesh.pipe == 1, ("pipeline.schedule", "pipeline.chunks")),
         ("config.mesh.model=1", c.mesh.model == 1, ("model.ring",)),

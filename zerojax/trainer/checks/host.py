@@ -19,9 +19,9 @@ from zerojax.models import family as family_lib
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
+from zerojax.trainer import setting_names
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import weights as weights_lib
-from zerojax.trainer.checks import names
 from zerojax.zero import state_bytes
 from zerojax.zero.host import budget
 from zerojax.zero.host import settings as offload_settings
@@ -56,7 +56,7 @@ def check(program: program_lib.Program) -> None:
         )
 
 
-@names.errors_of_config()
+@setting_names.errors_of_config()
 def most_pinned_bytes(config: settings_lib.Config) -> int:
     """Returns an upper bound of the bytes of host memory that all processes of a run pin together. Uses no device."""
     chosen = config_lib.make_offload(config.offload, config.zero.stage)
@@ -86,7 +86,7 @@ def most_pinned_bytes(config: settings_lib.Config) -> int:
     return round(held * config.mesh.replica + new)
 
 
-@names.errors_of_config()
+@setting_names.errors_of_config()
 def most_offloaded_activations(config: settings_lib.Config) -> int:
     """Returns an upper bound of the bytes of activations that `model.offload` keeps in host memory, on all devices that the config names.
 

@@ -6,13 +6,12 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.trainer import program as program_lib
-from zerojax.trainer import settings
-from zerojax.trainer.checks import names
+from zerojax.trainer import setting_names, settings
 
 SAMPLED = 160  # tokens of a sample whose length is not set
 
 
-@names.errors_of_config()
+@setting_names.errors_of_config()
 def check(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer) -> None:
     """Checks that a program's sequences, its prompt and its sample suit its tokenizer and its model.
 
@@ -34,7 +33,7 @@ def check(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer) -> N
         )
 
 
-@names.errors_of_config()
+@setting_names.errors_of_config()
 def sample_length(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer) -> int:
     """Returns the tokens of a run's sample: those of its config, or else SAMPLED, or as many as the model has positions for."""
     config = program.config

@@ -1,8 +1,6 @@
 """Runs that learn answers: fine-tuning.
 
-`examples` opens their data. `rounds` is what happens between two evaluations: it reports losses, generated `answers`, and the memory of
-each of the `phases`.
-`preferences` and `reference` are what pairs of answers add, `rewarded` and `rollouts` what rewarded answers do. What else a single step
-does is no part of this.
-To add a setting of a task, add it to `examples`.
+`rounds` is what happens between two evaluations: it reports losses, generated `answers`, and the memory of each of the `phases`.
+`reference` is what pairs of answers add, `rollouts` what rewarded answers do. Their losses are `trainer.preferences` and
+`trainer.rewarded`, and `trainer.examples` opens their data; what a single step does is no part of this.
 """

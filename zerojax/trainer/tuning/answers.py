@@ -15,8 +15,8 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.inference import classify, generate
 from zerojax.launch import watch
+from zerojax.trainer import examples
 from zerojax.trainer import program as program_lib
-from zerojax.trainer.tuning import examples
 from zerojax.tree import PyTree
 
 SHOWN = 10  # rows of the table

@@ -11,10 +11,9 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import examples, workdir
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer import workdir
-from zerojax.trainer.tuning import examples
 
 STREAMED = 2**30  # bytes of files, above which nothing of all documents is made or held before the first step
 

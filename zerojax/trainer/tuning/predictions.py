@@ -19,8 +19,8 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import records, tasks
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
-from zerojax.trainer import workdir
-from zerojax.trainer.tuning import answers, examples
+from zerojax.trainer import examples, workdir
+from zerojax.trainer.tuning import answers
 
 SHORTEST = 16  # tokens of a batch's prompts; longer ones are padded to a power of two, so that few shapes are compiled
 FIELDS = ("prediction", "expected", "is_right")  # that are added to an example

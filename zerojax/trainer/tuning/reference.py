@@ -18,8 +18,8 @@ from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.launch import processes, watch
 from zerojax.models import family as family_lib
+from zerojax.trainer import preferences
 from zerojax.trainer import program as program_lib
-from zerojax.trainer.tuning import preferences
 from zerojax.tree import PyTree
 from zerojax.zero.offload import fetched_params
 

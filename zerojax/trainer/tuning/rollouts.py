@@ -29,9 +29,10 @@ from zerojax.launch import processes
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import examples, rewarded
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.tuning import answers, examples, rewarded
+from zerojax.trainer.tuning import answers
 from zerojax.tree import PyTree
 from zerojax.zero.blocks import where_used
 

@@ -1,4 +1,4 @@
-"""Checks that errors of the library name config keys. This module tests zerojax.trainer.checks.names."""
+"""Checks that errors of the library name config keys. This module tests zerojax.trainer.setting_names."""
 
 import warnings
 
@@ -7,20 +7,19 @@ import jax
 import pytest
 
 from zerojax.errors import UserError
-from zerojax.trainer import plans
+from zerojax.trainer import plans, setting_names
 from zerojax.trainer import program as program_lib
-from zerojax.trainer.checks import names
 
 
 def test_every_key_is_a_field_or_a_group():
     groups = {place.partition(".")[0] for place in fuzz_configs.PLACES}
-    keys = [key.removeprefix("config.") for key in names.KEYS.values() if not key.startswith("--")]
+    keys = [key.removeprefix("config.") for key in setting_names.KEYS.values() if not key.startswith("--")]
     assert set(keys) <= {*fuzz_configs.PLACES, *groups}
 
 
 @pytest.mark.parametrize("text", ["other: 3", "config.mesh: 3", "mesh", "meshes: 3", "params/mesh: 3"])
 def test_other_errors_stay_as_they_are(text):
-    with pytest.raises(UserError) as caught, names.of_config():
+    with pytest.raises(UserError) as caught, setting_names.of_config():
         raise UserError(text)
     assert str(caught.value) == text
 
@@ -49,16 +48,16 @@ def test_an_error_of_the_library_names_the_config_key(name):
 
 def test_a_warning_of_the_library_is_one_line_that_names_the_config_key(capsys):
     for _ in range(2):
-        with warnings.catch_warnings(), names.of_config():
+        with warnings.catch_warnings(), setting_names.of_config():
             warnings.simplefilter("always")
             warnings.warn("accum_dtype: has no effect, because x", stacklevel=1)
     assert capsys.readouterr().err == "zerojax: config.accum_dtype: has no effect, because x\n"
-    with pytest.warns(UserWarning, match="^of another"), names.of_config():
+    with pytest.warns(UserWarning, match="^of another"), setting_names.of_config():
         warnings.warn("of another library", stacklevel=1)
 
 
 def test_packed_wires_that_send_nothing_are_told_of(capsys):
-    names.tell.cache_clear()
+    setting_names.tell.cache_clear()
     alone = {"mesh.data": 1, "mesh.model": 2, "wire.weights": "int8"}
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -85,6 +84,6 @@ def test_packed_wires_that_send_nothing_are_told_of(capsys):
     ],
 )
 def test_arguments_in_backticks_are_named_too(line, told):
-    with pytest.raises(UserError) as caught, names.errors_of_config():
+    with pytest.raises(UserError) as caught, setting_names.errors_of_config():
         raise UserError(line)
     assert str(caught.value) == told

@@ -1,4 +1,4 @@
-"""Checks that clients get every step, and that none of them can stop a run. This module tests zerojax.trainer.clients.outlets."""
+"""Checks that clients get every step, and that none of them can stop a run. This module tests zerojax.trainer.trackers."""
 
 import json
 import threading
@@ -9,8 +9,7 @@ import pytest
 import runs
 
 from zerojax.errors import UserError
-from zerojax.trainer import metrics, workdir
-from zerojax.trainer.clients import outlets
+from zerojax.trainer import metrics, trackers, workdir
 
 
 class Kept:
@@ -35,7 +34,7 @@ def group(**changes):
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Returns f(client, settings) -> (opened outlets, printed lines, clients)."""
+    """Returns f(client, settings) -> (opened trackers, printed lines, clients)."""
 
     def start(client=Kept, **settings):
         said, clients = [], []
@@ -44,8 +43,8 @@ def started(monkeypatch, tmp_path):
             clients.append(client(info))
             return clients[-1]
 
-        monkeypatch.setattr(outlets, "CLIENTS", {"wandb": open_run, "mlflow": open_run})
-        found = outlets.Outlets(group(**settings), tmp_path, {"seed": 0}, said.append)
+        monkeypatch.setattr(trackers, "CLIENTS", {"wandb": open_run, "mlflow": open_run})
+        found = trackers.Outlets(group(**settings), tmp_path, {"seed": 0}, said.append)
         found.open()
         return found, said, clients
 
@@ -60,8 +59,8 @@ def test_each_client_gets_each_step_and_its_id_is_kept_for_the_next_start(starte
     found.close(is_failed=True)
     assert [client.steps for client in clients] == [[(1, {"loss": 1.0}), (2, {"loss": 0.5})]] * 2
     assert [client.ended for client in clients] == [False, False] and said == []
-    assert json.loads((tmp_path / outlets.FILE).read_text()) == {"wandb": "new", "mlflow": "new"}
-    (tmp_path / outlets.FILE).write_text('{"wandb": "old"}')
+    assert json.loads((tmp_path / trackers.FILE).read_text()) == {"wandb": "new", "mlflow": "new"}
+    (tmp_path / trackers.FILE).write_text('{"wandb": "old"}')
     client = ended(started())
     assert (client.info.run_id, client.info.is_chosen, client.info.name) == ("old", False, tmp_path.name)
     client = ended(started(resume_id="mine", name="n", dir=str(tmp_path / "sub")))
@@ -70,7 +69,7 @@ def test_each_client_gets_each_step_and_its_id_is_kept_for_the_next_start(starte
 
 
 def ended(opened):
-    """Returns the client of outlets that are closed."""
+    """Returns the client of trackers that are closed."""
     found, _, clients = opened
     found.close(is_failed=False)
     return clients[0]
@@ -95,7 +94,7 @@ def test_a_client_that_fails_is_told_once_and_left_alone(started, where):
 
 
 def test_a_client_that_hangs_holds_neither_a_step_nor_the_end(started, monkeypatch):
-    monkeypatch.setattr(outlets, "MOST_WAITING", 3)
+    monkeypatch.setattr(trackers, "MOST_WAITING", 3)
     hang = threading.Event()
     found, said, _ = started(type("Hangs", (Kept,), {"write": lambda *_: hang.wait()}))
     began = time.monotonic()
@@ -123,7 +122,7 @@ def test_a_client_that_hangs_holds_neither_a_step_nor_the_end(started, monkeypat
     ],
 )
 def test_names_come_as_a_tuple_or_as_a_comma_list(to, expected):
-    assert outlets.names(to) == expected
+    assert trackers.names(to) == expected
 
 
 def test_wrong_settings_are_refused_before_the_run(monkeypatch):
@@ -135,16 +134,16 @@ def test_wrong_settings_are_refused_before_the_run(monkeypatch):
         runs.config(metrics__to=(3,))
     with pytest.raises(UserError, match=r"config.metrics.resume_id: is 'a', and is the id of one client's run"):
         runs.config(metrics__to=("wandb", "mlflow"), metrics__resume_id="a")
-    monkeypatch.setattr(outlets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="names mlflow, which is not installed; pip install mlflow"):
-        outlets.check_installed(("tensorboard,mlflow",))
-    outlets.check_installed(("tensorboard",))
+        trackers.check_installed(("tensorboard,mlflow",))
+    trackers.check_installed(("tensorboard",))
 
 
 @pytest.mark.parametrize("to, files", [(("tensorboard",), True), ((), False)])
 def test_tensorboard_is_written_where_it_is_named(tmp_path, to, files):
-    found = outlets.Outlets(group(to=to), tmp_path, {}, print)
-    with metrics.MetricsLog(tmp_path, enabled=True, tensorboard=outlets.TENSORBOARD in to, clients=found) as log:
+    found = trackers.Outlets(group(to=to), tmp_path, {}, print)
+    with metrics.MetricsLog(tmp_path, enabled=True, tensorboard=trackers.TENSORBOARD in to, clients=found) as log:
         log.open()
         log.write(1, {"loss": 2.0})
     assert metrics.read(tmp_path) == [{"step": 1, "loss": 2.0}] and (tmp_path / "tensorboard").exists() == files
@@ -153,8 +152,8 @@ def test_tensorboard_is_written_where_it_is_named(tmp_path, to, files):
 @pytest.mark.usefixtures("cache_dir")
 def test_a_run_sends_its_steps_and_its_settings(tmp_path, monkeypatch):
     clients = []
-    monkeypatch.setitem(outlets.CLIENTS, "mlflow", lambda info: clients.append(Kept(info)) or clients[-1])
-    monkeypatch.setattr(outlets, "check_installed", lambda to: None)
+    monkeypatch.setitem(trackers.CLIENTS, "mlflow", lambda info: clients.append(Kept(info)) or clients[-1])
+    monkeypatch.setattr(trackers, "check_installed", lambda to: None)
     runs.run(tmp_path, metrics__to=("mlflow",), steps=3)
     (client,) = clients
     assert [(step, values["loss"]) for step, values in client.steps] == [*runs.losses(tmp_path).items()]

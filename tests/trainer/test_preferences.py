@@ -1,4 +1,4 @@
-"""Checks DPO against its equation on one device. This module tests zerojax.trainer.tuning.preferences."""
+"""Checks DPO against its equation on one device. This module tests zerojax.trainer.preferences."""
 
 import json
 
@@ -10,10 +10,10 @@ import runs
 
 from zerojax.data import tokenizer
 from zerojax.errors import UserError
+from zerojax.trainer import examples, program
 from zerojax.trainer import model as model_lib
-from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import examples, reference
+from zerojax.trainer.tuning import reference
 from zerojax.zero import state_bytes
 from zerojax.zero.update import padding
 

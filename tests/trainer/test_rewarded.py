@@ -1,4 +1,4 @@
-"""Checks GRPO's loss against its equation on one device. This module tests zerojax.trainer.tuning.rewarded."""
+"""Checks GRPO's loss against its equation on one device. This module tests zerojax.trainer.rewarded."""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import runs
 
-from zerojax.trainer import program
+from zerojax.trainer import program, rewarded
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import rewarded
 from zerojax.zero.update import padding
 
 ROUNDING = 2e-5  # the same float32 sums in another order

@@ -1,4 +1,4 @@
-"""Checks what is read of a request's body. This module tests zerojax.serve.asked."""
+"""Checks what is read of a request's body. This module tests zerojax.serve.requests."""
 
 import json
 
@@ -6,12 +6,12 @@ import pytest
 
 from zerojax.errors import UserError
 from zerojax.inference.engine import requests
-from zerojax.serve import asked
+from zerojax.serve import requests as reading
 
 
 def read(is_chat=False, **fields):
     least = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}
-    return asked.read(json.dumps({"model": "m", **least, **fields}).encode(), is_chat=is_chat)
+    return reading.read(json.dumps({"model": "m", **least, **fields}).encode(), is_chat=is_chat)
 
 
 def test_fields_become_settings_of_the_engine_and_what_is_null_is_not_given():
@@ -42,12 +42,12 @@ def test_prompts_and_messages_have_all_forms_of_openai():
     assert read(True, messages=listed).messages == [("system", "s"), ("user", "ab")]
 
 
-@pytest.mark.parametrize("name", asked.NEUTRAL)
+@pytest.mark.parametrize("name", reading.NEUTRAL)
 def test_a_field_that_is_not_applied_passes_only_with_the_value_that_changes_nothing(name):
-    neutral = asked.NEUTRAL[name]
+    neutral = reading.NEUTRAL[name]
     read(**{name: neutral})
     if neutral is not None:
-        with pytest.raises(asked.NotAnswered, match=f"{name}: is .* which is not applied") as error:
+        with pytest.raises(reading.NotAnswered, match=f"{name}: is .* which is not applied") as error:
             read(**{name: 2.5})
         assert (error.value.status, error.value.param) == (400, name)
 
@@ -72,7 +72,7 @@ WRONG = {
 
 @pytest.mark.parametrize("line", WRONG)
 def test_a_wrong_field_is_named(line):
-    with pytest.raises(asked.NotAnswered) as error:
+    with pytest.raises(reading.NotAnswered) as error:
         read(**WRONG[line])
     assert line in error.value.message and error.value.status == 400
 
@@ -86,7 +86,7 @@ def test_a_wrong_conversation_is_named():
         ("messages[0]: has 'tool_calls'", [{"role": "user", "content": "x", "tool_calls": [1]}]),
         ("messages: the last one is the assistant's", [{"role": "assistant", "content": "x"}]),
     ):
-        with pytest.raises(asked.NotAnswered) as error:
+        with pytest.raises(reading.NotAnswered) as error:
             read(True, messages=messages)
         assert line in error.value.message
 
@@ -105,16 +105,16 @@ def test_a_wrong_conversation_is_named():
     ],
 )
 def test_a_body_that_is_no_object_is_refused(body):
-    with pytest.raises(asked.NotAnswered, match="the body"):
-        asked.read(body, is_chat=False)
+    with pytest.raises(reading.NotAnswered, match="the body"):
+        reading.read(body, is_chat=False)
 
 
 def test_an_error_of_the_engine_names_the_field():
     for setting, field in (("stop_strings", "stop"), ("max_tokens", "max_tokens"), ("stop_ids", "stop_token_ids")):
-        found = asked.NotAnswered.by(UserError(f"{setting}: is wrong"), is_chat=False)
+        found = reading.NotAnswered.by(UserError(f"{setting}: is wrong"), is_chat=False)
         assert (found.status, found.param, found.message) == (400, field, f"{field}: is wrong")
-    assert asked.NotAnswered.by(UserError("other: is wrong"), is_chat=False).param is None
+    assert reading.NotAnswered.by(UserError("other: is wrong"), is_chat=False).param is None
     for is_chat, field in ((False, "prompt"), (True, "messages")):
-        found = asked.NotAnswered.by(UserError("prompt: has 9 tokens, and at most 8 fit"), is_chat=is_chat)
+        found = reading.NotAnswered.by(UserError("prompt: has 9 tokens, and at most 8 fit"), is_chat=is_chat)
         assert (found.code, found.param) == ("context_length_exceeded", field)
         assert found.message.startswith(f"{field}: has 9 tokens")

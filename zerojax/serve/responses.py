@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax.inference.engine import growing, requests
-from zerojax.serve import words as words_lib
+from zerojax.inference.engine import detokenizer, requests
+from zerojax.serve import tokenizer as words_lib
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -125,7 +125,7 @@ class Writer:
     def _chat_logprobs(self, known: Sequence[tuple[int, requests.LogProb]]) -> dict[str, Any]:
         def told(token: int, logarithm: float) -> dict[str, Any]:
             name = self._words.name_of(token)
-            own = None if growing.CUT in name else list(name.encode())  # a part of a letter
+            own = None if detokenizer.CUT in name else list(name.encode())  # a part of a letter
             return {"token": name, "logprob": max(logarithm, LEAST_LOGPROB), "bytes": own}
 
         content = [

@@ -1,4 +1,4 @@
-"""Checks that the loss is one mean over all labels. This module tests zerojax.trainer.tuning.examples."""
+"""Checks that the loss is one mean over all labels. This module tests zerojax.trainer.examples."""
 
 import json
 import shutil
@@ -14,10 +14,9 @@ import zerojax
 from zerojax.data import source, tokenizer
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
+from zerojax.trainer import examples, program
 from zerojax.trainer import model as model_lib
-from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import examples
 from zerojax.zero.update import padding
 
 BYTES = tokenizer.load_tokenizer("bytes")

@@ -1,4 +1,4 @@
-"""Checks that values which cannot be meant are refused. This module tests zerojax.trainer.checks.ranges."""
+"""Checks that values which cannot be meant are refused. This module tests zerojax.trainer.ranges."""
 
 import pytest
 import runs

@@ -14,8 +14,8 @@ from zerojax.interop import pretrained
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import rewarded
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.tuning import rewarded
 
 
 def special_tokens(

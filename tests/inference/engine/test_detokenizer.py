@@ -1,4 +1,4 @@
-"""Checks texts that grow token by token against texts that are decoded whole. This module tests zerojax.inference.engine.growing."""
+"""Checks texts that grow token by token against texts that are decoded whole. This module tests zerojax.inference.engine.detokenizer."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given, settings
 
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.inference.engine import growing
+from zerojax.inference.engine import detokenizer
 
 PIECES = ["<s>", "▁", "▁a", "a", "▁the", "é", ".", "▁▁", "<0xE2>", "<0x82>", "<0xAC>"]
 
@@ -41,14 +41,14 @@ def test_a_text_that_grows_becomes_the_text_of_all_tokens(kind, data):
     text_of, count = decode(kind)
     first = 1 if kind == "pieces" else 0  # no special token between words: Llama's decoder strips a space after it
     tokens = data.draw(st.lists(st.integers(first, count - 1), max_size=40))
-    made, sent = growing.Growing(text_of), ""
+    made, sent = detokenizer.Growing(text_of), ""
     for number in range(1, len(tokens) + 1):
         sent += made.add(tokens[:number])
-        assert sent == made.text and growing.CUT not in sent[-1:]
+        assert sent == made.text and detokenizer.CUT not in sent[-1:]
     sent += made.add(tokens, is_end=True)
     whole = text_of(tokens)
     # Llama's decoder takes a letter back when bytes that are none follow it; what was sent stays.
-    assert sent == made.text and (sent == whole or (kind == "pieces" and growing.CUT in whole))
+    assert sent == made.text and (sent == whole or (kind == "pieces" and detokenizer.CUT in whole))
 
 
 def test_few_tokens_are_decoded_at_a_time():
@@ -58,7 +58,7 @@ def test_few_tokens_are_decoded_at_a_time():
         lengths.append(len(ids))
         return " ".join(map(str, ids))
 
-    made = growing.Growing(text_of)
+    made = detokenizer.Growing(text_of)
     for number in range(1, 200):
         made.add(list(range(number)))
     assert max(lengths) <= 3

@@ -1,4 +1,4 @@
-"""Checks prompts and conversations against the tokenizer and the trainer's task. This module tests zerojax.serve.words."""
+"""Checks prompts and conversations against the tokenizer and the trainer's task. This module tests zerojax.serve.tokenizer."""
 
 import json
 import shutil
@@ -10,9 +10,9 @@ import tokenizers
 
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
-from zerojax.inference.engine import growing, requests
+from zerojax.inference.engine import detokenizer, requests
 from zerojax.interop import folder as folder_lib
-from zerojax.serve import told, words
+from zerojax.serve import responses, tokenizer
 
 WORDS = ["<s>", "</s>", "<pad>", "one", "two", "three", "user", "assistant", "#"]
 TALK = [("system", "one"), ("user", "two </s>"), ("assistant", "three"), ("user", "one")]
@@ -34,7 +34,7 @@ def spoken(tmp_path):
 
 
 def of(folder, chat_template="auto"):
-    return words.of_folder(folder_lib.open_folder(folder), chat_template)
+    return tokenizer.of_folder(folder_lib.open_folder(folder), chat_template)
 
 
 def test_a_folder_without_a_tokenizer_reads_and_writes_ids():
@@ -62,11 +62,11 @@ def test_a_completion_begins_with_the_space_that_its_tokenizer_leaves_out_at_the
     made = of(spoken)
     assert [made.text_of([0, 1]), made.before(0), made.before(1)] == ["onetwo", " ", ""]
     assert [made.name_of(0), made.name_of(1)] == [" one", "two"], "as log probabilities name tokens"
-    asked = requests.Request(np.array([0]), requests.RequestSettings(), 2, so_far=growing.Growing(made.text_of))
+    asked = requests.Request(np.array([0]), requests.RequestSettings(), 2, so_far=detokenizer.Growing(made.text_of))
     for token in (0, 1):
         asked.add(token, None, ())
     for is_chat, text in ((False, " onetwo"), (True, "onetwo")):
-        answer = told.Writer(made, "m", is_chat=is_chat, prompts=1, choices=[asked]).whole()["choices"][0]
+        answer = responses.Writer(made, "m", is_chat=is_chat, prompts=1, choices=[asked]).whole()["choices"][0]
         assert (answer["message"]["content"] if is_chat else answer["text"]) == text
 
 

@@ -11,8 +11,8 @@ import zerojax
 from zerojax import train
 from zerojax.models.llama import model as llama
 from zerojax.plan import targets
-from zerojax.trainer import memory_guard, plans, program
-from zerojax.trainer.checks import host
+from zerojax.trainer import plans, program
+from zerojax.trainer.checks import host, memory_guard
 
 # Other modules compare runs of this process with runs of others to the last bit: all take their programs from one folder.
 pytestmark = pytest.mark.usefixtures("cache_dir")
