@@ -81,7 +81,7 @@ def scales_of(x: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class BlockView:
     """Views a local array [..., n] as [..., parts, part], each part inside one block.
 
     A part is a block, and the last one is padded with zeros. If shards of the last dim end inside blocks, `joins` names the mesh axes of

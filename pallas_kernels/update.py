@@ -94,7 +94,7 @@ def update_ref(rule: Rule, scalars: Scalars, shard: Shard, leaf: Operands, seed:
         noise = _noise(index, shard, [seed[i] for i in range(1 + len(shard.sharded_dims))])
     if not isinstance(leaf.mu, tuple):
         return advance(rule, scalars, shard.decays, leaf, noise)
-    blocks = blockwise.Blocks(shape, shard.joins)
+    blocks = blockwise.BlockView(shape, shard.joins)
 
     def split(stored: Any) -> Any:
         return (

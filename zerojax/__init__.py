@@ -29,6 +29,7 @@ from zerojax.optim.fused import fused_adamw, fused_lion
 from zerojax.optim.master_weights import with_master_weights
 from zerojax.optim.muon import muon
 from zerojax.train_state import TrainState
+from zerojax.zero.blocks.block_settings import Blocks
 from zerojax.zero.blocks.where_used import where_used
 from zerojax.zero.compare import compare_context, compare_sums
 from zerojax.zero.fp8.modules import Fp8
@@ -40,14 +41,20 @@ from zerojax.zero.sharded_batch.outputs import Mean, Sum
 from zerojax.zero.stages import partition_state
 from zerojax.zero.state_bytes import memory_table
 from zerojax.zero.step import make_train_step
+from zerojax.zero.step_values import BatchLayout, Sums
 from zerojax.zero.update.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
 from zerojax.zero.update.padding import pad, unpad
 from zerojax.zero.weights.partition import Partition
 from zerojax.zero.weights.placement import Placement
+from zerojax.zero.wires.columns import ByColumns
+from zerojax.zero.wires.experts import ToExperts
 from zerojax.zero.wires.packed import PackedWires
 from zerojax.zero.wires.unsent import with_unsent
 
 __all__ = [
+    "BatchLayout",
+    "Blocks",
+    "ByColumns",
     "Checkpointer",
     "DynamicLossScale",
     "Engine",
@@ -62,6 +69,8 @@ __all__ = [
     "Placement",
     "StaticLossScale",
     "Sum",
+    "Sums",
+    "ToExperts",
     "TrainState",
     "UserError",
     "add_lora",

@@ -72,9 +72,9 @@ def is_of(value: Any, hint: Any) -> bool:
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        if set(inner) >= _DTYPES and value is not None:
-            return _is_dtype(value)
-        return any(is_of(value, one) for one in inner)
+        is_dtype = set(inner) >= _DTYPES
+        others = [one for one in inner if not (is_dtype and one in _DTYPES)]
+        return any(is_of(value, one) for one in others) or (is_dtype and value is not None and _is_dtype(value))
     if origin is collections.abc.Callable:
         return callable(value)
     if origin is tuple:

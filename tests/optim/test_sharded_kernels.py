@@ -31,7 +31,7 @@ def leaf_of(shape, moments, seed):
     rng = np.random.default_rng(seed)
     grad, param, mu, nu = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(4))
     if moments == "int8":
-        blocks = blockwise.Blocks(shape)
+        blocks = blockwise.BlockView(shape)
 
         def encoded(x, dtype):
             scales = blockwise.scales_of(blocks.split(x))

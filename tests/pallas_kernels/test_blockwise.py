@@ -70,7 +70,7 @@ def test_a_block_of_zeros_stays_zero(dtype):
 
 @pytest.mark.parametrize("shape", [(1,), (3, 256), (2, 3, 257), (5, 700)])
 def test_blocks_split_rows_and_join_them(shape):
-    blocks = blockwise.Blocks(shape)
+    blocks = blockwise.BlockView(shape)
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
     parts = blocks.split(x)
     assert parts.shape == (*shape[:-1], -(-shape[-1] // BLOCK), BLOCK)

@@ -41,7 +41,7 @@ def make_leaf(shape, grad_dtype="float32", dtype="float32", moments="float32", s
 
     mu, nu = draw() * 0.1, jnp.square(draw()) * 0.01
     if moments == "int8":
-        blocks = blockwise.Blocks(tuple(shape))
+        blocks = blockwise.BlockView(tuple(shape))
 
         def encoded(x, dtype):
             parts = blocks.split(x)

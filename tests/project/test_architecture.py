@@ -90,7 +90,7 @@ INSIDE_ZERO: dict[str, set[str]] = {
 }
 # Rooms inside of the trainer: which others each may import, "" for the modules at its root.
 INSIDE_TRAINER: dict[str, set[str]] = {"clients": set(), "": {"clients"}, "tuning": {""}, "checks": {""}, "card": {""}}
-PUBLIC_CALLS_OF_ZERO = {"compare", "shard_state", "stages", "state_bytes", "step"}
+PUBLIC_CALLS_OF_ZERO = {"compare", "shard_state", "stages", "state_bytes", "step", "step_values"}
 HOST_WORDS = ("host", "pinned", "disk", "offload")
 # No training step enters these, and only command lines import them (and `zerojax`, one function).
 ROOMS["migration"] = {"optim", "zero", "interop"}

@@ -70,7 +70,7 @@ def parts(
 ) -> tuple[Any, ...]:
     """Returns one pass as a function of (params, batch, state, number), the same with nested blocks, and the arguments.
 
-    `dtypes` are those of `one_pass.one_pass`, `how` the rest of `block_settings.How`.
+    `dtypes` are those of `one_pass.one_pass`, `how` the rest of `block_settings.Blocks`.
     """
     scale = jnp.linspace(0.5, 1.5, 16)[:, None]
     params = jax.eval_shape(net.init, {"params": jax.random.key(0), "dropout": jax.random.key(0)}, X, scale)["params"]
@@ -83,7 +83,7 @@ def parts(
         one_pass.one_pass,
         outputs.with_aux(functools.partial(loss_of, net), lambda state: 1.0),
         part,
-        block_settings.How(r"block_\w+", **{"heads": "head"} | how),
+        block_settings.Blocks(r"block_\w+", **{"heads": "head"} | how),
         layout=prepared_layout(1, mesh),
         passes=passes,
         **HOW | (dtypes or {}),

@@ -1,5 +1,6 @@
 """Makes the steps of a run. This module puts its model's loss, with labels and dropout, into a train and an evaluation step."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,8 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics as metrics_lib
 from zerojax.trainer import preferences, rewarded, settings
 from zerojax.tree import PyTree
-from zerojax.zero import step
+from zerojax.zero import step, step_values
+from zerojax.zero.blocks import block_settings
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.gradients import forward_only
 from zerojax.zero.host import selection
@@ -35,7 +37,7 @@ from zerojax.zero.sharded_batch import outputs
 from zerojax.zero.step_programs import xla_options
 from zerojax.zero.update import loss_scale as loss_scale_lib
 from zerojax.zero.weights import partition as partition_lib
-from zerojax.zero.wires import columns, packed
+from zerojax.zero.wires import columns, experts
 
 DROPOUT = 1  # folded into the random key of a step
 
@@ -124,37 +126,46 @@ def train_step(
     loss_scale: loss_scale_lib.LossScale | None,
 ) -> Callable[..., Any]:
     """Returns (state, batch) -> (state, metrics)."""
+    fp8, of_both = config_lib.make_fp8(config), _how(config, family, model)
+    dtype, chosen = of_both["compute_dtype"], config.model
     return step.make_train_step(
         loss_fn,
         partition,
-        fp8=config_lib.make_fp8(config),
-        wires=config_lib.make_wires(config),
         clip_norm=config.optimizer.clip_norm,
-        grad_accum=grad_accum,
-        **{name: getattr(config.model, name) for name in ("remat", "recompute", "offload", "by_columns")},
         loss_scale=loss_scale,
-        reduce_dtype=precision.DTYPES[config.reduce_dtype],
-        accum_dtype=precision.DTYPES[config.accum_dtype],
-        activations=[row if config.model.ring else row[:3] for row in family.parallel.activations],
-        batch_specs=_batch_specs(partition.mesh),
-        check_context=False,
-        expert_load=config.experts.load,
-        expert_parts=config.experts.parts,
-        **_how(config, family, model),
+        compute_dtype=dtype if fp8 is None else dataclasses.replace(fp8, dtype=dtype),
+        blocks=block_settings.Blocks(
+            family.blocks,
+            of_both["heads"],
+            chosen.remat,
+            chosen.recompute,
+            chosen.offload,
+            [row if chosen.ring else row[:3] for row in family.parallel.activations],
+        ),
+        sums=step_values.Sums(precision.DTYPES[config.reduce_dtype], precision.DTYPES[config.accum_dtype], grad_accum),
+        batch=step_values.BatchLayout(_batch_specs(partition.mesh), check_context=False),
+        wires=_wires(config),
     )
+
+
+def _wires(config: settings.Config) -> list[tuple[str, step_values.WireChoice]]:
+    """Returns how a run's weights are sent."""
+    of_columns = [(config.model.by_columns, columns.ByColumns())] if config.model.by_columns else []
+    to_experts = experts.ToExperts(load=config.experts.load, parts=config.experts.parts)
+    return [("", to_experts), *of_columns, ("", config_lib.make_wires(config))]
 
 
 def as_sent(
     config: settings.Config, family: family_lib.Family, partition: partition_lib.Partition
 ) -> partition_lib.Partition:
     """Returns a partition whose weights have a step's packed wires, by which a plan knows what the step should send."""
-    wires, reduce_dtype = config_lib.make_wires(config), precision.DTYPES[config.reduce_dtype]
-    if not wires.is_on or partition.pipeline:
+    if not config_lib.make_wires(config).is_on or partition.pipeline:
         return partition
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the step has said it
-        sent = columns.marked(partition, config.model.by_columns, family.blocks, reduce_dtype)
-        return packed.marked(sent, wires, family.blocks, reduce_dtype)
+        for pattern, choice in _wires(config):
+            partition = choice.marked(partition, pattern, family.blocks, precision.DTYPES[config.reduce_dtype])
+        return partition
 
 
 def eval_loss(

@@ -403,7 +403,9 @@ def _assemble(
                 grad=sharded if STAGES[stage].grads else replicated,
                 opt_state=opt_state,
                 update=opt_state,
-                wire=gather.PLAIN if specs_lib.axes(replicated.spec).isdisjoint(mesh_lib.EXPERT) else experts.HERE,
+                wire=gather.PLAIN
+                if specs_lib.axes(replicated.spec).isdisjoint(mesh_lib.EXPERT)
+                else experts.TO_EXPERTS,
                 padding=leaf.padding,
                 shape=_padded(leaf.shape, leaf.padding),
                 trainable=leaf.role == PARAMS,

@@ -6,26 +6,27 @@ With loss scaling a step whose gradients are not all finite is skipped: only the
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.typing import DTypeLike
 
-from zerojax import jitted, precision, xla_flags
-from zerojax.ops import expert_parallel
+from zerojax import jitted, xla_flags
 from zerojax.train_state import State
 from zerojax.tree import PyTree
+from zerojax.zero import step_values
 from zerojax.zero.blocks import block_settings, tensor_parallel
 from zerojax.zero.fp8 import modules as fp8_modules
-from zerojax.zero.gradients import accumulate, by_compiler, explicit
+from zerojax.zero.gradients import by_compiler, explicit
 from zerojax.zero.offload import late_norm, step_by_block, streamed_step
 from zerojax.zero.pipeline import step as pipeline_step
 from zerojax.zero.sharded_batch import arguments, inputs, outputs, parts
 from zerojax.zero.step_programs import xla_options
 from zerojax.zero.update import loss_scale as loss_scale_lib
 from zerojax.zero.update import update as update_lib
+from zerojax.zero.weights import gather
 from zerojax.zero.weights import partition as partition_lib
-from zerojax.zero.wires import columns, experts, packed, unsent
+from zerojax.zero.wires import experts, packed, unsent
 
 
 def make_train_step(
@@ -33,26 +34,14 @@ def make_train_step(
     partition: partition_lib.Partition,
     *,
     clip_norm: float = 0.0,
-    grad_accum: int = 1,
-    compute_dtype: DTypeLike | None = None,
     loss_scale: loss_scale_lib.LossScale | None = None,
-    blocks: str = "",
-    heads: str = "",
-    remat: str = "dots",
-    recompute: str = "",
-    offload: str = "",
-    reduce_dtype: DTypeLike | None = None,
-    accum_dtype: DTypeLike | None = None,
-    batch_specs: PyTree = (),
-    cast_batch: bool | str = True,
-    check_context: bool = True,
+    compute_dtype: DTypeLike | fp8_modules.Fp8 | None = None,
+    blocks: str | block_settings.Blocks | None = None,
+    sums: DTypeLike | step_values.Sums | None = None,
+    batch: step_values.BatchLayout = step_values.BatchLayout(),
+    wires: step_values.Wires = None,
     donate: bool = True,
-    fp8: fp8_modules.Fp8 | None = None,
-    by_columns: str = "",
-    wires: packed.PackedWires | None = None,
-    activations: tensor_parallel.Table = (),
-    expert_load: float = expert_parallel.LOAD,
-    expert_parts: int = 1,
+    **fields: Any,
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss function written for one device and unsharded weights.
 
@@ -63,43 +52,22 @@ def make_train_step(
         `step`, a random key). The returned fields replace the state's. What is averaged, added or refused: `sharded_batch.outputs`.
       partition: from `shard_train_state`. Weights that it freezes have no gradient and stay bitwise unchanged.
       clip_norm: the upper limit of the gradients' global norm, or of that of the step before (`offload.late_norm`); 0 for no limit.
-      grad_accum: forward and backward passes a step; above 1 the batch's leaves are [grad_accum, examples, ...].
-      compute_dtype: dtype of floating weights and of the batch (`cast_batch`) in the forward pass; None keeps them.
       loss_scale: a `DynamicLossScale` or `StaticLossScale`, for float16; the state's field `loss_scale` then holds its state. The
         optimizer gets unscaled gradients in float32.
-      blocks, heads, remat, recompute, offload: see `where_used.where_used`.
-      reduce_dtype: the dtype in which gradients are summed over devices. The loss function then sees one device's examples, and its
-        means are averaged, as in DDP, FSDP and DeepSpeed; `zerojax.compare_sums` tells whether a loss stays exact. Devices draw
-        different random numbers. None: it sees the global batch, and the compiler sums in the matmuls' dtype.
-      accum_dtype: the dtype in which the gradients of several passes add up: float32 (None), or bfloat16, which takes half the memory. Each
-        sum is then rounded up or down at random, so that its expected value is exact.
-      batch_specs: specs of batch leaves whose first dim does not count examples: ordered (path regex, PartitionSpec), or a tree like
-        the batch. `PartitionSpec()`: the leaf is replicated and the same in all passes (class weights, a random key). On a mesh with
-        `context` they name every leaf; `PartitionSpec(("replica", "data"), "context")` shards the tokens of [examples, tokens, ...].
-      cast_batch: whether `compute_dtype` applies to floating leaves of the batch, or a regex over the paths of those that it casts.
-      fp8: the Linen modules whose matmuls run in fp8, in the forward and the backward pass; None for none. The program is compiled for
-        fp8 then, also where the model brings `zerojax.fp8.dot_general` itself.
-      by_columns: a regex over paths of modules whose matrix no device gathers: each computes with some of its columns for all devices'
-        examples, and activations are sent instead. For an output projection of `ops.losses.one_pass_cross_entropy`, in a loss that is a
-        mean, and a table of `zerojax.embedding_lookup`. No device holds their unsharded gradients either. Needs stage 3 and
-        reduce_dtype. Empty: none.
-      wires: weights and gradients as blocks of 8 or 4 bits, for links that are slower than NVLink, and a second copy of the weights on
-        each host; None sends them as they are. Needs stage 3 and reduce_dtype. Its `error_feedback` needs the state and the partition of
-        `zerojax.with_unsent`.
-      activations: for tensor parallelism by `overrides`: ordered (regex over full paths of Linen modules, PartitionSpec) of what these
-        return, over the axis `model`: P(None, "model") shards the tokens of [batch, tokens, ...], and P("model", "model") the examples
-        of a device if the axis divides them, else the tokens. With a second spec, that inside of the module, its floating positional
-        arguments are gathered once, and its result is scattered: P("model", "model"), P(). A dim that the axis does not divide is left
-        to the compiler. A fourth entry, a regex over paths of weights in the module, says that with these alone it treats each example
-        on its own and returns a sum over its matmuls' shards: then examples travel along a ring, beside its matmuls (`ring_matmuls`). Needs
-        reduce_dtype, examples that the axis divides, and no fp8.
-      expert_load: where overrides shard experts over `expert`, the rows for which one exchange has room, over those of a balanced router.
-        It decides memory and bytes; more rows take further rounds, and none is dropped (`ops.expert_parallel`).
-      expert_parts: such tokens travel in as many parts, one beside the matmuls of another, where they divide; 1: all at once.
-      check_context: whether a loss is read on a mesh with `context`, and refused, with the line of code, if a token reads others of its
-        device alone, is counted from 0 there, or a result is no sum or mean over tokens. A sum or mean is then right whether what it
-        reads has tokens or not. What the loss does over the axis `context` itself is not checked.
+      compute_dtype: dtype of floating weights and of the batch (`cast_batch`) in the forward pass; None keeps them. Or a
+        `zerojax.Fp8`: the Linen modules whose matmuls run in fp8, in the forward and the backward pass. The program is compiled for fp8
+        then, also where the model brings `zerojax.fp8.dot_general` itself.
+      blocks: a `zerojax.Blocks`, or its regex alone: the modules that gather their own weights. None: "", or those of a pipeline.
+      sums: a `zerojax.Sums`, or its reduce_dtype alone: how gradients are added up over devices and passes.
+      batch: a `zerojax.BatchLayout`: how the batch is sharded and cast.
+      wires: ordered (regex, choice), where weights are sent in another form than as they are: `zerojax.ByColumns` by paths of modules,
+        `zerojax.ToExperts` and `zerojax.PackedWires` by paths of weights. A `PackedWires` alone is that of all weights that no other row
+        names. It is for links that are slower than NVLink, and needs stage 3 and reduce_dtype; its `error_feedback` needs the state and
+        the partition of `zerojax.with_unsent`.
       donate: whether the step reuses the old state's memory; the old state is then deleted.
+      **fields: single fields of these values by their own names: `heads`, `remat`, `recompute`, `offload`, `activations` of `Blocks`;
+        `reduce_dtype`, `accum_dtype`, `grad_accum` of `Sums`; `batch_specs`, `cast_batch`, `check_context` of `BatchLayout`; `fp8`, a
+        `Fp8` beside a compute_dtype; and `by_columns`, a regex, `expert_load` and `expert_parts`, for such rows of `wires`.
 
     Returns:
       The step: a compiled function, or a `streamed_step.StreamedStep` if the partition has offloaded leaves. Its metrics are scalars: loss,
@@ -115,43 +83,32 @@ def make_train_step(
     >>> train_step = make_train_step(loss_fn, partition, clip_norm=1.0)
     >>> state, metrics = train_step(state, batch)
     """
-    clip_norm = arguments.checked(partition, clip_norm, is_explicit=reduce_dtype is not None)
-    compute_dtype = precision.floating("compute_dtype", compute_dtype)
-    reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
-    sums = accumulate.checked_dtype(accum_dtype, grad_accum)
-    dtypes: dict[str, Any] = {"compute_dtype": compute_dtype, "in_16_bits": sums}
+    values = step_values.read(partition, compute_dtype, blocks, sums, batch, wires, fields)
+    reduce_dtype, passes = values.sums.reduce_dtype, values.sums.grad_accum
+    limit = arguments.checked(partition, clip_norm, is_explicit=reduce_dtype is not None)
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
-    sharded = tensor_parallel.hooks_of(activations, partition.mesh, {} if fp8 else partition.placements)
-    how = block_settings.How(blocks, heads, remat, recompute, offload, sharded)
-    block_settings.warn_of_missed(partition.placements, blocks)
-    partition = experts.marked(partition, expert_load, reduce_dtype, expert_parts)
-    sent = columns.marked(partition, by_columns, blocks, reduce_dtype)
-    layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
-    plain = outputs.with_aux(loss_fn, scaling.scale)
-    loss_fn, sent, kept = fp8_modules.in_step(fp8, plain, sent, blocks)
-    if not partition.pipeline:
-        sent = packed.marked(sent, wires, blocks, reduce_dtype)
-    feedback = unsent.in_step(sent, scaling.scale)
-    loss_fn = parts.checked(loss_fn, plain, layout) if check_context else loss_fn
+    layout = inputs.Layout(
+        partition.mesh, passes, values.batch.batch_specs, reduce_dtype is not None, values.batch.cast_batch
+    )
+    wrapped = _wrapped(loss_fn, partition, values, scaling, layout)
+    how: dict[str, Any] = {"compute_dtype": values.compute_dtype, "in_16_bits": values.sums.in_16_bits}
     in_form = by_compiler.value_and_grad
     if reduce_dtype is not None:
-        in_form = functools.partial(explicit.value_and_grad, reduce_dtype=reduce_dtype, feedback=feedback)
-    hooked = dataclasses.replace(how, hooks=(*how.hooks, *kept))
-    gradients = in_form(loss_fn, sent, hooked, passes=grad_accum, layout=layout, **dtypes)
-    clip = late_norm.clip(partition, clip_norm, may_skip=loss_scale is not None)
-    exchanges = wires is not None and wires.gradients != packed.PLAIN
-    in_dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
-    options = xla_options.of_step(partition, blocks, **in_dtypes, in_fp8=fp8 is not None, exchanges=exchanges)
+        in_form = functools.partial(explicit.value_and_grad, reduce_dtype=reduce_dtype, feedback=wrapped.feedback)
+    gradients = in_form(wrapped.loss_fn, wrapped.sent, wrapped.hooked, passes=passes, layout=layout, **how)
+    clip = late_norm.clip(partition, limit, may_skip=loss_scale is not None)
+    options = _options(partition, values)
     if partition.pipeline:
-        given: dict[str, Any] = {"by_columns": by_columns, "fp8": fp8, "wires": wires, "donate": donate}
-        given |= {"options": options, **dtypes}
-        return pipeline_step.of(loss_fn, partition, how, layout, scaling, clip, reduce_dtype, **given)
+        return pipeline_step.of(
+            wrapped.loss_fn, partition, wrapped.blocks, layout, scaling, clip, reduce_dtype,
+            one_program=values.one_program, donate=donate, options=options, **how,
+        )  # fmt: skip
     updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
     own = update_lib.Own(updates.rest.partition, updates.rest.numbers) if updates else None
     finish = update_lib.finish(partition, own, scaling, clip)
 
     def train_step(state: State, batch: PyTree) -> tuple[Any, ...]:
-        batch = layout.place(batch, compute_dtype)
+        batch = layout.place(batch, values.compute_dtype)
         with jax.named_scope("gradients"):
             (_, aux), grads = gradients(state.params, batch, state)
         with jax.named_scope("clip"):
@@ -169,10 +126,76 @@ def make_train_step(
         in_shardings=(resident.shardings, None),
         out_shardings=(resident.shardings, None, *([updates.handed_shardings] if updates else [])),
     )
-    if updates is None or not step_by_block.is_chosen(partition, how, reduce_dtype, fp8, clip, by_columns, wires):
-        return step if updates is None else streamed_step.StreamedStep(step, updates, donate=donate)
+    if updates is None:
+        return step
+    if not step_by_block.is_chosen(partition, wrapped.blocks, reduce_dtype, clip, values.one_program):
+        return streamed_step.StreamedStep(step, updates, donate=donate)
     options = xla_options.for_blocks(partition.mesh, but=xla_flags.names())
-    passes = step_by_block.passes_of(
-        loss_fn, partition, how, layout, reduce_dtype=reduce_dtype, options=options, **dtypes
+    of_blocks = step_by_block.passes_of(
+        wrapped.loss_fn, partition, wrapped.blocks, layout, reduce_dtype=reduce_dtype, options=options, **how
     )
-    return step_by_block.BlockwiseStep(step, updates, passes, finish, scaling.scale, clip, donate=donate)
+    return step_by_block.BlockwiseStep(step, updates, of_blocks, finish, scaling.scale, clip, donate=donate)
+
+
+class Wrapped(NamedTuple):
+    """A loss as a step differentiates it.
+
+    Attributes:
+      loss_fn: returns (loss, aux), scaled, its matmuls in fp8.
+      sent: the partition, with a wire for each weight.
+      blocks: with the hooks of tensor parallelism.
+      hooked: the same, with the hooks that keep values of the state.
+      feedback: what wires do not send of gradients.
+    """
+
+    loss_fn: Callable[..., Any]
+    sent: partition_lib.Partition
+    blocks: block_settings.Blocks
+    hooked: block_settings.Blocks
+    feedback: gather.Feedback
+
+
+def _wrapped(
+    loss_fn: Callable[..., Any],
+    partition: partition_lib.Partition,
+    values: step_values.Values,
+    scaling: update_lib.Unscaled,
+    layout: inputs.Layout,
+) -> Wrapped:
+    """Returns the loss that a step differentiates: each line wraps what the one before made. This is the order, with its reasons."""
+    pattern, reduce_dtype = values.blocks.pattern, values.sums.reduce_dtype
+    block_settings.warn_of_missed(partition.placements, pattern)
+    experts.check(partition, reduce_dtype)
+    # Tensor parallelism reads the specs of weights as they are stored, so before any wire. Matmuls in fp8 have no ring.
+    placements = {} if values.fp8 else partition.placements
+    sharded = tensor_parallel.hooks_of(values.blocks.activations, partition.mesh, placements)
+    blocks = dataclasses.replace(values.blocks, hooks=sharded)
+    # Wires of weights by name: fp8 and packed wires leave these weights alone.
+    sent = values.marked(partition, rest=False)
+    # The scale of the loss is innermost: whatever reads a gradient from here on reads a scaled one.
+    plain = outputs.with_aux(loss_fn, scaling.scale)
+    # Matmuls in fp8 are put into modules while the loss is traced, and have weights gathered in fp8, which cannot be packed too.
+    in_fp8, sent, kept = fp8_modules.in_step(values.fp8, plain, sent, pattern)
+    # The rest of the weights. A pipeline sends no packed ones, which it refuses itself.
+    sent = sent if partition.pipeline else values.marked(sent, rest=True)
+    feedback = unsent.in_step(sent, scaling.scale)
+    # The check is outermost: it traces `plain`, without fp8, where the loss meets its first batch.
+    checked = parts.checked(in_fp8, plain, layout) if values.batch.check_context else in_fp8
+    # Histories of fp8 are hooks of the gradient alone: programs of a pipeline, or of blocks, do not hand them on.
+    hooked = dataclasses.replace(blocks, hooks=(*blocks.hooks, *kept))
+    return Wrapped(checked, sent, blocks, hooked, feedback)
+
+
+def _options(partition: partition_lib.Partition, values: step_values.Values) -> dict[str, Any]:
+    """Returns XLA's options for a step that is one program."""
+    exchanges = any(
+        isinstance(choice, packed.PackedWires) and choice.gradients != packed.PLAIN for _, choice in values.wires
+    )
+    return xla_options.of_step(
+        partition,
+        values.blocks.pattern,
+        compute_dtype=values.compute_dtype,
+        reduce_dtype=values.sums.reduce_dtype,
+        in_fp8=values.fp8 is not None,
+        exchanges=exchanges,
+    )

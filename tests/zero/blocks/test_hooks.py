@@ -79,7 +79,7 @@ def test_a_hook_gets_its_values_inside_blocks_and_the_largest_of_what_all_device
     gradients = explicit.value_and_grad(
         lambda params, batch, state: (Net().apply({"params": params}, batch), {"metrics": {}}),
         part,
-        block_settings.How(r"block_\d", hooks=(hook,)),
+        block_settings.Blocks(r"block_\d", hooks=(hook,)),
         passes=passes,
         layout=inputs.Layout(part.mesh, passes, by_device=True),
         reduce_dtype=jnp.float32,

@@ -64,7 +64,7 @@ def apply(
         plain.append((sorted(params), policy))
         return body({path: used(leaf) for path, leaf in params.items()}, *arrays)
 
-    how = block_settings.How(pattern, heads, **options)
+    how = block_settings.Blocks(pattern, heads, **options)
     found = intercept.Interceptor(how, lambda _, leaf: used(leaf), remat.REMAT["dots"], run=run_block if run else None)
     given = {
         name: jax.tree.map(stored, part) if found.owns(f"params/{name}/x") else part for name, part in params.items()

@@ -71,7 +71,7 @@ WAYS: list[tuple[Any, ...]] = [
     (1, (2, 4), 2, {"remat": "full"}),
     (2, (2, 4), 1, {"heads": "head"}),
     (3, (1, 8), 2, {"heads": "head", "recompute": "block_1/wide"}),
-    (3, (2, 2, 2), 1, {"blocks": ""}),
+    (3, (2, 2, 2), 1, {"pattern": ""}),
     (3, (8, 1), 1, {"remat": "none"}),
     (3, (1, 8), 2, {"heads": "head", "offload": ".*/wide"}),
     (2, (2, 4), 1, {"remat": "full", "offload": "block_0/(wide|narrow)"}),
@@ -92,10 +92,10 @@ def test_gradients_are_those_of_the_global_batch_sharded_as_the_moments(stage, m
     net = Net(nested)
     params, state, part = sharded(stage, mesh)
     loss_fn = functools.partial(loss_of, net)
-    gradients = gradients_of(loss_fn, part, block_settings.How(**{"blocks": BLOCKS} | options), passes)
+    gradients = gradients_of(loss_fn, part, block_settings.Blocks(**{"pattern": BLOCKS} | options), passes)
     batch = {"x": X if passes == 1 else X.reshape(passes, -1, 8)}
     is_told = (
-        nested and stage == 3 and mesh != (8, 1) and options.get("blocks") != ""
+        nested and stage == 3 and mesh != (8, 1) and options.get("pattern") != ""
     )  # block_1's weights are gathered outside
     with pytest.warns(UserWarning, match="weights of block_1 reach") if is_told else contextlib.nullcontext():
         (loss, aux), grads = jax.jit(gradients)(state.params, batch, state)
@@ -111,7 +111,7 @@ def test_gradients_are_those_of_the_global_batch_sharded_as_the_moments(stage, m
 def test_gradients_of_small_replicated_leaves_are_summed_after_those_of_all_blocks(stage, monkeypatch):
     """A sum of a few elements between two blocks would wait for the reduce-scatter sent before it."""
     params, state, part = sharded(stage, min_size=32)
-    gradients = gradients_of(functools.partial(loss_of, Net()), part, block_settings.How(BLOCKS))
+    gradients = gradients_of(functools.partial(loss_of, Net()), part, block_settings.Blocks(BLOCKS))
     lines = str(jax.make_jaxpr(gradients)(state.params, {"x": X}, state)).splitlines()
     scattered = [n for n, line in enumerate(lines) if "= reduce_scatter[" in line]
     summed = [n for n, line in enumerate(lines) if re.search(r":f32\[(8|16)\].*= psum", line)]
@@ -120,7 +120,7 @@ def test_gradients_of_small_replicated_leaves_are_summed_after_those_of_all_bloc
     expected = jax.grad(lambda p: loss_of(Net(), p, {"x": X}, None)[0])(params)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), grads, expected)
     monkeypatch.setattr(gather, "SMALL", 0)
-    of_each_block = gradients_of(functools.partial(loss_of, Net()), part, block_settings.How(BLOCKS))
+    of_each_block = gradients_of(functools.partial(loss_of, Net()), part, block_settings.Blocks(BLOCKS))
     _, others = jax.jit(of_each_block)(state.params, {"x": X}, state)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=ROUNDING), grads, others)
 
@@ -143,7 +143,7 @@ def test_devices_draw_apart_and_a_returned_key_is_that_of_the_state():
         loss = jnp.mean(Net().apply({"params": params}, batch["x"]))
         return loss, {"metrics": metrics, "state": {"rng": jax.random.split(state.rng)[0]}}
 
-    run = gradients_of(loss_fn, part, block_settings.How(BLOCKS))
+    run = gradients_of(loss_fn, part, block_settings.Blocks(BLOCKS))
     (_, aux), _ = jax.jit(run)(state.params, {"x": X}, state)
     assert aux["metrics"]["square"] > 1.01 * aux["metrics"]["mean"] ** 2, "the same number on every device"
     assert aux["state"]["rng"] == jax.random.split(state.rng)[0]
@@ -157,4 +157,4 @@ def test_nnx_variables_that_would_come_apart_are_refused():
     _, _, part = sharded(3)
     part = dataclasses.replace(part, abstract_state=part.abstract_state.replace(params=nnx.eval_shape(Model)))
     with pytest.raises(UserError, match=r"^reduce_dtype: NNX params with other variables"):
-        gradients_of(lambda p, b, s: (jnp.zeros(()), {}), part, block_settings.How())
+        gradients_of(lambda p, b, s: (jnp.zeros(()), {}), part, block_settings.Blocks())

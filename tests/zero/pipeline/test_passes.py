@@ -19,7 +19,7 @@ def test_each_param_and_each_gradient_has_a_number_and_a_stage():
     group = partition.pipeline.groups[0]
     loss = outputs.with_aux(functools.partial(loss_of, Net()), lambda state: 1.0)
     layout = inputs.Layout(group.mesh, 1, SPECS, by_device=True)
-    one = passes.Pass(loss, group, block_settings.How(BLOCKS, HEADS), layout, jnp.float32)
+    one = passes.Pass(loss, group, block_settings.Blocks(BLOCKS, HEADS), layout, jnp.float32)
     micro = {name: leaf[0] for name, leaf in batch_of(0).items()}
     with jax.checking_leaks(), pytest.raises(UserError, match=r"^JAX_CHECK_TRACER_LEAKS: is True"):
         one.traced(micro)

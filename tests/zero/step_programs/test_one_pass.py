@@ -33,7 +33,7 @@ def test_gradients_of_a_pass_are_in_bf16_where_both_of_their_sums_are(count, red
     steps = step_by_block.passes_of(
         outputs.with_aux(functools.partial(loss_of, net), lambda state: 1.0),
         part,
-        block_settings.How(r"block_\w+", heads="head"),
+        block_settings.Blocks(r"block_\w+", heads="head"),
         prepared_layout(count),
         reduce_dtype=jnp.dtype(reduce_dtype),
         compute_dtype=None,

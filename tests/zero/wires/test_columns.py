@@ -59,7 +59,7 @@ def test_gradients_of_matrices_used_by_columns_are_those_of_one_device():
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(2, 4), stage=3, min_size=0)
     part = columns.marked(part, "embed|head", BLOCKS, jnp.float32)
-    how = block_settings.How(blocks=BLOCKS, heads="head")
+    how = block_settings.Blocks(BLOCKS, heads="head")
 
     def loss_fn(params, batch, state):
         return Words().apply({"params": params}, batch["x"]), {"metrics": {}}

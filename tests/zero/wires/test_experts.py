@@ -34,7 +34,7 @@ def test_an_expert_stays_and_the_stage_shards_it_over_what_is_left(sizes, stage)
     own, dense, sharded = placed["params/experts"], placed["params/dense"], stages.STAGES[stage]
     ways, left = sizes["expert"], mesh_lib.size(mesh, mesh_lib.STATE) // sizes["expert"]
     whole, part = (8 // ways, 16, 24), (8 // ways, 16 // left, 24)
-    assert own.is_experts and not dense.is_experts and isinstance(own.wire, experts.Here)
+    assert own.is_experts and not dense.is_experts and isinstance(own.wire, experts.ToExperts)
     for name, is_part in (
         ("used", False),
         ("stored", sharded.params),
@@ -55,9 +55,9 @@ def test_a_mesh_without_the_axis_takes_no_notice_of_it():
 
 def test_experts_that_are_not_the_first_dim_are_refused():
     with pytest.raises(UserError, match=r"^expert: the override of params/experts shards a dim after the first"):
-        experts.marked(partition(mesh_lib.make_mesh(expert=2), 3, P(None, "expert")), 1.5, jnp.float32)
+        experts.check(partition(mesh_lib.make_mesh(expert=2), 3, P(None, "expert")), jnp.float32)
 
 
 def test_a_load_below_one_is_refused():
     with pytest.raises(UserError, match="expert_load: must be at least 1"):
-        experts.marked(partition(mesh_lib.make_mesh(expert=2), 3), 0.5, jnp.float32)
+        experts.ToExperts(load=0.5).marked(partition(mesh_lib.make_mesh(expert=2), 3), "", "", jnp.float32)

@@ -232,7 +232,7 @@ def test_experts_that_stay_on_their_devices_are_not_packed_and_other_matrices_ar
     found = packed_wires.marked(own, zerojax.PackedWires(gradients="int4", host_devices=4), r"block_\d", jnp.float32)
     wires = {path: placed.wire for path, placed in found.placements.items()}
     assert wires["params/dense"].hosts == packed_wires.Hosts(*hosts) and isinstance(
-        wires["params/experts"], experts.Here
+        wires["params/experts"], experts.ToExperts
     )
     assert wires["params/experts"] == own.placements["params/experts"].wire
 

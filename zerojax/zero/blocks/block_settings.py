@@ -4,10 +4,10 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax import errors, tree
+from zerojax import errors, signatures, tree
 from zerojax.errors import UserError
 from zerojax.zero.blocks import hooks as hooks_lib
 from zerojax.zero.blocks import remat
@@ -15,20 +15,49 @@ from zerojax.zero.weights import placement
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
-    """How a loss is run: where weights are gathered, which residuals are kept, and what hooks add to its modules.
+class Blocks:
+    """What a step does with a model's modules: which gather their own weights, which residuals are kept, how results are sharded.
 
-    The regexes and `remat` are those of `where_used.where_used`. Values that are unknown or contradict each other raise a UserError.
+    Values that are unknown or contradict each other raise a UserError.
+
+    Attributes:
+      pattern: a regex over paths of Linen or NNX modules ("layer_\\d+", "layers/\\d+"); each call to a matching module gathers its own
+        weights and is rematerialised on its own. Empty: leaves are gathered one by one at the top, and `remat` applies to the whole loss
+        function.
+      heads: a regex over paths of modules that gather their own weights as blocks do, but are not rematerialised, such as an output
+        projection that computes its gradients together with the loss. Empty: none.
+      remat: the residuals that the backward pass keeps: "none" (all but weights), "dots" (results of matmuls), "attention" (inputs of
+        blocks, and results of fused attention, whose backward pass then does not run it again), "full" (inputs of blocks).
+      recompute: a regex over paths of modules inside blocks (r"layer_\\d+/mlp/up"), whose matmuls remat="dots" does not keep. Empty: none.
+      offload: a regex over paths of modules inside blocks whose results are kept in pinned host memory until the backward pass, and of
+        blocks whose inputs are. They take no device memory and are not computed again. Results that the backward pass does not read, such
+        as that of the last matmul of a residual branch, are not kept. With reduce_dtype the copies overlap the arithmetic of neighbouring
+        blocks. Without it, a loss that differentiates its own gradient cannot be offloaded. Empty: none.
+      activations: for tensor parallelism by `overrides`, in `make_train_step` alone: ordered (regex over full paths of Linen modules,
+        PartitionSpec) of what these return, over the axis `model`: P(None, "model") shards the tokens of [batch, tokens, ...], and
+        P("model", "model") the examples of a device if the axis divides them, else the tokens. With a second spec, that inside of the
+        module, its floating positional arguments are gathered once, and its result is scattered: P("model", "model"), P(). A dim that the
+        axis does not divide is left to the compiler. A fourth entry, a regex over paths of weights in the module, says that with these
+        alone it treats each example on its own and returns a sum over its matmuls' shards: then examples travel along a ring, beside its
+        matmuls (`ring_matmuls`). Needs reduce_dtype, examples that the axis divides, and no fp8.
+      hooks: what the step itself adds to modules while the loss is traced; `make_train_step` fills it in.
     """
 
-    blocks: str = ""
+    pattern: str = ""
     heads: str = ""
     remat: str = "dots"
     recompute: str = ""
     offload: str = ""
+    activations: Sequence[tuple] = ()
     hooks: hooks_lib.Hooks = ()
 
+    @classmethod
+    def of(cls, value: "str | Blocks", **fields: Any) -> "Blocks":
+        """Returns blocks from their short form, a regex, or from themselves, with some fields of other values."""
+        return dataclasses.replace(value if isinstance(value, Blocks) else cls(value), **fields)
+
     def __post_init__(self) -> None:
+        signatures.check_fields(self)
         errors.one_of("remat", self.remat, remat.REMAT)
         examples = {
             "blocks": "layer_\\d+",
@@ -36,7 +65,8 @@ class How:
             **dict.fromkeys(("recompute", "offload"), "layer_\\d+/mlp/up"),
         }
         for name, example in examples.items():
-            check_regex(name, getattr(self, name), example, self.blocks)
+            field = "pattern" if name == "blocks" else name
+            check_regex(name, getattr(self, field), example, self.pattern)
         if self.recompute and self.remat != "dots":
             raise UserError(
                 f"recompute: {self.recompute!r} names matmuls that remat='dots' does not keep, and remat is {self.remat!r}; "
@@ -56,7 +86,7 @@ def check_regex(name: str, pattern: object, example: str, blocks: str) -> None:
         raise UserError(f"{name}: {pattern!r} needs `blocks`, and it is empty; name the model's repeated modules there")
 
 
-def unmatched(how: How, *, is_head: bool) -> UserError:
+def unmatched(how: Blocks, *, is_head: bool) -> UserError:
     """Returns the error for a loss that calls no module that `blocks`, or `heads`, matches."""
     if is_head:
         return UserError(
@@ -64,7 +94,7 @@ def unmatched(how: How, *, is_head: bool) -> UserError:
             "module paths such as 'head', or '' for none"
         )
     return UserError(
-        f"blocks: {how.blocks!r} matches no module of Linen or NNX called in the loss; it is a regex over module paths such as "
+        f"blocks: {how.pattern!r} matches no module of Linen or NNX called in the loss; it is a regex over module paths such as "
         "'layer_0' or 'layers/3', or '' to gather leaf by leaf; modules of NNX are found where params are their variables "
         "(nnx.State), not plain arrays, and not in stacks of nnx.scan or nnx.vmap (hold their layers in an nnx.List) or inside nnx.remat "
         "(remat= does what it does)"

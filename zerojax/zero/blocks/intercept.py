@@ -38,7 +38,7 @@ Run = Callable[[Callable[..., Any], dict[str, Any], list[jax.Array], remat.Polic
 def by_block(
     loss_fn: Callable[..., Any],
     gather_leaf: Callable[[str, Any], Any],
-    how: block_settings.How,
+    how: block_settings.Blocks,
     *,
     moves: bool,
     run: Any = None,
@@ -151,7 +151,7 @@ class Interceptor:
 
     def __init__(
         self,
-        how: block_settings.How,
+        how: block_settings.Blocks,
         gather_leaf: Callable[[str, Any], Any],
         policy: remat.Policy,
         *,
@@ -162,7 +162,7 @@ class Interceptor:
         stacks: lifted_blocks.Stacks | None = None,
         made_of: Callable[[Any], tuple[str, Any] | None] = lambda array: None,
     ):
-        self._pattern = re.compile(f"(?:{how.blocks})|(?:{how.heads})" if how.heads else how.blocks)
+        self._pattern = re.compile(f"(?:{how.pattern})|(?:{how.heads})" if how.heads else how.pattern)
         self.made_of = made_of
         self._heads = re.compile(how.heads) if how.heads else None
         self.marks = marks.Modules(how) if how.recompute or how.offload else None

@@ -38,7 +38,7 @@ _PRODUCT_NOT_KEPT = "zerojax: a matmul by kernels of its own that is not kept"
 class Modules:
     """The modules inside blocks that `recompute` and `offload` name, and those of them that were called."""
 
-    def __init__(self, how: block_settings.How):
+    def __init__(self, how: block_settings.Blocks):
         self._how, self._recompute, self._offload = how, re.compile(how.recompute), re.compile(how.offload)
         self._called: set[str] = set()  # paths of modules inside blocks
         self.recomputed: set[str] = set()

@@ -31,11 +31,8 @@ def where_used(
     placements: Mapping[str, placement.Placement],
     *,
     compute_dtype: DTypeLike | None = None,
-    blocks: str = "",
-    heads: str = "",
-    remat: str = "dots",
-    recompute: str = "",
-    offload: str = "",
+    blocks: str | block_settings.Blocks = "",
+    **fields: Any,
 ) -> Loss:
     """Wraps a loss function written for unsharded weights so that it takes them as they are stored.
 
@@ -44,19 +41,8 @@ def where_used(
         module; the changes that the loss makes to its other variables (batch statistics, random counts) are kept.
       placements: the shardings of each weight, by path (`Partition.placements`). Gradients of frozen weights are 0 and not computed.
       compute_dtype: the dtype of floating weights in the forward pass; None keeps the stored one.
-      blocks: a regex over paths of Linen or NNX modules ("layer_\\d+", "layers/\\d+"); each call to a matching module gathers its own
-        weights and is rematerialised on its own. Empty: leaves are gathered one by one at the top, and `remat` applies to the whole loss
-        function.
-      heads: a regex over paths of modules that gather their own weights as blocks do, but are not rematerialised, such as an output
-        projection that computes its gradients together with the loss. Empty: none.
-      remat: the residuals that the backward pass keeps: "none" (all but weights), "dots" (results of matmuls), "attention" (inputs of
-        blocks, and results of fused attention, whose backward pass then does not run it again), "full" (inputs of blocks).
-      recompute: a regex over paths of modules inside blocks (r"layer_\\d+/mlp/up"), whose matmuls remat="dots" does not keep. Empty: none.
-      offload: a regex over paths of modules inside blocks whose results are kept in pinned host memory until the backward pass, and of
-        blocks whose inputs are. They
-        take no device memory and are not computed again. Results that the backward pass does not read, such as that of the last matmul
-        of a residual branch, are not kept. With reduce_dtype the copies overlap the arithmetic of neighbouring blocks. Without it, a
-        loss that differentiates its own gradient cannot be offloaded. Empty: none.
+      blocks: a `zerojax.Blocks`, or its regex alone: the modules that gather their own weights.
+      **fields: other fields of `Blocks` by their own names: `heads`, `remat`, `recompute`, `offload`.
 
     Raises:
       UserError: `remat` is unknown; `compute_dtype` is not floating; `blocks`, `heads`, `recompute` or `offload` match no call; or a
@@ -70,15 +56,13 @@ def where_used(
             "without `pipe`"
         )
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
-    return with_gathers(
-        loss_fn, placements, block_settings.How(blocks, heads, remat, recompute, offload), compute_dtype
-    )
+    return with_gathers(loss_fn, placements, block_settings.Blocks.of(blocks, **fields), compute_dtype)
 
 
 def with_gathers(
     loss_fn: Loss,
     placements: Mapping[str, placement.Placement],
-    how: block_settings.How,
+    how: block_settings.Blocks,
     compute_dtype: DTypeLike | None = None,
 ) -> Loss:
     """Returns `where_used` of a loss, its settings as one value."""
@@ -132,7 +116,7 @@ gathered.defvjp(_gathered_forward, _gathered_backward)
 def wrap(
     loss_fn: Loss,
     gather_leaf: Callable[[str, Any], Any],
-    how: block_settings.How,
+    how: block_settings.Blocks,
     *,
     moves: bool,
     run: Any = None,
@@ -145,7 +129,7 @@ def wrap(
       run: see `intercept.Interceptor`; its `restart` is called where the loss must be traced again.
       is_weight: returns whether a node of the params is one stored weight, if stored weights are not arrays.
     """
-    if how.blocks:
+    if how.pattern:
         return intercept.by_block(loss_fn, gather_leaf, how, moves=moves, run=run, is_weight=is_weight)
     policy = remat.policy(how.remat, in_place=not (how.recompute or how.offload), moves=moves)
     policy = marks.Offloads(policy) if policy and how.offload else policy

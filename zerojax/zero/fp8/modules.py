@@ -23,6 +23,7 @@ from zerojax.tree import PyTree
 from zerojax.zero.blocks import hooks
 from zerojax.zero.fp8 import history as history_lib
 from zerojax.zero.weights import partition as partition_lib
+from zerojax.zero.weights import placement
 from zerojax.zero.wires import fp8 as fp8_wire
 
 FIELD, FORM = "dot_general", "form"  # of modules with one kernel, and of mixtures of experts
@@ -43,6 +44,7 @@ class Fp8:
       history: the number of steps whose magnitudes "delayed" remembers.
       experts: whether experts' matrices of mixtures (`models.experts`) take part, by the paths of their weights (r"layer_\\d+/experts/up");
         with "tensorwise" scales alone.
+      dtype: of all else in the forward pass, where it is given as `compute_dtype`; None: the stored one.
     """
 
     recipe: str = fp8.TENSORWISE
@@ -51,6 +53,7 @@ class Fp8:
     last: int = 0
     history: int = 16
     experts: bool = False
+    dtype: Any = None
 
     def __post_init__(self) -> None:
         errors.one_of("recipe", self.recipe, fp8.RECIPES)
@@ -65,6 +68,13 @@ class Fp8:
                 f"fp8.experts: experts' products have one scale for each array, and fp8.recipe is {self.recipe!r}; take "
                 f"{fp8.TENSORWISE!r}, or set fp8.experts to False"
             )
+
+    def one_program(self) -> placement.OneProgram | None:
+        """Returns why a step with this recipe is one program, or None."""
+        if self.recipe != fp8.DELAYED:
+            return None
+        why = f"is {fp8.DELAYED!r} and keeps magnitudes in the state, which one program hands on"
+        return placement.OneProgram("fp8.recipe", why, f"take {fp8.TENSORWISE!r}")
 
     def init(self, params: PyTree, blocks: str = "") -> PyTree:
         """Returns the first value of the train state's field `fp8`: a history for each module ("delayed"), or () for other recipes.

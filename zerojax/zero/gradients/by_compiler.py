@@ -25,7 +25,7 @@ from zerojax.zero.weights import partition as partition_lib
 def value_and_grad(
     loss_fn: Callable[..., Any],
     partition: partition_lib.Partition,
-    how: block_settings.How,
+    how: block_settings.Blocks,
     *,
     passes: int,
     compute_dtype: DTypeLike | None,

@@ -35,7 +35,7 @@ Program = Callable[[], dependence.TracedLoss]
 def value_and_grad(
     loss_fn: Callable[..., Any],
     partition: partition_lib.Partition,
-    how: block_settings.How,
+    how: block_settings.Blocks,
     *,
     passes: int,
     reduce_dtype: DTypeLike | None,
@@ -99,7 +99,7 @@ class OfDevice:
 
     loss_fn: Callable[..., Any]
     partition: partition_lib.Partition
-    how: block_settings.How
+    how: block_settings.Blocks
     reduction: gather.Reduction
     compute_dtype: Any
     passes: int
@@ -194,10 +194,10 @@ class OfDevice:
 
 
 def device_loss(
-    loss_fn: Callable[..., Any], partition: partition_lib.Partition, how: block_settings.How, chain: Any
+    loss_fn: Callable[..., Any], partition: partition_lib.Partition, how: block_settings.Blocks, chain: Any
 ) -> Callable[..., Any]:
     """Returns `loss_fn` as a function of `ShardAndSink`s on one device, whose blocks run in the chain's order."""
-    wrap = intercept.by_block if how.blocks else where_used.wrap
+    wrap = intercept.by_block if how.pattern else where_used.wrap
     return wrap(
         loss_fn,
         chain.gather_leaf,

@@ -81,7 +81,7 @@ def _forward(
 ) -> Callable[..., tuple[Any, overlap.Tokens]]:
     """Returns f(params, *args) -> (`function(params, *args)` on one device, the tokens of its gathers). Nothing is differentiated."""
     reduction, find = gather.Reduction(jnp.float32), explicit.finder(partition)
-    how = block_settings.How(blocks, heads, "full")
+    how = block_settings.Blocks(blocks, heads, "full")
 
     def sink(path: str, leaf: Leaf) -> gather.ShardAndSink:
         return gather.ShardAndSink(leaf, gather.sink(find(path, leaf), reduction))

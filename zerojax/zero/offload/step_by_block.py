@@ -29,7 +29,6 @@ from jax.typing import DTypeLike
 
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.ops import fp8 as fp8_ops
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero.blocks import block_settings
@@ -41,6 +40,7 @@ from zerojax.zero.step_programs import arrivals, blocks, one_pass
 from zerojax.zero.step_programs import passes as passes_lib
 from zerojax.zero.update import update as update_lib
 from zerojax.zero.weights import partition as partition_lib
+from zerojax.zero.weights import placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +61,10 @@ Finish = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any, An
 
 def is_chosen(
     partition: partition_lib.Partition,
-    how: block_settings.How,
+    how: block_settings.Blocks,
     reduce_dtype: DTypeLike | None,
-    fp8: Any,
     clip: update_lib.Clip,
-    by_columns: str = "",
-    wires: Any = None,
+    one_program: placement.OneProgram | None = None,
 ) -> bool:
     """Returns whether a step with offload runs block by block. Nothing else decides it.
 
@@ -77,10 +75,8 @@ def is_chosen(
       partition: with offloaded leaves.
       how: where weights are gathered.
       reduce_dtype: the dtype in which gradients are summed over devices; None leaves the sum to the compiler.
-      fp8: the matmuls in fp8; None for none.
       clip: limits the norm.
-      by_columns: the modules whose matrices are used by columns; "" for none.
-      wires: how weights and gradients are packed; None for not at all.
+      one_program: why the step cannot be several programs, or None.
 
     Raises:
       UserError: it must, and another setting does not allow it.
@@ -91,15 +87,13 @@ def is_chosen(
         "late_norm": chosen.late_norm,
         "by_block": chosen.by_block == settings.ON,
     }
-    is_delayed = fp8 is not None and fp8.recipe == fp8_ops.DELAYED
     lacking = {
-        "blocks is not given; pass make_train_step(blocks=<regex of the model's repeated modules>)": not how.blocks,
+        "blocks is not given; pass make_train_step(blocks=<regex of the model's repeated modules>)": not how.pattern,
         "reduce_dtype is not given; pass make_train_step(reduce_dtype=jnp.float32)": reduce_dtype is None,
         f"offload={how.offload!r} keeps activations in host memory within one program; set it to '', and remat to 'full'": how.offload,
-        f"by_columns={by_columns!r} needs one program; omit it": by_columns,
-        "`wire` packs within one program; omit it": wires is not None and wires.is_on,
-        "fp8.recipe='delayed' needs one program; take 'tensorwise'": is_delayed,
     }
+    if one_program is not None:
+        lacking[f"{one_program.argument} {one_program.why}; {one_program.way_out}"] = True
     why_not = next((why for why, is_lacking in lacking.items() if is_lacking), "")
     for name, is_asked in asked.items():
         if is_asked and why_not:
@@ -477,7 +471,7 @@ class _Groups:
 def passes_of(
     loss_fn: Callable[..., Any],
     partition: partition_lib.Partition,
-    how: block_settings.How,
+    how: block_settings.Blocks,
     batch: inputs.Layout,
     *,
     reduce_dtype: DTypeLike | None,

@@ -83,7 +83,7 @@ class Pass:
 
     loss_fn: Callable[..., Any]
     partition: partition_lib.Partition
-    how: block_settings.How
+    how: block_settings.Blocks
     layout: inputs.Layout
     reduce_dtype: Any
     compute_dtype: Any = None

@@ -38,8 +38,9 @@ class Pipeline:
     Attributes:
       loss_fn: the loss, as of `make_train_step`.
       batch: one micro-batch, of all devices; abstract arrays do.
-      blocks: a regex over the paths of the modules that are cut apart, as of `make_train_step`.
-      heads: as of `make_train_step`.
+      blocks: a `zerojax.Blocks`, or its regex alone: the modules that are cut apart. `make_train_step` takes it from here, as it does
+        `batch_specs` and `compute_dtype`, unless they are said there.
+      heads: of `blocks`, where that is a regex.
       schedule: one of `order.make`.
       chunks: stages of a group of devices; above 1 for "interleaved".
       costs: of each call of a block, in any unit, or f(operation of the trace) -> its own; None: FLOPs.
@@ -48,7 +49,7 @@ class Pipeline:
 
     loss_fn: Callable[..., Any]
     batch: Any
-    blocks: str
+    blocks: str | block_settings.Blocks
     heads: str = ""
     schedule: str = "1f1b"
     chunks: int = 1
@@ -62,6 +63,11 @@ class Pipeline:
         for path, leaf in tree.flatten(self.batch):
             if not (tree.is_array(leaf) and hasattr(leaf, "shape")):
                 raise UserError(f"batch/{path}: must be an array, and is {errors.shown(leaf)}")
+
+    @property
+    def chosen(self) -> block_settings.Blocks:
+        """Returns `blocks` as a value."""
+        return block_settings.Blocks.of(self.blocks, **({"heads": self.heads} if self.heads else {}))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,7 +134,7 @@ def partitioned(
     trace = passes.Pass(
         outputs.with_aux(pipeline.loss_fn, lambda state: 1.0),
         groups[0].on_device,
-        block_settings.How(pipeline.blocks, pipeline.heads, remat="full"),
+        dataclasses.replace(pipeline.chosen, remat="full", recompute="", offload=""),
         inputs.Layout(groups[0].mesh, 1, pipeline.batch_specs, by_device=True),
         jnp.float32,
         precision.floating("compute_dtype", pipeline.compute_dtype),

@@ -27,7 +27,6 @@ from jax.typing import DTypeLike
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import rounded
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
@@ -38,6 +37,7 @@ from zerojax.zero.sharded_batch import arguments, inputs
 from zerojax.zero.step_programs import passes as step_passes
 from zerojax.zero.update import update as update_lib
 from zerojax.zero.weights import partition as partition_lib
+from zerojax.zero.weights import placement
 
 _AHEAD = 2  # programs of a group that are sent before the first of them has ended
 
@@ -47,7 +47,7 @@ Values = dict[tuple[int, int], jax.Array]  # of a micro-batch, by number and gro
 def of(
     loss_fn: Callable[..., Any],
     partition: partition_lib.Partition,
-    how: block_settings.How,
+    how: block_settings.Blocks,
     layout: inputs.Layout,
     scaling: update_lib.Unscaled,
     clip: update_lib.Clip,
@@ -55,9 +55,7 @@ def of(
     *,
     compute_dtype: DTypeLike | None,
     in_16_bits: bool,
-    by_columns: str,
-    fp8: Any,
-    wires: Any,
+    one_program: placement.OneProgram | None,
     donate: bool,
     options: Mapping[str, Any],
 ) -> "PipelineStep":
@@ -67,18 +65,14 @@ def of(
       UserError: a setting does not go together with a pipeline.
     """
     group_update.check(partition)
-    wrong = {
-        "reduce_dtype: is None, and a pipeline sums gradients by collectives of its own; pass reduce_dtype=jnp.float32": reduce_dtype
-        is None,
-        f"by_columns: {by_columns!r} needs all devices of the mesh in one program; omit it, or set `pipe=1`": by_columns,
-        f"fp8.recipe: {fp8_ops.DELAYED!r} keeps magnitudes in the state, which each micro-batch would need from the one before; take "
-        f"{fp8_ops.TENSORWISE!r}": fp8 is not None and fp8.recipe == fp8_ops.DELAYED,
-        "wire: the stages of a pipeline send weights as they are; omit wires, or set `pipe=1`": wires is not None
-        and wires.is_on,
-    }
-    for line, is_wrong in wrong.items():
-        if is_wrong:
-            raise UserError(line)
+    if reduce_dtype is None:
+        raise UserError(
+            "reduce_dtype: is None, and a pipeline sums gradients by collectives of its own; pass reduce_dtype=jnp.float32"
+        )
+    if one_program is not None:
+        raise UserError(
+            f"{one_program.argument}: {one_program.why}, and the stages of a pipeline are several; {one_program.way_out}, or set `pipe=1`"
+        )
     if layout.passes == 1:
         count = len(partition.pipeline.groups)
         warnings.warn(

@@ -27,7 +27,7 @@ from zerojax.zero.weights import partition as partition_lib
 def one_pass(
     loss_fn: Callable[..., Any],
     partition: partition_lib.Partition,
-    how: block_settings.How,
+    how: block_settings.Blocks,
     *,
     passes: int,
     reduce_dtype: DTypeLike | None,
@@ -48,7 +48,7 @@ def one_pass(
     `aux` has the state's fields, the metrics as `outputs.terms` of all devices, and the weight of the pass (`outputs.objective`) if passes
     differ. `number` is int32[], the number of the pass.
     """
-    marked = _with_grad_dtype(partition, how.blocks, grad_dtype)
+    marked = _with_grad_dtype(partition, how.pattern, grad_dtype)
     reduction = gather.Reduction(reduce_dtype, at_once)
     of_device = explicit.OfDevice(loss_fn, marked, how, reduction, compute_dtype, passes, runner)
 

@@ -6,7 +6,7 @@ A `Placement` has one sharding for the stored optimizer state and one for the up
 import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import optax
@@ -19,6 +19,14 @@ from zerojax import specs as specs_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
+
+
+class OneProgram(NamedTuple):
+    """Why a step with some setting is one program: pipelines, and steps block by block, have a program for each stage or block."""
+
+    argument: str
+    why: str
+    way_out: str
 
 
 class Wire(Protocol):

@@ -9,7 +9,7 @@ import functools
 import re
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,25 @@ from zerojax.zero.weights import partition as partition_lib
 
 @dataclasses.dataclass(frozen=True)
 class ByColumns(gather.Plain):
-    """The wire of a matrix of which each device uses its columns; see `placement.Wire`."""
+    """The wire of a matrix of which each device uses its columns; see `placement.Wire`.
+
+    In a row of `make_train_step(wires=)` the regex is over paths of modules whose matrix no device gathers: each computes with some of its
+    columns for all devices' examples, and activations are sent instead. For an output projection of `ops.losses.one_pass_cross_entropy`,
+    in a loss that is a mean, and a table of `zerojax.embedding_lookup`. No device holds their unsharded gradients either. Needs stage 3
+    and reduce_dtype.
+    """
+
+    sends_rest: ClassVar[bool] = False
+
+    def one_program(self, pattern: str) -> placement.OneProgram:
+        return placement.OneProgram(
+            "by_columns", f"{pattern!r} needs all devices of the mesh in one program", "omit it"
+        )
+
+    def marked(
+        self, partition: partition_lib.Partition, pattern: str, blocks: str, reduce_dtype: DTypeLike | None
+    ) -> partition_lib.Partition:
+        return marked(partition, pattern, blocks, reduce_dtype)
 
     def around(self) -> AbstractContextManager[None]:
         return columns.used()

@@ -6,8 +6,10 @@ for the sum over those devices: what others computed has come with their tokens'
 """
 
 import dataclasses
+import re
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import jax
 from jax.sharding import Mesh
@@ -23,11 +25,33 @@ from zerojax.zero.weights import partition as partition_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Here(gather.Plain):
-    """The wire of matrices of which each device has those of its experts; see `placement.Wire`. `load` and `parts` are those of `Stack`."""
+class ToExperts(gather.Plain):
+    """The wire of matrices of which each device has those of its experts; see `placement.Wire`.
+
+    Weights whose spec names `expert` have it; a row of `make_train_step(wires=)` gives those that its regex finds other numbers.
+
+    Attributes:
+      load: the rows for which one exchange has room, over those of a balanced router. It decides memory and bytes; more rows take further
+        rounds, and none is dropped (`ops.expert_parallel`).
+      parts: tokens travel in as many parts, one beside the matmuls of another, where they divide; 1: all at once.
+    """
 
     load: float = expert_parallel.LOAD
     parts: int = 1
+    sends_rest: ClassVar[bool] = False
+
+    def one_program(self, pattern: str) -> None:
+        return None
+
+    def marked(
+        self, partition: partition_lib.Partition, pattern: str, blocks: str, reduce_dtype: DTypeLike | None
+    ) -> partition_lib.Partition:
+        if self.parts < 1:
+            raise UserError(f"expert_parts: must be at least 1, all tokens at once, and is {self.parts}")
+        if not self.load >= 1:
+            raise UserError(f"expert_load: must be at least 1, the load of a balanced router, and is {self.load}")
+        chosen = [path for path in _of_experts(partition) if re.search(pattern, path)]
+        return partition.with_wires(dict.fromkeys(chosen, self))
 
     def around(self) -> AbstractContextManager[None]:
         return expert_parallel.used()
@@ -66,28 +90,22 @@ class Here(gather.Plain):
         return expert_parallel.Stack(shard, axes, own, self.load, self.parts, loops)
 
 
-HERE = Here()
+TO_EXPERTS = ToExperts()
 
 
-def marked(
-    partition: partition_lib.Partition, load: float, reduce_dtype: DTypeLike | None, parts: int = 1
-) -> partition_lib.Partition:
-    """Returns a partition whose experts' rooms have this load, for so many parts of tokens; warns of an axis `expert` that no weight has.
+def check(partition: partition_lib.Partition, reduce_dtype: DTypeLike | None) -> None:
+    """Warns of an axis `expert` that no weight has.
 
     Raises:
-      UserError: the load or the number of parts is below 1, the compiler inserts the collectives, or experts are not a stack's first dim.
+      UserError: the compiler inserts the collectives, or experts are not a stack's first dim.
     """
-    if parts < 1:
-        raise UserError(f"expert_parts: must be at least 1, all tokens at once, and is {parts}")
-    if not load >= 1:
-        raise UserError(f"expert_load: must be at least 1, the load of a balanced router, and is {load}")
-    wires = {path: Here(load=load, parts=parts) for path, weight in partition.placements.items() if weight.is_experts}
-    if wires and reduce_dtype is None:
+    paths = _of_experts(partition)
+    if paths and reduce_dtype is None:
         raise UserError(
-            f"expert: is sharded by the spec of {min(wires)}, and tokens travel by explicit collectives; pass reduce_dtype=jnp.float32, or "
+            f"expert: is sharded by the spec of {min(paths)}, and tokens travel by explicit collectives; pass reduce_dtype=jnp.float32, or "
             "a mesh without `expert`"
         )
-    for path in wires:
+    for path in paths:
         spec = partition.placements[path].used.spec
         if not specs.axes(P(*spec[1:])).isdisjoint(mesh_lib.EXPERT):
             raise UserError(
@@ -95,10 +113,14 @@ def marked(
                 "layers of nn.scan or nn.vmap in a loop, or omit `expert`"
             )
     ways = mesh_lib.size(partition.mesh, mesh_lib.EXPERT)
-    if ways > 1 and not wires:
+    if ways > 1 and not paths:
         warnings.warn(
             f"expert: has no effect, because no override names it on a mesh with expert={ways}; pass overrides such as "
             '("experts/(gate|up|down)$", PartitionSpec("expert")) to shard_train_state',
             stacklevel=3,
         )
-    return partition.with_wires(wires)
+
+
+def _of_experts(partition: partition_lib.Partition) -> list[str]:
+    """Returns the paths of weights of which a device has some experts' matrices."""
+    return [path for path, weight in partition.placements.items() if weight.is_experts]

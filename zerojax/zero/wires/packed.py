@@ -15,10 +15,11 @@ import collections
 import dataclasses
 import functools
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ from zerojax.errors import UserError
 from zerojax.ops import packed, quantized
 from zerojax.zero.weights import gather
 from zerojax.zero.weights.partition import Partition, is_over_state
-from zerojax.zero.weights.placement import Placement, moves
+from zerojax.zero.weights.placement import OneProgram, Placement, moves
 from zerojax.zero.wires import columns, fp8
 
 PLAIN, INT8, INT4 = "plain", "int8", "int4"
@@ -80,6 +81,16 @@ class PackedWires:
     def is_on(self) -> bool:
         """Returns whether anything is sent in another form."""
         return self.weights != PLAIN or self.gradients != PLAIN or self.second_copy
+
+    sends_rest: ClassVar[bool] = True
+
+    def one_program(self, pattern: str) -> OneProgram | None:
+        """Returns why a step with these wires is one program."""
+        return OneProgram("wire", "packs within one program", "omit wires") if self.is_on else None
+
+    def marked(self, partition: Partition, pattern: str, blocks: str, reduce_dtype: DTypeLike | None) -> Partition:
+        """Returns a partition whose sharded matrices, those whose paths a regex finds, are sent so; see `marked`."""
+        return marked(partition, self, blocks, reduce_dtype, pattern)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,13 +316,16 @@ _outside.defvjp(
 )
 
 
-def marked(partition: Partition, wires: PackedWires | None, blocks: str, reduce_dtype: DTypeLike | None) -> Partition:
+def marked(
+    partition: Partition, wires: PackedWires | None, blocks: str, reduce_dtype: DTypeLike | None, pattern: str = ""
+) -> Partition:
     """Returns a partition whose sharded matrices are sent as asked for; weights that another wire sends keep theirs.
 
     Args:
       partition: of the train state.
       wires: None for no change.
       blocks, reduce_dtype: as of `make_train_step`.
+      pattern: a regex that finds the paths of the weights; "" finds all.
 
     Raises:
       UserError: nothing is sent that could be packed, hosts cannot be told, or an option would change nothing.
@@ -359,7 +373,8 @@ def marked(partition: Partition, wires: PackedWires | None, blocks: str, reduce_
         bits=_BITS.get(wires.gradients, 0),
         has_feedback=wires.error_feedback,
     )
-    chosen = {path for path, weight in partition.placements.items() if _takes(weight)} - _quantized(partition)
+    named = {path: weight for path, weight in partition.placements.items() if re.search(pattern, path)}
+    chosen = {path for path, weight in named.items() if _takes(weight)} - _quantized(partition)
     if any(isinstance(partition.placements[path].wire, fp8.InFp8) for path in chosen):
         raise UserError(
             "wire: matmuls in fp8 gather their weights in 8 bits already; omit wires, take fp8's recipe 'rowwise', or compute in bf16"
