@@ -90,7 +90,8 @@ def main() -> None:
             processes.initialize(*_joined_by())
             devices.start()
             if emulated:
-                say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
+                count = jax.local_device_count()
+                say(f"no accelerator found: emulating {count} CPU device{'s' if count > 1 else ''}")
             config = _refit(config)
             folder = _choose_workdir()
             with workdir.held(folder):
