@@ -31,7 +31,10 @@ _NAMES_MODEL = ("model_name_or_path", "base_model")
 _OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir", *_NAMES_MODEL)
 # Of the tool whose older files have a `stage`
 _OF_NEW_FORM = ("dist_config", "peft_config", "kernel_config", "quant_config")
-_OTHERS = "configs of torchtitan and MaxText are not translated: docs/migrate.md has their names here, and `zerojax config` writes a config"
+_OTHERS = (
+    "configs of torchtitan and MaxText are not translated: docs/migrate.md in the repository has their names here, and `zerojax config` "
+    "writes a config"
+)
 _NEAR = 0.85  # of a misspelt key to the right one, by difflib
 _MOST_VALUES = 100_000
 # A text or a comment that does not end reaches to the end of the line or of the file, so that each letter is read once.
