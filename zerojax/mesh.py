@@ -106,8 +106,7 @@ def make_mesh(
         more = "or pass the devices to use"
         if devices is None and needed > len(found) and platform() == "cpu":
             more = (
-                f'or emulate {needed} devices: jax.config.update("jax_num_cpu_devices", {needed}) before JAX starts '
-                f"(in a run: --config.emulate_devices={needed})"
+                f'or emulate {needed} devices: `jax.config.update("jax_num_cpu_devices", {needed})` before JAX starts'
             )
         raise UserError(
             f"mesh: {f'{PIPE} {pipe} x ' if stages else ''}replica {replica} x data {data} x context {context} x model {model} = {needed} "

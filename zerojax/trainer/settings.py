@@ -560,7 +560,7 @@ def expected(place: str) -> str:
 
 def text(width: int) -> str:
     """Returns a list of all settings with their defaults and lines, for a terminal of `width` columns."""
-    lines = ["settings (--config.KEY=VALUE), each as it is in `base`; docs/ and scripts/ are in the repository:", ""]
+    lines = ["settings (--config.KEY=VALUE), each as it is in `base`:", "docs/ and scripts/ are in the repository.", ""]
     for place, found in table().items():
         about = found.line
         if found.default is None:

@@ -28,6 +28,7 @@ def test_other_errors_stay_as_they_are(text):
 
 
 REFUSED = {
+    "devices": ({"mesh.data": 16}, r"^config\.mesh: .*, or emulate 16 devices: --config\.emulate_devices=16$"),
     "mesh": ({"mesh.replica": 3}, r"^config\.mesh: replica 3 x data 2 x context 1 x model 1"),
     "a kind that nothing has": ({"optimizer.rates": "sink=2"}, r"^config\.optimizer\.rates: no trained weight is of the kind 'sink'; they"),
     "no kind": ({"optimizer.rates": "biases=2"}, r"^config\.optimizer\.rates: 'biases=2' is no kind of weights and a factor from 0 to 100"),
