@@ -10,7 +10,7 @@ from zerojax.migration import accelerate_keys
 from zerojax.migration import keys as keys_lib
 
 _ESCAPED = re.compile(r"(?<!\\)\\([_*\[\]])")
-_ESCAPED_KEY = re.compile(r"\w\\_\w[^\n:]*:")  # no key holds a backslash
+_ESCAPED_KEY = re.compile(r"\w\\_\w[^\n:]{0,80}:")  # no key holds a backslash
 _KEY = re.compile(r"([A-Za-z_]\w*)\s*:(?:\s+(.*))?")
 _TABLES = {
     True: (accelerate_keys.KEYS, accelerate_keys.canonical, accelerate_keys.PREFIXES),
