@@ -90,6 +90,11 @@ def test_sizes_below_one_are_refused(sizes):
 def test_a_mesh_larger_than_the_machine_names_both_numbers():
     with pytest.raises(UserError, match=r"= 16 devices, but there are 8"):
         mesh_lib.make_mesh(data=16)
+    with pytest.raises(UserError, match=r'jax\.config\.update\("jax_num_cpu_devices", 16\)` before JAX starts'):
+        mesh_lib.make_mesh(data=16)
+    for options in ({"data": 4}, {"data": 2, "devices": jax.devices()[:1]}):
+        with pytest.raises(UserError, match=r"or pass the devices to use$"):
+            mesh_lib.make_mesh(**options)
     with pytest.raises(UserError, match=r"^devices: .* name one twice"):
         mesh_lib.make_mesh(devices=jax.devices()[:1] * 2)
 

@@ -40,7 +40,7 @@ REFUSED = {  # name -> (arguments, words of the error line)
     "batch and micro batch": (runs.flags(micro_batch_size=2), "set --config.global_batch_size=16"),
     "mesh": (runs.flags(mesh__data=16), "config.mesh: replica 1 x data 16 x context 1 x model 1 = 16 devices, but there are 8"),
     "no devices": (runs.flags(emulate_devices=0), "config.emulate_devices: must be above 0"),
-    "preset": (runs.flags(model__preset="gpt5"), "config.model.preset: must be one of test, "),
+    "preset": (runs.flags(model__preset="gpt5"), "config.model.preset: is 'gpt5'; "),
     "small vocabulary": (runs.flags(model__vocab_size=100), "smaller than the 320 ids of config.data.tokenizer"),
     "long sequence": (runs.flags(seq_len=4096), "config.seq_len: 4096 is longer than"),
     "cudnn": (runs.flags(model__attention="cudnn"), "cudnn needs an NVIDIA GPU"),

@@ -137,3 +137,10 @@ def test_nested_is_the_inverse_of_flatten():
 def test_a_leaf_on_a_disk_whose_successor_was_written_over_it_is_named():
     with pytest.raises(UserError, match=r"^state: a/b was deleted, since the step that took this state reused"):
         tree.undeleted({"a": {"b": types.SimpleNamespace(is_deleted=lambda: True), "c": np.zeros(1)}})
+
+
+def test_the_regex_that_an_error_advises_matches_the_nearest_path_and_its_equals():
+    paths = ["layers/0/mlp/up", "layers/1/mlp/up", "layers/0/attention/q", "head", "block_0/Dense_1"]
+    assert tree.such_as(r"layers/\d+/mlp/upp", paths) == r" such as 'layers/\d+/mlp/up'"
+    assert tree.such_as("Block/Dense_1", paths) == r" such as 'block_\d+/Dense_\d+'"
+    assert tree.such_as("anything", []) == ""

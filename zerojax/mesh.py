@@ -103,9 +103,14 @@ def make_mesh(
         data = max(1, len(found) // (pipe * replica * context * model))
     needed = pipe * replica * data * context * model
     if needed != len(found):
+        more = "or pass the devices to use"
+        if devices is None and needed > len(found) and platform() == "cpu":
+            more = (
+                f'or emulate {needed} devices: `jax.config.update("jax_num_cpu_devices", {needed})` before JAX starts'
+            )
         raise UserError(
             f"mesh: {f'{PIPE} {pipe} x ' if stages else ''}replica {replica} x data {data} x context {context} x model {model} = {needed} "
-            f"devices, but there are {len(found)}; choose sizes whose product is {len(found)}, or pass the devices to use"
+            f"devices, but there {'is' if len(found) == 1 else 'are'} {len(found)}; choose sizes whose product is {len(found)}, {more}"
         )
     if len(set(found)) < len(found):
         raise UserError(f"devices: {found} name one twice; name each once")

@@ -19,6 +19,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from zerojax import display, errors, files, xla_flags
+from zerojax import mesh as mesh_lib
 from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import files as step_files
 from zerojax.data import feed, mixture, source
@@ -99,7 +100,8 @@ def main() -> None:
             processes.initialize(*_joined_by())
             devices.start()
             if emulated:
-                say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
+                count = jax.local_device_count()
+                say(f"no accelerator found: emulating {count} CPU device{'s' if count > 1 else ''}")
             config = _refit(config)
             folder = _choose_workdir()
             with workdir.held(folder):
@@ -374,6 +376,10 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
     texts.check(program, tokenizer)
     host.check(program)
+    if not config.grad_accum:
+        sizes, ways = program.sizes, mesh_lib.ways(program.mesh)
+        batch = f"{sizes.global_batch_size} sequences are {sizes.micro_batch_size} x {sizes.grad_accum} passes x data * replica={ways}"
+        say(f"config.grad_accum={sizes.grad_accum} follows from the batch: {batch}")
     of_mesh = (
         *effects.undivided(config, program.sizes.micro_batch_size),
         *effects.unsharded(config, program.mesh),

@@ -2,6 +2,7 @@
 of a value.
 """
 
+import difflib
 import functools
 import math
 import re
@@ -73,6 +74,17 @@ def block_of(leaf_path: str, pattern: re.Pattern) -> str | None:
     parts = below_params(leaf_path).split("/")
     prefixes = ("/".join(parts[:end]) for end in range(1, len(parts)))
     return next((prefix for prefix in prefixes if pattern.fullmatch(prefix)), None)
+
+
+def such_as(pattern: str, paths: Iterable[str]) -> str:
+    r"""Returns " such as" with a regex over `paths` that is like one that matches none of them; "" if there are no paths.
+
+    >>> such_as("mlp/upp", ["layer_0/mlp/up", "layer_1/mlp/up", "head"])
+    " such as 'layer_\\d+/mlp/up'"
+    """
+    regexes = sorted({re.sub(r"(?<=[_/])\d+(?=/|$)", r"\\d+", re.escape(path)) for path in paths})
+    near = difflib.get_close_matches(pattern, regexes, 1, 0.0)
+    return f" such as '{near[0]}'" if near else ""
 
 
 def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: Any, is_leaf: IsLeaf = None) -> PyTree:

@@ -74,7 +74,7 @@ def test_options_choose_as_in_deepspeed(options, expected):
         ({"include": "worker-0", "exclude": "worker-1"}, "exclude each other"),
         ({"include": "worker-0", "num_gpus": 1}, "cannot be given with --include"),
         ({"include": "worker-2"}, "'worker-2' is not a host of this run; did you mean 'worker-"),
-        ({"include": "worker-0:7"}, "worker-0 has no slot '7'; it has 0, 1, 2, 3"),
+        ({"include": "worker-0:7"}, "worker-0 has no slot '7'; name some of 0, 1, 2, 3"),
         ({"include": "worker-0@worker-0"}, "names worker-0 twice"),
         ({"exclude": "worker-0@worker-1"}, "leaves no slot"),
         ({"num_nodes": 3}, "--num_nodes: is 3, and there are 2 hosts"),

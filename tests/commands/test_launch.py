@@ -61,6 +61,19 @@ def test_without_a_hostfile_every_gpu_of_this_host_runs_or_as_many_processes_as_
     assert orders[0].limits == verdict.LIMITS
 
 
+def test_slots_that_a_host_without_gpus_lacks_are_refused_with_the_option_that_starts_several_processes(
+    orders, monkeypatch, capsys
+):
+    assert call(monkeypatch, "--include", "localhost:0,1", "true") == 2 and not orders
+    assert capsys.readouterr().err == (
+        "zerojax: --include localhost:0,1: localhost has no slot '1'; name some of 0; this host has no GPUs: "
+        "--num_gpus 2 in its place starts 2 processes\n"
+    )
+    monkeypatch.setattr(agent, "gpus", lambda environ: ["0"])
+    assert call(monkeypatch, "--include", "localhost:0,1", "true") == 2
+    assert "this host has no GPUs" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words, line",
     [

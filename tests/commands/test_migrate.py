@@ -110,6 +110,14 @@ def test_a_misspelt_section_or_key_is_named_with_the_nearest_known_one(call, tmp
     assert "DeepSpeed config, 14 keys\n" in call(whole)[1]
 
 
+def test_what_was_repaired_in_the_file_is_told_on_stderr(call, tmp_path):
+    path = write(tmp_path, "zero\\_optimization:\nstage: 3\nbf16:\nenabled: true\n", "pasted.yaml")
+    status, text, errors = call(path, "--strict")
+    assert status == 0 and errors.count("\n") == 1 and "pasted.yaml: its \\_ are read as _" in errors
+    assert "keys without a section are read in zero_optimization, bf16" in errors
+    assert "zero_optimization.stage = 3: config.zero.stage = 3" in text
+
+
 def test_json_holds_the_settings_the_keys_and_the_config(call, tmp_path):
     status, text, _ = call(write(tmp_path, PLAIN), "--json")
     found = json.loads(text)

@@ -332,3 +332,10 @@ def test_a_run_without_a_secret_is_open_where_others_reach_it(host, secret, is_o
     first = peers.Peers(0, 2, secret)
     first.listen(host, programs.free_port())
     assert first.is_open == is_open
+
+
+def test_closing_says_nothing(left, caplog):
+    for peer in joined(2):
+        peer.close()
+        peer.close = lambda: None
+    assert not caplog.records

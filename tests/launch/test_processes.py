@@ -250,6 +250,16 @@ def test_two_processes_sum_over_all_devices_and_stop_at_the_same_step(capfd, pla
     assert stops == {"stopped 6 True False"}
 
 
+def test_a_program_that_does_not_call_leave_ends_in_silence(capfd, plain):
+    # What is registered first runs last: no thread may serve tasks that Python destroys.
+    last = "import atexit, threading; atexit.register(lambda: print([t.name for t in threading.enumerate()], flush=True))\n"
+    done = launches.launch(capfd, last + JOIN + "time.sleep(process_id)", processes=PROCESSES)
+    assert (done.status, done.err) == (0, "")
+    for index in range(PROCESSES):
+        (line,) = done.lines(index)
+        assert "MainThread" in line and "peers" not in line
+
+
 def test_a_process_that_failed_ends_at_once_and_the_rest_with_it(capfd, plain):
     began = time.monotonic()
     done = launches.launch(capfd, JOIN + FAIL, grace_seconds=1)

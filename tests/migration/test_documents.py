@@ -93,6 +93,14 @@ def test_a_trainers_arguments_are_told_from_an_accelerate_config_by_their_own_na
     assert found.settings["precision"] == "bf16" and [line.key for line in found.unsupported] == ["output_dir"]
 
 
+def test_a_file_of_which_more_than_half_of_the_keys_are_unknown_is_refused(tmp_path):
+    path = write(tmp_path, '{"train_batch_size": 8, "zero_stag": 3, "mine": {"a": 1}}')
+    with pytest.raises(UserError, match=r"2 of its 3 keys are unknown in a DeepSpeed config: 'zero_stag, mine.a'"):
+        documents.translated(documents.read(path))
+    half = documents.read(write(tmp_path, '{"train_batch_size": 8, "mine": 1}'))
+    assert documents.translated(half).settings["global_batch_size"] == 8
+
+
 def test_an_error_names_the_file(tmp_path):
     path = write(tmp_path, '{"zero_optimization": {"stage": 9}}')
     with pytest.raises(UserError, match=rf"{path}: zero_optimization.stage"):

@@ -177,3 +177,18 @@ def test_a_setting_may_come_before_the_config(parsed, config):
 )
 def test_the_help_is_told_from_a_run_which_resumes(words, asks):
     assert command.asks_help(["-h", *words]) == asks
+
+
+@pytest.mark.parametrize(
+    "words, accum",
+    [
+        (["--config.global_batch_size=256", "--config.micro_batch_size=16"], 0),
+        (["--config.micro_batch_size", "8"], 0),
+        (["--config.micro_batch_size=8", "--config.grad_accum=1"], 1),
+        (["--config.micro_batch_size=8", "--config.global_batch_size=0"], 1),
+        (["--config.global_batch_size=64"], 1),
+        ([], 1),
+    ],
+)
+def test_passes_follow_from_batch_and_micro_batch_unless_they_are_given(parsed, words, accum):
+    assert parsed("--config=base", *words).grad_accum == accum

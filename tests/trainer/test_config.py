@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import pathlib
+import re
 import sys
 import typing
 
@@ -243,6 +244,12 @@ def test_batch_sizes_obey_the_product_rule_wherever_it_can_be_solved(total, micr
         offered = int(str(caught.value).rpartition("--config.global_batch_size=")[2])
         fixed = dataclasses.replace(config, global_batch_size=offered)
         config_lib.batch_sizes(fixed, ways)  # the suggested size is valid
+        kept = re.findall(r"--config\.(micro_batch_size|grad_accum)=(\d+)", str(caught.value))
+        assert bool(kept) == (micro > 0 and total % ways == 0)
+        kept_sizes = config_lib.batch_sizes(
+            dataclasses.replace(config, **{name: int(value) for name, value in kept}) if kept else fixed, ways
+        )
+        assert not kept or (kept_sizes.global_batch_size == total and kept_sizes.micro_batch_size <= micro)
 
 
 @hypothesis.given(

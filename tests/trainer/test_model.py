@@ -28,3 +28,12 @@ def test_dropout_of_a_model_without_any_is_refused():
         UserError, match=r"config.model.dropout: is 0.1, and the model of config.model.preset=test has no dropout"
     ):
         build(model__dropout=0.1)
+
+
+def test_a_folder_that_a_run_of_one_of_our_configs_writes_names_that_run(tmp_path):
+    way_out = f"is not there yet; write it first: zerojax train --config bart_tiny --workdir {tmp_path}/bart_tiny$"
+    with pytest.raises(UserError, match=f"^config.init_from: {tmp_path}/bart_tiny/export: {way_out}"):
+        build(init_from=str(tmp_path / "bart_tiny" / "export"))
+    for name in ("zero3/export", "bart_tiny/other", "mine/export"):  # zero3 writes none
+        with pytest.raises(UserError, match="is not a folder; name one that save_pretrained of transformers wrote"):
+            build(init_from=str(tmp_path / name))

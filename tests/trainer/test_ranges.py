@@ -76,7 +76,7 @@ REFUSED = {
     ),
     "a near name": (
         {"model__preset": "tinny"},
-        r"preset: must be one of test, .*, and is 'tinny'; did you mean 'tiny'\?$",
+        r"preset: is 'tinny'; did you mean 'tiny'\? \(one of \d+ names such as test, .*; `zerojax train --help` lists them\)$",
     ),
 }
 

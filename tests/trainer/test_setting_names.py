@@ -1,11 +1,13 @@
 """Checks that errors of the library name config keys. This module tests zerojax.trainer.setting_names."""
 
+import re
 import warnings
 
 import fuzz_configs
 import jax
 import pytest
 
+from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.trainer import plans, setting_names
 from zerojax.trainer import program as program_lib
@@ -25,6 +27,7 @@ def test_other_errors_stay_as_they_are(text):
 
 
 REFUSED = {
+    "devices": ({"mesh.data": 16}, r"^config\.mesh: .*, or emulate 16 devices: --config\.emulate_devices=16$"),
     "mesh": ({"mesh.replica": 3}, r"^config\.mesh: replica 3 x data 2 x context 1 x model 1"),
     "a kind that nothing has": ({"optimizer.rates": "sink=2"}, r"^config\.optimizer\.rates: no trained weight is of the kind 'sink'; they"),
     "no kind": ({"optimizer.rates": "biases=2"}, r"^config\.optimizer\.rates: 'biases=2' is no kind of weights and a factor from 0 to 100"),
@@ -44,6 +47,17 @@ def test_an_error_of_the_library_names_the_config_key(name):
     changes, message = REFUSED[name]
     with pytest.raises(UserError, match=message):
         plans.plan_program(program_lib.build(fuzz_configs.config(changes), tokenizer_vocab=320), "cpu")
+
+
+@pytest.mark.parametrize("preset", ["moe_test", "t5_test", "bart_test"])
+@pytest.mark.parametrize("key", ["recompute", "offload"])
+def test_the_regex_that_an_error_advises_matches_modules_of_that_model(preset, key):
+    changes = {"model.preset": preset, f"model.{key}": r"layer_\d+/mlp/upp", "model.remat": "dots"}
+    program = program_lib.build(fuzz_configs.config(changes), tokenizer_vocab=320)
+    with pytest.raises(UserError, match=r"matches no module called inside a block; .* such as") as caught:
+        plans.plan_program(program, "cpu")
+    advised = re.compile(re.search(r"such as '(.*)'$", str(caught.value))[1])
+    assert any(tree.block_of(path, advised) for path in program.partition.placements), advised
 
 
 def test_a_warning_of_the_library_is_one_line_that_names_the_config_key(capsys):

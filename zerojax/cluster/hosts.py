@@ -161,7 +161,7 @@ def _named(option: str, text: str, pool: Pool) -> dict[str, tuple[str, ...]]:
         slots = tuple(slot.strip() for slot in listed.split(",")) if colon else tuple(pool[name])
         for slot in slots:
             if slot not in pool[name]:
-                raise UserError(f"{option} {text}: {name} has no slot {slot!r}; it has {', '.join(pool[name])}")
+                raise UserError(f"{option} {text}: {name} has no slot {slot!r}; name some of {', '.join(pool[name])}")
         if name in found:
             raise UserError(f"{option} {text}: names {name} twice; list its slots in one place")
         found[name] = tuple(slot for slot in pool[name] if slot in slots)

@@ -121,14 +121,15 @@ def order(given: argparse.Namespace, command: Sequence[str], environ: Mapping[st
     Raises:
       UserError: an option is wrong.
     """
-    here = agent.gpus(environ) or [str(index) for index in range(max(1, given.num_gpus or 1))]
-    chosen = hosts.choose(
-        hosts.read(given.hostfile, here),
-        include=given.include,
-        exclude=given.exclude,
-        num_nodes=given.num_nodes,
-        num_gpus=given.num_gpus,
-    )
+    gpus = agent.gpus(environ)
+    pool = hosts.read(given.hostfile, gpus or [str(index) for index in range(max(1, given.num_gpus or 1))])
+    options = {name: getattr(given, name) for name in ("include", "exclude", "num_nodes", "num_gpus")}
+    try:
+        chosen = hosts.choose(pool, **options)
+    except UserError as error:
+        if gpus or given.hostfile or list(pool) != [hosts.THIS] or not (given.include or given.exclude):
+            raise
+        raise UserError(f"{error}; this host has no GPUs: --num_gpus 2 in its place starts 2 processes") from error
     if given.gpus_per_process < 0:
         raise UserError(f"--gpus_per_process: must be 0 or more, and is {given.gpus_per_process}")
     hosts.ranks(chosen, given.gpus_per_process)

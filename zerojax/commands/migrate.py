@@ -38,6 +38,8 @@ def main() -> int:
     path = given.out or pathlib.Path("configs") / f"{stem or 'migrated'}.py"
     config = config_file.text(found.settings, found.sources, origin=pathlib.Path(document.name).name, path=str(path))
     fails = given.strict and bool(found.unsupported)
+    if document.repaired:
+        print(f"zerojax: warning: {document.name}: {document.repaired}", file=sys.stderr)
     for name, near in unknown(found).items():
         hint = f"; did you mean {near}?" if near else ""
         print(f"zerojax: warning: {document.name}: {name} is not known, and was not read{hint}", file=sys.stderr)

@@ -115,7 +115,8 @@ class Peers:
         service = self._reserved.getsockname()[1]
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._answer(service, reader, writer)
+            with contextlib.suppress(asyncio.CancelledError):  # by `_close`; Python 3.11 would print it
+                await self._answer(service, reader, writer)
 
         self._servers.append(self._run(asyncio.start_server(answer, host, port)))
         return f"{LOCAL}:{service}"
@@ -278,7 +279,8 @@ class Peers:
         reader, writer = await self._call(PROCESS, host, port)
 
         async def relayed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._relay(reader, writer, host, port)
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._relay(reader, writer, host, port)
 
         server = await asyncio.start_server(relayed, LOCAL, 0)
         self._servers.append(server)

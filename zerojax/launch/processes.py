@@ -6,13 +6,14 @@ Call `devices.emulate_cpu_devices` first, then `initialize`, then anything that 
   catch that. So `peers` connects the processes first, tells them of each other's end, and hides the coordinator's end from XLA.
 * If a peer dies, a running collective raises at once on CPU. On GPU it blocks. `peers` ends the process in both cases.
 * A process that ends normally waits up to 300 s for its peers, and is aborted if they do not end. So a process ends through
-  `leave`, also after an exception that nobody catches.
+  `leave`, also after an exception that nobody catches. A program that does not call it is left to that wait.
 * JAX's preemption service swallows SIGTERM. `initialize` turns it off. `signals.StopSignal` replaces it.
 
 Who started this process, and as which of how many, is read by `schedulers`. Where Kubernetes has to be asked, JAX does so and connects the
 processes, and nothing but XLA's heartbeats tells of their end.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import ipaddress
@@ -262,8 +263,16 @@ def _connect(cluster: Cluster, timeout_seconds: float) -> str:
         joined.close()
         raise
     _peers = joined
+    atexit.register(_end, joined)
     ending.before_end(lambda status, line: joined.tell(status, line) if status else None)
     return address
+
+
+def _end(joined: peers_lib.Peers) -> None:
+    """Ends the connections of a program that ends without `leave`, while their thread still runs."""
+    jax.distributed.shutdown()  # waits for the others, over these connections
+    joined.finish()
+    joined.close()
 
 
 def _open(joined: peers_lib.Peers, cluster: Cluster) -> str:

@@ -20,9 +20,9 @@ import yaml
 
 from zerojax import bounded, errors, files
 from zerojax.errors import UserError
-from zerojax.migration import accelerate, trainer_arguments, translate
+from zerojax.migration import accelerate, pasted, trainer_arguments, translate
 from zerojax.migration import keys as keys_lib
-from zerojax.migration.draft import Translation
+from zerojax.migration.draft import Translation, leaves
 from zerojax.tree import PyTree
 
 DEEPSPEED, ACCELERATE, TRAINER, HOSTFILE = "DeepSpeed config", "Accelerate config", "Trainer arguments", "hostfile"
@@ -31,7 +31,10 @@ _NAMES_MODEL = ("model_name_or_path", "base_model")
 _OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir", *_NAMES_MODEL)
 # Of the tool whose older files have a `stage`
 _OF_NEW_FORM = ("dist_config", "peft_config", "kernel_config", "quant_config")
-_OTHERS = "configs of torchtitan and MaxText are not translated: docs/migrate.md has their names here, and `zerojax config` writes a config"
+_OTHERS = (
+    "configs of torchtitan and MaxText are not translated: docs/migrate.md in the repository has their names here, and `zerojax config` "
+    "writes a config"
+)
 _NEAR = 0.85  # of a misspelt key to the right one, by difflib
 _MOST_VALUES = 100_000
 # A text or a comment that does not end reaches to the end of the line or of the file, so that each letter is read once.
@@ -47,6 +50,7 @@ class Document:
     kind: str  # one of the kinds above
     content: Any  # nested mappings, or a hostfile's text
     folder: pathlib.Path  # where paths in it begin
+    repaired: str = ""  # what was repaired in its text
 
 
 def read(source: str) -> Document:
@@ -68,8 +72,21 @@ def translated(document: Document, *, version: tuple[int, ...] = translate.NEWES
     """Returns what a document becomes. The DeepSpeed config that it names by a path is read too.
 
     Raises:
-      UserError: a value has a wrong type, or keys contradict each other. The line begins with the file's name.
+      UserError: a value has a wrong type, keys contradict each other, or most keys are unknown. The line begins with the file's name.
     """
+    found = _translated(document, version)
+    names = dict(leaves(document.content)) if document.kind in (DEEPSPEED, ACCELERATE) else {}
+    lost = [line for line in found.lines if line.nearest is not None and line.key in names]
+    if 2 * len(lost) > len(names):
+        first = errors.shown(", ".join(line.key for line in lost), 60)
+        near = next((f"; did you mean {line.nearest} for {line.key}?" for line in lost if line.nearest), "")
+        raise UserError(
+            f"{document.name}: {len(lost)} of its {len(names)} keys are unknown in a {document.kind}: {first}; correct the file{near}"
+        )
+    return found
+
+
+def _translated(document: Document, version: tuple[int, ...]) -> Translation:
     content = document.content
     with errors.below(f"{document.name}: "):
         if document.kind == HOSTFILE:
@@ -108,6 +125,7 @@ def _told(name: str, text: str, folder: pathlib.Path) -> Document:
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     if any(re.fullmatch(r"\S+\s+slots\s*=\s*[0-9]{1,5}", line) for line in lines):
         return Document(name, HOSTFILE, text, folder)
+    text, repaired = _repaired(text)
     content = _parse(name, text)
     if not isinstance(content, Mapping) or not content:
         raise UserError(f"{name}: holds no table of keys; name a ds_config.json, an Accelerate YAML or a hostfile")
@@ -122,12 +140,25 @@ def _told(name: str, text: str, folder: pathlib.Path) -> Document:
     if any(key in content for key in _OF_TRAINER) and not has_blocks:  # which have a key fsdp_config too
         return Document(name, TRAINER, content, folder)
     if any(key in content for key in _OF_ACCELERATE) and not has_blocks:
-        return Document(name, ACCELERATE, content, folder)
+        return Document(name, ACCELERATE, content, folder, repaired)
     known = {key.partition(".")[0] for key in (*keys_lib.KEYS, *keys_lib.ALIASES)}
     if not any(difflib.get_close_matches(key, known, 1, _NEAR) for key in content):
         first = errors.shown(", ".join(content), 60)
         raise UserError(f"{name}: has no key of DeepSpeed, Accelerate or a Trainer, but {first}; {_OTHERS}")
-    return Document(name, DEEPSPEED, content, folder)
+    return Document(name, DEEPSPEED, content, folder, repaired)
+
+
+def _repaired(text: str) -> tuple[str, str]:
+    """Returns a text as it was before a web page changed it, and what was repaired."""
+    plain = pasted.unescaped(text)
+    notes = [] if plain == text else [r"its \_ are read as _"]
+    keys = pasted.names(plain)
+    if any(key in keys for key in _OF_TRAINER):  # whose keys have no sections
+        return plain, "; ".join(notes)
+    plain, sections = pasted.indented(plain, is_accelerate=any(key in keys for key in _OF_ACCELERATE))
+    if sections:
+        notes.append(f"its lines have no indentation, and keys without a section are read in {', '.join(sections)}")
+    return plain, "; ".join(notes)
 
 
 def _parse(name: str, text: str) -> Any:

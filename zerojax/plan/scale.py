@@ -139,7 +139,7 @@ def curve(plan: step_plan.Plan, cluster: Network, counts: Sequence[int]) -> list
     """
     if plan.foretold is None or plan.rates is None or plan.pipeline is not None:
         raise UserError(
-            "--cluster: needs the foretold time of a step that is one program, on a target with rates; see docs/plan.md"
+            "--cluster: needs the foretold time of a step that is one program, on a target with rates; see docs/plan.md in the repository"
         )
     by_host = bound_lib.hosts(plan.ledger.mesh, plan.ledger.mesh.axis_names)
     if len(by_host) < 2 or {*by_host.values()} != {cluster.gpus_per_host}:

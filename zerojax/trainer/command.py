@@ -98,7 +98,16 @@ def parse(argv: list[str]) -> ml_collections.ConfigDict:
     if rest[1:]:
         raise UserError(f"command line: {rest[1]!r} is not a flag; settings are given as --config.steps=50")
     _fetch(_CONFIG.value.get("init_from"))
+    _derive_passes(_CONFIG.value)
     return _CONFIG.value
+
+
+def _derive_passes(config: Any) -> None:
+    """Lets `grad_accum` follow from the batch and the micro-batch if one of those is given by a flag and nobody set `grad_accum`."""
+    sizes = ("global_batch_size", "micro_batch_size")
+    is_given = any(f"config.{name}" in flags.FLAGS for name in sizes) and "config.grad_accum" not in flags.FLAGS
+    if is_given and config.get("grad_accum") == 1 and all(config.get(name) for name in sizes):
+        config["grad_accum"] = 0
 
 
 def _check_flag_file(path: str) -> None:

@@ -342,9 +342,10 @@ def batch_sizes(config: settings.Config, ways: int) -> BatchSizes:
     known = (micro or 1) * (accum or 1) * ways
     if total % known or (micro and accum and total != known):
         near = known if micro and accum else max(1, round(total / known)) * known
+        keeps = _keeping(total, micro, accum, ways)
         raise UserError(
             f"config.global_batch_size: {total} does not fit {rule} with micro_batch_size={micro or 'derived'}, "
-            f"grad_accum={accum or 'derived'}, data * replica={ways} (config.mesh); set --config.global_batch_size={near}"
+            f"grad_accum={accum or 'derived'}, data * replica={ways} (config.mesh); set {keeps}--config.global_batch_size={near}"
         )
     most = min(settings.MOST_ROWS, ranges.MOST_TOKENS // config.seq_len)
     if total > most:
@@ -359,6 +360,18 @@ def batch_sizes(config: settings.Config, ways: int) -> BatchSizes:
             f"--config.global_batch_size={total + -total % math.lcm(group, known)}"
         )
     return BatchSizes(total, micro or total // known, accum or total // known)
+
+
+def _keeping(total: int, micro: int, accum: int, ways: int) -> str:
+    """Returns the settings that keep the global batch and take no more sequences at once, as text; "" if there are none."""
+    rows, left = divmod(total, ways)
+    if left or not micro:
+        return ""
+    most = max(n for n in range(1, min(micro, rows) + 1) if rows % n == 0)
+    passes = rows // most
+    given = [f"--config.micro_batch_size={most}"] if most != micro else []
+    given += [f"--config.grad_accum={passes}"] if accum not in (0, passes) else []
+    return f"{' '.join(given)}, which keeps the batch, or "
 
 
 def per_example(mesh: settings.MeshSettings) -> int:

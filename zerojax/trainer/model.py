@@ -1,13 +1,15 @@
 """Chooses the model of a run. This module finds the family and the model of a preset or a folder, and checks that they suit the rest."""
 
 import dataclasses
+import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from zerojax import errors, files
+from zerojax import configs, errors, files
 from zerojax import mesh as mesh_lib
 from zerojax.data import mixture, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
@@ -28,9 +30,20 @@ def source(config: settings_lib.Config) -> folder_lib.Folder | None:
         return None
     files.check_path(config.init_from, "config.init_from")
     with errors.below("config.init_from: "):
+        _check_trained(pathlib.Path(config.init_from))
         opened = folder_lib.open_folder(config.init_from)
     model = _with_classes(config, opened.family, opened.model, opened)
     return dataclasses.replace(opened, model=model)
+
+
+def _check_trained(folder: pathlib.Path) -> None:
+    """Raises a UserError with the command to run first for a folder that is not there, and is where a run of one of our configs writes."""
+    run = folder.parent
+    is_ours = folder.name == "export" and run.name in configs.names()
+    if is_ours and configs.get(run.name).export.format == "huggingface" and not os.path.isdir(folder):
+        raise UserError(
+            f"{folder}: is not there yet; write it first: zerojax train --config {run.name} --workdir {run}"
+        )
 
 
 def family_of(config: settings_lib.Config) -> tuple[family_lib.Family, folder_lib.Folder | None]:

@@ -244,7 +244,7 @@ def axes_config(
     if work is None or rates is None or memory is None:
         raise UserError(
             f"--axes: needs a decoder of {search.DEEP} or more equal layers, mesh.expert=1, nothing offloaded and a GPU of known rates; "
-            "see docs/plan.md"
+            "see docs/plan.md in the repository"
         )
     if cluster is not None:
         rates = scale.OnCluster(rates.name, rates.figures, rates.sources, cluster, len(devices), len(devices))

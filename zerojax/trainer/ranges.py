@@ -9,6 +9,7 @@ from zerojax.optim import registry
 from zerojax.trainer import settings
 
 MOST_TOKENS = 2**31 - 1  # in a batch
+MOST_LISTED = 20  # choices that an error lists
 
 
 def check(config: settings.Config) -> None:
@@ -161,4 +162,7 @@ def not_a_choice(place: str, value: object) -> str:
     choices = settings.table()[place].choices
     near = errors.choose(value, choices)
     way_out = near if near.startswith("did") else f"set --config.{place}=..."
+    if len(choices) > MOST_LISTED:
+        few = ", ".join(map(str, choices[:3]))
+        return f"is {errors.shown(value)}; {way_out} (one of {len(choices)} names such as {few}; `zerojax train --help` lists them)"
     return f"must be one of {', '.join(map(str, choices))}, and is {errors.shown(value)}; {way_out}"

@@ -56,6 +56,8 @@ KEYS = {
     "topology": "--topology",
 }
 
+_EMULATES = re.compile(r'`jax\.config\.update\("jax_num_cpu_devices", (\d+)\)` before JAX starts')
+
 
 @contextlib.contextmanager
 def of_config() -> Iterator[None]:
@@ -98,6 +100,7 @@ def in_config(line: str, keys: Mapping[str, str] = KEYS) -> str:
         is_set = verb and value and not keys[name].startswith("--")
         return f"{verb}{'--' if is_set else ''}{keys[name]}{value}"
 
+    line = _EMULATES.sub(r"--config.emulate_devices=\1", line)
     line = re.sub(r"(set )?`(\w+)(=[^`]*)?`", key, line)
     if (argument := re.match(r"\w+(?=[:=])|target(?= )", line)) is not None and argument[0] in keys:
         return keys[argument[0]] + line[argument.end() :]

@@ -429,7 +429,7 @@ class ExportSettings:
     dtype: str = setting("auto", ("auto", *huggingface.DTYPES),
         '"fp32", "bf16", "fp16"; "auto": that of each tensor in init_from, or bf16 without one')
     deltas_every: int = setting(0, NOT_NEGATIVE,
-        "steps between publications of the tensors that changed, in WORKDIR/deltas, for scripts/read_deltas.py; 0: never")
+        "steps between publications of the tensors that changed, in WORKDIR/deltas, for scripts/read_deltas.py of the repository; 0: never")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -561,7 +561,7 @@ def expected(place: str) -> str:
 
 def text(width: int) -> str:
     """Returns a list of all settings with their defaults and lines, for a terminal of `width` columns."""
-    lines = ["settings (--config.KEY=VALUE), each as it is in `base`:", ""]
+    lines = ["settings (--config.KEY=VALUE), each as it is in `base`:", "docs/ and scripts/ are in the repository.", ""]
     for place, found in table().items():
         about = found.line
         if found.default is None:

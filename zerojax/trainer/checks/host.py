@@ -51,7 +51,7 @@ def check(program: program_lib.Program) -> None:
         count = len(program.mesh.local_devices)
         refuse(
             f"the state of config.model (preset={chosen.preset}, num_layers={chosen.num_layers}, vocab_size={chosen.vocab_size}) "
-            f"on {count} CPU devices",
+            f"on {count} CPU device{'s' if count > 1 else ''}",
             held * count,
         )
 

@@ -53,8 +53,8 @@ class Modules:
         ):
             if pattern and not found:
                 raise UserError(
-                    f"{name}: {pattern!r} matches no module called inside a block; it is a regex over full module paths "
-                    f"such as 'layer_\\d+/mlp/up'"
+                    f"{name}: {pattern!r} matches no module called inside a block; it is a regex over full module paths"
+                    f"{tree.such_as(pattern, self._called)}"
                 )
         if both := self.recomputed & self.offloaded:
             raise UserError(

@@ -145,8 +145,8 @@ def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
             )
         pattern = f"fp8.filter: {settings.filter!r}" if settings.filter else f"fp8.filter: is '', and blocks={blocks!r}"
         raise UserError(
-            f"{pattern} matches no module with a weight `{fp8_wire.WEIGHT}`; it is a regex over full module paths such as "
-            "'layer_\\d+/mlp/up'"
+            f"{pattern} matches no module with a weight `{fp8_wire.WEIGHT}`; it is a regex over full module paths"
+            f"{tree.such_as(settings.filter, block_of)}"
         )
     return Chosen(found - stacks, frozenset(block_of) - found, found & stacks)
 

@@ -236,7 +236,7 @@ def in_step(loss_scale: LossScale | None, abstract_state: State) -> update.Unsca
     if lacking:
         raise UserError(
             f"make_train_step: the state is a {type(abstract_state).__name__} without {' and '.join(lacking)}; use flax's TrainState or a "
-            "subclass, or write your own step around zerojax.where_used (as examples/own_train_step.py and nnx_model.py do)"
+            "subclass, or write your own step around zerojax.where_used (as examples/own_train_step.py of the repository does)"
         )
     if loss_scale is not None and not callable(getattr(loss_scale, "update", None)):
         raise UserError(
