@@ -100,7 +100,7 @@ def make_train_step(
     options = _options(partition, values)
     if partition.pipeline:
         return pipeline_step.of(
-            wrapped.loss_fn, partition, wrapped.blocks, layout, scaling, clip, reduce_dtype,
+            wrapped.loss_fn, wrapped.named, wrapped.blocks, layout, scaling, clip, reduce_dtype,
             one_program=values.one_program, donate=donate, options=options, **how,
         )  # fmt: skip
     updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
@@ -132,7 +132,7 @@ def make_train_step(
         return streamed_step.StreamedStep(step, updates, donate=donate)
     options = xla_options.for_blocks(partition.mesh, but=xla_flags.names())
     of_blocks = step_by_block.passes_of(
-        wrapped.loss_fn, partition, wrapped.blocks, layout, reduce_dtype=reduce_dtype, options=options, **how
+        wrapped.loss_fn, wrapped.named, wrapped.blocks, layout, reduce_dtype=reduce_dtype, options=options, **how
     )
     return step_by_block.BlockwiseStep(step, updates, of_blocks, finish, scaling.scale, clip, donate=donate)
 
@@ -142,13 +142,15 @@ class Wrapped(NamedTuple):
 
     Attributes:
       loss_fn: returns (loss, aux), scaled, its matmuls in fp8.
-      sent: the partition, with a wire for each weight.
+      named: the partition, with the wires of weights by name: those that steps of several programs have too.
+      sent: the same, with a wire for each weight.
       blocks: with the hooks of tensor parallelism.
       hooked: the same, with the hooks that keep values of the state.
       feedback: what wires do not send of gradients.
     """
 
     loss_fn: Callable[..., Any]
+    named: partition_lib.Partition
     sent: partition_lib.Partition
     blocks: block_settings.Blocks
     hooked: block_settings.Blocks
@@ -171,11 +173,11 @@ def _wrapped(
     sharded = tensor_parallel.hooks_of(values.blocks.activations, partition.mesh, placements)
     blocks = dataclasses.replace(values.blocks, hooks=sharded)
     # Wires of weights by name: fp8 and packed wires leave these weights alone.
-    sent = values.marked(partition, rest=False)
+    named = values.marked(partition, rest=False)
     # The scale of the loss is innermost: whatever reads a gradient from here on reads a scaled one.
     plain = outputs.with_aux(loss_fn, scaling.scale)
     # Matmuls in fp8 are put into modules while the loss is traced, and have weights gathered in fp8, which cannot be packed too.
-    in_fp8, sent, kept = fp8_modules.in_step(values.fp8, plain, sent, pattern)
+    in_fp8, sent, kept = fp8_modules.in_step(values.fp8, plain, named, pattern)
     # The rest of the weights. A pipeline sends no packed ones, which it refuses itself.
     sent = sent if partition.pipeline else values.marked(sent, rest=True)
     feedback = unsent.in_step(sent, scaling.scale)
@@ -183,7 +185,7 @@ def _wrapped(
     checked = parts.checked(in_fp8, plain, layout) if values.batch.check_context else in_fp8
     # Histories of fp8 are hooks of the gradient alone: programs of a pipeline, or of blocks, do not hand them on.
     hooked = dataclasses.replace(blocks, hooks=(*blocks.hooks, *kept))
-    return Wrapped(checked, sent, blocks, hooked, feedback)
+    return Wrapped(checked, named, sent, blocks, hooked, feedback)
 
 
 def _options(partition: partition_lib.Partition, values: step_values.Values) -> dict[str, Any]:

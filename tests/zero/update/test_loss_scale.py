@@ -17,7 +17,7 @@ from zerojax.errors import UserError
 from zerojax.zero.update import loss_scale
 
 # DeepSpeed 0.19.8's dynamic loss scaler run on seeded overflow sequences; the file says so too.
-TRACES = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "loss_scale_traces.json").read_text())["traces"]
+TRACES = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "loss_scale_traces.json").read_text())["traces"]
 
 
 @functools.partial(jax.jit, static_argnums=0)
