@@ -104,6 +104,12 @@ def make_train_step(
             one_program=values.one_program, donate=donate, options=options, **how,
         )  # fmt: skip
     updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
+    in_kinds = values.blocks.programs == block_settings.KINDS
+    if in_kinds:
+        step_by_block.check_kinds(
+            partition, wrapped.sent, reduce_dtype, values.one_program, is_fp8=values.fp8 is not None
+        )
+        updates = streamed_step.of_all_on_device(partition, may_skip=clip.may_skip)
     own = update_lib.Own(updates.rest.partition, updates.rest.numbers) if updates else None
     finish = update_lib.finish(partition, own, scaling, clip)
 
@@ -128,12 +134,11 @@ def make_train_step(
     )
     if updates is None:
         return step
-    if not step_by_block.is_chosen(partition, wrapped.blocks, reduce_dtype, clip, values.one_program):
+    if not in_kinds and not step_by_block.is_chosen(partition, wrapped.blocks, reduce_dtype, clip, values.one_program):
         return streamed_step.StreamedStep(step, updates, donate=donate)
-    options = xla_options.for_blocks(partition.mesh, but=xla_flags.names())
-    of_blocks = step_by_block.passes_of(
-        wrapped.loss_fn, wrapped.named, wrapped.blocks, layout, reduce_dtype=reduce_dtype, options=options, **how
-    )
+    options = options if in_kinds else xla_options.for_blocks(partition.mesh, but=xla_flags.names())
+    how |= {"reduce_dtype": reduce_dtype, "options": options, "ahead": in_kinds}
+    of_blocks = step_by_block.passes_of(wrapped.loss_fn, wrapped.named, wrapped.blocks, layout, **how)
     return step_by_block.BlockwiseStep(step, updates, of_blocks, finish, scaling.scale, clip, donate=donate)
 
 

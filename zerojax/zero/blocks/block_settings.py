@@ -13,6 +13,8 @@ from zerojax.zero.blocks import hooks as hooks_lib
 from zerojax.zero.blocks import remat
 from zerojax.zero.weights import placement
 
+ONE, KINDS = "one", "kinds"
+
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
@@ -40,6 +42,9 @@ class Blocks:
         axis does not divide is left to the compiler. A fourth entry, a regex over paths of weights in the module, says that with these
         alone it treats each example on its own and returns a sum over its matmuls' shards: then examples travel along a ring, beside its
         matmuls (`ring_matmuls`). Needs reduce_dtype, examples that the axis divides, and no fp8.
+      programs: "one": the step is one compiled program. "kinds", in `make_train_step` alone: a program for each kind of block, which also
+        gathers the next block's weights and reduces the gradients of the one before it. It compiles as fast whatever the depth. Needs
+        reduce_dtype, and wires that send weights as they are.
       hooks: what the step itself adds to modules while the loss is traced; `make_train_step` fills it in.
     """
 
@@ -49,6 +54,7 @@ class Blocks:
     recompute: str = ""
     offload: str = ""
     activations: Sequence[tuple] = ()
+    programs: str = ONE
     hooks: hooks_lib.Hooks = ()
 
     @classmethod
@@ -59,6 +65,11 @@ class Blocks:
     def __post_init__(self) -> None:
         signatures.check_fields(self)
         errors.one_of("remat", self.remat, remat.REMAT)
+        errors.one_of("programs", self.programs, (ONE, KINDS))
+        if self.programs == KINDS and not self.pattern:
+            raise UserError(
+                "programs: is 'kinds', which are those of `blocks`, and it is empty; pass blocks, or omit it"
+            )
         examples = {
             "blocks": "layer_\\d+",
             "heads": "head",

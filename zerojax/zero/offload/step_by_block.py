@@ -36,11 +36,11 @@ from zerojax.zero.host import memory_kind, selection, settings, storage
 from zerojax.zero.offload import fetched_params, late_norm, streamed_step
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import inputs
-from zerojax.zero.step_programs import arrivals, blocks, one_pass
+from zerojax.zero.step_programs import arrivals, blocks, cut, one_pass
 from zerojax.zero.step_programs import passes as passes_lib
 from zerojax.zero.update import update as update_lib
+from zerojax.zero.weights import gather, placement
 from zerojax.zero.weights import partition as partition_lib
-from zerojax.zero.weights import placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +100,36 @@ def is_chosen(
             raise UserError(f"offload.{name}: each block is a program of its own, and {why_not}")
     is_free = chosen.by_block == settings.AUTO and chosen.optimizer == settings.HOST and partition.mesh.size == 1
     return any(asked.values()) or (is_free and clip.is_early and not why_not)
+
+
+def check_kinds(
+    partition: partition_lib.Partition,
+    sent: partition_lib.Partition,
+    reduce_dtype: DTypeLike | None,
+    one_program: placement.OneProgram | None,
+    *,
+    is_fp8: bool,
+) -> None:
+    """Raises a UserError if a step cannot be a program for each kind of block.
+
+    Args:
+      partition: of the train state.
+      sent: the same with a wire for each weight.
+      reduce_dtype: of the sums over devices.
+      one_program: why the step cannot be several programs, or None.
+      is_fp8: whether matmuls run in fp8.
+    """
+    others = [path for path, own in sent.placements.items() if not (own.is_experts or own.wire == gather.PLAIN)]
+    wrong = {
+        "the compiler sums gradients; pass reduce_dtype=jnp.float32": reduce_dtype is None,
+        "the state is offloaded, and offload.by_block decides; omit programs": partition.on_host,
+        f"{min(others, default='')} is gathered in another form than as it is; omit programs": others,
+    }
+    if one_program is not None:
+        wrong[f"{one_program.argument} {one_program.why}; {one_program.way_out}, or omit programs"] = True
+    for line, is_wrong in wrong.items():
+        if is_wrong:
+            raise UserError(f"programs: is 'kinds', and {line}")
 
 
 class BlockwiseStep(streamed_step.StreamedStep):
@@ -478,10 +508,11 @@ def passes_of(
     compute_dtype: DTypeLike | None,
     in_16_bits: bool = False,
     options: Mapping[str, Any] | None = None,
+    ahead: bool = False,
 ) -> passes_lib.Passes:
     """Returns the passes of a step block by block; its arguments are those of `explicit.value_and_grad`.
 
-    `options` are XLA's, for each program.
+    `options` are XLA's, for each program. `ahead`: each also gathers the next block's weights, see `cut.ahead`.
     """
     in_16_bits = in_16_bits and batch.passes > 1  # one pass adds nothing up, and hands its gradients on
     # A gradient that is summed over devices in bf16 and added to a sum in bf16 need not be float32 in between.
@@ -494,7 +525,7 @@ def passes_of(
         reduce_dtype=reduce_dtype,
         compute_dtype=compute_dtype,
         layout=dataclasses.replace(batch, passes=1),
-        runner=blocks.NestedBlocks,
+        runner=blocks.AheadBlocks if ahead else blocks.NestedBlocks,
         grad_dtype=jnp.bfloat16 if in_bf16 else jnp.float32,
     )
     return passes_lib.Passes(
@@ -504,6 +535,7 @@ def passes_of(
         in_16_bits=in_16_bits,
         source=fetched_params.of(partition, _frozen(partition)),
         compiler_options=options,
+        in_order=cut.ahead if ahead else list,
     )
 
 

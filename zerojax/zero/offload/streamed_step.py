@@ -12,6 +12,7 @@ next step. The first step of all waits for its gradients before it sends loads.
 
 import collections
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero.host import selection, storage
+from zerojax.zero.host import selection, settings, storage
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import arguments
 from zerojax.zero.weights import partition as partition_lib
@@ -32,6 +33,12 @@ def updates_of(partition: partition_lib.Partition, *, may_skip: bool) -> updates
     if not partition.on_host:
         return None
     return updates_lib.Updates(partition, may_skip=may_skip, has_all=selection.are_params_on_host(partition))
+
+
+def of_all_on_device(partition: partition_lib.Partition, *, may_skip: bool) -> updates_lib.Updates:
+    """Returns the updates of a partition of which nothing is offloaded: no group has any, and a step's own update has them all."""
+    with_settings = dataclasses.replace(partition, offload=settings.Offload(), resident=partition)
+    return updates_lib.Updates(with_settings, may_skip=may_skip)
 
 
 class StateStream:

@@ -18,6 +18,7 @@ from zerojax.zero.blocks import alike, overlap
 from zerojax.zero.weights import gather
 
 NAME = "zerojax_block"
+GATHER, REDUCE = "gather", "reduce"
 AGAIN = (
     "blocks: the loss reads a derivative of its blocks, and here each pass of a block is a program of its own, differentiated once; "
     "keep params on the device, and omit `late_norm`, `by_block` and `pipe`"
@@ -106,6 +107,50 @@ def _constant(sink: jax.Array) -> jax.Array:
 @_constant.defjvp
 def _refuse(*_: Any) -> NoReturn:
     raise UserError(AGAIN)
+
+
+class AheadBlocks(NestedBlocks):
+    """The same with a nested function of its own for each gather and each reduction, which `cut.ahead` puts beside other blocks' passes."""
+
+    def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
+        return _block_ahead(plan, weights, arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _block_ahead(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
+    return _forward_ahead(plan, weights, arrays)[0]
+
+
+def _forward_ahead(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> tuple[Any, Any]:
+    stored = {path: weight.stored for path, weight in weights.items()}
+    for sink in jax.tree.leaves([weight.sink for weight in weights.values()])[:1]:
+        _constant(sink)
+
+    def run(stored: dict[str, jax.Array], sent: dict[str, Any], arrays: tuple) -> tuple[Any, overlap.Pull]:
+        outputs, pull = (plan.shared or plan).vjp(stored, sent, arrays)
+        return outputs, overlap.Pull.without(sent, pull)
+
+    sent = _nested(GATHER, plan.gather)(stored)
+    outputs, pull = _nested("forward", run)(stored, sent, arrays)
+    return outputs, (stored, pull)
+
+
+def _backward_ahead(
+    plan: overlap.BlockCall, residuals: tuple[dict, overlap.Pull], cotangents: PyTree
+) -> tuple[Any, Any]:
+    def run(sent: dict[str, Any], pull: overlap.Pull, cotangents: PyTree) -> tuple[Any, list[Any]]:
+        return (plan.shared or plan).pulled(pull.of(sent), cotangents)
+
+    stored, pull = residuals
+    sent = _nested(GATHER, plan.gather)(stored)
+    grads, inputs = _nested("backward", run)(sent, pull, cotangents)
+    sums = _nested(REDUCE, lambda grads: plan.reduce(grads)[0])(grads)
+    totals = {**dict.fromkeys(stored, optax.MaskedNode()), **sums}
+    sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
+    return sinks, tuple(inputs)
+
+
+_block_ahead.defvjp(_forward_ahead, _backward_ahead)
 
 
 @contextlib.contextmanager

@@ -81,6 +81,62 @@ def cut(jaxpr: jex.Jaxpr, apart: Collection[Any]) -> list[StepPart]:
     return _renamed(parts[::-1])
 
 
+def ahead(parts: Sequence[StepPart]) -> list[StepPart]:
+    """Returns parts whose collectives run beside the arithmetic of other blocks.
+
+        forward    gather(i + 1) beside block i
+        backward   gather(i - 1) and reduce(i + 1) beside block i
+
+    A gather reads shards alone, which are there from the start, so it may run earlier; what a reduction makes is read at the end. A gather
+    of what the gather before it has brought is left out.
+
+    Args:
+      parts: of a trace with `blocks.AheadBlocks`.
+    """
+    found: list[StepPart] = []
+    waiting: list[StepPart] = []  # reductions
+    known: dict[tuple, Sequence[Any]] = {}  # what the last gather brought, by what it read
+    renamed: dict[Any, Any] = {}
+    for part in parts:
+        part = _with_names(part, renamed)
+        if {var for one in waiting for var in one.writes}.intersection(part.reads):
+            found, waiting = found + waiting, []
+        if part.name == blocks.REDUCE:
+            waiting.append(part)
+        elif part.name == blocks.GATHER:
+            reads = (tuple(part.reads), tuple(var.aval for var in part.writes))
+            if reads in known:
+                renamed.update(zip(part.writes, known[reads]))
+                continue
+            known = {reads: part.writes}
+            at = next((n for n, one in reversed([*enumerate(found)]) if one.name != "between"), None)
+            if at is None:
+                found.append(part)
+            else:
+                found[at] = _beside(found[at], [part])
+        elif part.name == "backward" and waiting:
+            found.append(_beside(part, waiting))
+            waiting = []
+        else:
+            found.append(part)
+    return found + waiting
+
+
+def _beside(part: StepPart, others: Sequence[StepPart]) -> StepPart:
+    """Returns a part that runs others too."""
+    calls = [call for other in others for call in other.calls]
+    writes = [var for other in others for var in other.writes]
+    return dataclasses.replace(part, calls=[*calls, *part.calls], writes=[*writes, *part.writes])
+
+
+def _with_names(part: StepPart, names: Mapping[Any, Any]) -> StepPart:
+    """Returns a part that reads other variables in the place of some."""
+    of = lambda atom: names.get(atom, atom) if traces.is_var(atom) else atom  # noqa: E731
+    return dataclasses.replace(
+        part, calls=[dataclasses.replace(call, arguments=[*map(of, call.arguments)]) for call in part.calls]
+    )
+
+
 def _renamed(parts: Iterable[StepPart]) -> list[StepPart]:
     """Returns parts that read the original of each variable that a part returns as it came in."""
     original: dict[Any, Any] = {}
@@ -110,7 +166,7 @@ def _names(eqns: Iterable[jex.JaxprEqn]) -> tuple[str, ...]:
 
 def _may_join(part: StepPart, following: Sequence[StepPart], apart: Collection[Any]) -> bool:
     """Returns whether operations between blocks may run in the program of the part that follows, the last of `following`."""
-    return bool(following) and following[-1].name != "between" and not set(apart).intersection(part.reads)
+    return bool(following) and following[-1].name in ("forward", "backward") and not set(apart).intersection(part.reads)
 
 
 def _block(eqn: jex.JaxprEqn, needed: set[Any], results: set[Any]) -> StepPart:

@@ -109,8 +109,9 @@ class Passes:
         in_16_bits: bool = False,
         source: arrivals.ArgumentSource | None = None,
         compiler_options: Mapping[str, Any] | None = None,
+        in_order: Callable[..., Any] = list,
     ):
-        self._one_pass, self._batch, self.count = one_pass, batch, batch.passes
+        self._one_pass, self._batch, self.count, self._in_order = one_pass, batch, batch.passes, in_order
         self.in_16_bits, self.source, self._options = in_16_bits, source or arrivals.ArgumentSource(), compiler_options
         self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
         self._take = jax.jit(self._taken)
@@ -142,6 +143,7 @@ class Passes:
                 late=late,
                 source=self.source,
                 compiler_options={**(self._options or {}), **(compiler_options or {})},
+                in_order=self._in_order,
             )
             (_, aux), grads = jax.tree.unflatten(cut.structure, cut.results)
             self._cuts[key] = PassPrograms(

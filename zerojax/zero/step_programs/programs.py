@@ -69,6 +69,7 @@ def cut(
     late: Mapping[int, str] | None = None,
     source: arrivals_lib.ArgumentSource | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    in_order: Callable[[list[cut_lib.StepPart]], list[cut_lib.StepPart]] = list,
 ) -> CutStep:
     """Cuts `run(*args)` into programs and compiles them.
 
@@ -78,6 +79,7 @@ def cut(
       late: the paths of the arguments' leaves that arrive while programs are sent, by number.
       source: where they come from.
       compiler_options: XLA's, for each program.
+      in_order: f(parts in the order of the trace) -> the parts that become programs.
     """
     late, source = late or {}, source or arrivals_lib.ArgumentSource()
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
@@ -89,7 +91,7 @@ def cut(
     values += [jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=mapped.replicated) for own in given.values()]
     number_of = {var: number for number, var in enumerate([*traced.jaxpr.invars, *traced.jaxpr.constvars])}
     number_of |= {var: number_of[outer] for var, outer in zip(inner.invars, call.invars)}
-    parts = cut_lib.cut(inner, {var for var, number in number_of.items() if number in late})
+    parts = in_order(cut_lib.cut(inner, {var for var, number in number_of.items() if number in late}))
     integers = _differing([operations.described(part) for part in parts])
     late_reads = [[number_of[var] for var in part.reads if number_of.get(var) in late] for part in parts]
     arrivals = source.arrivals(late, late_reads, values)
