@@ -43,6 +43,7 @@ def test_a_round_tells_the_mean_over_all_labels_and_the_answers(tmp_path):
     assert [line["answers"][1]["found"] for line in metrics.read(tmp_path) if "answers" in line] == ["no", "no"]
     text = out.getvalue()
     assert "epoch 1: training loss 1.7500, perplexity 5.755" in text and "epoch 2: accuracy 50.0% (1 of 2" in text
+    assert "epoch 1, training: host memory" in text and "epoch 2, evaluation: host memory" in text
     assert text.count("the memory of the device is not reported by this backend (cpu)") == 1
     tags = {value.tag for event in event_files.read(tmp_path) for value in event.summary.value}
     assert {"train_loss", "eval_accuracy", "memory/training_host_peak_bytes"} <= tags
