@@ -135,6 +135,7 @@ def _model(
             )
         offload = {"params": settings.HOST, "params_fraction": given.host_fraction}
         how |= {"stage": 3, "offload": offload, "min_size": 1}
+    print(f"reading {folder.path} and compiling, which may take minutes", flush=True)
     loaded = pretrained.load_huggingface(folder.path, **how)
     sizes = {name: getattr(given, name) for name in ("slots", "max_len", "max_inputs", "chunk")}
     sizes = {name: size for name, size in sizes.items() if size is not None}  # the engine's own
