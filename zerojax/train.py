@@ -240,6 +240,7 @@ def _evaluation(
     kept.begin()
     try:
         yield kept.evaluate
+        kept.tell_last()
     finally:
         kept.end()
 
