@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import bounded, display, errors, files
+from zerojax import bounded, errors, files
 from zerojax import mesh as mesh_lib
 from zerojax.commands import arguments
 from zerojax.data import tokenizer as tokenizer_lib
@@ -40,7 +40,6 @@ from zerojax.zero import where_used
 TOKENIZER = "tokenizer.json"
 NEW_TOKENS = 64  # that are added if the user names no number
 MOST_BYTES = 2**28  # of the arrays of token ids
-LARGE = 2**30  # bytes of a folder that takes a while to read
 COMPILING = "compiling, which may take a minute"
 
 
@@ -120,8 +119,8 @@ def _check_no_text(given: argparse.Namespace) -> None:
 def _load(given: argparse.Namespace) -> pretrained.Pretrained:
     """Returns the model, and names its settings of generation that are not applied."""
     dtype = huggingface.DTYPES.get(given.dtype)
-    if pathlib.Path(given.folder).is_dir() and (size := files.folder_bytes(pathlib.Path(given.folder))) > LARGE:
-        _note(f"reading {given.folder}, {display.human(size)}", "")
+    if line := folder_lib.reading(given.folder):
+        _note(line, "")
     loaded = pretrained.load_huggingface(given.folder, stage=given.stage, dtype=dtype, adapter=given.adapter)
     if loaded.family.is_classifier:
         _check_no_text(given)
