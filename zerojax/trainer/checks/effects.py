@@ -49,8 +49,8 @@ def _lines(config: settings.Config, ignored: Iterable[tuple[str, str]]) -> list[
 
 
 def unreached(config: settings.Config) -> list[str]:
-    """Returns a line for each setting that counts steps of which a run has fewer, so that it publishes or saves nothing, or cannot end early.
-    The steps must be known."""
+    """Returns a line for each setting that counts steps of which a run has fewer: it publishes or saves nothing, or cannot end early. The
+    steps must be known."""
     places = ["export.deltas_every"] + ([] if config.checkpoint.at_end else ["checkpoint.every"])
     return [
         f"config.{place}={every} has no effect: the run has {config.length}"
