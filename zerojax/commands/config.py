@@ -31,7 +31,7 @@ from zerojax.launch import devices as devices_lib
 from zerojax.migration import config_file
 from zerojax.models import families
 from zerojax.ops import tiles
-from zerojax.plan import scale, targets
+from zerojax.plan import scale, search, targets
 from zerojax.trainer import activations, plans
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
@@ -163,7 +163,7 @@ class Fit:
       stage, micro_batch_size, grad_accum, remat: the settings.
       held: bytes of state and gradients.
       peak: bytes, by arithmetic or by a plan.
-      tokens_per_second: the most that a plan allows; None without a plan.
+      tokens_per_second: by a plan (`search.seconds_of`); None without one, or if it knows no time.
     """
 
     stage: int
@@ -448,19 +448,15 @@ def _planned(config: settings_lib.Config, target: str, devices: list[Any], fit: 
     }
     depth = max(layers.values())
     is_deep = not config.init_from and depth > SMALL[-1] and set(layers.values()) <= {0, depth}
-    points = []
-    for count in SMALL if is_deep else (0,):
-        say(f"  compiling {count} of {depth} layers" if count else "  compiling the step")
-        sizes = {"micro_batch_size": fit.micro_batch_size, "grad_accum": 0, "model.num_layers": count}
+    few = {}
+    for count in SMALL if is_deep else (depth,):
+        say(f"  compiling {count} of {depth} layers" if is_deep else "  compiling the step")
+        sizes = {"micro_batch_size": fit.micro_batch_size, "grad_accum": 0, "model.num_layers": count * is_deep}
         at = settings_lib.changed(_at(config, fit.stage), {**sizes, "model.remat": fit.remat})
-        plan = plans.plan_program(program_lib.build(at, devices=devices), target)
-        points.append((plan.peak, plan.bound.step_seconds if plan.bound else None, plan.tokens))
-    (peak, seconds, tokens), (more, longer, _) = points[0], points[-1]
-    further = (depth - SMALL[0]) / (SMALL[1] - SMALL[0]) if is_deep else 0.0
-    rate = None
-    if seconds and longer and tokens:
-        rate = tokens / (seconds + further * (longer - seconds))
-    return dataclasses.replace(fit, peak=peak + further * (more - peak), tokens_per_second=rate)
+        few[count] = plans.plan_program(program_lib.build(at, devices=devices), target)
+    found = search.continued(few, depth)
+    rate = found.tokens / found.seconds if found.seconds and found.tokens else None
+    return dataclasses.replace(fit, peak=found.peak, tokens_per_second=rate)
 
 
 def _advice(held: Mapping[int, float], usable: float | None, fits: Mapping[int, Fit], planned: Fit | None) -> Advice:
