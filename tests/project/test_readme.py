@@ -20,7 +20,7 @@ from zerojax.zero import stages
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TRAIN = "python -m zerojax.train --config configs/zero3.py"
 TEST = 'pip install -e ".[test]" && python -m pytest -n 3'
 LIMIT = 240  # seconds; code that takes longer hangs

@@ -135,12 +135,15 @@ def _model(
             )
         offload = {"params": settings.HOST, "params_fraction": given.host_fraction}
         how |= {"stage": 3, "offload": offload, "min_size": 1}
+    if line := folder_lib.reading(folder.path):
+        print(line, flush=True)
     loaded = pretrained.load_huggingface(folder.path, **how)
     sizes = {name: getattr(given, name) for name in ("slots", "max_len", "max_inputs", "chunk")}
     sizes = {name: size for name, size in sizes.items() if size is not None}  # the engine's own
     adapters = {own: loaded.read_adapter(path) for own, path in named.items()}
     engine = engine_lib.Engine(loaded, format=given.format, adapters=adapters, text_of=words.text_of, **sizes)
     if given.warm_up:
+        print("compiling, which may take minutes", flush=True)
         engine.warm_up()
     return engine, words, name, list(adapters)
 

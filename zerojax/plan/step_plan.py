@@ -131,8 +131,8 @@ class Plan:
         """Returns how long a run takes to its first step; None of steps of several programs, and off GPUs."""
         if self.target.kind != "gpu" or self.stream is not None or self.pipeline is not None:
             return None
-        here = max(bound_lib.hosts(self.ledger.mesh, self.ledger.mesh.axis_names).values())
-        return start_lib.foretold(self.buffers.hlo_text.count("\n"), here, self.buffers.host)
+        lines = self.buffers.hlo_text.count("\n")
+        return start_lib.foretold(lines, bound_lib.per_host(self.ledger.mesh), self.buffers.host)
 
     @property
     def usable(self) -> int | None:

@@ -130,7 +130,7 @@ def foretold(
             own = dataclasses.replace(model, num_layers=depth)
             compiled = _compiled(config, family, own, dtype, format, mesh, rows, tokens, steps)
             times[depth] = serving.time_of(compiled, target, mesh, rows, tokens)
-        return serving.continued(times, model.num_layers)
+        return serving.of_deep(times, model.num_layers)
 
     return serving.Foretold(tuple(time_of(rows, 0) for rows in slots), time_of(1, prompt), few)
 
