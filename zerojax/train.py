@@ -229,7 +229,7 @@ def _evaluation(
     """
     tokenizer, program, streams, *_, pairs, asked = prepared
     check_of_loss = _announced(stop.check, "compiling the evaluation", recorder)
-    check_of_answers = _announced(stop.check, "compiling the program of the answers", recorder)
+    check_of_answers = _announced(stop.check, "compiling the program of held-out answers", recorder)
 
     def loss_of(params: PyTree) -> float | None:
         if asked is not None:
