@@ -69,7 +69,7 @@ class BlockCall:
 
     def near(self, stored: Mapping[str, jax.Array], after: jax.Array) -> dict[str, Any]:
         """Returns what is kept for the backward pass in place of shards, of the weights whose wires keep it; `after` is there before."""
-        # XLA puts a collective and the one that needs it beside the same kernels, and waits for the first: so this one starts a block earlier.
+        # XLA puts a collective and the one that needs it beside the same kernels, and waits for the first. So this starts a block ahead.
         stored, _ = jax.lax.optimization_barrier((dict(stored), after))
         found = self._by_wire(stored, lambda path, shard, own: own.wire.near(shard, own, self.dtype))
         return {path: kept for path, kept in found.items() if kept is not None}
