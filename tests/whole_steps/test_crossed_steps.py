@@ -168,6 +168,7 @@ SETTINGS = {
     "recompute": ("", "wide"),
     "activations": ("", "wide"),
     "blocks": ("", "block"),
+    "programs": ("one", "kinds"),
     "optimizer": tuple(OPTIMIZERS),
     "optimizer_offload": ("none", "host", "nvme"),
     "params_offload": ("none", "host", "nvme"),
@@ -199,6 +200,16 @@ RULES = [
         covering.never("each block is a program", **{name: values, other: value})
         for name, values in (("params_offload", ("host", "nvme")), ("late_norm", "yes"), ("by_block", "on"))
         for other, value in (("blocks", ""), ("reduce", "none"), ("activations", "wide"))
+    ),
+    *(
+        covering.never("programs", programs="kinds", **{other: values})
+        for other, values in (
+            ("blocks", ""),
+            ("reduce", "none"),
+            ("activations", "wide"),
+            ("optimizer_offload", ("host", "nvme")),
+            ("params_offload", ("host", "nvme")),
+        )
     ),
     covering.never("donate", donate="no", optimizer_offload="nvme"),
     covering.never("donate", donate="no", params_offload="nvme"),
@@ -279,6 +290,7 @@ def trained(row, folder):
         compute_dtype=dtype,
         loss_scale=scaler,
         blocks=row["blocks"] and r"block(_\d+)?",
+        programs=row["programs"],
         remat=row["remat"],
         recompute=row["recompute"] and r"block(_\d+)?/wide",
         offload=row["activations"] and r"block(_\d+)?/wide",

@@ -141,6 +141,7 @@ def train_step(
             chosen.recompute,
             chosen.offload,
             [row if chosen.ring else row[:3] for row in family.parallel.activations],
+            chosen.programs,
         ),
         sums=step_values.Sums(precision.DTYPES[config.reduce_dtype], precision.DTYPES[config.accum_dtype], grad_accum),
         batch=step_values.BatchLayout(_batch_specs(partition.mesh), check_context=False),

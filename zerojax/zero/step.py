@@ -106,9 +106,7 @@ def make_train_step(
     updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
     in_kinds = values.blocks.programs == block_settings.KINDS
     if in_kinds:
-        step_by_block.check_kinds(
-            partition, wrapped.sent, reduce_dtype, values.one_program, is_fp8=values.fp8 is not None
-        )
+        step_by_block.check_kinds(partition, wrapped.sent, reduce_dtype, wrapped.blocks, values.one_program)
         updates = streamed_step.of_all_on_device(partition, may_skip=clip.may_skip)
     own = update_lib.Own(updates.rest.partition, updates.rest.numbers) if updates else None
     finish = update_lib.finish(partition, own, scaling, clip)

@@ -106,9 +106,8 @@ def check_kinds(
     partition: partition_lib.Partition,
     sent: partition_lib.Partition,
     reduce_dtype: DTypeLike | None,
+    how: block_settings.Blocks,
     one_program: placement.OneProgram | None,
-    *,
-    is_fp8: bool,
 ) -> None:
     """Raises a UserError if a step cannot be a program for each kind of block.
 
@@ -116,14 +115,15 @@ def check_kinds(
       partition: of the train state.
       sent: the same with a wire for each weight.
       reduce_dtype: of the sums over devices.
+      how: where weights are gathered.
       one_program: why the step cannot be several programs, or None.
-      is_fp8: whether matmuls run in fp8.
     """
     others = [path for path, own in sent.placements.items() if not (own.is_experts or own.wire == gather.PLAIN)]
     wrong = {
         "the compiler sums gradients; pass reduce_dtype=jnp.float32": reduce_dtype is None,
         "the state is offloaded, and offload.by_block decides; omit programs": partition.on_host,
         f"{min(others, default='')} is gathered in another form than as it is; omit programs": others,
+        f"offload={how.offload!r} keeps activations in host memory within one program; omit either": how.offload,
     }
     if one_program is not None:
         wrong[f"{one_program.argument} {one_program.why}; {one_program.way_out}, or omit programs"] = True

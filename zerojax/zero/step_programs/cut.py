@@ -35,6 +35,7 @@ class StepPart:
     writes: Sequence[Any]  # the variables that it returns
     # variables that are returned as they came in, so that the program need not copy them
     same: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+    also: tuple[str, ...] = ()  # the names of the collectives of other blocks that it runs
 
     @property
     def reads(self) -> list[Any]:
@@ -126,7 +127,8 @@ def _beside(part: StepPart, others: Sequence[StepPart]) -> StepPart:
     """Returns a part that runs others too."""
     calls = [call for other in others for call in other.calls]
     writes = [var for other in others for var in other.writes]
-    return dataclasses.replace(part, calls=[*calls, *part.calls], writes=[*writes, *part.writes])
+    also = (*part.also, *(other.name for other in others))
+    return dataclasses.replace(part, calls=[*calls, *part.calls], writes=[*writes, *part.writes], also=also)
 
 
 def _with_names(part: StepPart, names: Mapping[Any, Any]) -> StepPart:

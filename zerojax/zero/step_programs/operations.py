@@ -26,15 +26,18 @@ def described(part: cut.StepPart) -> tuple[Any, list[int]]:
     return (part.name, tuple(found.lines), tuple(values[var] for var in part.writes)), found.integers
 
 
-def run(part: cut.StepPart, values: Mapping[Any, Any], integers: Mapping[int, Any]) -> list[Any]:
+def run(
+    part: cut.StepPart, values: Mapping[Any, Any], integers: Mapping[int, Any], *, in_turn: bool = False
+) -> list[Any]:
     """Runs the operations of a part.
 
     Args:
       part: the part.
       values: of the variables that it reads.
       integers: uint32[] in place of some of the integers of `described`, by their place.
+      in_turn: whether each call waits for the one before it: independent collectives of emulated devices may wait for each other for ever.
     """
-    found = _walked(part, values, _Execution(integers))
+    found = _walked(part, values, _Execution(integers, in_turn=in_turn))
     return [found[var] for var in part.writes]
 
 
@@ -62,6 +65,10 @@ class _Description:
         is_short = nbytes <= 256 and not jnp.issubdtype(dtype, jax.dtypes.extended)
         return f"{shape} {dtype} {np.asarray(value).tobytes().hex() if is_short else id(value)}"
 
+    def after(self, args: list[str], before: Sequence[str]) -> list[str]:
+        """Returns a call's arguments once the call before it has returned."""
+        return args
+
     def inside(self, eqn: jex.JaxprEqn) -> contextlib.AbstractContextManager[None]:
         """Enters an operation."""
         return contextlib.nullcontext()
@@ -78,8 +85,8 @@ class _Description:
 class _Execution:
     """Runs the operations of a part."""
 
-    def __init__(self, integers: Mapping[int, Any]):
-        self._integers, self._seen = integers, 0
+    def __init__(self, integers: Mapping[int, Any], *, in_turn: bool):
+        self._integers, self._seen, self._in_turn = integers, 0, in_turn
 
     def integer(self, value: Any, aval: Any) -> Any:
         """Returns an integer of the trace, or what is in its place."""
@@ -91,6 +98,10 @@ class _Execution:
     def constant(self, value: Any) -> Any:
         """Returns another constant of the trace."""
         return value
+
+    def after(self, args: list[Any], before: Sequence[Any]) -> list[Any]:
+        """Returns a call's arguments once the call before it has returned."""
+        return jax.lax.optimization_barrier((args, before))[0] if self._in_turn and before else args
 
     def inside(self, eqn: jex.JaxprEqn) -> contextlib.AbstractContextManager[None]:
         """Enters an operation: names of its scopes are kept."""
@@ -114,9 +125,11 @@ def _walked(part: cut.StepPart, values: Mapping[Any, Any], how: Any) -> dict[Any
         with how.inside(eqn):
             return how.apply(eqn, inputs) if inner is None else traces.run(inner, inputs, apply, constant)
 
+    before: list[Any] = []
     for call in part.calls:
         args = [values[atom] if traces.is_var(atom) else constant(atom.val, atom.aval) for atom in call.arguments]
-        values.update(zip(call.writes, traces.run(call.closed, args, apply, constant)))
+        before = traces.run(call.closed, how.after(args, before), apply, constant)
+        values.update(zip(call.writes, before))
     return values
 
 

@@ -57,6 +57,7 @@ class CutStep:
     results: tuple[Any, ...]
     structure: Any  # the tree of the result
     trace: jex.ClosedJaxpr  # of the whole
+    is_serial: bool = False  # whether each program ends before the next is sent, as those of emulated devices must that share no value
 
     def nbytes(self, number: int) -> int:
         """Returns the bytes of a value on one device."""
@@ -131,6 +132,7 @@ def cut(
         results=results,
         structure=jax.tree.structure(shapes),
         trace=traced,
+        is_serial=mapped.is_emulated and any(blocks.GATHER in part.also for part in parts),
     )
 
 
@@ -162,6 +164,7 @@ class Mapped:
         self._over = tuple(axis for axis in self._mesh.axis_names if axis in self._axes)
         self._stacked = P(self._over)
         self.replicated = NamedSharding(self._mesh, P())
+        self.is_emulated = mesh_lib.platform(self._mesh) == "cpu" and self._mesh.size > 1
 
     def specs(self, part: cut_lib.StepPart) -> PyTree:
         """Returns the specs of what a part reads and writes."""
@@ -194,8 +197,8 @@ class Mapped:
 
         def on_device(*values: Any) -> list[Any]:
             integers = {place: values[-1][number] for number, place in enumerate(places)}
-            found = operations.run(part, self._own(reads, dict(zip(taken, values))), integers)
-            return self._stacked_if_own(part.writes, found)
+            own = self._own(reads, dict(zip(taken, values)))
+            return self._stacked_if_own(part.writes, operations.run(part, own, integers, in_turn=self.is_emulated))
 
         run = self._over_devices(
             on_device,

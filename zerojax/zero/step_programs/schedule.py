@@ -53,6 +53,8 @@ class Schedule:
             read = [values[number] for number in program.reads]
             written = program.run(*read, *beside)
             values.update(zip((*program.writes, *program.rider.gives), written))
+            if cut.is_serial:
+                jax.block_until_ready(written)
             if program.writes:
                 running.append(values[self._smallest[index]])
             del read, written, beside
