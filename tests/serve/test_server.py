@@ -28,6 +28,15 @@ def test_an_address_is_bound_or_refused_in_one_line():
             server.bind(host, 0)
 
 
+def test_a_port_is_free_again_when_its_server_has_ended():
+    with server.bind("127.0.0.1", 0) as bound:
+        bound.listen()
+        port = bound.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), bound.accept()[0] as answer:
+            answer.close()  # the side that closes first keeps the port for a minute
+    server.bind("127.0.0.1", port).close()
+
+
 def test_a_connection_without_a_request_ends_and_others_are_answered(monkeypatch):
     """A client sends half of a request's headers, one nothing, and one half of a second request's."""
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.2)
