@@ -16,13 +16,13 @@ def read(is_chat=False, **fields):
 
 def test_fields_become_settings_of_the_engine_and_what_is_null_is_not_given():
     found = read(
-        temperature=0, top_p=0.5, stop="a", stop_token_ids=[3], ignore_eos=True, seed=4, n=2, min_p=None, user="me"
+        temperature=0, top_p=0.5, stop="a", stop_token_ids=[3, 2**31 - 1], ignore_eos=True, seed=4, n=2, min_p=None, user="me"
     )
     assert found.settings == {
         "temperature": 0.0,
         "top_p": 0.5,
         "stop_strings": ("a",),
-        "stop_ids": (3,),
+        "stop_ids": (3, 2**31 - 1),
         "ignores_end": True,
         "max_tokens": 16,
     }
@@ -58,6 +58,7 @@ WRONG = {
     "prompt: is missing": {"prompt": None},
     "prompt: must be a text, token ids, or a list of either": {"prompt": []},
     "prompt: holds -1, which is no token id": {"prompt": [-1]},
+    "stop_token_ids: holds 2147483648, which is no token id": {"stop_token_ids": [2**31]},
     "prompt: holds True": {"prompt": [3, True]},
     "max_tokens: must be a whole number": {"max_tokens": 2.0},
     "temperature: must be a number, and is True": {"temperature": True},
