@@ -36,6 +36,7 @@ def test_a_score_counts_right_answers_and_those_of_no_class():
     found = score(("yes", "yes"), ("no", "yes"), ("maybe", "no"), ("no", "no"))
     assert found.share == 0.5
     assert found.line == "accuracy 50.0% (2 of 4 held-out answers); 1 answers are none of the 2 classes"
+    assert score(("free", "text"), classes=()).line == "accuracy 0.0% (0 of 1 held-out answers)"
     out = io.StringIO()
     rich.console.Console(file=out, width=80).print(found.table)
     shown = out.getvalue()
