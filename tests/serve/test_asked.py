@@ -16,7 +16,15 @@ def read(is_chat=False, **fields):
 
 def test_fields_become_settings_of_the_engine_and_what_is_null_is_not_given():
     found = read(
-        temperature=0, top_p=0.5, stop="a", stop_token_ids=[3, 2**31 - 1], ignore_eos=True, seed=4, n=2, min_p=None, user="me"
+        temperature=0,
+        top_p=0.5,
+        stop="a",
+        stop_token_ids=[3, 2**31 - 1],
+        ignore_eos=True,
+        seed=4,
+        n=2,
+        min_p=None,
+        user="me",
     )
     assert found.settings == {
         "temperature": 0.0,
