@@ -60,6 +60,11 @@ def test_a_field_that_is_not_applied_passes_only_with_the_value_that_changes_not
         assert (error.value.status, error.value.param) == (400, name)
 
 
+def test_the_defaults_of_openai_that_clients_spell_out_pass():
+    read(echo=False, store=False, best_of=1, suffix="", frequency_penalty=0, presence_penalty=0, logit_bias={})
+    read(True, store=False, tools=[], tool_choice="none", response_format={"type": "text"}, modalities=["text"])
+
+
 WRONG = {
     "'temprature': is not a field that is known; did you mean 'temperature'": {"temprature": 1},
     "model: must be a text": {"model": 3},
