@@ -28,6 +28,22 @@ def test_an_address_is_bound_or_refused_in_one_line():
             server.bind(host, 0)
 
 
+def test_a_port_is_free_again_when_its_server_has_ended():
+    with server.bind("127.0.0.1", 0) as bound:
+        bound.listen()
+        port = bound.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), bound.accept()[0] as answer:
+            answer.close()  # the side that closes first keeps the port for a minute
+    server.bind("127.0.0.1", port).close()
+
+
+def test_who_is_told_of_the_start_can_connect_and_an_engine_that_failed_ends_it():
+    service = types.SimpleNamespace(app=lambda: None, is_draining=False, active=0, failure="the engine failed")
+    with server.bind("127.0.0.1", 0) as bound:
+        server.serve(service, bound, lambda: socket.create_connection(bound.getsockname()).close())
+    assert service.is_draining
+
+
 def test_a_connection_without_a_request_ends_and_others_are_answered(monkeypatch):
     """A client sends half of a request's headers, one nothing, and one half of a second request's."""
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.2)
