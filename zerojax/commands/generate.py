@@ -31,7 +31,7 @@ from zerojax.inference import sampling as sampling_lib
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import hub, huggingface, pretrained
-from zerojax.launch import devices, processes
+from zerojax.launch import devices, processes, program_cache
 from zerojax.trainer import examples, setting_names
 from zerojax.trainer.tuning import answers, predictions
 from zerojax.tree import PyTree
@@ -56,9 +56,12 @@ def main() -> None:
 
 def _generate() -> None:
     given = _parse(sys.argv[1:])
+    kept = program_cache.begin()
     devices.emulate_cpu_devices(given.emulate_devices)
     processes.initialize(given.coordinator, given.num_processes, given.process_id)
     devices.start()
+    if kept and processes.is_primary():
+        print(f"zerojax: {kept}", file=sys.stderr, flush=True)
     if given.file:
         return _answer_file(given)
     arrays = _read(given.ids) if given.ids else None
