@@ -86,7 +86,7 @@ def main() -> None:
         ending.guard_streams((lambda error: None) if command.asks_help(sys.argv) else functools.partial(_unheard, stop))
         try:
             config = config_lib.from_dict(command.parse(sys.argv))
-            kept = program_cache.begin()
+            kept = program_cache.begin(is_one_host=processes.are_here(*_joined_by()))
             activations = host.most_offloaded_activations(config)
             if pinned := host.most_pinned_bytes(config) + activations:
                 several = processes.find_cluster(*_joined_by())

@@ -24,7 +24,7 @@ WORDS = ["<s>", "</s>", "<pad>", "one", "two", "three", "four"]
 @pytest.fixture
 def command(run_main, monkeypatch):
     """Returns f(words) -> (status, stdout, stderr), the latter without the line on compiled programs."""
-    monkeypatch.setattr(generate.program_cache, "begin", lambda: "")
+    monkeypatch.setattr(generate.program_cache, "begin", lambda **how: "")
     return functools.partial(run_main, generate)
 
 

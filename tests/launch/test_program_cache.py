@@ -131,6 +131,16 @@ def test_what_the_user_sets_stays_and_nothing_is_made(tmp_path, settings, line):
     assert not (tmp_path / "home").exists()
 
 
+def test_processes_of_several_hosts_keep_programs_only_in_a_folder_that_the_user_names(tmp_path):
+    line = program_cache.begin(is_one_host=False)
+    assert line.startswith(
+        "compiled programs are not kept: name a folder that all hosts share by JAX_COMPILATION_CACHE_"
+    )
+    assert jax.config.values[program_cache.FOLDER] is None and not (tmp_path / "home").exists()
+    with runs.jax_settings(**{program_cache.FOLDER: str(tmp_path / "shared")}):
+        assert program_cache.begin(is_one_host=False).startswith(f"compiled programs: {tmp_path}/shared (0 B; ")
+
+
 def test_a_variable_says_which_programs_are_kept(monkeypatch):
     monkeypatch.setenv(SHORTEST.upper(), "1.0")
     program_cache.begin()

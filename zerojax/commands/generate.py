@@ -56,9 +56,10 @@ def main() -> None:
 
 def _generate() -> None:
     given = _parse(sys.argv[1:])
-    kept = program_cache.begin()
+    joined_by = given.coordinator, given.num_processes, given.process_id
+    kept = program_cache.begin(is_one_host=processes.are_here(*joined_by))
     devices.emulate_cpu_devices(given.emulate_devices)
-    processes.initialize(given.coordinator, given.num_processes, given.process_id)
+    processes.initialize(*joined_by)
     devices.start()
     if kept and processes.is_primary():
         print(f"zerojax: {kept}", file=sys.stderr, flush=True)

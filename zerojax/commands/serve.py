@@ -54,9 +54,11 @@ def _serve() -> int:
         raise UserError(f"serve: {', '.join(missing)} is not installed; pip install 'zerojax[serve]'")
     from zerojax.serve import app, server  # which import them
 
-    key, cluster, kept = _key(given.key_file), _cluster(given), program_cache.begin()
+    key, cluster = _key(given.key_file), _cluster(given)
+    joined_by = given.coordinator, given.num_processes, given.process_id
+    kept = program_cache.begin(is_one_host=processes.are_here(*joined_by))
     devices.emulate_cpu_devices(given.emulate_devices)
-    processes.initialize(given.coordinator, given.num_processes, given.process_id)
+    processes.initialize(*joined_by)
     if cluster is not None and cluster.process_id > 0:
         return _follow(given)
     devices.start()

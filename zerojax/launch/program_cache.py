@@ -26,20 +26,27 @@ from zerojax.launch import start_up
 MOST_BYTES = 8 * 2**30  # of the user's folder, when a command starts
 FOLDER, SWITCH = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
 _SHORTEST = "jax_persistent_cache_min_compile_time_secs"
+_MOST = "jax_compilation_cache_max_size"  # JAX's own bound, by default -1: none
 _CHANGES = f"{FOLDER.upper()} moves it, {SWITCH.upper()}=0 turns it off"
 # JAX's warnings. A process that is killed while it writes, or a full disk, leaves a part of a program, over which JAX never writes.
 _FAILED = re.compile(r"Error (reading|writing) persistent compilation cache entry for '(.*?)': (.*)", re.DOTALL)
 
 
-def begin() -> str:
+def begin(*, is_one_host: bool = True) -> str:
     """Turns JAX's persistent cache on, in the user's cache folder, unless the user has named a folder or turned it off.
+
+    Processes of several hosts need a folder that all of them read, which the user has to name: XLA divides the tuning of kernels among the
+    processes, and one that finds its program in the cache would let the others wait for its part.
 
     Must run before the first program is compiled. If the user's cache folder has more than MOST_BYTES, files that were not used for longest
     are removed; a folder that the user has named is not bounded. Programs that compile in less than a second are kept too: a run makes its
     state with a dozen of them, which together take seconds. JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS takes precedence.
 
+    Args:
+      is_one_host: whether all processes of the run are on this host.
+
     Returns:
-      The line to show: the folder, its size and how to change it, or a warning; "" if the user has turned the cache off.
+      The line to show: the folder, its size and how to change it, or why there is none; "" if the user has turned the cache off.
     """
     if is_off():
         return ""
@@ -48,6 +55,8 @@ def begin() -> str:
         jax.config.update(_SHORTEST, 0.0)
     if named:
         return f"compiled programs: {named} ({_CHANGES})" if "://" in named else _begin_in(pathlib.Path(named))
+    if not is_one_host:
+        return f"compiled programs are not kept: name a folder that all hosts share by {FOLDER.upper()}"
     try:
         root = users_folder()
         for folder in (root, root / _of_cpu()):
@@ -114,7 +123,7 @@ def _begin_in(root: pathlib.Path, *, is_ours: bool = False) -> str:
     with contextlib.suppress(OSError):
         root.mkdir(parents=True, exist_ok=True)
     is_read, is_written = (root.is_dir() and os.access(root, way | os.X_OK) for way in (os.R_OK, os.W_OK))
-    if is_ours:
+    if is_ours and jax.config.values[_MOST] == -1:
         _bound(root)
     _explain_failures(root, removes=is_ours, is_written=is_written)
     if not is_written:
