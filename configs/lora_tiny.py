@@ -1,9 +1,12 @@
 """LoRA on the tiny model of configs/bart_tiny.py: whether a short review is positive or negative. Needs no network.
 
+Rank, alpha and dropout are those of PEFT's guide of sequence-to-sequence models; a tiny model needs adapters in all linear modules and more
+epochs.
+
     python -m zerojax.train --config configs/lora_tiny.py --workdir runs/lora_tiny
 
 Devices: any number that divides 16; without an accelerator 2 CPU devices are emulated. It starts from runs/bart_tiny/export. Result: at
-least 95% of the held-out reviews are labelled right, their perplexity is about 1.12, and runs/lora_tiny/export is an adapter for PEFT.
+least 95% of the held-out reviews are labelled right, their perplexity is about 1.1, and runs/lora_tiny/export is an adapter for PEFT.
 """
 
 from zerojax.configs import base
@@ -19,7 +22,7 @@ def get_config():
     c.data.labels = ("waste", "pleasure")
     c.data.answer_len = 4
     c.seq_len, c.global_batch_size, c.epochs = 24, 16, 18.0
-    c.lora.r, c.lora.alpha = 8, 32.0
+    c.lora.r, c.lora.alpha, c.lora.dropout = 8, 32.0, 0.1
     c.lora.target_modules = "all-linear"
     c.precision = "fp32"
     c.optimizer.learning_rate, c.optimizer.schedule, c.optimizer.final_fraction = 3e-3, "linear", 0.0

@@ -172,7 +172,7 @@ def main() -> None:
     add("--length", type=int, default=24, help="tokens of a prompt")
     add("--lr", type=float, default=3e-3, help="learning rate of the first step; it falls linearly to 0")
     add("--r", type=int, default=8, help="rank of the adapters; alpha is 4 r")
-    add("--dropout", type=float, default=0.0, help="of the adapters' inputs; PEFT's script has 0.1")
+    add("--dropout", type=float, default=0.1, help="of the adapters' inputs")
     add("--target_modules", default="all-linear", help='modules with adapters; "": the usual ones of the model')
     where = {"nargs": "?", "const": "host", "choices": ["host", "nvme"]}
     add("--offload", **where, help="keeps optimizer state and weights in host memory, or on the disk of --out")

@@ -56,7 +56,6 @@ PARTS = {
     "titan-8b-full": Part(80, 150, [TITAN, "8B", "2", "8192", "full", "15"], is_peer=True),
     "8b-again": Part(72, 120, ["8b"]),
     "1b": Part(53, 100, ["1b"]),
-    "copies": Part(30, 60, []),
     # With 8b, lean and 1b these are six settings whose planned memory is compared with the measured.
     "plans": Part(150, 240, ["1b-stage1", "1b-stage2-lean", "1b-accum4"]),
     "deepspeed-8b": Part(70, 150, [DEEPSPEED, *"--model 8b --bs 2 --seq 8192 --stage 3 --steps 5".split()], True),
@@ -75,8 +74,6 @@ PARTS = {
 def command(name: str, options: argparse.Namespace, left: float) -> list[str]:
     """Returns the command of a part that may run for `left` seconds."""
     part = PARTS[name]
-    if name == "copies":
-        return [sys.executable, str(ROOT / "scripts" / "bench_copies.py"), "--devices", str(options.gpus)]
     if part.is_peer:
         run = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.gpus}"]
         return [

@@ -46,3 +46,10 @@ def test_a_table_is_ascii_where_stdout_has_no_other_characters(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(display.sys, "stdout", stream)
     assert display.as_text(table).isascii()
+
+
+@pytest.mark.parametrize(
+    "seconds, unit", [(2.0, (1.0, "s")), (0.5, (1e-3, "ms")), (5e-4, (1e-6, "µs")), (0, (1e-6, "µs"))]
+)
+def test_a_time_has_the_unit_of_its_magnitude(seconds, unit):
+    assert display.time_unit(seconds) == unit

@@ -47,3 +47,9 @@ def test_a_program_takes_arguments_by_name_beside_shardings():
     assert program(x=jnp.float32(1)) == 2
     with pytest.raises(TypeError, match=r"^too many positional arguments$"):
         program(jnp.float32(1), 2)
+
+
+def test_an_output_that_reuses_a_donated_argument_takes_no_bytes_beside_the_arguments():
+    leaf = jax.ShapeDtypeStruct((1024,), "float32")
+    kept, donated = (jax.jit(jnp.negative, donate_argnums=n).lower(leaf).compile() for n in ((), 0))
+    assert (jitted.bytes_beside(kept), jitted.bytes_beside(donated)) == (4096, 0)

@@ -1,4 +1,4 @@
-"""Text for people. This module formats byte counts and tables as plain text."""
+"""Text for people. This module formats byte counts and tables as plain text, and chooses units."""
 
 import io
 import shutil
@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 _NARROWEST, _WIDEST = 30, 100  # characters of a line
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def as_text(table: Table) -> str:
@@ -40,8 +41,16 @@ def table(
 
 def human(count: float) -> str:
     """Returns a number of bytes in the unit that reads best."""
-    for unit in _UNITS:
-        if count < 1024 or unit == _UNITS[-1]:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
+    size, unit = byte_unit(count)
+    return f"{count / size:.{0 if unit == _UNITS[0] else 2}f} {unit}"
+
+
+def byte_unit(count: float) -> tuple[float, str]:
+    """Returns the unit in which a number of bytes reads best: its bytes and its name."""
+    power = next((power for power in range(len(_UNITS)) if count < 1024.0 ** (power + 1)), len(_UNITS) - 1)
+    return 1024.0**power, _UNITS[power]
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Returns the unit in which a time reads best: its seconds and its name."""
+    return next((unit for unit in _TIME_UNITS if seconds >= unit[0]), _TIME_UNITS[-1])

@@ -207,7 +207,11 @@ def _take_steps(
                 stop=stop,
                 patience=patience,
                 publish=lambda step, state: _publish(program, state, folder, step, start.step),
-                next_batch=None if asked is None else lambda step, state: asked.next(step, state.params),
+                next_batch=None
+                if asked is None
+                else _announced(
+                    lambda step, state: asked.next(step, state.params), "compiling the program of the answers", recorder
+                ),
                 is_unevaluated=_is_unevaluated(start),
             )
     if not end.is_stopped and (skipped := health.summary()):
@@ -226,11 +230,13 @@ def _evaluation(
     It raises `signals.Stopped` within a batch if the run is to stop.
     """
     tokenizer, program, streams, *_, pairs, asked = prepared
+    check_of_loss = _announced(stop.check, "compiling the evaluation", recorder)
+    check_of_answers = _announced(stop.check, "compiling the program of held-out answers", recorder)
 
     def loss_of(params: PyTree) -> float | None:
         if asked is not None:
             return None  # its loss is that of answers that it gave
-        return program_lib.held_out_loss(program, streams, params, stop.check)
+        return program_lib.held_out_loss(program, streams, params, check_of_loss)
 
     def evaluate(step: int, params: PyTree) -> float | None:
         loss = loss_of(params)
@@ -242,12 +248,27 @@ def _evaluation(
         yield evaluate
         return
     ends = pairs.ends(program.config.epochs, program.sizes.global_batch_size)
-    kept = rounds.Rounds(recorder, loss_of, answers.make(program, tokenizer, pairs, stop.check), ends, asked is None)
+    kept = rounds.Rounds(
+        recorder, loss_of, answers.make(program, tokenizer, pairs, check_of_answers), ends, asked is None
+    )
     kept.begin()
     try:
         yield kept.evaluate
+        kept.tell_last()
     finally:
         kept.end()
+
+
+def _announced(call: Callable[..., Any], line: str, recorder: recorder_lib.Recorder) -> Callable[..., Any]:
+    """Returns `call`, before whose first run the line is printed: what follows it compiles."""
+    lines = [line]
+
+    def announced(*args: Any) -> Any:
+        if lines:
+            recorder.say(lines.pop())
+        return call(*args)
+
+    return announced
 
 
 class Prepared(NamedTuple):
@@ -515,15 +536,19 @@ def _first_state(
     """Initialises the state with its shardings or restores it, and writes the config: the folder now belongs to this run."""
     _, program, _, saver, _, start, pairs, _ = prepared
     watch.at(watch.RESTORE)
+    began = time.monotonic()
     if start.saved is None:
+        recorder.say("making the state, whose programs are compiled")
         with start_up.without_collector():
             state = state_lib.first(program)
     else:
+        recorder.say(f"restoring the state of step {start.step}")
         state = resume.state(program, saver, start.step, start.saved)
+    seconds = time.monotonic() - began
     if processes.is_primary():
         workdir.save(folder, config_lib.to_dict(config))
     held = display.human(state_bytes.measured_bytes(state, jax.local_devices()[0]))
-    counted = f"{held} of state on each device, counted from its arrays"
+    counted = f"{held} of state on each device, counted from its arrays; ready after {seconds:.1f} s"
     recorder.say(f"starts at step {start.step} of {config.steps}; {counted}")
     if pairs is not None and pairs.has_pairs and start.saved is None:
         recorder.say(f"the reference is the model at step {start.step}: log-probabilities of both answers of all pairs")
@@ -566,6 +591,7 @@ def _write_results(
     length, is_own = texts.sample_length(program, tokenizer), config.sample.length == settings_lib.OWN
 
     def sample() -> None:
+        say("compiling the program of the sample")
         how = {**vars(config.sample), "length": length}
         sampled = results.sample(program, tokenizer, state.params, **how, seed=config.seed)
         fits = f" of {length} tokens, for which the model has positions" if length < texts.SAMPLED and is_own else ""

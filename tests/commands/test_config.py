@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 import shutil
 import sys
 
@@ -77,6 +78,16 @@ def test_every_question_is_asked_and_wrong_answers_are_asked_again(run):
     )
 
 
+def test_a_folder_that_is_none_is_asked_again_at_once_and_numbers_count_what_is_asked(run):
+    answers = ["/nowhere", "org/nowhere", "", "cpu", "8", "", "", "64", "16", "", "", "fp32", "", "", "", "test", "3"]
+    status, out, errors, written = run("--quick", answers=answers)
+    assert (status, written.model.preset, written.init_from) == (0, "test", ""), (out, errors)
+    asked = [line.split()[0] for line in out.splitlines() if re.match(r"\d+/\d+ ", line)]
+    first = ["1/16", "1/16", *(f"{number}/15" for number in range(2, 5)), *(f"{number}/14" for number in range(5, 15))]
+    assert asked[: len(first) - 1] == first[:-1], "neither the model nor the network is asked"
+    assert asked[len(first) - 1 :] == ["1/14", "2/15", "15/15"], "then the weights are asked again, and the model"
+
+
 def test_answers_that_do_not_go_together_are_asked_again_and_the_others_are_kept(run):
     answers = [
         "",
@@ -107,7 +118,7 @@ def test_answers_that_do_not_go_together_are_asked_again_and_the_others_are_kept
     assert "config.global_batch_size: 7 does not fit" in out and out.count("2/16 Which model?") == 1
     assert "config.mesh.model: 3 does not divide the 8 devices" in out
     assert "config.mesh.context: 3 does not divide the 4 devices" in out
-    assert "offload.optimizer" in out.split("16/16 Which ZeRO stage?")[1]
+    assert "offload.optimizer" in out.split("15/15 Which ZeRO stage?")[1]
     assert (written.global_batch_size, written.zero.stage, written.offload.optimizer) == (16, 0, "none")
 
 

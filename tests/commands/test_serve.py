@@ -288,6 +288,38 @@ def test_a_browser_asks_by_the_page(commands, tmp_path):
         page.until('!at("ask").disabled')
         assert page.run('at("state").textContent').startswith(("stopped", "stop,"))
         until_free(url)
+        page_keeps_a_conversation(page)
+
+
+def page_keeps_a_conversation(page):
+    """Asks three questions of a server that is put in: the second goes with the first and its answer, the third begins anew."""
+    page.run(FETCH)
+    page.run('at("kind").value = "chat"; at("new").click()')
+    for question in ("one", "two", "", "three"):
+        if not question:
+            assert page.run(LABELS) == ["Question", "Answer"] * 2 and page.run('at("answer").textContent') == "a2"
+            page.run('at("new").click()')
+            assert page.run(LABELS) == []
+            continue
+        page.run(f'at("prompt").value = "{question}"; at("ask").click()')
+        page.until('!at("ask").disabled')
+        assert page.run('at("prompt").value') == ""
+    first, answer, second, third = (
+        {"role": role, "content": text} for role, text in zip(ROLES, ("one", "a1", "two", "three"))
+    )
+    assert page.run("asked") == [[first], [first, answer, second], [third]]
+
+
+ROLES = ("user", "assistant", "user", "user")
+LABELS = '[...document.querySelectorAll("#turns h2")].map(head => head.textContent)'
+FETCH = """
+window.asked = [];
+window.fetch = async (url, how) => {
+  asked.push(JSON.parse(how.body).messages);
+  return new Response(`data: {"choices": [{"delta": {"content": "a${asked.length}"}, "finish_reason": "stop"}]}\n\n`);
+};
+0
+"""
 
 
 @pytest.mark.long

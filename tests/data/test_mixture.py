@@ -256,9 +256,10 @@ def test_without_packing_a_row_has_one_example(three):
 
 
 def test_held_out_examples_are_in_stored_order_and_the_same_each_time(tmp_path):
-    texts = write(tmp_path, "a.jsonl", 30, "a")
+    write(tmp_path, "a.jsonl", 30, "a")
+    texts = write(tmp_path, "b.jsonl", 30, "b")
     one = source(tmp_path / "a.jsonl")
-    one = dataclasses.replace(one, places=dataclasses.replace(one.places, eval_file=str(tmp_path / "a.jsonl")))
+    one = dataclasses.replace(one, places=dataclasses.replace(one.places, eval_file=str(tmp_path / "b.jsonl")))
     found = mixed([one, source(tmp_path / "a.jsonl", "other")], OF_TEXT, num_rows=1)
     assert found.held_out == [one]
     taken, _ = take(found, 12, [0], num_rows=1, is_train=False)

@@ -82,11 +82,13 @@ def test_a_model_that_cannot_be_had_is_told_in_one_line_with_the_command_that_do
     {
         "no export": ({"export__push_to": "me/mine"}, "t", r"nothing is exported; set --config.export.format=huggingface"),
         "no name": ({"export__push_to": "mine", "export__format": "huggingface"}, "t", r"must be a name on .* user/model, and is 'mine'"),
+        "offline": ({"export__push_to": "me/mine", "export__format": "huggingface"}, "offline", "HF_HUB_OFFLINE keeps .*; unset it"),
         "nobody": ({"export__push_to": "me/mine", "export__format": "huggingface"}, None, "nobody is logged in .* hf auth login"),
     }.values(),
 )  # fmt: skip
 def test_an_export_that_could_not_be_written_to_the_hub_is_refused_before_the_run(monkeypatch, group, token, words):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", token == "offline")
     with pytest.raises(errors.UserError, match=rf"^config\.export\.push_to: .*{words}"):
         runs.config(**group)
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from zerojax import precision
-from zerojax.optim import master_weights, registry
+from zerojax.optim import fused, master_weights, registry
 
 STEPS = 20
 # A float32 run and the master of a bf16 run see the same gradients and do the same arithmetic; XLA may fuse it otherwise.
@@ -81,6 +81,16 @@ def test_one_update_bridges_any_16_bit_weight_to_any_master(start, end):
     rounded = np.float32(end).astype(jnp.bfloat16)
     eps32 = np.finfo(np.float32).eps * max(abs(end), abs(float(weight)))
     assert landed == rounded or abs(float(landed) - end) <= abs(float(rounded) - end) + 2 * eps32
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_in_one_pass_each_param_is_its_master_in_a_dtype_of_its_own(dtypes):
+    tx = master_weights.with_master_weights(fused.fused_adamw(1e-2))
+    before = {key: leaf.astype(dtype) for (key, leaf), dtype in zip(make_params().items(), dtypes)}
+    params, state, _ = jax.jit(tx.apply)(grads_at(0), tx.init(before), before)
+    for key, leaf in params.items():
+        assert leaf.dtype == before[key].dtype and (leaf != before[key]).any()
+        np.testing.assert_array_equal(leaf, state.master[key].astype(leaf.dtype))
 
 
 def test_the_master_never_aliases_params():

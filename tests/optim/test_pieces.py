@@ -23,7 +23,7 @@ def test_split_and_join_are_inverse_on_every_sharding(spec, dim, lengths, kind):
     shapes = [tuple(n if d == dim else values.shape[d] for d in range(2)) for n in lengths]
     like = pieces.Pieces([jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for shape in shapes], dim)
     found = pieces.split(array, like)
-    assert (found.shape, found.dtype, found.lengths) == (values.shape, values.dtype, lengths)
+    assert (found.shape, found.dtype, found.lengths, found.sharding) == (values.shape, values.dtype, lengths, sharding)
     assert [part.sharding for part in found.arrays] == [sharding] * len(lengths)
     np.testing.assert_array_equal(pieces.join(found), values)
     for part, expected in zip(found.arrays, pieces.slices(lengths, dim, values), strict=True):

@@ -107,6 +107,7 @@ def test_serving_is_bounded_without_rates_or_a_compiler(ended):
 def test_a_step_that_the_compiler_refuses_for_its_memory_is_an_answer(ended):
     done = ended[1][1]
     assert done.status == 0 and done.err == "", done.err
+    assert done.out.startswith("compiling the step for cpu, which may take minutes\n")
     assert "Bytes on each device: stage 3, data=4" in done.out
     assert "does not fit on cpu: the compiler needs 594.90G of 95.74G of hbm; --search looks for" in done.out
 

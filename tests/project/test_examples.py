@@ -51,16 +51,20 @@ SMALL = {
 }
 
 
-def test_the_notebook_runs_from_its_first_cell_to_its_last(commands, tmp_path):
+def test_the_notebook_runs_from_its_first_cell_to_its_last_and_each_cell_twice(commands, tmp_path):
     cells = [
         cell for cell in json.loads((FOLDER / "first_steps.ipynb").read_text())["cells"] if cell["cell_type"] == "code"
     ]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
-    done = commands.python("\n".join("".join(cell["source"]) for cell in cells), tmp_path)
+    done = commands.python("\n".join("".join([*cell["source"], "\n"]) * 2 for cell in cells), tmp_path)
     assert (done.status, done.err) == (0, "")
-    first, last = map(float, re.search(r"^loss ([\d.]+) -> ([\d.]+)$", done.out, re.MULTILINE).groups())
-    here, there = map(float, re.search(r"^{'next_batch': 20} ([\d.]+) ([\d.]+)$", done.out, re.MULTILINE).groups())
-    assert last < 0.1 * first and here < last and there == pytest.approx(here, rel=1e-4)
+    (first, last), (_, later) = re.findall(r"^loss ([\d.]+) -> ([\d.]+)$", done.out, re.MULTILINE)
+    pairs = re.findall(r"^{'next_batch': (\d+)} (\S+) (\S+)$", done.out, re.MULTILINE)
+    assert (
+        float(last) < 0.1 * float(first) and float(later) < float(last) and [step for step, *_ in pairs] == ["40", "41"]
+    )
+    for _, here, there in pairs:
+        assert float(here) < float(last) and float(there) == pytest.approx(float(here), rel=1e-4)
 
 
 @functools.cache

@@ -153,7 +153,8 @@ def test_without_a_key_a_host_that_is_no_name_of_this_machine_is_refused_on_ever
 
     async def with_key(client, _):
         how = {"headers": {"authorization": "Bearer word", "host": "evil.example"}}
-        assert (await client.get("/v1/models", **how)).status_code == 200
+        models = await client.get("/v1/models", **how)
+        assert models.status_code == 200 and models.json()["data"][0]["chat_template"] == ""
 
     run(test, names={"node7", "node7.lan"})
     run(with_key, key="word")

@@ -40,6 +40,7 @@ def of(folder, chat_template="auto"):
 def test_a_folder_without_a_tokenizer_reads_and_writes_ids():
     made = of(golden_models.FOLDER / "llama")
     assert made.ids_of(" 3 15\n7") == [3, 15, 7] and made.text_of([3, 15]) == "3 15" and made.name_of(3) == "3"
+    assert made.chat_template == ""
     for text in ("", "a", "3,4", "٣", "1" * 10):
         with pytest.raises(UserError, match=r"prompt: the model's folder has no tokenizer.json"):
             made.ids_of(text)
@@ -73,7 +74,7 @@ def test_a_completion_begins_with_the_space_that_its_tokenizer_leaves_out_at_the
 def test_a_conversation_has_the_folders_template_in_which_special_tokens_are_written_out(spoken):
     template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}{% endfor %}{% if add_generation_prompt %}<s>assistant{% endif %}"
     (spoken / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    assert of(spoken).conversation(TALK[1:2]) == [0, 6, 4, 1, 0, 7]
+    assert of(spoken).chat_template == "own" and of(spoken).conversation(TALK[1:2]) == [0, 6, 4, 1, 0, 7]
     (spoken / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ raise_exception('no') }}"}))
     with pytest.raises(UserError, match="its chat template refuses a conversation: no"):
         of(spoken).conversation(TALK)
@@ -107,6 +108,7 @@ def test_a_tokenizer_whose_regex_gives_up_refuses_the_text(spoken):
 def test_without_a_template_a_conversation_is_that_of_the_task_chat(spoken):
     """Letters of special tokens in a message are letters, and the end token follows each answer."""
     hashes = [WORDS.index("#")] * 3
+    assert of(spoken).chat_template == "plain"
     found = of(spoken).conversation(TALK)
     end = folder_lib.open_folder(spoken).setting("eos_token_id")
     assert found == [*hashes, 2, 3, *hashes, 6, 4, *found[10:14], *hashes, 7, 5, end, *hashes, 6, 3, *hashes, 7]

@@ -117,6 +117,22 @@ def test_the_table_equals_the_bytes_counted_from_the_arrays(tmp_path, capsys):
     assert not list((tmp_path / "checkpoints").iterdir())  # at_end is off
 
 
+WAITS = {
+    "compiling the step": "compiled in",
+    "making the state": "starts at step 0",
+    "compiling the evaluation": "step 1: evaluation loss",
+    "compiling the program of the sample": "a sample, from",
+}
+
+
+def test_each_wait_is_told_once_before_it_begins(tmp_path, cache_dir, capsys):
+    settings = {**runs.EVALUATED, "evaluate__every": 1, "evaluate__batches": 1, "sample__length": 2}
+    runs.run(tmp_path, steps=2, **settings, checkpoint__at_end=False)
+    out = capsys.readouterr().out
+    for wait, end in WAITS.items():
+        assert out.count(wait) == 1 and -1 < out.find(wait) < out.find(end), wait
+
+
 @runs.LONG  # test_results.py samples the same weights twice
 def test_the_sample_begins_with_the_prompt_and_depends_on_nothing_but_weights_and_seed(tmp_path, capsys):
     settings = {"steps": 2, "sample__length": 8, "sample__prompt": "import "}

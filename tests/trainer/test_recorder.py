@@ -122,3 +122,20 @@ def test_a_finished_run_opens_no_file(tmp_path, out):
     with metrics.MetricsLog(tmp_path, enabled=True) as log, progress.Progress(4, out=out) as shown:
         recorder.Recorder(log, shown, Health(), tokens=1, is_logged=bool).open(is_over=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_time_of_an_evaluation_is_told_apart_from_that_of_steps(opened, monkeypatch):
+    clock, seen = [0.0], []
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(opened._shown, "update", lambda step, *, seconds, paused, **_: seen.append((seconds, paused)))
+    opened.begin()
+    for step in (1, 2, 3):
+        clock[0] += 1.0
+        opened.push(step, numbers())
+        opened.flush()
+        if step == 2:
+            clock[0] += 50.0
+            opened.evaluated(step, 2.0)
+            clock[0] += 8.0
+            opened.saved()
+    assert seen == [(1.0, 0.0), (1.0, 0.0), (1.0, 58.0)]

@@ -129,6 +129,15 @@ def test_the_table_has_the_bytes_saved_and_the_leaves_that_stay_replicated():
     assert display.human(here) in row and display.human(there) in row and f"{1 - here / there:.0%}" in row
 
 
+@pytest.mark.parametrize("trainable, has_frozen", [("", False), ("bias", True)])
+def test_each_role_has_a_row_and_frozen_weights_only_where_there_are_some(trainable, has_frozen):
+    state, mesh = make_state(optax.sgd(1e-3)), mesh_lib.make_mesh()
+    part = stages.partition_state(state, mesh=mesh, stage=2, trainable=trainable)
+    text = display.as_text(state_bytes.memory_table(part, part))
+    shown = [role for role in state_bytes.ROLES if f" {roles.WORDS.get(role, role)} " in text]
+    assert shown == [role for role in state_bytes.ROLES if has_frozen or role != roles.FROZEN]
+
+
 def test_a_table_of_stage_0_has_nothing_saved_and_no_caption():
     part = make_partition(0)
     text = display.as_text(state_bytes.memory_table(part, part))

@@ -25,11 +25,13 @@ from rich.table import Table
 from zerojax import configs, display, errors, precision
 from zerojax.commands import arguments
 from zerojax.errors import UserError
+from zerojax.interop import folder as folder_lib
+from zerojax.interop import hub
 from zerojax.launch import devices as devices_lib
 from zerojax.migration import config_file
 from zerojax.models import families
 from zerojax.ops import tiles
-from zerojax.plan import scale, targets
+from zerojax.plan import scale, search, targets
 from zerojax.trainer import activations, plans
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
@@ -65,6 +67,15 @@ def _one_of(name: str, choices: Any) -> Callable[[str], str]:
         return answer
 
     return check
+
+
+def _weights(answer: str) -> str:
+    """Checks a folder of weights, or the form of a name on the hub."""
+    answer = answer.strip()
+    if answer and (pathlib.Path(answer).exists() or not hub.NAME.fullmatch(answer)):
+        with errors.below("config.init_from: "):
+            folder_lib.check_folder(pathlib.Path(answer))
+    return answer
 
 
 def _count(name: str) -> Callable[[str], int]:
@@ -125,7 +136,7 @@ _PARAMS = (
     f"Where do the params live? {', '.join(_KINDS)}; outside of the device only with the optimizer state, at stage 3"
 )
 QUESTIONS = (
-    Question(_WEIGHTS, "Which weights does it start from? a folder of transformers; empty: drawn at random", "init_from", str.strip),
+    Question(_WEIGHTS, "Which weights does it start from? a folder of transformers; empty: drawn at random", "init_from", _weights),
     Question(_MODEL, "Which model? " + ", ".join(families.PRESETS), "model.preset", _one_of(_MODEL, families.PRESETS)),
     Question("lora_r", "Adapters (LoRA) of which rank? 0: all weights are trained", "lora.r", _count_or("lora_r", "none", 0)),
     Question("target", "Which devices? here, " + ", ".join(targets.TARGETS), "", _one_of("target", [*targets.TARGETS, targets.HERE])),
@@ -152,7 +163,7 @@ class Fit:
       stage, micro_batch_size, grad_accum, remat: the settings.
       held: bytes of state and gradients.
       peak: bytes, by arithmetic or by a plan.
-      tokens_per_second: the most that a plan allows; None without a plan.
+      tokens_per_second: by a plan (`search.seconds_of`); None without one, or if it knows no time.
     """
 
     stage: int
@@ -248,21 +259,26 @@ def _ask_all(flags: Mapping[str, str | None], asks: bool, quick: bool) -> tuple[
     answers: dict[str, Any] = {}
     advice: Advice | None = None
     advised: dict[str, Any] = {}  # the answers that the advice is about
+    skipped: set[str] = set()  # questions that answers make idle
     while pending:
         name = pending.pop(0)
+        skipped.discard(name)
         if name == _MODEL and answers[_WEIGHTS]:
             answers[_MODEL] = _raw({}).model.preset  # not read
+            skipped.add(name)
             continue
         if name == _NETWORK and _hosts(answers) < 2:
             if given[name] is not None:
                 raise UserError("--network: the topology has one host; omit it, or answer hosts x devices, such as 2x8")
+            skipped.add(name)
             continue
         try:
             if name == _LAST and advised != {**answers, _LAST: None}:
                 advice, advised = _advise(answers, quick=quick), {**answers, _LAST: None}
             if name == _LAST and advice is not None:
                 say(display.as_text(advice.table))
-            number = f"{list(by_name).index(name) + 1}/{len(QUESTIONS)}" if asks else ""
+            asked = [word for word in by_name if word not in skipped]
+            number = f"{asked.index(name) + 1}/{len(asked)}" if asks else ""
             answers[name] = _answer(by_name[name], given[name], _default(name, answers, advice), number)
             if not pending and advice is not None:
                 config_lib.from_dict(_raw(_settings(answers, advice)))
@@ -273,7 +289,9 @@ def _ask_all(flags: Mapping[str, str | None], asks: bool, quick: bool) -> tuple[
             say(f"  {error}")
             given[wrong] = None
             answers.pop(_LAST, None)
-            pending = [wrong] if wrong == _LAST else [wrong, *pending, *([] if _LAST in pending else [_LAST])]
+            following = [_MODEL] if wrong == _WEIGHTS and _MODEL in skipped else []
+            rest = [*following, *pending, *([] if _LAST in pending else [_LAST])]
+            pending = [wrong, *([] if wrong == _LAST else rest)]
     assert advice is not None, "the stage is asked last"
     return answers, advice
 
@@ -430,32 +448,30 @@ def _planned(config: settings_lib.Config, target: str, devices: list[Any], fit: 
     }
     depth = max(layers.values())
     is_deep = not config.init_from and depth > SMALL[-1] and set(layers.values()) <= {0, depth}
-    points = []
-    for count in SMALL if is_deep else (0,):
-        say(f"  compiling {count} of {depth} layers" if count else "  compiling the step")
-        sizes = {"micro_batch_size": fit.micro_batch_size, "grad_accum": 0, "model.num_layers": count}
+    few = {}
+    for count in SMALL if is_deep else (depth,):
+        say(f"  compiling {count} of {depth} layers" if is_deep else "  compiling the step")
+        sizes = {"micro_batch_size": fit.micro_batch_size, "grad_accum": 0, "model.num_layers": count * is_deep}
         at = settings_lib.changed(_at(config, fit.stage), {**sizes, "model.remat": fit.remat})
-        plan = plans.plan_program(program_lib.build(at, devices=devices), target)
-        points.append((plan.peak, plan.bound.step_seconds if plan.bound else None, plan.tokens))
-    (peak, seconds, tokens), (more, longer, _) = points[0], points[-1]
-    further = (depth - SMALL[0]) / (SMALL[1] - SMALL[0]) if is_deep else 0.0
-    rate = None
-    if seconds and longer and tokens:
-        rate = tokens / (seconds + further * (longer - seconds))
-    return dataclasses.replace(fit, peak=peak + further * (more - peak), tokens_per_second=rate)
+        few[count] = plans.plan_program(program_lib.build(at, devices=devices), target)
+    found = search.continued(few, depth)
+    rate = found.tokens / found.seconds if found.seconds and found.tokens else None
+    return dataclasses.replace(fit, peak=found.peak, tokens_per_second=rate)
 
 
 def _advice(held: Mapping[int, float], usable: float | None, fits: Mapping[int, Fit], planned: Fit | None) -> Advice:
     """Returns the table, and the stage that is named: that of the plan, or the cheapest that fits by arithmetic."""
     title = "What each stage needs on each device" + (f", of {display.human(usable)}" if usable else "")
-    columns = ("stage", "state and gradients", "peak", "micro-batch", "remat", "tokens/s", "")
+    columns: tuple[str, ...] = ("stage", "state and gradients")
+    columns += () if usable is None else ("peak", "micro-batch", "remat", "tokens/s", "")
     shown = display.table(title, columns, ("",))
+    shown.min_width = len(title)  # so that two columns do not break it
     named = planned or min(fits.values(), key=lambda fit: fit.cost, default=None)
     for number, count in held.items():
         fit = fits.get(number)
         if fit is None:
-            word = "" if usable is None else "does not fit" if count > usable else "not known to fit"
-            shown.add_row(str(number), display.human(count), "", "", "", "", word)
+            unfit = () if usable is None else ("", "", "", "", "does not fit" if count > usable else "not known to fit")
+            shown.add_row(str(number), display.human(count), *unfit)
             continue
         word = (
             "the plan's answer" if fit is planned else "arithmetic's answer" if fit is named else "fits by arithmetic"
@@ -463,7 +479,9 @@ def _advice(held: Mapping[int, float], usable: float | None, fits: Mapping[int, 
         rate = f"{fit.tokens_per_second:,.0f}" if fit.tokens_per_second else ""
         batch = f"{fit.micro_batch_size} x {fit.grad_accum}"
         shown.add_row(str(number), display.human(fit.held), display.human(fit.peak), batch, fit.remat, rate, word)
-    if usable is not None and named is None:
+    if usable is None:
+        shown.caption = "how much memory these devices have is unknown, so the bytes of the state alone are compared"
+    elif named is None:
         shown.caption = (
             "no stage is known to fit: offload the state, keep the inputs of layers in host memory (model.offload), shorten the "
             "sequences, or take more devices"

@@ -40,6 +40,7 @@ from zerojax.zero.blocks import where_used
 TOKENIZER = "tokenizer.json"
 NEW_TOKENS = 64  # that are added if the user names no number
 MOST_BYTES = 2**28  # of the arrays of token ids
+COMPILING = "compiling, which may take a minute"
 
 
 @arguments.command
@@ -61,8 +62,8 @@ def _generate() -> None:
     devices.emulate_cpu_devices(given.emulate_devices)
     processes.initialize(*joined_by)
     devices.start()
-    if kept and processes.is_primary():
-        print(f"zerojax: {kept}", file=sys.stderr, flush=True)
+    if kept:
+        _note(kept, "")
     if given.file:
         return _answer_file(given)
     arrays = _read(given.ids) if given.ids else None
@@ -79,6 +80,7 @@ def _generate() -> None:
     _, is_token = generate.check(arrays["input_ids"], arrays.get("attention_mask"), loaded.config.vocab_size)
     generator = _generator(loaded, given, _new_tokens(loaded.folder, given, int(is_token.sum(axis=1).max())))
     forward = _forward(loaded, arrays)
+    _note(COMPILING, "")
     generated = generator(loaded.params, arrays["input_ids"], arrays.get("attention_mask"), seed=given.seed)
     found = {**forward, "generated": generated}
     if processes.is_primary():
@@ -121,6 +123,8 @@ def _check_no_text(given: argparse.Namespace) -> None:
 def _load(given: argparse.Namespace) -> pretrained.Pretrained:
     """Returns the model, and names its settings of generation that are not applied."""
     dtype = huggingface.DTYPES.get(given.dtype)
+    if line := folder_lib.reading(given.folder):
+        _note(line, "")
     loaded = pretrained.load_huggingface(given.folder, stage=given.stage, dtype=dtype, adapter=given.adapter)
     if loaded.family.is_classifier:
         _check_no_text(given)
@@ -225,6 +229,7 @@ def _by_engine(
     how: dict[str, Any] = {"is_gathered": True, "together": ways} if ways > 1 else {}
     engine = engine_lib.Engine(loaded, slots=slots, max_len=text, max_inputs=longest, **how)
     settings = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    _note(COMPILING, "")
     requests = [
         engine.submit(prompt.tolist(), max_tokens=new_tokens, stream=number, stop_ids=asked.ends, **settings)
         for number, prompt in enumerate(prompts)
@@ -297,10 +302,10 @@ def _parse(words: list[str]) -> argparse.Namespace:
     return given
 
 
-def _note(line: str) -> None:
+def _note(line: str, kind: str = "note: ") -> None:
     """Prints a line on the primary process, beside the results."""
     if processes.is_primary():
-        print(f"zerojax: note: {line}", file=sys.stderr)
+        print(f"zerojax: {kind}{line}", file=sys.stderr, flush=True)
 
 
 def _tokenizer_file(folder: str) -> pathlib.Path:
@@ -321,6 +326,7 @@ def _texts(loaded: pretrained.Pretrained, tokenizer: Any, given: argparse.Namesp
     ids, mask = _prompts(tokenizer, given)
     longest = ids.shape[1]
     generator = _generator(loaded, given, _new_tokens(loaded.folder, given, longest))
+    _note(COMPILING, "")
     found = generator(loaded.params, ids, mask, seed=given.seed)
     kept = np.ones_like(found)
     if not loaded.family.is_encoder_decoder:

@@ -78,8 +78,8 @@ print("\\n" + json.dumps({"calls": text.count("custom_call_target=\\"__gpu$xla.g
 def main() -> int:
     """Prints the report. Ends with status 1 if a line is wrong."""
     given = _parse(sys.argv[1:])
-    if sys.stderr.isatty():
-        print("asking devices and compilers: up to a minute ...", file=sys.stderr, flush=True)
+    if not given.json:
+        print("asking devices and compilers, which may take a minute", file=sys.stderr, flush=True)
     return facts.show(list(collect()), as_json=given.json)
 
 

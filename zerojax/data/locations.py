@@ -72,7 +72,8 @@ def read(path: str, start: int, stop: int) -> bytes:
       UserError: it cannot be read.
     """
     if is_remote(path):
-        return bytes(_of_url(path, lambda system, inner: system.cat_file(inner, start=start, end=stop)))
+        found: bytes = _of_url(path, lambda system, inner: system.cat_file(inner, start=start, end=stop))
+        return found
     with files.reading(path, _WAY_OUT), bounded.open_file(path) as file:
         file.seek(start)
         return file.read(stop - start)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from zerojax import bounded, errors, files, tree
+from zerojax import bounded, display, errors, files, tree
 from zerojax.checkpoint import files as step_files
 from zerojax.errors import UserError
 from zerojax.interop import fp8_blocks, hub, layout, mxfp4, other_forms, other_types, tensor_files
@@ -34,6 +34,7 @@ from zerojax.tree import PyTree
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 EXPORT = "export"  # of a run's folder
 _SUFFIXES = (".json", ".safetensors", ".jinja")  # of the files of a model, an adapter and a tokenizer
+LARGE = 2**30  # bytes of a folder that takes a while to read
 READERS = 8  # threads, each of which reads a shard
 SAMPLES, SAMPLE_BYTES = 8, 512  # of a tensor, for the fingerprint of a folder
 MOST_BYTES = 2**30  # of the shards that are read at a time, unless one shard is larger
@@ -121,6 +122,12 @@ def open_folder(path: str | os.PathLike) -> Folder:
     _check(path, layout.tensors(family, model), entries, family.huggingface.prefix)
     generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
     return Folder(path, entries, raw, generation, family, model)
+
+
+def reading(path: str | os.PathLike) -> str:
+    """Returns the line to show before a large folder is read, which takes a while; "" for another."""
+    size = files.folder_bytes(path) if os.path.isdir(path) else 0
+    return f"reading {os.fspath(path)}, {display.human(size)}" if size > LARGE else ""
 
 
 def check_folder(path: pathlib.Path, config: str = CONFIG) -> None:

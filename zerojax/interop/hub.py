@@ -95,6 +95,10 @@ def check_push(name: str) -> None:
         raise UserError(f"is {name!r}, and the hub's library is not installed; {_INSTALL}")
     import huggingface_hub
 
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f"is {name!r}, and HF_HUB_OFFLINE keeps this process off the hub; unset it, or omit push_to and hf upload later"
+        )
     if not huggingface_hub.get_token():
         raise UserError(f"is {name!r}, and nobody is logged in to the Hugging Face hub; hf auth login, or set HF_TOKEN")
 

@@ -171,6 +171,7 @@ def _foretold(config: settings_lib.Config, bound: serving_plan.ServingPlan) -> t
             f"--slots: is {slots[-1]}, and {most:,} texts of seq_len={config.seq_len} fit on {target.name} at most; lower it"
         )
     prompt = _PROMPT.value or min(1024, config.seq_len - 1)
+    _say(f"compiling the programs of an engine for {target.name}, which may take minutes")
     return serving.foretold(config, _FORMAT.value, target, devices, slots, prompt), ""
 
 
@@ -179,6 +180,12 @@ def _refuse(flag: str, *others: str) -> None:
     for name in others:
         if flags.FLAGS[name].present:
             raise UserError(f"--{name}: --{flag} does not use it; omit one of them")
+
+
+def _say(line: str) -> None:
+    """Prints a line before a wait, unless stdout is to hold JSON."""
+    if not _JSON.value:
+        print(line, flush=True)
 
 
 def _rates() -> rates_lib.GpuRates | None:
@@ -206,6 +213,7 @@ def _plan(config: settings_lib.Config) -> None:
         raise UserError("--host_gbps: nothing is offloaded; set offload.optimizer to 'host', or omit --host_gbps")
     cluster = scale.read(_CLUSTER.value) if _CLUSTER.value else None
     host_rate, disk_rate = (None if flag.value is None else flag.value * 1e9 for flag in (_HOST_GBPS, _DISK_GBPS))
+    _say(f"compiling the step for {_TARGET.value}, which may take minutes")
     try:
         plan = plans.plan_config(
             config, _TARGET.value, _TOPOLOGY.value, host_rate=host_rate, disk_rate=disk_rate, rates=_rates()

@@ -14,8 +14,8 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from zerojax import jitted, tree
 from zerojax import mesh as mesh_lib
-from zerojax import tree
 from zerojax.clock import kernels, walk
 from zerojax.clock import rates as rates_lib
 from zerojax.hlo import buffer_roles, linked, syntax
@@ -100,7 +100,7 @@ def read(
         found,
         tree.flatten(abstract_state),
         [
-            max([*map(memory.beside, programs), streams.bytes_at_once(update.stream) if update.stream else 0])
+            max([*map(jitted.bytes_beside, programs), streams.bytes_at_once(update.stream) if update.stream else 0])
             for programs, update in zip(updates, step.updates)
         ],
     )
@@ -196,7 +196,7 @@ def _times(
     largest = max(
         (found.nbytes(n) for own in found.programs.values() for n in own.writes if len(found.readers[n]) > 1), default=0
     )
-    near = group.size < max(bound_lib.hosts(mesh, mesh.axis_names).values())
+    near = group.size < bound_lib.per_host(mesh)
     sent = kernels.KernelWork(kernels.COLLECTIVE, "collective-permute", nbytes=largest, group=(0, 1))
     hop = rates.seconds(sent, 0 if near else 1)
     return dataclasses.replace(times, hop=hop), max(sum(map(seconds, modules)) for modules in updates)

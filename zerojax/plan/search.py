@@ -388,20 +388,20 @@ def few_layers(model: Any) -> tuple[int, ...]:
     return next((pair for pair in pairs if reaches_all(*pair)), ())
 
 
+def on_line(few: Mapping[int, float], layers: int) -> float:
+    """Returns a figure of a model of so many layers, in a straight line from those of two numbers of layers, or its own."""
+    low, high = min(few), max(few)
+    return few[high] + (layers - high) / max(1, high - low) * (few[high] - few[low])
+
+
 def continued(few: Mapping[int, step_plan.Plan], layers: int) -> Continued:
-    """Returns the peak and the time of a step of many layers, from the plans of two numbers of layers.
+    """Returns the peak and the time of a step of many layers, from the plans of two numbers of layers, or from its own.
 
     >>> continued({2: plan_of_2, 4: plan_of_4}, 32)
     """
-    (low, first), (high, second) = sorted(few.items())
-    steps = (layers - high) / (high - low)
-
-    def on_line(before: float, after: float) -> float:
-        return after + steps * (after - before)
-
-    times = [seconds_of(first), seconds_of(second)]
-    seconds = None if times[0] is None or times[1] is None else on_line(times[0], times[1])
-    return Continued(on_line(first.peak, second.peak), seconds, second.tokens)
+    peak = on_line({count: plan.peak for count, plan in few.items()}, layers)
+    times = {count: time for count, plan in few.items() if (time := seconds_of(plan)) is not None}
+    return Continued(peak, on_line(times, layers) if len(times) == len(few) else None, few[max(few)].tokens)
 
 
 def continued_over_stages(first: step_plan.Plan, second: step_plan.Plan, layers: int) -> Continued:

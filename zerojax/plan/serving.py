@@ -26,7 +26,7 @@ from zerojax.errors import UserError
 from zerojax.hlo import buffers, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import bound as bound_lib
-from zerojax.plan import targets
+from zerojax.plan import search, targets
 from zerojax.plan.offload import times
 
 SCHEMA = "zerojax.plan.serving/2"
@@ -139,13 +139,11 @@ def time_of(compiled: Any, target: targets.Target, mesh: Mesh, texts: int, token
     return ProgramTime(texts, tokens, sum(parts.values()), parts, compiled.peak, compiled.steps)
 
 
-def continued(few: Mapping[int, ProgramTime], layers: int) -> ProgramTime:
-    """Returns the time of the programs of a model of so many layers, from those of one or two numbers of layers, in a straight line."""
-    low, high = min(few), max(few)
-    first, second = few[low], few[high]
-    share = (layers - low) / max(1, high - low)
-    parts = {name: first.parts[name] + share * (second.parts[name] - first.parts[name]) for name in first.parts}
-    peak = first.peak + share * (second.peak - first.peak)
+def of_deep(few: Mapping[int, ProgramTime], layers: int) -> ProgramTime:
+    """Returns the time of the programs of a model of so many layers, from those of two numbers of layers, or its own (`search.on_line`)."""
+    first = few[min(few)]
+    parts = {name: search.on_line({n: own.parts[name] for n, own in few.items()}, layers) for name in first.parts}
+    peak = search.on_line({n: own.peak for n, own in few.items()}, layers)
     return dataclasses.replace(first, seconds=sum(parts.values()), parts=parts, peak=peak)
 
 

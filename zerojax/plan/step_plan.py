@@ -131,8 +131,8 @@ class Plan:
         """Returns how long a run takes to its first step; None of steps of several programs, and off GPUs."""
         if self.target.kind != "gpu" or self.stream is not None or self.pipeline is not None:
             return None
-        here = max(bound_lib.hosts(self.ledger.mesh, self.ledger.mesh.axis_names).values())
-        return start_lib.foretold(self.buffers.hlo_text.count("\n"), here, self.buffers.host)
+        lines = self.buffers.hlo_text.count("\n")
+        return start_lib.foretold(lines, bound_lib.per_host(self.ledger.mesh), self.buffers.host)
 
     @property
     def usable(self) -> int | None:
@@ -447,7 +447,7 @@ def _theory(placement: partition_lib.Partition, passes: int, by_hand: bool) -> t
         elsewhere = roles.DISK if path in on_disk else roles.HOST
         where = elsewhere if path in placement.on_host else role
         theory[where] = theory.get(where, 0.0) + tree.nbytes(leaf, shape) / (ways if is_sharded[role] else 1)
-        arithmetic[where] = arithmetic.get(where, 0) + tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
+        arithmetic[where] = arithmetic.get(where, 0) + tree.shard_bytes(leaf)
         if role == roles.PARAMS and placement.placements[path].trainable:
             item = 4 / leaf.dtype.itemsize if passes > 1 or by_hand else 1
             theory[roles.GRADIENTS] += item * tree.nbytes(leaf, shape) / (ways if stage.grads else 1)

@@ -50,10 +50,10 @@ def draw(ran: Ran, path: str | os.PathLike) -> None:
         axes.broken_barh(bars, (devices.index(device) - 0.4, 0.8), color=picture.COLORS[kind])
     axes.set_yticks(range(len(devices)), devices, fontsize=7)
     axes.invert_yaxis()
+    axes.set_xlim(left=0)
     axes.set_xlabel("ms")
-    for kind in order.PASSES:
-        if any(key[1] == kind for key in ran):
-            axes.bar([0], [0], color=picture.COLORS[kind], label=picture.NAMES[kind])
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0.0, -0.2), ncols=3)
+    ran_of = [kind for kind in order.PASSES if any(key[1] == kind for key in ran)]
+    colors = {picture.NAMES[kind]: picture.COLORS[kind] for kind in ran_of}
+    picture.legend(axes, colors, loc="upper left", bbox_to_anchor=(0.0, -0.2), ncols=3)
     axes.set_title(f"measured passes of the stages; devices wait {waits(ran):.1%} of the time", fontsize=9)
     figure.savefig(path, dpi=130)

@@ -193,6 +193,7 @@ class Service:
     def _described(self, name: str) -> dict[str, Any]:
         most = self._worker.engine.max_len
         found = {"id": name, "object": "model", "created": self._created, "owned_by": "zerojax", "max_model_len": most}
+        found["chat_template"] = self._words.chat_template
         return found | ({"parent": self.name} if self._adapters[name] else {})
 
     def _check_model(self, name: str) -> None:

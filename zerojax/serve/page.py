@@ -1,4 +1,7 @@
-"""A page on which a model is tried in a browser. This module holds it: one file that loads nothing from elsewhere."""
+"""A page on which a model is tried in a browser. This module holds it: one file that loads nothing from elsewhere.
+
+As a chat it keeps the conversation until a new one begins: each question is sent with those before it and their answers.
+"""
 
 import base64
 import hashlib
@@ -9,14 +12,15 @@ label { display: inline-block; margin: 0 1rem .5rem 0 }
 input, select, textarea, button { font: inherit; padding: .3rem; border: 1px solid #888; border-radius: 4px }
 textarea { width: 100%; box-sizing: border-box; min-height: 6rem }
 input[type=number] { width: 6rem }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f3f3; padding: 1rem; min-height: 4rem; border-radius: 4px }
+h2 { font-size: 1rem; margin: 1rem 0 .2rem }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f3f3; padding: 1rem; margin: 0; min-height: 1.5rem }
 #state { color: #555 }
 @media (prefers-color-scheme: dark) { body { color: #ddd; background: #161616 } pre { background: #262626 }
   input, select, textarea, button { color: #ddd; background: #262626 } #state { color: #aaa } }
 """
 _SCRIPT = """
 const at = name => document.getElementById(name);
-let stop = null;
+let stop = null, conversation = [];  // the messages so far, which go with the next question
 const headers = () => ({"Content-Type": "application/json",
   ...(at("key").value ? {"Authorization": "Bearer " + at("key").value} : {})});
 async function models() {
@@ -25,16 +29,37 @@ async function models() {
     const told = await found.json();
     if (!found.ok) { at("state").textContent = told.error.message; return; }
     at("model").replaceChildren(...told.data.map(model => new Option(model.id)));
+    const knows_chat = told.data.some(model => model.chat_template === "own");
+    at("kind").value = knows_chat ? "chat" : "completion";
     at("state").textContent = "";
   } catch (error) { at("state").textContent = String(error); }
 }
+function add(label, text) {
+  const head = document.createElement("h2"), body = document.createElement("pre");
+  head.textContent = label;
+  body.textContent = text;
+  at("turns").append(head, body);
+  return body;
+}
+function begin() {
+  conversation = [];
+  at("turns").replaceChildren();
+  at("state").textContent = "";
+}
 async function ask() {
   const is_chat = at("kind").value === "chat", text = at("prompt").value;
+  const messages = [...conversation, {role: "user", content: text}];
   const body = {model: at("model").value, stream: true, stream_options: {include_usage: true},
     max_tokens: Number(at("tokens").value), temperature: Number(at("temperature").value),
-    ...(is_chat ? {messages: [{role: "user", content: text}]} : {prompt: text})};
-  at("answer").textContent = ""; at("state").textContent = "waiting"; at("ask").disabled = true; at("stop").disabled = false;
+    ...(is_chat ? {messages} : {prompt: text})};
+  const shown = at("turns").childElementCount;
+  if (at("answer")) at("answer").removeAttribute("id");
+  add(is_chat ? "Question" : "Prompt", text);
+  const answer = add(is_chat ? "Answer" : "Continuation", "");
+  answer.id = "answer";
+  at("state").textContent = "waiting"; at("ask").disabled = at("new").disabled = true; at("stop").disabled = false;
   stop = new AbortController();
+  let is_answered = false;
   try {
     const found = await fetch(is_chat ? "v1/chat/completions" : "v1/completions",
       {method: "POST", headers: headers(), body: JSON.stringify(body), signal: stop.signal});
@@ -52,18 +77,28 @@ async function ask() {
         const told = JSON.parse(data);
         if (told.error) { state = told.error.message; continue; }
         for (const choice of told.choices) {
-          at("answer").textContent += is_chat ? choice.delta.content || "" : choice.text;
+          answer.textContent += is_chat ? choice.delta.content || "" : choice.text;
           if (choice.finish_reason) state = choice.finish_reason;
+          is_answered ||= Boolean(choice.finish_reason || answer.textContent);
         }
         if (told.usage) state += ", " + told.usage.completion_tokens + " tokens";
       }
     }
     at("state").textContent = state;
   } catch (error) { at("state").textContent = error.name === "AbortError" ? "stopped" : String(error); }
-  finally { at("ask").disabled = false; at("stop").disabled = true; }
+  finally {
+    if (!is_answered) while (at("turns").childElementCount > shown) at("turns").lastElementChild.remove();
+    else if (is_chat) {
+      conversation = [...messages, {role: "assistant", content: answer.textContent}];
+      at("prompt").value = "";
+    }
+    at("ask").disabled = at("new").disabled = false; at("stop").disabled = true;
+    at("state").scrollIntoView({block: "nearest"});
+  }
 }
 at("ask").addEventListener("click", ask);
 at("stop").addEventListener("click", () => stop && stop.abort());
+at("new").addEventListener("click", begin);
 at("key").addEventListener("change", models);
 models();
 """
@@ -79,9 +114,11 @@ HTML = f"""<!doctype html>
 <label>tokens <input id="tokens" type="number" min="1" value="64"></label>
 <label>temperature <input id="temperature" type="number" min="0" step="0.1" value="0"></label>
 <label>API key <input id="key" type="password" autocomplete="off"></label></p>
-<p><textarea id="prompt" aria-label="prompt" placeholder="A text to continue, or a question"></textarea></p>
-<p><button id="ask">Ask</button> <button id="stop" disabled>Stop</button> <span id="state" role="status"></span></p>
-<pre id="answer" aria-live="polite"></pre>
+<div id="turns" aria-live="polite"></div>
+<h2><label for="prompt">Your question, or a text to continue</label></h2>
+<p><textarea id="prompt"></textarea></p>
+<p><button id="ask">Ask</button> <button id="stop" disabled>Stop</button> <button id="new">New conversation</button>
+<span id="state" role="status"></span></p>
 <script>{_SCRIPT}</script>
 </body>
 </html>

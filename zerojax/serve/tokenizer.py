@@ -41,6 +41,7 @@ class Words:
         """Returns what is between a prompt and an answer that begins with a token: a space, or nothing."""
         return ""
 
+    chat_template = ""  # "own" or "plain"; "" without conversations
     chat_ends: tuple[
         int, ...
     ] = ()  # tokens that end an answer of a conversation, beside those that the model's configs name
@@ -65,6 +66,7 @@ class TokenizerWords(Words):
         path = folder.path / TOKENIZER
         self._folder, self._model = folder, tokenizer_lib.read_model(path, f"{path}:")
         self._chat, self.note = templates.chat_of(folder.path, chat_template)
+        self.chat_template = "plain" if self._chat is templates.plain_chat else "own"
         self._lock = threading.Lock()
         if isinstance(self._chat, templates.JinjaChat):
             self.chat_ends = tasks.chat_ends(self._chat, self._tokenizer)

@@ -26,7 +26,13 @@ class Progress:
         """Takes the total number of `steps` and the number done at the `start`. `out` defaults to stdout."""
         self._steps, self._log_every, self._enabled = steps, log_every, enabled
         self._out = out or sys.stdout
-        self._began: tuple[int, float] | None = None  # the first step seen, which is slower, and the time of its end
+        self._first: int | None = None  # the first step seen, which is slower
+        self._taken = 0.0  # seconds of the steps since
+        self._pauses, self._paused, self._longest = (
+            0,
+            0.0,
+            0.0,
+        )  # between these steps: their number, seconds, and those of the longest
         self._shown_at = 0.0  # when the last line was printed
         self._bar: rich.progress.Progress | None = None
         console = rich.console.Console(file=self._out)
@@ -44,13 +50,19 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def update(self, step: int, **values: float) -> None:
-        """Shows that `step` is done, with `values` by name, as in loss=3.2, tokens_per_second=1.2e5."""
+    def update(self, step: int, *, seconds: float, paused: float = 0.0, **values: float) -> None:
+        """Shows that `step` is done, with `values` by name, as in loss=3.2, tokens_per_second=1.2e5.
+
+        The step took `seconds`. Before it the run `paused`, to evaluate or to save.
+        """
         if not self._enabled:
             return
         now = time.monotonic()
-        if self._began is None:
-            self._began, self._shown_at = (step, now), now
+        if self._first is None:
+            self._first, self._shown_at = step, now
+        else:
+            self._taken, self._paused = self._taken + seconds, self._paused + paused
+            self._pauses, self._longest = self._pauses + (paused > 0), max(self._longest, paused)
         words = [f"{name} {_short(value)}" for name, value in values.items()]
         text = "  ".join([*words, f"eta {self._eta(step)}"])
         if self._bar:
@@ -67,11 +79,15 @@ class Progress:
             print(text, file=self._out, flush=True)
 
     def _eta(self, step: int) -> str:
-        """Returns the time to the last step as h:mm:ss, from the mean step time since the first step seen."""
-        first, began = self._began or (step, 0.0)
+        """Returns the time to the last step as h:mm:ss, from the mean step since the first one seen, and from the pauses.
+
+        The longest pause is left out, as in the first of them programs are compiled.
+        """
+        first = step if self._first is None else self._first
         if step == first:
             return "?"
-        seconds = round((time.monotonic() - began) / (step - first) * (self._steps - step))
+        pause = (self._paused - self._longest) / max(1, self._pauses - 1)
+        seconds = round((self._taken + self._pauses * pause) / (step - first) * (self._steps - step))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 

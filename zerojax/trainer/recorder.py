@@ -50,7 +50,8 @@ class Recorder:
         self._after: dict[int, Callable[[], None]] = {}
         self._hear: list[Callable[[Mapping[str, float]], None]] = []
         self._own = timing.OwnTime()
-        self._clock = 0.0  # the arrival time of the previous step's metrics
+        self._clock = 0.0  # the arrival time of the previous step's metrics, or the end of what came after it
+        self._paused = 0.0  # seconds of that
         self._lately = collections.deque[float](maxlen=LATELY)
         self.peak_at_start: int | None = None  # bytes of device memory, before the first step
         # The phase of a profiled step that differs most from its foretold time
@@ -87,11 +88,12 @@ class Recorder:
         """Starts the clocks and reads the device's memory, before the first step."""
         self.peak_at_start = metrics.device_memory().get("device_peak_bytes")
         self._own = timing.OwnTime()
-        self.resume()
+        self._clock = time.perf_counter()
 
     def resume(self) -> None:
         """Restarts the step's clock, so that work between two steps does not count for the next step."""
-        self._clock = time.perf_counter()
+        now = time.perf_counter()
+        self._paused, self._clock = self._paused + now - self._clock, now
 
     def away(self) -> contextlib.AbstractContextManager[None]:
         """Excludes the time inside the block from `host_seconds`."""
@@ -164,6 +166,8 @@ class Recorder:
         for hear in self._hear:
             hear(values)
         shown = [*SHOWN, *sorted(name for name in numbers if name.startswith(metrics.LOSS_OF))]
-        self._shown.update(step, **{name: numbers[name] for name in shown if name in numbers})
+        paused, self._paused = self._paused, 0.0
+        chosen = {name: numbers[name] for name in shown if name in numbers}
+        self._shown.update(step, seconds=seconds, paused=paused, **chosen)
         if action := self._after.pop(step, None):
             action()

@@ -116,8 +116,8 @@ def partition_state(
       mesh: a mesh with a `data` axis (see `make_mesh`). Missing axes are added with size 1, see `mesh.completed`.
       stage: 0 to 3, the table above.
       overrides: ordered (path regex, PartitionSpec); the first regex found in a weight's path wins. It holds for the weight, its
-        master copy, its moments and its gradient. A spec that names `data` is final; `data` stands for all axes over which the stage
-        shards. `P()` keeps the leaf replicated. A spec of other axes only (`P(None, "model")`) is a base to which the stage adds
+        master copy, its moments and its gradient. A spec that names `data` is used as it is; `data` stands for all axes over which
+        the stage shards. `P()` keeps the leaf replicated. A spec of other axes only (`P(None, "model")`) is a base to which the stage adds
         `data`.
       min_size: leaves of fewer elements stay replicated.
       indivisible: if no dim divides, "whole" keeps the leaf replicated and "pad" pads its longest free dim with zeros. `make_train_step`

@@ -114,8 +114,10 @@ def test_the_tokens_of_a_tokenizers_template_are_one_id_each_and_its_end_ends_an
     settings = dataclasses.replace(CHAT, chat_template="own")
     rows = [{"messages": [{"role": "user", "content": "U1"}, {"role": "assistant", "content": "A1"}]}]
     form = dataclasses.replace(ONE, bos=None, end=6, stops=(6,))
-    one = tasks.encode(rows, own, settings, form, name="f", folder=tmp_path).examples[0]
+    found = tasks.encode(rows, own, settings, form, name="f", folder=tmp_path)
+    one = found.examples[0]
     assert one.inputs.tolist() == [3, 4, 1, 6, 5, 2, 6] and one.inputs[one.labeled].tolist() == [2, 6]
+    assert tasks.chat_of(own, settings, form, tmp_path) == (found.ends, found.template) and found.ends == (6,)
     assert own.encode("[U]").tolist() == [0]  # in a document these letters are no token
 
 
@@ -298,6 +300,7 @@ def test_an_example_without_a_prompt_is_not_asked():
 def test_a_prompt_of_messages_and_an_answer_of_text_are_a_conversation_and_a_template_without_one_is_told():
     settings = dataclasses.replace(SETTINGS, prompt="{text}")
     found = encode([{"text": ASKED, "label": "yes"}], dataclasses.replace(ONE, seq_len=200), settings)
+    assert tasks.chat_of(BYTES, settings, ONE, None) == ((), found.template) and found.template
     assert labels(found.examples[0]) == "yes" and found.notes == [
         "conversations are written in zerojax's plain chat template"
     ]

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import signal
 from unittest import mock
 
 import hypothesis
@@ -196,6 +197,17 @@ def test_the_plain_template_as_one_of_jinja_writes_the_same_text(tmp_path):
     assert (
         templates.chat_of(tmp_path, "own")[0](TURNS[1:], False) == '<s>### user\nHi\n\n### assistant\nHello."</s>\n\n'
     )
+
+
+def test_a_template_that_still_computes_ends_with_its_chat(tmp_path):
+    source = "{% for n in range(99999) %}{% for m in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    chat, _ = templates.chat_of(tmp_path, "own")
+    process = chat._process
+    process.stdin.write(json.dumps([templates.DEFAULT, {"messages": []}]).encode() + b"\n")
+    process.stdin.flush()
+    del chat
+    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ raise_exception('no system role') }}", "{{ messages.x.y.z }}"])

@@ -14,6 +14,7 @@ import pytest
 from small_engine import LENGTH, engine, model, text_of
 
 import zerojax
+from zerojax import traces, tree
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import programs
@@ -209,6 +210,28 @@ def test_no_token_is_lost_or_comes_early_where_on_change_raises_or_steps(slots):
         assert [request.tokens for request in asked] == wanted
         [after] = own.generate([prompts[1] + wanted[1][:19]], max_tokens=1)
         assert after.tokens == wanted[1][19:] and after.reused
+
+
+def test_kernels_that_stay_sharded_are_cast_and_gathered_for_each_token():
+    own = engine_lib.Engine(golden_models.load("llama", 3), is_gathered=True, dtype="bfloat16", slots=2, max_len=48)
+    program = own._programs.step.trace(*own._programs._given(own._params, tokens=0), is_plain=True)
+    gathered = collections.Counter(
+        eqn.invars[0].aval.shape
+        for eqn in traces.equations(program.jaxpr.jaxpr)
+        if eqn.primitive.name == "sharding_constraint"
+        and eqn.params["sharding"].is_fully_replicated
+        and eqn.invars[0].aval.dtype == "bfloat16"
+    )
+    kernels = collections.Counter(leaf.shape for path, leaf in tree.flatten(own._params) if path.endswith("kernel"))
+    assert kernels <= gathered
+
+
+def test_settings_and_prompts_are_sent_to_the_devices_at_once():
+    """What a program gets from the host all the same JAX would send for each call, and settings change rarely."""
+    own = adapted_engine()
+    own.generate([[9] * 20], max_tokens=4)
+    with jax.transfer_guard_host_to_device("disallow"):
+        own.generate([[9] * 30, [8] * 20], max_tokens=4)
 
 
 def test_how_many_tokens_a_program_adds():

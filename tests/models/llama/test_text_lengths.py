@@ -154,7 +154,7 @@ def test_answers_that_grow_beyond_are_those_of_transformers_with_its_cache(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", [{"slots": 2, "chunk": 4}, pytest.param({"slots": 1}, marks=runs.LONG)])
+@pytest.mark.parametrize("how", [{"slots": 2, "chunk": 4}, {"slots": 1}])
 def test_an_engine_answers_as_transformers_where_prompts_are_read_in_parts_and_texts_grow_beyond(name, how):
     engine = zerojax.Engine(loaded(name), max_len=64, **how)
     found = engine.generate(prompts(name), max_tokens=NEW, ignores_end=True)

@@ -52,6 +52,18 @@ def test_publications_and_checkpoints_that_no_step_reaches_are_told():
     assert effects.unreached(runs.config(steps=4, export__deltas_every=4)) == effects.unreached(runs.config()) == []
 
 
+def test_a_patience_that_too_few_evaluations_could_exhaust_is_told():
+    ends = {**runs.EVALUATED, "evaluate__patience": 2, "evaluate__every": 5}
+    assert effects.unreached(runs.config(steps=16, **ends)) == []  # after steps 5, 10 and 15
+    (told,) = effects.unreached(runs.config(steps=15, **ends))
+    assert told.startswith(
+        "config.evaluate.patience=2 cannot end the run of config.steps=15: it takes 3 evaluations before the last step, and there are 2;"
+    )
+    assert (
+        effects.unreached(runs.config(steps=15, **ends | {"evaluate__every": 0})) == []
+    )  # of which another line tells
+
+
 @pytest.mark.parametrize("parts, is_told", [(1, False), (4, False), (5, True)])
 def test_parts_that_do_not_divide_a_devices_tokens_are_told(parts, is_told):
     told = effects.undivided(runs.config(seq_len=32, mesh__expert=2, mesh__context=2, experts__parts=parts), rows=3)

@@ -68,7 +68,7 @@ def _beside(folder: pathlib.Path | None) -> list[pathlib.Path]:
     """Returns the files of a tokenizer's folder, with its further chat templates."""
     if folder is None:
         return []
-    return [*sorted(pathlib.Path(folder).iterdir()), *sorted((folder / templates.MORE_TEMPLATES).glob("*.jinja"))]
+    return [*sorted(folder.iterdir()), *sorted((folder / templates.MORE_TEMPLATES).glob("*.jinja"))]
 
 
 def _arrays(encoded: tasks.Encoded) -> dict[str, np.ndarray]:

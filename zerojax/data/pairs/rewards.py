@@ -21,7 +21,7 @@ Reward = Callable[[str, str, str], float]
 
 def exact(prompt: str, answer: str, label: str) -> float:
     """Returns 1 if the answer is the label, up to spaces around them, else 0."""
-    return float(answer.strip() == label.strip())
+    return answer.strip() == label.strip()
 
 
 def letters(prompt: str, answer: str, label: str) -> float:
@@ -32,7 +32,7 @@ def letters(prompt: str, answer: str, label: str) -> float:
 
 def regex(prompt: str, answer: str, label: str) -> float:
     """Returns 1 if the label, a regex, matches the whole answer, else 0."""
-    return float(re.fullmatch(label, answer.strip()) is not None)
+    return re.fullmatch(label, answer.strip()) is not None
 
 
 _MOST = float(np.finfo(np.float32).max)

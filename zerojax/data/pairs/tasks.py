@@ -181,7 +181,8 @@ def chat_of(
 ) -> tuple[tuple[int, ...], str]:
     """Returns the tokens that end the answers of a chat, and its template, as `Encoded` has them, without any example."""
     encoder = _Encoder(tokenizer, settings, form, folder, None)
-    return (encoder.chat_ends(), encoder.template()) if encoder.has_template() else ((), "")
+    encoder.find_template()
+    return encoder.chat_ends(), encoder.template()
 
 
 class Shown(NamedTuple):
@@ -529,9 +530,9 @@ class _Encoder:
         name = self._tokenizer.name_of
         return templates.plain_source("".join(map(name, self._head("a").tolist())), name(self._form.end))
 
-    def has_template(self) -> bool:
-        """Looks for the chat template, and returns whether there is one."""
-        return self._chat is not None
+    def find_template(self) -> None:
+        """Looks for the chat template, as the first conversation does."""
+        _ = self._chat
 
     def chat_ends(self) -> tuple[int, ...]:
         """Returns the special tokens with which the chat template ends an answer, if it was read and says so."""

@@ -658,8 +658,8 @@ def with_kernel(
         head_dim=family_lib.head_dim(config),
         capability=mesh_lib.capability(mesh),
     )
-    ways, heads = mesh_lib.size(mesh, mesh_lib.COMPILER), getattr(config, "num_heads", 1)
-    if kernel == "cudnn" and heads % ways == 0 and getattr(config, "num_kv_heads", heads) % ways:
+    ways, is_grouped = mesh_lib.size(mesh, mesh_lib.COMPILER), hasattr(config, "num_kv_heads")
+    if kernel == "cudnn" and is_grouped and config.num_heads % ways == 0 and config.num_kv_heads % ways:
         kernel = "xla"
     return dataclasses.replace(config, attention=kernel)
 

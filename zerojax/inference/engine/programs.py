@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import jitted as jitted_lib
 from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.inference.engine import adapters, requests, weights
@@ -171,10 +172,9 @@ class Programs:
         lowered = self.first.lower(*given) if tokens else self.step.lower(*given, is_plain=True)
         run = lowered.compile()
         sent = run if steps == 1 else self.decode.lower(*given, is_plain=True).compile()
-        held = sent.memory_analysis()
         # A program has no argument that it does not read, such as scales in another form, and they are there all the same.
-        taken = max(held.argument_size_in_bytes, sum(map(tree.shard_bytes, jax.tree.leaves(given))))
-        peak = taken + held.output_size_in_bytes + held.temp_size_in_bytes - held.alias_size_in_bytes
+        taken = max(sent.memory_analysis().argument_size_in_bytes, sum(map(tree.shard_bytes, jax.tree.leaves(given))))
+        peak = taken + jitted_lib.bytes_beside(sent)
         return CompiledPrograms((run,), peak, steps=steps, has_graphs=bool(tokens) or self._has_graphs)
 
     def _given(self, params: PyTree, tokens: int) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from zerojax import jitted
 from zerojax.hlo import buffer_roles, linked, syntax
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import flops
@@ -96,9 +97,7 @@ def bytes_at_once(step: streamed_step.StateStream) -> int:
 
     Compiles the programs of the updates.
     """
-    analyses = [compiled.memory_analysis() for compiled in step.updates.compile()]
-    known = [analysis for analysis in analyses if analysis is not None]
-    extra = max((a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in known), default=0)
+    extra = max(map(jitted.bytes_beside, step.updates.compile()), default=0)
     groups, in_flight = step.updates.groups, step.in_flight
     windows = [groups[n : n + in_flight] for n in range(len(groups))]
     return (

@@ -1,5 +1,6 @@
 """Settings that nothing reads. This module lists those that differ from their default and cannot take effect, each with the reason."""
 
+import math
 from collections.abc import Iterable, Iterator
 
 from jax.sharding import Mesh
@@ -47,13 +48,28 @@ def _lines(config: settings.Config, ignored: Iterable[tuple[str, str]]) -> list[
 
 
 def unreached(config: settings.Config) -> list[str]:
-    """Returns a line for each setting that counts steps of which a run has fewer, so that it publishes or saves nothing. The steps must be
-    known."""
+    """Returns a line for each setting that counts steps of which a run has fewer: it publishes or saves nothing, or cannot end early. The
+    steps must be known."""
     places = ["export.deltas_every"] + ([] if config.checkpoint.at_end else ["checkpoint.every"])
     return [
         f"config.{place}={every} has no effect: the run has {config.length}"
         for place in places
         if (every := settings.lookup(config, place)) > config.steps
+    ] + _without_early_end(config)
+
+
+def _without_early_end(config: settings.Config) -> list[str]:
+    """Returns a line if the evaluations before the last step are too few for `evaluate.patience` to end the run."""
+    patience, every = config.evaluate.patience, config.evaluate.every
+    is_read = config.data.task != tasks.GRPO and config_lib.has_held_out(config.data)
+    if not patience or not (every or config.epochs) or not is_read:
+        return []
+    count = math.ceil(config.epochs) - 1 if config.epochs else (config.steps - 1) // every
+    if count > patience:
+        return []
+    return [
+        f"config.evaluate.patience={patience} cannot end the run of {config.length}: it takes {patience + 1} evaluations before the last "
+        f"step, and there are {count}; the results are those of the lowest loss all the same"
     ]
 
 

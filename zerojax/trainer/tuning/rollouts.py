@@ -123,10 +123,9 @@ class Rollouts:
         labels = [self._pairs.train.examples[index].answer.strip() for index in numbers]
         scores = np.zeros(count, np.float32)
         if processes.is_primary():
-            scores[:] = [
-                rewards.score(self._reward, config.grpo.reward, text(self._prompts[index]), answer, label)
-                for index, answer, label in zip(numbers, told, labels)
-            ]
+            for row, (index, answer, label) in enumerate(zip(numbers, told, labels)):
+                prompt = text(self._prompts[index])
+                scores[row] = rewards.score(self._reward, config.grpo.reward, prompt, answer, label)
         scores = np.asarray(multihost_utils.broadcast_one_to_all(scores))
         made = [self._example(index, request) for index, request in zip(numbers, asked)]
         by_row = rows.Rows(made, self._pairs.form, packs=False)

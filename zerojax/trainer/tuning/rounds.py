@@ -1,7 +1,8 @@
 """Evaluates a run that learns answers, and reports what it learnt. This module holds what happens between two evaluations: a round.
 
 A round is an epoch if the config counts epochs. At its end the log, metrics.jsonl and TensorBoard get the training loss and perplexity of
-the round, the held-out loss, the share of right answers, answers beside labels, and the memory of both phases.
+the round, the held-out loss, the share of right answers, answers beside labels, and the memory of both phases. The log has the answers of
+the first and the last evaluation alone: the first show a user that prompts and labels are as meant, the last what was learnt.
 """
 
 import math
@@ -41,6 +42,8 @@ class Rounds:
         self._total = self._labels = 0.0
         self._phase: phases.Phase | None = None
         self._is_told = False  # whose memory is not known
+        self._untold: answers_lib.Score | None = None  # the last score whose answers are not shown
+        self._is_first = True  # whether no answers are shown yet
         if has_loss:
             recorder.listen(self._add)
 
@@ -69,13 +72,22 @@ class Rounds:
         if score is not None:
             numbers[f"eval_{score.name}"] = score.share
             self._recorder.say(f"{name}: {score.line}")
-            self._recorder.say(display.as_text(score.table))
+            self._untold = score
+            if self._is_first:
+                self.tell_last()
+            self._is_first = False
             self._recorder.note(step, "answers", score.records, answers_lib.as_rows(score.records))
         self._tell_memory(name, "evaluation", memory, numbers)
         self._recorder.log(step, numbers)
         self._recorder.resume()
         self.begin()
         return loss
+
+    def tell_last(self) -> None:
+        """Shows the answers of the last evaluation, if they are not shown yet."""
+        if self._untold is not None:
+            self._recorder.say(display.as_text(self._untold.table))
+            self._untold = None
 
     def end(self) -> None:
         """Ends the thread of a phase that no evaluation ended."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax import tree
+from zerojax import jitted, tree
 from zerojax.zero.host import memory_kind, selection
 from zerojax.zero.pipeline import order as order_lib
 from zerojax.zero.pipeline import stage_programs, state
@@ -78,7 +78,7 @@ def of_groups(
     for op, is_last in sent:
         program = found.programs[op.kind, op.stage]
         group = program.group
-        peak[group] = max(peak[group], held[group] + beside(program.run))
+        peak[group] = max(peak[group], held[group] + jitted.bytes_beside(program.run))
         for number in program.writes:
             take(op.micro, number, group, 1)
             for other in found.readers[number]:
@@ -104,9 +104,3 @@ def of_groups(
         )
         for group in groups
     ]
-
-
-def beside(program: Any) -> int:
-    """Returns the bytes that a compiled program takes beside its arguments."""
-    found = program.memory_analysis()
-    return 0 if found is None else found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
