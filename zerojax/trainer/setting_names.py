@@ -23,7 +23,10 @@ KEYS = {
     "overrides": "config.zero.overrides",
     "indivisible": "config.zero.indivisible",
     "min_size": "config.zero.min_size",
-    **{name: f"config.model.{name}" for name in ("remat", "recompute", "offload", "by_columns", "programs", "attention")},
+    **{
+        name: f"config.model.{name}"
+        for name in ("remat", "recompute", "offload", "by_columns", "programs", "attention")
+    },
     "activations": "config.model.ring",
     "wire": "config.wire",
     "host_devices": "config.wire.host_devices",

@@ -85,7 +85,10 @@ NEW = {
 FREE = (
     *("steps", "epochs", "log_every", "emulate_devices", "micro_batch_size", "grad_accum", "precision", "fp8"),
     *("reduce_dtype", "accum_dtype", "loss_scale", "mesh", "pipeline", "experts", "zero", "offload", "wire"),
-    *(f"model.{name}" for name in ("remat", "recompute", "by_columns", "programs", "ring", "tile_tokens", "long_texts", "offload")),
+    *(
+        f"model.{name}"
+        for name in ("remat", "recompute", "by_columns", "programs", "ring", "tile_tokens", "long_texts", "offload")
+    ),
     *("model.attention", "data.dir", "data.eval_split", "data.eval_file", "data.on_bad"),
     *("evaluate", "checkpoint", "sample", "export", "profile", "metrics"),
 )

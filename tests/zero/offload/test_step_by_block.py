@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 import arrays
+import compile_only
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -108,12 +109,12 @@ def run(
     return rows, state, part
 
 
-def agree(offloads: Any, how: dict[str, Any], **tolerance: float) -> list[Any]:
-    """Asserts that steps with different offload are the step without, and returns their last states."""
+def agree(offloads: Any, how: dict[str, Any], programs: str = "one", **tolerance: float) -> list[Any]:
+    """Asserts that steps with different offload, or programs, are the step without, and returns their last states."""
     rows, state, _ = run(None, **how)
     states = []
     for offload in offloads:
-        own_rows, own_state, part = run(offload, **how)
+        own_rows, own_state, part = run(offload, programs=programs, **how)
         assert int(own_state.step) == int(state.step)
         for row, own in zip(rows, own_rows):
             assert row.keys() == own.keys()
@@ -170,6 +171,70 @@ def test_a_step_by_blocks_is_the_step(how, offloads, tmp_path):
     for offload, state in zip(offloads, states):
         kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
         assert ("pinned_host" in kinds) == ("params" in offload)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        CROSSED,
+        {"stage": 1, "remat": "full", "donate": False},
+        pytest.param({}, marks=runs.LONG),
+        pytest.param({"stage": 2, "clip_norm": 0.5, "accum": 2, "remat": "none"}, marks=runs.LONG),
+        pytest.param({"dtype": jnp.bfloat16, "tx": MASTER, "loss_fn": loss_of}, marks=runs.LONG),
+        pytest.param({"stage": 0, "recompute": r"block_\w+/wide"}, marks=runs.LONG),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:heads")
+def test_a_program_for_each_kind_of_block_makes_the_step_of_one_program(how):
+    agree([None], how, programs="kinds", rtol=2e-2 if "dtype" in how else 1e-5, atol=1e-6)
+
+
+def kinds_of(layers):
+    """Returns the programs of a step of so many layers for absent GPUs: (name, collectives of other blocks, its HLO), each kind once."""
+    net, mesh = Net(layers), mesh_lib.make_mesh(data=8, devices=list(compile_only.devices(8)))
+    params = jax.eval_shape(net.init, jax.random.key(0), X, SCALE)["params"]
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.sgd(0.1)), params)
+    part = stages.partition_state(state, mesh=mesh, stage=3, min_size=0)
+
+    def loss(params, batch, state):
+        return net.apply({"params": params}, batch["x"], batch["scale"])
+
+    how = {"blocks": r"block_\w+", "heads": "head", "reduce_dtype": jnp.float32, "programs": "kinds"}
+    batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in (("x", X), ("scale", SCALE))}
+    found = step.make_train_step(loss, part, **how).one_pass(part.abstract_state, batch, compile_only.FAST)
+    each = {id(program.run): program for program in found.schedule.cut.programs}
+    return [(program.part.name, program.part.also, program.run.as_text()) for program in each.values()]
+
+
+def test_kinds_are_as_many_at_any_depth_and_a_gpu_runs_a_blocks_collectives_in_its_neighbours_programs():
+    with compile_only.optimized():
+        few, many = kinds_of(4), kinds_of(6)
+    assert [row[:2] for row in few] == [row[:2] for row in many]
+    assert ("backward", ("gather", "reduce")) in {(name, tuple(sorted(also))) for name, also, _ in few}
+    for name, also, text in few:
+        if name != "between":
+            assert ("all-gather" in text) == ("gather" in also or name == "gather"), name
+            assert ("reduce-scatter" in text) == ("reduce" in also or name == "reduce"), name
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ({"reduce_dtype": None}, "the compiler sums gradients; pass reduce_dtype"),
+        ({"blocks": ""}, "programs: is 'kinds', which are those of `blocks`"),
+        ({"offload": "block_0/wide"}, "keeps activations in host memory within one program"),
+        ({"wires": zerojax.PackedWires(weights="int8")}, "wire packs within one program; omit wires, or omit programs"),
+        ({"fp8": zerojax.Fp8()}, "is gathered in another form than as it is; omit programs"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:wire")
+def test_what_a_program_for_each_kind_cannot_do_is_refused_before_anything_compiles(how, line):
+    params = {f"block_{n}": {"kernel": jax.ShapeDtypeStruct((128, 128), jnp.float32)} for n in range(2)}
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.sgd(0.1)), params)
+    part = stages.partition_state(state, mesh=mesh_lib.make_mesh(), min_size=0)
+    plain = {"blocks": r"block_\d", "reduce_dtype": jnp.float32, "programs": "kinds"}
+    with pytest.raises(UserError, match=line):
+        step.make_train_step(plain_loss, part, **plain | how)
 
 
 def clipped_late(limit: float) -> optax.GradientTransformation:

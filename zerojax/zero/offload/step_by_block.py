@@ -119,14 +119,18 @@ def check_kinds(
       one_program: why the step cannot be several programs, or None.
     """
     others = [path for path, own in sent.placements.items() if not (own.is_experts or own.wire == gather.PLAIN)]
+    needs = (
+        ""
+        if one_program is None
+        else f"{one_program.argument} {one_program.why}; {one_program.way_out}, or omit programs"
+    )
     wrong = {
+        needs: one_program,
         "the compiler sums gradients; pass reduce_dtype=jnp.float32": reduce_dtype is None,
         "the state is offloaded, and offload.by_block decides; omit programs": partition.on_host,
-        f"{min(others, default='')} is gathered in another form than as it is; omit programs": others,
         f"offload={how.offload!r} keeps activations in host memory within one program; omit either": how.offload,
+        f"{min(others, default='')} is gathered in another form than as it is; omit programs": others,
     }
-    if one_program is not None:
-        wrong[f"{one_program.argument} {one_program.why}; {one_program.way_out}, or omit programs"] = True
     for line, is_wrong in wrong.items():
         if is_wrong:
             raise UserError(f"programs: is 'kinds', and {line}")
@@ -254,8 +258,8 @@ class BlockwiseStep(streamed_step.StreamedStep):
 
     @property
     def holds_gradients(self) -> bool:
-        """Returns whether all gradients are on the device at once: those of the pass before, or those that wait for the norm."""
-        return self.passes.count > 1 or self._waits
+        """Returns whether all gradients are on the device at once: those of the pass before, or those that wait for the norm or the end."""
+        return self.passes.count > 1 or self._waits or not self.updates.groups
 
     def memory(self, state: State, batch: PyTree) -> "Memory":
         """Returns what a step takes of a device, for a state and a batch that may be abstract. Compiles its programs."""
@@ -267,10 +271,15 @@ class BlockwiseStep(streamed_step.StreamedStep):
         follows = (arrivals.STEP,) if num_passes == 1 else (arrivals.PASS, arrivals.STEP)
         itemsize = 2 if self.passes.in_16_bits and not self._waits else 4  # those that wait for the norm are float32
         waiting = itemsize * sum(one_pass.elements.values()) if self.holds_gradients else 0
+        # Those of a single pass come as its activations go; sums of several passes are there from the second on.
+        adds_up = num_passes > 1
         return Memory(
             fetched=num_passes * sum(cut.nbytes(number) for numbers in copies for number in numbers),
-            passes=max(one_pass.schedule.peak(takes_results=True, follows=what) for what in follows)
-            + waiting
+            passes=max(
+                one_pass.schedule.peak(takes_results=adds_up or not self.holds_gradients, follows=what)
+                for what in follows
+            )
+            + (waiting if adds_up else 0)
             + self.updates.resident_bytes,
             params=sum(map(cut.nbytes, on_host)),
             waiting=waiting,

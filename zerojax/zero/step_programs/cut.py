@@ -105,7 +105,7 @@ def ahead(parts: Sequence[StepPart]) -> list[StepPart]:
         if part.name == blocks.REDUCE:
             waiting.append(part)
         elif part.name == blocks.GATHER:
-            reads = (tuple(part.reads), tuple(var.aval for var in part.writes))
+            reads = (tuple(part.reads), *(str(call.closed.jaxpr) for call in part.calls))
             if reads in known:
                 renamed.update(zip(part.writes, known[reads]))
                 continue
