@@ -106,6 +106,7 @@ def test_an_unknown_command_ends_in_one_line_with_status_2(monkeypatch, capsys, 
         "an unknown command": (["-m", "zerojax", "trian"], HEAVY),
         "the configs": (["-m", "zerojax", "configs"], HEAVY),
         "a card": (["-m", "zerojax", "show", "no/such/run"], HEAVY - {"rich"}),
+        "checkpoints": (["-m", "zerojax", "verify-checkpoint", "no/such/run"], HEAVY - {"rich"}),
         "a launch": (["-m", "zerojax", "launch", "--help"], HEAVY),
     }.values(),
 )
