@@ -190,10 +190,14 @@ def command(setting: Setting, folder: pathlib.Path, steps: int) -> list[str]:
 
 
 def environment(setting: Setting, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a run. The setting's XLA_FLAGS follow the inherited ones, since XLA takes the last value of a flag."""
+    """Returns the environment of a run. The setting's XLA_FLAGS follow the inherited ones, since XLA takes the last value of a flag.
+
+    Without a folder for them no run keeps compiled programs: the first step is that of a first start.
+    """
     flags = " ".join(filter(None, [environ.get("XLA_FLAGS"), setting.environ.get("XLA_FLAGS")]))
     path = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    return {**environ, **setting.environ, **({"XLA_FLAGS": flags} if flags else {}), "PYTHONPATH": path}
+    found = {**environ, **setting.environ, **({"XLA_FLAGS": flags} if flags else {}), "PYTHONPATH": path}
+    return found if "JAX_COMPILATION_CACHE_DIR" in found else {"JAX_ENABLE_COMPILATION_CACHE": "0", **found}
 
 
 def likely_seconds(runs: Mapping[str, Sequence[Mapping]], name: str) -> float:

@@ -25,6 +25,9 @@ from zerojax.data import source
 
 PROGRAMS_OF_A_CONTEXT = 50
 DRAWN_SHARDED = [runs.ROOT / "tests" / "trainer" / name for name in ("test_state.py", "test_weights.py")]
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
+    "0"  # of child processes: nothing goes to the user's folder. JAX is imported here.
+)
 gc.disable()  # until tests are collected: what they load stays
 
 

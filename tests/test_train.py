@@ -37,7 +37,7 @@ REFUSED = {  # name -> (arguments, words of the error line)
     "override of no axis": (runs.flags(zero__overrides="(('embed',('rows',)),)"), "['rows']"),
     "override of no weight": (runs.flags(zero__overrides="(('emmbed',('data',)),)"), "'emmbed' matches no weight's path"),
     "batch": (runs.flags(global_batch_size=12), "config.global_batch_size: 12 does not fit"),
-    "batch and micro batch": (runs.flags(micro_batch_size=2), "set --config.global_batch_size=16"),
+    "batch and micro batch": (runs.flags(micro_batch_size=2), "or --config.global_batch_size=16"),
     "mesh": (runs.flags(mesh__data=16), "config.mesh: replica 1 x data 16 x context 1 x model 1 = 16 devices, but there are 8"),
     "no devices": (runs.flags(emulate_devices=0), "config.emulate_devices: must be above 0"),
     "preset": (runs.flags(model__preset="gpt5"), "config.model.preset: is 'gpt5'; "),

@@ -27,7 +27,7 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
 from zerojax.interop import hub
-from zerojax.launch import devices, ending, processes, signals, start_up, watch
+from zerojax.launch import devices, ending, processes, program_cache, signals, start_up, watch
 from zerojax.plan import report as plan_report
 from zerojax.plan import step_plan, targets
 from zerojax.profile import profiler
@@ -86,7 +86,7 @@ def main() -> None:
         ending.guard_streams((lambda error: None) if command.asks_help(sys.argv) else functools.partial(_unheard, stop))
         try:
             config = config_lib.from_dict(command.parse(sys.argv))
-            start_up.keep_every_program()
+            kept = program_cache.begin(is_one_host=processes.are_here(*_joined_by()))
             activations = host.most_offloaded_activations(config)
             if pinned := host.most_pinned_bytes(config) + activations:
                 several = processes.find_cluster(*_joined_by())
@@ -102,6 +102,8 @@ def main() -> None:
             if emulated:
                 count = jax.local_device_count()
                 say(f"no accelerator found: emulating {count} CPU device{'s' if count > 1 else ''}")
+            if kept:
+                say(kept)
             config = _refit(config)
             folder = _choose_workdir()
             with workdir.held(folder):
@@ -229,7 +231,7 @@ def _evaluation(
     """
     tokenizer, program, streams, *_, pairs, asked = prepared
     check_of_loss = _announced(stop.check, "compiling the evaluation", recorder)
-    check_of_answers = _announced(stop.check, "compiling the program of the answers", recorder)
+    check_of_answers = _announced(stop.check, "compiling the program of held-out answers", recorder)
 
     def loss_of(params: PyTree) -> float | None:
         if asked is not None:
@@ -495,9 +497,9 @@ def _compile(
     """Compiles the step and returns its plan. Prints the plan, and compares it with the measured peak after the first steps."""
     watch.at(watch.COMPILE)
     recorder.say("compiling the step, which may take minutes")
-    with start_up.without_collector():
+    with start_up.without_collector(), program_cache.counted() as compiled:
         plan = memory_guard.compile_step(program)
-    recorder.say(f"compiled in {plan.compile_seconds:.1f} s; {plan_report.verdict(plan)}")
+    recorder.say(f"compiled the step in {plan.compile_seconds:.1f} s ({compiled}); {plan_report.verdict(plan)}")
     if processes.is_primary():
         memory_guard.write(folder, program, plan, None)
 

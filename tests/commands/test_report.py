@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import runs
 
 from zerojax.commands import facts as facts_lib
 from zerojax.commands import report
@@ -82,11 +83,13 @@ def test_links_are_read_off_the_matrix_of_the_driver(monkeypatch, link, verdict)
 
 
 def test_the_cache_and_the_environment_are_shown_without_secrets(monkeypatch, tmp_path):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    assert next(report._cache()).verdict == NOTE
+    with runs.jax_settings(jax_enable_compilation_cache=False):
+        assert next(report._cache()).verdict == NOTE
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "program").write_bytes(b"1234")
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    assert next(report._cache()) == Fact("cache", "compiled programs", f"{tmp_path}, 4 B")
+    for folder, shown in ((None, f"{tmp_path}/zerojax/xla, 0 B"), (str(tmp_path), f"{tmp_path}, 4 B")):
+        with runs.jax_settings(jax_compilation_cache_dir=folder):
+            assert next(report._cache()) == Fact("cache", "compiled programs", shown)
     shown = report._environment(
         {"XLA_FLAGS": "--x", "NCCL_DEBUG": "INFO", "HF_TOKEN": "a", "JAX_API_KEY": "b", "HOME": "c"}
     )

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,15 @@ def gauge(url, name):
     return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(f"zerojax_{name} ")))
 
 
+def the_start_is_told(out):
+    """Each step before its wait, and the address last."""
+    lines = [re.sub(r"[\d.]+ s\b", "N s", line) for line in out.splitlines()]
+    assert lines[0].startswith("compiled programs: ") and lines[1].startswith(f"reading the weights of {LLAMA}, ")
+    compiled = [f"compiling the programs, {number} of 5" for number in range(1, 6)]
+    told = ["the weights are read after N s; making the engine", *compiled, "ready after N s"]
+    assert lines[2:-1] == told and lines[-1].startswith("zerojax: llama is served at http://127.0.0.1:")
+
+
 def until_free(url):
     """Waits until no slot is taken."""
     until = time.monotonic() + LIMIT
@@ -82,12 +92,40 @@ def until_free(url):
 
 def test_a_server_answers_openais_client_and_clients_that_leave_and_drains(commands):
     """One process, since each takes seconds to start."""
-    with started(commands, "--adapter", f"tuned={LLAMA / 'lora'}", ZEROJAX_API_KEY=KEY) as (process, url):
+    flags = ("--adapter", f"tuned={LLAMA / 'lora'}", "--warm_up")
+    with started(commands, *flags, ZEROJAX_API_KEY=KEY) as (process, url):
+        the_start_is_told(process.out)
         openais_client_gets_the_tokens_of_transformers_whole_and_as_a_stream(url)
         for is_streamed in (True, False):
             a_client_that_is_gone_frees_its_slot(url, is_streamed)
         hostile_clients_get_4xx_or_503_and_leave_nothing_behind(process, url, 50, seed=0)
         the_first_sigterm_refuses_new_requests_and_answers_those_that_run(process, url)
+
+
+READS_FOR_LONG = """
+import time
+from zerojax.interop import pretrained
+pretrained.load_huggingface = lambda *given, **how: time.sleep(1000)
+"""
+
+
+def test_a_server_that_reads_weights_says_so_and_a_signal_ends_it_at_once(commands):
+    port = free_port()
+    process = commands.start(before=f"{READS_FOR_LONG}\n{code_of('--port', port)}")
+    try:
+        until = time.monotonic() + LIMIT
+        while "reading the weights" not in process.out:
+            assert time.monotonic() < until and not process.err, (process.out, process.err)
+            time.sleep(0.02)
+        found = httpx.get(f"http://127.0.0.1:{port}/health", timeout=LIMIT)
+        assert found.status_code == 503 and found.json()["waits_for"].startswith(f"reading the weights of {LLAMA}, ")
+        process.kill(signal.SIGTERM)
+        process.wait()
+        assert process.status == 143 and re.fullmatch(r"zerojax: stopped by SIGTERM.*\n", process.err)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill(signal.SIGKILL)
+        process.wait()
 
 
 def openais_client_gets_the_tokens_of_transformers_whole_and_as_a_stream(url):
@@ -209,7 +247,8 @@ def test_two_processes_serve_as_one_each_reads_half_of_the_weights_and_the_end_o
         again = httpx.post(f"{url}/v1/completions", json=ask, timeout=LIMIT).json()["choices"]
         assert [choice["text"] for choice in again] == [choice["text"] for choice in choices]
         total = (LLAMA / "model.safetensors").stat().st_size
-        assert all(int(process.out.split()[1]) < 0.55 * total for process in both), (total, both[0].out, both[1].out)
+        read = [int(re.search(r"^read (\d+)$", process.out, re.MULTILINE)[1]) for process in both]
+        assert max(read) < 0.55 * total, (read, total)
         asking = threading.Thread(target=_quietly, args=(url, {**body, "model": "llama", "n": 8}))
         asking.start()
         while not gauge(url, "running"):
@@ -379,7 +418,7 @@ WRONG = {
 def test_a_wrong_argument_is_one_line(monkeypatch, tmp_path, command, message):
     monkeypatch.chdir(tmp_path)
     status, out, err = command(*WRONG[message], *(() if "--port" in WRONG[message] else ("--port", 0)))
-    assert (status, out, err.count("\n")) == (2, "", 1) and message in err
+    assert (status, err.count("\n")) == (2, 1) and message in err and "is served at" not in out
 
 
 def test_what_is_missing_or_taken_is_one_line(monkeypatch, command):

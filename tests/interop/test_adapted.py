@@ -38,6 +38,20 @@ def test_frozen_kernels_are_quantized_and_sharded_in_that_form_and_the_rest_is_a
     assert "head/kernel" in leaves
 
 
+def test_kernels_are_quantized_before_the_next_are_read(monkeypatch):
+    lora, order, ready = zerojax.Lora(r=4, quantize="int8"), [], jax.block_until_ready
+    loaded = zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, lora=lora)
+    monkeypatch.setattr(adapted, "MOST_BYTES", 1)
+    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: order.append("wait") or ready(arrays))
+
+    def read(likes):
+        order.append("read")
+        return {path: jnp.ones(like.shape, like.dtype, device=like.sharding) for path, like in likes.items()}
+
+    found = adapted.quantize(targets.flat(loaded.params), loaded.adapters, read)
+    assert len(found) == 2 * len(loaded.adapters.quantized) and order == ["read", "wait"] * (len(found) // 2)
+
+
 def test_padded_shards_hold_the_same_adapters_and_codes():
     lora, mesh = zerojax.Lora(r=4, quantize="nf4"), zerojax.make_mesh(data=7, devices=jax.devices()[:7])
     folder = golden_models.FOLDER / "llama"

@@ -384,6 +384,23 @@ def test_layers_that_a_config_names_beside_tensors_of_them_all_are_read(tmp_path
     peft.open_adapter(changed(tmp_path, **fields), loaded.family, loaded.config)
 
 
+@pytest.mark.parametrize(
+    "fields, layers, meant",
+    [
+        ({"target_modules": "all-linear"}, "01", ("q_proj", "v_proj")),
+        ({"layers_to_transform": [1]}, "1", tuple(f"model.layers.1.self_attn.{name}_proj" for name in "qv")),
+    ],
+)
+def test_the_targets_that_are_read_mean_the_modules_whose_tensors_the_folder_holds(tmp_path, fields, layers, meant):
+    loaded, folder = golden_models.load("llama", 0), changed(tmp_path, **fields)
+    tensors = safetensors.numpy.load_file(folder / peft.WEIGHTS)
+    kept = {name: tensor for name, tensor in tensors.items() if re.search(rf"layers\.[{layers}]", name)}
+    safetensors.numpy.save_file(kept, folder / peft.WEIGHTS)
+    read = peft.open_adapter(folder, loaded.family, loaded.config).chosen
+    assert read.lora.target_modules == meant and len(read.adapted) == 2 * len(layers)
+    assert peft.choose(read.lora, loaded.family, loaded.config).adapted == read.adapted
+
+
 def test_an_adapter_of_another_model_or_one_with_settings_beside_it_is_refused(tmp_path):
     folder = golden_models.FOLDER / "llama"
     with pytest.raises(UserError, match=r"tensor base_model.model.decoder.*belongs to no linear module of this model"):

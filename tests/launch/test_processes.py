@@ -138,6 +138,26 @@ def test_an_interactive_step_of_slurm_is_one_process_and_is_told_so(monkeypatch)
         processes.initialize()
 
 
+@pytest.mark.parametrize(
+    "flags, is_here",
+    [
+        ((), True),
+        (("127.0.0.1:1234", 2, 1), True),
+        (("[::1]:1234", 2, 0), True),
+        (("localhost:1234", 2, 0), True),
+        (("node1:1234", 1, 0), True),
+        (("node1:1234", 2, 0), False),
+        (("10.0.0.1:1234", 2, 1), False),
+    ],
+)
+def test_processes_are_known_to_be_here_by_an_address_of_this_host_alone(monkeypatch, flags, is_here):
+    for name in set(os.environ) - set(programs.environment()):
+        monkeypatch.delenv(name)
+    assert processes.are_here(*flags) == is_here
+    monkeypatch.setattr(processes.schedulers, "find", lambda: schedulers.Origin("Kubernetes", method="k8s"))
+    assert not processes.are_here()
+
+
 def test_pods_that_jax_cannot_join_are_an_error_of_one_line(monkeypatch):
     monkeypatch.setattr(processes.schedulers, "find", lambda: schedulers.Origin("Kubernetes", method="k8s"))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

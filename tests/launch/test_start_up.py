@@ -9,7 +9,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-import runs
 
 from zerojax.launch import start_up
 
@@ -93,17 +92,6 @@ def test_a_devices_error_does_not_appear_in_the_thread_that_wakes_it(monkeypatch
     assert float(jnp.sum(jax.device_put(jnp.ones(3)))) == 3
 
 
-@pytest.mark.parametrize("variable, expected", [(None, 0.0), ("2.5", 2.5)])
-def test_the_environment_variable_takes_precedence_on_which_programs_are_kept(monkeypatch, variable, expected):
-    name = "jax_persistent_cache_min_compile_time_secs"
-    monkeypatch.delenv(name.upper(), raising=False)
-    if variable:
-        monkeypatch.setenv(name.upper(), variable)
-    with runs.jax_settings(**{name: 2.5}):
-        start_up.keep_every_program()
-        assert jax.config.values[name] == expected
-
-
 @pytest.mark.parametrize("own", [{}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_PYTHON_CLIENT_ALLOCATOR": "bfc"}])
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_run_takes_a_share_of_the_memory_unless_the_user_says_otherwise(monkeypatch, own, mapped):
@@ -111,29 +99,6 @@ def test_a_run_takes_a_share_of_the_memory_unless_the_user_says_otherwise(monkey
     start_up.take_memory(0.92, mapped=mapped)
     chosen = {"XLA_CLIENT_MEM_FRACTION": "0.92"} | ({"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"} if mapped else {})
     assert start_up.os.environ == (own or chosen)
-
-
-def test_a_second_start_compiles_nothing(commands, tmp_path):
-    count = f"""
-import jax
-from zerojax.launch import ending
-jax.config.update("jax_compilation_cache_dir", {str(tmp_path / "cache")!r})
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-events = []
-jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rsplit("/", 1)[-1]))
-ending.before_end(lambda *_: print("compiled", events.count("compile_requests_use_cache") - events.count("cache_hits"), flush=True))
-"""
-    compiled = []
-    for number in (1, 2):
-        command = commands(
-            *runs.flags(steps=2, emulate_devices=2),
-            f"--workdir={tmp_path / str(number)}",
-            before=count,
-            unset=("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",),
-        )
-        assert command.status == 0, command.err
-        compiled.append(int(command.out.rsplit("compiled ", 1)[1]))
-    assert compiled[0] > 5 and compiled[1] == 0
 
 
 @pytest.mark.parametrize("own", ["", "/cache"])

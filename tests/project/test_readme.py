@@ -5,6 +5,7 @@ import importlib.util
 import operator
 import os
 import pathlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -106,6 +107,11 @@ def test_every_module_that_a_command_runs_exists():
 def test_every_path_that_is_named_exists():
     paths = words(r"(?<![\w/])((?:scripts|configs|examples|docs|tests|zerojax)/[\w/.-]*\w/?)")
     assert paths and not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_every_function_that_estimates_exists():
+    names = re.findall(r"`((?:[a-z_\d]+\.)+\w+)`", (ROOT / "docs" / "estimators.md").read_text())
+    assert len(names) > 30 and all(pkgutil.resolve_name(f"zerojax.{name}") for name in names)
 
 
 def test_every_setting_that_is_named_exists():

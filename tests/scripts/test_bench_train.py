@@ -135,6 +135,8 @@ def test_words_change_the_config_the_environment_and_the_number_of_processes():
     assert (setting.overrides, setting.processes) == ({"zero.stage": "1", "data.name": ""}, 2)
     environ = bench_train.environment(setting, {"XLA_FLAGS": "--x=0", "HOME": "here"})
     assert (environ["XLA_FLAGS"], environ["HOME"]) == ("--x=0 --x=1 --y", "here")
+    assert environ["JAX_ENABLE_COMPILATION_CACHE"] == "0"
+    assert "JAX_ENABLE_COMPILATION_CACHE" not in bench_train.environment(setting, {"JAX_COMPILATION_CACHE_DIR": "c"})
     words = bench_train.command(setting, pathlib.Path("/out/a-0"), 8)
     assert words[2] == "zerojax.commands.launch" and "--config.zero.stage=1" in words and "--config.steps=8" in words
     assert "--config.data.name=" in words and "--config.data.name=random" not in words

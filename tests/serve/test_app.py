@@ -184,7 +184,10 @@ def test_bodies_and_answers_have_limits_and_what_ends_takes_nothing_new(monkeypa
             assert json.loads(answer.text.strip().removeprefix("data: "))["error"]["code"] == "timeout"
         service._limits = LIMITS
         assert (await client.post("/v1/completions", json=ASK)).status_code == 200
-        assert "zerojax_cancelled_total 2\n" in (await client.get("/metrics")).text
+        counts = (await client.get("/metrics")).text
+        assert "zerojax_cancelled_total 2\n" in counts
+        # Its answer has several tokens, and those that were cancelled have none.
+        assert "zerojax_first_token_seconds_count 1\n" in counts
         service.is_draining = True
         assert (await client.get("/health")).status_code == 503
         assert (await client.post("/v1/completions", json=ASK)).json()["error"]["code"] == "draining"

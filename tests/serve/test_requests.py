@@ -16,13 +16,21 @@ def read(is_chat=False, **fields):
 
 def test_fields_become_settings_of_the_engine_and_what_is_null_is_not_given():
     found = read(
-        temperature=0, top_p=0.5, stop="a", stop_token_ids=[3], ignore_eos=True, seed=4, n=2, min_p=None, user="me"
+        temperature=0,
+        top_p=0.5,
+        stop="a",
+        stop_token_ids=[3, 2**31 - 1],
+        ignore_eos=True,
+        seed=4,
+        n=2,
+        min_p=None,
+        user="me",
     )
     assert found.settings == {
         "temperature": 0.0,
         "top_p": 0.5,
         "stop_strings": ("a",),
-        "stop_ids": (3,),
+        "stop_ids": (3, 2**31 - 1),
         "ignores_end": True,
         "max_tokens": 16,
     }
@@ -52,12 +60,18 @@ def test_a_field_that_is_not_applied_passes_only_with_the_value_that_changes_not
         assert (error.value.status, error.value.param) == (400, name)
 
 
+def test_the_defaults_of_openai_that_clients_spell_out_pass():
+    read(echo=False, store=False, best_of=1, suffix="", frequency_penalty=0, presence_penalty=0, logit_bias={})
+    read(True, store=False, tools=[], tool_choice="none", response_format={"type": "text"}, modalities=["text"])
+
+
 WRONG = {
     "'temprature': is not a field that is known; did you mean 'temperature'": {"temprature": 1},
     "model: must be a text": {"model": 3},
     "prompt: is missing": {"prompt": None},
     "prompt: must be a text, token ids, or a list of either": {"prompt": []},
     "prompt: holds -1, which is no token id": {"prompt": [-1]},
+    "stop_token_ids: holds 2147483648, which is no token id": {"stop_token_ids": [2**31]},
     "prompt: holds True": {"prompt": [3, True]},
     "max_tokens: must be a whole number": {"max_tokens": 2.0},
     "temperature: must be a number, and is True": {"temperature": True},

@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+import threading
 import types
 
+import httpx
 import pytest
 
 from zerojax.errors import UserError
@@ -26,6 +28,73 @@ def test_an_address_is_bound_or_refused_in_one_line():
     for host in ("x" * 300, "192.0.2.1"):
         with pytest.raises(UserError, match="--host"):
             server.bind(host, 0)
+
+
+def test_a_port_is_free_again_when_its_server_has_ended():
+    with server.bind("127.0.0.1", 0) as bound:
+        bound.listen()
+        port = bound.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), bound.accept()[0] as answer:
+            answer.close()  # the side that closes first keeps the port for a minute
+    server.bind("127.0.0.1", port).close()
+
+
+def test_who_is_told_of_the_start_can_connect_and_an_engine_that_failed_ends_it():
+    service = types.SimpleNamespace(app=lambda: None, is_draining=False, active=0, failure="the engine failed")
+    with server.bind("127.0.0.1", 0) as bound:
+        server.serve(lambda _: service, bound, lambda _: socket.create_connection(bound.getsockname()).close())
+    assert service.is_draining
+
+
+def test_while_a_service_is_made_requests_get_503_with_what_is_waited_for_and_then_its_answers():
+    go_on = threading.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    def make(wait_for):
+        wait_for("reading the weights")
+        assert go_on.wait(30)
+        return types.SimpleNamespace(app=lambda: app, is_draining=False, active=0, failure="")
+
+    async def run():
+        with server.bind("127.0.0.1", 0) as bound:
+            running = asyncio.ensure_future(server._serve(make, bound, made.append))
+            async with httpx.AsyncClient(base_url=server.url(bound), timeout=10) as client:
+                health = await until(client, lambda found: found.json()["waits_for"] == "reading the weights")
+                assert health.status_code == 503 and health.headers["retry-after"] == "1"
+                assert health.json() == {"status": "starting", "waits_for": "reading the weights"}
+                for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/")):
+                    answer = await client.request(method, path, json={})
+                    error = answer.json()["error"]
+                    assert (answer.status_code, error["type"], error["code"]) == (503, "server_error", "starting")
+                    assert error["message"] == "the server is not ready (reading the weights); ask again later"
+                assert not made
+                go_on.set()
+                await until(client, lambda found: found.status_code == 200)
+            made[0].is_draining = True
+            assert await asyncio.wait_for(running, 10) is made[0]
+
+    async def until(client, is_so):
+        while True:
+            try:
+                if is_so(found := await client.get("/health")):
+                    return found
+            except httpx.ConnectError:  # it does not listen yet
+                pass
+            await asyncio.sleep(0.01)
+
+    made = []
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_service_that_cannot_be_made_ends_the_server_with_its_error():
+    def make(wait_for):
+        raise UserError("config.json: is missing")
+
+    with server.bind("127.0.0.1", 0) as bound, pytest.raises(UserError, match=r"^config\.json: is missing$"):
+        server.serve(make, bound, pytest.fail)
 
 
 def test_a_connection_without_a_request_ends_and_others_are_answered(monkeypatch):
@@ -54,9 +123,7 @@ def test_a_connection_without_a_request_ends_and_others_are_answered(monkeypatch
             whole, half = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", b"GET / HTTP/1.1\r\nhost:"
             loop, port = asyncio.get_running_loop(), bound.getsockname()[1]
             started = loop.create_future()
-            running = asyncio.ensure_future(
-                server._serve(service, server.made(service), bound, lambda: started.set_result(None))
-            )
+            running = asyncio.ensure_future(server._serve(lambda wait_for: service, bound, started.set_result))
             await started
             try:
                 assert await asyncio.gather(talk(port, half), talk(port), talk(port, whole, half)) == [0, 0, 1]

@@ -17,12 +17,14 @@ LIMIT = 120  # seconds; a test that waits longer hangs
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns this process's environment without the variables of conftest and of schedulers."""
+    """Returns this process's environment without the variables of conftest and of schedulers. Without a folder for them, commands keep no
+    compiled programs: theirs is the user's."""
     kept = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(("JAX_", "XLA_", "PJRT_", "SLURM_", "OMPI_"))
     }
+    kept |= {} if "JAX_COMPILATION_CACHE_DIR" in variables else {"JAX_ENABLE_COMPILATION_CACHE": "0"}
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), **variables}
 
 

@@ -345,6 +345,13 @@ class Outer:
 FITTING = {"name": "x", "count": 3, "axes": [1, 2], "inner": {"flag": True, "rate": 1}}
 
 
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "modules_to_save"])
+@pytest.mark.parametrize("text, names", [("q_proj, v_proj", ("q_proj", "v_proj")), ("lm_head", ("lm_head",))])
+def test_modules_are_named_between_commas(field, text, names):
+    group = runs.config(lora__r=4).lora
+    assert getattr(config_lib.make_lora(dataclasses.replace(group, **{field: text})), field) == names
+
+
 def test_a_nested_mapping_becomes_a_nested_dataclass():
     found = config_lib.read(Outer, FITTING, "config")
     assert found == Outer("x", 3, (1, 2), Inner(True, 1.0)) and isinstance(found.inner.rate, float)

@@ -1,6 +1,8 @@
 """Tests TensorBoard's event file. This module tests zerojax.trainer.events."""
 
 import itertools
+import logging
+import math
 import threading
 
 import event_files
@@ -30,3 +32,12 @@ def test_values_written_before_the_library_is_imported_are_in_the_file(tmp_path,
     assert scalars == [(s, tag, x) for s in (1, 2, 3) for tag, x in (("loss", s / 4), ("tokens", s))]
     times = [e.wall_time for e in found if e.summary.value]
     assert all(before <= after for before, after in itertools.pairwise(times))
+
+
+def test_nan_is_written_in_silence(tmp_path, caplog):
+    logging.getLogger("tensorboardX.x2num").setLevel(logging.NOTSET)
+    file = events.Events(tmp_path / metrics.TENSORBOARD, None)
+    file.write(1, {"loss": math.nan})
+    file.close()
+    values = [value.simple_value for event in event_files.read(tmp_path) for value in event.summary.value]
+    assert len(values) == 1 and math.isnan(values[0]) and not caplog.records

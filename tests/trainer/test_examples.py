@@ -38,6 +38,15 @@ def opened(data_dir, **changes):
     return built, program.open_feed(built, BYTES, data_dir, found), found
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_rows_have_the_arrays_that_a_program_is_built_for(data_dir, pack):
+    config = runs.config(**TASK, data__pack=pack)
+    built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
+    arrays = examples.load(config, *model_lib.family_of(config), BYTES, data_dir).train.arrays(0)
+    assert {name: len(array) for name, array in arrays.items()} == built.lengths
+    assert ("segments" in arrays) == pack
+
+
 def plain_loss(loss, params, batches):
     """Returns the mean over all labels of all batches, on one device."""
     rows = [{name: array[i : i + 1] for name, array in batch.items()} for batch in batches for i in range(8)]

@@ -128,6 +128,6 @@ def test_the_reference_costs_no_copy_of_the_weights(pairs_file, changes):
     ],
 )
 def test_what_does_not_go_with_pairs_is_refused(pairs_file, changes, words):
-    with pytest.raises(UserError, match=words) as caught, program.names.of_config():
+    with pytest.raises(UserError, match=words) as caught, program.setting_names.of_config():
         opened(pairs_file, **changes)
     assert "\n" not in str(caught.value)

@@ -167,7 +167,7 @@ def test_a_program_for_gpus_counts_its_operations_and_describes_its_export():
 
 def test_delayed_scales_have_no_place_in_the_stages_of_a_pipeline():
     config = runs.config(mesh__pipe=2, mesh__data=1, grad_accum=2, precision="fp8", fp8__recipe="delayed")
-    with pytest.raises(UserError, match=r"fp8\.recipe: 'delayed' keeps magnitudes in the state"):
+    with pytest.raises(UserError, match=r"fp8\.recipe: is 'delayed' and keeps magnitudes in the state"):
         program.build(config, devices=jax.devices()[:2])
 
 

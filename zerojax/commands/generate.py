@@ -31,7 +31,7 @@ from zerojax.inference import sampling as sampling_lib
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import hub, huggingface, pretrained
-from zerojax.launch import devices, processes
+from zerojax.launch import devices, processes, program_cache
 from zerojax.trainer import examples, setting_names
 from zerojax.trainer.tuning import answers, predictions
 from zerojax.tree import PyTree
@@ -57,9 +57,13 @@ def main() -> None:
 
 def _generate() -> None:
     given = _parse(sys.argv[1:])
+    joined_by = given.coordinator, given.num_processes, given.process_id
+    kept = program_cache.begin(is_one_host=processes.are_here(*joined_by))
     devices.emulate_cpu_devices(given.emulate_devices)
-    processes.initialize(given.coordinator, given.num_processes, given.process_id)
+    processes.initialize(*joined_by)
     devices.start()
+    if kept:
+        _note(kept, "")
     if given.file:
         return _answer_file(given)
     arrays = _read(given.ids) if given.ids else None

@@ -18,13 +18,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 from packaging import requirements
 
-from zerojax import display
+from zerojax import display, files
 from zerojax.commands import arguments, facts
 from zerojax.commands.facts import NOTE, WRONG, Fact
 from zerojax.errors import UserError
 from zerojax.launch import devices as devices_lib
+from zerojax.launch import program_cache
 from zerojax.plan import targets
 
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-rocm7-plugin", "libtpu")
@@ -245,18 +247,14 @@ def _remedy(why: str, default: str) -> str:
 
 def _cache() -> Iterator[Fact]:
     """Yields where compiled programs are kept."""
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if not folder:
-        remedy = (
-            "set JAX_COMPILATION_CACHE_DIR=DIR: a restart with the same settings then starts in about half the time"
-        )
+    if program_cache.is_off():
+        remedy = f"unset {program_cache.SWITCH.upper()} and {program_cache.FOLDER.upper()}: a second start then compiles nothing"
         yield Fact("cache", "compiled programs", "not kept", NOTE, remedy)
         return
-    path = pathlib.Path(folder)
-    is_usable = os.access(path if path.exists() else path.parent, os.W_OK)
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
-    value, remedy = f"{folder}, {display.human(size)}", "it cannot be written: choose another folder"
-    yield Fact.judged("cache", "compiled programs", value, is_usable, remedy)
+    path = pathlib.Path(jax.config.values[program_cache.FOLDER] or program_cache.users_folder())
+    value = f"{path}, {display.human(program_cache.size(path))}"
+    remedy = f"it cannot be written: name another folder by {program_cache.FOLDER.upper()}"
+    yield Fact.judged("cache", "compiled programs", value, os.access(files.nearest(path), os.W_OK), remedy)
 
 
 def _environment(environ: Mapping[str, str]) -> Iterator[Fact]:

@@ -12,11 +12,13 @@ import os
 import pathlib
 import signal
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from zerojax import files
+from zerojax import display, files
 from zerojax import mesh as mesh_lib
 from zerojax.commands import arguments
 from zerojax.errors import UserError
@@ -24,7 +26,7 @@ from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import weights
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, pretrained
-from zerojax.launch import devices, early, ending, processes, schedulers
+from zerojax.launch import devices, early, ending, processes, program_cache, schedulers
 from zerojax.serve import followers
 from zerojax.serve import tokenizer as words_lib
 from zerojax.zero.host import settings
@@ -53,8 +55,10 @@ def _serve() -> int:
     from zerojax.serve import app, server  # which import them
 
     key, cluster = _key(given.key_file), _cluster(given)
+    joined_by = given.coordinator, given.num_processes, given.process_id
+    kept = program_cache.begin(is_one_host=processes.are_here(*joined_by))
     devices.emulate_cpu_devices(given.emulate_devices)
-    processes.initialize(given.coordinator, given.num_processes, given.process_id)
+    processes.initialize(*joined_by)
     if cluster is not None and cluster.process_id > 0:
         return _follow(given)
     devices.start()
@@ -66,23 +70,35 @@ def _serve() -> int:
                 file=sys.stderr,
                 flush=True,
             )
-        engine, words, name, adapters = _model(given, cluster)
-        limits = app.Limits(
-            given.queue, given.max_seconds, given.max_body, min(given.max_seconds, app.Limits.body_seconds)
-        )
-        leader = followers.Leader(processes.order)
-        service = app.Service(
-            engine,
-            words,
-            name=name,
-            adapters=adapters,
-            limits=limits,
-            key=key,
-            names=server.names(given.host, bound),
-            tell=(lambda actions: None) if cluster is None else leader.tell,
-        )
-        service.start()
-        server.serve(service, bound, lambda: print(f"zerojax: {name} is served at {server.url(bound)}", flush=True))
+        began, leader = time.monotonic(), followers.Leader(processes.order)
+
+        def make(wait_for: Callable[[str], None]) -> app.Service:
+            def tell(line: str) -> None:
+                wait_for(line)
+                _say(line)
+
+            engine, words, name, adapters = _model(given, cluster, tell, kept)
+            limits = app.Limits(
+                given.queue, given.max_seconds, given.max_body, min(given.max_seconds, app.Limits.body_seconds)
+            )
+            service = app.Service(
+                engine,
+                words,
+                name=name,
+                adapters=adapters,
+                limits=limits,
+                key=key,
+                names=server.names(given.host, bound),
+                tell=(lambda actions: None) if cluster is None else leader.tell,
+            )
+            service.start()
+            return service
+
+        def on_start(service: app.Service) -> None:
+            _say(f"ready after {time.monotonic() - began:.1f} s")
+            _say(f"zerojax: {service.name} is served at {server.url(bound)}")
+
+        service = server.serve(make, bound, on_start)
     service.stop(_LAST)
     if service.failure:
         processes.leave_if_told()
@@ -103,7 +119,7 @@ def _cluster(given: argparse.Namespace) -> processes.Cluster | None:
 
 def _follow(given: argparse.Namespace) -> int:
     """Runs the engine as process 0 does, which ends this process when it has drained."""
-    engine = _model(given, _cluster(given))[0]
+    engine = _model(given, _cluster(given), lambda line: None)[0]
     for number in early.STOPS:  # whoever stops the service signals all processes, or process 0
         signal.signal(number, signal.SIG_IGN)
     followers.follow(engine, processes.next_order)
@@ -111,9 +127,16 @@ def _follow(given: argparse.Namespace) -> int:
 
 
 def _model(
-    given: argparse.Namespace, cluster: processes.Cluster | None
+    given: argparse.Namespace, cluster: processes.Cluster | None, tell: Callable[[str], None], kept: str = ""
 ) -> tuple[engine_lib.Engine, words_lib.Words, str, list[str]]:
-    """Returns the engine of a folder, its texts, its name and those of its adapters."""
+    """Returns the engine of a folder, its texts, its name and those of its adapters.
+
+    Args:
+      given: the command's arguments.
+      cluster: the processes that serve together; None for one alone.
+      tell: is called before each step that takes long, with a line.
+      kept: the line on compiled programs, which the first step follows.
+    """
     folder = folder_lib.open_folder(given.folder)
     if folder.family.is_classifier:
         raise UserError(
@@ -135,17 +158,24 @@ def _model(
             )
         offload = {"params": settings.HOST, "params_fraction": given.host_fraction}
         how |= {"stage": 3, "offload": offload, "min_size": 1}
-    if line := folder_lib.reading(folder.path):
-        print(line, flush=True)
+    if kept:
+        _say(kept)
+    tell(f"reading the weights of {folder.path}, {display.human(files.folder_bytes(folder.path))}")
+    began = time.monotonic()
     loaded = pretrained.load_huggingface(folder.path, **how)
     sizes = {name: getattr(given, name) for name in ("slots", "max_len", "max_inputs", "chunk")}
     sizes = {name: size for name, size in sizes.items() if size is not None}  # the engine's own
     adapters = {own: loaded.read_adapter(path) for own, path in named.items()}
+    tell(f"the weights are read after {time.monotonic() - began:.1f} s; making the engine")
     engine = engine_lib.Engine(loaded, format=given.format, adapters=adapters, text_of=words.text_of, **sizes)
     if given.warm_up:
-        print("compiling, which may take minutes", flush=True)
-        engine.warm_up()
+        engine.warm_up(lambda number, count: tell(f"compiling the programs, {number} of {count}"))
     return engine, words, name, list(adapters)
+
+
+def _say(line: str) -> None:
+    """Prints a line of the start."""
+    print(line, flush=True)
 
 
 def _ways(given: argparse.Namespace, cluster: processes.Cluster | None) -> int:

@@ -161,8 +161,7 @@ def check_length(family: family_lib.Family, config: ModelConfig, longest: int) -
 def _check_memory(mesh: Mesh, num_heads: int, shape: tuple[int, ...]) -> None:
     """Raises a UserError if the scores of attention over the prompts exceed the memory of a host without accelerators, which would swap."""
     rows, length = shape
-    host = budget.read_host()
-    limit = min((nbytes for nbytes in (host.total, host.allowed) if nbytes is not None), default=None)
+    limit = budget.read_host().least
     needed = SCORES * np.dtype(np.float32).itemsize * num_heads * rows * length**2
     if limit is not None and mesh.devices.flat[0].platform == "cpu" and needed > limit:
         raise _too_long(

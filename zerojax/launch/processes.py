@@ -100,6 +100,21 @@ def find_cluster(
     return _checked(coordinator, num_processes, process_id) or schedulers.find().cluster
 
 
+def are_here(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> bool:
+    """Returns whether all processes of this run are known to be on this host: it is alone, or process 0 has an address for this host alone.
+
+    Raises:
+      UserError: as `find_cluster`.
+    """
+    cluster = find_cluster(coordinator, num_processes, process_id)
+    if cluster is None or cluster.num_processes == 1:
+        return cluster is not None or not schedulers.find().method
+    host = cluster.coordinator.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
 def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,

@@ -11,18 +11,6 @@ import jax
 
 from zerojax import xla_flags
 
-_SHORTEST = "jax_persistent_cache_min_compile_time_secs"
-
-
-def keep_every_program() -> None:
-    """Makes JAX's persistent cache, if it is on, keep programs that compile in less than a second too.
-
-    A run makes its state with a dozen of them. Together they take seconds to compile for a GPU at every start. The environment variable
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS takes precedence.
-    """
-    if _SHORTEST.upper() not in os.environ:
-        jax.config.update(_SHORTEST, 0.0)
-
 
 def cache_folder() -> pathlib.Path:
     """Returns the folder for what this user's runs may share and make again: XDG_CACHE_HOME/zerojax, by default ~/.cache/zerojax."""

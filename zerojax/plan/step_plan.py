@@ -447,7 +447,7 @@ def _theory(placement: partition_lib.Partition, passes: int, by_hand: bool) -> t
         elsewhere = roles.DISK if path in on_disk else roles.HOST
         where = elsewhere if path in placement.on_host else role
         theory[where] = theory.get(where, 0.0) + tree.nbytes(leaf, shape) / (ways if is_sharded[role] else 1)
-        arithmetic[where] = arithmetic.get(where, 0) + tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
+        arithmetic[where] = arithmetic.get(where, 0) + tree.shard_bytes(leaf)
         if role == roles.PARAMS and placement.placements[path].trainable:
             item = 4 / leaf.dtype.itemsize if passes > 1 or by_hand else 1
             theory[roles.GRADIENTS] += item * tree.nbytes(leaf, shape) / (ways if stage.grads else 1)

@@ -1,7 +1,7 @@
 """Answers HTTP requests. This module holds the routes of a server, its limits, and what happens when a client is gone.
 
     GET  /                       a page to try it
-    GET  /health                 200, or 503 when the server is to end
+    GET  /health                 200, or 503 when the server starts (`starting.Starting`) or is to end
     GET  /metrics                counts for Prometheus
     GET  /v1/models              the model
     POST /v1/completions         prompts, as texts or token ids
@@ -69,6 +69,7 @@ class Service:
       tell: is called before each step of the engine; see `worker.Worker`.
 
     Attributes:
+      name: the model's.
       is_draining: whether new requests are refused.
       active: answers that were asked and have not ended.
     """
@@ -85,7 +86,7 @@ class Service:
         names: Collection[str] = (),
         tell: Callable[[Sequence[worker_lib.Action]], None] = lambda actions: None,
     ):
-        self._worker, self._words, self._name = worker_lib.Worker(engine, self._wake_all, tell), words, name
+        self._worker, self._words, self.name = worker_lib.Worker(engine, self._wake_all, tell), words, name
         self._limits, self._key, self._most = limits, key.encode(), engine.slots + limits.queue
         self._names = {"localhost", *names}
         self._counts, self._created = counts_lib.Counts(), int(time.time())
@@ -135,11 +136,11 @@ class Service:
                     self._check_key(request)
                 response = await answer(request)
             except NotAnswered as error:
-                response = _refusal(error)
+                response = refusal(error)
             except http.ClientDisconnect:
                 response = Response(status_code=499)  # nobody reads it
             except Exception as error:  # a fault of ours; the server goes on
-                response = _refusal(NotAnswered(500, _told_fault(path, error)))
+                response = refusal(NotAnswered(500, _told_fault(path, error)))
             self._counts.add("requests_total", route=path, status=str(response.status_code))
             return response
 
@@ -150,7 +151,7 @@ class Service:
         self._counts.add("requests_total", route="none", status=str(error.status_code))
         path = errors.shown(request.url.path, 80)
         line = f"{request.method[:20]} {path}: " + ("is not there" if error.status_code == 404 else error.detail)
-        return _refusal(NotAnswered(error.status_code, line, code="not_found"), error.headers)
+        return refusal(NotAnswered(error.status_code, line, code="not_found"), error.headers)
 
     def _check_host(self, request: http.Request) -> None:
         """Refuses a name that is not this machine's. Programs may send no name; browsers always do."""
@@ -193,7 +194,7 @@ class Service:
         most = self._worker.engine.max_len
         found = {"id": name, "object": "model", "created": self._created, "owned_by": "zerojax", "max_model_len": most}
         found["chat_template"] = self._words.chat_template
-        return found | ({"parent": self._name} if self._adapters[name] else {})
+        return found | ({"parent": self.name} if self._adapters[name] else {})
 
     def _check_model(self, name: str) -> None:
         if name not in self._adapters:
@@ -437,7 +438,7 @@ def _each(prompts: Sequence[Sequence[int]], asked: asked_lib.Wanted) -> list[tup
     ]
 
 
-def _refusal(error: NotAnswered, headers: Any = None) -> Response:
+def refusal(error: NotAnswered, headers: Any = None) -> Response:
     """Returns the response to a request that is not answered."""
     found = dict(headers or {})
     if error.status in (408, 413, 503):

@@ -1,7 +1,7 @@
 """Serves an application on a socket. This module is the process of a server: its socket, its signals, and its end.
 
-The first SIGTERM or SIGINT drains: new requests are refused with 503, those that run are answered, and the process ends with status 0. A
-second one ends it at once.
+The socket listens while the service is made, in another thread. The first SIGTERM or SIGINT after that drains: new requests are refused
+with 503, those that run are answered, and the process ends with status 0. One before it, or a second one, ends the process at once.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.launch import early, ending
 from zerojax.serve import app as app_lib
+from zerojax.serve import starting as starting_lib
 
 HEADER_SECONDS = 10.0  # in which a request's headers must have come
 CONNECTIONS = 1024  # at once
@@ -42,7 +43,7 @@ def bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     bound = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)
         bound.bind(address)
     except OSError as error:
         bound.close()
@@ -74,15 +75,29 @@ def names(host: str, bound: socket.socket) -> set[str]:
     return {host.lower(), own, short, f"{short}.local", *far}
 
 
-def serve(service: app_lib.Service, bound: socket.socket, on_start: Callable[[], None]) -> None:
-    """Serves until a signal, or until the engine fails. Calls `on_start` when requests are answered."""
-    asyncio.run(_serve(service, made(service), bound, on_start))
+def serve(
+    make: Callable[[Callable[[str], None]], app_lib.Service],
+    bound: socket.socket,
+    on_start: Callable[[app_lib.Service], None],
+) -> app_lib.Service:
+    """Makes a service and serves it until a signal, or until its engine fails. Returns the service.
+
+    Args:
+      make: makes it, in a thread of its own, and says what it waits for by the function that it is given. Until it returns, requests get
+        503 with that.
+      bound: of `bind`.
+      on_start: is called when requests are answered.
+
+    Raises:
+      what `make` raises.
+    """
+    return asyncio.run(_serve(make, bound, on_start))
 
 
-def made(service: app_lib.Service) -> "_Server":
-    """Returns uvicorn's server of a service."""
+def made(app: starting_lib.Application) -> "_Server":
+    """Returns uvicorn's server of an application."""
     config = uvicorn.Config(
-        service.app(),
+        app,
         loop="asyncio",
         http=_Timed,
         ws="none",
@@ -98,11 +113,20 @@ def made(service: app_lib.Service) -> "_Server":
 
 
 async def _serve(
-    service: app_lib.Service, server: "_Server", bound: socket.socket, on_start: Callable[[], None]
-) -> None:
+    make: Callable[[Callable[[str], None]], app_lib.Service],
+    bound: socket.socket,
+    on_start: Callable[[app_lib.Service], None],
+) -> app_lib.Service:
     loop, former = asyncio.get_running_loop(), {}
+    starting = starting_lib.Starting()
+    server, service = made(starting), None
+
+    def wait_for(what: str) -> None:
+        starting.waits_for = what
 
     def stop(number: int) -> None:
+        if service is None:
+            ending.leave(early.status(number), early.line(number))
         if service.is_draining:
             ending.leave(early.status(number), f"zerojax: {early.INTERRUPTED[signal.Signals(number)]} while it drained")
         service.is_draining = True
@@ -114,14 +138,17 @@ async def _serve(
     try:
         while not server.started and not running.done():
             await asyncio.sleep(0.01)
-        on_start()
+        service = await asyncio.to_thread(make, wait_for)
+        starting.become(service.app())
+        on_start(service)
         while not running.done() and not service.failure and not (service.is_draining and not service.active):
             await asyncio.sleep(_TICK)
         service.is_draining = True
         await asyncio.sleep(_TICK)  # those that wait are told
+        return service
+    finally:
         server.should_exit = True
         await running
-    finally:
         for number in former:
             loop.remove_signal_handler(number)
             signal.signal(number, former[number])

@@ -102,10 +102,15 @@ def lengths(config: settings_lib.Config, family: family_lib.Family, model: Model
         )
     known = getattr(model, "classes", ())
     shape = tasks.RowForm(is_pair, config.seq_len, data.answer_len, 0, 0, None, (), known)
-    found = rows.lengths(shape, packs=data.pack and data.task not in tasks.ANSWERS)
+    found = rows.lengths(shape, packs=_packs(data))
     if data.task == tasks.GRPO:
         return rewarded.lengths(config, found)
     return rows.of_pair(found) if data.task == tasks.DPO else found
+
+
+def _packs(data: settings_lib.DataSettings) -> bool:
+    """Returns whether a row holds several examples, which those that are compared do not."""
+    return data.pack and data.task not in tasks.ANSWERS
 
 
 def load(
@@ -129,7 +134,7 @@ def load(
         tokenizer,
         dataclasses.replace(task_settings(config, family, source), now=now),
         form(config, family, source, tokenizer),
-        packs=config.data.pack and config.data.task not in tasks.ANSWERS,
+        packs=_packs(config.data),
         folder=folder_of(config, tokenizer),
         cache=cache,
     )

@@ -58,17 +58,18 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     is_tied, count = not family_lib.heads(family, model), getattr(model, "num_experts", 0)
     on_host = _partition(config, abstract, mesh).on_host if is_streamed else ()
     sizes, arriving = {"dense": 0, "experts": 0, "rows": 0}, collections.Counter[str]()
-    active, share = 0.0, model.experts_per_token / count if count else 0.0
-    for path, leaf in tree.flatten(placed):
-        is_mixed = bool(count) and EXPERT in path and leaf.shape[0] == count
+    share = model.experts_per_token / count if count else 0.0
+
+    def kind(path: str, leaf: Any) -> str:
         is_read = not path.endswith("/embedding") or (is_tied and path == "embed/embedding")
-        sizes["experts" if is_mixed else "dense" if is_read else "rows"] += tree.shard_bytes(leaf)
+        return "experts" if count and EXPERT in path and leaf.shape[0] == count else "dense" if is_read else "rows"
+
+    for path, leaf in tree.flatten(placed):
+        sizes[kind(path, leaf)] += tree.shard_bytes(leaf)
         if f"params/{path}" in on_host:
             arriving[tree.block_of(path, re.compile(family.blocks)) or path] += tree.shard_bytes(leaf)
-    for path, leaf in tree.flatten(abstract):
-        is_mixed = bool(count) and EXPERT in path and leaf.shape[0] == count
-        if not path.endswith("/embedding") or (is_tied and path == "embed/embedding"):
-            active += math.prod(leaf.shape) * (share if is_mixed else 1.0)
+    used = {"experts": share, "dense": 1.0, "rows": 0.0}
+    active = sum(math.prod(leaf.shape) * used[kind(path, leaf)] for path, leaf in tree.flatten(abstract))
     shape, special = programs.Shape(1, config.seq_len, 0), family_lib.SpecialTokens()
     made = programs.Programs(family, model, mesh, shape, special, lambda function: function, None, ())
     caches, _ = made.abstract(abstract)

@@ -62,7 +62,7 @@ def _counted(
     for path, leaf in leaves:
         role = partition.leaves[path].role
         if path not in partition.on_host:
-            counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
+            counted[role] += tree.shard_bytes(leaf)
         if role == roles.PARAMS:
             sums = 2 if in_16_bits and accumulates else 4
             item = sums if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize

@@ -126,7 +126,7 @@ def test_a_state_is_made_after_the_plan_and_is_explained_by_it_if_it_does_not_fi
     with pytest.raises(zerojax.UserError, match="out of device memory: the step needs"):
         runs.run(tmp_path)
     out = capsys.readouterr().out
-    assert "compiled in" in out and "starts at step" not in out
+    assert "compiled the step in" in out and "starts at step" not in out
 
 
 def test_another_runtime_error_is_not_taken_for_out_of_memory(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import re
+import types
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ def test_a_score_counts_right_answers_and_those_of_no_class():
     found = score(("yes", "yes"), ("no", "yes"), ("maybe", "no"), ("no", "no"))
     assert found.share == 0.5
     assert found.line == "accuracy 50.0% (2 of 4 held-out answers); 1 answers are none of the 2 classes"
+    assert score(("free", "text"), classes=()).line == "accuracy 0.0% (0 of 1 held-out answers)"
     out = io.StringIO()
     rich.console.Console(file=out, width=80).print(found.table)
     shown = out.getvalue()
@@ -61,6 +63,17 @@ def test_answers_are_what_the_generator_gives_for_each_prompt_alone(tmp_path, ca
     tokens = alone(params, prompt[None])[0, 1 if built.family.is_encoder_decoder else len(prompt) :]
     assert found.answers[number].found == BYTES.decode(tokens[: [*tokens, 256].index(256)]).strip()
     assert found.answers[number].prompt == BYTES.decode(prompt)
+
+
+@pytest.mark.parametrize("preset, is_pair", [("test", False), ("bart_test", True)])
+def test_an_answer_begins_after_the_prompt_or_the_start_token(monkeypatch, preset, is_pair):
+    def generated(params, ids, mask):
+        return np.concatenate([np.zeros((len(ids), 1), int) if is_pair else ids, [[*b"yes", 256]] * len(ids)], axis=1)
+
+    monkeypatch.setattr(generate, "make_generator", lambda *given, **how: generated)
+    built = program.build(runs.config(model__preset=preset), tokenizer_vocab=BYTES.vocab_size)
+    pairs = types.SimpleNamespace(stops=(), form=types.SimpleNamespace(is_encoder_decoder=is_pair))
+    assert answers._texts(built, BYTES, pairs)(None, np.ones((2, 3), int), None) == ["yes", "yes"]
 
 
 def test_nothing_is_answered_without_held_out_examples_or_wish(tmp_path):

@@ -205,7 +205,7 @@ def test_a_reward_that_fails_on_the_first_process_ends_both(prompts_file, comman
     ],
 )
 def test_what_does_not_go_with_rollouts_is_refused(prompts_file, changes, words):
-    with pytest.raises(UserError, match=words) as caught, program.names.of_config():
+    with pytest.raises(UserError, match=words) as caught, program.setting_names.of_config():
         opened(prompts_file, **changes)
     assert "\n" not in str(caught.value)
     assert len(jax.devices()) == 8

@@ -20,7 +20,7 @@ from flax.training.train_state import TrainState
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.zero import shard_state
+from zerojax.zero import shard_state, step
 from zerojax.zero.blocks import block_settings
 from zerojax.zero.gradients import explicit
 from zerojax.zero.sharded_batch import inputs
@@ -147,6 +147,16 @@ def test_devices_draw_apart_and_a_returned_key_is_that_of_the_state():
     (_, aux), _ = jax.jit(run)(state.params, {"x": X}, state)
     assert aux["metrics"]["square"] > 1.01 * aux["metrics"]["mean"] ** 2, "the same number on every device"
     assert aux["state"]["rng"] == jax.random.split(state.rng)[0]
+
+
+def test_a_leaf_of_the_params_that_is_no_weight_is_refused_in_one_line():
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8)), "n": jnp.ones(8)}, tx=optax.sgd(0.1))
+    roles = [("params/w$", "params")]
+    state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), roles=roles)
+    loss = lambda params, x, state: jnp.sum(x @ params["w"] + params["n"])  # noqa: E731
+    train_step = step.make_train_step(loss, part, reduce_dtype=jnp.float32)
+    with pytest.raises(UserError, match=r"^reduce_dtype: params/n does not have the role of a weight .* omit"):
+        train_step(state, jnp.ones((8, 8)))
 
 
 def test_nnx_variables_that_would_come_apart_are_refused():

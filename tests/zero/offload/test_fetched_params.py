@@ -37,7 +37,11 @@ def test_weights_from_the_host_give_the_same_and_few_are_on_the_device(net, ahea
     apart, inside = map(any, (cut.arrivals.after, cut.arrivals.brings))
     assert (apart, inside) == (small <= 40, small > 0)
     on_host = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), params)
-    most = []
+    planned, most = {*cut.arrivals.sent(-1)}, []
+    for index, program in enumerate(cut.programs):
+        planned |= {*cut.arrivals.sent(index)}
+        assert on_device.intersection(program.reads) <= planned, "what is counted is what is sent"
+        planned -= cut.arrivals.dropped(index)
 
     def done(index, written, values):
         held = {number for number in values if number in on_device}

@@ -119,11 +119,20 @@ def test_averages_of_the_users_own_keep_the_models_shapes():
 
 
 def test_elementwise_optimizers_keep_their_padding_during_the_update():
-    """Nothing is cut or padded, so nothing moves."""
-    for name, is_cut in (("adam", False), ("lamb", True)):
-        _, partition = shard_state.shard_train_state(
-            odd_state(PADDED[name]), mesh=mesh_lib.make_mesh(), min_size=0, indivisible="pad"
-        )
+    """Nothing is cut or padded, so nothing moves. Frozen weights do not count."""
+
+    def names(params):
+        return {name: jax.tree.map(lambda _, name=name: name, leaf) for name, leaf in params.items()}
+
+    of_b = optax.multi_transform({"w": PADDED["adam"], "b": PADDED["lamb"]}, names)
+    for tx, trainable, is_cut in (
+        (PADDED["adam"], "", False),
+        (PADDED["lamb"], "", True),
+        (of_b, "", True),
+        (of_b, "w", False),
+    ):
+        state, how = odd_state(tx), {"min_size": 0, "indivisible": "pad", "trainable": trainable}
+        _, partition = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), **how)
         state, grads = partition.abstract_state, partition.abstract_state.params
         traced = jax.make_jaxpr(update.make(partition))(state, state, grads, 1.0, None)
         assert ("pad[" in str(traced)) == is_cut

@@ -1,4 +1,4 @@
-"""Checks the dtypes of gradients in updates through optax. This module tests zerojax.zero.update.update."""
+"""Checks the dtypes and the shardings of updates through optax. This module tests zerojax.zero.update.update."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from zerojax.zero import shard_state
 from zerojax.zero.update import update
 
 
-def sharded(tx, dtype=jnp.float32):
+def sharded(tx, dtype=jnp.float32, **how):
     params = {"w": jnp.linspace(-1, 1, 64).reshape(8, 8).astype(dtype), "b": jnp.ones((8,), dtype)}
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    return shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=2, min_size=0)
+    return shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=2, min_size=0, **how)
 
 
 GRADS = {"w": jnp.linspace(2, -2, 64).reshape(8, 8), "b": jnp.arange(8.0)}
@@ -32,3 +32,11 @@ def test_gradients_keep_their_dtype_where_nothing_is_scaled_and_are_float32_wher
     for finite in (None, jnp.asarray(True)):
         update.make(part)(state, state, half, 1.0, finite)
     assert seen == [{"float16"}, {"float32"}]
+
+
+def test_weights_that_are_trained_are_constrained_to_their_update_and_other_leaves_are_as_they_were():
+    state, part = sharded(optax.sgd(1.0), trainable="^w$")
+    given = {**state.params, "count": jnp.ones(8)}
+    found = update.constrain(part, given)
+    assert found["b"] is given["b"] and found["count"] is given["count"]
+    assert given["w"].sharding.is_fully_replicated and not found["w"].sharding.is_fully_replicated

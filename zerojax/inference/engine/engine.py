@@ -255,18 +255,23 @@ class Engine:
         while self.step():
             pass
 
-    def warm_up(self) -> None:
+    def warm_up(self, tell: Callable[[int, int], Any] = lambda number, count: None) -> None:
         """Compiles the programs for prompts of all lengths that are read one at a time, and for both kinds of decoding.
 
-        To be called before the first request.
+        To be called before the first request. They are those of some texts; `tell` is called before each, with its number, from 1, and how
+        many there are.
         """
         reuses, self._reuses = self._reuses, False
         most = self._inputs or self.max_len - 2
         sizes = [SHORTEST << n for n in range(self._chunk.bit_length()) if SHORTEST << n < self._chunk] + [self._chunk]
         lengths = [*sizes, *([] if self._inputs else (self._chunk + size for size in sizes))]
-        for length in dict.fromkeys(min(length, most) for length in lengths):
-            self.generate([[0] * length], max_tokens=2, ignores_end=True)
-        self.generate([[0]], max_tokens=2, ignores_end=True, temperature=1.0, repetition_penalty=2.0)
+        texts: list[tuple[int, dict[str, float]]] = [
+            *((length, {}) for length in dict.fromkeys(min(length, most) for length in lengths)),
+            (1, {"temperature": 1.0, "repetition_penalty": 2.0}),
+        ]
+        for number, (length, settings) in enumerate(texts, 1):
+            tell(number, len(texts))
+            self.generate([[0] * length], max_tokens=2, ignores_end=True, **settings)
         self._reuses = reuses
 
     def submit(

@@ -69,6 +69,7 @@ class BlockCall:
 
     def near(self, stored: Mapping[str, jax.Array], after: jax.Array) -> dict[str, Any]:
         """Returns what is kept for the backward pass in place of shards, of the weights whose wires keep it; `after` is there before."""
+        # XLA puts a collective and the one that needs it beside the same kernels, and waits for the first. So this starts a block ahead.
         stored, _ = jax.lax.optimization_barrier((dict(stored), after))
         found = self._by_wire(stored, lambda path, shard, own: own.wire.near(shard, own, self.dtype))
         return {path: kept for path, kept in found.items() if kept is not None}
@@ -326,6 +327,7 @@ def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[An
         plan, residuals.stored, residuals.known, tokens, (outputs, residuals.pull), residuals.on_host
     )
     if residuals.begun is not None:
+        # No matmul of a head that has made its gradients in the forward pass hides a gather, so the gather starts beside that pass.
         tokens = tokens._replace(start=residuals.begun)
     leaves = [near if far is None else far for near, far in zip(pull.leaves, on_host)]
     vjp = dataclasses.replace(pull, leaves=leaves).of(sent)

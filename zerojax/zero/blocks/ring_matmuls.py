@@ -61,6 +61,7 @@ def around(
 
 
 def _forward(function: Callable[..., Any], ring: RingOfExamples, weights: Weights, arrays: list, others: list) -> Any:
+    # Rounded here and not outside: so `float32_grads` finds gradients in float32 without looking into the `shard_map`.
     narrow = {name: weight.astype(ring.dtype) for name, weight in weights.items()}
 
     def run(step: int, arrays: list[jax.Array], following: list[jax.Array]) -> Any:

@@ -222,6 +222,7 @@ def mapped(
     axes, find = mesh_lib.manual(partition.mesh), finder(partition)
     param_specs = tree.map_with_path(lambda path, _: specs.only(find(path, None).stored.spec, axes), params)
     batch_specs = jax.tree.map(lambda spec: specs.only(spec, axes), batch_specs, is_leaf=inputs.is_spec)
+    # The state is an argument for losses that read it; what none reads is dropped, so no moments are gathered.
     return jax.shard_map(
         constraints.dropped(axes)(run),
         mesh=partition.mesh,
@@ -252,6 +253,7 @@ def with_tokens(tokens: PyTree, values: PyTree) -> PyTree:
     """Adds the tokens' zeros to the smallest of `values`, because the compiler drops tokens that nothing reads, and their order."""
     leaves, structure = jax.tree.flatten(values)
     smallest = min(range(len(leaves)), key=lambda number: leaves[number].size)
+    # Not to the loss: where it is a metric too, the compiler computes the metric without the tokens and drops the rest.
     leaves[smallest] += jnp.stack(jax.tree.leaves(tokens)).sum().astype(leaves[smallest].dtype)
     return jax.tree.unflatten(structure, leaves)
 

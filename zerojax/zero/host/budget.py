@@ -48,6 +48,11 @@ class Host:
     total: int | None
     allowed: int | None
 
+    @property
+    def least(self) -> int | None:
+        """Returns what a process may use: the less of the two; None if both are unknown."""
+        return min((size for size in (self.total, self.allowed) if size is not None), default=None)
+
 
 def pinned_bytes(partition: partition_lib.Partition) -> int:
     """Returns the bytes that this process will pin: those of XLA's pool, and the buffers that a disk is read into."""
@@ -148,8 +153,7 @@ def _check_growth(pooled: int, pool_gb: float, size: int, host: Host, needed: in
       needed: bytes that the processes of this host need, with the rest of their memory.
       count: processes of this host.
     """
-    least = min((size for size in (host.total, host.allowed) if size is not None), default=None)
-    taken = grown_bytes(pooled, pool_gb)
+    least, taken = host.least, grown_bytes(pooled, pool_gb)
     if least is not None and needed <= least < needed + count * (taken - pooled):
         raise UserError(
             f"offload.optimizer: this process pins {display.human(pooled)}, for which XLA's pool of pinned memory grows "

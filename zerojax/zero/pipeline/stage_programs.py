@@ -253,6 +253,7 @@ def _summed_in_turns(
         added = accumulate.added(sums, grads, made.get(factor_var, factor), seed, numbers, places)
         total |= {new[path]: value for path, value in added.items()}
         held, waited = turns.ends(in_turns, turn, total, gathered, lags=lags)
+        # The tokens of `overlap` do not pass between programs. Without this XLA mixes the turns, and holds what all blocks compute again.
         now, summed = jax.lax.optimization_barrier(([made[var] for var in held], [total[var] for var in waited]))
         made.update(zip(held, now))
         total.update(zip(waited, summed))

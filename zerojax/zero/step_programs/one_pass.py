@@ -53,6 +53,7 @@ def one_pass(
     of_device = explicit.OfDevice(loss_fn, marked, how, reduction, compute_dtype, passes, runner)
 
     def returned(path: str, grad: jax.Array) -> jax.Array:
+        # Devices differ in an unsummed gradient. A spec of `shard_map` tells that only by a sharded dim: the first, which counts devices.
         return grad[None] if reduction.waits(of_device.find(path, None)) else grad
 
     def of_grad(found: placement.Placement) -> NamedSharding:

@@ -119,6 +119,7 @@ def local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, .
     return NamedSharding(mesh, specs.only(sharding.spec, mesh_lib.manual(mesh))).shard_shape(shape)
 
 
+# JAX's own transpose of a gather is a reduce-scatter in the gathered dtype. This one sums in `reduction.dtype`, sharded as the update.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_shard(
     weight: ShardAndSink, placement: Placement, dtype: DTypeLike | None, reduction: Reduction

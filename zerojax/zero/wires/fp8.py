@@ -93,7 +93,7 @@ class InFp8(gather.Plain):
         return fp8.EightBits(gather.all_gather(values, placement, None), known, swapped)
 
     def differentiated(self, sent: fp8.EightBits, dtype: DTypeLike | None) -> jax.Array:
-        return jnp.zeros(sent.values.shape, dtype)
+        return jnp.zeros(sent.values.shape, dtype)  # a sink: the gradient of the fp8 array itself would be fp8
 
     @contextlib.contextmanager
     def used(self, path: str, sent: fp8.EightBits, differentiated: jax.Array) -> Iterator[jax.Array]:
