@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pathlib
+import subprocess
 import sys
 import tomllib
 
@@ -13,6 +14,18 @@ import runs
 from zerojax import __main__ as cli
 
 KNOWN = ", ".join(cli.COMMANDS)
+OF_A_STEP = {"jax", "flax", "optax", "numpy", "rich", "yaml", "absl"}  # flax imports the last three
+HEAVY = OF_A_STEP | {
+    "orbax",
+    "orbax.checkpoint",
+    "tensorflow_datasets",
+    "array_record",
+    "grain",
+    "pyarrow",
+    "tokenizers",
+    "datasets",
+}
+HEAVY |= {"huggingface_hub", "transformers", "ml_collections", "matplotlib", "tensorboardX", "tensorflow", "pandas"}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +95,30 @@ def test_an_unknown_command_ends_in_one_line_with_status_2(monkeypatch, capsys, 
         cli.main()
     line = capsys.readouterr().err
     assert ended.value.code == 2 and line.count("\n") == 1 and line.startswith("zerojax: ") and words in line
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    {
+        "the library": (["-c", "import zerojax"], HEAVY),
+        "its step": (["-c", "import zerojax; zerojax.make_mesh, zerojax.make_train_step"], HEAVY - OF_A_STEP),
+        "the help": (["-m", "zerojax", "--help"], HEAVY),
+        "an unknown command": (["-m", "zerojax", "trian"], HEAVY),
+        "the configs": (["-m", "zerojax", "configs"], HEAVY),
+        "a card": (["-m", "zerojax", "show", "no/such/run"], HEAVY - {"rich"}),
+        "checkpoints": (["-m", "zerojax", "verify-checkpoint", "no/such/run"], HEAVY - {"rich"}),
+        "a launch": (["-m", "zerojax", "launch", "--help"], HEAVY),
+    }.values(),
+)
+def test_nothing_heavy_is_imported_before_it_is_used(words, absent):
+    command = [sys.executable, "-Ximporttime", *words]
+    ended = subprocess.run(
+        command, cwd=runs.ROOT, env=programs.environment(), capture_output=True, text=True, timeout=programs.LIMIT
+    )
+    imported = {
+        line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")
+    }
+    assert "zerojax" in imported and not imported & absent
 
 
 def test_the_console_script_and_the_table_name_what_is_there():

@@ -7,106 +7,120 @@
 """
 
 import inspect
+from typing import TYPE_CHECKING, Any
 
-import zerojax.launch.early  # first: it ends a command that is stopped during the imports below
-import zerojax.signatures
-from zerojax.checkpoint.checkpointer import Checkpointer
-from zerojax.errors import UserError
-from zerojax.inference.engine.engine import Engine
-from zerojax.interop.pretrained import export_adapter, export_huggingface, load_huggingface
-from zerojax.kinds import decayed, weight_kinds
-from zerojax.launch.together import main_process_first, wait_for_everyone
-from zerojax.lora.add import add_lora
-from zerojax.lora.linen import with_lora
-from zerojax.lora.settings import Lora
-from zerojax.mesh import batch_sharding, make_mesh
-from zerojax.migration.own_step import from_deepspeed_config
-from zerojax.ops import fp8
-from zerojax.ops.embedding import embedding_lookup
-from zerojax.ops.tiles import over_tiles
-from zerojax.ops.tokens import attention
-from zerojax.optim.fused import fused_adamw, fused_lion
-from zerojax.optim.master_weights import with_master_weights
-from zerojax.optim.muon import muon
-from zerojax.train_state import TrainState
-from zerojax.zero.blocks.block_settings import Blocks
-from zerojax.zero.blocks.where_used import where_used
-from zerojax.zero.compare import compare_context, compare_sums
-from zerojax.zero.fp8.modules import Fp8
-from zerojax.zero.host.settings import Offload
-from zerojax.zero.offload.late_norm import first_norm
-from zerojax.zero.pipeline.state import Pipeline
-from zerojax.zero.shard_state import shard_train_state
-from zerojax.zero.sharded_batch.outputs import Mean, Sum
-from zerojax.zero.stages import partition_state
-from zerojax.zero.state_bytes import memory_table
-from zerojax.zero.step import make_train_step
-from zerojax.zero.step_values import BatchLayout, Sums
-from zerojax.zero.update.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
-from zerojax.zero.update.padding import pad, unpad
-from zerojax.zero.weights.partition import Partition
-from zerojax.zero.weights.placement import Placement
-from zerojax.zero.wires.columns import ByColumns
-from zerojax.zero.wires.experts import ToExperts
-from zerojax.zero.wires.packed import PackedWires
-from zerojax.zero.wires.unsent import with_unsent
+import zerojax.launch.early  # first: it ends a command that is stopped during later imports
 
-__all__ = [
-    "BatchLayout",
-    "Blocks",
-    "ByColumns",
-    "Checkpointer",
-    "DynamicLossScale",
-    "Engine",
-    "Fp8",
-    "Lora",
-    "LossScaleState",
-    "Mean",
-    "Offload",
-    "PackedWires",
-    "Partition",
-    "Pipeline",
-    "Placement",
-    "StaticLossScale",
-    "Sum",
-    "Sums",
-    "ToExperts",
-    "TrainState",
-    "UserError",
-    "add_lora",
-    "attention",
-    "batch_sharding",
-    "compare_context",
-    "compare_sums",
-    "decayed",
-    "embedding_lookup",
-    "export_adapter",
-    "export_huggingface",
-    "first_norm",
-    "fp8",
-    "from_deepspeed_config",
-    "fused_adamw",
-    "fused_lion",
-    "load_huggingface",
-    "main_process_first",
-    "make_mesh",
-    "make_train_step",
-    "memory_table",
-    "muon",
-    "over_tiles",
-    "pad",
-    "partition_state",
-    "raise_if_exhausted",
-    "shard_train_state",
-    "unpad",
-    "wait_for_everyone",
-    "weight_kinds",
-    "where_used",
-    "with_lora",
-    "with_master_weights",
-    "with_unsent",
-]
+if TYPE_CHECKING:
+    from zerojax.checkpoint.checkpointer import Checkpointer
+    from zerojax.errors import UserError
+    from zerojax.inference.engine.engine import Engine
+    from zerojax.interop.pretrained import export_adapter, export_huggingface, load_huggingface
+    from zerojax.kinds import decayed, weight_kinds
+    from zerojax.launch.together import main_process_first, wait_for_everyone
+    from zerojax.lora.add import add_lora
+    from zerojax.lora.linen import with_lora
+    from zerojax.lora.settings import Lora
+    from zerojax.mesh import batch_sharding, make_mesh
+    from zerojax.migration.own_step import from_deepspeed_config
+    from zerojax.ops import fp8
+    from zerojax.ops.embedding import embedding_lookup
+    from zerojax.ops.tiles import over_tiles
+    from zerojax.ops.tokens import attention
+    from zerojax.optim.fused import fused_adamw, fused_lion
+    from zerojax.optim.master_weights import with_master_weights
+    from zerojax.optim.muon import muon
+    from zerojax.train_state import TrainState
+    from zerojax.zero.blocks.block_settings import Blocks
+    from zerojax.zero.blocks.where_used import where_used
+    from zerojax.zero.compare import compare_context, compare_sums
+    from zerojax.zero.fp8.modules import Fp8
+    from zerojax.zero.host.settings import Offload
+    from zerojax.zero.offload.late_norm import first_norm
+    from zerojax.zero.pipeline.state import Pipeline
+    from zerojax.zero.shard_state import shard_train_state
+    from zerojax.zero.sharded_batch.outputs import Mean, Sum
+    from zerojax.zero.stages import partition_state
+    from zerojax.zero.state_bytes import memory_table
+    from zerojax.zero.step import make_train_step
+    from zerojax.zero.step_values import BatchLayout, Sums
+    from zerojax.zero.update.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
+    from zerojax.zero.update.padding import pad, unpad
+    from zerojax.zero.weights.partition import Partition
+    from zerojax.zero.weights.placement import Placement
+    from zerojax.zero.wires.columns import ByColumns
+    from zerojax.zero.wires.experts import ToExperts
+    from zerojax.zero.wires.packed import PackedWires
+    from zerojax.zero.wires.unsent import with_unsent
 
-globals().update(
-    {name: zerojax.signatures.checked(one) for name in __all__ if inspect.isfunction(one := globals()[name])}
-)
+_MODULES = {  # public name -> where it is, of which `__getattr__` imports each when it is used
+    "BatchLayout": "zerojax.zero.step_values",
+    "Blocks": "zerojax.zero.blocks.block_settings",
+    "ByColumns": "zerojax.zero.wires.columns",
+    "Checkpointer": "zerojax.checkpoint.checkpointer",
+    "DynamicLossScale": "zerojax.zero.update.loss_scale",
+    "Engine": "zerojax.inference.engine.engine",
+    "Fp8": "zerojax.zero.fp8.modules",
+    "Lora": "zerojax.lora.settings",
+    "LossScaleState": "zerojax.zero.update.loss_scale",
+    "Mean": "zerojax.zero.sharded_batch.outputs",
+    "Offload": "zerojax.zero.host.settings",
+    "PackedWires": "zerojax.zero.wires.packed",
+    "Partition": "zerojax.zero.weights.partition",
+    "Pipeline": "zerojax.zero.pipeline.state",
+    "Placement": "zerojax.zero.weights.placement",
+    "StaticLossScale": "zerojax.zero.update.loss_scale",
+    "Sum": "zerojax.zero.sharded_batch.outputs",
+    "Sums": "zerojax.zero.step_values",
+    "ToExperts": "zerojax.zero.wires.experts",
+    "TrainState": "zerojax.train_state",
+    "UserError": "zerojax.errors",
+    "add_lora": "zerojax.lora.add",
+    "attention": "zerojax.ops.tokens",
+    "batch_sharding": "zerojax.mesh",
+    "compare_context": "zerojax.zero.compare",
+    "compare_sums": "zerojax.zero.compare",
+    "decayed": "zerojax.kinds",
+    "embedding_lookup": "zerojax.ops.embedding",
+    "export_adapter": "zerojax.interop.pretrained",
+    "export_huggingface": "zerojax.interop.pretrained",
+    "first_norm": "zerojax.zero.offload.late_norm",
+    "fp8": "zerojax.ops",
+    "from_deepspeed_config": "zerojax.migration.own_step",
+    "fused_adamw": "zerojax.optim.fused",
+    "fused_lion": "zerojax.optim.fused",
+    "load_huggingface": "zerojax.interop.pretrained",
+    "main_process_first": "zerojax.launch.together",
+    "make_mesh": "zerojax.mesh",
+    "make_train_step": "zerojax.zero.step",
+    "memory_table": "zerojax.zero.state_bytes",
+    "muon": "zerojax.optim.muon",
+    "over_tiles": "zerojax.ops.tiles",
+    "pad": "zerojax.zero.update.padding",
+    "partition_state": "zerojax.zero.stages",
+    "raise_if_exhausted": "zerojax.zero.update.loss_scale",
+    "shard_train_state": "zerojax.zero.shard_state",
+    "unpad": "zerojax.zero.update.padding",
+    "wait_for_everyone": "zerojax.launch.together",
+    "weight_kinds": "zerojax.kinds",
+    "where_used": "zerojax.zero.blocks.where_used",
+    "with_lora": "zerojax.lora.linen",
+    "with_master_weights": "zerojax.optim.master_weights",
+    "with_unsent": "zerojax.zero.wires.unsent",
+}
+__all__ = [*_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, so that commands that need no JAX, and programs that use few names, start at once."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from zerojax import signatures  # imports JAX
+
+    value = getattr(__import__(_MODULES[name], fromlist=[name]), name)
+    globals()[name] = signatures.checked(value) if inspect.isfunction(value) else value
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

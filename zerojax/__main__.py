@@ -8,6 +8,8 @@ import importlib.metadata
 import runpy
 import sys
 
+from zerojax.launch import early
+
 # name -> (module, which is imported only when chosen; help text)
 COMMANDS = {
     "train": ("zerojax.train", "Trains a language model from a config."),
@@ -46,6 +48,7 @@ def main() -> None:
         print(f"zerojax: {_refused(name)}; zerojax --help lists the commands", file=sys.stderr, flush=True)
         sys.exit(2)
     sys.argv[1:] = arguments
+    early.import_jax(COMMANDS[name][0])
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
 
 

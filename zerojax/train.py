@@ -462,7 +462,7 @@ def _open_recorder(
     """Opens the log and the display, and closes both at the end of the block."""
     is_primary = processes.is_primary()
     shown = progress.Progress(config.steps, start=start.step, log_every=config.log_every, enabled=is_primary)
-    clients = trackers.Outlets(config.metrics, folder, workdir.flat(config_lib.to_dict(config)), shown.print)
+    clients = trackers.Outlets(config.metrics, folder, setting_names.flat(config_lib.to_dict(config)), shown.print)
     has_events = trackers.TENSORBOARD in trackers.names(config.metrics.to)
     log = metrics.MetricsLog(folder, enabled=is_primary, tensorboard=has_events, clients=clients)
     tokens = program.tokens_per_step

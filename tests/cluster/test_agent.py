@@ -71,7 +71,7 @@ def test_the_guard_knows_a_process_before_it_starts_anything(tmp_path):
         "while not os.path.exists(folder + '/pids0'): time.sleep(0.01)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    command = [sys.executable, "-c", programs.SINGLE_MODULES + code, str(tmp_path), "-c", FAMILY + "time.sleep(100)"]
+    command = [sys.executable, "-c", code, str(tmp_path), "-c", FAMILY + "time.sleep(100)"]
     assert subprocess.run(command).returncode == -signal.SIGKILL
     launches.wait_until(lambda: not any(map(launches.is_alive, pids(tmp_path, 0))))
 

@@ -69,7 +69,7 @@ def test_output_that_its_stream_cannot_show_is_escaped():
 
 def test_closed_streams_are_as_empty_ones():
     program = "from zerojax.commands import arguments; arguments.run(lambda: print(input()))"
-    command = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", programs.SINGLE_MODULES + program]
+    command = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", program]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1 and done.stderr.endswith("EOFError: EOF when reading a line\n")
 

@@ -48,7 +48,7 @@ def test_without_hardware_jax_loads_no_plugins_unless_the_platforms_are_set(plat
     if any(devices._has_hardware(plugin, os.environ) for plugin in devices._plugins()):
         pytest.skip("there is an accelerator here")
     program = (
-        f"{programs.SINGLE_MODULES}from zerojax.launch import devices; import jax\n"
+        "from zerojax.launch import devices; import jax\n"
         "print(devices.pass_over_absent(), jax.config.jax_platforms or '')"
     )
     environ = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"} | {
@@ -67,8 +67,8 @@ COUNT = "from zerojax.launch import devices; import jax; print(devices.emulate_c
 
 def test_without_an_accelerator_cpu_devices_are_emulated_and_nothing_is_logged():
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TPU_VISIBLE_CHIPS": ""}
-    for whole, variables in (("", hidden), ("del sys.modules['zerojax']; import zerojax\n", {"JAX_PLATFORMS": "cpu"})):
-        done = programs.python(whole + COUNT, **variables)
+    for before, variables in (("", hidden), ("from zerojax import *\n", {"JAX_PLATFORMS": "cpu"})):
+        done = programs.python(before + COUNT, **variables)
         assert (done.stdout, done.stderr) == ("True 6 x cpu (emulated), 1 process\n", "")
 
 

@@ -42,7 +42,7 @@ for code in json.loads(sys.argv[1]):
 
 
 def test_a_process_ends_in_time_with_its_status_and_its_line():
-    command = [sys.executable, "-c", programs.SINGLE_MODULES + FORKS, json.dumps([code for code, *_ in CASES.values()])]
+    command = [sys.executable, "-c", FORKS, json.dumps([code for code, *_ in CASES.values()])]
     done = subprocess.run(command, env=programs.environment(), capture_output=True, text=True, timeout=50)
     found = dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
     assert found == {name: list(expected) for name, (_, *expected) in CASES.items()}, done.stderr

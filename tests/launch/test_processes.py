@@ -16,7 +16,7 @@ from zerojax.launch import peers, processes, schedulers
 
 PROCESSES, DEVICES = 2, 4
 
-JOIN = f"""{programs.SINGLE_MODULES}
+JOIN = f"""
 import os, signal, sys, time
 from zerojax.launch import devices, processes, signals
 import jax, numpy as np
@@ -114,7 +114,7 @@ def test_two_tasks_of_slurm_join_and_leave_by_its_variables_and_the_secret_of_a_
     (tmp_path / "secret").chmod(0o600)
     port, secret = str(programs.free_port()), {processes.SECRET_FILE_VARIABLE: str(tmp_path / "secret")}
     environ = programs.environment(JAX_PLATFORMS="cpu", JAX_COORDINATOR_PORT=port, **STEP, **secret)
-    program = programs.SINGLE_MODULES + (
+    program = (
         "from zerojax.launch import devices, processes; processes.initialize(timeout_seconds=60); print(devices.describe());"
         "processes.leave(0)"
     )

@@ -63,7 +63,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(number):
 
 
 def test_a_process_with_nothing_to_save_ends_at_once_with_a_line():
-    command = [sys.executable, "-c", programs.SINGLE_MODULES + FORKS, json.dumps(list(ENDS.values()))]
+    command = [sys.executable, "-c", FORKS, json.dumps(list(ENDS.values()))]
     out = subprocess.run(command, env=programs.environment(), capture_output=True, text=True, timeout=50).stdout
     found = dict(zip(ENDS, map(json.loads, out.splitlines()), strict=True))
     assert found == {name: [status, f"{line}\n"] for name, (*_, status, line) in ENDS.items()}

@@ -29,7 +29,7 @@ print("done", own)
 
 @pytest.mark.parametrize("fails", [*(pytest.param(who, marks=pytest.mark.long) for who in ("none", "0")), "1"])
 def test_the_main_process_is_first_and_one_that_fails_ends_the_others_with_a_line(tmp_path, fails):
-    program = programs.SINGLE_MODULES + BLOCK.replace("PORT", str(programs.free_port()))
+    program = BLOCK.replace("PORT", str(programs.free_port()))
     started = [
         subprocess.Popen(
             [sys.executable, "-c", program, str(index), str(tmp_path / "made"), fails],

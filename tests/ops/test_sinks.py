@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import zerojax
-from zerojax.ops import attention, sinks, tokens
+from zerojax.ops import attention, context_attention, sinks, tokens
 
 ROUNDING = 2e-6  # float32 sums in another order
 QUERIES, HEADS, KV_HEADS = 9, 4, 2
@@ -102,6 +102,6 @@ def test_each_device_has_the_sinks_of_its_heads():
 
 def test_tokens_that_are_sharded_are_refused():
     q, k, v, sinks_H = drawn()
-    way = zerojax.ops.context_attention.choose(heads=4, kv_heads=2, ways=1, length=9, is_causal=True)
+    way = context_attention.choose(heads=4, kv_heads=2, ways=1, length=9, is_causal=True)
     with pytest.raises(zerojax.UserError, match="sinks needs all tokens of a row on one device"):
         tokens.attend(q, k, v, "xla", way=way, is_causal=True, sinks_H=sinks_H)

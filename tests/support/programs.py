@@ -14,12 +14,6 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 120  # seconds; a test that waits longer hangs
-# Before a program that needs single modules. `import zerojax` imports the whole library, which takes more than a second longer.
-SINGLE_MODULES = f"""
-import sys, types
-sys.modules["zerojax"] = types.ModuleType("zerojax")
-sys.modules["zerojax"].__path__ = [{str(ROOT / "zerojax")!r}]
-"""
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -35,7 +29,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def python(program: str, **variables: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", SINGLE_MODULES + program]
+    command = [sys.executable, "-c", program]
     return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=LIMIT)
 
 

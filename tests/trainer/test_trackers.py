@@ -9,7 +9,7 @@ import pytest
 import runs
 
 from zerojax.errors import UserError
-from zerojax.trainer import metrics, trackers, workdir
+from zerojax.trainer import metrics, setting_names, trackers
 
 
 class Kept:
@@ -157,7 +157,7 @@ def test_a_run_sends_its_steps_and_its_settings(tmp_path, monkeypatch):
     runs.run(tmp_path, metrics__to=("mlflow",), steps=3)
     (client,) = clients
     assert [(step, values["loss"]) for step, values in client.steps] == [*runs.losses(tmp_path).items()]
-    assert json.loads(json.dumps(client.info.settings)) == workdir.flat(
+    assert json.loads(json.dumps(client.info.settings)) == setting_names.flat(
         json.loads((tmp_path / "config.json").read_text())
     )
     assert client.ended is False

@@ -14,6 +14,7 @@ import runs
 from flax.training.train_state import TrainState
 
 import zerojax
+from zerojax import tree
 from zerojax.traces import equations
 from zerojax.zero.weights import gather
 
@@ -68,7 +69,7 @@ def test_a_step_trains_with_a_wire_that_no_module_of_it_knows(passes):
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     mesh = zerojax.make_mesh(2, 4)
     state, partition = zerojax.shard_train_state(state, mesh=mesh, stage=3, min_size=0)
-    weights = dict(zerojax.tree.flatten(partition.abstract_state))
+    weights = dict(tree.flatten(partition.abstract_state))
     chosen = [path for path in partition.placements if is_sent(path, weights[path])]
     partition = partition.with_wires(dict.fromkeys(chosen, Int8()))
     step = zerojax.make_train_step(
@@ -91,7 +92,7 @@ def test_a_step_trains_with_a_wire_that_no_module_of_it_knows(passes):
             scale = jnp.max(jnp.abs(leaf)) / 127
             return leaf + jax.lax.stop_gradient(jnp.round(leaf / scale) * scale - leaf) if is_sent(path, leaf) else leaf
 
-        return Net().apply({"params": zerojax.tree.map_with_path(of_weight, params)}, X)
+        return Net().apply({"params": tree.map_with_path(of_weight, params)}, X)
 
     opt_state, plain = tx.init(params), jax.jit(jax.value_and_grad(plain_loss))
     for _ in range(3):

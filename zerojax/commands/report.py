@@ -24,6 +24,7 @@ from packaging import requirements
 from zerojax import display, files
 from zerojax.commands import arguments, facts
 from zerojax.commands.facts import NOTE, WRONG, Fact
+from zerojax.errors import UserError
 from zerojax.launch import devices as devices_lib
 from zerojax.launch import program_cache
 from zerojax.plan import targets
@@ -215,7 +216,7 @@ def _targets() -> Iterator[Fact]:
     gpus = [name for name, target in targets.TARGETS.items() if target.kind == "gpu"]
     tpus = [name for name, target in targets.TARGETS.items() if target.kind == "tpu"]
     for kind, names, topology in (("gpu", gpus, "1x8"), ("tpu", tpus, "2x4" if "v5e" in tpus[:1] else "2x2x1")):
-        found, why = _ask(_ASK_TARGET, names[0], topology)
+        found, why = _can_compile(names[0], topology)
         shown = f"zerojax plan --target {'|'.join(names)}"
         if found is None:
             remedy = _remedy(why, f"pip install 'zerojax[plan-{kind}]'")
@@ -228,6 +229,15 @@ def _targets() -> Iterator[Fact]:
             value = "the fused optimizer compiles" if compiled else "the fused optimizer does not compile"
             remedy = _remedy(why, "config.optimizer.moments = 'fp32' needs no kernel")
             yield Fact.judged("compile-only targets", "Triton kernels", value, compiled, remedy)
+
+
+def _can_compile(name: str, topology: str) -> tuple[Any, str]:
+    """Returns (the answer of a process that makes a target's devices, ""), or (None, why there are none)."""
+    try:
+        targets.check_compiler(targets.TARGETS[name])  # before a process is started, which imports JAX
+    except UserError as error:
+        return None, str(error)
+    return _ask(_ASK_TARGET, name, topology)
 
 
 def _remedy(why: str, default: str) -> str:

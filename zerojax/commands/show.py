@@ -8,17 +8,15 @@ zerojax show runs/a/checkpoints/50   the card as it was when step 50 was saved
 import argparse
 import contextlib
 import json
-import math
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax import display
-from zerojax import mesh as mesh_lib
 from zerojax.commands import arguments
 from zerojax.errors import UserError
-from zerojax.trainer import metrics, workdir
+from zerojax.trainer import metrics, setting_names
 from zerojax.trainer.card import document
 
 _NOTHING = "-"
@@ -65,12 +63,10 @@ def rows(card: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     hosts = card.get("hosts")
     where = f" on {', '.join(map(str, hosts))}" if isinstance(hosts, list) and hosts else ""
     yield "devices", f"{_text(devices.get('count'))} x {_text(devices.get('kind'))}{where}"
-    names = ("global_batch_size", "micro_batch_size", "grad_accum")
-    sizes = [_text(card.get(name)) for name in names]
-    ways = [_group(card, "mesh").get(axis) for axis in mesh_lib.EXAMPLES if axis not in mesh_lib.EXPERT]
-    known = [size for size in ways if isinstance(size, int)]
-    told = str(math.prod(known)) if len(known) == len(ways) else _NOTHING
-    yield "batch", "{} = micro-batch {} x accumulation {} x {} ways".format(*sizes, told)
+    sizes = [card.get(name) for name in ("global_batch_size", "micro_batch_size", "grad_accum")]
+    whole, micro, accum = (size if isinstance(size, int) else 0 for size in sizes)
+    ways = whole // (micro * accum) if micro * accum else None
+    yield "batch", "{} = micro-batch {} x accumulation {} x {} ways".format(*map(_text, [*sizes, ways]))
     yield "config", _short(card.get("config_sha256"))
     yield (
         "versions",
@@ -98,7 +94,7 @@ def beside(names: Sequence[str], cards: Sequence[Mapping[str, Any]], found: Mapp
 
 def compared(first: pathlib.Path, second: pathlib.Path, a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Returns how two runs differ, as JSON: their settings, and their losses."""
-    settings_a, settings_b = (workdir.flat(_group(card, "config")) for card in (a, b))
+    settings_a, settings_b = (setting_names.flat(_group(card, "config")) for card in (a, b))
     places = [place for place in {**settings_a, **settings_b} if settings_a.get(place) != settings_b.get(place)]
     is_same = bool(_hash(_group(a, "losses")) != _NOTHING and a.get("losses") == b.get("losses"))
     common = {} if is_same else _common(first, second)

@@ -9,8 +9,10 @@ To add one, add a file there. A config of your own starts from `base` in the sam
 import ast
 import importlib
 import pathlib
+from typing import TYPE_CHECKING
 
-import ml_collections
+if TYPE_CHECKING:
+    import ml_collections
 
 _HERE = pathlib.Path(__file__).parent
 FOLDER = next(folder / "configs" for folder in (_HERE, _HERE.parents[1]) if (folder / "configs" / "base.py").is_file())
@@ -32,6 +34,6 @@ def summary(name: str) -> str:
     return (ast.get_docstring(ast.parse(path(name).read_text())) or "").partition("\n")[0]
 
 
-def get(name: str) -> ml_collections.ConfigDict:
+def get(name: str) -> "ml_collections.ConfigDict":
     """Returns the settings of a config, a new `ml_collections.ConfigDict`."""
     return importlib.import_module(f"{__name__}.{name}").get_config()

@@ -1,5 +1,5 @@
 """Ends a command in one line if it is stopped while it starts, or if JAX refuses a variable of the environment. This module is
-imported before the others, which take seconds.
+imported before the others, which may take seconds.
 
 Where zerojax is imported as a library it only starts the heartbeat that `zerojax launch` asks for.
 """
@@ -15,6 +15,8 @@ from types import FrameType
 from zerojax.launch import watch
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Modules of commands that answer without JAX, in a fraction of the time that its import takes.
+WITHOUT_JAX = {f"zerojax.commands.{name}" for name in ("configs", "launch", "show", "verify_checkpoint")}
 INTERRUPTED = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM", signal.SIGHUP: "stopped by SIGHUP"}
 
 
@@ -32,14 +34,19 @@ def line(number: int) -> str:
 
 def command(words: Sequence[str]) -> str:
     """Returns the command that a command line of Python starts: "show" for `python -m zerojax show`, "" for a program of another name."""
+    first, *after = _program(words)
+    if first == "zerojax":
+        return after[0] if after else ""
+    return first.rpartition(".")[2] if first.startswith("zerojax.") else ""
+
+
+def _program(words: Sequence[str]) -> list[str]:
+    """Returns the module or the file's name that a command line of Python starts, and its arguments."""
     at = next((at for at, word in enumerate(words[1:], 1) if word.startswith("-m") or not word.startswith("-")), 0)
     if words[at] == "-m":
         at += 1
     first, *after = [*words[at:], ""]
-    first = os.path.basename(first.removeprefix("-m"))
-    if first == "zerojax":
-        return after[0] if after else ""
-    return first.rpartition(".")[2] if first.startswith("zerojax.") else ""
+    return [os.path.basename(first.removeprefix("-m")), *after]
 
 
 def status(number: int) -> int:
@@ -59,8 +66,10 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(status(number))
 
 
-def _import_jax() -> None:
-    """Imports JAX, which reads its settings from the environment. One that it refuses ends the command in one line."""
+def import_jax(module: str) -> None:
+    """Imports JAX for a command's module, unless that needs none. A variable that JAX refuses ends the command in one line."""
+    if module in WITHOUT_JAX:
+        return
     try:
         importlib.import_module("jax")
     except ValueError as error:
@@ -76,4 +85,5 @@ watch.begin()
 if _is_command():
     for _number in filter(listens_for, STOPS):
         signal.signal(_number, _end)
-    _import_jax()
+    if (_module := _program(sys.orig_argv)[0]) != "zerojax":  # whose __main__ chooses the module
+        import_jax(_module)

@@ -185,6 +185,16 @@ def devices(target: str, topology: str = "") -> list[Any]:
     return _tpus(known, topology) if known.kind == "tpu" else _gpus(known, topology)
 
 
+def check_compiler(target: Target) -> None:
+    """Raises a UserError if the compiler for an absent device is not installed."""
+    names, what = {
+        "gpu": (("jax_cuda13_plugin", "jax_cuda12_plugin"), "JAX's CUDA compiler"),
+        "tpu": (("libtpu",), "the TPU compiler"),
+    }[target.kind]
+    if not any(map(importlib.util.find_spec, names)):
+        raise UserError(f"target {target.name}: {what} is missing; pip install 'zerojax[plan-{target.kind}]'")
+
+
 def are_here(target: str) -> bool:
     """Returns whether the devices of a target are this machine's, so that compiled programs may run."""
     return target in (HERE, "cpu")
@@ -192,8 +202,7 @@ def are_here(target: str) -> bool:
 
 def _gpus(target: Target, topology: str) -> list[Any]:
     hosts, per_host = hosts_of(target.name, topology)
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12)):
-        raise UserError(f"target {target.name}: JAX's CUDA compiler is missing; pip install 'zerojax[plan-gpu]'")
+    check_compiler(target)
     config = gpu_configs.for_compiler(target.name, USABLE)
     return _compile_only(target, topology, platform="cuda", target_config=config, topology=f"1x{hosts}x{per_host}")
 
@@ -203,8 +212,7 @@ def _tpus(target: Target, topology: str) -> list[Any]:
     if not re.fullmatch("x".join([r"[1-9]\d*"] * dims), topology):
         form = "4x4x8" if dims == 3 else "4x8"
         raise UserError(f"topology: a {target.name} slice has {dims} dims of chips, such as {form}; got {topology!r}")
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError(f"target {target.name}: the TPU compiler is missing; pip install 'zerojax[plan-tpu]'")
+    check_compiler(target)
     if line := _other_libtpu():
         warnings.warn(f"target {target.name}: {line}", stacklevel=2)
     if not any(glob.glob(pattern) for pattern in devices_lib.DEVICE_FILES["tpu"][0]):

@@ -13,8 +13,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from zerojax import bounded, files
 from zerojax.errors import UserError
 from zerojax.trainer import events, run_totals, trackers
@@ -219,6 +217,8 @@ def _is_other(records: list[dict], curve: run_totals.LossCurve) -> bool:
 
 def device_memory() -> dict[str, int]:
     """Returns the bytes in use on this process's first device, current and peak, or {} if the backend does not report them."""
+    import jax  # here, since `zerojax show` reads the log without it
+
     stats = jax.local_devices()[0].memory_stats() or {}
     names = {"device_bytes_in_use": "bytes_in_use", "device_peak_bytes": "peak_bytes_in_use"}
     return {name: stats[key] for name, key in names.items() if key in stats}

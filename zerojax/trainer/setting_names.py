@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from zerojax.errors import UserError
 
@@ -115,3 +116,14 @@ def in_config(line: str, keys: Mapping[str, str] = KEYS) -> str:
 def tell(line: str) -> None:
     """Prints a line on stderr, once."""
     print(f"zerojax: {line}", file=sys.stderr, flush=True)
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings by dotted place: {"mesh.data": -1, ...}."""
+    found: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found

@@ -8,13 +8,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerojax import bounded, errors, files
 from zerojax.errors import UserError
 from zerojax.launch import ending
-from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.clients import mlflow_client, run_info, wandb_client
+
+if TYPE_CHECKING:
+    from zerojax.trainer import settings as settings_lib
 
 TENSORBOARD = "tensorboard"
 CLIENTS: dict[str, Callable[[run_info.RunInfo], run_info.Client]] = {  # the package's name -> what opens a run
@@ -46,7 +48,7 @@ def names(to: Iterable[Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check(group: settings_lib.MetricsSettings) -> None:
+def check(group: "settings_lib.MetricsSettings") -> None:
     """Checks the settings `config.metrics`.
 
     Raises:
@@ -78,7 +80,7 @@ class Outlets:
 
     def __init__(
         self,
-        group: settings_lib.MetricsSettings,
+        group: "settings_lib.MetricsSettings",
         workdir: pathlib.Path,
         settings: Mapping[str, Any],
         say: Callable[[str], None],

@@ -21,7 +21,7 @@ from zerojax.checkpoint import files as step_files
 from zerojax.checkpoint import lock as lock_lib
 from zerojax.errors import UserError
 from zerojax.launch import ending, processes, signals
-from zerojax.trainer import metrics
+from zerojax.trainer import metrics, setting_names
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -178,7 +178,7 @@ def is_older(workdir: str | os.PathLike, place: str) -> bool:
         saved = bounded.parse_json(bounded.read_bytes(path))
     except (OSError, ValueError):
         return False  # `check` says why
-    return isinstance(saved, Mapping) and place not in flat(saved)
+    return isinstance(saved, Mapping) and place not in setting_names.flat(saved)
 
 
 class Difference(NamedTuple):
@@ -194,7 +194,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Difference 
 
     A batch that one of them derives (0) is compared where it is known, with the position in the data (`resume.check`).
     """
-    first, second = (flat(json.loads(json.dumps(config))) for config in (before, now))
+    first, second = (setting_names.flat(json.loads(json.dumps(config))) for config in (before, now))
     # init_from decides others
     for place in sorted(first.keys() | second.keys(), key=lambda place: (place != "init_from", place)):
         is_free = any(place == free or place.startswith(free + ".") for free in FREE)
@@ -271,14 +271,3 @@ def _open(workdir: str | os.PathLike) -> pathlib.Path:
         way_out = "a run writes only into its own folder: remove the link, or choose another --workdir"
         raise UserError(f"{links[0]}: is a symbolic link; {way_out}")
     return folder
-
-
-def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings by dotted place: {"mesh.data": -1, ...}."""
-    found: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

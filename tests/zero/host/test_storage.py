@@ -9,6 +9,7 @@ import pytest
 import runs
 
 import zerojax
+from zerojax import tree
 from zerojax.checkpoint import in_file, logical
 from zerojax.errors import UserError
 from zerojax.zero.host import budget, storage
@@ -40,7 +41,7 @@ def resident():
 def test_eight_steps_equal_those_without_offload_bit_for_bit(stage, resident, tmp_path):
     state, metrics, train_step, partition = offloads.trained(offloads.adam(), nvme(tmp_path), STEPS, stage=stage)
     assert partition.cuts and len(train_step.updates.groups) > 2 * train_step.in_flight
-    on_disk = {path for path, leaf in zerojax.tree.flatten(state) if storage.is_on_disk(leaf)}
+    on_disk = {path for path, leaf in tree.flatten(state) if storage.is_on_disk(leaf)}
     assert on_disk == set(storage.on_disk(partition)) == partition.on_host
     assert metrics["loss"] == resident[1]
     offloads.assert_equal(state, resident[0])

@@ -14,6 +14,7 @@ import rough
 import runs
 
 import zerojax
+from zerojax import tree
 from zerojax.checkpoint import logical
 from zerojax.errors import UserError
 from zerojax.zero.host import memory_kind
@@ -143,9 +144,9 @@ def test_leaves_that_need_their_own_norm_are_updated_whole():
 def test_moments_live_on_the_host_before_and_after_a_step():
     for steps in (0, 2):
         state, _, _, partition = offloads.trained(offloads.adam(), offloads.PIECES, steps)
-        kinds = {path: leaf.sharding.memory_kind for path, leaf in zerojax.tree.flatten(state)}
+        kinds = {path: leaf.sharding.memory_kind for path, leaf in tree.flatten(state)}
         host = {path for path, kind in kinds.items() if kind == memory_kind.MEMORY_KIND}
-        assert host == {p for p, leaf in zerojax.tree.flatten(partition.abstract_state) if memory_kind.is_on_host(leaf)}
+        assert host == {p for p, leaf in tree.flatten(partition.abstract_state) if memory_kind.is_on_host(leaf)}
         moments = {p for p in kinds if "/mu/" in p or "/nu/" in p}
         assert host == {path for path in moments if "scale" not in path}  # 16 elements are fewer than min_size
         assert [leaf.shape for leaf in jax.tree.leaves(state)] == [

@@ -11,6 +11,7 @@ import runs
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from zerojax import tree
 from zerojax.zero.wires import packed
 from zerojax.zero.wires import unsent as unsent_lib
 
@@ -82,7 +83,7 @@ def unsent(state, params, places, *, copies=1):
         cut = (*leaf.shape[:dim], leaf.shape[dim] // ways, *leaf.shape[dim + 1 :])
         return np.concatenate(list(shards.reshape(ways, *cut)), dim)
 
-    return zerojax.tree.map_with_path(of, params)
+    return tree.map_with_path(of, params)
 
 
 def gradients(net, params, passes, steps=STEPS):
