@@ -39,13 +39,14 @@ def test_few_operations_that_recur_before_blocks_run_in_the_blocks_programs():
 
 
 def test_collectives_of_blocks_run_beside_their_neighbours():
-    def step(x):
+    def step(stored):
+        x = stored
         for number in range(3):
-            weight = blocks._nested(blocks.GATHER, lambda x, n=number: x * (n + 2.0))(X)
+            weight = blocks._nested(blocks.GATHER, lambda x, n=number: x * (n + 2.0))(stored)
             x = block(x * weight, lambda x: jnp.sin(x))
         grads = []
         for number in reversed(range(3)):
-            weight = blocks._nested(blocks.GATHER, lambda x, n=number: x * (n + 2.0))(X)
+            weight = blocks._nested(blocks.GATHER, lambda x, n=number: x * (n + 2.0))(stored)
             x = blocks._nested("backward", lambda x, w: x * w)(x, weight)
             grads.append(blocks._nested(blocks.REDUCE, lambda x: x[::-1] * 2)(x))
         return grads

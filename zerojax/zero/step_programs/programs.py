@@ -57,6 +57,8 @@ class CutStep:
     results: tuple[Any, ...]
     structure: Any  # the tree of the result
     trace: jex.ClosedJaxpr  # of the whole
+    # programs that may run when the next is sent, whose memory is not free yet: they hold what they read last
+    in_flight: int = 0
     is_serial: bool = False  # whether each program ends before the next is sent, as those of emulated devices must that share no value
 
     def nbytes(self, number: int) -> int:
@@ -93,6 +95,7 @@ def cut(
     number_of = {var: number for number, var in enumerate([*traced.jaxpr.invars, *traced.jaxpr.constvars])}
     number_of |= {var: number_of[outer] for var, outer in zip(inner.invars, call.invars)}
     parts = in_order(cut_lib.cut(inner, {var for var, number in number_of.items() if number in late}))
+    has_ahead = any(blocks.GATHER in part.also for part in parts)
     integers = _differing([operations.described(part) for part in parts])
     late_reads = [[number_of[var] for var in part.reads if number_of.get(var) in late] for part in parts]
     arrivals = source.arrivals(late, late_reads, values)
@@ -132,7 +135,8 @@ def cut(
         results=results,
         structure=jax.tree.structure(shapes),
         trace=traced,
-        is_serial=mapped.is_emulated and any(blocks.GATHER in part.also for part in parts),
+        in_flight=arrivals.ahead if has_ahead else 0,
+        is_serial=mapped.is_emulated and has_ahead,
     )
 
 

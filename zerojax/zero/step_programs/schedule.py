@@ -86,6 +86,8 @@ class Schedule:
         cut = self.cut
         read = {number for program in cut.programs for number in program.reads}
         held = {n for n in self._resident if n in read}
+        arguments = frozenset(held)  # the caller holds these to the end
+        ending: collections.deque[set[int]] = collections.deque(maxlen=cut.in_flight)
         held.update(cut.constants, cut.arrivals.sent(-1))
         results, used = {number for number in cut.results if isinstance(number, int)}, []
         early, both = 0, set[int]()  # bytes of what is sent for the next run, and numbers of what stays for it
@@ -97,8 +99,11 @@ class Schedule:
             both |= stay
             held.update(program.writes)
             analysis = program.run.memory_analysis()
-            used.append(sum(map(cut.nbytes, held | both)) + early + (analysis.temp_size_in_bytes if analysis else 0))
-            held.difference_update(self._dropped[index])
+            here = held.union(both, *ending)
+            used.append(sum(map(cut.nbytes, here)) + early + (analysis.temp_size_in_bytes if analysis else 0))
+            dropped = held.intersection(self._dropped[index]) - arguments
+            held -= dropped
+            ending.append(dropped)
             if takes_results:
                 held.difference_update(results.intersection(program.writes))
         return used
