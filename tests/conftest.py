@@ -14,6 +14,7 @@ import threading
 import rough
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.pop("JAX_ENABLE_COMPILATION_CACHE", None)  # which pytest-xdist hands to its workers from below
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {rough.XLA_FLAGS}"
 os.environ.update(rough.JAX)
 

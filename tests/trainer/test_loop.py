@@ -118,7 +118,7 @@ def test_the_table_equals_the_bytes_counted_from_the_arrays(tmp_path, capsys):
 
 
 WAITS = {
-    "compiling the step": "compiled in",
+    "compiling the step": "compiled the step in",
     "making the state": "starts at step 0",
     "compiling the evaluation": "step 1: evaluation loss",
     "compiling the program of the sample": "a sample, from",
