@@ -65,9 +65,9 @@ def make_train_step(
         names. It is for links that are slower than NVLink, and needs stage 3 and reduce_dtype; its `error_feedback` needs the state and
         the partition of `zerojax.with_unsent`.
       donate: whether the step reuses the old state's memory; the old state is then deleted.
-      **fields: single fields of these values by their own names: `heads`, `remat`, `recompute`, `offload`, `activations` of `Blocks`;
-        `reduce_dtype`, `accum_dtype`, `grad_accum` of `Sums`; `batch_specs`, `cast_batch`, `check_context` of `BatchLayout`; `fp8`, a
-        `Fp8` beside a compute_dtype; and `by_columns`, a regex, `expert_load` and `expert_parts`, for such rows of `wires`.
+      **fields: single fields of these values by their own names: `heads`, `remat`, `recompute`, `offload`, `activations`, `programs` of
+        `Blocks`; `reduce_dtype`, `accum_dtype`, `grad_accum` of `Sums`; `batch_specs`, `cast_batch`, `check_context` of `BatchLayout`;
+        `fp8`, a `Fp8` beside a compute_dtype; and `by_columns`, a regex, `expert_load` and `expert_parts`, for such rows of `wires`.
 
     Returns:
       The step: a compiled function, or a `streamed_step.StreamedStep` if the partition has offloaded leaves. Its metrics are scalars: loss,
