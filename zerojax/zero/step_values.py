@@ -139,6 +139,12 @@ SHORT_FORMS: Mapping[str, type] = {
 }
 
 
+def of_batch(partition: partition_lib.Partition, arguments: Mapping[str, Any]) -> Values:
+    """Returns what arguments of `step.make_train_step`, by name, say of the batch: its layout, its passes, and its dtype."""
+    fields = {name: value for name, value in arguments.items() if SHORT_FORMS.get(name) in (Sums, BatchLayout)}
+    return read(partition, arguments.get("compute_dtype"), None, arguments.get("sums"), BatchLayout(), None, fields)
+
+
 def read(
     partition: partition_lib.Partition,
     compute_dtype: DTypeLike | fp8_modules.Fp8 | None,
@@ -172,7 +178,7 @@ def read(
     rows: list[tuple[str, Any]] = [("", wires)] if isinstance(wires, packed.PackedWires) else [*(wires or ())]
     for pattern, choice in rows:
         errors.regex("wires", pattern, "pass rows (regex, choice), such as ('', zerojax.PackedWires())")
-        if not hasattr(choice, "sends_rest"):
+        if isinstance(choice, type) or not hasattr(choice, "sends_rest"):
             raise UserError(
                 f"wires: {pattern!r} needs a choice such as zerojax.PackedWires(), and has {errors.shown(choice)}"
             )

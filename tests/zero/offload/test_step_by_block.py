@@ -436,7 +436,7 @@ def test_a_field_that_the_loss_returns_as_it_was_is_kept():
 
 
 class Odd(nn.Module):
-    """On one device the gradients of `c` and `d` are one value. That of `w` is an argument, and those that the loss does not read are constants."""
+    """On one device the gradients of `c` and `d` are one value; that of `w` is an argument, and those of the last two are constants."""
 
     @nn.compact
     def __call__(self, x, v):

@@ -74,7 +74,7 @@ class PassPrograms:
         """Returns the weights whose gradient is a constant, an argument, that of another weight too, or read by a program: it stays."""
         programs = self.schedule.cut.programs
         free = {n for own in programs for n in own.writes}.difference(n for own in programs for n in own.reads)
-        first = {n: path for path, n in reversed(self.grads.items()) if isinstance(n, int)}
+        first = {n: path for path, n in reversed([*self.grads.items()]) if isinstance(n, int)}
         return frozenset(self.grads).difference(first[n] for n in free & first.keys())
 
     @functools.cached_property

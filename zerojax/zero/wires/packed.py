@@ -374,6 +374,10 @@ def marked(
         has_feedback=wires.error_feedback,
     )
     named = {path: weight for path, weight in partition.placements.items() if re.search(pattern, path)}
+    if not named:
+        raise UserError(
+            f"wires: {pattern!r} finds no weight{tree.such_as(pattern, partition.placements)}; omit the row"
+        )
     chosen = {path for path, weight in named.items() if _takes(weight)} - _quantized(partition)
     if any(isinstance(partition.placements[path].wire, fp8.InFp8) for path in chosen):
         raise UserError(
