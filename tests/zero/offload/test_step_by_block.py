@@ -471,5 +471,7 @@ def test_a_gradient_may_be_a_constant_an_argument_or_that_of_another_weight(devi
             state, metrics = train_step(state, batch)
             losses.append(float(metrics["loss"]))
         losses.append(float(state.params["unread"]))
+    with pytest.raises(UserError, match="has no values while jit, grad, vmap or scan traces a function"):
+        jax.eval_shape(train_step, state, batch)
     assert losses[0] != losses[1]
     np.testing.assert_allclose(losses[4:], losses[:4], rtol=1e-6)
