@@ -5,6 +5,7 @@ they read them.
 """
 
 import collections.abc
+import dataclasses
 import functools
 import inspect
 import numbers
@@ -52,6 +53,23 @@ def check_fields(values: Any) -> None:
     """Raises a UserError if a field of a dataclass is not of its annotation."""
     hints = _hints_of(values.__class__)
     _compare({name: getattr(values, name) for name in hints}, hints)
+
+
+V = TypeVar("V")
+
+
+def with_fields(values: V, **fields: Any) -> V:
+    """Returns a dataclass with some fields of other values.
+
+    Raises:
+      UserError: it says another value of one of them itself.
+    """
+    for field in dataclasses.fields(values):  # type: ignore[arg-type]
+        own = getattr(values, field.name)
+        if field.name in fields and own != field.default and own != fields[field.name]:
+            kind, given = type(values).__name__, shown(fields[field.name])
+            raise UserError(f"{field.name}: is {given}, and in {kind} {shown(own)}; pass it once")
+    return dataclasses.replace(values, **fields)  # type: ignore[type-var]
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from typing import Any
 
 import arrays
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,3 +123,22 @@ def test_a_count_of_rows_that_several_devices_have_is_refused_and_one_of_tokens_
             continue
         with pytest.raises(UserError, match=words):
             in_parts(loss_fn)
+
+
+def test_values_of_a_step_are_read_as_its_single_fields_are():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="block")(x)
+
+    def loss_fn(params, batch, state):
+        return jnp.mean(Net().apply({"params": params}, batch["x"]) ** 2)
+
+    params = {"block": {"kernel": jnp.ones((8, 8)), "bias": jnp.zeros(8)}}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    state, part = zerojax.shard_train_state(state, mesh=zerojax.make_mesh(), stage=3, min_size=0)
+    batch = {"x": X.reshape(1, 16, 8).repeat(2, 0)}
+    blocks = zerojax.Blocks("block", programs="kinds")
+    dtype, sums = zerojax.Fp8(dtype=jnp.bfloat16), zerojax.Sums(grad_accum=2)
+    how = {"blocks": blocks, "sums": sums, "compute_dtype": dtype, "tolerance": 0.1}
+    assert zerojax.compare_sums(loss_fn, part, state, batch, **how) == []

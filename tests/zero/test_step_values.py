@@ -109,7 +109,32 @@ def test_a_feature_is_a_field_and_no_argument():
         ({"blocks": 3}, "blocks: must be text or a Blocks or None, and is 3"),
         ({"sums": 3}, "sums: must be a dtype or a Sums or None, and is 3"),
         ({"wires": [("", "int8")]}, "wires: '' needs a choice such as zerojax.PackedWires"),
+        ({"wires": [("head", zerojax.PackedWires)]}, "wires: 'head' needs a choice such as zerojax.PackedWires"),
+        ({"wires": [("nothing", WIRES)], "sums": F32}, "wires: 'nothing' finds no weight"),
+        ({"wires": [("", zerojax.ByColumns())], "sums": F32}, "wires: '' of a ByColumns names no module"),
+        ({"wires": [("head", zerojax.ToExperts())]}, "wires: 'head' of a ToExperts finds no weight"),
+        ({"wires": [("head", zerojax.ToExperts(load="2"))]}, "expert_load: must be a number, and is '2'"),
         ({"wires": [("(", WIRES)]}, r"wires: '\(' is not a regex"),
+        (
+            {"sums": zerojax.Sums(F32), "reduce_dtype": BF16},
+            "reduce_dtype: is .*bfloat16.*, and in Sums .*float32.*; pass it once",
+        ),
+        (
+            {"blocks": zerojax.Blocks(BLOCKS, remat="full"), "remat": "none"},
+            "remat: is 'none', and in Blocks 'full'; pass it once",
+        ),
+        (
+            {"compute_dtype": zerojax.Fp8(), "fp8": zerojax.Fp8(first=1)},
+            "fp8: is .*, and in SingleWires .*; pass it once",
+        ),
+        (
+            {"compute_dtype": F32, "fp8": zerojax.Fp8(dtype=BF16)},
+            "dtype: is .*float32.*, and in Fp8 .*bfloat16.*; pass it once",
+        ),
+        (
+            {"wires": [("block_0", zerojax.PackedWires())]},
+            "wires: PackedWires.. of 'block_0' sends weights as they are",
+        ),
         ({"check_context": "no"}, "check_context: must be True or False, and is 'no'"),
     ],
 )
@@ -124,3 +149,19 @@ def test_what_needs_one_program_says_so_itself():
     assert [name for name, need in needs.items() if need] == ["head", "PackedWires"]
     assert rows[3][1].one_program("") is None  # sends all as it is
     assert zerojax.Fp8().one_program() is None and zerojax.Fp8(recipe="delayed").one_program()
+
+
+@pytest.mark.parametrize(("name", "value"), [("programs", "kinds"), ("activations", [(BLOCKS, P(None, "model"))])])
+def test_a_loss_by_itself_refuses_what_only_a_step_can_do(name, value):
+    with pytest.raises(UserError, match=f"^{name}: is for make_train_step alone"):
+        zerojax.where_used(loss_fn, {}, blocks=zerojax.Blocks(BLOCKS, **{name: value}))
+
+
+def test_stages_of_a_pipeline_and_programs_of_blocks_are_not_asked_for_together():
+    params = jax.eval_shape(Net().init, jax.random.key(0), jnp.ones((1, 64)))["params"]
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.sgd(0.1)), params)
+    blocks = zerojax.Blocks(BLOCKS, programs="kinds")
+    pipeline = zerojax.Pipeline(loss_fn, {"x": jax.ShapeDtypeStruct((8, 64), F32)}, blocks)
+    partition = zerojax.partition_state(state, mesh=zerojax.make_mesh(pipe=2), stage=3, min_size=0, pipeline=pipeline)
+    with pytest.raises(UserError, match=r"^programs: is 'kinds', and the stages of .pipe."):
+        zerojax.make_train_step(loss_fn, partition, sums=zerojax.Sums(F32, grad_accum=2))

@@ -153,7 +153,8 @@ def _wires(config: settings.Config) -> list[tuple[str, step_values.WireChoice]]:
     """Returns how a run's weights are sent."""
     of_columns = [(config.model.by_columns, columns.ByColumns())] if config.model.by_columns else []
     to_experts = experts.ToExperts(load=config.experts.load, parts=config.experts.parts)
-    return [("", to_experts), *of_columns, ("", config_lib.make_wires(config))]
+    wires = config_lib.make_wires(config)
+    return [("", to_experts), *of_columns, *([("", wires)] if wires.is_on else [])]
 
 
 def as_sent(

@@ -2,6 +2,7 @@
 `reduce_dtype` changes.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,8 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero import step
-from zerojax.zero.blocks import where_used
+from zerojax.zero import step, step_values
+from zerojax.zero.blocks import block_settings, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys, parts
 from zerojax.zero.weights import partition as partition_lib
 
@@ -125,9 +126,13 @@ def _apart(
 ) -> list[str]:
     """Returns a line for each value of a step that differs between each device's part of the batch and the whole."""
     tree.untraced((state, batch))
-    found = []
+    found, whole_step = [], dict[str, Any](donate=False, programs=block_settings.ONE)
+    sums, blocks = step_values.Sums.of(options.get("sums")), options.get("blocks")
+    if isinstance(blocks, block_settings.Blocks):
+        whole_step["blocks"] = dataclasses.replace(blocks, programs=block_settings.ONE)
     for dtype in (reduce_dtype, None):
-        train_step = step.make_train_step(loss_fn, partition, reduce_dtype=dtype, **options | {"donate": False})
+        whole_step["sums"] = dataclasses.replace(sums, reduce_dtype=dtype)
+        train_step = step.make_train_step(loss_fn, partition, **options | whole_step)
         after, metrics = train_step(state, batch)
         found.append({**_values(metrics), **_fields(after)})
     by_device, whole = found
@@ -138,10 +143,10 @@ def _equal_draws(
     loss_fn: Callable[..., Any], partition: partition_lib.Partition, state: State, batch: PyTree, options: dict
 ) -> list[str]:
     """Returns a line for each line of the user's code that draws the same random numbers on every device."""
-    passes, batch_specs = options.get("grad_accum", 1), options.get("batch_specs", ())
-    layout = inputs.Layout(partition.mesh, passes, batch_specs, by_device=True)
+    values = step_values.of_batch(partition, options)
+    layout = inputs.Layout(partition.mesh, values.sums.grad_accum, values.batch.batch_specs, by_device=True)
     batch = jax.eval_shape(layout.place, batch)
-    params = where_used.abstract_used(state.params, partition, options.get("compute_dtype"))
+    params = where_used.abstract_used(state.params, partition, values.compute_dtype)
 
     def aux_of(params: PyTree, batch: PyTree, state: State) -> PyTree:
         return None, loss_fn(params, batch, state)

@@ -12,6 +12,7 @@ import jax
 from jax.typing import DTypeLike
 
 from zerojax import jitted, xla_flags
+from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero import step_values
@@ -98,13 +99,17 @@ def make_train_step(
     gradients = in_form(wrapped.loss_fn, wrapped.sent, wrapped.hooked, passes=passes, layout=layout, **how)
     clip = late_norm.clip(partition, limit, may_skip=loss_scale is not None)
     options = _options(partition, values)
+    in_kinds = values.blocks.programs == block_settings.KINDS
+    if partition.pipeline and in_kinds:
+        raise UserError(
+            "programs: is 'kinds', and the stages of `pipe` are programs of their own anyway; omit programs"
+        )
     if partition.pipeline:
         return pipeline_step.of(
             wrapped.loss_fn, wrapped.named, wrapped.blocks, layout, scaling, clip, reduce_dtype,
             one_program=values.one_program, donate=donate, options=options, **how,
         )  # fmt: skip
     updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
-    in_kinds = values.blocks.programs == block_settings.KINDS
     if in_kinds:
         step_by_block.check_kinds(partition, wrapped.sent, reduce_dtype, wrapped.blocks, values.one_program)
         updates = streamed_step.of_all_on_device(partition, may_skip=clip.may_skip)

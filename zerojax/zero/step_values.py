@@ -38,6 +38,11 @@ class Sums:
         signatures.check_fields(self)
         object.__setattr__(self, "reduce_dtype", precision.floating("reduce_dtype", self.reduce_dtype))
 
+    @classmethod
+    def of(cls, value: "DTypeLike | Sums | None") -> "Sums":
+        """Returns sums from their short form, a reduce_dtype, or from themselves."""
+        return value if isinstance(value, Sums) else cls(value)
+
     @property
     def in_16_bits(self) -> bool:
         """Returns whether the gradients of several passes add up in bf16; warns where there is one pass."""
@@ -139,6 +144,12 @@ SHORT_FORMS: Mapping[str, type] = {
 }
 
 
+def of_batch(partition: partition_lib.Partition, arguments: Mapping[str, Any]) -> Values:
+    """Returns what arguments of `step.make_train_step`, by name, say of the batch: its layout, its passes, and its dtype."""
+    fields = {name: value for name, value in arguments.items() if SHORT_FORMS.get(name) in (Sums, BatchLayout)}
+    return read(partition, arguments.get("compute_dtype"), None, arguments.get("sums"), BatchLayout(), None, fields)
+
+
 def read(
     partition: partition_lib.Partition,
     compute_dtype: DTypeLike | fp8_modules.Fp8 | None,
@@ -166,18 +177,24 @@ def read(
         batch = batch if batch.batch_specs != () else dataclasses.replace(batch, batch_specs=said.batch_specs)
         compute_dtype = said.compute_dtype if compute_dtype is None else compute_dtype
     chosen = block_settings.Blocks.of("" if blocks is None else blocks, **of(block_settings.Blocks))
-    summed = dataclasses.replace(sums if isinstance(sums, Sums) else Sums(sums), **of(Sums))
-    layout = dataclasses.replace(batch, **of(BatchLayout))
+    summed = signatures.with_fields(Sums.of(sums), **of(Sums))
+    layout = signatures.with_fields(batch, **of(BatchLayout))
     single = SingleWires(**of(SingleWires))
     rows: list[tuple[str, Any]] = [("", wires)] if isinstance(wires, packed.PackedWires) else [*(wires or ())]
     for pattern, choice in rows:
         errors.regex("wires", pattern, "pass rows (regex, choice), such as ('', zerojax.PackedWires())")
-        if not hasattr(choice, "sends_rest"):
+        if isinstance(choice, type) or not hasattr(choice, "sends_rest"):
             raise UserError(
                 f"wires: {pattern!r} needs a choice such as zerojax.PackedWires(), and has {errors.shown(choice)}"
             )
-    fp8, dtype = single.fp8, compute_dtype
+        if isinstance(choice, packed.PackedWires) and not choice.is_on and choice is not wires:
+            raise UserError(
+                f"wires: PackedWires() of {pattern!r} sends weights as they are; omit the row, or say what it packs"
+            )
+    dtype = compute_dtype
     if isinstance(dtype, fp8_modules.Fp8):
-        fp8, dtype = dtype, dtype.dtype
-    dtype = precision.floating("compute_dtype", dtype)
+        single, dtype = signatures.with_fields(single, fp8=dtype), dtype.dtype
+    elif single.fp8 is not None and single.fp8.dtype is not None:
+        dtype = signatures.with_fields(single.fp8, **({} if dtype is None else {"dtype": dtype})).dtype
+    fp8, dtype = single.fp8, precision.floating("compute_dtype", dtype)
     return Values(dtype, fp8, chosen, summed, layout, [*single.rows(), *rows])

@@ -77,7 +77,7 @@ def test_the_traffic_of_sums_is_that_of_the_programs_that_add_gradients_up(dtype
     nbytes = {n: leaf.nbytes for n, leaf in enumerate(jax.tree.leaves(grads))}
     one_pass = types.SimpleNamespace(
         schedule=types.SimpleNamespace(cut=types.SimpleNamespace(nbytes=nbytes.get)),
-        grads=dict.fromkeys(nbytes, "path"),
+        grads={f"path {n}": n for n in nbytes},
         elements={n: leaf.size for n, leaf in enumerate(jax.tree.leaves(grads))},
     )
     before, last = times._sums(one_pass, count, in_16_bits=in_16_bits)

@@ -409,7 +409,8 @@ def test_a_loss_that_reads_a_derivative_of_its_blocks_is_refused(derivative):
         return jnp.sum(jax.grad(function)(batch["x"]) ** 2)
 
     with pytest.raises(
-        UserError, match=r"^blocks: the loss reads a derivative of its blocks, .*keep params on the device"
+        UserError,
+        match=r"^blocks: the loss reads a derivative of its blocks, .*keep params on the device.*omit .*programs='kinds'",
     ):
         run(BOTH, penalised, steps=1)
 
@@ -432,3 +433,45 @@ def test_a_field_that_the_loss_returns_as_it_was_is_kept():
         state, _ = train_step(state, {"x": X, "scale": SCALE})
     np.testing.assert_array_equal(state.fixed, fixed)
     assert state.number == 2
+
+
+class Odd(nn.Module):
+    """On one device the gradients of `c` and `d` are one value; that of `w` is an argument, and those of the last two are constants."""
+
+    @nn.compact
+    def __call__(self, x, v):
+        a, b, c, d, w, *_ = (self.param(name, nn.initializers.ones, shape) for name, shape in ODD.items())
+        x = nn.Dense(8, name="block_0")(x) * (a + b) + (c + d)
+        return jnp.mean(nn.Dense(1, name="out")(x) ** 2) + jnp.sum(w * v)
+
+
+ODD = {"a": (), "b": (), "c": (8,), "d": (8,), "w": (3,), "unread": (), "unread_vector": (3,)}
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.filterwarnings("ignore:loss_fn. does not read")
+def test_a_gradient_may_be_a_constant_an_argument_or_that_of_another_weight(devices, accum):
+    x, v = arrays.normal(1, (accum, 8, 8)), 1.0 + jnp.arange(3.0)
+    batch = {"x": x if accum > 1 else x[0], "v": v, "factor": 0.5}
+    mesh, losses = mesh_lib.make_mesh(devices=jax.devices()[:devices]), []
+
+    def init(key):
+        params = Odd().init(key, x[0], v)["params"]
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2))
+
+    def loss_fn(params, batch, state):
+        return batch["factor"] * Odd().apply({"params": params}, batch["x"], batch["v"])
+
+    for programs in ("one", "kinds"):
+        state, part = shard_state.shard_train_state(init, jax.random.key(0), mesh=mesh, stage=3, min_size=0)
+        how = {"batch_specs": [("v|factor", P())], "grad_accum": accum, "programs": programs}
+        train_step = step.make_train_step(loss_fn, part, blocks=r"block_\d", reduce_dtype=jnp.float32, **how)
+        for _ in range(3):
+            state, metrics = train_step(state, batch)
+            losses.append(float(metrics["loss"]))
+        losses.append(float(state.params["unread"]))
+    with pytest.raises(UserError, match="has no values while jit, grad, vmap or scan traces a function"):
+        jax.eval_shape(train_step, state, batch)
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(losses[4:], losses[:4], rtol=1e-6)

@@ -43,5 +43,5 @@ def test_gradients_of_a_pass_are_in_bf16_where_both_of_their_sums_are(count, red
     if count > 1:
         batch = jax.tree.map(lambda leaf: jnp.stack([leaf] * count), batch)
     one_pass = steps.one_pass(part.abstract_state.replace(opt_state=()), batch)
-    found = {one_pass.schedule.cut.values[number].dtype for number, path in one_pass.grads.items() if "block_" in path}
+    found = {one_pass.schedule.cut.values[number].dtype for path, number in one_pass.grads.items() if "block_" in path}
     assert found == {jnp.dtype(expected)}

@@ -88,7 +88,7 @@ def test_gradients_of_a_pass_in_bf16_add_up_to_the_bits_of_the_same_in_float32()
         steps, sums = passes.Passes(nested, prepared_layout(3), None, in_16_bits=True), found.setdefault(dtype, {})
         steps(state, together, lambda index, final, weights, sums=sums: sums.update(final))
         one_pass = steps.one_pass(state, together)
-        for number, path in one_pass.grads.items():
+        for path, number in one_pass.grads.items():
             assert one_pass.schedule.cut.values[number].dtype == (dtype if "block_" in path else "float32"), path
         assert one_pass.elements == {
             path: math.prod(grad.sharding.shard_shape(grad.shape)) for path, grad in sums.items()

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
-from zerojax.zero.step_programs import cut, programs, schedule
+from zerojax.zero.step_programs import blocks, cut, programs, schedule
 
 
 @runs.LONG
@@ -71,6 +71,34 @@ def test_arrays_that_the_loss_closes_over_are_given_to_the_programs():
     (given,) = cut.constants.values()
     np.testing.assert_array_equal(given, table)
     np.testing.assert_array_equal(schedule.Schedule(cut)(placed), table[rows])
+
+
+def test_a_result_that_a_later_program_reads_is_read_as_it_was_written():
+    mesh = mesh_lib.make_mesh(8)
+
+    def block(x):
+        return 2 * x
+
+    block.__name__ = f"{blocks.NAME}_forward"
+
+    def own(x):
+        total = jax.lax.psum(x.sum(), "data")
+        return total, jax.jit(block)(x) + total
+
+    run = jax.shard_map(own, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data")), check_vma=False)
+    x = jax.device_put(np.arange(8, dtype=np.float32), NamedSharding(mesh, P("data")))
+    cut = programs.cut(run, *abstract([x]))
+    total, rest = schedule.Schedule(cut)(x)
+    assert len(cut.programs) == 3 and float(total) == 28
+    np.testing.assert_array_equal(rest, 2 * np.arange(8) + 28)
+
+
+def test_random_keys_that_the_loss_closes_over_are_given_to_the_programs():
+    mesh, key = mesh_lib.make_mesh(8), jax.random.key(3)
+    run = jax.shard_map(lambda x: x + jax.random.uniform(key), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    placed = jax.device_put(np.zeros(8, np.float32), NamedSharding(mesh, P("data")))
+    found = schedule.Schedule(programs.cut(run, *abstract([placed])))(placed)
+    np.testing.assert_array_equal(found, np.full(8, jax.random.uniform(key)))
 
 
 def test_bytes_are_those_on_one_device():

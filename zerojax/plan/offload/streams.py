@@ -200,7 +200,7 @@ def _leaf(step: step_by_block.BlockwiseStep, one_pass: passes.PassPrograms, numb
 
 def _kept(one_pass: passes.PassPrograms, leaves: Iterable[buffers_lib.Argument]) -> set[str]:
     """Returns the paths of the device's leaves that a step that donates nothing returns in new memory: of params, the trained ones."""
-    trained = {f"state/{path}" for path in one_pass.grads.values()}
+    trained = {f"state/{path}" for path in one_pass.grads}
     state = {leaf.path for leaf in leaves if leaf.space == buffers_lib.DEVICE and leaf.path.startswith("state/")}
     return {path for path in state if path in trained or not path.startswith("state/params/")}
 

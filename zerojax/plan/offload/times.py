@@ -278,7 +278,8 @@ def _sums(one_pass: passes.PassPrograms, count: int, in_16_bits: bool, clock: Cl
     """
     if count == 1:
         return Work(), Work()
-    grads, elements = sum(map(one_pass.schedule.cut.nbytes, one_pass.grads)), sum(one_pass.elements.values())
+    grads = sum(one_pass.schedule.cut.nbytes(own) for own in one_pass.grads.values() if isinstance(own, int))
+    elements = sum(one_pass.elements.values())
     sums, number = (2 if in_16_bits else 4) * elements, len(one_pass.grads)
     nbytes = grads + sums + sums * (count - 2) / (count - 1)
     last = grads + sums + 3 * 4 * elements

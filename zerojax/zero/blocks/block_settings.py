@@ -60,7 +60,7 @@ class Blocks:
     @classmethod
     def of(cls, value: "str | Blocks", **fields: Any) -> "Blocks":
         """Returns blocks from their short form, a regex, or from themselves, with some fields of other values."""
-        return dataclasses.replace(value if isinstance(value, Blocks) else cls(value), **fields)
+        return signatures.with_fields(value if isinstance(value, Blocks) else cls(value), **fields)
 
     def __post_init__(self) -> None:
         signatures.check_fields(self)

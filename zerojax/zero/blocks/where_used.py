@@ -56,7 +56,11 @@ def where_used(
             "without `pipe`"
         )
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
-    return with_gathers(loss_fn, placements, block_settings.Blocks.of(blocks, **fields), compute_dtype)
+    how = block_settings.Blocks.of(blocks, **fields)
+    for name, is_given in (("programs", how.programs != block_settings.ONE), ("activations", how.activations)):
+        if is_given:
+            raise UserError(f"{name}: is for make_train_step alone, which makes a whole step; omit it in where_used")
+    return with_gathers(loss_fn, placements, how, compute_dtype)
 
 
 def with_gathers(

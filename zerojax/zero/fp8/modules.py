@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 from jax.sharding import Mesh
 
-from zerojax import errors, tree
+from zerojax import errors, precision, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.ops import expert_matrices, fp8, tiles
@@ -57,6 +57,7 @@ class Fp8:
 
     def __post_init__(self) -> None:
         errors.one_of("recipe", self.recipe, fp8.RECIPES)
+        precision.floating("fp8.dtype", self.dtype)
         errors.regex("fp8.filter", self.filter, "pass one over module paths, such as 'layer_\\d+/mlp/.*'")
         for name in ("first", "last"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:

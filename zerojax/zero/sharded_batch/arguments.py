@@ -195,6 +195,7 @@ def explaining(partition: partition_lib.Partition, state: State, batch: PyTree) 
     except UserError:
         raise
     except Exception as error:  # the host's part of such a step meets the leaves too
+        tree.untraced((state, batch))
         why = _why(partition, state, batch) or _of_numpy(state)
         if why is None:
             raise

@@ -21,7 +21,7 @@ NAME = "zerojax_block"
 GATHER, REDUCE = "gather", "reduce"
 AGAIN = (
     "blocks: the loss reads a derivative of its blocks, and here each pass of a block is a program of its own, differentiated once; "
-    "keep params on the device, and omit `late_norm`, `by_block`, `programs` and `pipe`"
+    "keep params on the device, and omit `late_norm`, `by_block`, `pipe` and programs='kinds'"
 )
 
 

@@ -59,11 +59,12 @@ def cut(jaxpr: jex.Jaxpr, apart: Collection[Any]) -> list[StepPart]:
         if not _is_block(eqn):
             groups[-1].append(eqn)
     parts: list[StepPart] = []
-    needed = set(traces.variables(results))
+    final = set(traces.variables(results))
+    needed = set(final)
     later = set(needed)  # what is read after the part that comes next in time
     recurring = collections.Counter(_names(group) for group in groups if isinstance(group, list))
     for group in reversed(groups):
-        part = _between(group, needed) if isinstance(group, list) else _block(group, needed, set(results))
+        part = _between(group, needed) if isinstance(group, list) else _block(group, needed, final)
         if (
             isinstance(group, list)
             and len(group) <= FEW

@@ -35,7 +35,8 @@ class PassPrograms:
     schedule: schedule.Schedule  # the programs
     # where each leaf of the arguments comes from ("state/params/kernel", "batch/x", "pass"), by number
     paths: Mapping[int, str]
-    grads: Mapping[int, str]  # the path of the weight whose gradient a value is, by number
+    # the number of each weight's gradient, by the weight's path, or an array if it is a constant; weights may have one in common
+    grads: Mapping[str, Any]
     weights: Mapping[int, str]  # the path of the param that arrives and that a value is, by number
     weight: int | None  # the number of the weight of the pass among passes; None if they count alike
     params: Mapping[int, str]  # the path of the param that a value is, by number
@@ -43,24 +44,38 @@ class PassPrograms:
     @functools.cached_property
     def position(self) -> dict[str, int]:
         """Returns the number of each weight among those that have a gradient, by path."""
-        return {path: number for number, path in enumerate(sorted(self.grads.values()))}
+        return {path: number for number, path in enumerate(sorted(self.grads))}
 
     @functools.cached_property
     def elements(self) -> dict[str, int]:
         """Returns the elements of each gradient on one device, by path."""
         cut = self.schedule.cut
-        return {path: cut.nbytes(n) // cut.values[n].dtype.itemsize for n, path in self.grads.items()}
+        size = lambda n: cut.nbytes(n) // cut.values[n].dtype.itemsize if isinstance(n, int) else n.size  # noqa: E731
+        return {path: size(n) for path, n in self.grads.items()}
 
     @functools.cached_property
     def ready_at(self) -> dict[str, int]:
         """Returns the program after which each gradient is final, by path."""
-        numbered = enumerate(self.schedule.cut.programs)
-        return {self.grads[n]: index for index, program in numbered for n in program.writes if n in self.grads}
+        return {path: index for index, handed in enumerate(self.handed) for _, path in handed}
 
     @functools.cached_property
-    def handed(self) -> list[list[tuple[int, str]]]:
-        """Returns the numbers and paths of the gradients that each program writes."""
-        return [[(n, self.grads[n]) for n in own.writes if n in self.grads] for own in self.schedule.cut.programs]
+    def handed(self) -> list[list[tuple[Any, str]]]:
+        """Returns the gradients that each program writes, as in `grads`, with their paths; the last has also those that none writes."""
+        of_number: dict[Any, list[tuple[Any, str]]] = {}
+        for path, number in self.grads.items():
+            of_number.setdefault(number if isinstance(number, int) else path, []).append((number, path))
+        programs = self.schedule.cut.programs
+        handed = [[pair for n in own.writes for pair in of_number.pop(n, ())] for own in programs]
+        handed[-1].extend(pair for pairs in of_number.values() for pair in pairs)
+        return handed
+
+    @functools.cached_property
+    def copied(self) -> frozenset[str]:
+        """Returns the weights whose gradient is a constant, an argument, that of another weight too, or read by a program: it stays."""
+        programs = self.schedule.cut.programs
+        free = {n for own in programs for n in own.writes}.difference(n for own in programs for n in own.reads)
+        first = {n: path for path, n in reversed([*self.grads.items()]) if isinstance(n, int)}
+        return frozenset(self.grads).difference(first[n] for n in free & first.keys())
 
     @functools.cached_property
     def over(self) -> list[list[tuple[int, str]]]:
@@ -124,7 +139,7 @@ class Passes:
         `compiler_options` are XLA's, in addition to the passes' own.
         """
         leaves, structure = jax.tree.flatten(batch)
-        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        key = (structure, *((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves))
         if key not in self._cuts:
             micro = self._of_one_pass(jax.eval_shape(self._prepare, batch))
             number = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
@@ -149,7 +164,7 @@ class Passes:
             self._cuts[key] = PassPrograms(
                 schedule.Schedule(cut),
                 dict(enumerate(paths)),
-                {result: f"params/{path}" for path, result in tree.flatten(grads)},
+                {f"params/{path}": result for path, result in tree.flatten(grads)},
                 {n: name for n, name in late.items() if leaves[n][0].startswith("0/")},
                 aux.get("weight") if self.count > 1 else None,
                 {n: names[n] for n, (path, _) in enumerate(leaves) if path.startswith(("0/", "2/params/"))},
@@ -200,8 +215,11 @@ class Passes:
         """Adds the gradients that a program wrote to the sums. The last pass hands them over, with the params that are read no more."""
         if found.weight is not None and found.weight in written:
             weights.append(values[found.weight])
-        grads = {path: values[number] for number, path in found.handed[index]}
-        values.update(dict.fromkeys((number for number, _ in found.handed[index]), None))
+        grads: dict[str, jax.Array] = {}
+        for number, path in found.handed[index]:
+            value = values[number] if isinstance(number, int) else number
+            grads[path] = value.copy() if path in found.copied else value
+        values.update({number: None for number, path in found.handed[index] if path not in found.copied})
         if grads and self.count > 1:
             grads = self._summed(found, sums, weights, grads, seed, is_last=ready is not None)
         if ready is None:

@@ -51,8 +51,8 @@ class CutStep:
     values: tuple[jax.ShapeDtypeStruct, ...]  # the abstract values as programs read them, with shardings, by number
     arguments: int  # the number of leaves of the arguments
     arrivals: arrivals_lib.Arrivals  # those of the arguments that arrive while programs are sent
-    # values that programs read and no program writes, by number: arrays that the loss closes over, and integers
-    constants: Mapping[int, np.ndarray]
+    # values that programs read and no program writes, by number: arrays and random keys that the loss closes over, and integers
+    constants: Mapping[int, Any]
     # for each leaf of the step's result the number of its value, or an array if it is a constant
     results: tuple[Any, ...]
     structure: Any  # the tree of the result
@@ -90,7 +90,8 @@ def cut(
     assert call.primitive.name == "shard_map", call.primitive.name
     mapped, inner = Mapped(call), call.params["jaxpr"]
     values: list[Any] = jax.tree.leaves(args)
-    given = {len(values) + number: np.asarray(array) for number, array in enumerate(traced.consts)}
+    closed_over = [array if tree.is_key(array) else np.asarray(array) for array in traced.consts]
+    given = dict(enumerate(closed_over, len(values)))
     values += [jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=mapped.replicated) for own in given.values()]
     number_of = {var: number for number, var in enumerate([*traced.jaxpr.invars, *traced.jaxpr.constvars])}
     number_of |= {var: number_of[outer] for var, outer in zip(inner.invars, call.invars)}
@@ -165,6 +166,7 @@ class Mapped:
         self._out_specs = {
             var: spec for var, spec in zip(inner.outvars, call.params["out_specs"]) if traces.is_var(var)
         }
+        self._plain = {**self._out_specs, **self._in_specs}  # what is not stacked, also where a program reads a result
         self._over = tuple(axis for axis in self._mesh.axis_names if axis in self._axes)
         self._stacked = P(self._over)
         self.replicated = NamedSharding(self._mesh, P())
@@ -172,7 +174,7 @@ class Mapped:
 
     def specs(self, part: cut_lib.StepPart) -> PyTree:
         """Returns the specs of what a part reads and writes."""
-        return tuple(map(self._in_specs.get, part.reads)), tuple(map(self._out_specs.get, part.writes))
+        return tuple(map(self._plain.get, part.reads)), tuple(map(self._out_specs.get, part.writes))
 
     def specs_of_writes(self, part: cut_lib.StepPart) -> list[P]:
         """Returns a spec for each value that a part writes. Over the compiler's axes it divides the last dim but one if it can."""
@@ -273,14 +275,14 @@ class Mapped:
             if number not in values:
                 found[var] = jnp.zeros(var.aval.shape, var.aval.dtype)
             else:
-                found[var] = values[number] if var in self._in_specs else values[number][0]
+                found[var] = values[number] if var in self._plain else values[number][0]
         return found
 
     def _stacked_if_own(self, writes: Sequence[Any], found: Sequence[Any]) -> list[Any]:
         return [value if var in self._out_specs else value[None] for var, value in zip(writes, found)]
 
     def _read_specs(self, reads: Sequence[Any], taken: Sequence[int]) -> list[P]:
-        return [self._in_specs.get(reads[number], self._stacked) for number in taken]
+        return [self._plain.get(reads[number], self._stacked) for number in taken]
 
     def _written_specs(self, writes: Sequence[Any]) -> list[P]:
         return [self._out_specs.get(var, self._stacked) for var in writes]

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from zerojax import tree
 from zerojax.tree import PyTree
 from zerojax.zero.step_programs import programs as programs_lib
 from zerojax.zero.step_programs.arrivals import NOTHING, STEP
@@ -117,7 +118,12 @@ class Schedule:
         """Returns the constants that programs read."""
         if self._constants is None:
             self._constants = {
-                number: jax.make_array_from_callback(own.shape, self.cut.values[number].sharding, own.__getitem__)
-                for number, own in self.cut.constants.items()
+                number: _replicated(own, self.cut.values[number].sharding) for number, own in self.cut.constants.items()
             }
         return self._constants
+
+
+def _replicated(constant: Any, sharding: Any) -> jax.Array:
+    if tree.is_key(constant):
+        return jax.device_put(constant, sharding)
+    return jax.make_array_from_callback(constant.shape, sharding, constant.__getitem__)

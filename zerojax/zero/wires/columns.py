@@ -44,6 +44,8 @@ class ByColumns(gather.Plain):
     def marked(
         self, partition: partition_lib.Partition, pattern: str, blocks: str, reduce_dtype: DTypeLike | None
     ) -> partition_lib.Partition:
+        if not pattern:
+            raise UserError("wires: '' of a ByColumns names no module; pass a regex over module paths, such as 'head'")
         return marked(partition, pattern, blocks, reduce_dtype)
 
     def around(self) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
-from zerojax import specs
+from zerojax import signatures, specs
 from zerojax.errors import UserError
 from zerojax.ops import expert_parallel
 from zerojax.zero.weights import gather, placement
@@ -46,11 +46,19 @@ class ToExperts(gather.Plain):
     def marked(
         self, partition: partition_lib.Partition, pattern: str, blocks: str, reduce_dtype: DTypeLike | None
     ) -> partition_lib.Partition:
+        for name, number, hint in (("expert_parts", self.parts, int), ("expert_load", self.load, float)):
+            if not signatures.is_of(number, hint):
+                raise UserError(f"{name}: must be {signatures.words(hint)}, and is {signatures.shown(number)}")
         if self.parts < 1:
             raise UserError(f"expert_parts: must be at least 1, all tokens at once, and is {self.parts}")
         if not self.load >= 1:
             raise UserError(f"expert_load: must be at least 1, the load of a balanced router, and is {self.load}")
         chosen = [path for path in _of_experts(partition) if re.search(pattern, path)]
+        if pattern and not chosen:
+            raise UserError(
+                f"wires: {pattern!r} of a ToExperts finds no weight whose spec names `expert`; pass overrides such as "
+                '("experts/(gate|up|down)$", PartitionSpec("expert")) to shard_train_state, or omit the row'
+            )
         return partition.with_wires(dict.fromkeys(chosen, self))
 
     def around(self) -> AbstractContextManager[None]:

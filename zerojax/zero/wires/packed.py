@@ -374,12 +374,17 @@ def marked(
         has_feedback=wires.error_feedback,
     )
     named = {path: weight for path, weight in partition.placements.items() if re.search(pattern, path)}
+    if not named:
+        raise UserError(
+            f"wires: {pattern!r} finds no weight{tree.such_as(pattern, partition.placements)}; omit the row"
+        )
     chosen = {path for path, weight in named.items() if _takes(weight)} - _quantized(partition)
     if any(isinstance(partition.placements[path].wire, fp8.InFp8) for path in chosen):
         raise UserError(
             "wire: matmuls in fp8 gather their weights in 8 bits already; omit wires, take fp8's recipe 'rowwise', or compute in bf16"
         )
-    found = {path for path in chosen if not isinstance(partition.placements[path].wire, columns.ByColumns)}
+    # Those of an earlier row keep its wire.
+    found = {path for path in chosen if not isinstance(partition.placements[path].wire, columns.ByColumns | InBlocks)}
     if not found:
         raise UserError(f"wire: no matrix that is gathered has a shard of {packed.BLOCK} elements; omit wires")
     if wires.error_feedback and not any(partition.placements[path].trainable for path in found):

@@ -16,7 +16,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -95,7 +95,10 @@ def in_step(sent: partition_lib.Partition, scale: Callable[[Any], Any]) -> gathe
 
 
 def with_unsent(
-    state: State, partition: partition_lib.Partition, wires: packed.PackedWires, by_columns: str = ""
+    state: State,
+    partition: partition_lib.Partition,
+    wires: packed.PackedWires | Sequence[tuple[str, Any]],
+    by_columns: str = "",
 ) -> tuple[State, partition_lib.Partition]:
     """Returns a sharded train state, and its partition, with the field `unsent_grads` that `error_feedback` needs; nothing is unsent yet.
 
@@ -113,8 +116,11 @@ def with_unsent(
             f"with_unsent: the state needs a field `{FIELD}`; declare `{FIELD}: Any = ()` in your TrainState, or use zerojax.TrainState"
         )
     any_blocks = "."  # which do not change what is kept; `make_train_step` checks them
-    columned = columns.marked(partition, by_columns, any_blocks, jnp.float32)
-    extended = in_partition(partition, packed.marked(columned, wires, any_blocks, jnp.float32))
+    rows = [("", wires)] if isinstance(wires, packed.PackedWires) else [*wires]
+    sent = columns.marked(partition, by_columns, any_blocks, jnp.float32)
+    for pattern, choice in sorted(rows, key=lambda row: row[1].sends_rest):
+        sent = choice.marked(sent, pattern, any_blocks, jnp.float32)
+    extended = in_partition(partition, sent)
     return state.replace(**{FIELD: first(extended)}), extended
 
 
