@@ -42,7 +42,7 @@ def checked(function: F) -> F:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:  # one lacks or is unknown, which Python says of the function itself
-            return function(*args, **kwargs)
+            given = {}
         _compare({name: given[name] for name in named if name in given}, hints)
         return function(*args, **kwargs)
 

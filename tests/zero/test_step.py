@@ -240,7 +240,11 @@ BAD_BATCHES = {
         r"^batch/x: dim 0 of \(12, 8\) does not divide by data \* replica = 8; use a multiple",
     ),
     "rows a pass": (2, jax.tree.map(lambda x: x.reshape(2, 6, 8), linear_batch(12)), r"^batch/x: dim 1 of \(2, 6, 8\)"),
-    "passes": (2, linear_batch(16), r"^batch/x: shape \(16, 8\) must begin with grad_accum=2, then examples"),
+    "passes": (
+        2,
+        linear_batch(16),
+        r"^batch/x: shape \(16, 8\) must begin with grad_accum=2, then examples; reshape it to \(2, 8, 8\)",
+    ),
     "a number": (2, {"x": jnp.ones(())}, r"^batch/x: shape \(\) must begin with grad_accum=2"),
 }
 

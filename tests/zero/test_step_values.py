@@ -97,12 +97,13 @@ def test_a_feature_is_a_field_and_no_argument():
     named = [one for one in inspect.signature(zerojax.make_train_step).parameters.values() if one.name != "fields"]
     assert len(named) <= MOST_ARGUMENTS
     assert not step_values.SHORT_FORMS.keys() & {one.name for one in named}
+    assert {one.name for one in named} == {"loss_fn", "partition", *step_values.ARGUMENTS}
 
 
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        ({"reduce_dtyp": F32}, "unexpected keyword argument 'reduce_dtyp'"),
+        ({"reduce_dtyp": F32}, "unexpected keyword argument 'reduce_dtyp'; did you mean 'reduce_dtype'"),
         ({"grad_accum": "2"}, "grad_accum: must be a whole number, and is '2'"),
         ({"by_columns": None}, "by_columns: must be text, and is None"),
         ({"remat": 3}, "remat: must be text, and is 3"),

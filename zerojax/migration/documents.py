@@ -80,8 +80,9 @@ def translated(document: Document, *, version: tuple[int, ...] = translate.NEWES
     if 2 * len(lost) > len(names):
         first = errors.shown(", ".join(line.key for line in lost), 60)
         near = next((f"; did you mean {line.nearest} for {line.key}?" for line in lost if line.nearest), "")
+        kind = f"{'an' if document.kind[0] in 'AEIOU' else 'a'} {document.kind}"
         raise UserError(
-            f"{document.name}: {len(lost)} of its {len(names)} keys are unknown in a {document.kind}: {first}; correct the file{near}"
+            f"{document.name}: {len(lost)} of its {len(names)} keys are unknown in {kind}: {first}; correct the file{near}"
         )
     return found
 

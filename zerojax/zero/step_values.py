@@ -144,6 +144,9 @@ SHORT_FORMS: Mapping[str, type] = {
 }
 
 
+ARGUMENTS = ("clip_norm", "loss_scale", "compute_dtype", "blocks", "sums", "batch", "wires", "donate")
+
+
 def of_batch(partition: partition_lib.Partition, arguments: Mapping[str, Any]) -> Values:
     """Returns what arguments of `step.make_train_step`, by name, say of the batch: its layout, its passes, and its dtype."""
     fields = {name: value for name, value in arguments.items() if SHORT_FORMS.get(name) in (Sums, BatchLayout)}
@@ -166,7 +169,9 @@ def read(
       TypeError: `fields` has a name that is none.
     """
     if unknown := [name for name in fields if name not in SHORT_FORMS]:
-        raise TypeError(f"make_train_step() got an unexpected keyword argument {unknown[0]!r}")
+        near = errors.choose(unknown[0], [*ARGUMENTS, *SHORT_FORMS])
+        hint = f"; {near}" if near.startswith("did") else ""
+        raise TypeError(f"make_train_step() got an unexpected keyword argument {unknown[0]!r}{hint}")
 
     def of(cls: type) -> dict[str, Any]:
         return {name: value for name, value in fields.items() if SHORT_FORMS[name] is cls}

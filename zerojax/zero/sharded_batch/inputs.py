@@ -131,8 +131,10 @@ class Layout:
             leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, P()))
             return jnp.broadcast_to(leaf, (self.passes, *leaf.shape)) if before else leaf
         if before and (leaf.ndim == 0 or leaf.shape[0] != self.passes):
+            per_pass, rest = divmod(leaf.shape[0], self.passes) if leaf.ndim else (0, 1)
+            form = "" if rest else f"; reshape it to {(self.passes, per_pass, *leaf.shape[1:])}"
             raise UserError(
-                f"batch/{path}: shape {leaf.shape} must begin with grad_accum={self.passes}, then examples"
+                f"batch/{path}: shape {leaf.shape} must begin with grad_accum={self.passes}, then examples{form}"
                 f"; pass {arguments.OWN_SPEC.format(path)} for a leaf that counts no examples"
             )
         spec = self._spec(own, path, leaf.ndim - before)
