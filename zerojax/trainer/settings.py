@@ -24,7 +24,7 @@ from zerojax.models import families
 from zerojax.ops import fp8, preferences, quantized
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import stages
-from zerojax.zero.blocks import remat
+from zerojax.zero.blocks import block_settings, remat
 from zerojax.zero.host import settings as offload_lib
 from zerojax.zero.pipeline import order
 from zerojax.zero.update import loss_scale as loss_scale_lib
@@ -203,8 +203,8 @@ class ModelSettings:
     remat: str = setting("dots", tuple(remat.REMAT), 'residuals kept: "none" all but weights, "dots" matmuls, "attention" layer '
         'inputs and what fused attention returns, "full" only layer inputs')
     recompute: str = setting("", ANY, 'a regex of modules in layers whose matmuls "dots" recomputes (r"layer_\\d+/mlp/up")')
-    programs: str = setting("one", ("one", "kinds"), 'the compiled step: "one" program, or a program for each of the "kinds" of layers, '
-        "which compile as fast whatever the depth")
+    programs: str = setting(block_settings.ONE, block_settings.PROGRAMS, 'the compiled step: "one" program, or a program for each of the '
+        '"kinds" of layers, which compile as fast whatever the depth')
     by_columns: str = setting("", ANY,
         'a regex of the embedding and the output projection ("embed|head"), if no device shall gather them: activations are sent instead,'
         " which takes less memory, and less time where a device's tokens are fewer than the vocabulary; stage 3, untied, with labels on "

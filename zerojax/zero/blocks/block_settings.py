@@ -13,7 +13,7 @@ from zerojax.zero.blocks import hooks as hooks_lib
 from zerojax.zero.blocks import remat
 from zerojax.zero.weights import placement
 
-ONE, KINDS = "one", "kinds"
+PROGRAMS = ONE, KINDS = "one", "kinds"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Blocks:
     def __post_init__(self) -> None:
         signatures.check_fields(self)
         errors.one_of("remat", self.remat, remat.REMAT)
-        errors.one_of("programs", self.programs, (ONE, KINDS))
+        errors.one_of("programs", self.programs, PROGRAMS)
         if self.programs == KINDS and not self.pattern:
             raise UserError(
                 "programs: is 'kinds', which are those of `blocks`, and it is empty; pass blocks, or omit it"

@@ -93,7 +93,7 @@ def is_chosen(
         f"offload={how.offload!r} keeps activations in host memory within one program; set it to '', and remat to 'full'": how.offload,
     }
     if one_program is not None:
-        lacking[f"{one_program.argument} {one_program.why}; {one_program.way_out}"] = True
+        lacking[str(one_program)] = True
     why_not = next((why for why, is_lacking in lacking.items() if is_lacking), "")
     for name, is_asked in asked.items():
         if is_asked and why_not:
@@ -119,13 +119,8 @@ def check_kinds(
       one_program: why the step cannot be several programs, or None.
     """
     others = [path for path, own in sent.placements.items() if not (own.is_experts or own.wire == gather.PLAIN)]
-    needs = (
-        ""
-        if one_program is None
-        else f"{one_program.argument} {one_program.why}; {one_program.way_out}, or omit programs"
-    )
     wrong = {
-        needs: one_program,
+        f"{one_program}, or omit programs": one_program,
         "the compiler sums gradients; pass reduce_dtype=jnp.float32": reduce_dtype is None,
         "the state is offloaded, and offload.by_block decides; omit programs": partition.on_host,
         f"offload={how.offload!r} keeps activations in host memory within one program; omit either": how.offload,

@@ -39,8 +39,16 @@ class NestedBlocks(overlap.Chain):
         assert not self._known
         return self._run(self._planned(body, weights, policy, own), weights, tuple(arrays))
 
+    is_apart = False  # whether gathers and reductions are nested functions of their own
+
     def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
-        return _block(plan, weights, arrays)
+        return _block(plan, self.is_apart, weights, arrays)
+
+
+class AheadBlocks(NestedBlocks):
+    """The same with a nested function of its own for each gather and each reduction, which `cut.ahead` puts beside other blocks' passes."""
+
+    is_apart = True
 
 
 class ForwardBlocks(NestedBlocks):
@@ -58,34 +66,53 @@ def _only_forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSin
     return _nested("forward", run)({path: weight.stored for path, weight in weights.items()}, arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _block(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
-    return _only_forward(plan, weights, arrays)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _block(plan: overlap.BlockCall, is_apart: bool, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
+    return _forward(plan, is_apart, weights, arrays)[0] if is_apart else _only_forward(plan, weights, arrays)
 
 
-def _forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> tuple[Any, Any]:
+def _forward(
+    plan: overlap.BlockCall, is_apart: bool, weights: dict[str, gather.ShardAndSink], arrays: tuple
+) -> tuple[Any, Any]:
     stored = {path: weight.stored for path, weight in weights.items()}
     for sink in jax.tree.leaves([weight.sink for weight in weights.values()])[:1]:
         _constant(sink)
 
-    def run(stored: dict[str, jax.Array], arrays: tuple) -> tuple[Any, overlap.Pull]:
-        sent = plan.gather(stored)
+    def run(stored: dict[str, jax.Array], sent: dict[str, Any], arrays: tuple) -> tuple[Any, overlap.Pull]:
         outputs, pull = (plan.shared or plan).vjp(stored, sent, arrays)
         return outputs, overlap.Pull.without(sent, pull)
 
-    outputs, pull = _nested("forward", run)(stored, arrays)
+    def whole(stored: dict[str, jax.Array], arrays: tuple) -> tuple[Any, overlap.Pull]:
+        return run(stored, plan.gather(stored), arrays)
+
+    if is_apart:
+        outputs, pull = _nested("forward", run)(stored, _nested(GATHER, plan.gather)(stored), arrays)
+    else:
+        outputs, pull = _nested("forward", whole)(stored, arrays)
     return outputs, (stored, pull)
 
 
-def _backward(plan: overlap.BlockCall, residuals: tuple[dict, overlap.Pull], cotangents: PyTree) -> tuple[Any, Any]:
-    def run(stored: dict[str, jax.Array], pull: overlap.Pull, cotangents: PyTree) -> tuple[Any, list[Any]]:
+def _backward(
+    plan: overlap.BlockCall, is_apart: bool, residuals: tuple[dict, overlap.Pull], cotangents: PyTree
+) -> tuple[Any, Any]:
+    def run(sent: dict[str, Any], pull: overlap.Pull, cotangents: PyTree) -> tuple[Any, list[Any]]:
+        return (plan.shared or plan).pulled(pull.of(sent), cotangents)
+
+    def reduce(grads: dict[str, Any]) -> dict[str, Any]:
+        return plan.reduce(grads)[0]
+
+    def whole(stored: dict[str, jax.Array], pull: overlap.Pull, cotangents: PyTree) -> tuple[Any, list[Any]]:
         # A program may have several blocks: nothing of one is computed again before its turn.
         pull, cotangents = pull.behind(cotangents)
-        grads, inputs = (plan.shared or plan).pulled(pull.of(plan.gather(stored)), cotangents)
-        return plan.reduce(grads)[0], inputs
+        grads, inputs = run(plan.gather(stored), pull, cotangents)
+        return reduce(grads), inputs
 
     stored, pull = residuals
-    sums, inputs = _nested("backward", run)(stored, pull, cotangents)
+    if is_apart:
+        grads, inputs = _nested("backward", run)(_nested(GATHER, plan.gather)(stored), pull, cotangents)
+        sums = _nested(REDUCE, reduce)(grads)
+    else:
+        sums, inputs = _nested("backward", whole)(stored, pull, cotangents)
     totals = {**dict.fromkeys(stored, optax.MaskedNode()), **sums}
     sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
     return sinks, tuple(inputs)
@@ -107,50 +134,6 @@ def _constant(sink: jax.Array) -> jax.Array:
 @_constant.defjvp
 def _refuse(*_: Any) -> NoReturn:
     raise UserError(AGAIN)
-
-
-class AheadBlocks(NestedBlocks):
-    """The same with a nested function of its own for each gather and each reduction, which `cut.ahead` puts beside other blocks' passes."""
-
-    def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
-        return _block_ahead(plan, weights, arrays)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _block_ahead(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
-    return _forward_ahead(plan, weights, arrays)[0]
-
-
-def _forward_ahead(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> tuple[Any, Any]:
-    stored = {path: weight.stored for path, weight in weights.items()}
-    for sink in jax.tree.leaves([weight.sink for weight in weights.values()])[:1]:
-        _constant(sink)
-
-    def run(stored: dict[str, jax.Array], sent: dict[str, Any], arrays: tuple) -> tuple[Any, overlap.Pull]:
-        outputs, pull = (plan.shared or plan).vjp(stored, sent, arrays)
-        return outputs, overlap.Pull.without(sent, pull)
-
-    sent = _nested(GATHER, plan.gather)(stored)
-    outputs, pull = _nested("forward", run)(stored, sent, arrays)
-    return outputs, (stored, pull)
-
-
-def _backward_ahead(
-    plan: overlap.BlockCall, residuals: tuple[dict, overlap.Pull], cotangents: PyTree
-) -> tuple[Any, Any]:
-    def run(sent: dict[str, Any], pull: overlap.Pull, cotangents: PyTree) -> tuple[Any, list[Any]]:
-        return (plan.shared or plan).pulled(pull.of(sent), cotangents)
-
-    stored, pull = residuals
-    sent = _nested(GATHER, plan.gather)(stored)
-    grads, inputs = _nested("backward", run)(sent, pull, cotangents)
-    sums = _nested(REDUCE, lambda grads: plan.reduce(grads)[0])(grads)
-    totals = {**dict.fromkeys(stored, optax.MaskedNode()), **sums}
-    sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
-    return sinks, tuple(inputs)
-
-
-_block_ahead.defvjp(_forward_ahead, _backward_ahead)
 
 
 @contextlib.contextmanager

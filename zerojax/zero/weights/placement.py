@@ -28,6 +28,9 @@ class OneProgram(NamedTuple):
     why: str
     way_out: str
 
+    def __str__(self) -> str:
+        return f"{self.argument} {self.why}; {self.way_out}"
+
 
 class Wire(Protocol):
     """How explicit collectives send a weight, and how its gradient comes home. A new wire is a class in a module of its own, like those of
