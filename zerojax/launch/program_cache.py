@@ -123,12 +123,11 @@ def _begin_in(root: pathlib.Path, *, is_ours: bool = False) -> str:
     with contextlib.suppress(OSError):
         root.mkdir(parents=True, exist_ok=True)
     is_read, is_written = (root.is_dir() and os.access(root, way | os.X_OK) for way in (os.R_OK, os.W_OK))
-    if is_ours and jax.config.values[_MOST] == -1:
-        _bound(root)
+    nbytes = _bound(root) if is_ours and jax.config.values[_MOST] == -1 else size(root)
     _explain_failures(root, removes=is_ours, is_written=is_written)
     if not is_written:
         return _refused(f"{root} cannot be written", is_read=is_read)
-    return f"compiled programs: {root} ({display.human(size(root))}; {_CHANGES})"
+    return f"compiled programs: {root} ({display.human(nbytes)}; {_CHANGES})"
 
 
 def _refused(why: str, *, is_read: bool) -> str:
@@ -160,8 +159,8 @@ def _files(root: pathlib.Path) -> list[tuple[float, int, pathlib.Path]]:
     return found
 
 
-def _bound(root: pathlib.Path) -> None:
-    """Removes files that were not used for longest until the others have no more than MOST_BYTES.
+def _bound(root: pathlib.Path) -> int:
+    """Removes files that were not used for longest until the others have no more than MOST_BYTES. Returns the bytes of the others.
 
     JAX's own bound needs another library, a lock around each read, and a second file for each program: once a process was killed between
     the two, no program is written any more.
@@ -170,10 +169,11 @@ def _bound(root: pathlib.Path) -> None:
     total = sum(nbytes for _, nbytes, _ in files)
     for _, nbytes, path in files:
         if total <= MOST_BYTES:
-            return
+            break
         with contextlib.suppress(OSError):
             path.unlink()
         total -= nbytes
+    return total
 
 
 def _explain_failures(root: pathlib.Path, *, removes: bool, is_written: bool) -> None:
