@@ -19,6 +19,7 @@ from zerojax.zero.host import create
 from zerojax.zero.pipeline import state as pipeline_state
 from zerojax.zero.sharded_batch import arguments
 from zerojax.zero.update import padding
+from zerojax.zero.weights import layer_stacks
 from zerojax.zero.weights import partition as partition_lib
 
 _partition_state = signatures.checked(stages.partition_state)  # whose options `shard_train_state` takes unseen
@@ -69,7 +70,8 @@ def shard_train_state(
     xla_flags.check_settings(xla_flags.NO_JIT)
     if callable(state_or_init) and jax.tree_util.all_leaves([state_or_init]):
         traced, init = _close_over_settings(state_or_init, init_args, trainable)
-        abstract_state = jax.eval_shape(init, *traced)
+        program, abstract_state = jax.make_jaxpr(init, return_shape=True)(*traced)
+        options.setdefault("layer_dims", layer_stacks.counts(program, abstract_state))
         partition = _partitioned(abstract_state, mesh, stage=stage, trainable=trainable, **options)
         if partition.pipeline:
             leaves = pipeline_state.created(

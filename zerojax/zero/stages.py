@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 import re
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -71,8 +72,10 @@ ROLES: tuple[tuple[str, str], ...] = (
 Overrides = Sequence[tuple[str, P | Sequence]]
 
 
-def shard_dim(shape: Sequence[int], base: P, axis_size: int) -> int | None:
+def shard_dim(shape: Sequence[int], base: P, axis_size: int, layer_dims: int = 0) -> int | None:
     """Picks the dim to shard `axis_size` ways: the first that divides and that `base` does not shard; None if there is none.
+
+    The first `layer_dims` dims count layers, each of which is gathered alone, and are not sharded.
 
     The first dim is the major one in memory: a shard is then contiguous, and a gather needs no reordering.
 
@@ -81,15 +84,15 @@ def shard_dim(shape: Sequence[int], base: P, axis_size: int) -> int | None:
     """
     taken = tuple(base) + (None,) * (len(shape) - len(base))
     for dim, length in enumerate(shape):
-        if taken[dim] is None and length and length % axis_size == 0:
+        if dim >= layer_dims and taken[dim] is None and length and length % axis_size == 0:
             return dim
     return None
 
 
-def pad_dim(shape: Sequence[int], base: P, ways: int) -> tuple[int | None, tuple[int, ...]]:
+def pad_dim(shape: Sequence[int], base: P, ways: int, layer_dims: int = 0) -> tuple[int | None, tuple[int, ...]]:
     """Picks the longest dim that `base` does not shard; returns it and the padding of each dim that makes it divide."""
     taken = tuple(base) + (None,) * (len(shape) - len(base))
-    free = [dim for dim in range(len(shape)) if taken[dim] is None]
+    free = [dim for dim in range(layer_dims, len(shape)) if taken[dim] is None]
     if not free:
         return None, ()
     dim = max(free, key=lambda d: shape[d])
@@ -108,6 +111,7 @@ def partition_state(
     trainable: str = "",
     offload: settings.Offload | Mapping[str, Any] | str | None = None,
     pipeline: pipeline_state.Pipeline | None = None,
+    layer_dims: Mapping[str, int] = types.MappingProxyType({}),
 ) -> partition_lib.Partition:
     """Decides how a train state is sharded, without allocating anything.
 
@@ -130,6 +134,8 @@ def partition_state(
         `shard_train_state` does. Empty: all weights are trained.
       offload: what lives in host memory: "host" for the optimizer state, an `Offload` or a dict of its fields; None for nothing.
       pipeline: how layers are divided into stages, on a mesh with `pipe`; None without one.
+      layer_dims: how many first dims of a weight count layers of a scan or a vmap, by path (`layer_stacks.counts`). They are not sharded
+        unless an override says so. `shard_train_state` reads them from the trace of its init function.
 
     Raises:
       UserError: the stage, `indivisible` or a mesh axis is unknown; an override matches no weight or does not fit its shape; a regex of
@@ -149,6 +155,7 @@ def partition_state(
             "min_size": min_size,
             "indivisible": indivisible,
             "roles": roles,
+            "layer_dims": layer_dims,
         }
         of_group = functools.partial(
             partition_state, abstract_state, stage=stage, trainable=trainable, offload=offload, **same
@@ -171,7 +178,7 @@ def partition_state(
     if PARAMS not in role_of.values():
         known = ", ".join([tree.below_params(path) for path, role in role_of.items() if role == FROZEN][:3])
         raise UserError(f"trainable: {trainable!r} matches no weight's path; paths look like {known}")
-    rule = _Rule(mesh, STAGES[stage], tuple(overrides), min_size, indivisible)
+    rule = _Rule(mesh, STAGES[stage], tuple(overrides), min_size, indivisible, layer_dims)
     weights = {path: leaf for path, leaf in tree.flatten(abstract_state) if role_of[path] in (PARAMS, FROZEN)}
     rule.check_overrides(weights)
     index = tree.suffix_index(weights)
@@ -215,6 +222,7 @@ class _Rule:
     overrides: tuple
     min_size: int
     indivisible: str
+    layer_dims: Mapping[str, int]
 
     def check_overrides(self, weights: Mapping[str, Any]) -> None:
         for entry in self.overrides:
@@ -231,7 +239,7 @@ class _Rule:
         # A leaf that belongs to no weight (a count, a factored moment) has a shape of its own, so overrides do not apply to it.
         base, final, over = (P(), False, STATE) if weight is None else self._override(weight, leaf.shape)
         replicated = specs_lib.without(base, over)
-        sharded, reason, padding = self._shard(leaf, base, final, over)
+        sharded, reason, padding = self._shard(leaf, base, final, over, self.layer_dims.get(weight or "", 0))
         if weight is not None and placement.is_overwritten(weight):
             return partition_lib.Decision(role, leaf.shape, leaf.dtype, P(), P(), "overwritten with its gradient")
         if role == OTHER:
@@ -304,7 +312,9 @@ class _Rule:
                     "name another dim or axis"
                 )
 
-    def _shard(self, leaf: Leaf, base: P, final: bool, over: tuple[str, ...]) -> tuple[P, str, tuple[int, ...]]:
+    def _shard(
+        self, leaf: Leaf, base: P, final: bool, over: tuple[str, ...], layer_dims: int
+    ) -> tuple[P, str, tuple[int, ...]]:
         """Returns the sharded spec, the reason, and the padding."""
         ways = mesh_lib.size(self.mesh, over)
         if final:
@@ -314,11 +324,12 @@ class _Rule:
         if math.prod(leaf.shape) < self.min_size or not leaf.shape:
             return base, f"fewer than {self.min_size} elements", ()
         padding: tuple[int, ...] = ()
-        dim = shard_dim(leaf.shape, base, ways)
+        dim = shard_dim(leaf.shape, base, ways, layer_dims)
         if dim is None and self.indivisible == "pad":
-            dim, padding = pad_dim(leaf.shape, base, ways)
+            dim, padding = pad_dim(leaf.shape, base, ways, layer_dims)
         if dim is None:
-            return base, f"no dim of {leaf.shape} divides by {mesh_lib.text(self.mesh, over)}", ()
+            but = " but those that count layers" if layer_dims else ""
+            return base, f"no dim of {leaf.shape}{but} divides by {mesh_lib.text(self.mesh, over)}", ()
         entries = list(base) + [None] * (len(leaf.shape) - len(base))
         entries[dim] = specs_lib.entry(mesh_lib.sharded(self.mesh, over))
         return specs_lib.trimmed(entries), "sharded", padding
