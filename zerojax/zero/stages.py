@@ -239,7 +239,8 @@ class _Rule:
         # A leaf that belongs to no weight (a count, a factored moment) has a shape of its own, so overrides do not apply to it.
         base, final, over = (P(), False, STATE) if weight is None else self._override(weight, leaf.shape)
         replicated = specs_lib.without(base, over)
-        sharded, reason, padding = self._shard(leaf, base, final, over, self.layer_dims.get(weight or "", 0))
+        layer_dims = self.layer_dims.get(weight or "", 0)
+        sharded, reason, padding = self._shard(leaf, base, final, over, layer_dims)
         if weight is not None and placement.is_overwritten(weight):
             return partition_lib.Decision(role, leaf.shape, leaf.dtype, P(), P(), "overwritten with its gradient")
         if role == OTHER:
@@ -249,7 +250,9 @@ class _Rule:
         is_sharded = self.sharded.opt_state if role == OPT_STATE else self.sharded.params
         pads = padding if is_sharded or (role == PARAMS and self.sharded.opt_state) else ()
         spec = sharded if is_sharded else replicated
-        return partition_lib.Decision(role, leaf.shape, leaf.dtype, spec, sharded, reason, pads, over=over)
+        return partition_lib.Decision(
+            role, leaf.shape, leaf.dtype, spec, sharded, reason, pads, over=over, layer_dims=layer_dims
+        )
 
     def decide_copy(self, weight: str, leaf: Leaf) -> partition_lib.Decision:
         """Decides an array beside the params that is updated with a weight. It is never padded, since loss functions read it as it is."""
@@ -421,6 +424,7 @@ def _assemble(
                 shape=_padded(leaf.shape, leaf.padding),
                 trainable=leaf.role == PARAMS,
                 overwritten=placement.is_overwritten(path),
+                layer_dims=leaf.layer_dims,
             )
     return partition_lib.Partition(
         mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements

@@ -24,8 +24,9 @@ class Blocks:
 
     Attributes:
       pattern: a regex over paths of Linen or NNX modules ("layer_\\d+", "layers/\\d+"); each call to a matching module gathers its own
-        weights and is rematerialised on its own. Empty: leaves are gathered one by one at the top, and `remat` applies to the whole loss
-        function.
+        weights and is rematerialised on its own. A scan over stacked weights below such a path does so in each step, whoever wrote it.
+        Empty: leaves are gathered one by one at the top, and `remat` applies to the whole loss function, or, if it scans over stacks, to
+        each of their layers.
       heads: a regex over paths of modules that gather their own weights as blocks do, but are not rematerialised, such as an output
         projection that computes its gradients together with the loss. Empty: none.
       remat: the residuals that the backward pass keeps: "none" (all but weights), "dots" (results of matmuls), "attention" (inputs of
@@ -107,8 +108,9 @@ def unmatched(how: Blocks, *, is_head: bool) -> UserError:
     return UserError(
         f"blocks: {how.pattern!r} matches no module of Linen or NNX called in the loss; it is a regex over module paths such as "
         "'layer_0' or 'layers/3', or '' to gather leaf by leaf; modules of NNX are found where params are their variables "
-        "(nnx.State), not plain arrays, and not in stacks of nnx.scan or nnx.vmap (hold their layers in an nnx.List) or inside nnx.remat "
-        "(remat= does what it does)"
+        "(nnx.State), not plain arrays, and not in stacks of nnx.vmap (hold their layers in an nnx.List) or inside nnx.remat "
+        "(remat= does what it does); stacks of a scan are found in any loss, if they are not sharded by their layers: "
+        'overrides=[("layers/", PartitionSpec(None, "data"))] for all leaves of one, or each is gathered with all of its layers'
     )
 
 

@@ -28,7 +28,16 @@ from flax.traverse_util import unflatten_dict
 
 from zerojax import tree
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero.blocks import alike, block_keys, block_settings, lifted_blocks, marks, nnx_blocks, remat
+from zerojax.zero.blocks import (
+    alike,
+    block_keys,
+    block_settings,
+    lifted_blocks,
+    marks,
+    nnx_blocks,
+    remat,
+    traced_blocks,
+)
 
 # run(body, params, arrays, policy, own) -> outputs, with body(used params, *arrays) -> outputs; `params` are by path in the model, and
 # `own` is what is the block's own among blocks that are alike, or None.
@@ -66,8 +75,13 @@ def by_block(
                 stacks.add(found.path)
                 run.restart()
             else:
+                if moves and inside.reads_outside and (by_scan := by_scan_of(params, args, kwargs)):
+                    return by_scan[0]
                 inside.check_found(moves=moves)
                 return result
+
+    def by_scan_of(params: PyTree, args: tuple, kwargs: dict) -> Any:
+        return in_scans(loss_fn, params, args, kwargs, gather_leaf, how, policy, is_weight, run)
 
     def begun(stacks: set[str], params: PyTree) -> tuple[Interceptor, Any]:
         # The stored weight that a gathered array was made from, by the array's identity; holds the array, so that no other takes its id.
@@ -108,6 +122,30 @@ def by_block(
         return inside, outer
 
     return loss_of_stored
+
+
+def in_scans(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    args: tuple,
+    kwargs: dict,
+    gather_leaf: Callable[[str, Any], Any],
+    how: block_settings.Blocks,
+    policy: remat.Policy,
+    is_weight: Callable[[Any], bool],
+    run: Any,
+) -> tuple[PyTree, set[str]] | None:
+    """Returns what a loss returns if scans in its trace gather a layer a step (`traced_blocks`), and their stacks; None without any."""
+    if nnx_blocks.variables(params) or how.heads or how.recompute or how.offload or how.hooks:
+        return None
+    if run is not None:
+        run.restart()
+
+    def loss_of(used: PyTree) -> PyTree:
+        own_args, own_kwargs = of_this_trace((args, kwargs))
+        return loss_fn(used if run is None else unboxed(used), *own_args, **own_kwargs)
+
+    return traced_blocks.layer_by_layer(loss_of, params, gather_leaf, policy, is_weight=is_weight, pattern=how.pattern)
 
 
 def holds_nnx(params: PyTree) -> bool:
@@ -178,6 +216,11 @@ class Interceptor:
     def owns(self, leaf_path: str) -> bool:
         """Returns whether a leaf is inside a block."""
         return tree.block_of(leaf_path, self._pattern) is not None
+
+    @property
+    def reads_outside(self) -> bool:
+        """Returns whether no block was found, or some with weights that are gathered before it."""
+        return not self.entered or bool(self.with_unknown)
 
     def check_found(self, *, moves: bool) -> None:
         """Raises a UserError for a regex that matched nothing, and warns of weights that stay gathered."""

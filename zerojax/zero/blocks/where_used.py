@@ -78,7 +78,13 @@ def with_gathers(
             return leaf
         return gathered(leaf if found.trainable else jax.lax.stop_gradient(leaf), found, compute_dtype)
 
-    return wrap(loss_fn, gather_leaf, how, moves=placement.moves(placements))
+    return wrap(
+        loss_fn,
+        gather_leaf,
+        how,
+        moves=placement.moves(placements),
+        has_stacks=placement.has_stacks(placements),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -125,6 +131,7 @@ def wrap(
     moves: bool,
     run: Any = None,
     is_weight: Callable[[Any], bool] = lambda leaf: False,
+    has_stacks: bool = False,
 ) -> Loss:
     """Returns `loss_fn` as a function of stored weights, which `gather_leaf(path, leaf)` gathers; see `where_used`.
 
@@ -132,6 +139,7 @@ def wrap(
       moves: whether any weight is gathered: its stored and its used sharding differ.
       run: see `intercept.Interceptor`; its `restart` is called where the loss must be traced again.
       is_weight: returns whether a node of the params is one stored weight, if stored weights are not arrays.
+      has_stacks: whether to look for scans over stacks of layers, each step of which gathers its own layer.
     """
     if how.pattern:
         return intercept.by_block(loss_fn, gather_leaf, how, moves=moves, run=run, is_weight=is_weight)
@@ -139,6 +147,10 @@ def wrap(
     policy = marks.Offloads(policy) if policy and how.offload else policy
 
     def at_top(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+        if has_stacks and (
+            found := intercept.in_scans(loss_fn, params, args, kwargs, gather_leaf, how, policy, is_weight, run)
+        ):
+            return found[0]
         has_nnx = intercept.holds_nnx(params)
         gather = nnx_blocks.gathered if has_nnx else tree.map_with_path
 

@@ -26,7 +26,7 @@ from zerojax.zero.weights.placement import Placement, Wire
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """The decision for one leaf: `spec` as stored, `sharded` the spec at stages that shard its role, the reason, the path of the weight
-    whose shape or blocks it has ("" for none), and the axes over which a stage shards it."""
+    whose shape or blocks it has ("" for none), the axes over which a stage shards it, and how many of its first dims count layers."""
 
     role: str
     shape: tuple[int, ...]
@@ -37,6 +37,7 @@ class Decision:
     padding: tuple[int, ...] = ()
     weight: str = ""
     over: tuple[str, ...] = mesh_lib.STATE
+    layer_dims: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,6 +97,7 @@ class Placement:
       shape: of the stored array; a leaf of another shape is refused. None fits any.
       trainable: whether the weight has a gradient and an update. If not, `grad`, `opt_state` and `update` are not read.
       overwritten: whether its gradient is its new value (`is_overwritten`).
+      layer_dims: how many of its first dims count layers (`layer_stacks.counts`).
     """
 
     stored: NamedSharding
@@ -109,6 +110,7 @@ class Placement:
     shape: tuple[int, ...] | None = None
     trainable: bool = True
     overwritten: bool = False
+    layer_dims: int = 0
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -164,3 +166,8 @@ def finder(
 def moves(placements: Mapping[str, Placement]) -> bool:
     """Returns whether any weight is gathered: its stored and its used sharding differ."""
     return any(weight.stored != weight.used for weight in placements.values())
+
+
+def has_stacks(placements: Mapping[str, Placement]) -> bool:
+    """Returns whether any weight is a stack of layers, known as such, that is gathered."""
+    return any(weight.layer_dims and weight.stored != weight.used for weight in placements.values())
