@@ -69,7 +69,8 @@ def layer_by_layer(
       is_weight: returns whether a node of the params is one stored weight.
       pattern: a regex over modules around the stacks; empty: all stacks.
     """
-    named, structure = tree.flatten(params, is_weight), jax.tree.structure(params, is_leaf=is_weight)
+    named = tree.flatten(params, is_weight)
+    structure: Any = jax.tree.structure(params, is_leaf=is_weight)
     abstract = [jax.eval_shape(lambda leaf, path=path: gather_leaf(path, leaf), leaf) for path, leaf in named]
     program, shape = jax.make_jaxpr(lambda *used: loss_fn(structure.unflatten(used)), return_shape=True)(*abstract)
     regex = re.compile(pattern)
