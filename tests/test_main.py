@@ -11,6 +11,7 @@ import programs
 import pytest
 import runs
 
+import zerojax
 from zerojax import __main__ as cli
 
 KNOWN = ", ".join(cli.COMMANDS)
@@ -64,6 +65,7 @@ def test_the_version_is_that_of_the_package(monkeypatch, capsys):
     cli.main()
     project = tomllib.loads((runs.ROOT / "pyproject.toml").read_text())["project"]
     assert capsys.readouterr().out == f"zerojax {project['version']}\n"
+    assert zerojax.__version__ == project["version"]
 
 
 @pytest.mark.parametrize("word", ["--help", "--version"])

@@ -113,6 +113,10 @@ __all__ = [*_MODULES]
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used, so that commands that need no JAX, and programs that use few names, start at once."""
+    if name == "__version__":
+        import importlib.metadata  # half of what `import zerojax` takes
+
+        return importlib.metadata.version(__name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from zerojax import signatures  # imports JAX
