@@ -4,10 +4,10 @@ zerojax train --config configs/zero3.py         the same as: python -m zerojax.t
 """
 
 import difflib
-import importlib.metadata
 import runpy
 import sys
 
+import zerojax
 from zerojax.launch import early
 
 # name -> (module, which is imported only when chosen; help text)
@@ -43,7 +43,7 @@ def main() -> None:
     if name in ("-h", "--help", "help"):
         return _say(usage())
     if name == "--version":
-        return _say(f"zerojax {importlib.metadata.version('zerojax')}")
+        return _say(f"zerojax {zerojax.__version__}")
     if name not in COMMANDS:
         print(f"zerojax: {_refused(name)}; zerojax --help lists the commands", file=sys.stderr, flush=True)
         sys.exit(2)

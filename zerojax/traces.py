@@ -35,8 +35,11 @@ REDUCTIONS = frozenset(
 )
 MATMULS = frozenset("dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
 CHECKPOINTS = frozenset("checkpoint remat remat2".split())
+INLINED = frozenset(
+    "jit pjit closed_call core_call".split()
+)  # calls that say nothing of how their program is differentiated
 # Their arguments are those of a program inside, one to one.
-CALLS = CHECKPOINTS | frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call".split())
+CALLS = CHECKPOINTS | INLINED | frozenset("custom_jvp_call custom_vjp_call".split())
 
 
 EXCHANGE = "zerojax_exchange"  # the name of a call that reads other devices' tokens, in a trace that is only read

@@ -75,13 +75,12 @@ def by_block(
                 stacks.add(found.path)
                 run.restart()
             else:
-                if moves and inside.reads_outside and (by_scan := by_scan_of(params, args, kwargs)):
-                    return by_scan[0]
+                if moves and inside.reads_outside:
+                    of_scans = in_scans(loss_fn, params, args, kwargs, gather_leaf, how, policy, is_weight, run)
+                    if of_scans is not None:
+                        return of_scans
                 inside.check_found(moves=moves)
                 return result
-
-    def by_scan_of(params: PyTree, args: tuple, kwargs: dict) -> Any:
-        return in_scans(loss_fn, params, args, kwargs, gather_leaf, how, policy, is_weight, run)
 
     def begun(stacks: set[str], params: PyTree) -> tuple[Interceptor, Any]:
         # The stored weight that a gathered array was made from, by the array's identity; holds the array, so that no other takes its id.
@@ -134,8 +133,8 @@ def in_scans(
     policy: remat.Policy,
     is_weight: Callable[[Any], bool],
     run: Any,
-) -> tuple[PyTree, set[str]] | None:
-    """Returns what a loss returns if scans in its trace gather a layer a step (`traced_blocks`), and their stacks; None without any."""
+) -> PyTree | None:
+    """Returns what a loss returns if scans in its trace gather a layer a step (`traced_blocks`); None without such scans."""
     if nnx_blocks.variables(params) or how.heads or how.recompute or how.offload or how.hooks:
         return None
     if run is not None:

@@ -19,7 +19,6 @@ from zerojax.zero.blocks import remat
 
 Gather = Callable[[str, Any], Any]
 _SAME_ROWS = frozenset({traces.CAST, "copy", "copy_p", "stop_gradient"})  # a layer of the result is that of the operand
-_INLINED = frozenset("jit pjit closed_call core_call".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +27,6 @@ class _Stored:
 
     path: str
     weight: Any
-    shape: tuple[int, ...]  # gathered
     casts: tuple[Any, ...] = ()
 
 
@@ -58,8 +56,8 @@ def layer_by_layer(
     *,
     is_weight: tree.IsLeaf,
     pattern: str = "",
-) -> tuple[PyTree, set[str]] | None:
-    """Returns `loss_fn(gathered params)` whose scans gather a layer a step, and the paths of their stacks; None if there are none.
+) -> PyTree | None:
+    """Returns `loss_fn(gathered params)` whose scans gather a layer a step; None if there are none.
 
     Args:
       loss_fn: the loss as a function of gathered weights; it changes nothing but what it returns.
@@ -76,12 +74,12 @@ def layer_by_layer(
     regex = re.compile(pattern)
     found = scanned(program, [path for path, _ in named])
     found = {path for path in found if not pattern or tree.block_of(path, regex)}
-    given = [_Stored(path, leaf, own.shape) for (path, leaf), own in zip(named, abstract)]
-    stacks = {own.path for own in given if own.path in found and _first_dim(own.weight) == own.shape[:1]}
+    whole = {path for (path, leaf), own in zip(named, abstract) if _first_dim(leaf) == own.shape[:1]}
+    stacks = found & whole  # a shard has all layers
     if not stacks:
         return None
-    results = _TraceRun(gather_leaf, policy, stacks).run(program, given)
-    return jax.tree.unflatten(jax.tree.structure(shape), results), stacks
+    results = _TraceRun(gather_leaf, policy, stacks).run(program, [_Stored(path, leaf) for path, leaf in named])
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
 def _first_dim(weight: PyTree) -> tuple[int, ...]:
@@ -121,7 +119,7 @@ class _TraceRun:
                 return self._scan(eqn, inputs)
             inner = traces.called(eqn)
             if inner is not None and weights & self._stacks:
-                if name in _INLINED:
+                if name in traces.INLINED:
                     return traces.run(inner, inputs, self._apply)
                 if name in traces.CHECKPOINTS:
                     return self._checkpoint(eqn, inner, inputs)
@@ -166,4 +164,4 @@ class _TraceRun:
 
 
 def _opened(row: Any, kind: _Stored | None) -> Any:
-    return row if kind is None else dataclasses.replace(kind, weight=row, shape=kind.shape[1:])
+    return row if kind is None else dataclasses.replace(kind, weight=row)

@@ -147,10 +147,10 @@ def wrap(
     policy = marks.Offloads(policy) if policy and how.offload else policy
 
     def at_top(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
-        if has_stacks and (
-            found := intercept.in_scans(loss_fn, params, args, kwargs, gather_leaf, how, policy, is_weight, run)
-        ):
-            return found[0]
+        if has_stacks:
+            result = intercept.in_scans(loss_fn, params, args, kwargs, gather_leaf, how, policy, is_weight, run)
+            if result is not None:
+                return result
         has_nnx = intercept.holds_nnx(params)
         gather = nnx_blocks.gathered if has_nnx else tree.map_with_path
 

@@ -197,15 +197,15 @@ def device_loss(
     loss_fn: Callable[..., Any], partition: partition_lib.Partition, how: block_settings.Blocks, chain: Any
 ) -> Callable[..., Any]:
     """Returns `loss_fn` as a function of `ShardAndSink`s on one device, whose blocks run in the chain's order."""
-    of_stored = {
-        "moves": placement.moves(partition.placements),
-        "run": chain,
-        "is_weight": lambda node: isinstance(node, gather.ShardAndSink),
-    }
-    if how.pattern:
-        return intercept.by_block(loss_fn, chain.gather_leaf, how, **of_stored)
-    has_stacks = placement.has_stacks(partition.placements)
-    return where_used.wrap(loss_fn, chain.gather_leaf, how, has_stacks=has_stacks, **of_stored)
+    return where_used.wrap(
+        loss_fn,
+        chain.gather_leaf,
+        how,
+        moves=placement.moves(partition.placements),
+        run=chain,
+        is_weight=lambda node: isinstance(node, gather.ShardAndSink),
+        has_stacks=placement.has_stacks(partition.placements),
+    )
 
 
 def mapped(
