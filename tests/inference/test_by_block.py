@@ -15,7 +15,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.inference import by_block, choice, generate, sampling
 from zerojax.models import families, family
-from zerojax.models.llama.model import LlamaConfig
+from zerojax.models.llama.config import Heads, LlamaConfig
 from zerojax.zero import stages
 from zerojax.zero.host import memory_kind
 
@@ -29,7 +29,7 @@ def model(name):
     """Returns a family and a small config of it."""
     if name == "test":
         shape = {"embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 48}
-        return families.PRESETS[name], LlamaConfig(61, 2, windows=(5, 0), **shape)
+        return families.PRESETS[name], LlamaConfig(61, 2, heads=Heads(windows=(5, 0)), **shape)
     chosen = families.PRESETS[name]
     return chosen, dataclasses.replace(chosen.presets[name], vocab_size=61, num_layers=1)
 

@@ -15,13 +15,20 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference import generate, sampling
 from zerojax.models import families, family
-from zerojax.models.llama.model import LlamaConfig
+from zerojax.models.llama.config import Heads, LlamaConfig
 from zerojax.zero import stages
 
 DECODER = families.PRESETS["test"]
 # Biases, norms of queries and keys, a window shorter than the texts, an odd vocabulary and an odd number of layers.
 WINDOWED = LlamaConfig(
-    61, 1, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48, qkv_bias=True, qk_norm=True, windows=(5,)
+    61,
+    1,
+    embed_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=48,
+    heads=Heads(qkv_bias=True, norm="each", windows=(5,)),
 )
 PROMPTS = np.array([[3, 9, 4, 1, 5, 9, 2, 6], [7, 7, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 8, 2, 8, 1]])
 MASK = np.array([[1] * 8, [1] * 3 + [0] * 5, [0] * 4 + [1] * 4])

@@ -414,7 +414,7 @@ def test_the_share_of_rotated_dims_is_that_of_the_ropes_own_parameters_if_they_t
     """As transformers reads it."""
     told = {"rope_type": "default", "rope_theta": 1e4} | ({} if inside is None else {"partial_rotary_factor": inside})
     folder = folder_lib.open_folder(copied("phi3", {"partial_rotary_factor": outside, "rope_parameters": told}))
-    assert folder.model.rotary_dim == rotated
+    assert folder.model.rotation.dims == rotated
 
 
 def test_a_large_folder_is_named_before_it_is_read(tmp_path, monkeypatch):

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 from zerojax.errors import UserError
 from zerojax.interop import huggingface, tensor_files
 from zerojax.models import families
-from zerojax.models.llama.model import LlamaConfig
+from zerojax.models.llama.config import LlamaConfig, Norms
+from zerojax.models.llama.rope import Rotation
 
 HERE = pathlib.Path(__file__).parent
 SUPPORT = HERE.parent / "support"
@@ -38,8 +39,8 @@ Model = functools.partial(
     num_kv_heads=2,
     head_dim=8,
     mlp_dim=24,
-    rope_theta=500.0,
-    norm_eps=1e-3,
+    rotation=Rotation(500.0),
+    norms=Norms(eps=1e-3),
     max_seq_len=64,
 )
 
@@ -325,10 +326,10 @@ def reference_logits(params, model, tokens):
     weights = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16).astype(np.float64), params)
 
     def norm(x, scale):
-        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + model.norm_eps) * scale
+        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + model.norms.eps) * scale
 
     half = model.head_dim // 2
-    angles = np.arange(len(tokens))[:, None] * model.rope_theta ** (-np.arange(half) / half)
+    angles = np.arange(len(tokens))[:, None] * model.rotation.theta ** (-np.arange(half) / half)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
     def rotate(x):

@@ -9,11 +9,10 @@ from zerojax import tree
 from zerojax.models import families, family
 from zerojax.models.llama import mla
 
-GPT_OSS = {"has_sinks": True, "clamp": (7.0, 1.702)}
+GPT_OSS = {"heads": {"has_sinks": True}, "mixture": {"clamp": (7.0, 1.702)}}
 DEEPSEEK = {
-    "latent": mla.Latent(rank=8, query_rank=12, plain_dim=8, rotary_dim=8, value_dim=16),
-    "has_choice_bias": True,
-    "is_shared_gated": False,
+    "heads": {"latent": mla.Latent(rank=8, query_rank=12, plain_dim=8, rotary_dim=8, value_dim=16)},
+    "mixture": {"has_choice_bias": True, "is_shared_gated": False},
 }
 # name -> a preset of another name, and what is changed beside the fields of `paths_and_shapes`
 KINDS = {name: ("", {}) for name in families.PRESETS if name.endswith("test")} | {
@@ -26,18 +25,10 @@ def paths_and_shapes(name):
     """Returns a family, and the paths and shapes of a model of it that has all weights."""
     preset, changed = KINDS[name]
     own = families.PRESETS[preset or name]
-    every = {
-        "vocab_size": 320,
-        "tie_embeddings": False,
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
-        "qk_norm": True,
-    }
-    config = own.presets[preset or name]
-    config = dataclasses.replace(
-        config, **{field: every[field] for field in every if hasattr(config, field)}, **changed
-    )
+    config = dataclasses.replace(own.presets[preset or name], vocab_size=320, tie_embeddings=False)
+    if hasattr(config, "heads"):
+        config = config.changed(heads={"qkv_bias": True, "o_bias": True, "norm": "each"}, mlp={"has_biases": True})
+        config = config.changed(**changed)
     leaves = tree.flatten({"params": family.abstract_params(own.parts, config)})
     return own, {tree.below_params(path): leaf.shape for path, leaf in leaves}
 

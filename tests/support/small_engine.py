@@ -10,7 +10,7 @@ import numpy as np
 import zerojax
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.models import families, family
-from zerojax.models.llama.model import LlamaConfig
+from zerojax.models.llama.config import Heads, LlamaConfig
 from zerojax.zero import stages
 
 DECODER = families.PRESETS["test"]
@@ -23,9 +23,7 @@ CONFIG = LlamaConfig(
     num_kv_heads=2,
     head_dim=16,
     mlp_dim=128,
-    qkv_bias=True,
-    qk_norm=True,
-    windows=(24,),
+    heads=Heads(qkv_bias=True, norm="each", windows=(24,)),
 )
 NEW = 12
 LENGTH = 64

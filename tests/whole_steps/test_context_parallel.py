@@ -20,6 +20,7 @@ from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
 from zerojax.hlo import collectives, flow, syntax
 from zerojax.models.llama import family
+from zerojax.models.llama.config import Heads
 from zerojax.ops import context_attention
 from zerojax.plan import departures
 from zerojax.trainer import plans, program, resume
@@ -89,7 +90,7 @@ def test_mesh_context_gives_the_losses_of_one_device(name, alone):
 
 
 WINDOWS = dataclasses.replace(
-    family.PRESETS["test"], num_layers=2, windows=(5, 0), qk_norm=True, num_kv_heads=4, num_heads=12
+    family.PRESETS["test"], num_layers=2, heads=Heads(windows=(5, 0), norm="each"), num_kv_heads=4, num_heads=12
 )
 
 

@@ -19,6 +19,7 @@ import zerojax
 from zerojax.errors import UserError
 from zerojax.models import experts
 from zerojax.models.llama import family
+from zerojax.models.llama.config import MixtureForm
 from zerojax.ops import expert_parallel
 from zerojax.traces import equations
 from zerojax.trainer import plans, program
@@ -338,8 +339,8 @@ def test_what_else_reads_an_expert_is_refused_and_an_axis_without_experts_is_tol
 @pytest.mark.long
 def test_a_plan_for_h200s_sends_what_theory_says_gathers_no_other_experts_and_finds_nothing_wrong(monkeypatch):
     """Compiled for absent GPUs: Qwen3-30B-A3B's layer with smaller sizes."""
-    small = {"embed_dim": 512, "num_heads": 4, "num_kv_heads": 2, "num_experts": 16, "expert_dim": 256}
-    preset = dataclasses.replace(family.PRESETS["qwen3_30b_a3b"], experts_per_token=4, **small)
+    small = {"embed_dim": 512, "num_heads": 4, "num_kv_heads": 2, "mixture": MixtureForm(16, 4, 256)}
+    preset = dataclasses.replace(family.PRESETS["qwen3_30b_a3b"], **small)
     monkeypatch.setitem(family.PRESETS, "qwen3_30b_a3b", preset)
     model = {
         "model__preset": "qwen3_30b_a3b",

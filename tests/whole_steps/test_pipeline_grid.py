@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.models.llama import family
+from zerojax.models.llama.config import Heads, MLPForm, Norms, Scales
 from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
 
@@ -56,15 +57,11 @@ class Found(NamedTuple):
 
 GEMMA = dataclasses.replace(
     family.PRESETS["test"],
-    windows=(5, 0),
-    qk_norm=True,
-    norm_offset=1.0,
-    norm_places="both",
-    embed_scale=8.0,
-    score_cap=50.0,
-    logits_cap=30.0,
+    heads=Heads(windows=(5, 0), norm="each", cap=50.0),
+    norms=Norms(offset=1.0, places="both"),
+    mlp=MLPForm("gelu"),
+    scales=Scales(embed=8.0, logits_cap=30.0),
     tie_embeddings=True,
-    activation="gelu",
 )
 FAMILIES = {"llama": {}, "gemma": {}, "t5": {"model__preset": "t5_test"}}
 DESCENT = {

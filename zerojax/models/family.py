@@ -191,9 +191,14 @@ def heads(family: Family, config: ModelConfig) -> str:
 
 def head_dim(config: ModelConfig) -> int:
     """Returns the dims of a head of attention, as kernels get them."""
-    latent = getattr(config, "latent", None)
+    latent = getattr(getattr(config, "heads", None), "latent", None)
     own = getattr(config, "head_dim", 0) or config.embed_dim // config.num_heads
     return own if latent is None else max(own, latent.value_dim)
+
+
+def mixture(config: ModelConfig) -> Any:
+    """Returns the shape of a config's mixture of experts, which a decoder may have; None if it has none."""
+    return getattr(config, "mixture", None)
 
 
 def parts_to_initialise(parts: Callable[[Any], Parts], config: ModelConfig) -> Parts:

@@ -67,6 +67,11 @@ def over_tiles(function: Callable[[jax.Array], Any], x: jax.Array, tile: int) ->
     return jax.tree.unflatten(jax.tree.structure(made), map(cut.joined, results))
 
 
+def over_own_tiles(function: Callable[[jax.Array], Any], x: jax.Array, tile: int) -> Any:
+    """Returns `over_tiles(function, x, tile)`, but all at once where the compiler shards activations, so that it gathers `x` once."""
+    return over_tiles(function, x, 0 if mesh_lib.rest() else tile)
+
+
 def is_inside() -> bool:
     """Returns whether the function of `over_tiles` is traced: nothing in it is kept, and it runs once for each tile."""
     return _tokens.get() is not None

@@ -161,12 +161,12 @@ def choose(
 
 def is_capped(model: ModelConfig) -> bool:
     """Returns whether scores of attention are bounded, which no fused kernel does."""
-    return bool(getattr(model, "score_cap", 0.0))
+    return bool(getattr(getattr(model, "heads", None), "cap", 0.0))
 
 
 def has_sinks(model: ModelConfig) -> bool:
     """Returns whether heads have sinks."""
-    return bool(getattr(model, "has_sinks", False))
+    return bool(getattr(getattr(model, "heads", None), "has_sinks", False))
 
 
 def lengths(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Mapping[str, int]:
@@ -217,7 +217,7 @@ def way(
             raise UserError(
                 f"config.mesh.context: {length} {name} of a row do not divide into {ways} parts; {_way_out(config, family, ways)}"
             )
-    windows = getattr(model, "windows", ()) or (0,)
+    windows = getattr(getattr(model, "heads", None), "windows", ()) or (0,)
     return context_attention.choose(
         heads=model.num_heads,
         kv_heads=getattr(model, "num_kv_heads", model.num_heads),

@@ -14,6 +14,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
+from zerojax.models import family as family_lib
 from zerojax.ops import expert_parallel, fp8, tiles
 from zerojax.plan import arithmetic, scale, search, step_plan, targets, traced
 from zerojax.trainer import activations, setting_names, steps
@@ -94,7 +95,7 @@ def exchange_of(program: program_lib.Program) -> step_plan.Exchange | None:
     tokens = program.sizes.micro_batch_size * config.seq_len // mesh_lib.size(program.mesh, mesh_lib.TOKENS)
     compute = precision.PRECISIONS[config.precision].compute_dtype
     once = expert_parallel.cost(
-        tokens * program.model.experts_per_token,
+        tokens * program.model.mixture.per_token,
         (stacks[0].shape or (0,))[-1],
         ways,
         config.experts.load,
@@ -290,7 +291,7 @@ def _takes_ring(config: settings_lib.Config) -> bool:
     model = model_lib.shape(config, None)[1]
     is_wide = not precision.PRECISIONS[config.precision].has_fp8 and config.lora.quantize == "none"
     draws = config.model.dropout or config.lora.dropout
-    return is_wide and not draws and hasattr(model, "tile_tokens") and not getattr(model, "num_experts", 0)
+    return is_wide and not draws and hasattr(model, "tile_tokens") and not family_lib.mixture(model)
 
 
 def _refuses_pipe(config: settings_lib.Config) -> bool:
@@ -314,7 +315,8 @@ def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.Mod
     plain = settings_lib.changed(config, {**sizes, **remat})
     program = program_lib.build(plain, devices=devices[:1])
     depths = [name for name in activations.DEPTHS if getattr(program.model, name, 0)]
-    has_others = bool(getattr(program.model, "dense_layers", ()))  # the first layer is traced, and stands for all
+    mixture = family_lib.mixture(program.model)
+    has_others = mixture is not None and bool(mixture.dense_layers)  # the first layer is traced, and stands for all
     if tuple(depths) != activations.DEPTHS[:1] or not _is_deep(plain, program) or has_others:
         return None
     one, two = ({depths[0]: count} for count in (1, 2))
@@ -337,7 +339,7 @@ def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.Mod
     }
     width = 2.0 * config.seq_len * program.model.embed_dim
     in_8_bits = precision.PRECISIONS[config.precision].has_fp8 and config.fp8.recipe != fp8.ROWWISE
-    in_8_bits &= config.fp8.experts or not getattr(program.model, "num_experts", 0)  # most weights of a mixture
+    in_8_bits &= config.fp8.experts or mixture is None  # most weights of a mixture
     rest, others, sent = traced.less(first, layer), total - block * layers, 1.0 if in_8_bits else 2.0
     away = config.offload.fraction, config.offload.params_fraction
     is_early = config.offload.late_norm or not config.optimizer.clip_norm

@@ -173,7 +173,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
     in_parts = model if way is None else dataclasses.replace(model, way=way)
     if config.optimizer.router_bias_rate:
         ranges.check_router_bias(config, model)
-        in_parts = dataclasses.replace(in_parts, counts_choices=True)
+        in_parts = in_parts.changed(mixture={"counts_choices": True})
     schedule, inner = _optimizer(config, policy)
     offload = config_lib.make_offload(config.offload, config.zero.stage)
     # Params in host memory are sent in 16 bits, so these are stored beside the master weights. Adapters are few: they have no copy.

@@ -4,6 +4,7 @@ from zerojax import errors, precision
 from zerojax.data import batches, locations
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
+from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.optim import registry
 from zerojax.trainer import settings
@@ -135,8 +136,9 @@ def _check_rollouts(config: settings.Config) -> None:
 
 def check_router_bias(config: settings.Config, model: ModelConfig) -> None:
     """Raises a UserError if the biases by which experts are chosen cannot be moved by the load."""
+    mixture = family_lib.mixture(model)
     for place, is_wrong, why, way_out in (
-        ("model.preset", not getattr(model, "has_choice_bias", False), "its experts are chosen without a bias", "set it to 0"),
+        ("model.preset", mixture is None or not mixture.has_choice_bias, "its experts are chosen without a bias", "set it to 0"),
         ("precision", config.precision == "bf16_sr", "a bias in 16 bits does not move by so little", "set --config.precision=bf16"),
         ("lora.r", config.lora.is_on, "biases are frozen beside adapters", "set it to 0"),
         ("mesh.pipe", config.mesh.pipe > 1, "the stages of a pipeline do not count rows", "set --config.mesh.pipe=1"),

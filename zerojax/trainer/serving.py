@@ -55,10 +55,11 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     if whole := tensor_parallel.overrides(family.parallel.weights, shapes, mesh)[1]:
         setting_names.tell(f"config.mesh: {whole}")
     placed = weights.abstract(family, model, abstract, mesh, dtype, format)
-    is_tied, count = not family_lib.heads(family, model), getattr(model, "num_experts", 0)
+    is_tied, mixture = not family_lib.heads(family, model), family_lib.mixture(model)
+    count = 0 if mixture is None else mixture.experts
     on_host = _partition(config, abstract, mesh).on_host if is_streamed else ()
     sizes, arriving = {"dense": 0, "experts": 0, "rows": 0}, collections.Counter[str]()
-    share = model.experts_per_token / count if count else 0.0
+    share = mixture.per_token / count if count else 0.0
 
     def kind(path: str, leaf: Any) -> str:
         is_read = not path.endswith("/embedding") or (is_tied and path == "embed/embedding")

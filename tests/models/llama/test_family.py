@@ -10,6 +10,7 @@ import runs
 
 from zerojax.models.llama import family as presets
 from zerojax.models.llama import model as llama
+from zerojax.models.llama.config import Heads
 
 # Llama 3 model cards; the 1B shape is 3.2's with an output projection of its own (1.24 B + 128256 * 2048).
 PUBLISHED = {
@@ -46,8 +47,8 @@ def test_every_preset_runs(name):
 
 
 def test_windows_are_counted_in_operations():
-    near = dataclasses.replace(presets.PRESETS["test"], vocab_size=61, windows=(4, 0))
-    full = dataclasses.replace(near, windows=())
+    near = dataclasses.replace(presets.PRESETS["test"], vocab_size=61, heads=Heads(windows=(4, 0)))
+    full = dataclasses.replace(near, heads=Heads())
     seen = np.tril(np.ones((16, 16)))
     near_seen = seen - np.tril(seen, -4)
     fewer = 12 * near.num_heads * near.head_dim * (seen.sum() - near_seen.sum()) / 16

@@ -21,12 +21,15 @@ CONFIG = dataclasses.replace(
     vocab_size=61,
     head_dim=12,
     num_kv_heads=4,
-    latent=LATENT,
-    router_score="sigmoid",
-    router_groups=(2, 1),
-    has_choice_bias=True,
-    is_shared_gated=False,
-    dense_layers=(0,),
+).changed(
+    heads={"latent": LATENT, "norm": ""},
+    mixture={
+        "score": "sigmoid",
+        "groups": (2, 1),
+        "has_choice_bias": True,
+        "is_shared_gated": False,
+        "dense_layers": (0,),
+    },
 )
 ROUNDING = 1e-5  # float32 sums in another order: a matrix is multiplied with queries, and not with latents
 LENGTH = 9
@@ -93,7 +96,7 @@ def test_the_bias_of_the_choice_chooses_and_has_no_gradient():
 
 def test_operations_are_those_of_both_widths():
     lengths = {"tokens": 17}
-    wide = dataclasses.replace(CONFIG, latent=dataclasses.replace(LATENT, value_dim=24))
+    wide = CONFIG.changed(heads={"latent": dataclasses.replace(LATENT, value_dim=24)})
     extra = 8 * 4 * (8 + 64)  # weights of a layer's values: heads x (rank + embed)
     scores = 6.0 / 2 * 8 * 4 * 16  # heads, tokens seen
     found = FAMILY.flops_per_token(wide, lengths) - FAMILY.flops_per_token(CONFIG, lengths)

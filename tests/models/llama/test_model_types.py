@@ -1,58 +1,12 @@
-"""Checks that configs are read as they are written. This module tests zerojax.models.llama.model_types."""
+"""Checks the table of model types. This module tests zerojax.models.llama.model_types."""
 
 import dataclasses
 
-import pytest
-
-from zerojax.models.llama import family as llama
-from zerojax.models.llama import gpt2, published
+from zerojax.models.llama import config_file
 from zerojax.models.llama.model_types import ROWS
 
-SHAPES = published.PRESETS | gpt2.PRESETS | {"qwen2_14b": llama.PRESETS["qwen2_14b"]}
 
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_written_config_of_every_row_is_read_back(name):
-    table = (gpt2 if name in gpt2.PRESETS else llama).FAMILY.huggingface
-    shape = dataclasses.replace(SHAPES[name], num_layers=8)
-    found = table.read(table.write(shape), ())
-    assert [found.window_of(i) for i in range(8)] == [shape.window_of(i) for i in range(8)]
-    assert [found.rope_of(i) for i in range(8)] == [shape.rope_of(i) for i in range(8)]
-    same = dataclasses.replace(found, windows=shape.windows, rotated=shape.rotated)
-    for field in ("embed_scale", "score_scale", "logits_scale"):
-        assert getattr(found, field) == pytest.approx(getattr(shape, field), rel=1e-9)
-        same = dataclasses.replace(same, **{field: getattr(shape, field)})
-    assert same == shape
-
-
-def test_fields_that_a_config_lacks_have_the_defaults_of_its_class():
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7}
-    sizes |= {"num_attention_heads": 4, "head_dim": 8}
-    found = {
-        kind: llama.FAMILY.huggingface.read(sizes | {"model_type": kind}, ())
-        for kind in ROWS
-        if "num_key_value_heads" not in ROWS[kind].defaults or ROWS[kind].defaults["num_key_value_heads"] == 4
-    }
-    assert found["gemma2"].windows == (4096, 0) * 3 + (4096,)
-    assert found["gemma3_text"].windows == (4096,) * 5 + (0, 4096) and found["gemma3_text"].rope_theta == 1e6
-    assert found["smollm3"].rotated == (True, True, True, False) * 1 + (True, True, True)
-    assert found["olmo2"].num_kv_heads == 4 and found["smollm3"].tie_embeddings
-    assert (found["gemma2"].score_cap, found["gemma3_text"].score_cap) == (50.0, 0.0)
-
-
-@pytest.mark.parametrize("name", published.PRESETS)
-def test_fields_that_a_class_does_not_read_change_nothing(name):
-    table, shape = llama.FAMILY.huggingface, dataclasses.replace(published.PRESETS[name], num_layers=8)
-    raw = table.write(shape)
-    others = {"mlp_only_layers": [0], "decoder_sparse_step": 2, "query_pre_attn_scalar": 7, "attention_multiplier": 2.0}
-    others |= {
-        "residual_multiplier": 2.0,
-        "no_rope_layers": [0] * 8,
-        "swiglu_limit": 3.0,
-        "shared_expert_intermediate_size": 5,
-    }
-    reads = {*ROWS[shape.model_type].reads}
-    reads |= {"mlp_only_layers", "decoder_sparse_step"} if "moe_intermediate_size" in reads else set()
-    reads |= {"residual_multiplier"} if "attention_multiplier" in reads else set()
-    odd = {field: value for field, value in others.items() if field not in reads}
-    assert len(odd) >= 5 and table.read(raw | odd, ()) == table.read({k: v for k, v in raw.items() if k not in odd}, ())
+def test_rows_fix_fields_of_parts():
+    for row in ROWS.values():
+        for name, fields in row.parts.items():
+            assert fields.keys() <= {field.name for field in dataclasses.fields(config_file.PARTS[name])}

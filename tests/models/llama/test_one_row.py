@@ -15,7 +15,8 @@ from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import weights
 from zerojax.models import decoding, family
 from zerojax.models.llama import one_row
-from zerojax.models.llama.model import LlamaConfig
+from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms
+from zerojax.models.llama.rope import Rotation, Scaling
 from zerojax.ops import quantized
 from zerojax.zero import stages
 
@@ -99,26 +100,23 @@ def test_launches_are_for_int8_on_one_hopper_gpu_and_sizes_that_they_divide():
 
 
 REFUSED = {
-    "biases": {"qkv_bias": True},
-    "normed queries": {"qk_norm": True},
-    "a window": {"windows": (8,)},
-    "layers that are not rotated": {"rotated": (False,)},
-    "dims that are not rotated": {"rotary_dim": 32},
-    "a mixture": {"num_experts": 4},
-    "an offset of norms": {"norm_offset": 1.0},
-    "norms after": {"norm_places": "after"},
-    "gelu": {"activation": "gelu_new"},
+    "biases": {"heads": Heads(qkv_bias=True)},
+    "normed queries": {"heads": Heads(norm="each")},
+    "a window": {"heads": Heads(windows=(8,))},
+    "layers that are not rotated": {"rotation": Rotation(layers=(False,))},
+    "dims that are not rotated": {"rotation": Rotation(dims=32)},
+    "a mixture": {"mixture": MixtureForm(4, 2, 32)},
+    "an offset of norms": {"norms": Norms(offset=1.0)},
+    "norms after": {"norms": Norms(places="after")},
+    "gelu": {"mlp": MLPForm("gelu_new")},
     "heads of 16": {"head_dim": 16},
-    "angles that depend on the length": {"rope_scaling": "dynamic"},
+    "angles that depend on the length": {"rotation": Rotation(scaling=Scaling("dynamic", 2.0))},
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_other_models_keep_their_own_layers(what):
-    changes = dict(REFUSED[what])
-    if changes.get("rope_scaling"):
-        changes["rope_scaling"] = types.SimpleNamespace(reads_length=True)
-    assert not one_row.takes(dataclasses.replace(CONFIG, **changes), params("bfloat16"), 1)
+    assert not one_row.takes(dataclasses.replace(CONFIG, **REFUSED[what]), params("bfloat16"), 1)
 
 
 def test_one_row_in_bf16_int8_or_fp8_is_taken():

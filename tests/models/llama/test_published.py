@@ -60,7 +60,7 @@ def test_every_preset_is_published_and_in_the_family():
 @pytest.mark.parametrize("name", ["gemma2_27b", "gemma3_4b", "smollm3_3b"])
 def test_patterns_of_layers_are_repeated(name):
     shape = SHAPES[name]
-    period = len(shape.windows) or len(shape.rotated)
+    period = len(shape.heads.windows) or len(shape.rotation.layers)
     for layer in range(shape.num_layers - period):
         assert shape.window_of(layer) == shape.window_of(layer + period)
         assert shape.rope_of(layer) == shape.rope_of(layer + period)

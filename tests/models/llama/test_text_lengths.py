@@ -243,6 +243,6 @@ def test_devices_that_hold_parts_of_rows_have_the_loss_of_one(packed):
     sharded = jax.shard_map(by_token, mesh=mesh, in_specs=specs, out_specs=P(None, "context"), check_vma=False)
     params = jax.tree.map(np.asarray, model.params)
     np.testing.assert_allclose(jax.jit(sharded)(params, split), expected[:, order], rtol=LOSS, atol=LOSS)
-    without = dataclasses.replace(config, rope_scaling=None)
+    without = config.changed(rotation={"scaling": None})
     others = model.family.loss(without, model.params, arrays, by_token=True)
     assert np.abs(others - expected).max() > 0.1

@@ -20,6 +20,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
 from zerojax.errors import UserError
 from zerojax.models.llama import model as llama
+from zerojax.models.llama.config import LlamaConfig
 from zerojax.ops import losses
 from zerojax.zero import shard_state, stages
 from zerojax.zero.blocks import remat as remat_lib
@@ -116,7 +117,7 @@ def test_a_gradient_leaves_in_its_weights_dtype_and_integers_pass():
 
 @functools.cache
 def small_llama():
-    config = llama.LlamaConfig(67, 2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128)
+    config = LlamaConfig(67, 2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128)
     model = llama.Llama(config)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1), shapes)  # compiling the initialisers takes seconds

@@ -7,20 +7,12 @@ from typing import Any
 
 from zerojax.models import config_json, family
 from zerojax.models.family import Tensor
+from zerojax.models.llama.config import Heads, LlamaConfig, MLPForm, Norms
 from zerojax.models.llama.family import FAMILY as LLAMA
-from zerojax.models.llama.model import LlamaConfig
 
 EMBED, HEAD = "transformer.wte.weight", "lm_head.weight"
-_FIXED = {
-    "has_positions": True,
-    "norm": "layer",
-    "is_fused": True,
-    "is_gated": False,
-    "qkv_bias": True,
-    "o_bias": True,
-    "mlp_bias": True,
-    "model_type": "gpt2",
-}
+_HEADS = Heads(qkv_bias=True, o_bias=True, is_fused=True)
+_MLP = MLPForm("gelu_new", is_gated=False, has_biases=True)
 
 
 def _shape(num_layers: int, num_heads: int, embed_dim: int) -> LlamaConfig:
@@ -34,8 +26,11 @@ def _shape(num_layers: int, num_heads: int, embed_dim: int) -> LlamaConfig:
         4 * embed_dim,
         max_seq_len=1024,
         tie_embeddings=True,
-        activation="gelu_new",
-        **_FIXED,  # type: ignore[arg-type]
+        heads=_HEADS,
+        norms=Norms("layer"),
+        mlp=_MLP,
+        has_positions=True,
+        model_type="gpt2",
     )
 
 
@@ -81,9 +76,9 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
         "n_layer": c.num_layers,
         "n_head": c.num_heads,
         "n_positions": c.max_seq_len,
-        "layer_norm_epsilon": c.norm_eps,
-        "activation_function": c.activation,
-        "scale_attn_weights": not c.score_scale,
+        "layer_norm_epsilon": c.norms.eps,
+        "activation_function": c.mlp.activation,
+        "scale_attn_weights": not c.heads.scale,
         "tie_word_embeddings": c.tie_embeddings,
     }
 
@@ -105,11 +100,12 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         width // heads,
         f.count("n_inner", 4 * width),
         max_seq_len=f.count("n_positions", 1024),
-        norm_eps=f.number("layer_norm_epsilon", 1e-5),
         tie_embeddings=f.flag("tie_word_embeddings", True) and HEAD not in names,
-        activation=f.activation("activation_function", "gelu_new"),
-        score_scale=0.0 if f.flag("scale_attn_weights", True) else 1.0,
-        **_FIXED,  # type: ignore[arg-type]
+        heads=dataclasses.replace(_HEADS, scale=0.0 if f.flag("scale_attn_weights", True) else 1.0),
+        norms=Norms("layer", f.number("layer_norm_epsilon", 1e-5)),
+        mlp=dataclasses.replace(_MLP, activation=f.activation("activation_function", "gelu_new")),
+        has_positions=True,
+        model_type="gpt2",
     )
 
 

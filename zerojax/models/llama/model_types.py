@@ -11,7 +11,8 @@ class ModelType:
     """One model_type."""
 
     architecture: str  # its class in transformers
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of `LlamaConfig` that the class fixes
+    # name of a part of `LlamaConfig` -> those of its fields that the class fixes
+    parts: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     reads: tuple[str, ...] = ()  # fields of config.json that not all classes read
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of fields that a config.json may lack
     # the name of the field with the MLP's activation, and its default
@@ -21,7 +22,9 @@ class ModelType:
 
 
 _BIASES = ("attention_bias", "mlp_bias")
-_GEMMA = {"norm_offset": 1.0, "norm_places": "both"}
+_EACH: Any = {"norm": "each"}  # of heads
+_JOINT: Any = {"norm": "joint"}
+_GEMMA = {"norms": {"offset": 1.0, "places": "both"}}
 _GEMMA_READS = ("attention_bias", "use_bidirectional_attention", "query_pre_attn_scalar", "layer_types")
 _TANH = "gelu_pytorch_tanh"
 _GELU = ("hidden_activation", _TANH)
@@ -42,10 +45,10 @@ _gemma = functools.partial(
 ROWS: dict[str, ModelType] = {
     "llama": ModelType("LlamaForCausalLM", {}, _BIASES, _told(2048)),
     "mistral": ModelType("MistralForCausalLM", {}, (), _told(131072, 8)),
-    "qwen2": ModelType("Qwen2ForCausalLM", {"qkv_bias": True}, (), _told(32768, 32)),
-    "qwen3": ModelType("Qwen3ForCausalLM", {"qk_norm": True}, ("attention_bias",), _told(32768, 32, head_dim=128)),
+    "qwen2": ModelType("Qwen2ForCausalLM", {"heads": {"qkv_bias": True}}, (), _told(32768, 32)),
+    "qwen3": ModelType("Qwen3ForCausalLM", {"heads": _EACH}, ("attention_bias",), _told(32768, 32, head_dim=128)),
     "gemma": ModelType(
-        "GemmaForCausalLM", {"norm_offset": 1.0}, ("attention_bias", "use_bidirectional_attention"),
+        "GemmaForCausalLM", {"norms": {"offset": 1.0}}, ("attention_bias", "use_bidirectional_attention"),
         _told(8192, 16, head_dim=256, tie_word_embeddings=True), ("hidden_act", _TANH), {"gelu": _TANH},
     ),
     "gemma2": ModelType(
@@ -53,15 +56,15 @@ ROWS: dict[str, ModelType] = {
         _gemma(8192, final_logit_softcapping=30.0, attn_logit_softcapping=50.0), _GELU,
     ),
     "gemma3_text": ModelType(
-        "Gemma3ForCausalLM", _GEMMA | {"qk_norm": True}, (*_GEMMA_READS, "rope_local_base_freq"),
+        "Gemma3ForCausalLM", _GEMMA | {"heads": _EACH}, (*_GEMMA_READS, "rope_local_base_freq"),
         _gemma(131072, rope_theta=1e6, rope_local_base_freq=1e4), _GELU,
     ),
     "phi3": ModelType(
-        "Phi3ForCausalLM", {"is_fused": True}, ("partial_rotary_factor",),
+        "Phi3ForCausalLM", {"heads": {"is_fused": True}, "mlp": {"is_fused": True}}, ("partial_rotary_factor",),
         _told(4096, original_max_position_embeddings=4096, sliding_window=None, rms_norm_eps=1e-5),
     ),
     "olmo2": ModelType(
-        "Olmo2ForCausalLM", {"norm_places": "after", "qk_norm": True, "qk_norm_joint": True}, ("attention_bias",),
+        "Olmo2ForCausalLM", {"norms": {"places": "after"}, "heads": _JOINT}, ("attention_bias",),
         _told(2048, rms_norm_eps=1e-5),
     ),
     "mixtral": ModelType(
@@ -79,22 +82,22 @@ ROWS: dict[str, ModelType] = {
         ),
     ),
     "qwen3_moe": ModelType(
-        "Qwen3MoeForCausalLM", {"qk_norm": True}, ("attention_bias", "num_experts", "moe_intermediate_size"),
+        "Qwen3MoeForCausalLM", {"heads": _EACH}, ("attention_bias", "num_experts", "moe_intermediate_size"),
         _told(32768, 4, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8),
     ),
     "olmoe": ModelType(
-        "OlmoeForCausalLM", {"qk_norm": True, "qk_norm_joint": True}, ("attention_bias", "num_experts", "clip_qkv"),
+        "OlmoeForCausalLM", {"heads": _JOINT}, ("attention_bias", "num_experts", "clip_qkv"),
         _told(4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8),
     ),
     "gpt_oss": ModelType(
-        "GptOssForCausalLM", {"has_sinks": True}, ("attention_bias", "layer_types", "num_local_experts", "swiglu_limit"),
+        "GptOssForCausalLM", {"heads": {"has_sinks": True}}, ("attention_bias", "layer_types", "num_local_experts", "swiglu_limit"),
         _told(
             131072, 8, head_dim=64, sliding_window=128, rms_norm_eps=1e-5, rope_theta=150000.0, attention_bias=True,
             num_local_experts=128, num_experts_per_tok=4, norm_topk_prob=True,
         ),
     ),
     "deepseek_v3": ModelType(
-        "DeepseekV3ForCausalLM", {"router_score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False},
+        "DeepseekV3ForCausalLM", {"mixture": {"score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False}},
         ("attention_bias", "kv_lora_rank"),
         _told(
             4096, None, n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, norm_topk_prob=True

@@ -9,6 +9,7 @@ products up to the next layer's attention. These read transposed scales, which t
 Over several devices the five kernels run: sums over devices come between the products.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -20,8 +21,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import cached_attention, grouped, one_token
 from zerojax.models import decoding
+from zerojax.models.llama import config as config_lib
 from zerojax.models.llama import rope
-from zerojax.models.llama.model import LlamaConfig
+from zerojax.models.llama.config import LlamaConfig
 from zerojax.ops import quantized, softcap
 from zerojax.tree import PyTree
 
@@ -35,13 +37,14 @@ def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
         return False
     c = config
     is_plain = (
-        (c.norm, c.norm_offset, c.norm_places, c.residual_scale, c.score_cap) == ("rms", 0, "before", 1, 0)
-        and c.is_gated
-        and c.activation in ("silu", "swish")
-        and c.rotary_dim in (0, c.head_dim)
-        and c.latent is None
-        and not any((c.is_fused, c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm, c.num_experts, c.has_sinks))
-        and not any(c.windows)
+        dataclasses.replace(c.heads, scale=0.0, windows=()) == config_lib.Heads()
+        and dataclasses.replace(c.norms, eps=1.0) == config_lib.Norms(eps=1.0)
+        and dataclasses.replace(c.mlp, activation="silu") == config_lib.MLPForm()
+        and c.mlp.activation in ("silu", "swish")
+        and c.scales.residual == 1
+        and c.rotation.dims in (0, c.head_dim)
+        and c.mixture is None
+        and not any(c.heads.windows)
     )
     if not is_plain:
         return False
@@ -123,12 +126,12 @@ def extend(
     c = config
     run: dict[str, Any] = {"implementation": implementation}
     x_D = _embedded(params["embed"]["embedding"], tokens_1[0], summed, number)
-    if c.embed_scale != 1:
-        x_D = x_D * jnp.asarray(c.embed_scale, x_D.dtype)
+    if c.scales.embed != 1:
+        x_D = x_D * jnp.asarray(c.scales.embed, x_D.dtype)
     turn = _turn(c.rope_of(0), c.head_dim, step.positions_BT[0, 0])
     counts = one_token.counters()
     ends_B = step.ends_B if step.ends_B is not None else jnp.sum(step.is_text_BS, axis=1, dtype=jnp.int32)
-    scale = c.score_scale or c.head_dim**-0.5
+    scale = c.heads.scale or c.head_dim**-0.5
     if quantized.is_quantized(_kernel_of(params)) and quantized.TRANSPOSED in _kernel_of(params):
         assert summed is None, "over several devices layers are not launched so"
         attend = functools.partial(cached_attention.attend_counted, ends_B=ends_B, scale=scale, **run)
@@ -140,7 +143,7 @@ def extend(
     for number, (k_1SJC, v_1SJC) in enumerate(caches):
         layer = params[f"layer_{number}"]
         attention, mlp = layer["attention"], layer["mlp"]
-        norm = functools.partial(one_token.Norm, eps=c.norm_eps)
+        norm = functools.partial(one_token.Norm, eps=c.norms.eps)
         x_D, q, (k_SJC, v_SJC), counts = one_token.project(
             x_D,
             [weight(attention[name]) for name in ("q", "k", "v")],
@@ -215,7 +218,7 @@ def _products(config: LlamaConfig, layer: Mapping[str, Any]) -> list[Any]:
     from pallas_kernels.one_token_mosaic import Product
 
     attention, mlp = layer["attention"], layer["mlp"]
-    norms = [one_token.Norm(layer[f"{name}_norm"]["scale"], config.norm_eps) for name in ("attention", "mlp")]
+    norms = [one_token.Norm(layer[f"{name}_norm"]["scale"], config.norms.eps) for name in ("attention", "mlp")]
     scales_of_o = attention["o"][KERNEL][quantized.TRANSPOSED]
     return [
         Product("project", tuple(weight(attention[name]) for name in "qkv"), norms[0]),
@@ -264,17 +267,17 @@ def _scores(
     run: Mapping[str, Any],
 ) -> jax.Array:
     """Returns the logits: float32[1, V]. `beside`: see `_added`."""
-    c, norm = config, one_token.Norm(params["norm"]["scale"], config.norm_eps)
+    c, norm = config, one_token.Norm(params["norm"]["scale"], config.norms.eps)
     head = None if c.tie_embeddings else weight(params["head"])
-    if head is None or c.logits_scale != 1:
+    if head is None or c.scales.logits != 1:
         x_D = one_token.normed(*one_token.whole(x_D, **beside), norm)
-        x_D = x_D if c.logits_scale == 1 else x_D * jnp.asarray(c.logits_scale, x_D.dtype)
+        x_D = x_D if c.scales.logits == 1 else x_D * jnp.asarray(c.scales.logits, x_D.dtype)
     if head is None:
         scores_V = jnp.dot(x_D, params["embed"]["embedding"].T, preferred_element_type=jnp.float32)
     else:
-        given: dict[str, Any] = {"norm": norm, **beside} if c.logits_scale == 1 else {}
+        given: dict[str, Any] = {"norm": norm, **beside} if c.scales.logits == 1 else {}
         scores_V, _ = one_token.multiply(x_D, [head], **given, counts=counts, **run)
-    return softcap.softcap(scores_V, c.logits_cap)[None]
+    return softcap.softcap(scores_V, c.scales.logits_cap)[None]
 
 
 def weight(module: Mapping[str, Any], rows: int = 0) -> one_token.Weight:

@@ -52,6 +52,30 @@ class Rope(NamedTuple):
     scaling: Scaling | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """The rotations of a model's layers.
+
+    Attributes:
+      theta, scaling: of a layer's `Rope`.
+      in_windows: the rotation in layers with a window; None: that of the others.
+      dims: of a head that are rotated; 0: all.
+      layers: for each layer, whether its queries and keys are rotated; () for all layers True. Fewer than there are layers are repeated.
+    """
+
+    theta: float = 500000.0
+    scaling: Scaling | None = None
+    in_windows: Rope | None = None
+    dims: int = 0
+    layers: tuple[bool, ...] = ()
+
+    def of(self, layer: int, *, has_window: bool) -> Rope | None:
+        """Returns the rotation of a layer; None if it has none."""
+        if self.layers and not self.layers[layer % len(self.layers)]:
+            return None
+        return self.in_windows if has_window and self.in_windows is not None else Rope(self.theta, self.scaling)
+
+
 def frequencies(
     head_dim: int, theta: float, scaling: Scaling | None = None, length: int | jax.Array | None = None
 ) -> jax.Array:

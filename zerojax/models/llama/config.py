@@ -1,0 +1,194 @@
+"""What a Llama or one of its relatives looks like. This module holds the parts of a config, of which a relative is a combination.
+
+A part is a frozen dataclass whose defaults are Llama's. Parts with modules of their own are beside these: `mla.Latent` and `rope.Rotation`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from zerojax.models.llama import mla
+from zerojax.models.llama.rope import Rope, Rotation, Scaling
+from zerojax.ops import attention as attention_lib
+from zerojax.ops import context_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """What attention has beside its sizes and its rotation.
+
+    Attributes:
+      qkv_bias, o_bias: whether these projections have biases.
+      is_fused: queries, keys and values are one projection.
+      norm: queries and keys are normalised before they are rotated: in "each" head, "joint" over all heads, or "" for not at all.
+      windows: for each layer, the number of tokens that a query sees, with its own (0: all before it); () for all layers 0. Fewer
+        than there are layers are repeated.
+      scale: multiplies the scores; 0: 1 / sqrt(head_dim).
+      cap: bounds the scores by a softcap; 0 for no bound.
+      has_sinks: whether each head has a sink (`ops.sinks`).
+      latent: the shape of latent attention (`mla`); None: attention is grouped. `head_dim` is then that of queries and keys.
+    """
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    is_fused: bool = False
+    norm: Literal["", "each", "joint"] = ""
+    windows: tuple[int, ...] = ()
+    scale: float = 0.0
+    cap: float = 0.0
+    has_sinks: bool = False
+    latent: mla.Latent | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Norms:
+    """The norms of the residual stream.
+
+    Attributes:
+      kind: "rms", or "layer" (with biases).
+      eps: is added to the mean square.
+      offset: is added to the scale of each RMSNorm, also of queries and keys.
+      places: each residual branch is normalised "before" it, "after" it, or both.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-5
+    offset: float = 0.0
+    places: Literal["before", "after", "both"] = "before"
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPForm:
+    """The MLP of a layer.
+
+    Attributes:
+      activation: a name in `layers.ACTIVATIONS`; experts have it too.
+      is_gated: it is down(activation(gate) * up), and otherwise down(activation(up)).
+      is_fused: gate and up are one projection.
+      has_biases: whether its projections have biases.
+    """
+
+    activation: str = "silu"
+    is_gated: bool = True
+    is_fused: bool = False
+    has_biases: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureForm:
+    """The mixture of experts in place of a layer's MLP.
+
+    Attributes:
+      experts, per_token: their number, and that of a token's.
+      width: of an expert.
+      shared_dim: the width of an expert that all tokens take; 0 for none.
+      is_shared_gated: whether that one has a weight of its own.
+      dense_layers: the numbers of layers whose MLP is no mixture.
+      is_normalised: whether the weights of a token's experts have a sum of 1.
+      score, groups, scale: see `ops.experts.route`: the score, the number of groups and those of a token, and what multiplies weights.
+      has_choice_bias: whether experts are chosen by scores with a bias, a weight without a gradient.
+      counts_choices: whether its gradient is the load of each expert instead (`optim.balance`).
+      clamp: (limit, slope) of the activation of gpt-oss's experts (`experts.clamped_gate`), which have biases, as their router has; None:
+        they are down(activation(gate) * up) without biases.
+    """
+
+    experts: int
+    per_token: int
+    width: int
+    shared_dim: int = 0
+    is_shared_gated: bool = True
+    dense_layers: tuple[int, ...] = ()
+    is_normalised: bool = True
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    groups: tuple[int, int] = (1, 1)
+    scale: float = 1.0
+    has_choice_bias: bool = False
+    counts_choices: bool = False
+    clamp: tuple[float, float] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """What multiplies and bounds.
+
+    Attributes:
+      embed, residual, logits: multiply the embeddings, what each residual branch adds, and the logits.
+      logits_cap: bounds the logits by a softcap; 0 for no bound.
+    """
+
+    embed: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    logits_cap: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """The model's shape (Llama 3, arXiv:2407.21783, table 3), and its parts.
+
+    Attributes:
+      mixture: None: no layer's MLP is a mixture of experts.
+      has_positions: each of the `max_seq_len` positions has an embedding, and nothing is rotated.
+      way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
+      tile_tokens: tokens for which each layer's MLP, with its norm and its residual, runs at a time (`ops.tiles`); 0: all.
+      model_type: the name of the row in Hugging Face's config.json.
+    """
+
+    vocab_size: int
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    max_seq_len: int = 8192
+    rotation: Rotation = dataclasses.field(default_factory=Rotation)
+    heads: Heads = Heads()
+    norms: Norms = Norms()
+    mlp: MLPForm = MLPForm()
+    mixture: MixtureForm | None = None
+    scales: Scales = Scales()
+    tie_embeddings: bool = False
+    has_positions: bool = False
+    attention: attention_lib.Kernel = "xla"
+    way: context_attention.Way | None = None
+    tile_tokens: int = 0
+    model_type: str = "llama"
+
+    def changed(self, **parts: Mapping[str, Any]) -> "LlamaConfig":
+        """Returns the config with other values of fields of its parts, such as `heads={"windows": (8, 0)}`."""
+        made = {name: dataclasses.replace(getattr(self, name), **fields) for name, fields in parts.items()}
+        return dataclasses.replace(self, **made)
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer's MLP is a mixture of experts."""
+        return self.mixture is not None and layer not in self.mixture.dense_layers
+
+    def window_of(self, layer: int) -> int:
+        """Returns the window of a layer."""
+        windows = self.heads.windows
+        return windows[layer % len(windows)] if windows else 0
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """Returns the rotation of a layer's queries and keys; None if they are not rotated."""
+        return None if self.has_positions else self.rotation.of(layer, has_window=self.window_of(layer) > 0)
+
+    @property
+    def by_length(self) -> list[Scaling]:
+        """Returns what stretches positions by the length of a text."""
+        found = [self.rope_of(layer) for layer in range(self.num_layers)]
+        return [
+            one.scaling for one in found if one is not None and one.scaling is not None and one.scaling.reads_length
+        ]
+
+    def kind_of(self, layer: int) -> tuple[Any, ...]:
+        """Returns what two layers have in common that take equal time."""
+        return self.has_experts(layer), self.window_of(layer), self.rope_of(layer)
+
+    @property
+    def residual_stddev(self) -> float:
+        """Returns the deviation of the initial kernels that write the residual stream.
+
+        Each layer adds two terms to it. This keeps the final variance near that of one term (GPT-2).
+        """
+        return 0.02 / (2 * self.num_layers) ** 0.5

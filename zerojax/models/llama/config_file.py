@@ -1,0 +1,461 @@
+"""The config.json of Llama's relatives at Hugging Face. This module reads and writes them."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from zerojax.models import config_json
+from zerojax.models.llama import mla, rope
+from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Scales
+from zerojax.models.llama.model_types import ROWS
+
+HEAD = "lm_head.weight"
+PARTS = {
+    "rotation": rope.Rotation,
+    "heads": Heads,
+    "norms": Norms,
+    "mlp": MLPForm,
+    "mixture": MixtureForm,
+    "scales": Scales,
+}
+Found = Mapping[str, Mapping[str, Any]]  # name of a part -> its fields
+# Where a config.json tells none.
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
+
+
+def write(config: LlamaConfig) -> dict[str, Any]:
+    """Returns the contents of a config.json; see `family.HuggingFace`."""
+    c, heads, m, row = config, config.heads, config.mixture, ROWS[config.model_type]
+    found: dict[str, Any] = {
+        "architectures": [row.architecture],
+        "model_type": c.model_type,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.embed_dim,
+        "intermediate_size": c.mlp_dim,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "max_position_embeddings": c.max_seq_len,
+        "rope_theta": c.rotation.theta,
+        "rms_norm_eps": c.norms.eps,
+        row.activation[0]: c.mlp.activation,
+        "attention_bias": heads.o_bias,
+        "mlp_bias": c.mlp.has_biases,
+        "tie_word_embeddings": c.tie_embeddings,
+        "pad_token_id": None,  # that of some classes is beyond a smaller vocabulary
+    }
+    windows = [c.window_of(layer) for layer in range(c.num_layers)]
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    own: dict[str, Callable[[], dict[str, Any]]] = {
+        "query_pre_attn_scalar": lambda: {
+            "query_pre_attn_scalar": round(heads.scale**-2) if heads.scale else c.head_dim,
+            "attn_logit_softcapping": heads.cap or None,
+            "final_logit_softcapping": c.scales.logits_cap or None,
+        },
+        "attention_multiplier": lambda: {
+            "attention_multiplier": heads.scale or c.head_dim**-0.5,
+            "embedding_multiplier": c.scales.embed,
+            "residual_multiplier": c.scales.residual,
+            "logits_scaling": 1 / c.scales.logits,
+        },
+        "no_rope_layers": lambda: {"no_rope_layers": [int(c.rope_of(i) is not None) for i in range(c.num_layers)]},
+        "partial_rotary_factor": lambda: {"partial_rotary_factor": (c.rotation.dims or c.head_dim) / c.head_dim},
+        "layer_types": lambda: {"layer_types": kinds},
+        "qkv_bias": lambda: {"qkv_bias": heads.qkv_bias},
+    }
+    if m is not None:
+        own |= {
+            "num_local_experts": lambda: {"num_local_experts": m.experts},
+            "num_experts": lambda: {"num_experts": m.experts},
+            "moe_intermediate_size": lambda: {
+                "moe_intermediate_size": m.width,
+                "mlp_only_layers": list(m.dense_layers),
+            },
+            "shared_expert_intermediate_size": lambda: {"shared_expert_intermediate_size": m.shared_dim},
+            "swiglu_limit": lambda: dict(zip(("swiglu_limit", "swiglu_alpha"), m.clamp or ())),
+        }
+    for name in row.reads:
+        found |= own.get(name, dict)()
+    if heads.latent is not None:
+        found |= _write_latent(heads.latent)
+    if m is not None:
+        found |= {"num_experts_per_tok": m.per_token, "norm_topk_prob": m.is_normalised}
+        found |= _write_groups(m) if heads.latent is not None else {}
+    scaling = c.rotation.scaling
+    if c.rotation.in_windows is not None:
+        del found["rope_theta"]
+        ropes = {"full_attention": rope.Rope(c.rotation.theta, scaling), "sliding_attention": c.rotation.in_windows}
+        found["rope_parameters"] = {
+            kind: {"rope_theta": own.theta} | _write_scaling(own.scaling) for kind, own in ropes.items()
+        }
+    elif scaling is not None or c.model_type == "gpt_oss":  # whose class scales where nothing is told
+        found["rope_scaling"] = _write_scaling(scaling)
+        if heads.latent is not None and scaling is not None and heads.scale:
+            grown = math.sqrt(heads.scale * math.sqrt(c.head_dim)) - 1
+            found["rope_scaling"]["mscale_all_dim"] = grown / (0.1 * math.log(scaling.factor))
+        if c.model_type == "phi3" and scaling is not None:
+            found["original_max_position_embeddings"] = scaling.original_length
+    if any(windows):
+        found |= {"sliding_window": max(windows), "use_sliding_window": True, "max_window_layers": windows.count(0)}
+        found["layer_types"] = kinds
+    elif c.model_type == "mistral":
+        found["sliding_window"] = None  # else the class has a window of its own
+    return found
+
+
+def _write_latent(shape: mla.Latent) -> dict[str, Any]:
+    return {
+        "head_dim": shape.rotary_dim,
+        "kv_lora_rank": shape.rank,
+        "q_lora_rank": shape.query_rank or None,
+        "qk_nope_head_dim": shape.plain_dim,
+        "qk_rope_head_dim": shape.rotary_dim,
+        "v_head_dim": shape.value_dim,
+        "rope_interleave": shape.is_interleaved,
+    }
+
+
+def _write_groups(mixture: MixtureForm) -> dict[str, Any]:
+    """Returns the fields of a mixture of DeepSeek's."""
+    m = mixture
+    return {
+        "n_routed_experts": m.experts,
+        "moe_intermediate_size": m.width,
+        "n_shared_experts": m.shared_dim // m.width,
+        "n_group": m.groups[0],
+        "topk_group": m.groups[1],
+        "routed_scaling_factor": m.scale,
+        "first_k_dense_replace": len(m.dense_layers),
+    }
+
+
+def _write_scaling(scaling: rope.Scaling | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    found: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in ("linear", "dynamic"):
+        return found
+    found["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind == "llama3":
+        return found | {"low_freq_factor": scaling.low_factor, "high_freq_factor": scaling.high_factor}
+    found["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "longrope":
+        return found | {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+    return found | {
+        "beta_slow": scaling.low_factor,
+        "beta_fast": scaling.high_factor,
+        "truncate": scaling.is_whole,
+    }
+
+
+def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
+    """Returns the config of a config.json; see `family.HuggingFace`."""
+    kind = config_json.Fields(raw).choice("model_type", ROWS, "")
+    row = ROWS[kind]
+    f = config_json.Fields({**row.defaults, **raw})
+    heads, has_biases = (
+        f.count("num_attention_heads"),
+        "attention_bias" in row.reads and f.flag("attention_bias", False),
+    )
+    latent = _read_latent(f) if "kv_lora_rank" in row.reads else None
+    head_dim = _head_dim(f, kind) if latent is None else latent.rotary_dim
+    own: Found = {
+        "norms": {"eps": f.number("rms_norm_eps", 1e-6)},
+        "heads": {"qkv_bias": has_biases, "o_bias": has_biases, "windows": _read_windows(f, kind)},
+        "mlp": {
+            "activation": row.meant.get(str(f.raw.get(row.activation[0])), "") or f.activation(*row.activation),
+            "has_biases": "mlp_bias" in row.reads and f.flag("mlp_bias", False),
+        },
+    }
+    ropes = _read_ropes(f, head_dim, nested="rope_local_base_freq" in row.reads)
+    parts: list[Found] = [
+        own,
+        {"rotation": ropes},
+        _read_multipliers(f, row.reads),
+        _read_experts(f, row.reads),
+        row.parts,
+    ]
+    found = LlamaConfig(
+        f.count("vocab_size"),
+        f.depth("num_hidden_layers"),
+        f.count("hidden_size"),
+        heads,
+        f.count("num_key_value_heads", heads),
+        head_dim,
+        f.count("intermediate_size"),
+        f.count("max_position_embeddings"),
+        tie_embeddings=f.flag("tie_word_embeddings", False) and HEAD not in names,
+        model_type=kind,
+        **_made(*parts, *(() if latent is None else (_read_deepseek(f, latent),))),
+    )
+    if latent is not None:
+        found = dataclasses.replace(found, head_dim=latent.plain_dim + latent.rotary_dim, num_kv_heads=heads)
+    if found.num_heads % found.num_kv_heads:
+        raise f.refuse("num_attention_heads", f"a multiple of num_key_value_heads={found.num_kv_heads}")
+    return found
+
+
+def _made(*found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the parts of a config. Each of `found` has fields by the name of the part; those of later ones replace earlier ones."""
+    fields: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+    for own in found:
+        for name, values in own.items():
+            fields[name] |= values
+    return {name: PARTS[name](**values) for name, values in fields.items()}
+
+
+def _read_latent(f: config_json.Fields) -> mla.Latent:
+    heads = f.count("num_attention_heads")
+    if f.count("num_key_value_heads", heads) != heads:
+        raise f.refuse("num_key_value_heads", f"{heads}, as there are heads of queries")
+    if f.count("qk_rope_head_dim", 64) % 2:
+        raise f.refuse("qk_rope_head_dim", "even, since positions rotate pairs of dims")
+    has_queries = f.raw.get("q_lora_rank", 1536) is not None
+    return mla.Latent(
+        rank=f.count("kv_lora_rank", 512),
+        query_rank=f.count("q_lora_rank", 1536) if has_queries else 0,
+        plain_dim=f.count("qk_nope_head_dim", 128),
+        rotary_dim=f.count("qk_rope_head_dim", 64),
+        value_dim=f.count("v_head_dim", 128),
+        is_interleaved=f.flag("rope_interleave", True),
+    )
+
+
+def _read_deepseek(f: config_json.Fields, latent: mla.Latent) -> Found:
+    """Reads what DeepSeek-V3's class has beside a decoder's fields: its heads, and its experts."""
+    experts, width = f.count("n_routed_experts"), f.count("moe_intermediate_size")
+    groups, own, taken = f.count("n_group", 8), f.count("topk_group", 4), f.count("num_experts_per_tok")
+    if experts % groups or not (experts // groups > 1 or groups == 1):
+        raise f.refuse("n_group", f"a divisor of n_routed_experts={experts} that leaves a group two experts")
+    if own > groups or taken > experts // groups * own:
+        raise f.refuse(
+            "topk_group", f"{groups} at most, with num_experts_per_tok={taken} experts or more in its groups"
+        )
+    layers, dense = f.depth("num_hidden_layers"), f.raw.get("first_k_dense_replace", 3)
+    if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
+        raise f.refuse("first_k_dense_replace", "a number of layers")
+    head_dim = latent.plain_dim + latent.rotary_dim
+    rope_group = f.group("rope_scaling" if f.raw.get("rope_scaling") else "rope_parameters")
+    kind = rope_group.raw.get("rope_type", rope_group.raw.get("type", "default"))
+    if kind in ("dynamic", "longrope"):
+        raise rope_group.refuse("rope_type", "default, linear, llama3 or yarn, since the cache holds rotated keys")
+    heads: dict[str, Any] = {"latent": latent, "qkv_bias": False}
+    if kind != "default" and rope_group.raw.get("mscale_all_dim"):
+        factor = max(rope_group.number("factor"), 1.0)
+        grown = 0.1 * rope_group.number("mscale_all_dim") * math.log(factor) + 1
+        heads["scale"] = head_dim**-0.5 * grown**2 if factor > 1 else 0.0
+    mixture = {
+        "experts": experts,
+        "per_token": taken,
+        "width": width,
+        "shared_dim": width * f.count("n_shared_experts", 1),
+        "is_normalised": f.flag("norm_topk_prob", True),
+        "dense_layers": tuple(range(min(dense, layers))),
+        "groups": (groups, own) if groups > 1 else (1, 1),
+        "scale": f.number("routed_scaling_factor", 2.5),
+    }
+    return {"heads": heads, "mixture": mixture}
+
+
+def _head_dim(f: config_json.Fields, kind: str) -> int:
+    found = f.heads("hidden_size", "num_attention_heads") if f.raw.get("head_dim") is None else f.count("head_dim")
+    if found % 2:
+        raise f.refuse("head_dim", "even, since positions rotate pairs of dims")
+    return found
+
+
+def _read_multipliers(f: config_json.Fields, reads: Collection[str]) -> Found:
+    """Reads what Gemma and Granite multiply and bound, and which layers of SmolLM3 are not rotated."""
+    if "use_bidirectional_attention" in reads:
+        if f.flag("use_bidirectional_attention", False):
+            raise f.refuse("use_bidirectional_attention", "false, since a decoder's tokens see no later ones")
+        embed_scale = f.count("hidden_size") ** 0.5
+        if "query_pre_attn_scalar" not in reads:
+            return {"scales": {"embed": embed_scale}}
+        caps = ("final_logit_softcapping", "attn_logit_softcapping")
+        logits_cap, cap = (0.0 if f.raw.get(name) is None else f.number(name) for name in caps)
+        cap = cap if f.raw["model_type"] == "gemma2" else 0.0  # Gemma 3's class has the field, and does not read it
+        return {
+            "scales": {"embed": embed_scale, "logits_cap": logits_cap},
+            "heads": {"scale": f.number("query_pre_attn_scalar") ** -0.5, "cap": cap},
+        }
+    if "attention_multiplier" in reads:
+        return {
+            "scales": {
+                "embed": f.number("embedding_multiplier", 1.0),
+                "residual": f.number("residual_multiplier", 1.0),
+                "logits": 1 / f.number("logits_scaling", 1.0),
+            },
+            "heads": {"scale": f.number("attention_multiplier", 1.0)},
+        }
+    return {"rotation": {"layers": _read_rotated(f)}} if "no_rope_layers" in reads else {}
+
+
+def _read_experts(f: config_json.Fields, reads: Collection[str]) -> Found:
+    """Reads the mixture of experts of the rows that have one."""
+    count = next((name for name in ("num_local_experts", "num_experts") if name in reads), None)
+    if count is None:
+        return {}
+    # The name that transformers 5 writes for some
+    count = "num_local_experts" if "num_local_experts" in f.raw else count
+    for name in ("output_router_logits", "router_jitter_noise", "clip_qkv"):
+        if f.raw.get(name):
+            raise f.refuse(
+                name, "false, 0 or null: the loss has no balance loss, the router no noise, and nothing is clipped"
+            )
+    layers, step = f.depth("num_hidden_layers"), 1
+    only: list[Any] = []
+    if "moe_intermediate_size" in reads:
+        only, step = f.raw.get("mlp_only_layers") or [], f.count("decoder_sparse_step", 1)
+        if not isinstance(only, list) or not {*map(str, only)} <= {*map(str, range(layers))}:
+            raise f.refuse("mlp_only_layers", f"a list of numbers of layers from 0 to {layers - 1}")
+    found: dict[str, Any] = {
+        "experts": f.count(count),
+        "per_token": f.count("num_experts_per_tok"),
+        "width": f.count("moe_intermediate_size" if "moe_intermediate_size" in reads else "intermediate_size"),
+        "is_normalised": f.flag("norm_topk_prob", False) or f.raw["model_type"] in ("mixtral", "gpt_oss"),
+        "dense_layers": tuple(i for i in range(layers) if (i + 1) % step or i in only),
+    }
+    if found["per_token"] > found["experts"]:
+        raise f.refuse("num_experts_per_tok", f"at most {count}={found['experts']}")
+    if "shared_expert_intermediate_size" in reads:
+        found["shared_dim"] = f.count("shared_expert_intermediate_size")
+    if "swiglu_limit" in reads:
+        found["clamp"] = f.number("swiglu_limit", 7.0), f.number("swiglu_alpha", 1.702)
+    heads = {"qkv_bias": f.flag("qkv_bias", True)} if "qkv_bias" in reads else {}
+    return {"mixture": found, "heads": heads}
+
+
+def _read_rotated(f: config_json.Fields) -> tuple[bool, ...]:
+    """Returns for each layer of SmolLM3 whether its queries and keys are rotated."""
+    layers, told = f.depth("num_hidden_layers"), f.raw.get("no_rope_layers")
+    if told is None:
+        interval = f.count("no_rope_layer_interval", 4)
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if not isinstance(told, list) or len(told) < layers or not {*map(str, told)} <= {"0", "1", "True", "False"}:
+        raise f.refuse("no_rope_layers", f"{layers} of 0 (not rotated) or 1")
+    return tuple(bool(is_rotated) for is_rotated in told[:layers])
+
+
+def _read_ropes(f: config_json.Fields, head_dim: int, *, nested: bool) -> dict[str, Any]:
+    """Reads the forms of transformers 5 (rope_parameters) and of earlier versions (rope_theta, rope_scaling)."""
+    told = [name for name in ("rope_scaling", "rope_parameters") if f.raw.get(name)]
+    if len(told) == 2 and f.raw[told[0]] != f.raw[told[1]]:
+        raise f.refuse("rope_scaling", "absent where there are rope_parameters")
+    if not told and f.raw["model_type"] == "gpt_oss":
+        f = config_json.Fields({**f.raw, "rope_parameters": _GPT_OSS_ROPE})
+    group = f.group(told[0] if told else "rope_parameters")
+    theta = f.number("rope_theta", 10000.0)
+    if nested:  # a rotation for layers with a window, and one for the others
+        local = f.number("rope_local_base_freq", 10000.0)
+        is_new = told == ["rope_parameters"]
+        full, near = (
+            (group.group("full_attention"), group.group("sliding_attention")) if is_new else (group, f.group(""))
+        )
+        if is_new and (odd := group.raw.keys() - {"full_attention", "sliding_attention"}):
+            raise group.refuse(min(odd), "in full_attention or sliding_attention")
+        (own, dims), (window, _) = _read_rope(f, full, theta, head_dim), _read_rope(f, near, local, head_dim)
+        return {"theta": own.theta, "scaling": own.scaling, "in_windows": window, "dims": dims}
+    odd = {name for name, value in group.raw.items() if isinstance(value, Mapping)}
+    if odd:
+        raise group.refuse(min(odd), "a number or a name, as all layers have the same positions")
+    own, dims = _read_rope(f, group, theta, head_dim)
+    return {"theta": own.theta, "scaling": own.scaling, "dims": dims}
+
+
+def _read_rope(f: config_json.Fields, group: config_json.Fields, theta: float, head_dim: int) -> tuple[rope.Rope, int]:
+    """Returns a rotation, and the dims of a head that are rotated (0: all)."""
+    is_phi = f.raw["model_type"] == "phi3"
+    theta, share = group.number("rope_theta", theta), f.number("partial_rotary_factor", 1.0)
+    share = group.number("partial_rotary_factor", share)  # as transformers: the group's, where both are told
+    dims = int(head_dim * share)
+    if share != 1 and (not is_phi or dims % 2 or not 0 < dims <= head_dim):
+        raise (group if "partial_rotary_factor" in group.raw else f).refuse(
+            "partial_rotary_factor", f"a share of {head_dim} dims that gives pairs" if is_phi else "1"
+        )
+    rotary = 0 if dims == head_dim else dims
+    name = "rope_type" if "rope_type" in group.raw else "type"
+    if is_phi:
+        kind = group.choice(name, ("default", "longrope", "su", "yarn"), "default")
+        kind = kind if kind == "default" else "longrope"
+    else:
+        kind = group.choice(name, ("default", "linear", "llama3", "yarn", "dynamic", "longrope"), "default")
+    return rope.Rope(theta, None if kind == "default" else _read_scaling(f, group, kind, dims)), rotary
+
+
+def _read_scaling(f: config_json.Fields, group: config_json.Fields, kind: str, dims: int) -> rope.Scaling:
+    longest = f.count("max_position_embeddings")
+    if kind == "linear":
+        return rope.Scaling("linear", group.number("factor"))
+    if kind == "dynamic":
+        return rope.Scaling("dynamic", group.number("factor"), original_length=longest)
+    original = group.count("original_max_position_embeddings", None if kind == "llama3" else longest)
+    told = f.count("original_max_position_embeddings", original)
+    if told != original and "original_max_position_embeddings" in group.raw:
+        raise f.refuse("original_max_position_embeddings", f"{original}, as in {group.place}")
+    original = told
+    if kind == "llama3":
+        low, high = group.number("low_freq_factor"), group.number("high_freq_factor")
+        if high <= low:
+            raise group.refuse("high_freq_factor", f"above low_freq_factor={low:g}")
+        return rope.Scaling("llama3", group.number("factor"), low, high, original)
+    factor = group.number("factor", longest / original)
+    if kind == "yarn":
+        own, other = (group.raw.get(name) for name in ("mscale", "mscale_all_dim"))
+        grown = lambda scale: 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1  # noqa: E731
+        usual = grown(group.number("mscale")) / grown(group.number("mscale_all_dim")) if own and other else grown(1.0)
+        return rope.Scaling(
+            "yarn",
+            factor,
+            group.number("beta_slow", 1.0),
+            group.number("beta_fast", 32.0),
+            original,
+            group.number("attention_factor", usual),
+            group.flag("truncate", True),
+        )
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = (group.numbers(name, dims // 2) for name in ("short_factor", "long_factor"))
+    attention = group.number("attention_factor", usual)
+    return rope.Scaling("longrope", factor, 1.0, 4.0, original, attention, True, short, long)
+
+
+def _read_windows(f: config_json.Fields, kind: str) -> tuple[int, ...]:
+    layers, types = f.depth("num_hidden_layers"), f.raw.get("layer_types")
+    if kind in ("llama", "gemma", "olmo2", "granite", "olmoe", "deepseek_v3"):
+        return ()
+    if kind in ("gemma2", "gemma3_text", "smollm3", "gpt_oss"):
+        return _windows_by_type(f, kind, layers)
+    is_all = kind in ("mistral", "phi3", "mixtral", "qwen3_moe")  # the class has the window in every layer
+    is_window_read = kind in ("mistral", "phi3", "mixtral") or f.flag("use_sliding_window", False)
+    has_window = is_window_read and f.raw.get("sliding_window", 4096) is not None
+    window = f.count("sliding_window", 4096) if has_window else 0
+    if types is None or kind in ("phi3", "mixtral", "qwen3_moe"):
+        first = 0 if is_all else f.count("max_window_layers", 28) if f.raw.get("max_window_layers", 28) else 0
+        windows = tuple(window if layer >= first else 0 for layer in range(layers))
+    else:
+        known: tuple[str, ...] = ("full_attention", "sliding_attention") if window else ("full_attention",)
+        known = known[1:] if window and kind == "mistral" else known  # its class has the window in every layer
+        if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*known}:
+            raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
+        windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    return windows if any(windows) else ()
+
+
+def _windows_by_type(f: config_json.Fields, kind: str, layers: int) -> tuple[int, ...]:
+    """Reads the windows of classes that have one in the layers that `layer_types` names, or else in every so many."""
+    types, known = f.raw.get("layer_types"), {"full_attention": False, "sliding_attention": True}
+    if types is None:
+        every = 2 if kind in ("gemma2", "gpt_oss") else f.count("sliding_window_pattern", 6)
+        has_window = [(layer + 1) % every != 0 for layer in range(layers)]
+        if kind == "smollm3":
+            is_read = f.flag("use_sliding_window", False) and f.raw["sliding_window"] is not None
+            has_window = [is_read and not is_rotated for is_rotated in _read_rotated(f)]
+    elif not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*known}:
+        raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
+    else:
+        has_window = [known[name] for name in types]
+    return tuple(f.count("sliding_window") if has else 0 for has in has_window) if any(has_window) else ()

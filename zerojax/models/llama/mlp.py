@@ -1,0 +1,71 @@
+"""The second branch of a layer: an MLP, or a mixture of experts. This module holds both.
+
+Shapes: B batch, T length, D embed, F the MLP's width.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+
+from zerojax.models import experts, layers
+from zerojax.models.llama.config import LlamaConfig
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202), with the config's activation; or down(activation(up(x)))."""
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        c = self.config
+        down = layers.Linear((c.embed_dim,), stddev=c.residual_stddev, use_bias=c.mlp.has_biases, name="down")
+        activation = layers.ACTIVATIONS[c.mlp.activation]
+        if not c.mlp.is_gated:
+            return down(activation(layers.Linear((c.mlp_dim,), use_bias=c.mlp.has_biases, name="up")(x_BTD)))
+        if c.mlp.is_fused:
+            both_BTXF = layers.Linear((2, c.mlp_dim), use_bias=c.mlp.has_biases, name="gate_up")(x_BTD)
+            return down(activation(both_BTXF[:, :, 0]) * both_BTXF[:, :, 1])
+        gate_BTF = layers.Linear((c.mlp_dim,), use_bias=c.mlp.has_biases, name="gate")(x_BTD)
+        up_BTF = layers.Linear((c.mlp_dim,), use_bias=c.mlp.has_biases, name="up")(x_BTD)
+        return down(activation(gate_BTF) * up_BTF)
+
+
+class Mixture(nn.Module):
+    """A mixture of experts, with the expert that all tokens take if there is one: its weight is sigmoid(shared_gate(x))."""
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        c, m = self.config, self.config.mixture
+        assert m is not None
+        groups, top_groups = m.groups
+        router = (
+            ("normalised", m.is_normalised),
+            ("score", m.score),
+            ("groups", groups),
+            ("top_groups", top_groups),
+            ("scale", m.scale),
+        )
+        stddevs = (0.02, 0.02, c.residual_stddev)
+        y_BTD = experts.Experts(
+            m.experts,
+            m.per_token,
+            m.width,
+            c.mlp.activation,
+            router,
+            has_fixed_bias=m.has_choice_bias,
+            counts=m.counts_choices,
+            has_router_bias=m.clamp is not None,
+            clamp=m.clamp,
+            stddevs=stddevs,
+            name="experts",
+        )(x_BTD)
+        if not m.shared_dim:
+            return y_BTD
+        shared_BTD = MLP(dataclasses.replace(c, mlp_dim=m.shared_dim), name="shared")(x_BTD)
+        if not m.is_shared_gated:
+            return y_BTD + shared_BTD
+        return y_BTD + nn.sigmoid(layers.Linear((1,), name="shared_gate")(x_BTD)) * shared_BTD
