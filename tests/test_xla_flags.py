@@ -1,5 +1,7 @@
 """Checks the names of the user's options. This module tests zerojax.xla_flags."""
 
+import os
+
 import pytest
 
 from zerojax import xla_flags
@@ -19,3 +21,22 @@ def test_names_are_those_of_the_variable(monkeypatch, value, names):
     if value is not None:
         monkeypatch.setenv("XLA_FLAGS", value)
     assert xla_flags.names() == names
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("", False),
+        ("--xla_gpu_deterministic_ops", True),
+        ("--xla_a=1 --xla_gpu_exclude_nondeterministic_ops=true", True),
+        ("--xla_gpu_deterministic_ops=false", False),
+        ("--xla_gpu_deterministic_ops=true --xla_gpu_deterministic_ops=false", False),
+        ("--xla_gpu_deterministic_ops_of_others=true", False),
+    ],
+)
+def test_a_deterministic_process_is_told_by_the_last_value_of_an_option(monkeypatch, value, expected):
+    monkeypatch.setenv("XLA_FLAGS", value)
+    assert xla_flags.is_deterministic() is expected
+    xla_flags.make_deterministic()
+    assert xla_flags.is_deterministic()
+    assert os.environ["XLA_FLAGS"].startswith(value)

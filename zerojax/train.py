@@ -95,6 +95,8 @@ def main() -> None:
                 # Where the config names fewer devices than there are, activations take more than is known.
                 start_up.size_pinned_pool(max(size, round(xla_flags.DEFAULT_POOL_GB)) if activations else size)
             start_up.settle_environment()
+            if config.deterministic:
+                xla_flags.make_deterministic()
             start_up.take_memory(targets.USABLE, mapped=config.offload.params != offload_settings.NONE)
             emulated = devices.emulate_cpu_devices(config.emulate_devices)
             processes.initialize(*_joined_by())
@@ -291,6 +293,11 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     _check_folder(config, folder)
     if processes.is_primary():
         trackers.check_installed(config.metrics.to)
+    if config.deterministic and not xla_flags.is_deterministic():
+        option = "XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+        raise UserError(
+            f"config.deterministic: XLA reads its options when JAX starts; set {option} before Python starts"
+        )
     for line in effects.unread(config):
         say(line)
     start_up.wake_devices()

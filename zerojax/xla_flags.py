@@ -2,8 +2,8 @@
 refuses settings of JAX with which programs do not run.
 
 XLA reads XLA_FLAGS when it starts, and applies it to every program of the process. Options that a library passes with one program override
-it silently. So a library that passes options must know which ones the user has set, and XLA does not report them. Nothing here sets the
-variable.
+it silently. So a library that passes options must know which ones the user has set, and XLA does not report them. Only
+`make_deterministic` adds to the variable.
 """
 
 import os
@@ -22,6 +22,9 @@ DEFAULT_POOL_GB = 64.0
 MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
+# Either takes no kernel by its time and none whose additions have no order; the first turns on the second
+_DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
+
 # JAX's settings for the search of errors -> the values with which programs do not run
 NO_JIT = {"jax_disable_jit": (True,)}  # nothing is sharded without `jit`
 NO_LEAKS = {"jax_check_tracer_leaks": (True,)}  # a pipeline keeps the trace of its loss
@@ -30,6 +33,20 @@ NO_LEAKS = {"jax_check_tracer_leaks": (True,)}  # a pipeline keeps the trace of 
 def names() -> frozenset[str]:
     """Returns the names of the options in XLA_FLAGS, without their dashes."""
     return frozenset(re.findall(r"--([a-z0-9_]+)", os.environ.get("XLA_FLAGS", "")))
+
+
+def is_deterministic() -> bool:
+    """Returns whether XLA_FLAGS make programs on GPUs give the same bits each time."""
+    given = os.environ.get("XLA_FLAGS", "")
+    # The last value of an option holds, and an option without a value is on
+    values = (re.findall(rf"--{name}(?:=(\w+))?(?!\w)", given)[-1:] for name in _DETERMINISTIC)
+    return any(value.lower() in ("", "1", "true") for found in values for value in found)
+
+
+def make_deterministic() -> None:
+    """Makes programs on GPUs give the same bits each time, at a cost in speed. Must run before the first use of a device."""
+    if not is_deterministic():
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_DETERMINISTIC[0]}=true".strip()
 
 
 def num_cpu_devices() -> int:

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import cached_attention
 from zerojax import mesh as mesh_lib
-from zerojax import specs
+from zerojax import specs, xla_flags
 from zerojax.errors import UserError
-from zerojax.ops import softcap
+from zerojax.ops import cudnn_attention, softcap
 
 Kernel = Literal["xla", "cudnn", "splash"]  # the last two never materialise the scores
 NARROW, WIDEST = 128, 256  # the most dims of a head that cuDNN's kernel takes: on any GPU, and from Hopper on
@@ -57,7 +57,8 @@ def attend(
     is_plain = is_causal and bias is None and mask is None and not is_limited and not cap
     if kernel == "splash" and is_plain and _splash_can_run(q_BTHN, k_BSKN):
         return splash(q_BTHN, k_BSKN, v_BSKN, scale=scale)
-    kernel = "xla" if kernel == "splash" or cap else kernel
+    must_repeat = kernel == "cudnn" and xla_flags.is_deterministic()
+    kernel = "xla" if kernel == "splash" or cap or (must_repeat and bias is not None) else kernel
     # JAX's CPU backend does not support this function's float16 matmuls, and its bfloat16 ones not where all scores of a device are one.
     is_single = q_BTHN.shape[1] == k_BSKN.shape[1] == 1
     is_wide = kernel == "xla" and (q_BTHN.dtype == jnp.float16 or is_single)
@@ -76,6 +77,8 @@ def attend(
             _capped, scale=scale, is_causal=is_causal, window=window if is_limited else 0, cap=cap
         )
     if kernel == "cudnn":
+        if must_repeat:
+            attended = _repeatable(q_BTHN.shape[3] ** -0.5 if scale is None else scale, is_causal, window * is_limited)
         attended = for_cudnn(attended, is_causal=is_causal)
     if mesh_lib.rest():
         attended = of_heads(attended, q_BTHN.shape[2], k_BSKN.shape[2])
@@ -141,6 +144,15 @@ def _capped(
     weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS, lowest), axis=-1).astype(v_BSKN.dtype)
     weights_BKGTS = weights_BHTS.reshape(scores_BKGTS.shape)
     return jnp.einsum("bkgts,bskn->btkgn", weights_BKGTS, v_BSKN).reshape(q_BTHN.shape)
+
+
+def _repeatable(scale: float, is_causal: bool, window: int) -> Callable[..., jax.Array]:
+    """Returns attention of (q, k, v, bias, masks) by cuDNN whose calls may repeat in a program that is deterministic."""
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, bias: None, masks: jax.Array | None) -> jax.Array:
+        return cudnn_attention.attend(q, k, v, masks if masks is None else masks[:, 0], scale, is_causal, window)
+
+    return run
 
 
 def for_cudnn(attended: Callable[..., jax.Array], *, is_causal: bool) -> Callable[..., jax.Array]:

@@ -7,33 +7,23 @@ With scores s = scale q k^T over all keys, l = log sum exp(s), and blocks of key
 so that a block's gradients follow from l and y of all keys (FlashAttention-2, arXiv:2307.08691, section 3.1).
 
 `jax.nn.dot_product_attention` returns l rounded to the dtype of y. In bfloat16 an l of 10 is off by up to 0.03, and a block's weight by 3%.
-cuDNN's kernels are therefore called here as JAX calls them.
+cuDNN's kernels are therefore called by `cudnn_attention`, as JAX calls them.
 
 Shapes: B batch, T queries, S keys, H query heads, K key and value heads, G = H / K, N head dim.
 """
 
 import dataclasses
-import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.ops import attention, softcap
+from zerojax.ops import attention, cudnn_attention, softcap
 
 QUERIES, PARTS = 1024, 8  # of which XLA holds the scores at once, unless there would be more parts
 _TILE = 128  # a part's first key is a multiple of it
 NONE = -1e30  # the log-sum-exp of no keys: finite, so that differences are numbers
 _NO_KEY = -1e4  # a log-sum-exp below it is that of masked keys alone
-_MASKED = {"bfloat16": -float(2 << 40), "float16": -float(2 << 14)}  # what JAX gives cuDNN for a masked score
-_MATMULS = {  # (contracted dims of left and right, batch dims of left and right) of attention of BTHN arrays
-    "bmm1": (3, 3, (0, 2), (0, 2)),
-    "bmm2": (3, 1, (0, 1), (0, 2)),
-    "bmm1_grad_gemm1": (2, 1, (0, 1), (0, 2)),
-    "bmm1_grad_gemm2": (3, 1, (0, 1), (0, 2)),
-    "bmm2_grad_gemm1": (2, 1, (0, 1), (0, 2)),
-    "bmm2_grad_gemm2": (3, 3, (0, 2), (0, 2)),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +36,10 @@ class BlockForm:
     window: int = 0  # if causal: query t sees no keys before t - window + 1; 0 for no limit
     cap: float = 0.0  # bounds the scores (`softcap`); 0 for no bound. XLA's alone
 
+    def of_cudnn(self) -> dict[str, Any]:
+        """Returns the part of the form that cuDNN's kernels take."""
+        return {"scale": self.scale, "is_causal": self.is_causal, "window": self.window}
+
 
 def forward(
     form: BlockForm, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, seen: jax.Array | None
@@ -55,7 +49,7 @@ def forward(
     `seen` is bool[B or 1, T, S], whether a query sees a key; None: all do.
     """
     if _runs_cudnn(form, q_BTHN, k_BSKN, seen):
-        return _cudnn("Softmax", form, seen, (q_BTHN, k_BSKN, v_BSKN))
+        return cudnn_attention.forward(q_BTHN, k_BSKN, v_BSKN, seen, **form.of_cudnn())
     parts = _parts(form, q_BTHN.shape[1], k_BSKN.shape[1])
     ys, ls = zip(*(_forward(form, part, *part.of(q_BTHN, k_BSKN, v_BSKN), part.of_both(seen)) for part in parts))
     return jnp.concatenate(ys, axis=1), jnp.concatenate(ls, axis=2)
@@ -78,7 +72,7 @@ def backward(
     """
     if _runs_cudnn(form, q_BTHN, k_BSKN, seen):
         arrays = (q_BTHN, k_BSKN, v_BSKN, l_BHT, dy_BTHN.astype(q_BTHN.dtype), y_BTHN.astype(q_BTHN.dtype))
-        return _cudnn("SoftmaxBackward", form, seen, arrays)
+        return cudnn_attention.backward(*arrays, seen, **form.of_cudnn())
     dq, dk, dv = [], jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     for part in _parts(form, q_BTHN.shape[1], k_BSKN.shape[1]):
         y, dy = (x[:, part.begin : part.end] for x in (y_BTHN, dy_BTHN))
@@ -203,56 +197,3 @@ def _einsum(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
     if left.dtype == jnp.float16:  # JAX's CPU backend has no such matmul
         left, right = left.astype(jnp.float32), right.astype(jnp.float32)
     return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
-
-
-def _cudnn(name: str, form: BlockForm, seen: jax.Array | None, arrays: tuple[jax.Array, ...]) -> Any:
-    """Returns the outputs of cuDNN's kernel, BTHN arrays and log-sum-exps in float32, as JAX lowers `jax.nn.dot_product_attention`."""
-    q, k = arrays[:2]
-    is_backward = name.endswith("Backward")
-    dims = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if seen is not None:
-        masked = jnp.where(seen[:, None], 0, _MASKED[q.dtype.name]).astype(q.dtype)
-        arrays = (*arrays[:5], masked, *arrays[5:])
-    matmuls = {key: dims for key, dims in _MATMULS.items() if is_backward == ("grad" in key)}
-    config = {
-        "algorithm": {
-            "algo_id": "0",
-            "math_type": "TENSOR_OP_MATH",
-            "tuning_knobs": {"17": "1", "24": "0"},
-            "is_cudnn_frontend": True,
-            "workspace_size": "0",
-        },
-        "fmha_scale": form.scale,
-        "intermediate_tensor_shape": {
-            "element_type": {"bfloat16": "BF16", "float16": "F16"}[q.dtype.name],
-            "dimensions": [str(size) for size in dims],
-            "layout": {"minor_to_major": ["3", "2", "1", "0"]},
-        },
-        "is_flash_attention": True,
-        "mask_type": "CAUSAL" if form.is_causal else "NO_MASK",
-        **{
-            f"{key}_dot_dimension_numbers": {
-                "lhs_contracting_dimensions": [str(left)],
-                "rhs_contracting_dimensions": [str(right)],
-                "lhs_batch_dimensions": [str(dim) for dim in left_batch],
-                "rhs_batch_dimensions": [str(dim) for dim in right_batch],
-            }
-            for key, (left, right, left_batch, right_batch) in matmuls.items()
-        },
-        "dropout_rate": 0.0,
-        "seed": 42,
-        "sliding_window_length": form.window,
-        "max_seg_per_batch": 1,
-        "is_paged_attention": False,
-    }
-    heads_first = [jax.ShapeDtypeStruct((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), x.dtype) for x in arrays[:3]]
-    results = heads_first if is_backward else [heads_first[0], jax.ShapeDtypeStruct(dims[:3], jnp.float32)]
-    call = jax.ffi.ffi_call(
-        f"__cudnn$fmha{'ScaleBias' if seen is not None else ''}{name}",
-        (*results, jax.ShapeDtypeStruct((0,), jnp.uint8)),  # the last is cuDNN's workspace, which XLA sizes
-        output_layouts=[*((0, 2, 1, 3) if len(like.shape) == 4 else None for like in results), None],
-        custom_call_api_version=2,
-        legacy_backend_config=json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": config}),
-    )
-    *outputs, _ = call(*arrays)
-    return tuple(jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x for x in outputs)

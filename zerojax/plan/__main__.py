@@ -14,7 +14,7 @@ import sys
 import jax
 from absl import flags
 
-from zerojax import display, errors
+from zerojax import display, errors, xla_flags
 from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import weights
@@ -68,6 +68,8 @@ def main() -> None:
     errors.warn_in_one_line()
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
+        if config.deterministic:
+            xla_flags.make_deterministic()
         _prepare(config)
         with setting_names.of_config():
             if _SERVE.value:

@@ -458,6 +458,8 @@ class Config:
     """All settings of a run, in the order of --help."""
 
     seed: int = setting(0, NOT_NEGATIVE, "of the weights, the data order and the sample")
+    deterministic: bool = setting(False, ANY,
+        "GPUs add in the same order each time: two runs on one machine, or a run that was killed, are equal bit for bit; slower")
     init_from: str = setting("", ANY,
         'a folder of transformers (config.json and safetensors), or a name on the Hugging Face hub: the model and its first weights; "": '
         "config.model's, drawn at random")

@@ -83,7 +83,17 @@ NEW = {
 
 # Settings that may change when a run resumes: where and how it computes, but not what. `steps` may grow.
 FREE = (
-    *("steps", "epochs", "log_every", "emulate_devices", "micro_batch_size", "grad_accum", "precision", "fp8"),
+    *(
+        "deterministic",
+        "steps",
+        "epochs",
+        "log_every",
+        "emulate_devices",
+        "micro_batch_size",
+        "grad_accum",
+        "precision",
+        "fp8",
+    ),
     *("reduce_dtype", "accum_dtype", "loss_scale", "mesh", "pipeline", "experts", "zero", "offload", "wire"),
     *(
         f"model.{name}"
