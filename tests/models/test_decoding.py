@@ -43,7 +43,7 @@ def test_a_token_added_to_a_cache_sees_what_it_sees_without_one(window):
         return jnp.stack([row[position] for row, position in zip(array, positions)])
 
     prompt = [np.arange(length)] * batch
-    empty = decoding.empty(batch, length + new, kv_heads, dim, jnp.float32)
+    empty = decoding.empty((decoding.Held((kv_heads, dim)),) * 2, batch, length + new, jnp.float32)
     past = decoding.Past(empty, decoding.first_step(batch, length, length + new))
     found, keys = attend(*(at(x, prompt) for x in (q, k, v)), "xla", past, window=window)
     for row in range(batch):

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from zerojax import tree
@@ -50,6 +51,27 @@ def test_logits_score_every_token_that_is_continued_or_each_texts_classes(family
     logits = jax.eval_shape(lambda *arrays: family.logits(config, *arrays), params, inputs, tokens)
     shape = (2, len(config.classes)) if family.is_classifier else (2, 5, 320)
     assert (logits.shape, logits.dtype) == (shape, jnp.float32)
+
+
+def test_a_start_makes_the_caches_that_its_family_declares(family):
+    """A prompt of 5 tokens, or of 5 inputs and 2 targets, in caches of 7 slots, over bfloat16 weights."""
+    if family.is_classifier:
+        return
+    config, two = small(family), family.is_encoder_decoder
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), family_lib.abstract_params(family.parts, config)
+    )
+    inputs = {"inputs": np.zeros((3, 5), np.int32), "mask": np.ones((3, 5), bool)} if two else {}
+    given = inputs, np.zeros((3, 2 if two else 5), np.int32), np.ones(3, np.int32)
+    _, made = jax.eval_shape(lambda *given: family.start(config, *given, 7), params, *given)
+    sizes = {"tokens": (7,), "inputs": (5,), None: ()}
+    declared = jax.tree.map(
+        lambda held: jax.ShapeDtypeStruct((3, *sizes[held.positions], *held.shape), held.dtype or jnp.bfloat16),
+        family.caches(config),
+    )
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), declared
+    )
 
 
 def test_every_layer_is_a_block_and_the_head_is_a_head(family):

@@ -229,7 +229,7 @@ def _make_loop(
 
         def add(carry: tuple) -> tuple:
             found, caches = carry
-            caches = jax.lax.with_sharding_constraint(caches, jax.tree.map(lambda _: rows, caches))
+            caches = jax.lax.with_sharding_constraint(caches, rows)
             step = decoding.next_step(lengths, length, found.num_tokens - 1, slots)
             scores, caches = extend(params, caches, step, found.token)
             return choice.add(found, scores, part, seed), caches

@@ -8,14 +8,40 @@ In `row_step` each row is where its own text ends, and a token's slot is its pos
 Shapes: B batch, T tokens of this call, S slots, H query heads, K key and value heads, N head dim.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from zerojax.ops import attention, context_attention, sinks, tokens
+from zerojax.tree import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """One array of what a decoder remembers, [rows, positions, *shape] or [rows, *shape]. A family declares a tree of them, with a node
+    for each layer (`Family.caches`).
+
+    Attributes:
+      shape: of a position, or of a row.
+      positions: it has a slot for each of the "tokens" or of the encoder's "inputs". None: it is recurrent, of one size for texts of any
+        length, and holds the text up to the last token alone, so it is no beginning of another text.
+      has_heads: whether the first dim of `shape` counts heads, which devices may share.
+      dtype: None: that of the model's states.
+    """
+
+    shape: tuple[int, ...]
+    positions: Literal["tokens", "inputs"] | None = "tokens"
+    has_heads: bool = True
+    dtype: DTypeLike | None = None
+
+    def heads_dim(self, ways: int) -> int | None:
+        """Returns the array's dim of heads if `ways` devices can share them."""
+        is_shared = self.has_heads and ways > 1 and self.shape[0] % ways == 0
+        return (1 if self.positions is None else 2) if is_shared else None
 
 
 class Step(NamedTuple):
@@ -105,10 +131,20 @@ def row_step(positions_B: jax.Array, counts_B: jax.Array, length: int, slots: in
     )
 
 
-def empty(batch: int, slots: int, heads: int, head_dim: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Returns one layer's keys and values with nothing in them."""
-    zeros = jnp.zeros((batch, slots, heads, head_dim), dtype)
-    return zeros, zeros
+def empty(caches: PyTree, batch: int, slots: int, dtype: DTypeLike) -> Any:
+    """Returns arrays with nothing in them, for a tree of `Held` whose positions, if any, are tokens."""
+
+    @functools.cache
+    def zeros(held: Held) -> jax.Array:
+        positions = () if held.positions is None else (slots,)
+        return jnp.zeros((batch, *positions, *held.shape), held.dtype or dtype)
+
+    return jax.tree.map(zeros, caches)
+
+
+def is_recurrent(caches: PyTree) -> bool:
+    """Returns whether any array of a tree of `Held` is recurrent."""
+    return any(held.positions is None for held in jax.tree.leaves(caches))
 
 
 def attend(

@@ -46,10 +46,6 @@ class EncoderDecoder(nn.Module):
         """Returns the states after the last layer of "encoder" or "decoder" as what reads them gets them."""
         raise NotImplementedError
 
-    def cached_shape(self) -> tuple[int, int]:
-        """Returns the number of heads of the decoder's caches and their width."""
-        raise NotImplementedError
-
     def encode(
         self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None, positions_BS: jax.Array | None = None
     ) -> jax.Array:
@@ -83,8 +79,8 @@ class EncoderDecoder(nn.Module):
         batch, length = targets_BT.shape
         step, encoded_BSD = decoding.first_step(batch, length, slots), self.encode(inputs_BS, mask_BS)
         x_BTD, beside = self.next_inputs(targets_BT, step)
-        empty, after = decoding.empty(batch, slots, *self.cached_shape(), x_BTD.dtype), []
-        for layer in self.decoder:
+        declared, after = [own for own, _ in caches(self.config)[0]], []
+        for layer, empty in zip(self.decoder, decoding.empty(declared, batch, slots, x_BTD.dtype)):
             x_BTD, *keys = layer(x_BTD, *beside, encoded_BSD, mask_BS, decoding.Past(empty, step))
             after.append(keys)
         return self._logits(self.final("decoder", layers.at_last(x_BTD, lengths_B)))[:, 0], (after, mask_BS)
@@ -157,6 +153,13 @@ def logits(
 ) -> jax.Array:
     """Returns the scores of the token after each of `tokens`."""
     return cast(jax.Array, module(config).apply({"params": params}, inputs["inputs"], tokens, inputs.get("mask")))
+
+
+def caches(config: ModelConfig) -> PyTree:
+    """Returns what a decoder remembers: each layer's keys and values of targets and of the encoder's states, and the mask of these."""
+    layers, *shape = config.cached_shape
+    keys, of_inputs = ((decoding.Held(tuple(shape), positions),) * 2 for positions in ("tokens", "inputs"))
+    return [[keys, of_inputs]] * layers, decoding.Held((), "inputs", has_heads=False, dtype=bool)
 
 
 def start(

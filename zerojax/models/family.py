@@ -136,7 +136,8 @@ class Family:
         of `tokens`. `inputs` are the other arrays of a prompt, by name. "mask", bool[batch, length], is False for padding: of "inputs" in
         an encoder-decoder, else of `tokens`.
       start: (config, params, inputs, tokens: int32[batch, length], lengths: int32[batch], slots) -> (scores of the token after the
-        first `lengths` tokens of each row: float32[batch, vocab], the keys and values of `tokens` in caches of `slots` slots).
+        first `lengths` tokens of each row: float32[batch, vocab], caches of `slots` slots that hold what is remembered of `tokens`).
+      caches: (config) -> a tree of `decoding.Held` that declares these caches, with a mask of the inputs.
       extend: (config, params, caches, step, tokens: int32[batch]) -> (scores of the next token, caches); see `decoding.Step`. A decoder
         also takes several tokens a row, int32[batch, length], and returns the scores after the last (`Step.last`).
       positions: (config) -> the most tokens of a text, where each position has weights of its own; None for no limit.
@@ -176,6 +177,7 @@ class Family:
     huggingface: HuggingFace
     parallel: parallel.Parallel
     is_classifier: bool = False
+    caches: Callable[[Any], PyTree] = lambda config: ()
     one_row: Callable[[Any, Any, int], Callable[..., tuple[jax.Array, Any]] | None] = lambda config, params, ways: None
     stretch: Callable[[Any], Stretch | None] = lambda config: None
     transposed: Callable[[Any, Any, Any], Callable[[Any], Any] | None] = lambda config, params, device: None

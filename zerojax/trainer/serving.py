@@ -75,7 +75,8 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     made = programs.Programs(family, model, mesh, shape, special, lambda function: function, None, ())
     caches, _ = made.abstract(abstract)
     cache = sum(map(tree.shard_bytes, jax.tree.leaves(caches)))
-    attended = 2 * model.num_heads * model.head_dim * config.seq_len * model.num_layers
+    attending = sum(any(held.positions for held in jax.tree.leaves(layer)) for layer in family.caches(model))
+    attended = 2 * model.num_heads * model.head_dim * config.seq_len * attending
     return serving.Served(
         devices=ways,
         length=config.seq_len,

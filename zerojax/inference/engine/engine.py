@@ -28,6 +28,7 @@ from zerojax.errors import UserError
 from zerojax.inference.engine import adapters as adapters_lib
 from zerojax.inference.engine import detokenizer, programs, requests, streamed, weights
 from zerojax.inference.engine import row_sampling as draws_lib
+from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import attention
@@ -92,7 +93,7 @@ class Engine:
       chunk: the most tokens of a prompt that one program reads; an encoder reads all of its own.
       together: prompts of one length that one program may read.
       prefill_tokens: the tokens of prompts that a step reads; None: `chunk`.
-      reuses: whether a prompt whose beginning a slot holds is read from there.
+      reuses: whether a prompt whose beginning a slot holds is read from there; never in a recurrent model (`decoding.Held`).
       is_gathered: weights stay sharded as they are and are gathered where they are used, for each token. It saves memory, not time.
       adapters: the low-rank adapters that requests name, by their names; see `Pretrained.read_adapter`.
       text_of: f(token ids) -> their text, for stop strings and the requests' `text`.
@@ -160,7 +161,8 @@ class Engine:
         shape = programs.Shape(slots, max_len, self._inputs)
         self._family, self._config, self._special, self._mesh = family, config, model.special, mesh
         self._stretch = family.stretch(config)
-        self._shape, self._reuses, self._text_of, self._together = shape, reuses, text_of, together
+        self._shape, self._text_of, self._together = shape, text_of, together
+        self._reuses = reuses and not decoding.is_recurrent(family.caches(config))
         self._chunk = self._inputs or min(chunk, max_len)  # an encoder reads its prompt at once
         self._budget = prefill_tokens or self._chunk
         kernels = None if has_adapters or is_gathered else weights.kernels_of(mesh)

@@ -125,7 +125,8 @@ class Programs:
         self._has_adapters, self.steps = has_adapters, steps
         self._config, self._mesh, self._shape, self._special = config, mesh, shape, special
         self._kernels, self._axes = kernels if mesh.size == 1 else None, rows_axes
-        self._row_kernels, self._family = kernels, family
+        self._row_kernels, self._family, self._held = kernels, family, family.caches(config)
+        self._shardings = jax.tree.map(lambda held: NamedSharding(mesh, self._spec(held)), self._held)
         self._start, self._extend = (
             around(functools.partial(function, config)) for function in (family.start, family.extend)
         )
@@ -148,14 +149,11 @@ class Programs:
 
     def abstract(self, params: PyTree) -> tuple[Any, SlotRows]:
         """Returns what `empty` does, as ShapeDtypeStructs with shardings. Allocates nothing."""
-        caches, rows = jax.eval_shape(functools.partial(self._empty, _without_shardings(params)))
-
-        def placed(sharding: Callable[[Leaf], NamedSharding], arrays: PyTree) -> Any:
-            return jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(leaf)), arrays
-            )
-
-        return placed(self._sharding, caches), placed(self._row_sharding, rows)
+        empty = jax.eval_shape(functools.partial(self._empty, _without_shardings(params)))
+        shardings = self._shardings, jax.tree.map(self._row_sharding, empty[1])
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), empty, shardings
+        )
 
     def compiled(self, params: PyTree, tokens: int = 0) -> CompiledPrograms:
         """Compiles what adds the likeliest token to each row, or reads the first `tokens` of a prompt into a slot. Devices may be absent.
@@ -242,14 +240,15 @@ class Programs:
         lengths_R: jax.Array,
         slots_R: jax.Array,
     ) -> tuple[Any, SlotRows, Told]:
-        """Puts the keys and values of prompts into slots, and draws."""
+        """Puts what is remembered of prompts into slots, and draws."""
 
-        def put(old: jax.Array, own: jax.Array) -> jax.Array:
-            if old.dtype == bool:  # what a shorter mask leaves out holds nothing
+        def put(held: decoding.Held, old: jax.Array, own: jax.Array) -> jax.Array:
+            if held.dtype == bool:  # what a shorter mask leaves out holds nothing
                 own = jnp.pad(own, ((0, 0), (0, old.shape[1] - own.shape[1])))
-            return old.at[slots_R, : own.shape[1]].set(own.astype(old.dtype), mode="drop")
+            at = slots_R if held.positions is None else (slots_R, slice(own.shape[1]))
+            return old.at[at].set(own.astype(old.dtype), mode="drop")
 
-        caches = self._placed(jax.tree.map(put, caches, new))
+        caches = self._placed(jax.tree.map(put, self._held, caches, new))
         return caches, *self._begun(scores_RV, rows, draws, lengths_R, slots_R)
 
     def _further(
@@ -347,12 +346,12 @@ class Programs:
                 *given, summed=functools.partial(jax.lax.psum, axis_name=axes), number=jax.lax.axis_index(axes)
             )
 
-        heads = P(None, None, axes)
+        held = jax.tree.map(self._spec, self._held)
         return jax.shard_map(
             on_device,
             mesh=self._mesh,
-            in_specs=(tree.map_with_path(lambda path, _: spec(path), params), heads, P(), P()),
-            out_specs=(P(None, axes), heads),
+            in_specs=(tree.map_with_path(lambda path, _: spec(path), params), held, P(), P()),
+            out_specs=(P(None, axes), held),
             check_vma=False,
         )
 
@@ -404,15 +403,14 @@ class Programs:
         most, which = jax.lax.top_k(logs_RV, min(requests.MOST_LOGPROBS, logs_RV.shape[1]))
         return self._same(Told(token_R, own_R, which, most))
 
-    def _sharding(self, leaf: Leaf) -> NamedSharding:
-        """Returns the sharding of one array of the caches: rows, and heads [rows, slots, heads, width] that divide."""
+    def _spec(self, held: decoding.Held) -> P:
+        """Returns the spec of one array of the caches: rows, and heads that divide."""
         rows = specs.entry(self._axes) if self._axes else None
-        ways, axes = mesh_lib.size(self._mesh, mesh_lib.COMPILER), specs.entry(mesh_lib.COMPILER)
-        has_heads = leaf.ndim == 4 and ways > 1 and leaf.shape[2] % ways == 0
-        return NamedSharding(self._mesh, P(rows, None, axes) if has_heads else P(rows))
+        dim = held.heads_dim(mesh_lib.size(self._mesh, mesh_lib.COMPILER))
+        return P(rows) if dim is None else P(rows, *[None] * (dim - 1), specs.entry(mesh_lib.COMPILER))
 
     def _placed(self, caches: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, self._sharding(leaf)), caches)
+        return jax.lax.with_sharding_constraint(caches, self._shardings)
 
     def _row_sharding(self, leaf: Leaf) -> NamedSharding:
         """Returns the sharding of one array of the rows: `seen` is sharded as the scores are, and the others are the same on all devices.

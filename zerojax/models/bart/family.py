@@ -147,6 +147,7 @@ FAMILY = family.Family(
     logits=functools.partial(encoder_decoder.logits, model.Bart),
     start=functools.partial(encoder_decoder.start, model.Bart),
     extend=functools.partial(encoder_decoder.extend, model.Bart),
+    caches=encoder_decoder.caches,
     positions=lambda config: config.max_seq_len,
     is_encoder_decoder=True,
     blocks=r"(encoder|decoder)_\d+",

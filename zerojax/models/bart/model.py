@@ -67,6 +67,12 @@ class BartConfig:
         own = (self.decoder_layers, self.decoder_heads, self.decoder_mlp_dim)
         return tuple(mine or other for mine, other in zip(own, self.encoder_shape))  # type: ignore[return-value]
 
+    @property
+    def cached_shape(self) -> tuple[int, int, int]:
+        """Returns the decoder's layers, the heads of its caches and their width."""
+        layers, heads, _ = self.decoder_shape
+        return layers, heads, self.embed_dim // heads
+
 
 class LogitsBias(nn.Module):
     """A bias of every token's logit, which is not trained."""
@@ -179,10 +185,6 @@ class Bart(encoder_decoder.EncoderDecoder):
 
     def next_inputs(self, targets_BT: jax.Array, step: decoding.Step) -> tuple[jax.Array, tuple[()]]:
         return self.first_inputs("decoder", targets_BT, step.positions_BT)
-
-    def cached_shape(self) -> tuple[int, int]:
-        heads = self.config.decoder_shape[1]
-        return heads, self.config.embed_dim // heads
 
     def final(self, side: str, x_BTD: jax.Array) -> jax.Array:
         return getattr(self, f"{side}_final_norm")(x_BTD) if self.config.has_final_norm else x_BTD

@@ -175,6 +175,7 @@ FAMILY = family.Family(
     extend=model.extend,
     one_row=lambda config, params, ways: one_row.extend if one_row.takes(config, params, ways) else None,
     transposed=lambda *given: one_row.with_transposed if one_row.reads_transposed(*given) else None,
+    caches=model.caches,
     positions=lambda config: config.max_seq_len if config.has_positions else None,
     stretch=_stretch,
     is_encoder_decoder=False,

@@ -42,10 +42,6 @@ class Latent:
     value_dim: int
     is_interleaved: bool = True
 
-    def empty(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[jax.Array]:
-        """Returns one layer's cache with nothing in it."""
-        return (jnp.zeros((batch, slots, 1, self.rank + self.rotary_dim), dtype),)
-
 
 class KeysAndValues(layers.Linear):
     """Makes each head's keys and values of latents: float[B, T, H, N + V]."""

@@ -146,11 +146,8 @@ class Llama(nn.Module):
         if c.by_length:
             step = step._replace(positions_BT=jnp.minimum(step.positions_BT, lengths_B[:, None] - 1))
         x_BTD = self._embedded(tokens_BT, step.positions_BT)
-        empty: Any = decoding.empty(batch, slots, c.num_kv_heads, c.head_dim, x_BTD.dtype)
-        if c.heads.latent is not None:
-            empty = c.heads.latent.empty(batch, slots, x_BTD.dtype)
-        x_BTD, caches = self._through(x_BTD, [empty] * c.num_layers, step)
-        return self._logits(self.norm(layers.at_last(x_BTD, lengths_B)))[:, 0], caches
+        x_BTD, after = self._through(x_BTD, decoding.empty(caches(c), batch, slots, x_BTD.dtype), step)
+        return self._logits(self.norm(layers.at_last(x_BTD, lengths_B)))[:, 0], after
 
     def extend(self, caches: PyTree, step: decoding.Step, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the logits after one more token a row, int32[B], or several, int32[B, T]: float32[B, V], and every layer's keys and
@@ -240,6 +237,13 @@ def loss(
 def logits(config: LlamaConfig, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
     """Returns the logits after each token, float32[B, T, V]; `inputs` may have a mask."""
     return cast(jax.Array, Llama(config).apply({"params": params}, tokens, inputs.get("mask")))
+
+
+def caches(config: LlamaConfig) -> PyTree:
+    """Returns what every layer remembers of each token: keys and values, or what latent attention has in place of both."""
+    c, latent = config, config.heads.latent
+    keys = (decoding.Held((c.num_kv_heads, c.head_dim)),) * 2
+    return [keys if latent is None else (decoding.Held((1, latent.rank + latent.rotary_dim)),)] * c.num_layers
 
 
 def start(

@@ -148,6 +148,7 @@ FAMILY = family.Family(
     logits=functools.partial(encoder_decoder.logits, model.T5),
     start=functools.partial(encoder_decoder.start, model.T5),
     extend=functools.partial(encoder_decoder.extend, model.T5),
+    caches=encoder_decoder.caches,
     positions=lambda config: None,
     is_encoder_decoder=True,
     blocks=r"(encoder|decoder)_\d+",

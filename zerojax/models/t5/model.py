@@ -45,6 +45,11 @@ class T5Config:
     # In training: of embeddings, activations, the output of each residual branch and of each stack
     dropout: float = 0.0
 
+    @property
+    def cached_shape(self) -> tuple[int, int, int]:
+        """Returns the decoder's layers, the heads of its caches and their width."""
+        return self.decoder_layers or self.num_layers, self.num_heads, self.head_dim
+
 
 class RelativeBias(nn.Module):
     """The bias of each head's scores by the distance between query and key, for all layers of a stack."""
@@ -153,9 +158,6 @@ class T5(encoder_decoder.EncoderDecoder):
         length = step.positions_BT.shape[1]  # several tokens see themselves, and one every slot
         distant = (jnp.arange(length),) if length > 1 else (step.positions_BT, step.slot_positions_BS)
         return self.embed(targets_BT), (self.decoder_bias(*distant),)
-
-    def cached_shape(self) -> tuple[int, int]:
-        return self.config.num_heads, self.config.head_dim
 
     def final(self, side: str, x_BTD: jax.Array) -> jax.Array:
         c, x_BTD = self.config, self.dropout(getattr(self, f"{side}_norm")(x_BTD))
