@@ -1,0 +1,120 @@
+"""Compares recurrences over chunks with the same token by token. This module tests zerojax.ops.recurrence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zerojax.ops import recurrence
+from zerojax.ops.recurrence import Tokens
+
+ROUNDING = 1e-5  # float32 sums in another order, of the largest value
+BATCH, GROUPS, HEADS, KEYS, VALUES = 2, 2, 4, 3, 5
+DELTA, SCAN = "delta rule", "Mamba-2"
+
+
+def drawn(kind, length):
+    """Returns tokens whose keys have length 1 and whose decays are between 1 and a few hundredths, and a state."""
+    random = np.random.default_rng(length)
+
+    def normal(*shape):
+        return random.normal(size=shape).astype(np.float32)
+
+    q, k = normal(BATCH, length, GROUPS, KEYS), normal(BATCH, length, GROUPS, KEYS)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    decay = -np.exp(normal(BATCH, length, HEADS) - 1)
+    beta = 1 / (1 + np.exp(-normal(BATCH, length, HEADS))) if kind == DELTA else None
+    return Tokens(q, k, normal(BATCH, length, HEADS, VALUES), decay, beta), normal(BATCH, HEADS, KEYS, VALUES)
+
+
+def plain(tokens, state, mask, segments):
+    """The equations, token by token."""
+    q, k = (jnp.repeat(array, HEADS // GROUPS, axis=2) for array in tokens[:2])
+    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+
+    def add(state, at):
+        q, k, v, g, beta, is_text, begins = at
+        decayed = jnp.where(begins[:, None, None, None], 0, jnp.exp(g)[..., None, None] * state)
+        u = v if beta is None else beta[..., None] * (v - jnp.einsum("bhkv,bhk->bhv", decayed, k))
+        state = jnp.where(is_text[:, None, None, None], decayed + jnp.einsum("bhk,bhv->bhkv", k, u), state)
+        return state, jnp.einsum("bhkv,bhk->bhv", state, q)
+
+    turned = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0), (q, k, *tokens[2:], mask, is_first))
+    state, y = jax.lax.scan(add, state, turned)
+    return jnp.where(mask[..., None, None], jnp.moveaxis(y, 0, 1), 0), state
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(function, tokens, state, d_y, d_state):
+    found, pull = jax.vjp(function, tokens, state)
+    return found, pull((d_y, d_state))
+
+
+def compare(kind, length, mask=None, segments=None):
+    tokens, state = drawn(kind, length)
+    random = np.random.default_rng(1)
+    d_y = random.normal(size=tokens.v.shape).astype(np.float32)
+    d_state = random.normal(size=state.shape).astype(np.float32)
+    seen = np.ones((BATCH, length), bool) if mask is None else mask
+    numbers = np.zeros((BATCH, length), np.int32) if segments is None else segments
+
+    def chunked(tokens, state):
+        y, after = recurrence.scan(tokens, state, mask_BT=mask, segments_BT=segments)
+        return jnp.where(seen[..., None, None], y, 0), after
+
+    found = with_gradients(chunked, tokens, state, d_y, d_state)
+    wanted = with_gradients(lambda *given: plain(*given, seen, numbers), tokens, state, d_y, d_state)
+    for own, true in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert own.dtype == jnp.float32
+        np.testing.assert_allclose(own, true, rtol=0, atol=ROUNDING * max(1, np.abs(true).max()))
+
+
+@pytest.mark.parametrize("kind", [DELTA, SCAN])
+@pytest.mark.parametrize("length", [1, 7, 64, 65, 300, 4097])
+def test_results_states_and_gradients_are_those_of_the_recurrence(kind, length):
+    compare(kind, length)
+
+
+@pytest.mark.parametrize("kind", [DELTA, SCAN])
+def test_texts_of_a_row_begin_with_state_0(kind):
+    """Texts of one token, of several chunks, and that end where a chunk does; padding has a number of its own."""
+    sizes = [[1, 63, 130, 6], [100, 28, 2, 70]]
+    compare(kind, 200, segments=np.stack([np.repeat([1, 2, 3, 0], size) for size in sizes]).astype(np.int32))
+
+
+@pytest.mark.parametrize("kind", [DELTA, SCAN])
+def test_padding_leaves_no_trace(kind):
+    compare(kind, 70, mask=np.arange(70) < np.array([[66], [0]]))
+    tokens, state = drawn(kind, 70)
+    mask = np.arange(70) < np.array([[66], [5]])
+    other = tokens._replace(
+        v=np.where(mask[..., None, None], tokens.v, 9), k=np.where(mask[..., None, None], tokens.k, 9)
+    )
+    found, wanted = (jax.jit(recurrence.scan)(one, state, mask_BT=mask)[1] for one in (other, tokens))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", [DELTA, SCAN])
+def test_steps_and_parts_of_a_text_are_its_scan(kind):
+    tokens, state = drawn(kind, 70)
+    y, after = recurrence.scan(tokens, state)
+    first, held = recurrence.scan(jax.tree.map(lambda array: array[:, :67], tokens), state)
+    step = jax.jit(recurrence.step)
+    for at in range(67, 70):
+        one = jax.tree.map(lambda array, at=at: array[:, at : at + 1], tokens)
+        held_by_others = step(one, held, mask_BT=jnp.zeros((BATCH, 1), bool))[1]
+        np.testing.assert_array_equal(held_by_others, held)
+        own, held = step(one, held)
+        np.testing.assert_allclose(own, y[:, at : at + 1], rtol=0, atol=ROUNDING)
+    np.testing.assert_allclose(first, y[:, :67], rtol=0, atol=ROUNDING)
+    np.testing.assert_allclose(held, after, rtol=0, atol=ROUNDING)
+
+
+def test_the_backward_pass_keeps_the_states_before_chunks_alone():
+    """Of 1,024 tokens in 16 chunks: beside the arguments nothing has as many numbers as a chunk's scores."""
+    tokens, state = drawn(DELTA, 1024)
+    _, pull = jax.vjp(recurrence.scan, tokens, state)
+    kept = [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.size > tokens.v.size]
+    assert not kept

@@ -1,0 +1,193 @@
+"""Recurrences whose state is a matrix a head: the gated delta rule, and Mamba-2's scan. This module computes them for texts and for a token.
+
+With the keys k and queries q of a token, its value v, and its decay exp(g), g <= 0, a head's state S [K, V] and result are
+
+    S = exp(g) S + k u'    y = S' q
+
+where Mamba-2's scan (SSD, arXiv:2405.21060, section 6) has u = v, and the gated delta rule (arXiv:2412.06464, equation 10) the difference
+from what the decayed state has of the key, u = beta (v - exp(g) S' k). In a chunk of C tokens, with a the sums of g from its beginning, the
+u are the solution of a triangular system, linear in the state S before it (section 3.3; arXiv:2406.06484, section 3.2):
+
+    u = U - W S    y = exp(a) q S + (exp(a_i - a_j) q_i k_j)_{j <= i} u    S after = exp(a_C) S + (exp(a_C - a_j) k_j)' u
+
+So chunks are matmuls side by side, and only their states follow each other. The backward pass keeps the arguments and the states before
+chunks, and computes the rest anew. All in float32.
+
+Shapes: B batch, T tokens, H heads, G groups of R heads with equal keys and queries, K width of keys, V of values, N chunks, C tokens of each.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.tree import PyTree
+
+CHUNK = 64
+
+
+class Tokens(NamedTuple):
+    """The arguments of a recurrence.
+
+    Attributes:
+      q, k: float[B, T, G, K].
+      v: float[B, T, H, V].
+      log_decay: float[B, T, H], g, at most 0.
+      beta: float[B, T, H], of the delta rule; None: Mamba-2's scan.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array | None = None
+
+
+class _Chunks(NamedTuple):
+    """What a chunk does with the state before it, each float32[N, B, G, R, ...], or with 1 in place of R."""
+
+    reads: jax.Array  # [C, K], the queries of that state
+    scores: jax.Array  # [C, C], of queries and keys
+    u: jax.Array  # [C, V], U
+    w: jax.Array | None  # [C, K], W; None: 0
+    writes: jax.Array  # [C, K], the keys in the state after it
+    keeps: jax.Array  # [1, 1], what multiplies the state
+
+
+def scan(
+    tokens: Tokens,
+    state_BHKV: jax.Array | None = None,
+    *,
+    mask_BT: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
+    chunk: int = CHUNK,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the results float32[B, T, H, V], and the state after the tokens: float32[B, H, K, V].
+
+    Args:
+      tokens: the arguments.
+      state_BHKV: before them, of the same text; None: 0.
+      mask_BT: False for padding, which leaves the state as it is, and whose results mean nothing.
+      segments_BT: the number of the text that a token belongs to, where a row holds several, one after the other: each begins with state 0.
+      chunk: tokens that are computed side by side.
+    """
+    (batch, length, groups, width), (heads, value_width) = tokens.q.shape, tokens.v.shape[2:]
+    chunk = min(chunk, length)
+    padding = -length % chunk
+    tokens = _masked(tokens, mask_BT)
+
+    def in_chunks(array: jax.Array) -> jax.Array:
+        """Returns [N, B, G, R, C, X] of [B, T, G or H, X]."""
+        array = jnp.pad(array, ((0, 0), (0, padding), (0, 0), (0, 0)))
+        array = array.reshape(batch, -1, chunk, groups, array.shape[2] // groups, array.shape[3])
+        return array.transpose(1, 0, 3, 4, 2, 5)
+
+    scalars = (None if array is None else in_chunks(array[..., None]) for array in tokens[3:])
+    chunks = Tokens(*map(in_chunks, tokens[:3]), *scalars)
+    if state_BHKV is None:
+        state_BHKV = jnp.zeros((batch, heads, width, value_width))
+    numbers = None
+    if segments_BT is not None:
+        numbers = jnp.pad(segments_BT, ((0, 0), (0, padding)), mode="edge").reshape(batch, -1, chunk)
+        numbers = numbers.transpose(1, 0, 2)[:, :, None, None]
+    state = state_BHKV.astype(jnp.float32).reshape(batch, groups, heads // groups, width, value_width)
+    y, state = _over_chunks(state, chunks, numbers)
+    y_BTHV = y.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, heads, value_width)[:, :length]
+    return y_BTHV, state.reshape(batch, heads, width, value_width)
+
+
+def step(tokens: Tokens, state_BHKV: jax.Array, *, mask_BT: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Returns what `scan` does of one token a row."""
+    heads = tokens.v.shape[2]
+    q, k, v, g, beta = _masked(tokens, mask_BT)
+    q_BHK, k_BHK = (jnp.repeat(array[:, 0], heads // array.shape[2], axis=1) for array in (q, k))
+    state_BHKV = jnp.exp(g[:, 0, :, None, None]) * state_BHKV.astype(jnp.float32)
+    u_BHV = v[:, 0]
+    if beta is not None:
+        u_BHV = beta[:, 0, :, None] * (u_BHV - jnp.sum(state_BHKV * k_BHK[..., None], axis=2))
+    state_BHKV += k_BHK[..., None] * u_BHV[:, :, None]
+    return jnp.sum(state_BHKV * q_BHK[..., None], axis=2)[:, None], state_BHKV
+
+
+def _masked(tokens: Tokens, mask_BT: jax.Array | None) -> Tokens:
+    """Returns the arguments in float32, with those of padding such that the state stays as it is."""
+    q, k, v, g, beta = (None if array is None else array.astype(jnp.float32) for array in tokens)
+    assert q is not None and k is not None and v is not None and g is not None
+    if mask_BT is None:
+        return Tokens(q, k, v, g, beta)
+    seen = mask_BT[..., None]
+    v, g = jnp.where(seen[..., None], v, 0), jnp.where(seen, g, 0)
+    return Tokens(q, k, v, g, None if beta is None else jnp.where(seen, beta, 0))
+
+
+@jax.custom_vjp
+def _over_chunks(state: jax.Array, tokens: Tokens, segments: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    return _forward(state, tokens, segments)[0]
+
+
+def _forward(state: jax.Array, tokens: Tokens, segments: jax.Array | None) -> tuple[Any, Any]:
+    chunks = _chunks(tokens, segments)
+    last, before = jax.lax.scan(lambda state, chunk: (_after(state, chunk), state), state, chunks)
+    return (_results(before, chunks), last), (before, tokens, segments)
+
+
+def _backward(kept: PyTree, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Tokens, None]:
+    before, tokens, segments = kept
+    chunks, of_tokens = jax.vjp(lambda tokens: _chunks(tokens, segments), tokens)
+    d_read, d_chunks = jax.vjp(_results, before, chunks)[1](grads[0])
+
+    def earlier(d_after: jax.Array, given: tuple[jax.Array, _Chunks]) -> tuple[jax.Array, jax.Array]:
+        (d_before,) = jax.linear_transpose(lambda state: _kept(state, given[1]), d_after)(d_after)
+        return d_before + given[0], d_after
+
+    d_state, d_after = jax.lax.scan(earlier, grads[1], (d_read, chunks), reverse=True)
+    d_moved = jax.vjp(lambda chunks: _after(before, chunks), chunks)[1](d_after)[0]
+    return d_state, of_tokens(jax.tree.map(jnp.add, d_chunks, d_moved))[0], None
+
+
+_over_chunks.defvjp(_forward, _backward)
+
+
+def _chunks(tokens: Tokens, segments: jax.Array | None) -> _Chunks:
+    """Returns what chunks do. `tokens` are [N, B, G, R, C, ...], and `segments` int32[N, B, 1, 1, C]."""
+    q, k, v, g, beta = tokens
+    size = g.shape[-2]
+    sums = jnp.cumsum(g[..., 0], axis=-1)
+    is_seen = jnp.tril(jnp.ones((size, size), bool)).reshape(*(1,) * (sums.ndim - 1), size, size)
+    is_of_before = is_of_last = jnp.ones(sums.shape, bool)
+    if segments is not None:
+        last = segments[..., -1:]
+        before = jnp.concatenate([segments[:1, ..., :1], last[:-1]])
+        is_seen = is_seen & (segments[..., :, None] == segments[..., None, :])
+        is_of_before, is_of_last = segments == before, segments == last
+
+    def decay(sums: jax.Array, is_of_text: jax.Array) -> jax.Array:
+        return jnp.exp(jnp.where(is_of_text, sums, -jnp.inf))
+
+    among = decay(sums[..., :, None] - sums[..., None, :], is_seen)
+    since = decay(sums, is_of_before)[..., None]
+    until = decay(sums[..., -1:] - sums, is_of_last)[..., None]
+    u, w = v, None
+    if beta is not None:
+        system = jnp.tril(beta * among * (k @ k.mT), -1)  # its diagonal is 1
+        both = jnp.concatenate([beta * v, beta * since * k], axis=-1)
+        solved = jax.lax.linalg.triangular_solve(system, both, left_side=True, lower=True, unit_diagonal=True)
+        u, w = jnp.split(solved, [v.shape[-1]], axis=-1)
+    return _Chunks(since * q, among * (q @ k.mT), u, w, until * k, since[..., -1:, :])
+
+
+def _kept(state: jax.Array, chunks: _Chunks) -> jax.Array:
+    """Returns the part of the states after chunks that is linear in those before them."""
+    kept = chunks.keeps * state
+    return kept if chunks.w is None else kept - chunks.writes.mT @ (chunks.w @ state)
+
+
+def _after(state: jax.Array, chunks: _Chunks) -> jax.Array:
+    """Returns the states after chunks."""
+    return _kept(state, chunks) + chunks.writes.mT @ chunks.u
+
+
+def _results(state: jax.Array, chunks: _Chunks) -> jax.Array:
+    """Returns the results of chunks, of the states before them."""
+    u = chunks.u if chunks.w is None else chunks.u - chunks.w @ state
+    return chunks.reads @ state + chunks.scores @ u
