@@ -1,5 +1,6 @@
 """Compares kinds of weights with transformers' rule, and names weights of foreign trees. This module tests zerojax.kinds."""
 
+import dataclasses
 import json
 import re
 
@@ -17,6 +18,7 @@ import zerojax
 from zerojax import kinds, tree
 from zerojax.interop import layout
 from zerojax.models import families
+from zerojax.models import family as family_lib
 from zerojax.optim import muon, registry
 
 VERDICTS = json.loads((golden_models.FOLDER.parent / "trainer" / "decayed.json").read_text())
@@ -35,10 +37,12 @@ def tensors_of(name):
 
 # Golden models of a family that has others: they have its weights, and other positions.
 OTHER_POSITIONS = {"llamadynamic", "phi3long"}
+# Trainer's rule decays vectors of recurrent layers, which their authors spare.
+RECURRENT = {"mamba2"}
 
 
 def test_all_golden_models_are_compared():
-    assert VERDICTS.keys() | OTHER_POSITIONS == {
+    assert VERDICTS.keys() | OTHER_POSITIONS | RECURRENT == {
         path.parent.name for path in golden_models.FOLDER.glob("*/config.json")
     }
 
@@ -60,6 +64,14 @@ def test_muon_takes_the_matrices_of_layers_alone(name):
         of_muon = verdict == "decayed" and bool(is_in_layer)
         assert bool(muon.form(tensor.path, tensor.leaf_shape)) == of_muon, tensor
         assert (kinds.of(tensor.path, tensor.leaf_shape) == kinds.MATRIX) == of_muon, tensor
+
+
+def test_decays_steps_and_skips_of_recurrent_layers_are_spared():
+    family = families.PRESETS["mamba2_test"]
+    params = family_lib.abstract_params(family.parts, dataclasses.replace(family.presets["mamba2_test"], vocab_size=64))
+    spared = {path for path, decays in tree.flatten(kinds.decayed(params["layer_0"])) if not decays}
+    of_mixer = {f"mixer/{name}" for name in ("A_log", "D", "dt_bias", "conv/bias", "norm/scale")}
+    assert spared == {"norm/scale", *of_mixer}
 
 
 class Block(nnx.Module):

@@ -15,7 +15,8 @@ DEEPSEEK = {
     "mixture": {"has_choice_bias": True, "is_shared_gated": False},
 }
 # name -> a preset of another name, and what is changed beside the fields of `paths_and_shapes`
-KINDS = {name: ("", {}) for name in families.PRESETS if name.endswith("test")} | {
+# Weights of a family without a table are replicated.
+KINDS = {name: ("", {}) for name, own in families.PRESETS.items() if name.endswith("test") and own.parallel.weights} | {
     "gpt_oss": ("moe_test", GPT_OSS),
     "deepseek_v3": ("moe_test", DEEPSEEK),
 }

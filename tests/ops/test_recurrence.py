@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from zerojax.ops import recurrence
-from zerojax.ops.recurrence import Tokens
+from zerojax.ops.recurrence import Terms
 
 ROUNDING = 1e-5  # float32 sums in another order, of the largest value
 BATCH, GROUPS, HEADS, KEYS, VALUES = 2, 2, 4, 3, 5
@@ -26,7 +26,7 @@ def drawn(kind, length):
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     decay = -np.exp(normal(BATCH, length, HEADS) - 1)
     beta = 1 / (1 + np.exp(-normal(BATCH, length, HEADS))) if kind == DELTA else None
-    return Tokens(q, k, normal(BATCH, length, HEADS, VALUES), decay, beta), normal(BATCH, HEADS, KEYS, VALUES)
+    return Terms(q, k, normal(BATCH, length, HEADS, VALUES), decay, beta), normal(BATCH, HEADS, KEYS, VALUES)
 
 
 def plain(tokens, state, mask, segments):

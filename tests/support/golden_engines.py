@@ -6,6 +6,7 @@ Prompts arrive while others are answered, are read in parts, and go on from slot
 import golden_models
 
 from zerojax.inference.engine import engine as engine_lib
+from zerojax.models import decoding
 
 NEW = 12  # tokens that transformers added
 
@@ -45,6 +46,8 @@ def assert_tokens_of_transformers(name, loaded):
     for request, rest in asked:
         assert request.tokens == rest[: len(request.tokens)]
         assert len(request.tokens) == len(rest) or request.finish == "stop"
-    assert loaded.family.is_encoder_decoder or any(request.reused for request, _ in asked)
+    is_recurrent = decoding.is_recurrent(loaded.family.caches(loaded.config))
+    reuses = not loaded.family.is_encoder_decoder and not is_recurrent
+    assert any(request.reused for request, _ in asked) == reuses
     assert own.is_idle
     return own

@@ -72,6 +72,7 @@ def make_generator(
         by_block.Loop if selection.are_params_on_host(partition) else _make_loop
     )
     run = make(family, config, partition, choice, compute_dtype)
+    heads = config.num_heads if any(held.positions for held in jax.tree.leaves(family.caches(config))) else 0
 
     @signatures.checked
     def generate(params: PyTree, input_ids: Any, attention_mask: Any = None, *, seed: int = 0) -> np.ndarray:
@@ -86,14 +87,14 @@ def make_generator(
             lengths = np.ones(count, np.int32)
         else:
             texts, lengths = _text_first(prompts, mask)
-        _check_memory(mesh, config.num_heads, prompts.shape)
+        _check_memory(mesh, heads, prompts.shape)
         longest = max(int(lengths.max()) + new_tokens, prompts.shape[1] if inputs else 0)
         check_length(family, config, longest)
         check_params(params, partition)
 
         def read(texts: np.ndarray, lengths: np.ndarray, part: choice_lib.AnswerPart) -> np.ndarray:
             shape = prompts.shape if inputs else texts.shape
-            _check_memory(mesh, config.num_heads, shape)
+            _check_memory(mesh, heads, shape)
             arrays = sharded_rows((inputs, texts, lengths, part), mesh)
             with _out_of_memory(shape), arguments.in_own_mesh(mesh), jax.numpy_rank_promotion("allow"):
                 return np.array(run(params, *arrays, np.uint32(seed)))[:count]

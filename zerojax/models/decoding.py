@@ -61,6 +61,12 @@ class Step(NamedTuple):
             return x_BTD[:, -1:]
         return jnp.take_along_axis(x_BTD, (self.counts_B - 1)[:, None, None], axis=1)
 
+    def is_new_BT(self, length: int) -> jax.Array | None:
+        """Returns which of a call's `length` tokens are text, bool[B, T], as recurrent arrays have to know; None: all."""
+        if self.counts_B is not None:
+            return jnp.arange(length) < self.counts_B[:, None]
+        return (self.slot < self.is_text_BS.shape[1])[:, None] if self.slot.ndim else None
+
 
 class Past(NamedTuple):
     """One layer's keys and values float[B, S, K, N], or one array that is both, and the step that adds to them."""

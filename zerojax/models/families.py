@@ -5,6 +5,7 @@ from zerojax.models.bart import family as bart
 from zerojax.models.bert import family as bert
 from zerojax.models.llama import family as llama
 from zerojax.models.llama import gpt2
+from zerojax.models.mamba2 import family as mamba2
 from zerojax.models.t5 import family as t5
 
 FAMILIES: tuple[family.Family, ...] = (
@@ -15,6 +16,7 @@ FAMILIES: tuple[family.Family, ...] = (
     bart.MARIAN,
     bert.FAMILY,
     bert.ROBERTA,
+    mamba2.FAMILY,
 )
 
 # preset -> its family

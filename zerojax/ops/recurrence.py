@@ -1,4 +1,4 @@
-"""Recurrences whose state is a matrix a head: the gated delta rule, and Mamba-2's scan. This module computes them for texts and for a token.
+"""Recurrences whose state is a matrix a head: the gated delta rule, and Mamba-2's scan. This module computes them for texts and tokens.
 
 With the keys k and queries q of a token, its value v, and its decay exp(g), g <= 0, a head's state S [K, V] and result are
 
@@ -13,7 +13,8 @@ u are the solution of a triangular system, linear in the state S before it (sect
 So chunks are matmuls side by side, and only their states follow each other. The backward pass keeps the arguments and the states before
 chunks, and computes the rest anew. All in float32.
 
-Shapes: B batch, T tokens, H heads, G groups of R heads with equal keys and queries, K width of keys, V of values, N chunks, C tokens of each.
+Shapes: B batch, T tokens, H heads, G groups of R heads with equal keys and queries, K width of keys, V of values, N chunks of C
+tokens.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from zerojax.tree import PyTree
 CHUNK = 64
 
 
-class Tokens(NamedTuple):
+class Terms(NamedTuple):
     """The arguments of a recurrence.
 
     Attributes:
@@ -55,7 +56,7 @@ class _Chunks(NamedTuple):
 
 
 def scan(
-    tokens: Tokens,
+    tokens: Terms,
     state_BHKV: jax.Array | None = None,
     *,
     mask_BT: jax.Array | None = None,
@@ -83,7 +84,7 @@ def scan(
         return array.transpose(1, 0, 3, 4, 2, 5)
 
     scalars = (None if array is None else in_chunks(array[..., None]) for array in tokens[3:])
-    chunks = Tokens(*map(in_chunks, tokens[:3]), *scalars)
+    chunks = Terms(*map(in_chunks, tokens[:3]), *scalars)
     if state_BHKV is None:
         state_BHKV = jnp.zeros((batch, heads, width, value_width))
     numbers = None
@@ -96,7 +97,7 @@ def scan(
     return y_BTHV, state.reshape(batch, heads, width, value_width)
 
 
-def step(tokens: Tokens, state_BHKV: jax.Array, *, mask_BT: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def step(tokens: Terms, state_BHKV: jax.Array, *, mask_BT: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Returns what `scan` does of one token a row."""
     heads = tokens.v.shape[2]
     q, k, v, g, beta = _masked(tokens, mask_BT)
@@ -109,29 +110,29 @@ def step(tokens: Tokens, state_BHKV: jax.Array, *, mask_BT: jax.Array | None = N
     return jnp.sum(state_BHKV * q_BHK[..., None], axis=2)[:, None], state_BHKV
 
 
-def _masked(tokens: Tokens, mask_BT: jax.Array | None) -> Tokens:
+def _masked(tokens: Terms, mask_BT: jax.Array | None) -> Terms:
     """Returns the arguments in float32, with those of padding such that the state stays as it is."""
     q, k, v, g, beta = (None if array is None else array.astype(jnp.float32) for array in tokens)
     assert q is not None and k is not None and v is not None and g is not None
     if mask_BT is None:
-        return Tokens(q, k, v, g, beta)
+        return Terms(q, k, v, g, beta)
     seen = mask_BT[..., None]
     v, g = jnp.where(seen[..., None], v, 0), jnp.where(seen, g, 0)
-    return Tokens(q, k, v, g, None if beta is None else jnp.where(seen, beta, 0))
+    return Terms(q, k, v, g, None if beta is None else jnp.where(seen, beta, 0))
 
 
 @jax.custom_vjp
-def _over_chunks(state: jax.Array, tokens: Tokens, segments: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _over_chunks(state: jax.Array, tokens: Terms, segments: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     return _forward(state, tokens, segments)[0]
 
 
-def _forward(state: jax.Array, tokens: Tokens, segments: jax.Array | None) -> tuple[Any, Any]:
+def _forward(state: jax.Array, tokens: Terms, segments: jax.Array | None) -> tuple[Any, Any]:
     chunks = _chunks(tokens, segments)
     last, before = jax.lax.scan(lambda state, chunk: (_after(state, chunk), state), state, chunks)
     return (_results(before, chunks), last), (before, tokens, segments)
 
 
-def _backward(kept: PyTree, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Tokens, None]:
+def _backward(kept: PyTree, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Terms, None]:
     before, tokens, segments = kept
     chunks, of_tokens = jax.vjp(lambda tokens: _chunks(tokens, segments), tokens)
     d_read, d_chunks = jax.vjp(_results, before, chunks)[1](grads[0])
@@ -148,7 +149,7 @@ def _backward(kept: PyTree, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Arr
 _over_chunks.defvjp(_forward, _backward)
 
 
-def _chunks(tokens: Tokens, segments: jax.Array | None) -> _Chunks:
+def _chunks(tokens: Terms, segments: jax.Array | None) -> _Chunks:
     """Returns what chunks do. `tokens` are [N, B, G, R, C, ...], and `segments` int32[N, B, 1, 1, C]."""
     q, k, v, g, beta = tokens
     size = g.shape[-2]

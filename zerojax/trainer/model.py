@@ -16,7 +16,7 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import rows, tasks
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
-from zerojax.models import families
+from zerojax.models import decoding, families
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import attention, context_attention
@@ -206,6 +206,11 @@ def way(
         raise UserError(
             f"config.mesh.context: is {ways}, and the head of a classifier reads a text's first token, so a device has all tokens of its "
             "texts; set --config.mesh.context=1"
+        )
+    if decoding.is_recurrent(family.caches(model)):
+        raise UserError(
+            f"config.mesh.context: is {ways}, and a recurrent layer reads a row's tokens one after the other on one device; set "
+            "--config.mesh.context=1"
         )
     if has_sinks(model):
         raise UserError(

@@ -75,8 +75,10 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     made = programs.Programs(family, model, mesh, shape, special, lambda function: function, None, ())
     caches, _ = made.abstract(abstract)
     cache = sum(map(tree.shard_bytes, jax.tree.leaves(caches)))
-    attending = sum(any(held.positions for held in jax.tree.leaves(layer)) for layer in family.caches(model))
+    held = [jax.tree.leaves(layer) for layer in family.caches(model)]
+    attending = sum(any(one.positions for one in layer) for layer in held)
     attended = 2 * model.num_heads * model.head_dim * config.seq_len * attending
+    attended += sum(2 * math.prod(one.shape) for layer in held for one in layer if one.positions is None)
     return serving.Served(
         devices=ways,
         length=config.seq_len,

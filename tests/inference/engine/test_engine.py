@@ -19,7 +19,7 @@ from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import programs
 
-BY_DEFAULT = {("llama", 2), ("t5", 1)}  # gemma3 with weights in host memory: test_streamed.py
+BY_DEFAULT = {("llama", 2), ("t5", 1), ("mamba2", 1)}  # gemma3 with weights in host memory: test_streamed.py
 
 
 @pytest.mark.filterwarnings("ignore:mesh:UserWarning")  # four devices do not divide all heads and positions
