@@ -32,7 +32,7 @@ def test_spans_put_back_give_the_window_and_lengths_are_fixed(seq_len, position)
     form = SPANS.form(BYTES, seq_len)
     window = np.random.default_rng(0).integers(256, size=form.window, dtype=np.int32)
     row = form.arrays(window, (0, 1, position))
-    assert {name: len(array) for name, array in row.items()} == SPANS.lengths(seq_len)
+    assert {name: len(array) for name, array in row.items()} == objectives.lengths(SPANS.row(seq_len))
     assert all(array.dtype == np.int32 for array in row.values())
     assert row["targets"][0] == objectives.START
     assert restored(row["inputs"], row["targets"]) == window.tolist()
@@ -59,7 +59,7 @@ def test_a_window_is_the_longest_whose_inputs_fit_with_a_token_kept_and_one_cut_
 
     fitting = [n for n in range(2, 2 * seq_len + 2) if n - sizes(n)[0] + sizes(n)[1] == seq_len]
     assert SPANS.form(BYTES, seq_len).window == max(fitting)
-    assert SPANS.lengths(seq_len) == {"inputs": seq_len, "targets": sum(sizes(max(fitting))) + 2}
+    assert objectives.lengths(SPANS.row(seq_len)) == {"inputs": seq_len, "targets": sum(sizes(max(fitting))) + 2}
 
 
 def test_spans_depend_only_on_the_key_and_differ_between_keys():
@@ -101,7 +101,7 @@ def test_batches_of_spans_resume_exactly_with_other_processes_reading_the_rows(t
 
 def test_a_length_that_cannot_be_corrupted_is_an_error():
     with pytest.raises(UserError, match=r"^seq_len: must be 2 or more for span corruption, and is 1"):
-        SPANS.lengths(1)
+        SPANS.row(1)
     with pytest.raises(UserError, match=r"^tokenizer: .* sentinels, and the tokenizer has 63"):
         SPANS.form(BYTES, 4096)
 
@@ -131,7 +131,7 @@ def test_the_first_answer_to_a_sentinel_counts():
 
 def test_next_token_rows_are_the_windows():
     following = objectives.OBJECTIVES["next_token"]
-    assert following.lengths(8) == {"tokens": 9}
+    assert objectives.lengths(following.row(8)) == {"tokens": 9}
     form = following.form(BYTES, 8)
     window = np.arange(form.window)
     assert form.arrays(window, (0,))["tokens"] is window

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from zerojax.data import parts
+from zerojax.data import objectives, parts
 from zerojax.ops import token_order
 
 ROWS = {
@@ -22,7 +22,10 @@ def test_each_token_has_the_label_and_the_position_that_it_has_in_its_row(name, 
     rows = {array: rng.integers(0, 100, (2, length)).astype(np.int32) for array, length in ROWS[name].items()}
     order = functools.partial(token_order.permutation, ways=2, order=order)
     found = parts.of_rows(rows, order)
-    assert {array: values.shape[-1] for array, values in found.items()} == parts.lengths(ROWS[name])
+    declared = parts.row(objectives.integers(ROWS[name]))
+    assert {array: (values.shape[1:], values.dtype) for array, values in found.items()} == {
+        array: (like.shape, like.dtype) for array, like in declared.items()
+    }
     read = "targets" if "targets" in rows else "tokens"
     positions = found["target_positions" if "inputs" in rows else "positions"]
     np.testing.assert_array_equal(positions[0], order(rows[read].shape[1] - 1))

@@ -26,7 +26,7 @@ def small(family):
 def lengths(family):
     """Returns the lengths of a row's arrays: of its objective, or of a classifier's examples."""
     if not family.is_classifier:
-        return objectives.OBJECTIVES[family.objective].lengths(SEQ_LEN)
+        return objectives.lengths(objectives.OBJECTIVES[family.objective].row(SEQ_LEN))
     form = tasks.RowForm(False, SEQ_LEN, 0, start=0, end=0, bos=None, stops=(), classes=small(family).classes)
     return rows.lengths(form, packs=False)
 

@@ -43,7 +43,8 @@ def test_rows_have_the_arrays_that_a_program_is_built_for(data_dir, pack):
     config = runs.config(**TASK, data__pack=pack)
     built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
     arrays = examples.load(config, *model_lib.family_of(config), BYTES, data_dir).train.arrays(0)
-    assert {name: len(array) for name, array in arrays.items()} == built.lengths
+    declared = {name: (like.shape, like.dtype) for name, like in built.row.items()}
+    assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == declared
     assert ("segments" in arrays) == pack
 
 

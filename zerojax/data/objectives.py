@@ -1,6 +1,6 @@
 """Training objectives on text. This module turns windows of tokens into rows, prompts into model inputs, and model outputs into text.
 
-The lengths of an objective's arrays depend only on `seq_len`, so a batch needs neither padding nor a mask.
+An objective declares the arrays of a row. They depend only on `seq_len`, so a batch needs neither padding nor a mask.
 """
 
 import bisect
@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from zerojax.data import tokenizer as tokenizer_lib
@@ -18,6 +19,9 @@ NOISE_DENSITY, MEAN_SPAN = 0.15, 3  # tokens (arXiv:1910.10683, section 3.1.4)
 START = 0  # the padding id in that paper, and not a byte of text
 GAP = "___"  # marks a missing span in a prompt
 _SPANS = 1910_10683  # makes the draws of spans differ from other draws with the same seed, row and position
+
+
+Row = Mapping[str, jax.ShapeDtypeStruct]  # the arrays of one row, by name; the first dim of each counts its tokens
 
 
 class Form(NamedTuple):
@@ -35,8 +39,8 @@ class Form(NamedTuple):
 class Objective(Protocol):
     """The interface of an objective to the feed, the program and the sampler."""
 
-    def lengths(self, seq_len: int) -> dict[str, int]:
-        """Returns the lengths of a row's arrays, by name."""
+    def row(self, seq_len: int) -> Row:
+        """Declares the arrays of a row."""
 
     def form(self, tokenizer: tokenizer_lib.Tokenizer, seq_len: int) -> Form:
         """Returns the form that turns windows into rows."""
@@ -51,9 +55,9 @@ class Objective(Protocol):
 class NextToken:
     """A row is {"tokens": int32[seq_len + 1]}: inputs are tokens[:-1], labels tokens[1:]."""
 
-    def lengths(self, seq_len: int) -> dict[str, int]:
-        """Returns the length of `tokens`."""
-        return {"tokens": seq_len + 1}
+    def row(self, seq_len: int) -> Row:
+        """Declares `tokens`."""
+        return integers({"tokens": seq_len + 1})
 
     def form(self, tokenizer: tokenizer_lib.Tokenizer | None, seq_len: int) -> Form:
         """Returns the form whose rows are the windows. The tokenizer is unused."""
@@ -81,14 +85,14 @@ class SpanCorruption:
     A decoder reads targets[:-1] and learns targets[1:]. A window begins with text that is kept and ends with a span.
     """
 
-    def lengths(self, seq_len: int) -> dict[str, int]:
-        """Returns the lengths of both arrays.
+    def row(self, seq_len: int) -> Row:
+        """Declares both arrays.
 
         Raises:
           UserError: `seq_len` is too short for a token and a sentinel.
         """
         _, noise, spans = _sizes(seq_len)
-        return {"inputs": seq_len, "targets": 1 + noise + spans + 1}
+        return integers({"inputs": seq_len, "targets": 1 + noise + spans + 1})
 
     def form(self, tokenizer: tokenizer_lib.Tokenizer, seq_len: int) -> Form:
         """Returns the form that cuts spans out of windows.
@@ -142,6 +146,16 @@ class SpanCorruption:
 
 
 OBJECTIVES: Mapping[str, Objective] = {"next_token": NextToken(), "span_corruption": SpanCorruption()}
+
+
+def integers(lengths: Mapping[str, int]) -> Row:
+    """Declares a row of integers of these lengths."""
+    return {name: jax.ShapeDtypeStruct((length,), np.int32) for name, length in lengths.items()}
+
+
+def lengths(row: Row) -> dict[str, int]:
+    """Returns the lengths of a row's arrays, by name."""
+    return {name: array.shape[0] for name, array in row.items()}
 
 
 def _pieces(text: str) -> list[str]:

@@ -13,7 +13,10 @@ All are put in the order in which devices hold them, so that each has a slice.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
+
+from zerojax.data import objectives
 
 # length -> int32[length]: the position in its row of each token, as devices hold them
 Order = Callable[[int], np.ndarray]
@@ -37,10 +40,10 @@ def of_rows(arrays: Mapping[str, np.ndarray], order: Order) -> dict[str, np.ndar
     return {name: array[..., order(array.shape[-1])] for name, array in found.items()}
 
 
-def lengths(rows: Mapping[str, int]) -> dict[str, int]:
-    """Returns the lengths of the arrays that `of_rows` makes, by name, from those of rows."""
-    found = of_rows({name: np.zeros(length, np.int32) for name, length in rows.items()}, np.arange)
-    return {name: len(array) for name, array in found.items()}
+def row(declared: objectives.Row) -> objectives.Row:
+    """Declares the arrays that `of_rows` makes of a declared row."""
+    found = of_rows({name: np.zeros(array.shape, array.dtype) for name, array in declared.items()}, np.arange)
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in found.items()}
 
 
 def labeled(batch: Mapping[str, Any]) -> Any:

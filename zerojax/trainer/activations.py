@@ -121,7 +121,7 @@ def _on_one_device(
     state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.identity()), params)
     mesh = mesh_lib.make_mesh(devices=list(program.mesh.devices.flat)[:1])
     partition = stages.partition_state(state, mesh=mesh, stage=0)
-    batch = {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name, length in program.lengths.items()}
+    batch = {name: jax.ShapeDtypeStruct((rows, *array.shape), array.dtype) for name, array in program.row.items()}
 
     def of_batch(given: PyTree, arrays: PyTree) -> jax.Array:
         return family.loss(model, given, arrays)

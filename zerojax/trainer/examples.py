@@ -83,8 +83,8 @@ def classes(
     return tuple(config.data.labels) if source is None else source.model.classes
 
 
-def lengths(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> dict[str, int]:
-    """Returns the lengths of the arrays of a run's rows, by name.
+def row(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> objectives.Row:
+    """Declares the arrays of a run's rows.
 
     Raises:
       UserError: an answer has no room.
@@ -104,8 +104,8 @@ def lengths(config: settings_lib.Config, family: family_lib.Family, model: Model
     shape = tasks.RowForm(is_pair, config.seq_len, data.answer_len, 0, 0, None, (), known)
     found = rows.lengths(shape, packs=_packs(data))
     if data.task == tasks.GRPO:
-        return rewarded.lengths(config, found)
-    return rows.of_pair(found) if data.task == tasks.DPO else found
+        return objectives.integers(rewarded.lengths(config, found))
+    return objectives.integers(rows.of_pair(found) if data.task == tasks.DPO else found)
 
 
 def _packs(data: settings_lib.DataSettings) -> bool:

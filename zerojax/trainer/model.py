@@ -132,7 +132,7 @@ def choose(
             f"config.seq_len: {config.seq_len} is longer than the {model.max_seq_len} positions of {name}; "
             f"set --config.seq_len={model.max_seq_len} or less"
         )
-    lengths(config, family, model)  # refuses those that are too short
+    row(config, family, model)  # refuses one that is too short
     platform = mesh_lib.platform(mesh)
     known = ("xla",) if is_capped(model) else family.attention
     if has_sinks(model):
@@ -169,12 +169,12 @@ def has_sinks(model: ModelConfig) -> bool:
     return bool(getattr(getattr(model, "heads", None), "has_sinks", False))
 
 
-def lengths(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Mapping[str, int]:
-    """Returns the lengths of the arrays of a batch's rows, by name."""
+def row(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> objectives.Row:
+    """Declares the arrays of a batch's rows, by the run's task."""
     if config.data.task == tasks.TEXT:
-        found: Mapping[str, int] = objectives.OBJECTIVES[family.objective].lengths(config.seq_len)
+        found = objectives.OBJECTIVES[family.objective].row(config.seq_len)
     else:
-        found = examples.lengths(config, family, model)
+        found = examples.row(config, family, model)
     if len(config.data.sources) < 2:
         return found
     return {**found, mixture.SOURCES: found["inputs" if "inputs" in found else "tokens"]}
@@ -216,7 +216,7 @@ def way(
         raise UserError(
             f"config.mesh.context: is {ways}, and attention with sinks needs all tokens of a row on one device; set --config.mesh.context=1"
         )
-    found = parts.lengths(lengths(config, family, model))
+    found = objectives.lengths(parts.row(row(config, family, model)))
     for name, length in found.items():
         if length % ways:
             raise UserError(
@@ -242,8 +242,8 @@ def _way_out(config: settings_lib.Config, family: family_lib.Family, ways: int) 
     """Returns what makes the tokens of rows divide into so many parts."""
     if config.data.task != tasks.TEXT:
         return f"set config.seq_len, and config.data.answer_len if there is one, to multiples of {ways}"
-    made = objectives.OBJECTIVES[family.objective].lengths
+    made = objectives.OBJECTIVES[family.objective].row
     longer = range(config.seq_len, config.seq_len + 100 * ways)
-    fitting = (n for n in longer if not any(length % ways for length in parts.lengths(made(n)).values()))
+    fitting = (n for n in longer if not any(array.shape[0] % ways for array in parts.row(made(n)).values()))
     found = next(fitting, None)
     return "set --config.mesh.context=1" if found is None else f"set --config.seq_len={found}"

@@ -58,8 +58,8 @@ class Program:
       sizes: the three batch sizes.
       partition: the shardings of the train state.
       baseline: the same run's shardings at stage 0, for comparison.
-      lengths: of the arrays of a batch's rows, by name.
-      abstract_batch: a training batch with shardings: {name: int32[(accum,) batch, length]}.
+      row: the arrays of a batch's rows, as the run's task declares them.
+      abstract_batch: a training batch of such rows with shardings: {name: array[(accum,) batch, length, ...]}.
       train_step: (state, batch) -> (state, metrics).
       forward: how it evaluates and generates.
       way: how devices attend that each hold a part of every row; None: a device has all tokens of its rows.
@@ -79,7 +79,7 @@ class Program:
     create: Callable[[Any], Any]
     partition: partition_lib.Partition
     baseline: partition_lib.Partition
-    lengths: Mapping[str, int]
+    row: objectives.Row
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     train_step: Callable[..., Any]
     forward: forward_lib.ForwardPlacement
@@ -92,6 +92,11 @@ class Program:
     def objective(self) -> objectives.Objective:
         """Returns the training objective of the model family."""
         return objectives.OBJECTIVES[self.family.objective]
+
+    @property
+    def lengths(self) -> Mapping[str, int]:
+        """Returns the lengths of the arrays of a batch's rows, by name."""
+        return objectives.lengths(self.row)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -191,9 +196,9 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
     how: dict[str, Any] = {"policy": policy, "loss_scale": loss_scale, "seed": config.seed, "trainable": trainable}
     how |= {"histories": histories, "has_late_norm": offload.late_norm}
     create = functools.partial(_state, tx=tx, inner=inner, copy_dtype=copy_dtype, **how)
-    lengths = model_lib.lengths(config, family, model)
+    row = model_lib.row(config, family, model)
     # A row in parts has arrays of its own, of the parts on all devices together.
-    abstract_batch = functools.partial(_abstract_batch, mesh, sizes, lengths if way is None else parts.lengths(lengths))
+    abstract_batch = functools.partial(_abstract_batch, mesh, sizes, row if way is None else parts.row(row))
     loss_fn = steps.loss(config, family, in_parts, schedule)
     overrides = (*config.zero.overrides, *_parallel(config, family, params, mesh))
     partitioned = functools.partial(
@@ -231,7 +236,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
             overrides=overrides,
             trainable=trainable,
         ),
-        lengths=lengths,
+        row=row,
         abstract_batch=abstract_batch(),
         train_step=steps.train_step(config, sizes.grad_accum, loss_fn, family, in_parts, partition, loss_scale),
         forward=forward_lib.ForwardPlacement(
@@ -336,14 +341,15 @@ def _state(
 
 
 def _abstract_batch(
-    mesh: Mesh, sizes: config_lib.BatchSizes, lengths: Mapping[str, int], *, passes: int = 0
+    mesh: Mesh, sizes: config_lib.BatchSizes, row: objectives.Row, *, passes: int = 0
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns a batch, or a part of it with another number of passes."""
     accum = passes or sizes.grad_accum
     leading = (sizes.rows,) if accum == 1 else (accum, sizes.rows)
     sharding = mesh_lib.batch_sharding(mesh, len(leading) - 1, has_tokens=True)
     return {
-        name: jax.ShapeDtypeStruct((*leading, length), jnp.int32, sharding=sharding) for name, length in lengths.items()
+        name: jax.ShapeDtypeStruct((*leading, *array.shape), array.dtype, sharding=sharding)
+        for name, array in row.items()
     }
 
 
