@@ -103,8 +103,8 @@ def test_a_batch_without_what_a_model_reads_is_refused():
 
 
 OTHERS = golden_models.DECODERS + golden_models.MIXTURES + golden_models.ENCODER_DECODERS
-# What these do, qwen2moe, the norms of qwen3, bart, pegasus, and mbart under tensor parallelism do by default.
-AGAIN = ("mixtral", "olmoe", "qwen3moe", "marian", "mbart")
+# What these do, exaone4, qwen2moe, the norms of qwen3, bart, pegasus, and mbart under tensor parallelism do by default.
+AGAIN = ("mixtral", "olmoe", "qwen3moe", "marian", "mbart", "seedoss", "olmo3")
 TENSOR = ("gemma2", "deepseekv3")  # the others are long tests
 
 
@@ -121,7 +121,19 @@ def test_other_families_compute_what_transformers_does_and_are_written_as_they_w
 
 
 # What the caches of those hold is in the caches of others by default; engines give the tokens of gemma3, whose windows gemma2 has too.
-CACHED_AGAIN = (*AGAIN, "pegasus", "gemma", "gemma3", "phi3", "olmo2", "granite", "qwen2moe", "gpt2", "smollm3")
+CACHED_AGAIN = (
+    *AGAIN,
+    "pegasus",
+    "gemma",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "granite",
+    "qwen2moe",
+    "gpt2",
+    "smollm3",
+    "exaone4",
+)
 
 
 @pytest.mark.parametrize("name", runs.cases(OTHERS, long=CACHED_AGAIN))

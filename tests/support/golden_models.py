@@ -11,8 +11,9 @@ from zerojax.interop import pretrained
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 NAMES = ("llama", "qwen2", "t5", "bart")
 DECODERS = ("gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "gpt2", "mamba2")
+DECODERS += ("seedoss", "exaone4", "olmo3")
 MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "gptoss", "deepseekv3")
-CLASSIFIERS = ("bert", "roberta")
+CLASSIFIERS = ("bert", "roberta", "xlmroberta", "distilbert")
 ENCODER_DECODERS = ("mbart", "pegasus", "marian")
 GENERATORS = (*NAMES, *DECODERS, *MIXTURES, *ENCODER_DECODERS)
 

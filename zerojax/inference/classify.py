@@ -65,6 +65,8 @@ def make_classifier(
 
 def _kinds(token_type_ids: Any, shape: tuple[int, ...], known: int) -> np.ndarray:
     """Returns the kinds of texts as int32[rows, length]."""
+    if not known:
+        raise UserError("token_type_ids: the model has no kinds of texts; leave them out")
     kinds = np.asarray(token_type_ids)
     if kinds.shape != shape or not np.issubdtype(kinds.dtype, np.integer) or kinds.min() < 0 or kinds.max() >= known:
         raise UserError(

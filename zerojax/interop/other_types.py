@@ -13,11 +13,7 @@ from zerojax.errors import UserError
 # model_type -> the known one whose class computes the same of these tensors
 SAME: Mapping[str, str] = {
     "camembert": "roberta",
-    "xlm-roberta": "roberta",
-    "internlm3": "llama",
     "iquestcoder": "llama",
-    "kimi_k2": "deepseek_v3",
-    "seed_oss": "qwen2",
 }
 # Types that read images too, whose config.json may have the text model's fields among its own, and types of text models inside of others.
 # Their text model computes the same of a text alone: positions of three axes are then equal.

@@ -220,7 +220,8 @@ class Pretrained:
         """Returns a family's inputs and tokens."""
         is_seq2seq, is_classifier = self.family.is_encoder_decoder, self.family.is_classifier
         inputs, ids, size = {}, _array(batch, "input_ids"), self.config.vocab_size
-        read = READ + ("decoder_input_ids",) * is_seq2seq + ("token_type_ids",) * is_classifier
+        has_kinds = is_classifier and self.config.num_kinds > 0
+        read = READ + ("decoder_input_ids",) * is_seq2seq + ("token_type_ids",) * has_kinds
         if unread := [str(name) for name in batch if name not in read]:
             warnings.warn(f"batch: {', '.join(unread)} are not read; the model reads {', '.join(read)}", stacklevel=4)
         is_read: Any = True
@@ -231,7 +232,7 @@ class Pretrained:
                     f"batch/attention_mask: has shape {is_read.shape}, and input_ids have {ids.shape}; give both the same"
                 )
         ids = _known(ids, size, is_read)
-        if is_classifier and "token_type_ids" in batch:
+        if has_kinds and "token_type_ids" in batch:
             inputs["kinds"] = _known(_array(batch, "token_type_ids"), self.config.num_kinds, is_read)
         if not is_seq2seq:
             return inputs, ids

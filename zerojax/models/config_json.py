@@ -19,6 +19,7 @@ class Fields:
       raw: its contents.
       place: its name.
       way_out: from a wrong value.
+      names: {the name of a field here: its name in the file, where that is another}. Both are read.
     """
 
     def __init__(
@@ -26,14 +27,17 @@ class Fields:
         raw: Mapping[str, Any],
         place: str = "config.json",
         way_out: str = "choose a folder whose model has that",
+        names: Mapping[str, str] | None = None,
     ):
-        self.raw, self.place, self._way_out = raw, place, way_out
+        self._names = {ours: theirs for ours, theirs in (names or {}).items() if ours not in raw}
+        self.raw = {**raw, **{ours: raw[theirs] for ours, theirs in self._names.items() if theirs in raw}}
+        self.place, self._way_out = place, way_out
 
     def refuse(self, name: str, must: str) -> UserError:
         """Returns the error for a field's value."""
         is_known = name in self.raw
         value = f"is {errors.shown(self.raw[name])}" if is_known else "is missing"
-        return UserError(f"{self.place}: {name}: must be {must}, and {value}; {self._way_out}")
+        return UserError(f"{self.place}: {self._names.get(name, name)}: must be {must}, and {value}; {self._way_out}")
 
     def count(self, name: str, default: int | None = None) -> int:
         """Returns a whole number above 0. A missing or null field has the default; None refuses it."""

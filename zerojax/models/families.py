@@ -17,6 +17,8 @@ FAMILIES: tuple[family.Family, ...] = (
     bert.FAMILY,
     bert.ROBERTA,
     mamba2.FAMILY,
+    bert.XLM_ROBERTA,
+    bert.DISTILBERT,
 )
 
 # preset -> its family

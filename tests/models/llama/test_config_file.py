@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from zerojax.errors import UserError
 from zerojax.models.llama import family as llama
 from zerojax.models.llama import gpt2, published
 from zerojax.models.llama.model_types import ROWS
@@ -39,6 +40,22 @@ def test_fields_that_a_config_lacks_have_the_defaults_of_its_class():
     assert found["smollm3"].rotation.layers == (True, True, True, False) * 1 + (True, True, True)
     assert found["olmo2"].num_kv_heads == 4 and found["smollm3"].tie_embeddings
     assert (found["gemma2"].heads.cap, found["gemma3_text"].heads.cap) == (50.0, 0.0)
+
+
+def test_names_that_only_one_class_has_are_read_and_told():
+    table, shape = llama.FAMILY.huggingface, dataclasses.replace(published.PRESETS["internlm3_8b"], num_layers=2)
+    raw = table.write(shape) | {"qkv_bias": True, "bias": True}
+    assert table.read(raw, ()) == shape.changed(heads={"qkv_bias": True, "o_bias": True}, mlp={"has_biases": True})
+    with pytest.raises(UserError, match=r"^config.json: bias: must be true, as attention's biases are, and is False;"):
+        table.read(raw | {"bias": False}, ())
+
+
+def test_layers_of_exaone_without_a_window_are_not_rotated_where_others_could_have_one():
+    table, shape = llama.FAMILY.huggingface, dataclasses.replace(published.PRESETS["exaone4_32b"], num_layers=2)
+    raw = table.write(shape) | {"layer_types": ["full_attention"] * 2}
+    assert not any(table.read(raw, ()).rope_of(layer) for layer in range(2))
+    found = table.read(raw | {"sliding_window": None}, ())
+    assert all(found.rope_of(layer) for layer in range(2)) and table.write(found)["sliding_window"] is None
 
 
 @pytest.mark.parametrize("name", published.PRESETS)

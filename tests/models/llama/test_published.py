@@ -15,6 +15,7 @@ PUBLISHED = {
     "qwen3_235b_a22b": 235_093_634_560,
     "olmoe_1b_7b": 6_919_161_856,
     "deepseek_v3": 671_026_404_352 + 58 * 256,  # transformers counts no biases of the choice
+    "kimi_k2": 1_026_408_209_408 + 60 * 384,
     "moonlight_16b_a3b": 15_960_108_544 + 26 * 64,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
@@ -29,6 +30,12 @@ PUBLISHED = {
     "phi3_medium": 13_960_238_080,
     "olmo2_7b": 7_298_617_344,
     "olmo2_13b": 13_716_198_400,
+    "olmo3_7b": 7_298_011_136,
+    "olmo3_32b": 32_233_522_176,
+    "exaone4_1b": 1_279_391_488,
+    "exaone4_32b": 32_003_216_384,
+    "seed_oss_36b": 36_151_104_512,
+    "internlm3_8b": 8_804_241_408,
     "granite3_2b": 2_533_531_648,
     "granite3_8b": 8_170_848_256,
     "smollm3_3b": 3_075_098_624,
@@ -43,7 +50,7 @@ SHAPES = published.PRESETS | gpt2.PRESETS
 # Presets of an architecture whose first one is counted by default.
 AGAIN = {
     "mixtral_8x22b", "qwen3_235b_a22b", "moonlight_16b_a3b", "gpt_oss_120b", "gemma_7b", "gemma2_9b", "gemma2_27b", "gemma3_4b",
-    "phi3_medium", "olmo2_13b", "granite3_8b", "gpt2_medium", "gpt2_large", "gpt2_xl",
+    "phi3_medium", "olmo2_13b", "olmo3_32b", "exaone4_1b", "kimi_k2", "granite3_8b", "gpt2_medium", "gpt2_large", "gpt2_xl",
 }  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""BERT and RoBERTa as families. This module holds their presets, the names of their tensors at Hugging Face, and their `Family`s."""
+"""BERT and its relatives as families. This module holds their presets, the names of their tensors at Hugging Face, and their `Family`s."""
 
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import jax
 
@@ -17,6 +17,7 @@ from zerojax.tree import PyTree
 _roberta = functools.partial(
     BertConfig, 50265, num_positions=514, pad=1, num_kinds=1, norm_eps=1e-5, model_type="roberta"
 )
+_xlm_roberta = functools.partial(_roberta, model_type="xlm-roberta")
 
 # arXiv:1810.04805, section 3
 PRESETS: dict[str, BertConfig] = {
@@ -30,8 +31,74 @@ ROBERTA_PRESETS: dict[str, BertConfig] = {
     "roberta_large": _roberta(24, embed_dim=1024, num_heads=16, mlp_dim=4096),
 }
 
-# model_type -> the names of the head's two linear modules
-_HEADS = {"bert": ("bert.pooler.dense", "classifier"), "roberta": ("classifier.dense", "classifier.out_proj")}
+# arXiv:1911.02116, section 4
+XLM_ROBERTA_PRESETS: dict[str, BertConfig] = {
+    "xlm_roberta_base": dataclasses.replace(
+        _xlm_roberta(12, embed_dim=768, num_heads=12, mlp_dim=3072), vocab_size=250002
+    ),
+    "xlm_roberta_large": dataclasses.replace(
+        _xlm_roberta(24, embed_dim=1024, num_heads=16, mlp_dim=4096), vocab_size=250002
+    ),
+}
+# arXiv:1910.01108, section 3
+DISTILBERT_PRESETS: dict[str, BertConfig] = {
+    "distilbert_base": BertConfig(
+        30522, 6, 768, 12, 3072, num_kinds=0, head_activation="relu", model_type="distilbert"
+    ),
+}
+
+
+class _Kind(NamedTuple):
+    """What differs at Hugging Face.
+
+    Attributes:
+      name: begins the names of its classes.
+      prefix: begins the names of its tensors.
+      head: the names of the head's two linear modules.
+      saved: see `family.HuggingFace`.
+      ignored: a regex over names of tensors of other heads.
+      vocab_size, pad: of a config.json that tells none; None: texts' positions begin with 0.
+      others: further classes that are read.
+    """
+
+    name: str
+    prefix: str
+    head: tuple[str, str]
+    saved: tuple[str, ...]
+    ignored: str
+    vocab_size: int = 30522
+    pad: int | None = None
+    others: tuple[str, ...] = ()
+
+
+_ROBERTA = _Kind(
+    "Roberta",
+    "roberta",
+    ("classifier.dense", "classifier.out_proj"),
+    ("classifier",),
+    r"lm_head\..*|roberta\.pooler\..*",
+    vocab_size=50265,
+    pad=1,
+)
+_KINDS = {
+    "bert": _Kind(
+        "Bert",
+        "bert",
+        ("bert.pooler.dense", "classifier"),
+        ("classifier", "pooler.dense"),
+        r"cls\..*",
+        others=("BertForPreTraining",),
+    ),
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA._replace(name="XLMRoberta", vocab_size=30522),
+    "distilbert": _Kind(
+        "DistilBert",
+        "distilbert",
+        ("pre_classifier", "classifier"),
+        ("classifier", "pre_classifier"),
+        r"vocab_(transform|layer_norm|projector)\..*",
+    ),
+}
 _LAYER = {
     "attention/q": ("attention.self.query", 1),
     "attention/k": ("attention.self.key", 1),
@@ -41,29 +108,57 @@ _LAYER = {
     "mlp/down": ("output.dense", 1),
 }
 _NORMS = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
+# DistilBERT's names of these, and of fields of its config.json
+_DISTILBERT = {
+    "attention.self.query": "attention.q_lin",
+    "attention.self.key": "attention.k_lin",
+    "attention.self.value": "attention.v_lin",
+    "attention.output.dense": "attention.out_lin",
+    "intermediate.dense": "ffn.lin1",
+    "output.dense": "ffn.lin2",
+    "attention.output.LayerNorm": "sa_layer_norm",
+    "output.LayerNorm": "output_layer_norm",
+}
+_DISTILBERT_FIELDS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+    "hidden_act": "activation",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
+
+
+def _fields(kind: str) -> Mapping[str, str]:
+    """Returns {the usual name of a field of config.json: this class's}."""
+    return _DISTILBERT_FIELDS if kind == "distilbert" else {}
 
 
 def _tensors(config: BertConfig) -> dict[str, Tensor]:
-    kind = config.model_type
-    embeddings, layer = f"{kind}.embeddings", f"{kind}.encoder.layer.{{}}"
+    kind, own = _KINDS[config.model_type], _DISTILBERT if config.model_type == "distilbert" else {}
+    embeddings = f"{kind.prefix}.embeddings"
+    layer = f"{kind.prefix}.{'transformer' if own else 'encoder'}.layer.{{}}"
     tables = {"embed": "word", "positions": "position", "kinds": "token_type"}
     found = {f"{ours}/embedding": Tensor(f"{embeddings}.{theirs}_embeddings.weight") for ours, theirs in tables.items()}
-    norms = {"norm": f"{embeddings}.LayerNorm"} | {f"layer_{{}}/{o}": f"{layer}.{t}" for o, t in _NORMS.items()}
+    norms = {"norm": f"{embeddings}.LayerNorm"}
+    norms |= {f"layer_{{}}/{ours}": f"{layer}.{own.get(theirs, theirs)}" for ours, theirs in _NORMS.items()}
     for ours, theirs in norms.items():
         found |= {f"{ours}/scale": Tensor(f"{theirs}.weight"), f"{ours}/bias": Tensor(f"{theirs}.bias")}
     for ours, (theirs, inputs) in _LAYER.items():
-        found[f"layer_{{}}/{ours}/kernel"] = Tensor(f"{layer}.{theirs}.weight", inputs)
-        found[f"layer_{{}}/{ours}/bias"] = Tensor(f"{layer}.{theirs}.bias", form="flat")
-    for ours, theirs in zip(("dense", "out"), _HEADS[kind]):
+        name = f"{layer}.{own.get(theirs, theirs)}"
+        found[f"layer_{{}}/{ours}/kernel"] = Tensor(f"{name}.weight", inputs)
+        found[f"layer_{{}}/{ours}/bias"] = Tensor(f"{name}.bias", form="flat")
+    for ours, theirs in zip(("dense", "out"), kind.head):
         found[f"head/{ours}/kernel"] = Tensor(f"{theirs}.weight", 1, is_optional=True, drawn=config.stddev)
         found[f"head/{ours}/bias"] = Tensor(f"{theirs}.bias", is_optional=True)
     return found
 
 
 def _write(config: BertConfig) -> dict[str, Any]:
-    c = config
-    return {
-        "architectures": [f"{_class(c.model_type)}ForSequenceClassification"],
+    c, fields = config, _fields(config.model_type)
+    found = {
+        "architectures": [f"{_KINDS[c.model_type].name}ForSequenceClassification"],
         "model_type": c.model_type,
         "vocab_size": c.vocab_size,
         "hidden_size": c.embed_dim,
@@ -82,34 +177,40 @@ def _write(config: BertConfig) -> dict[str, Any]:
         "label2id": {name: number for number, name in enumerate(c.classes)},
         "problem_type": "single_label_classification",
     }
-
-
-def _class(kind: str) -> str:
-    return {"bert": "Bert", "roberta": "Roberta"}[kind]
+    if c.model_type == "distilbert":
+        found |= {"seq_classif_dropout": c.dropout}
+        del found["type_vocab_size"], found["layer_norm_eps"]
+    return {fields.get(name, name): value for name, value in found.items()}
 
 
 def _read(raw: Mapping[str, Any], names: Collection[str]) -> BertConfig:
-    f = config_json.Fields(raw)
-    kind = f.choice("model_type", _HEADS, "bert")
+    kind = config_json.Fields(raw).choice("model_type", _KINDS, "bert")
+    f, own = config_json.Fields(raw, names=_fields(kind)), _KINDS[kind]
+    is_distilbert = kind == "distilbert"
     f.heads("hidden_size", "num_attention_heads")
-    for name in ("is_decoder", "add_cross_attention"):
+    for name, reason in (
+        ("is_decoder", "the model is an encoder"),
+        ("add_cross_attention", "the model is an encoder"),
+        ("sinusoidal_pos_embds", "positions are learned"),
+    ):
         if f.flag(name, False):
-            raise f.refuse(name, "false, since the model is an encoder")
+            raise f.refuse(name, f"false, since {reason}")
     f.choice("position_embedding_type", ("absolute",), "absolute")
     f.choice("problem_type", ("single_label_classification",), "single_label_classification")
     found = BertConfig(
-        f.count("vocab_size", 30522 if kind == "bert" else 50265),
-        f.depth("num_hidden_layers", 12),
+        f.count("vocab_size", own.vocab_size),
+        f.depth("num_hidden_layers", 6 if is_distilbert else 12),
         embed_dim=f.count("hidden_size", 768),
         num_heads=f.count("num_attention_heads", 12),
         mlp_dim=f.count("intermediate_size", 3072),
         classes=_classes(f),
         num_positions=f.count("max_position_embeddings", 512),
-        pad=_pad(f) if kind == "roberta" else None,
-        num_kinds=f.count("type_vocab_size", 2),
+        pad=None if own.pad is None else _pad(f, own),
+        num_kinds=0 if is_distilbert else f.count("type_vocab_size", 2),
         activation=f.activation("hidden_act", "gelu"),
-        norm_eps=f.number("layer_norm_eps", 1e-12),
+        norm_eps=1e-12 if is_distilbert else f.number("layer_norm_eps", 1e-12),
         stddev=f.number("initializer_range", 0.02),
+        head_activation="relu" if is_distilbert else "tanh",
         model_type=kind,
     )
     if found.max_seq_len < 1:
@@ -117,10 +218,10 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> BertConfig:
     return found
 
 
-def _pad(f: config_json.Fields) -> int:
+def _pad(f: config_json.Fields, kind: _Kind) -> int:
     """Returns the id whose tokens have no position."""
-    found = f.raw.get("pad_token_id", 1)
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < f.count("vocab_size", 50265):
+    found = f.raw.get("pad_token_id", kind.pad)
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < f.count("vocab_size", kind.vocab_size):
         raise f.refuse("pad_token_id", "an id of the vocabulary, since positions are counted from it")
     return found
 
@@ -165,24 +266,26 @@ def _flops_per_token(config: BertConfig, lengths: Mapping[str, int], per_weight:
     return model.flops_per_token(config, lengths["inputs"], per_weight)
 
 
-def _table(kind: str) -> family.HuggingFace:
-    name = _class(kind)
-    bare = rf"{kind}\.embeddings\.position_ids|"
+def _table(model_type: str) -> family.HuggingFace:
+    kind = _KINDS[model_type]
+    forms = ("ForSequenceClassification", "Model", "ForMaskedLM")
     return family.HuggingFace(
-        architectures={
-            kind: (f"{name}ForSequenceClassification", f"{name}Model", f"{name}ForMaskedLM")
-            + (("BertForPreTraining",) if kind == "bert" else ())
-        },
+        architectures={model_type: (*(f"{kind.name}{form}" for form in forms), *kind.others)},
         tensors=_tensors,
         write=_write,
         read=_read,
-        adapted=lambda config: ("query", "value"),
-        saved=("classifier", "pooler.dense") if kind == "bert" else ("classifier",),
+        adapted=lambda config: ("q_lin", "v_lin") if config.model_type == "distilbert" else ("query", "value"),
+        saved=kind.saved,
         copies=lambda raw: {},
-        ignored=bare + (r"cls\..*" if kind == "bert" else r"lm_head\..*|roberta\.pooler\..*"),
+        ignored=rf"{kind.prefix}\.embeddings\.position_ids|{kind.ignored}",
         renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
-        prefix=f"{kind}.",
-        outside=tuple(f"{head}.{end}" for head in _HEADS[kind] if head[0] == "c" for end in ("weight", "bias")),
+        prefix=f"{kind.prefix}.",
+        outside=tuple(
+            f"{name}.{end}"
+            for name in kind.head
+            if not name.startswith(f"{kind.prefix}.")
+            for end in ("weight", "bias")
+        ),
     )
 
 
@@ -221,3 +324,5 @@ FAMILY = family.Family(
     ),
 )
 ROBERTA = dataclasses.replace(FAMILY, presets=ROBERTA_PRESETS, huggingface=_table("roberta"))
+XLM_ROBERTA = dataclasses.replace(FAMILY, presets=XLM_ROBERTA_PRESETS, huggingface=_table("xlm-roberta"))
+DISTILBERT = dataclasses.replace(FAMILY, presets=DISTILBERT_PRESETS, huggingface=_table("distilbert"))

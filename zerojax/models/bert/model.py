@@ -1,8 +1,8 @@
-"""BERT, an encoder (arXiv:1810.04805), and RoBERTa (arXiv:1907.11692), with a head that classifies texts. This module knows no meshes,
-stages or rematerialisation.
+"""BERT, an encoder (arXiv:1810.04805), RoBERTa (arXiv:1907.11692) and DistilBERT (arXiv:1910.01108), with a head that classifies texts.
+This module knows no meshes, stages or rematerialisation.
 
 Positions are learned. Each residual sum is normalised (post-norm). All projections have biases. The head reads the state of a text's first
-token. Both models compute the same but for the number of the first position.
+token. The models compute the same but for the number of the first position, kinds of texts, and the head's activation.
 
 Shapes: B batch, T length, D embed, F mlp, C classes.
 """
@@ -27,7 +27,7 @@ class BertConfig:
       classes: their names.
       num_positions: rows of the table of positions.
       pad: the id that has no position of its own, so that a text's first one is `pad` + 1 (RoBERTa); None: positions are 0, 1, ...
-      num_kinds: rows of the table of kinds of texts; a token is of kind 0 unless a batch tells.
+      num_kinds: rows of the table of kinds of texts; a token is of kind 0 unless a batch tells. 0: there is no table.
       dropout: in training: of the embeddings, of the output of each residual branch, and of what the head reads.
       way: always None, since a device has all tokens of its rows.
       model_type: in Hugging Face's config.json.
@@ -43,6 +43,7 @@ class BertConfig:
     pad: int | None = None
     num_kinds: int = 2
     activation: str = "gelu"
+    head_activation: str = "tanh"
     norm_eps: float = 1e-12
     stddev: float = 0.02
     dropout: float = 0.0
@@ -92,7 +93,7 @@ class BertLayer(nn.Module):
 
 
 class ClassHead(nn.Module):
-    """out(tanh(dense(x))) of the state x of each text's first token."""
+    """out(tanh(dense(x))), or with another activation, of the state x of each text's first token."""
 
     config: BertConfig
 
@@ -100,9 +101,10 @@ class ClassHead(nn.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Returns float32[B, C]."""
         c, dropout = self.config, layers.Dropout(self.config.dropout)
-        # BERT's dense layer is its pooler, which has no dropout before it.
-        first_BD = dropout(x_BTD[:, 0]) if c.model_type == "roberta" else x_BTD[:, 0]
-        dense_BD = jnp.tanh(layers.Linear((c.embed_dim,), stddev=c.stddev, use_bias=True, name="dense")(first_BD))
+        # BERT's dense layer is its pooler, which has no dropout before it, and DistilBERT's has none.
+        first_BD = dropout(x_BTD[:, 0]) if c.model_type.endswith("roberta") else x_BTD[:, 0]
+        dense_BD = layers.Linear((c.embed_dim,), stddev=c.stddev, use_bias=True, name="dense")(first_BD)
+        dense_BD = layers.ACTIVATIONS[c.head_activation](dense_BD)
         out = layers.Linear((len(c.classes),), stddev=c.stddev, use_bias=True, name="out")
         return out(dropout(dense_BD)).astype(jnp.float32)
 
@@ -131,8 +133,10 @@ class Bert(nn.Module):
         if c.pad is not None:
             is_text_BT = (tokens_BT != c.pad).astype(jnp.int32)
             positions_BT = jnp.cumsum(is_text_BT, axis=1) * is_text_BT + c.pad
-        kinds_BT = jnp.zeros_like(tokens_BT) if kinds_BT is None else kinds_BT
-        x_BTD = self.embed(tokens_BT) + self.kinds(kinds_BT) + self.positions(positions_BT)
+        x_BTD = self.embed(tokens_BT)
+        if c.num_kinds:
+            x_BTD += self.kinds(jnp.zeros_like(tokens_BT) if kinds_BT is None else kinds_BT)
+        x_BTD += self.positions(positions_BT)
         x_BTD = self.dropout(self.norm(x_BTD))
         masks = () if mask_BT is None else (mask_BT,)
         for layer in self.layer:
@@ -162,7 +166,7 @@ def parts(config: BertConfig) -> family.Parts:
     c = config
     tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),)
     states = (jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32),)
-    tables = {"embed": c.vocab_size, "positions": c.num_positions, "kinds": c.num_kinds}
+    tables = {"embed": c.vocab_size, "positions": c.num_positions} | ({"kinds": c.num_kinds} if c.num_kinds else {})
     normal = layers.normal(c.stddev)
     found: family.Parts = {
         name: (layers.Embed(rows, c.embed_dim, embedding_init=normal), tokens) for name, rows in tables.items()

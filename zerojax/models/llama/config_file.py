@@ -43,7 +43,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         "rope_theta": c.rotation.theta,
         "rms_norm_eps": c.norms.eps,
         row.activation[0]: c.mlp.activation,
-        "attention_bias": heads.o_bias,
+        "attention_bias": heads.o_bias or ("attention_bias" in row.reads and heads.qkv_bias),
         "mlp_bias": c.mlp.has_biases,
         "tie_word_embeddings": c.tie_embeddings,
         "pad_token_id": None,  # that of some classes is beyond a smaller vocabulary
@@ -66,6 +66,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         "partial_rotary_factor": lambda: {"partial_rotary_factor": (c.rotation.dims or c.head_dim) / c.head_dim},
         "layer_types": lambda: {"layer_types": kinds},
         "qkv_bias": lambda: {"qkv_bias": heads.qkv_bias},
+        "attention_out_bias": lambda: {"attention_out_bias": heads.o_bias},
     }
     if m is not None:
         own |= {
@@ -102,9 +103,9 @@ def write(config: LlamaConfig) -> dict[str, Any]:
     if any(windows):
         found |= {"sliding_window": max(windows), "use_sliding_window": True, "max_window_layers": windows.count(0)}
         found["layer_types"] = kinds
-    elif c.model_type == "mistral":
+    elif c.model_type == "mistral" or (c.model_type == "exaone4" and not c.rotation.layers):
         found["sliding_window"] = None  # else the class has a window of its own
-    return found
+    return {row.names.get(name, name): value for name, value in found.items()}
 
 
 def _write_latent(shape: mla.Latent) -> dict[str, Any]:
@@ -156,16 +157,19 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
     """Returns the config of a config.json; see `family.HuggingFace`."""
     kind = config_json.Fields(raw).choice("model_type", ROWS, "")
     row = ROWS[kind]
-    f = config_json.Fields({**row.defaults, **raw})
+    f = config_json.Fields({**row.defaults, **raw}, names=row.names)
     heads, has_biases = (
         f.count("num_attention_heads"),
         "attention_bias" in row.reads and f.flag("attention_bias", False),
     )
+    if kind == "internlm3" and has_biases != f.flag("mlp_bias", False):
+        raise f.refuse("mlp_bias", f"{str(has_biases).lower()}, as attention's biases are")
     latent = _read_latent(f) if "kv_lora_rank" in row.reads else None
     head_dim = _head_dim(f, kind) if latent is None else latent.rotary_dim
+    windows = _read_windows(f, kind)
     own: Found = {
         "norms": {"eps": f.number("rms_norm_eps", 1e-6)},
-        "heads": {"qkv_bias": has_biases, "o_bias": has_biases, "windows": _read_windows(f, kind)},
+        "heads": {"qkv_bias": has_biases, "o_bias": has_biases, "windows": windows},
         "mlp": {
             "activation": row.meant.get(str(f.raw.get(row.activation[0])), "") or f.activation(*row.activation),
             "has_biases": "mlp_bias" in row.reads and f.flag("mlp_bias", False),
@@ -179,6 +183,10 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         _read_experts(f, row.reads),
         row.parts,
     ]
+    if "attention_out_bias" in row.reads:
+        parts.append({"heads": {"o_bias": f.flag("attention_out_bias", False)}})
+    if kind == "exaone4" and f.raw["sliding_window"] is not None:
+        parts.append({"rotation": {"layers": tuple(map(bool, windows)) or (False,)}})
     found = LlamaConfig(
         f.count("vocab_size"),
         f.depth("num_hidden_layers"),
@@ -425,10 +433,10 @@ def _read_scaling(f: config_json.Fields, group: config_json.Fields, kind: str, d
 
 def _read_windows(f: config_json.Fields, kind: str) -> tuple[int, ...]:
     layers, types = f.depth("num_hidden_layers"), f.raw.get("layer_types")
-    if kind in ("llama", "gemma", "olmo2", "granite", "olmoe", "deepseek_v3"):
-        return ()
-    if kind in ("gemma2", "gemma3_text", "smollm3", "gpt_oss"):
+    if "layer_types" in ROWS[kind].reads:
         return _windows_by_type(f, kind, layers)
+    if "sliding_window" not in ROWS[kind].reads:
+        return ()
     is_all = kind in ("mistral", "phi3", "mixtral", "qwen3_moe")  # the class has the window in every layer
     is_window_read = kind in ("mistral", "phi3", "mixtral") or f.flag("use_sliding_window", False)
     has_window = is_window_read and f.raw.get("sliding_window", 4096) is not None
@@ -449,7 +457,7 @@ def _windows_by_type(f: config_json.Fields, kind: str, layers: int) -> tuple[int
     """Reads the windows of classes that have one in the layers that `layer_types` names, or else in every so many."""
     types, known = f.raw.get("layer_types"), {"full_attention": False, "sliding_attention": True}
     if types is None:
-        every = 2 if kind in ("gemma2", "gpt_oss") else f.count("sliding_window_pattern", 6)
+        every = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4}.get(kind) or f.count("sliding_window_pattern", 6)
         has_window = [(layer + 1) % every != 0 for layer in range(layers)]
         if kind == "smollm3":
             is_read = f.flag("use_sliding_window", False) and f.raw["sliding_window"] is not None

@@ -154,7 +154,11 @@ def _copies(raw: Mapping[str, Any]) -> dict[str, str]:
 def _further(raw: Mapping[str, Any]) -> str:
     """Returns the names of DeepSeek-V3's layers after the last one, which predict tokens further ahead (arXiv:2412.19437, section 2.2)."""
     layers, count = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers")
-    if raw.get("model_type") != "deepseek_v3" or not isinstance(layers, int) or not isinstance(count, int):
+    if (
+        raw.get("model_type") not in ("deepseek_v3", "kimi_k2")
+        or not isinstance(layers, int)
+        or not isinstance(count, int)
+    ):
         return ""
     return rf"model\.layers\.({'|'.join(map(str, range(layers, layers + min(count, 8))))})\..*" if count > 0 else ""
 
@@ -184,9 +188,7 @@ FAMILY = family.Family(
     attention=("xla", "cudnn", "splash"),
     flops_per_token=_flops_per_token,
     huggingface=family.HuggingFace(
-        architectures={
-            kind: (row.architecture, row.architecture.replace("ForCausalLM", "Model")) for kind, row in ROWS.items()
-        },
+        architectures={kind: row.classes for kind, row in ROWS.items()},
         tensors=_tensors,
         write=config_file.write,
         read=config_file.read,
@@ -196,7 +198,7 @@ FAMILY = family.Family(
         prefix="model.",
         outside=(HEAD,),
         further=_further,
-        quantized=(("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8")),
+        quantized=(("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("kimi_k2", "fp8")),
     ),
     parallel=parallel.Parallel(
         weights=(

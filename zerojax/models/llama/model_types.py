@@ -19,13 +19,24 @@ class ModelType:
     activation: tuple[str, str] = ("hidden_act", "silu")
     # names of activations that the class takes for others
     meant: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # the usual name of a field -> this class's
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: tuple[str, ...] = ()  # other names of its class
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Returns the classes of transformers that are read: with the head, and without."""
+        names = (self.architecture, *self.aliases)
+        return (*names, *(name.replace("ForCausalLM", "Model") for name in names))
 
 
 _BIASES = ("attention_bias", "mlp_bias")
+_WINDOW = ("sliding_window",)
 _EACH: Any = {"norm": "each"}  # of heads
 _JOINT: Any = {"norm": "joint"}
 _GEMMA = {"norms": {"offset": 1.0, "places": "both"}}
 _GEMMA_READS = ("attention_bias", "use_bidirectional_attention", "query_pre_attn_scalar", "layer_types")
+_AFTER = {"norms": {"places": "after"}}
 _TANH = "gelu_pytorch_tanh"
 _GELU = ("hidden_activation", _TANH)
 
@@ -40,13 +51,19 @@ _gemma = functools.partial(
     _told, kv_heads=4, head_dim=256, query_pre_attn_scalar=256, sliding_window=4096, tie_word_embeddings=True
 )
 
-# model_type in Hugging Face's config.json -> its row
 # fmt: off
+_DEEPSEEK = ModelType(
+    "DeepseekV3ForCausalLM", {"mixture": {"score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False}},
+    ("attention_bias", "kv_lora_rank"),
+    _told(4096, None, n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, norm_topk_prob=True),
+)
+
+# model_type in Hugging Face's config.json -> its row
 ROWS: dict[str, ModelType] = {
     "llama": ModelType("LlamaForCausalLM", {}, _BIASES, _told(2048)),
-    "mistral": ModelType("MistralForCausalLM", {}, (), _told(131072, 8)),
-    "qwen2": ModelType("Qwen2ForCausalLM", {"heads": {"qkv_bias": True}}, (), _told(32768, 32)),
-    "qwen3": ModelType("Qwen3ForCausalLM", {"heads": _EACH}, ("attention_bias",), _told(32768, 32, head_dim=128)),
+    "mistral": ModelType("MistralForCausalLM", {}, _WINDOW, _told(131072, 8)),
+    "qwen2": ModelType("Qwen2ForCausalLM", {"heads": {"qkv_bias": True}}, _WINDOW, _told(32768, 32)),
+    "qwen3": ModelType("Qwen3ForCausalLM", {"heads": _EACH}, ("attention_bias", *_WINDOW), _told(32768, 32, head_dim=128)),
     "gemma": ModelType(
         "GemmaForCausalLM", {"norms": {"offset": 1.0}}, ("attention_bias", "use_bidirectional_attention"),
         _told(8192, 16, head_dim=256, tie_word_embeddings=True), ("hidden_act", _TANH), {"gelu": _TANH},
@@ -60,29 +77,45 @@ ROWS: dict[str, ModelType] = {
         _gemma(131072, rope_theta=1e6, rope_local_base_freq=1e4), _GELU,
     ),
     "phi3": ModelType(
-        "Phi3ForCausalLM", {"heads": {"is_fused": True}, "mlp": {"is_fused": True}}, ("partial_rotary_factor",),
+        "Phi3ForCausalLM", {"heads": {"is_fused": True}, "mlp": {"is_fused": True}}, ("partial_rotary_factor", *_WINDOW),
         _told(4096, original_max_position_embeddings=4096, sliding_window=None, rms_norm_eps=1e-5),
     ),
     "olmo2": ModelType(
-        "Olmo2ForCausalLM", {"norms": {"places": "after"}, "heads": _JOINT}, ("attention_bias",),
-        _told(2048, rms_norm_eps=1e-5),
+        "Olmo2ForCausalLM", _AFTER | {"heads": _JOINT}, ("attention_bias",), _told(2048, rms_norm_eps=1e-5),
+    ),
+    "olmo3": ModelType(
+        "Olmo3ForCausalLM", _AFTER | {"heads": _JOINT}, ("attention_bias", "layer_types", "rope_local_base_freq"),
+        _told(2048, rms_norm_eps=1e-5, sliding_window=4096, rope_theta=5e5, rope_local_base_freq=5e5),
+    ),
+    "exaone4": ModelType(
+        "Exaone4ForCausalLM", _AFTER | {"heads": _EACH}, ("layer_types",),
+        _told(2048, 32, rms_norm_eps=1e-5, sliding_window=4096, sliding_window_pattern=4),
+    ),
+    "seed_oss": ModelType(
+        "SeedOssForCausalLM", {}, (*_BIASES, "attention_out_bias"), _told(524288, 8, head_dim=128, attention_bias=True),
+    ),
+    "internlm3": ModelType(
+        "InternLM3ForCausalLM", {}, _BIASES, _told(32768, 2, head_dim=128, rms_norm_eps=1e-5),
+        names={"attention_bias": "qkv_bias", "mlp_bias": "bias"}, aliases=("LlamaForCausalLM",),
     ),
     "mixtral": ModelType(
-        "MixtralForCausalLM", {}, ("num_local_experts",),
+        "MixtralForCausalLM", {}, ("num_local_experts", *_WINDOW),
         _told(
             131072, 8, rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None, num_local_experts=8,
             num_experts_per_tok=2, norm_topk_prob=True,
         ),
     ),
     "qwen2_moe": ModelType(
-        "Qwen2MoeForCausalLM", {}, ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size", "qkv_bias"),
+        "Qwen2MoeForCausalLM", {},
+        ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size", "qkv_bias", *_WINDOW),
         _told(
             32768, 16, moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts=60,
             num_experts_per_tok=4, qkv_bias=True,
         ),
     ),
     "qwen3_moe": ModelType(
-        "Qwen3MoeForCausalLM", {"heads": _EACH}, ("attention_bias", "num_experts", "moe_intermediate_size"),
+        "Qwen3MoeForCausalLM", {"heads": _EACH},
+        ("attention_bias", "num_experts", "moe_intermediate_size", *_WINDOW),
         _told(32768, 4, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8),
     ),
     "olmoe": ModelType(
@@ -96,13 +129,8 @@ ROWS: dict[str, ModelType] = {
             num_local_experts=128, num_experts_per_tok=4, norm_topk_prob=True,
         ),
     ),
-    "deepseek_v3": ModelType(
-        "DeepseekV3ForCausalLM", {"mixture": {"score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False}},
-        ("attention_bias", "kv_lora_rank"),
-        _told(
-            4096, None, n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, norm_topk_prob=True
-        ),
-    ),
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
     "granite": ModelType("GraniteForCausalLM", {}, (*_BIASES, "attention_multiplier"), _told(2048)),
     "smollm3": ModelType(
         "SmolLM3ForCausalLM", {}, (*_BIASES, "no_rope_layers", "layer_types"),

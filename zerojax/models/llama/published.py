@@ -67,6 +67,16 @@ _sigmoid = functools.partial(  # arXiv:2412.19437, section 4.2
     MixtureForm, score="sigmoid", has_choice_bias=True, is_shared_gated=False,
 )
 
+_olmo3 = functools.partial(  # arXiv:2512.13961: three layers with a window, then one whose positions are stretched
+    LlamaConfig, max_seq_len=65536, norms=Norms(eps=1e-6, places="after"), model_type="olmo3",
+    heads=Heads(norm="joint", windows=(_NEAR,) * 3 + (_ALL,)),
+    rotation=Rotation(5e5, Scaling("yarn", 8.0, 1.0, 32.0, 8192, 0.1 * math.log(8) + 1), in_windows=Rope(5e5)),
+)
+_exaone4 = functools.partial(  # arXiv:2507.11407
+    LlamaConfig, 102400, norms=Norms(places="after"), model_type="exaone4",
+)
+_stretched_16 = functools.partial(Rotation, 1e6, Scaling("llama3", 16.0, 1.0, 4.0, 8192))
+
 PRESETS: dict[str, LlamaConfig] = {
     "deepseek_v3": LlamaConfig(
         129280, 61, 7168, 128, 128, 192, 18432, max_seq_len=163840, norms=_EPS,
@@ -74,6 +84,12 @@ PRESETS: dict[str, LlamaConfig] = {
         heads=Heads(scale=192**-0.5 * _YARN_40**2, latent=Latent(512, 1536, 128, 64, 128)),
         mixture=_sigmoid(256, 8, 2048, shared_dim=2048, dense_layers=(0, 1, 2), groups=(8, 4), scale=2.5),
         model_type="deepseek_v3",
+    ),
+    "kimi_k2": LlamaConfig(  # arXiv:2507.20534: a trillion weights, with fewer heads than DeepSeek-V3 and more experts
+        163840, 61, 7168, 64, 64, 192, 18432, max_seq_len=131072, norms=_EPS,
+        rotation=Rotation(50000.0, Scaling("yarn", 32.0, 1.0, 1.0, 4096)),
+        heads=Heads(scale=192**-0.5 * (0.1 * math.log(32) + 1) ** 2, latent=Latent(512, 1536, 128, 64, 128)),
+        mixture=_sigmoid(384, 8, 2048, shared_dim=2048, dense_layers=(0,), scale=2.827), model_type="kimi_k2",
     ),
     "moonlight_16b_a3b": LlamaConfig(  # Moonlight-16B-A3B, arXiv:2502.16982: DeepSeek-V3's class, no latent of queries
         163840, 27, 2048, 16, 16, 192, 11264, max_seq_len=8192, rotation=Rotation(50000.0),
@@ -111,6 +127,24 @@ PRESETS: dict[str, LlamaConfig] = {
     "phi3_medium": _phi3(32064, 40, 5120, 40, 10, 128, 17920),
     "olmo2_7b": _olmo2(100352, 32, 4096, 32, 32, 128, 11008),
     "olmo2_13b": _olmo2(100352, 40, 5120, 40, 40, 128, 13824),
+    "olmo3_7b": _olmo3(100278, 32, 4096, 32, 32, 128, 11008),
+    "olmo3_32b": _olmo3(100278, 64, 5120, 40, 8, 128, 27648),
+    "exaone4_1b": _exaone4(
+        30, 2048, 32, 8, 64, 4096, max_seq_len=65536, tie_embeddings=True, heads=Heads(norm="each"),
+        rotation=_stretched_16(),
+    ),
+    "exaone4_32b": _exaone4(
+        64, 5120, 40, 8, 128, 27392, max_seq_len=131072, heads=Heads(norm="each", windows=(_NEAR,) * 3 + (_ALL,)),
+        rotation=_stretched_16(layers=(True, True, True, False)),
+    ),
+    "seed_oss_36b": LlamaConfig(
+        155136, 64, 5120, 80, 8, 128, 27648, max_seq_len=524288, rotation=Rotation(1e7), norms=_EPS,
+        heads=Heads(qkv_bias=True), model_type="seed_oss",
+    ),
+    "internlm3_8b": LlamaConfig(
+        128512, 48, 4096, 32, 2, 128, 10240, max_seq_len=32768, model_type="internlm3",
+        rotation=Rotation(5e7, Scaling("dynamic", 6.0, original_length=32768)),
+    ),
     "granite3_2b": _granite(49155, 40, 2048, 32, 8, 64, 8192, theta=5e6, scale=1 / 64, logits=1 / 8),
     "granite3_8b": _granite(49155, 40, 4096, 32, 8, 128, 12800, theta=1e7, scale=1 / 128, logits=1 / 16),
     "smollm3_3b": LlamaConfig(
