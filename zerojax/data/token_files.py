@@ -65,15 +65,22 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
 }
 # The class that transformers keeps for a model type; "" runs the file as it is.
 MODELS: Mapping[str, str] = {
-    **dict.fromkeys(("mistral", "mixtral", "phi3", "olmo2", "olmo3", "granite", "internlm3"), ""),
+    **dict.fromkeys(
+        ("mistral", "mixtral", "phi3", "olmo2", "olmo3", "granite", "internlm3", "glm4", "ernie4_5", "ministral3"), ""
+    ),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("bart", "roberta"), "RobertaTokenizer"),
-    "gpt2": "GPT2Tokenizer",
+    **dict.fromkeys(("gpt2", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("bert", "distilbert"), "BertTokenizer"),
     "t5": "T5Tokenizer",
 }
-_OVERRULED = ("qwen2", "phi3", "internlm3")  # model types whose published tokenizer_class is known to be wrong
+_OVERRULED = (
+    "qwen2",
+    "phi3",
+    "internlm3",
+    "ernie4_5",
+)  # model types whose published tokenizer_class is known to be wrong
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ class Fields:
       raw: its contents.
       place: its name.
       way_out: from a wrong value.
-      names: {the name of a field here: its name in the file, where that is another}. Both are read.
+      names: {the name of a field here: its name in the file, where that is another}. The latter is read, and else the former.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Fields:
         way_out: str = "choose a folder whose model has that",
         names: Mapping[str, str] | None = None,
     ):
-        self._names = {ours: theirs for ours, theirs in (names or {}).items() if ours not in raw}
+        self._names = names or {}
         self.raw = {**raw, **{ours: raw[theirs] for ours, theirs in self._names.items() if theirs in raw}}
         self.place, self._way_out = place, way_out
 

@@ -38,18 +38,20 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class LayerNorm(nn.Module):
-    """Subtracts the mean, divides by the standard deviation, scales and shifts (arXiv:1607.06450)."""
+    """Subtracts the mean, divides by the standard deviation, scales and shifts, unless it has no bias (arXiv:1607.06450)."""
 
     eps: float
+    use_bias: bool = True
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         scale_D = self.param("scale", nn.initializers.ones, (x_BTD.shape[-1],))
-        bias_D = self.param("bias", nn.initializers.zeros, (x_BTD.shape[-1],))
+        bias_D = self.param("bias", nn.initializers.zeros, (x_BTD.shape[-1],)) if self.use_bias else None
         x32_BTD = x_BTD.astype(jnp.float32)
         x32_BTD -= jnp.mean(x32_BTD, axis=-1, keepdims=True)
         norm_BTD = x32_BTD * jax.lax.rsqrt(jnp.mean(x32_BTD**2, axis=-1, keepdims=True) + self.eps)
-        return norm_BTD.astype(x_BTD.dtype) * scale_D + bias_D
+        y_BTD = norm_BTD.astype(x_BTD.dtype) * scale_D
+        return y_BTD if bias_D is None else y_BTD + bias_D
 
 
 class RMSNorm(nn.Module):
@@ -100,8 +102,8 @@ def _rms_norm_jvp(eps: float, primals: tuple, tangents: tuple) -> tuple[jax.Arra
 
 
 def norm(kind: str, eps: float, offset: float, name: str | None = None) -> nn.Module:
-    """Returns a norm: "rms", to whose scale an offset is added, or "layer"."""
-    return RMSNorm(eps, offset, name=name) if kind == "rms" else LayerNorm(eps, name=name)
+    """Returns a norm: "rms", to whose scale an offset is added, "layer", or "unbiased", which is that without a bias."""
+    return RMSNorm(eps, offset, name=name) if kind == "rms" else LayerNorm(eps, kind == "layer", name=name)
 
 
 class Linear(nn.Module):

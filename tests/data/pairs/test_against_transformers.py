@@ -252,10 +252,16 @@ FAMILIES = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3"), ("byte_fallback", "GemmaTokenizer")),
     **dict.fromkeys(("qwen2", "qwen2moe", "qwen3moe"), ("byte_level", "Qwen2Tokenizer")),
     **dict.fromkeys(("granite", "olmo2"), ("gpt2", "GPT2Tokenizer")),
-    **dict.fromkeys(("gptoss", "smollm3", "seedoss", "exaone4", "olmo3"), ("byte_level", "PreTrainedTokenizerFast")),
+    **dict.fromkeys(
+        ("gptoss", "smollm3", "seedoss", "exaone4", "olmo3", "glm4"), ("byte_level", "PreTrainedTokenizerFast")
+    ),
     **dict.fromkeys(("llama", "llamadynamic", "mixtral"), ("prepend", "LlamaTokenizer")),
     **dict.fromkeys(("phi3", "phi3long"), ("first", "LlamaTokenizer")),
     "deepseekv3": ("byte_level", "LlamaTokenizerFast"),
+    "cohere2": ("byte_level", "CohereTokenizer"),
+    "ernie45": ("first", "LlamaTokenizer"),
+    "ministral3": ("byte_level", "LlamaTokenizerFast"),
+    "starcoder2": ("gpt2", "GPT2Tokenizer"),
     "gpt2": ("gpt2", "GPT2Tokenizer"),
     "olmoe": ("byte_level", "GPTNeoXTokenizer"),
     **dict.fromkeys(("bert", "distilbert"), ("wordpiece", "BertTokenizer")),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.models.llama import attention
+from zerojax.models.llama import attention, model
 from zerojax.models.llama import family as presets
 
 ROUNDING = 2e-5  # float32 sums of some hundred terms in another order
@@ -34,6 +34,19 @@ def test_a_later_token_changes_no_earlier_result(changed):
     before, after = attend(params, X_BTD), attend(params, X_BTD.at[:, changed].add(1))
     np.testing.assert_array_equal(before[:, :changed], after[:, :changed])
     assert (abs(before[:, changed:] - after[:, changed:]).max(axis=(0, 2)) > 0).all()
+
+
+def test_queries_that_grow_by_their_positions_do_so_within_each_text_of_a_row():
+    config = CONFIG.changed(heads={"growth": (0.5, 4)})
+    assert np.abs(attend(make_params(), X_BTD, config) - attend(make_params(), X_BTD))[:, 4:].min(axis=(0, 2)).all()
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 61, (1, 22)))
+    net, segments = model.Llama(config), jnp.where(jnp.arange(22) < 12, 1, 2)[None]
+    shapes = jax.eval_shape(net.init, jax.random.key(0), tokens)["params"]
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.3, leaf.shape), leaf.dtype), shapes)
+    found = net.apply({"params": params}, tokens, segments, by_token=True, method="loss")
+    alone = net.apply({"params": params}, tokens[:, 12:], by_token=True, method="loss")
+    np.testing.assert_allclose(found[:, 12:], alone, rtol=ROUNDING)
 
 
 def test_grouped_attention_is_full_attention_with_repeated_heads():

@@ -36,6 +36,16 @@ PUBLISHED = {
     "exaone4_32b": 32_003_216_384,
     "seed_oss_36b": 36_151_104_512,
     "internlm3_8b": 8_804_241_408,
+    "glm4_9b": 9_400_279_040,
+    "glm4_32b": 32_566_081_536,
+    "ernie4_5_0_3b": 360_748_032,
+    "command_r7b": 8_028_033_024,
+    "starcoder2_3b": 3_030_371_328,
+    "starcoder2_7b": 7_173_923_840,
+    "starcoder2_15b": 15_957_889_024,
+    "ministral3_3b": 3_429_006_336,
+    "ministral3_8b": 8_489_553_920,
+    "ministral3_14b": 13_506_073_600,
     "granite3_2b": 2_533_531_648,
     "granite3_8b": 8_170_848_256,
     "smollm3_3b": 3_075_098_624,
@@ -50,7 +60,8 @@ SHAPES = published.PRESETS | gpt2.PRESETS
 # Presets of an architecture whose first one is counted by default.
 AGAIN = {
     "mixtral_8x22b", "qwen3_235b_a22b", "moonlight_16b_a3b", "gpt_oss_120b", "gemma_7b", "gemma2_9b", "gemma2_27b", "gemma3_4b",
-    "phi3_medium", "olmo2_13b", "olmo3_32b", "exaone4_1b", "kimi_k2", "granite3_8b", "gpt2_medium", "gpt2_large", "gpt2_xl",
+    "phi3_medium", "olmo2_13b", "olmo3_32b", "exaone4_1b", "kimi_k2", "glm4_32b",
+    "starcoder2_7b", "starcoder2_15b", "ministral3_8b", "ministral3_14b", "granite3_8b", "gpt2_medium", "gpt2_large", "gpt2_xl",
 }  # fmt: skip
 
 

@@ -60,6 +60,8 @@ class Attention(nn.Module):
         if self.rotation is not None:
             turn = self._turn(x_BTD.shape[1], positions_BT, past, lengths_BT)
             q_BTHN, k_BTKN = turn(q_BTHN), turn(k_BTKN)
+        if own.growth is not None:
+            q_BTHN = q_BTHN * _growth(*own.growth, x_BTD.shape[1], positions_BT).astype(q_BTHN.dtype)
         if not own.norm:  # the norms' gradients read the matmuls' results
             q_BTHN, k_BTKN, v_BTKN = map(residuals.in_place, (q_BTHN, k_BTKN, v_BTKN))
         sinks_H = self.param("sinks", nn.initializers.normal(0.02), (c.num_heads,)) if own.has_sinks else None
@@ -98,6 +100,16 @@ class Attention(nn.Module):
             if past is not None and positions_BT is not None:
                 held = jnp.where(past.step.is_text_BS, past.step.slot_positions_BS, 0)
                 seen = 1 + jnp.minimum(jnp.max(positions_BT, axis=1), jnp.max(held, axis=1))
-        frequency_F = rope.frequencies(c.rotation.dims or c.head_dim, theta, scaling, seen)
+        dims = c.rotation.dims or c.head_dim
+        frequency_F = rope.frequencies(dims, theta, scaling, seen)
         factor = 1.0 if scaling is None else scaling.attention_factor
-        return lambda x_BTXN: rope.rotate(x_BTXN, frequency_F, positions_BT, factor)
+        # Queries and keys have the same order, so scores are those of the order in files.
+        ordered = (lambda x_BTXN: rope.halved(x_BTXN, dims)) if c.rotation.is_interleaved else lambda x_BTXN: x_BTXN
+        return lambda x_BTXN: rope.rotate(ordered(x_BTXN), frequency_F, positions_BT, factor)
+
+
+def _growth(slope: float, length: int, tokens: int, positions_BT: jax.Array | None) -> jax.Array:
+    """Returns what multiplies the queries at positions of their texts (`Heads.growth`): float32[B or 1, T, 1, 1]."""
+    if positions_BT is None:
+        positions_BT = jnp.arange(tokens)[None]
+    return (1 + slope * jnp.log(1.0 + positions_BT // length))[..., None, None]

@@ -24,6 +24,8 @@ class Heads:
       windows: for each layer, the number of tokens that a query sees, with its own (0: all before it); () for all layers 0. Fewer
         than there are layers are repeated.
       scale: multiplies the scores; 0: 1 / sqrt(head_dim).
+      growth: (b, length): a query at position p of its text is multiplied by 1 + b log(1 + floor(p / length)) once it is rotated; None:
+        it is not.
       cap: bounds the scores by a softcap; 0 for no bound.
       has_sinks: whether each head has a sink (`ops.sinks`).
       latent: the shape of latent attention (`mla`); None: attention is grouped. `head_dim` is then that of queries and keys.
@@ -35,6 +37,7 @@ class Heads:
     norm: Literal["", "each", "joint"] = ""
     windows: tuple[int, ...] = ()
     scale: float = 0.0
+    growth: tuple[float, int] | None = None
     cap: float = 0.0
     has_sinks: bool = False
     latent: mla.Latent | None = None
@@ -45,16 +48,17 @@ class Norms:
     """The norms of the residual stream.
 
     Attributes:
-      kind: "rms", or "layer" (with biases).
+      kind: "rms", "layer" (with biases), or "unbiased" ("layer" without).
       eps: is added to the mean square.
       offset: is added to the scale of each RMSNorm, also of queries and keys.
-      places: each residual branch is normalised "before" it, "after" it, or both.
+      places: each residual branch is normalised "before" it, "after" it, or both. "shared": one norm is before both branches of a layer,
+        which are parallel: x + attention(norm(x)) + mlp(norm(x)).
     """
 
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Literal["rms", "layer", "unbiased"] = "rms"
     eps: float = 1e-5
     offset: float = 0.0
-    places: Literal["before", "after", "both"] = "before"
+    places: Literal["before", "after", "both", "shared"] = "before"
 
 
 @dataclasses.dataclass(frozen=True)

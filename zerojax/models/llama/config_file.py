@@ -21,9 +21,21 @@ PARTS = {
     "scales": Scales,
 }
 Found = Mapping[str, Mapping[str, Any]]  # name of a part -> its fields
+_YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 # Where a config.json tells none.
-_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-_GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
+_ROPES: Mapping[str, Mapping[str, Any]] = {
+    "gpt_oss": {**_YARN, "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+    "ministral3": {
+        **_YARN,
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16384,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+_IN_ALL = ("mistral", "phi3", "mixtral", "qwen3_moe", "starcoder2", "ministral3")  # a window is that of every layer
 
 
 def write(config: LlamaConfig) -> dict[str, Any]:
@@ -62,6 +74,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
             "residual_multiplier": c.scales.residual,
             "logits_scaling": 1 / c.scales.logits,
         },
+        "logit_scale": lambda: {"logit_scale": c.scales.logits},
         "no_rope_layers": lambda: {"no_rope_layers": [int(c.rope_of(i) is not None) for i in range(c.num_layers)]},
         "partial_rotary_factor": lambda: {"partial_rotary_factor": (c.rotation.dims or c.head_dim) / c.head_dim},
         "layer_types": lambda: {"layer_types": kinds},
@@ -93,8 +106,11 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         found["rope_parameters"] = {
             kind: {"rope_theta": own.theta} | _write_scaling(own.scaling) for kind, own in ropes.items()
         }
-    elif scaling is not None or c.model_type == "gpt_oss":  # whose class scales where nothing is told
+    elif scaling is not None or c.model_type in _ROPES:
         found["rope_scaling"] = _write_scaling(scaling)
+        if heads.growth is not None:
+            grown = dict(zip(("llama_4_scaling_beta", "original_max_position_embeddings"), heads.growth))
+            found["rope_scaling"] |= grown
         if heads.latent is not None and scaling is not None and heads.scale:
             grown = math.sqrt(heads.scale * math.sqrt(c.head_dim)) - 1
             found["rope_scaling"]["mscale_all_dim"] = grown / (0.1 * math.log(scaling.factor))
@@ -103,7 +119,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
     if any(windows):
         found |= {"sliding_window": max(windows), "use_sliding_window": True, "max_window_layers": windows.count(0)}
         found["layer_types"] = kinds
-    elif c.model_type == "mistral" or (c.model_type == "exaone4" and not c.rotation.layers):
+    elif c.model_type in ("mistral", "ministral3") or (c.model_type == "exaone4" and not c.rotation.layers):
         found["sliding_window"] = None  # else the class has a window of its own
     return {row.names.get(name, name): value for name, value in found.items()}
 
@@ -185,7 +201,7 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
     ]
     if "attention_out_bias" in row.reads:
         parts.append({"heads": {"o_bias": f.flag("attention_out_bias", False)}})
-    if kind == "exaone4" and f.raw["sliding_window"] is not None:
+    if kind == "cohere2" or (kind == "exaone4" and f.raw["sliding_window"] is not None):
         parts.append({"rotation": {"layers": tuple(map(bool, windows)) or (False,)}})
     found = LlamaConfig(
         f.count("vocab_size"),
@@ -300,6 +316,12 @@ def _read_multipliers(f: config_json.Fields, reads: Collection[str]) -> Found:
             },
             "heads": {"scale": f.number("attention_multiplier", 1.0)},
         }
+    if "logit_scale" in reads:
+        return {"scales": {"logits": f.number("logit_scale", 0.0625)}}
+    if "llama_4_scaling_beta" in reads:
+        group = _rope_group(f)
+        grown = group.number("llama_4_scaling_beta"), group.count("original_max_position_embeddings")
+        return {"heads": {"growth": grown}}
     return {"rotation": {"layers": _read_rotated(f)}} if "no_rope_layers" in reads else {}
 
 
@@ -351,16 +373,11 @@ def _read_rotated(f: config_json.Fields) -> tuple[bool, ...]:
 
 def _read_ropes(f: config_json.Fields, head_dim: int, *, nested: bool) -> dict[str, Any]:
     """Reads the forms of transformers 5 (rope_parameters) and of earlier versions (rope_theta, rope_scaling)."""
-    told = [name for name in ("rope_scaling", "rope_parameters") if f.raw.get(name)]
-    if len(told) == 2 and f.raw[told[0]] != f.raw[told[1]]:
-        raise f.refuse("rope_scaling", "absent where there are rope_parameters")
-    if not told and f.raw["model_type"] == "gpt_oss":
-        f = config_json.Fields({**f.raw, "rope_parameters": _GPT_OSS_ROPE})
-    group = f.group(told[0] if told else "rope_parameters")
+    group = _rope_group(f)
     theta = f.number("rope_theta", 10000.0)
     if nested:  # a rotation for layers with a window, and one for the others
         local = f.number("rope_local_base_freq", 10000.0)
-        is_new = told == ["rope_parameters"]
+        is_new = bool(f.raw.get("rope_parameters")) and not f.raw.get("rope_scaling")
         full, near = (
             (group.group("full_attention"), group.group("sliding_attention")) if is_new else (group, f.group(""))
         )
@@ -375,15 +392,25 @@ def _read_ropes(f: config_json.Fields, head_dim: int, *, nested: bool) -> dict[s
     return {"theta": own.theta, "scaling": own.scaling, "dims": dims}
 
 
+def _rope_group(f: config_json.Fields) -> config_json.Fields:
+    told = [name for name in ("rope_scaling", "rope_parameters") if f.raw.get(name)]
+    if len(told) == 2 and f.raw[told[0]] != f.raw[told[1]]:
+        raise f.refuse("rope_scaling", "absent where there are rope_parameters")
+    if not told and (usual := _ROPES.get(f.raw["model_type"])):
+        f = config_json.Fields({**f.raw, "rope_parameters": usual})
+    return f.group(told[0] if told else "rope_parameters")
+
+
 def _read_rope(f: config_json.Fields, group: config_json.Fields, theta: float, head_dim: int) -> tuple[rope.Rope, int]:
     """Returns a rotation, and the dims of a head that are rotated (0: all)."""
     is_phi = f.raw["model_type"] == "phi3"
+    is_part = "partial_rotary_factor" in ROWS[f.raw["model_type"]].reads
     theta, share = group.number("rope_theta", theta), f.number("partial_rotary_factor", 1.0)
     share = group.number("partial_rotary_factor", share)  # as transformers: the group's, where both are told
     dims = int(head_dim * share)
-    if share != 1 and (not is_phi or dims % 2 or not 0 < dims <= head_dim):
+    if share != 1 and (not is_part or dims % 2 or not 0 < dims <= head_dim):
         raise (group if "partial_rotary_factor" in group.raw else f).refuse(
-            "partial_rotary_factor", f"a share of {head_dim} dims that gives pairs" if is_phi else "1"
+            "partial_rotary_factor", f"a share of {head_dim} dims that gives pairs" if is_part else "1"
         )
     rotary = 0 if dims == head_dim else dims
     name = "rope_type" if "rope_type" in group.raw else "type"
@@ -437,16 +464,16 @@ def _read_windows(f: config_json.Fields, kind: str) -> tuple[int, ...]:
         return _windows_by_type(f, kind, layers)
     if "sliding_window" not in ROWS[kind].reads:
         return ()
-    is_all = kind in ("mistral", "phi3", "mixtral", "qwen3_moe")  # the class has the window in every layer
-    is_window_read = kind in ("mistral", "phi3", "mixtral") or f.flag("use_sliding_window", False)
+    is_all = kind in _IN_ALL
+    is_window_read = (is_all and kind != "qwen3_moe") or f.flag("use_sliding_window", False)
     has_window = is_window_read and f.raw.get("sliding_window", 4096) is not None
     window = f.count("sliding_window", 4096) if has_window else 0
-    if types is None or kind in ("phi3", "mixtral", "qwen3_moe"):
+    if types is None or (is_all and kind not in ("mistral", "ministral3")):
         first = 0 if is_all else f.count("max_window_layers", 28) if f.raw.get("max_window_layers", 28) else 0
         windows = tuple(window if layer >= first else 0 for layer in range(layers))
     else:
         known: tuple[str, ...] = ("full_attention", "sliding_attention") if window else ("full_attention",)
-        known = known[1:] if window and kind == "mistral" else known  # its class has the window in every layer
+        known = known[1:] if window and is_all else known
         if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*known}:
             raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
         windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)

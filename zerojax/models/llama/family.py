@@ -59,10 +59,11 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
     c, attention, mlp = config, "model.layers.{}.self_attn", "model.layers.{}.mlp"
     found = {
         "embed/embedding": Tensor(EMBED),
-        "norm/scale": Tensor("model.norm.weight"),
         "head/kernel": Tensor(HEAD, 1),
     }
-    found |= {f"layer_{{}}/{ours}/scale": Tensor(f"model.layers.{{}}.{theirs}.weight") for ours, theirs in _norms(c)}
+    norms = {"norm": "model.norm"} | {f"layer_{{}}/{ours}": f"model.layers.{{}}.{theirs}" for ours, theirs in _norms(c)}
+    for ours, theirs in norms.items():
+        found |= {f"{ours}/scale": Tensor(f"{theirs}.weight"), f"{ours}/bias": Tensor(f"{theirs}.bias")}
     if c.heads.latent is not None:
         found |= _latent_tensors(c, attention)
     for name in () if c.heads.latent is not None else ("qkv",) if c.heads.is_fused else ("q", "k", "v"):
@@ -76,8 +77,11 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
         }
     found |= {"layer_{}/attention/sinks": Tensor(f"{attention}.sinks")} if c.heads.has_sinks else {}
     found |= _expert_tensors(c.mixture, c.model_type) if c.mixture is not None else {}
-    for name in ("gate_up", "down") if c.mlp.is_fused else ("gate", "up", "down"):
-        found |= _linear(f"layer_{{}}/mlp/{name}", f"{mlp}.{name}_proj", 1, c.mlp.has_biases)
+    names = {name: f"{name}_proj" for name in ("gate_up", "gate", "up", "down")}
+    if not c.mlp.is_gated:
+        names = {"up": "c_fc", "down": "c_proj"}
+    for ours, theirs in names.items():
+        found |= _linear(f"layer_{{}}/mlp/{ours}", f"{mlp}.{theirs}", 1, c.mlp.has_biases)
     return found
 
 
@@ -125,6 +129,9 @@ def _norms(config: LlamaConfig) -> list[tuple[str, str]]:
     ]
     if config.norms.places == "after":
         return after
+    if config.model_type == "glm4":
+        own = ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
+        return list(zip(("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"), own))
     if config.norms.places == "both":
         return [("attention_norm", "input_layernorm"), ("mlp_norm", "pre_feedforward_layernorm"), *after]
     return [("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")]

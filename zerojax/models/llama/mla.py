@@ -141,6 +141,6 @@ class LatentAttention(nn.Module):
         """Returns the rotated part of queries or keys; pairs of neighbours become pairs of the halves, in both."""
         theta, scaling = self.rotation
         if self.shape.is_interleaved:
-            x_BTHN = jnp.concatenate([x_BTHN[..., ::2], x_BTHN[..., 1::2]], axis=-1)
+            x_BTHN = rope.halved(x_BTHN, self.shape.rotary_dim)
         frequency_F = rope.frequencies(self.shape.rotary_dim, theta, scaling)
         return rope.rotate(x_BTHN, frequency_F, positions_BT, 1.0 if scaling is None else scaling.attention_factor)

@@ -59,10 +59,15 @@ class Layer(nn.Module):
         c = self.config
         before, after = self._norms("attention")
         lengths = {} if lengths_BT is None else {"lengths_BT": lengths_BT}
-        y_BTD, keys = self._attention()(before(x_BTD), mask_BT, past, segments_BT, positions_BT, **lengths)
-        x_BTD = residuals.in_place(x_BTD + after(y_BTD))
-        second, (norm, mlp_after) = (mlp.Mixture if self.has_experts else mlp.MLP)(c, name="mlp"), self._norms("mlp")
+        read_BTD = before(x_BTD)
+        y_BTD, keys = self._attention()(read_BTD, mask_BT, past, segments_BT, positions_BT, **lengths)
+        second = (mlp.Mixture if self.has_experts else mlp.MLP)(c, name="mlp")
         tile = 0 if self.is_initializing() else c.tile_tokens
+        if c.norms.places == "shared":
+            x_BTD = residuals.in_place(x_BTD + after(y_BTD)) + after(tiles.over_tiles(second, read_BTD, tile))
+            return x_BTD if past is None else (x_BTD, keys)
+        x_BTD = residuals.in_place(x_BTD + after(y_BTD))
+        norm, mlp_after = self._norms("mlp")
         branch = lambda x_BTD: x_BTD + mlp_after(second(norm(x_BTD)))  # noqa: E731
         x_BTD = tiles.over_tiles(branch, x_BTD, tile) if tile else branch(x_BTD)
         return x_BTD if past is None else (x_BTD, keys)
@@ -93,8 +98,8 @@ class Layer(nn.Module):
         c = self.config
         same = lambda x_BTD: x_BTD  # noqa: E731
         before, after = (
-            make_norm(c, f"{branch}{name}") if c.norms.places in (place, "both") else same
-            for place, name in (("before", "_norm"), ("after", "_post_norm"))
+            make_norm(c, f"{branch}{name}") if c.norms.places in places else same
+            for places, name in ((("before", "both", "shared"), "_norm"), (("after", "both"), "_post_norm"))
         )
         if c.scales.residual == 1:
             return before, after
@@ -119,14 +124,15 @@ class Llama(nn.Module):
         lengths_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the normalised hidden states, the head's input: float[B, T, D]. For the other arguments see `Layer`."""
+        own_BT = _positions_in_texts(self.config, segments_BT, positions_BT)
         given = {
             "mask_BT": mask_BT,
             "segments_BT": segments_BT,
-            "positions_BT": positions_BT,
+            "positions_BT": positions_BT if self.config.heads.growth is None else own_BT,
             "lengths_BT": lengths_BT,
         }
         seen = {name: array for name, array in given.items() if array is not None}
-        x_BTD = self._embedded(tokens_BT, _positions_in_texts(self.config, segments_BT, positions_BT))
+        x_BTD = self._embedded(tokens_BT, own_BT)
         for layer in self.layer:
             x_BTD = layer(x_BTD, **seen)
         return self.norm(x_BTD)
@@ -272,13 +278,13 @@ def make_norm(config: LlamaConfig, name: str | None = None) -> nn.Module:
 def _positions_in_texts(
     config: LlamaConfig, segments_BT: jax.Array | None, positions_BT: jax.Array | None
 ) -> jax.Array | None:
-    """Returns the positions of tokens in their texts, where rows hold several and positions have embeddings."""
-    if not config.has_positions or segments_BT is None:
+    """Returns the positions of tokens in their texts, where rows hold several and more than distances counts."""
+    if not (config.has_positions or config.heads.growth) or segments_BT is None:
         return positions_BT
     if positions_BT is not None:
         raise UserError(
-            "pack: texts whose positions have embeddings are in one row, which is sharded over `context`, so that a device does not know "
-            "where they begin; set `pack=False` or `context=1`"
+            "pack: texts whose positions have embeddings or multiply queries are in one row, which is sharded over `context`, so that a "
+            "device does not know where they begin; set `pack=False` or `context=1`"
         )
     index_T = jnp.arange(segments_BT.shape[1])
     is_first = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))

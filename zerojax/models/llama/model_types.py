@@ -36,6 +36,7 @@ _EACH: Any = {"norm": "each"}  # of heads
 _JOINT: Any = {"norm": "joint"}
 _GEMMA = {"norms": {"offset": 1.0, "places": "both"}}
 _GEMMA_READS = ("attention_bias", "use_bidirectional_attention", "query_pre_attn_scalar", "layer_types")
+_INTERLEAVED = {"rotation": {"is_interleaved": True}}
 _AFTER = {"norms": {"places": "after"}}
 _TANH = "gelu_pytorch_tanh"
 _GELU = ("hidden_activation", _TANH)
@@ -131,6 +132,36 @@ ROWS: dict[str, ModelType] = {
     ),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
+    "glm4": ModelType(
+        "Glm4ForCausalLM",
+        {"norms": {"places": "both"}, "heads": {"o_bias": False}, "mlp": {"is_fused": True}} | _INTERLEAVED,
+        ("attention_bias", "partial_rotary_factor"),
+        _told(131072, 2, head_dim=128, rms_norm_eps=1.5625e-7, attention_bias=True, partial_rotary_factor=0.5),
+    ),
+    "ernie4_5": ModelType(
+        "Ernie4_5ForCausalLM", _INTERLEAVED, _BIASES,
+        _told(131072, 2, head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True),
+        names=dict.fromkeys(_BIASES, "use_bias"),
+    ),
+    "cohere2": ModelType(
+        "Cohere2ForCausalLM", {"norms": {"kind": "unbiased", "places": "shared"}} | _INTERLEAVED,
+        ("attention_bias", "layer_types", "logit_scale"),
+        _told(
+            8192, None, rms_norm_eps=1e-5, sliding_window=4096, sliding_window_pattern=4, tie_word_embeddings=True,
+        ),
+        names={"rms_norm_eps": "layer_norm_eps"},
+    ),
+    "starcoder2": ModelType(
+        "Starcoder2ForCausalLM", {"norms": {"kind": "layer"}, "mlp": {"is_gated": False}}, (*_BIASES, *_WINDOW),
+        _told(
+            4096, 2, rms_norm_eps=1e-5, sliding_window=None, attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
+        ),
+        ("hidden_act", _TANH), names={"rms_norm_eps": "norm_epsilon"} | dict.fromkeys(_BIASES, "use_bias"),
+    ),
+    "ministral3": ModelType(
+        "Ministral3ForCausalLM", {}, ("llama_4_scaling_beta", *_WINDOW),
+        _told(262144, 8, head_dim=128, rms_norm_eps=1e-5, sliding_window=None),
+    ),
     "granite": ModelType("GraniteForCausalLM", {}, (*_BIASES, "attention_multiplier"), _told(2048)),
     "smollm3": ModelType(
         "SmolLM3ForCausalLM", {}, (*_BIASES, "no_rope_layers", "layer_types"),

@@ -76,6 +76,19 @@ _exaone4 = functools.partial(  # arXiv:2507.11407
     LlamaConfig, 102400, norms=Norms(places="after"), model_type="exaone4",
 )
 _stretched_16 = functools.partial(Rotation, 1e6, Scaling("llama3", 16.0, 1.0, 4.0, 8192))
+_glm4 = functools.partial(
+    LlamaConfig, 151552, max_seq_len=32768, norms=Norms(places="both"), mlp=MLPForm(is_fused=True), model_type="glm4",
+    rotation=Rotation(1e4, dims=64, is_interleaved=True),
+)
+_PLAIN = MLPForm("gelu_pytorch_tanh", is_gated=False, has_biases=True)
+_starcoder2 = functools.partial(  # arXiv:2402.19173
+    LlamaConfig, 49152, norms=Norms("layer"), heads=Heads(True, True, windows=(_NEAR,)), mlp=_PLAIN, max_seq_len=16384,
+    model_type="starcoder2",
+)
+_ministral3 = functools.partial(
+    LlamaConfig, 131072, max_seq_len=262144, heads=Heads(growth=(0.1, 16384)), model_type="ministral3",
+)
+_yarn_16 = Scaling("yarn", 16.0, 1.0, 32.0, 16384)
 
 PRESETS: dict[str, LlamaConfig] = {
     "deepseek_v3": LlamaConfig(
@@ -145,6 +158,23 @@ PRESETS: dict[str, LlamaConfig] = {
         128512, 48, 4096, 32, 2, 128, 10240, max_seq_len=32768, model_type="internlm3",
         rotation=Rotation(5e7, Scaling("dynamic", 6.0, original_length=32768)),
     ),
+    "glm4_9b": _glm4(40, 4096, 32, 2, 128, 13696, heads=Heads(qkv_bias=True)),
+    "glm4_32b": _glm4(61, 6144, 48, 2, 128, 23040),
+    "ernie4_5_0_3b": LlamaConfig(
+        103424, 18, 1024, 16, 2, 128, 3072, max_seq_len=131072, rotation=Rotation(5e5, is_interleaved=True),
+        tie_embeddings=True, model_type="ernie4_5",
+    ),
+    "command_r7b": LlamaConfig(  # Command R7B, arXiv:2504.00698
+        256000, 32, 4096, 32, 8, 128, 14336, max_seq_len=132096, norms=Norms("unbiased", places="shared"),
+        rotation=Rotation(50000.0, is_interleaved=True, layers=(True, True, True, False)), scales=Scales(logits=0.25),
+        heads=Heads(windows=(_NEAR,) * 3 + (_ALL,)), tie_embeddings=True, model_type="cohere2",
+    ),
+    "starcoder2_3b": _starcoder2(30, 3072, 24, 2, 128, 12288, rotation=Rotation(999999.4420358813), tie_embeddings=True),
+    "starcoder2_7b": _starcoder2(32, 4608, 36, 4, 128, 18432, rotation=Rotation(1e6), tie_embeddings=True),
+    "starcoder2_15b": _starcoder2(40, 6144, 48, 4, 128, 24576, rotation=Rotation(1e5)),
+    "ministral3_3b": _ministral3(26, 3072, 32, 8, 128, 9216, rotation=Rotation(1e6, _yarn_16), tie_embeddings=True),
+    "ministral3_8b": _ministral3(34, 4096, 32, 8, 128, 14336, rotation=Rotation(1e6, _yarn_16)),
+    "ministral3_14b": _ministral3(40, 5120, 32, 8, 128, 16384, rotation=Rotation(1e9, _yarn_16)),
     "granite3_2b": _granite(49155, 40, 2048, 32, 8, 64, 8192, theta=5e6, scale=1 / 64, logits=1 / 8),
     "granite3_8b": _granite(49155, 40, 4096, 32, 8, 128, 12800, theta=1e7, scale=1 / 128, logits=1 / 16),
     "smollm3_3b": LlamaConfig(

@@ -60,6 +60,7 @@ class Rotation:
       theta, scaling: of a layer's `Rope`.
       in_windows: the rotation in layers with a window; None: that of the others.
       dims: of a head that are rotated; 0: all.
+      is_interleaved: whether neighbouring dims are rotated as a pair, and not the two halves.
       layers: for each layer, whether its queries and keys are rotated; () for all layers True. Fewer than there are layers are repeated.
     """
 
@@ -67,6 +68,7 @@ class Rotation:
     scaling: Scaling | None = None
     in_windows: Rope | None = None
     dims: int = 0
+    is_interleaved: bool = False
     layers: tuple[bool, ...] = ()
 
     def of(self, layer: int, *, has_window: bool) -> Rope | None:
@@ -133,6 +135,12 @@ def _kept_by_yarn(head_dim: int, theta: float, scaling: Scaling) -> jax.Array:
     first, last = max(first, 0), min(last, head_dim - 1)
     width = last - first or 0.001
     return 1 - jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - first) / width, 0, 1)
+
+
+def halved(x_BTHN: jax.Array, dims: int) -> jax.Array:
+    """Returns queries or keys whose first `dims` dims are in another order: pairs of neighbours become pairs of the halves (`rotate`)."""
+    turned = [x_BTHN[..., :dims:2], x_BTHN[..., 1:dims:2]]
+    return jnp.concatenate(turned + ([x_BTHN[..., dims:]] if dims < x_BTHN.shape[-1] else []), axis=-1)
 
 
 def rotate(
