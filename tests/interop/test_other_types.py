@@ -4,8 +4,11 @@ import json
 import shutil
 
 import golden_models
+import numpy as np
 import pytest
+import safetensors.numpy
 
+import zerojax
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import other_types
@@ -59,11 +62,11 @@ def test_a_type_with_a_field_that_is_not_read_or_other_tensors_is_not_named(tmp_
 
 def test_a_type_that_reads_images_too_names_its_text_model(tmp_path):
     inner = json.loads((golden_models.FOLDER / "gemma3" / "config.json").read_text())
-    found = refusal(tmp_path, "gemma3", model_type="gemma3", text_config=inner)
+    found = refusal(tmp_path, "gemma3", model_type="internvl", text_config=inner)
     assert found.startswith(", but its text model is 'gemma3_text', which it does: save that alone")
     shutil.rmtree(tmp_path / "gemma3")
     both = inner | {"use_bidirectional_attention": True}
-    assert refusal(tmp_path, "gemma3", model_type="gemma3", text_config=both) == ""
+    assert refusal(tmp_path, "gemma3", model_type="internvl", text_config=both) == ""
     for raw, known in (
         ({"model_type": "qwen2_5_vl", "vision_config": {}}, "qwen2"),
         ({"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}}, "qwen3"),
@@ -76,3 +79,45 @@ def test_a_type_that_reads_images_too_names_its_text_model(tmp_path):
         assert other_types.text_model(raw).get("model_type") == known
     axes = {"type": "mrope", "mrope_section": [1, 2, 3]}
     assert "rope_scaling" not in other_types.text_model({"model_type": "qwen2_vl", "rope_scaling": axes})
+
+
+@pytest.mark.parametrize(
+    "name, kind, prefix, head",
+    [
+        ("gemma3", "gemma3", "model.language_model.", ""),
+        ("ministral3", "mistral3", "language_model.model.", "language_model.lm_head.weight"),
+        ("ministral3", "mistral3", "model.language_model.", "lm_head.weight"),
+    ],
+)
+def test_of_a_folder_that_reads_images_too_the_text_model_is_taken_in_one_line(tmp_path, name, kind, prefix, head):
+    source = golden_models.FOLDER / name
+    raw = json.loads((source / "config.json").read_text())
+    tensors = safetensors.numpy.load_file(source / "model.safetensors")
+    inner = {field: value for field, value in raw.items() if field not in ("tie_word_embeddings", "eos_token_id")}
+    whole = {"model_type": kind, "text_config": inner, "vision_config": {"model_type": "siglip"}, "eos_token_id": 2}
+    whole |= {"tie_word_embeddings": raw["tie_word_embeddings"], "architectures": ["AForConditionalGeneration"]}
+    own = {head if at == "lm_head.weight" else at.replace("model.", prefix, 1): array for at, array in tensors.items()}
+    own |= {"vision_tower.a.weight": np.ones(3, np.float32), "model.multi_modal_projector.b": np.ones(2, np.float32)}
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "config.json").write_text(json.dumps(whole))
+    safetensors.numpy.save_file(own, tmp_path / "in" / "model.safetensors")
+    with pytest.warns(
+        UserWarning, match=r"^config.json: 2 tensors such as \S+ are of parts that see images, and are not"
+    ):
+        loaded = zerojax.load_huggingface(tmp_path / "in", stage=0)
+    assert loaded.config == folder_lib.open_folder(source).model and loaded.special.stops == (2,)
+    zerojax.export_huggingface(loaded.params, loaded, tmp_path / "out")
+    written = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == tensors.keys() and all((written[at] == tensors[at]).all() for at in tensors)
+    again = folder_lib.open_folder(tmp_path / "out")
+    assert again.model == loaded.config and "vision_config" not in again.raw and again.raw["eos_token_id"] == 2
+    (tmp_path / "in" / "config.json").write_text(json.dumps(whole | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UserError, match=f"weights of {inner['model_type']} that are quantized by 'fp8' are not read"):
+        folder_lib.open_folder(tmp_path / "in")
+
+
+def test_what_a_published_config_of_gemma_3_lacks_has_the_values_of_its_class():
+    inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    found = other_types.read_for_text({"model_type": "gemma3", "text_config": inner, "boi_token_index": 255999})
+    assert (found["vocab_size"], found["num_attention_heads"], found["tie_word_embeddings"]) == (262208, 8, True)
+    assert "boi_token_index" not in found and not other_types.read_for_text({"model_type": "gemma3"})

@@ -110,9 +110,13 @@ def open_folder(path: str | os.PathLike) -> Folder:
     path = pathlib.Path(hub.fetched(path))
     check_folder(path)
     raw = read_json(path / CONFIG)
+    text = other_types.read_for_text(raw)
+    if has_images := (kind := text.get("model_type", "")) in families.MODEL_TYPES:
+        raw = {**text, "architectures": list(families.MODEL_TYPES[kind].huggingface.architectures[kind][:1])}
     family = _family(path, raw)
     try:
-        entries = _canonical(family, raw, tensor_files.read_folder(path))
+        stored = tensor_files.read_folder(path)
+        entries = _canonical(family, raw, _of_text(stored) if has_images else stored)
     except UserError as error:
         if not str(error).startswith(CONFIG):
             raise
@@ -392,6 +396,20 @@ def _hint(path: pathlib.Path, raw: Mapping[str, Any]) -> str:
         if same and not other_types.unread(as_kind, read, family.huggingface.write):
             return f", but computes what {kind!r} does: set model_type to {kind!r} and architectures to [{same!r}]"
     return ""
+
+
+def _of_text(entries: Mapping[str, tensor_files.Entry]) -> dict[str, tensor_files.Entry]:
+    """Returns the tensors of the text model of a folder whose model reads images too."""
+    found = {other_types.names_of_text(name): entry for name, entry in entries.items()}
+    dropped = [name for name in entries if not other_types.names_of_text(name)]
+    found.pop("", None)
+    first = (
+        f"{len(dropped)} tensors such as {dropped[0]} are of parts that see images, and are not read; "
+        if dropped
+        else ""
+    )
+    warnings.warn(f"{CONFIG}: {first}the text model is taken alone, and exported so", stacklevel=3)
+    return found
 
 
 def _form(architectures: Any) -> str:

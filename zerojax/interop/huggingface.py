@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from zerojax import bounded, errors, tree
 from zerojax.errors import UserError
-from zerojax.interop import layout, tensor_files
+from zerojax.interop import layout, other_types, tensor_files
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import Leaf, PyTree
@@ -225,7 +225,8 @@ def _texts(
     """Returns the contents of config.json and, if there are several files, of their index, by file name."""
     config = dict(written)
     if source is not None:
-        config = bounded.parse_json(bounded.read_bytes(pathlib.Path(source) / CONFIG))
+        stored = bounded.parse_json(bounded.read_bytes(pathlib.Path(source) / CONFIG))
+        config = {**(other_types.read_for_text(stored) or stored)}
         config["architectures"] = written["architectures"]  # a model without its head now has one
         config.pop("quantization_config", None)  # what is written is not quantized
         if config.get("tie_word_embeddings") and written.get("tie_word_embeddings") is False:

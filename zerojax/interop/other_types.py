@@ -5,6 +5,7 @@ A config's fields and tensors alone prove nothing: those of Ernie 4.5 and Helium
 types are named, and each was compared with its class in transformers 5.24.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,13 @@ TEXT_MODELS: Mapping[str, str] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text"), "qwen2"),
     "qwen3_vl_text": "qwen3",
 }
+# Those whose folders are read for their text model -> what its config.json may lack. The head is in files where it is its own.
+READ_FOR_TEXT: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {"tie_word_embeddings": True, "vocab_size": 262208, "num_attention_heads": 8},
+    "mistral3": {"tie_word_embeddings": True},
+}
+_OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
+_OF_ALL = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 _SEES_LATER = ("paligemma",)  # types whose text model sees later tokens, and whose config.json need not say so
 # Fields of a config.json that change no logits: names, tokens, and what is for training or for generation.
 _WITHOUT_EFFECT = {
@@ -106,3 +114,20 @@ def text_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     axes = {name for name in ("rope_scaling", "rope_parameters") if "mrope_section" in (fields.get(name) or ())}
     own = {name: value for name, value in fields.items() if kind not in TEXT_MODELS or name not in axes}
     return {**own, "model_type": TEXT_MODELS.get(kind) or SAME.get(kind, kind)}
+
+
+def read_for_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the contents of a config.json of the text model of a type in `READ_FOR_TEXT`; {} for another."""
+    kind, inner = str(raw.get("model_type")), text_model(raw)
+    if kind not in READ_FOR_TEXT or not inner:
+        return {}
+    outer = {name: raw[name] for name in (*_OF_ALL, "quantization_config") if raw.get(name) is not None}
+    return {**READ_FOR_TEXT[kind], **outer, **{name: value for name, value in inner.items() if value is not None}}
+
+
+def names_of_text(name: str) -> str:
+    """Returns the name in the text model of a tensor of a folder in `READ_FOR_TEXT`; "" for one of the parts that see images."""
+    if re.fullmatch(_OF_IMAGES, name):
+        return ""
+    name = name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name
+    return re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
