@@ -48,6 +48,7 @@ class ModelTensor(NamedTuple):
             "flat": (math.prod(ours),),
             "row": (1, *ours),
             "pairs": (*ours[:-2], math.prod(ours[-2:])),
+            "stack": (ours[0], math.prod(ours[2:]), *ours[1:2]),
         }
         return forms[self.entry.form]
 
@@ -60,15 +61,21 @@ class ModelTensor(NamedTuple):
     def order(self) -> tuple[int, ...]:
         """Returns the dims of our leaf as dims of `view`."""
         ndim, inputs = len(self.leaf_shape), self._moved
+        if self.entry.form == "stack":
+            return 0, *range(ndim - 1, 0, -1)
         return tuple((dim - inputs) % ndim for dim in range(ndim))
 
     @property
     def view(self) -> tuple[int, ...]:
         """Returns Hugging Face's shape with the dims of our leaf: outputs, then inputs."""
+        if self.entry.form == "stack":
+            return self.leaf_shape[0], *self.leaf_shape[:0:-1]
         return (*self.leaf_shape[self._moved :], *self.leaf_shape[: self._moved])
 
     def source_index(self, index: Sequence[slice]) -> list[slice]:
         """Returns a slice of our leaf as a slice of `view`."""
+        if self.entry.form == "stack":
+            return [index[0], *index[:0:-1]]
         return [*index[self._moved :], *index[: self._moved]]
 
     def to_theirs(self, leaf: np.ndarray) -> np.ndarray:

@@ -36,6 +36,7 @@ class Experts(nn.Module):
       has_router_bias: the router's output has a bias.
       clamp: (limit, slope) of the activation of gpt-oss, `clamped_gate`; gate and up are then one array "gate_up" [E, D, F, 2], and both
         matmuls have biases. None: `activation`, without biases.
+      is_fused: gate and up are one array also without `clamp`.
       stddevs: of the initial router, gate and up, and down.
       form: f(name, matrices) -> the form in which rows are multiplied by them; None: that in which they are stored.
     """
@@ -51,6 +52,7 @@ class Experts(nn.Module):
     counts: bool = False
     has_router_bias: bool = False
     clamp: tuple[float, float] | None = None
+    is_fused: bool = False
     stddevs: tuple[float, float, float] = (0.02, 0.02, 0.02)
     form: Callable[[str, expert_matrices.Matrices], expert_matrices.Matrices] | None = None
 
@@ -61,10 +63,12 @@ class Experts(nn.Module):
         count, zeros = self.num_experts, nn.initializers.zeros
         activation: Any = layers.ACTIVATIONS[self.activation]
         biases = None
-        if self.clamp is None:
+        if self.clamp is None and not self.is_fused:
             gate_EDF, up_EDF = (self._matrices(name, inner, (count, dim, self.width)) for name in ("gate", "up"))
         else:
             gate_EDF, up_EDF = self.param("gate_up", inner, (count, dim, self.width, 2)), None
+            activation = functools.partial(_gated, activation)
+        if self.clamp is not None:
             biases = (
                 self.param("gate_up_bias", zeros, (count, self.width, 2)),
                 self.param("down_bias", zeros, (count, dim)),
@@ -93,6 +97,10 @@ class Experts(nn.Module):
         found: Any = self.get_variable("params", name)
         stored = found if isinstance(found, expert_matrices.StoredMatrices) else self.param(name, init, shape)
         return stored if self.form is None else self.form(name, stored)
+
+
+def _gated(activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array) -> jax.Array:
+    return activation(gate) * up
 
 
 def clamped_gate(limit: float, slope: float, gate: jax.Array, up: jax.Array) -> jax.Array:

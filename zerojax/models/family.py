@@ -43,15 +43,16 @@ class Tensor(NamedTuple):
       inputs: the number of leading dims of our leaf that are inputs. A leaf [inputs..., outputs...] is stored as the matrix
         [outputs, inputs]. A leaf with 0 inputs is stored in its own order.
       inputs_first: the matrix is stored as [inputs, outputs], as in GPT-2's files.
-      form: of a leaf with 0 inputs: "same" shape, "flat" (one dim), "row" (one dim more, of size 1, before the others), or "pairs" (the
-        last two dims are one).
+      form: of a leaf with 0 inputs: "same" shape, "flat" (one dim), "row" (one dim more, of size 1, before the others), "pairs" (the
+        last two dims are one), or "stack" (matrices of experts, [experts, inputs, outputs...] here and [experts, outputs, inputs] there,
+        with the last of several dims of outputs first).
       is_optional: files may lack it; it is then 0, or drawn.
       drawn: the standard deviation of the numbers that it then has.
     """
 
     name: str
     inputs: int = 0
-    form: Literal["same", "flat", "row", "pairs"] = "same"
+    form: Literal["same", "flat", "row", "pairs", "stack"] = "same"
     is_optional: bool = False
     drawn: float = 0.0
     inputs_first: bool = False

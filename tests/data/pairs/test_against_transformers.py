@@ -251,12 +251,15 @@ def test_a_long_conversation_loses_its_beginning_and_what_follows_its_last_answe
 FAMILIES = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3"), ("byte_fallback", "GemmaTokenizer")),
     **dict.fromkeys(("qwen2", "qwen2moe", "qwen3moe"), ("byte_level", "Qwen2Tokenizer")),
-    **dict.fromkeys(("granite", "olmo2"), ("gpt2", "GPT2Tokenizer")),
+    **dict.fromkeys(("granite", "granitemoe", "minimaxm2", "olmo2"), ("gpt2", "GPT2Tokenizer")),
     **dict.fromkeys(
-        ("gptoss", "smollm3", "seedoss", "exaone4", "olmo3", "glm4"), ("byte_level", "PreTrainedTokenizerFast")
+        ("gptoss", "smollm3", "seedoss", "exaone4", "olmo3", "glm4", "glm4moe"),
+        ("byte_level", "PreTrainedTokenizerFast"),
     ),
     **dict.fromkeys(("llama", "llamadynamic", "mixtral"), ("prepend", "LlamaTokenizer")),
     **dict.fromkeys(("phi3", "phi3long"), ("first", "LlamaTokenizer")),
+    "ernie45moe": ("first", "LlamaTokenizer"),
+    "deepseekv2": ("byte_level", "LlamaTokenizerFast"),
     "deepseekv3": ("byte_level", "LlamaTokenizerFast"),
     "cohere2": ("byte_level", "CohereTokenizer"),
     "ernie45": ("first", "LlamaTokenizer"),

@@ -46,6 +46,14 @@ PUBLISHED = {
     "ministral3_3b": 3_429_006_336,
     "ministral3_8b": 8_489_553_920,
     "ministral3_14b": 13_506_073_600,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v2": 235_741_434_880,
+    "glm4_5_air": 106_852_245_504 + 45 * 128,
+    "glm4_5": 352_797_814_784 + 89 * 160,
+    "ernie4_5_21b_a3b": 21_825_437_888,
+    "minimax_m2": 228_689_748_992 + 62 * 256,
+    "granite3_1b_a400m": 1_334_628_352,
+    "granite3_3b_a800m": 3_298_793_472,
     "granite3_2b": 2_533_531_648,
     "granite3_8b": 8_170_848_256,
     "smollm3_3b": 3_075_098_624,
@@ -60,7 +68,7 @@ SHAPES = published.PRESETS | gpt2.PRESETS
 # Presets of an architecture whose first one is counted by default.
 AGAIN = {
     "mixtral_8x22b", "qwen3_235b_a22b", "moonlight_16b_a3b", "gpt_oss_120b", "gemma_7b", "gemma2_9b", "gemma2_27b", "gemma3_4b",
-    "phi3_medium", "olmo2_13b", "olmo3_32b", "exaone4_1b", "kimi_k2", "glm4_32b",
+    "phi3_medium", "olmo2_13b", "olmo3_32b", "exaone4_1b", "kimi_k2", "glm4_32b", "deepseek_v2", "glm4_5", "granite3_3b_a800m",
     "starcoder2_7b", "starcoder2_15b", "ministral3_8b", "ministral3_14b", "granite3_8b", "gpt2_medium", "gpt2_large", "gpt2_xl",
 }  # fmt: skip
 

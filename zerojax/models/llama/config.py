@@ -89,11 +89,13 @@ class MixtureForm:
       is_shared_gated: whether that one has a weight of its own.
       dense_layers: the numbers of layers whose MLP is no mixture.
       is_normalised: whether the weights of a token's experts have a sum of 1.
-      score, groups, scale: see `ops.experts.route`: the score, the number of groups and those of a token, and what multiplies weights.
+      score, groups, best_of_group, scale: see `ops.experts.route`: the score, the number of groups and those of a token, the experts that
+        make a group's score, and what multiplies weights.
       has_choice_bias: whether experts are chosen by scores with a bias, a weight without a gradient.
       counts_choices: whether its gradient is the load of each expert instead (`optim.balance`).
       clamp: (limit, slope) of the activation of gpt-oss's experts (`experts.clamped_gate`), which have biases, as their router has; None:
         they are down(activation(gate) * up) without biases.
+      is_fused: gate and up of all experts are one array, as they always are with `clamp`.
     """
 
     experts: int
@@ -105,10 +107,12 @@ class MixtureForm:
     is_normalised: bool = True
     score: Literal["softmax", "sigmoid"] = "softmax"
     groups: tuple[int, int] = (1, 1)
+    best_of_group: int = 2
     scale: float = 1.0
     has_choice_bias: bool = False
     counts_choices: bool = False
     clamp: tuple[float, float] | None = None
+    is_fused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,6 +90,10 @@ def write(config: LlamaConfig) -> dict[str, Any]:
                 "mlp_only_layers": list(m.dense_layers),
             },
             "shared_expert_intermediate_size": lambda: {"shared_expert_intermediate_size": m.shared_dim},
+            "n_routed_experts": lambda: _write_groups(m),
+            "topk_method": lambda: {"topk_method": "group_limited_greedy" if m.groups[0] > 1 else "greedy"},
+            "use_qk_norm": lambda: {"use_qk_norm": heads.norm == "each"},
+            "moe_layer_interval": lambda: _write_interval(m, c.num_layers),
             "swiglu_limit": lambda: dict(zip(("swiglu_limit", "swiglu_alpha"), m.clamp or ())),
         }
     for name in row.reads:
@@ -98,7 +102,6 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         found |= _write_latent(heads.latent)
     if m is not None:
         found |= {"num_experts_per_tok": m.per_token, "norm_topk_prob": m.is_normalised}
-        found |= _write_groups(m) if heads.latent is not None else {}
     scaling = c.rotation.scaling
     if c.rotation.in_windows is not None:
         del found["rope_theta"]
@@ -147,6 +150,19 @@ def _write_groups(mixture: MixtureForm) -> dict[str, Any]:
         "topk_group": m.groups[1],
         "routed_scaling_factor": m.scale,
         "first_k_dense_replace": len(m.dense_layers),
+    }
+
+
+def _write_interval(mixture: MixtureForm, layers: int) -> dict[str, Any]:
+    """Returns which layers of ERNIE 4.5 are mixtures, and the widths of these."""
+    m, own = mixture, [layer for layer in range(layers) if layer not in mixture.dense_layers]
+    found = (
+        {"moe_layer_start_index": own[0], "moe_layer_end_index": own[-1]} if own else {"moe_layer_start_index": layers}
+    )
+    return found | {
+        "moe_layer_interval": own[1] - own[0] if len(own) > 1 else 1,
+        "moe_intermediate_size": m.width,
+        "moe_num_shared_experts": m.shared_dim // m.width,
     }
 
 
@@ -199,6 +215,10 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         _read_experts(f, row.reads),
         row.parts,
     ]
+    if latent is not None:
+        parts.append({"heads": _read_latent_heads(f, latent)})
+    if "use_qk_norm" in row.reads and f.flag("use_qk_norm", False):
+        parts.append({"heads": {"norm": "each"}})
     if "attention_out_bias" in row.reads:
         parts.append({"heads": {"o_bias": f.flag("attention_out_bias", False)}})
     if kind == "cohere2" or (kind == "exaone4" and f.raw["sliding_window"] is not None):
@@ -214,7 +234,7 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         f.count("max_position_embeddings"),
         tie_embeddings=f.flag("tie_word_embeddings", False) and HEAD not in names,
         model_type=kind,
-        **_made(*parts, *(() if latent is None else (_read_deepseek(f, latent),))),
+        **_made(*parts),
     )
     if latent is not None:
         found = dataclasses.replace(found, head_dim=latent.plain_dim + latent.rotary_dim, num_kv_heads=heads)
@@ -249,19 +269,7 @@ def _read_latent(f: config_json.Fields) -> mla.Latent:
     )
 
 
-def _read_deepseek(f: config_json.Fields, latent: mla.Latent) -> Found:
-    """Reads what DeepSeek-V3's class has beside a decoder's fields: its heads, and its experts."""
-    experts, width = f.count("n_routed_experts"), f.count("moe_intermediate_size")
-    groups, own, taken = f.count("n_group", 8), f.count("topk_group", 4), f.count("num_experts_per_tok")
-    if experts % groups or not (experts // groups > 1 or groups == 1):
-        raise f.refuse("n_group", f"a divisor of n_routed_experts={experts} that leaves a group two experts")
-    if own > groups or taken > experts // groups * own:
-        raise f.refuse(
-            "topk_group", f"{groups} at most, with num_experts_per_tok={taken} experts or more in its groups"
-        )
-    layers, dense = f.depth("num_hidden_layers"), f.raw.get("first_k_dense_replace", 3)
-    if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
-        raise f.refuse("first_k_dense_replace", "a number of layers")
+def _read_latent_heads(f: config_json.Fields, latent: mla.Latent) -> dict[str, Any]:
     head_dim = latent.plain_dim + latent.rotary_dim
     rope_group = f.group("rope_scaling" if f.raw.get("rope_scaling") else "rope_parameters")
     kind = rope_group.raw.get("rope_type", rope_group.raw.get("type", "default"))
@@ -272,17 +280,34 @@ def _read_deepseek(f: config_json.Fields, latent: mla.Latent) -> Found:
         factor = max(rope_group.number("factor"), 1.0)
         grown = 0.1 * rope_group.number("mscale_all_dim") * math.log(factor) + 1
         heads["scale"] = head_dim**-0.5 * grown**2 if factor > 1 else 0.0
-    mixture = {
+    return heads
+
+
+def _read_groups(f: config_json.Fields, reads: Collection[str]) -> dict[str, Any]:
+    """Reads a mixture of DeepSeek's."""
+    experts, width = f.count("n_routed_experts"), f.count("moe_intermediate_size")
+    groups, own, taken = f.count("n_group", 1), f.count("topk_group", 1), f.count("num_experts_per_tok")
+    if "topk_method" in reads and f.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "greedy":
+        groups, own = 1, 1
+    if experts % groups or not (experts // groups > 1 or groups == 1):
+        raise f.refuse("n_group", f"a divisor of n_routed_experts={experts} that leaves a group two experts")
+    if own > groups or taken > experts // groups * own:
+        raise f.refuse(
+            "topk_group", f"{groups} at most, with num_experts_per_tok={taken} experts or more in its groups"
+        )
+    layers, dense = f.depth("num_hidden_layers"), f.raw.get("first_k_dense_replace")
+    if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
+        raise f.refuse("first_k_dense_replace", "a number of layers")
+    return {
         "experts": experts,
         "per_token": taken,
         "width": width,
-        "shared_dim": width * f.count("n_shared_experts", 1),
-        "is_normalised": f.flag("norm_topk_prob", True),
+        "shared_dim": width * f.count("n_shared_experts"),
+        "is_normalised": f.flag("norm_topk_prob", False),
         "dense_layers": tuple(range(min(dense, layers))),
         "groups": (groups, own) if groups > 1 else (1, 1),
-        "scale": f.number("routed_scaling_factor", 2.5),
+        "scale": f.number("routed_scaling_factor"),
     }
-    return {"heads": heads, "mixture": mixture}
 
 
 def _head_dim(f: config_json.Fields, kind: str) -> int:
@@ -327,6 +352,8 @@ def _read_multipliers(f: config_json.Fields, reads: Collection[str]) -> Found:
 
 def _read_experts(f: config_json.Fields, reads: Collection[str]) -> Found:
     """Reads the mixture of experts of the rows that have one."""
+    if "n_routed_experts" in reads:
+        return {"mixture": _read_groups(f, reads)}
     count = next((name for name in ("num_local_experts", "num_experts") if name in reads), None)
     if count is None:
         return {}
@@ -350,6 +377,8 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> Found:
         "is_normalised": f.flag("norm_topk_prob", False) or f.raw["model_type"] in ("mixtral", "gpt_oss"),
         "dense_layers": tuple(i for i in range(layers) if (i + 1) % step or i in only),
     }
+    if "moe_layer_interval" in reads:
+        found |= _read_interval(f, layers)
     if found["per_token"] > found["experts"]:
         raise f.refuse("num_experts_per_tok", f"at most {count}={found['experts']}")
     if "shared_expert_intermediate_size" in reads:
@@ -358,6 +387,26 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> Found:
         found["clamp"] = f.number("swiglu_limit", 7.0), f.number("swiglu_alpha", 1.702)
     heads = {"qkv_bias": f.flag("qkv_bias", True)} if "qkv_bias" in reads else {}
     return {"mixture": found, "heads": heads}
+
+
+def _read_interval(f: config_json.Fields, layers: int) -> dict[str, Any]:
+    """Reads which layers of ERNIE 4.5 are mixtures, and the widths of these."""
+    if f.flag("mlp_bias", False):
+        raise f.refuse("mlp_bias", "false, as the head has no bias")
+    if f.number("moe_norm_min", 1e-12) > 1e-6:
+        raise f.refuse("moe_norm_min", "1e-06 at most, as no sum of weights is that small")
+    bounds = []
+    for name in ("moe_layer_start_index", "moe_layer_end_index"):
+        bounds.append(f.raw.get(name))
+        if not isinstance(bounds[-1], int) or isinstance(bounds[-1], bool):
+            raise f.refuse(name, "a number of a layer")
+    first, last = bounds[0], layers - 1 if bounds[1] == -1 else bounds[1]
+    step, width = f.count("moe_layer_interval", 1), f.count("moe_intermediate_size")
+    return {
+        "width": width,
+        "shared_dim": width * f.count("moe_num_shared_experts") if f.raw.get("moe_num_shared_experts") else 0,
+        "dense_layers": tuple(i for i in range(layers) if (i + 1) % step or not first <= i <= last),
+    }
 
 
 def _read_rotated(f: config_json.Fields) -> tuple[bool, ...]:
@@ -404,8 +453,10 @@ def _rope_group(f: config_json.Fields) -> config_json.Fields:
 def _read_rope(f: config_json.Fields, group: config_json.Fields, theta: float, head_dim: int) -> tuple[rope.Rope, int]:
     """Returns a rotation, and the dims of a head that are rotated (0: all)."""
     is_phi = f.raw["model_type"] == "phi3"
-    is_part = "partial_rotary_factor" in ROWS[f.raw["model_type"]].reads
-    theta, share = group.number("rope_theta", theta), f.number("partial_rotary_factor", 1.0)
+    reads = ROWS[f.raw["model_type"]].reads
+    is_part = "partial_rotary_factor" in reads
+    usual = f.count("rotary_dim") / head_dim if f.raw.get("rotary_dim") and "rotary_dim" in reads else 1.0
+    theta, share = group.number("rope_theta", theta), f.number("partial_rotary_factor", usual)
     share = group.number("partial_rotary_factor", share)  # as transformers: the group's, where both are told
     dims = int(head_dim * share)
     if share != 1 and (not is_part or dims % 2 or not 0 < dims <= head_dim):

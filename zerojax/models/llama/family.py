@@ -76,7 +76,7 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
             for name in ("q_norm", "k_norm")
         }
     found |= {"layer_{}/attention/sinks": Tensor(f"{attention}.sinks")} if c.heads.has_sinks else {}
-    found |= _expert_tensors(c.mixture, c.model_type) if c.mixture is not None else {}
+    found |= _expert_tensors(c, c.mixture) if c.mixture is not None else {}
     names = {name: f"{name}_proj" for name in ("gate_up", "gate", "up", "down")}
     if not c.mlp.is_gated:
         names = {"up": "c_fc", "down": "c_proj"}
@@ -85,7 +85,7 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
     return found
 
 
-def _expert_tensors(mixture: MixtureForm, model_type: str) -> dict[str, Tensor]:
+def _expert_tensors(config: LlamaConfig, mixture: MixtureForm) -> dict[str, Tensor]:
     """Returns the names of a mixture's tensors; the files have one of each expert, but those of gpt-oss one of all."""
     if mixture.clamp is not None:
         mlp = "model.layers.{}.mlp"
@@ -97,15 +97,21 @@ def _expert_tensors(mixture: MixtureForm, model_type: str) -> dict[str, Tensor]:
             found[place] = found[place]._replace(form="pairs")
         router = {"router": Tensor(f"{mlp}.router.weight", 1), "router_bias": Tensor(f"{mlp}.router.bias")}
         return found | {f"layer_{{}}/mlp/experts/{name}": tensor for name, tensor in router.items()}
-    is_mixtral = model_type == "mixtral"
+    is_mixtral = config.model_type in ("mixtral", "granitemoe", "minimax_m2")
     mlp = f"model.layers.{{}}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
     names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {"layer_{}/mlp/experts/router": Tensor(f"{mlp}.gate.weight", 1)}
     for ours, theirs in zip(("gate", "up", "down"), names):
         found[f"layer_{{}}/mlp/experts/{ours}"] = Tensor(f"{mlp}.experts.{{expert}}.{theirs}.weight", 1)
         shared = "shared_expert" if mixture.is_shared_gated else "shared_experts"
-        found |= _linear(f"layer_{{}}/mlp/shared/{ours}", f"{mlp}.{shared}.{ours}_proj", 1, False)
-    found["layer_{}/mlp/experts/choice_bias"] = Tensor(f"{mlp}.gate.e_score_correction_bias")
+        found |= _linear(f"layer_{{}}/mlp/shared/{ours}", f"{mlp}.{shared}.{ours}_proj", 1, config.mlp.has_biases)
+    bias = {"minimax_m2": "", "ernie4_5_moe": "moe_statics."}.get(config.model_type, "gate.")
+    form: Literal["row", "same"] = "row" if config.model_type == "ernie4_5_moe" else "same"
+    found["layer_{}/mlp/experts/choice_bias"] = Tensor(f"{mlp}.{bias}e_score_correction_bias", form=form)
+    if mixture.is_fused:
+        found["layer_{}/mlp/experts/router"] = Tensor(f"{mlp}.router.layer.weight", 1)
+        for ours, theirs in (("gate_up", "input_linear"), ("down", "output_linear")):
+            found[f"layer_{{}}/mlp/experts/{ours}"] = Tensor(f"{mlp}.{theirs}.weight", form="stack")
     return found | _linear("layer_{}/mlp/shared_gate", f"{mlp}.shared_expert_gate", 1, False)
 
 
@@ -159,10 +165,11 @@ def _copies(raw: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _further(raw: Mapping[str, Any]) -> str:
-    """Returns the names of DeepSeek-V3's layers after the last one, which predict tokens further ahead (arXiv:2412.19437, section 2.2)."""
+    """Returns the names of layers after the last one of DeepSeek-V3's relatives, which predict tokens further ahead (arXiv:2412.19437,
+    section 2.2)."""
     layers, count = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers")
     if (
-        raw.get("model_type") not in ("deepseek_v3", "kimi_k2")
+        raw.get("model_type") not in ("deepseek_v3", "kimi_k2", "glm4_moe")
         or not isinstance(layers, int)
         or not isinstance(count, int)
     ):

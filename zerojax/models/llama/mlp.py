@@ -47,6 +47,7 @@ class Mixture(nn.Module):
             ("score", m.score),
             ("groups", groups),
             ("top_groups", top_groups),
+            ("best_of_group", m.best_of_group),
             ("scale", m.scale),
         )
         stddevs = (0.02, 0.02, c.residual_stddev)
@@ -60,6 +61,7 @@ class Mixture(nn.Module):
             counts=m.counts_choices,
             has_router_bias=m.clamp is not None,
             clamp=m.clamp,
+            is_fused=m.is_fused,
             stddevs=stddevs,
             name="experts",
         )(x_BTD)

@@ -53,10 +53,13 @@ _gemma = functools.partial(
 )
 
 # fmt: off
+_BALANCED = {"score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False}
 _DEEPSEEK = ModelType(
-    "DeepseekV3ForCausalLM", {"mixture": {"score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False}},
-    ("attention_bias", "kv_lora_rank"),
-    _told(4096, None, n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, norm_topk_prob=True),
+    "DeepseekV3ForCausalLM", {"mixture": _BALANCED}, ("attention_bias", "kv_lora_rank", "n_routed_experts"),
+    _told(
+        4096, None, n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, norm_topk_prob=True,
+        n_group=8, topk_group=4, n_shared_experts=1, first_k_dense_replace=3, routed_scaling_factor=2.5,
+    ),
 )
 
 # model_type in Hugging Face's config.json -> its row
@@ -132,6 +135,39 @@ ROWS: dict[str, ModelType] = {
     ),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
+    "deepseek_v2": ModelType(
+        "DeepseekV2ForCausalLM", {"mixture": {"is_shared_gated": False, "is_normalised": False, "best_of_group": 1}},
+        (*_BIASES, "kv_lora_rank", "n_routed_experts", "topk_method"),
+        _told(
+            2048, None, n_routed_experts=64, moe_intermediate_size=1407, n_shared_experts=2, first_k_dense_replace=0,
+            routed_scaling_factor=1.0,
+        ),
+    ),
+    "glm4_moe": ModelType(
+        "Glm4MoeForCausalLM", {"mixture": _BALANCED, "heads": {"o_bias": False}},
+        ("attention_bias", "partial_rotary_factor", "n_routed_experts", "use_qk_norm"),
+        _told(
+            131072, 8, rms_norm_eps=1e-5, n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408,
+            norm_topk_prob=True, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.0,
+            partial_rotary_factor=0.5,
+        ),
+    ),
+    "ernie4_5_moe": ModelType(
+        "Ernie4_5_MoeForCausalLM",
+        {"mixture": {"has_choice_bias": True, "is_shared_gated": False, "is_normalised": True}} | _INTERLEAVED,
+        (*_BIASES, "num_experts", "moe_layer_interval"),
+        _told(
+            131072, 4, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True, moe_intermediate_size=1536,
+            moe_num_experts=64, moe_k=6, moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1,
+        ),
+        names=dict.fromkeys(_BIASES, "use_bias") | {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    ),
+    "minimax_m2": ModelType(
+        "MiniMaxM2ForCausalLM",
+        {"heads": _JOINT, "mixture": {"score": "sigmoid", "has_choice_bias": True, "is_normalised": True}},
+        ("num_local_experts", "partial_rotary_factor", "rotary_dim"),
+        _told(196608, 8, head_dim=128, rope_theta=5e6, num_local_experts=256, num_experts_per_tok=8),
+    ),
     "glm4": ModelType(
         "Glm4ForCausalLM",
         {"norms": {"places": "both"}, "heads": {"o_bias": False}, "mlp": {"is_fused": True}} | _INTERLEAVED,
@@ -161,6 +197,11 @@ ROWS: dict[str, ModelType] = {
     "ministral3": ModelType(
         "Ministral3ForCausalLM", {}, ("llama_4_scaling_beta", *_WINDOW),
         _told(262144, 8, head_dim=128, rms_norm_eps=1e-5, sliding_window=None),
+    ),
+    "granitemoe": ModelType(
+        "GraniteMoeForCausalLM", {"mixture": {"is_fused": True, "is_normalised": True}},
+        ("attention_bias", "attention_multiplier", "num_local_experts"),
+        _told(2048, None, num_local_experts=8, num_experts_per_tok=2),
     ),
     "granite": ModelType("GraniteForCausalLM", {}, (*_BIASES, "attention_multiplier"), _told(2048)),
     "smollm3": ModelType(

@@ -89,6 +89,20 @@ _ministral3 = functools.partial(
     LlamaConfig, 131072, max_seq_len=262144, heads=Heads(growth=(0.1, 16384)), model_type="ministral3",
 )
 _yarn_16 = Scaling("yarn", 16.0, 1.0, 32.0, 16384)
+_granitemoe = functools.partial(  # Granite 3.1
+    LlamaConfig, 49155, max_seq_len=131072, norms=_EPS, rotation=Rotation(1.5e6), heads=Heads(scale=1 / 64),
+    scales=Scales(12.0, 0.22, 1 / 6), tie_embeddings=True, model_type="granitemoe",
+)
+_YARN_40_V2 = 0.1 * 0.707 * math.log(40) + 1
+_deepseek_v2 = functools.partial(  # arXiv:2405.04434
+    LlamaConfig, 102400, max_seq_len=163840, rotation=Rotation(1e4, Scaling("yarn", 40.0, 1.0, 32.0, 4096)), norms=_EPS,
+    model_type="deepseek_v2",
+)
+_latent_v2 = functools.partial(Heads, scale=192**-0.5 * _YARN_40_V2**2)
+_greedy = functools.partial(MixtureForm, is_normalised=False, is_shared_gated=False, best_of_group=1, dense_layers=(0,))
+_glm4_moe = functools.partial(  # arXiv:2508.06471, table 1
+    LlamaConfig, 151552, max_seq_len=131072, rotation=Rotation(1e6, dims=64), model_type="glm4_moe",
+)
 
 PRESETS: dict[str, LlamaConfig] = {
     "deepseek_v3": LlamaConfig(
@@ -111,6 +125,36 @@ PRESETS: dict[str, LlamaConfig] = {
     ),
     "gpt_oss_20b": _gpt_oss(201088, 24, 2880, 64, 8, 64, 2880, mixture=_clamped(32)),
     "gpt_oss_120b": _gpt_oss(201088, 36, 2880, 64, 8, 64, 2880, mixture=_clamped(128)),
+    "deepseek_v2_lite": _deepseek_v2(
+        27, 2048, 16, 16, 192, 10944, heads=_latent_v2(latent=Latent(512, 0, 128, 64, 128)),
+        mixture=_greedy(64, 6, 1408, shared_dim=2816),
+    ),
+    "deepseek_v2": _deepseek_v2(
+        60, 5120, 128, 128, 192, 12288, heads=_latent_v2(latent=Latent(512, 1536, 128, 64, 128)),
+        mixture=_greedy(160, 6, 1536, shared_dim=3072, groups=(8, 3), scale=16.0),
+    ),
+    "glm4_5_air": _glm4_moe(
+        46, 4096, 96, 8, 128, 10944, heads=Heads(qkv_bias=True),
+        mixture=_sigmoid(128, 8, 1408, shared_dim=1408, dense_layers=(0,)),
+    ),
+    "glm4_5": _glm4_moe(
+        92, 5120, 96, 8, 128, 12288, heads=Heads(qkv_bias=True, norm="each"),
+        mixture=_sigmoid(160, 8, 1536, shared_dim=1536, dense_layers=(0, 1, 2), scale=2.5),
+    ),
+    "ernie4_5_21b_a3b": LlamaConfig(
+        103424, 28, 2560, 20, 4, 128, 12288, max_seq_len=131072, rotation=Rotation(5e5, is_interleaved=True),
+        mixture=MixtureForm(
+            64, 6, 1536, shared_dim=3072, is_shared_gated=False, dense_layers=(0,), has_choice_bias=True,
+        ),
+        tie_embeddings=True, model_type="ernie4_5_moe",
+    ),
+    "minimax_m2": LlamaConfig(
+        200064, 62, 3072, 48, 8, 128, 1536, max_seq_len=196608, norms=_EPS, rotation=Rotation(5e6, dims=64),
+        heads=Heads(norm="joint"), mixture=MixtureForm(256, 8, 1536, score="sigmoid", has_choice_bias=True),
+        model_type="minimax_m2",
+    ),
+    "granite3_1b_a400m": _granitemoe(24, 1024, 16, 8, 64, 512, mixture=MixtureForm(32, 8, 512, is_fused=True)),
+    "granite3_3b_a800m": _granitemoe(32, 1536, 24, 8, 64, 512, mixture=MixtureForm(40, 8, 512, is_fused=True)),
     "mixtral_8x7b": _mixtral(32000, 32, 4096, 32, 8, 128, 14336, max_seq_len=32768, mixture=MixtureForm(8, 2, 14336)),
     "mixtral_8x22b": _mixtral(32768, 56, 6144, 48, 8, 128, 16384, max_seq_len=65536, mixture=MixtureForm(8, 2, 16384)),
     "qwen2_moe_a3b": LlamaConfig(  # Qwen1.5-MoE-A2.7B
