@@ -171,14 +171,3 @@ def test_blocks_that_no_function_can_be_are_refused():
         )
         with pytest.raises(zerojax.UserError, match=line):
             jax.eval_shape(sharded, params)
-
-
-def test_blocks_of_plain_arrays_are_refused_and_the_line_names_variables():
-    graph, variables = nnx.split(nnx.Dict(m=nnx.Linear(16, 16, rngs=nnx.Rngs(0))))
-    params = nnx.to_pure_dict(variables)
-    _, partition = zerojax.shard_train_state({"params": params}, mesh=zerojax.make_mesh(), stage=3, min_size=8)
-    sharded = zerojax.where_used(
-        lambda params: jnp.sum(nnx.merge(graph, params).m(X)), partition.placements, blocks="m"
-    )
-    with pytest.raises(zerojax.UserError, match=r"^blocks: 'm' matches no module .* variables \(nnx.State\)"):
-        jax.eval_shape(sharded, params)

@@ -1,7 +1,10 @@
-"""Checks that each step of a scan gathers its own layer, whoever wrote the scan. This module tests zerojax.zero.blocks.traced_blocks."""
+"""Checks that scans and blocks that no interceptor sees gather their own weights. This module tests zerojax.zero.blocks.traced_blocks."""
 
+import functools
 import re
+import warnings
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -40,6 +43,14 @@ class LinenScan(nn.Module):
             length=LAYERS,
         )
         return nn.Dense(16, name="out")(layers(name="layers")(x, None)[0])
+
+
+class LinenList(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for number in range(LAYERS):
+            x, _ = LinenLayer(name=f"layer_{number}")(x, None)
+        return nn.Dense(16, name="out")(x)
 
 
 class NnxLayer(nnx.Module):
@@ -113,6 +124,69 @@ def of_functions():
     return init, loss
 
 
+class EquinoxLayer(eqx.Module):
+    norm: eqx.nn.RMSNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.norm = eqx.nn.RMSNorm(WIDTH)
+        up, down = jax.random.split(key)
+        self.up, self.down = eqx.nn.Linear(WIDTH, 2 * WIDTH, key=up), eqx.nn.Linear(2 * WIDTH, WIDTH, key=down)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+
+
+class EquinoxList(eqx.Module):
+    layers: list
+    out: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.layers = [EquinoxLayer(own) for own in jax.random.split(key, LAYERS)]
+        self.out = eqx.nn.Linear(WIDTH, 16, key=key)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = eqx.filter_checkpoint(layer)(x)
+        return self.out(x)
+
+
+def of_equinox():
+    rest = eqx.filter(EquinoxList(jax.random.key(0)), eqx.is_array, inverse=True)
+    init = lambda key: {"net": eqx.filter(EquinoxList(key), eqx.is_array)}  # noqa: E731
+    return init, lambda params, batch, state: loss_of(jax.vmap(eqx.combine(params["net"], rest))(batch["x"]), batch)
+
+
+def of_linen(change=None):
+    net = LinenList()
+    init = lambda key: net.init(key, jnp.zeros((1, WIDTH)))["params"]  # noqa: E731
+
+    def loss(params, batch, state):
+        params = params if change is None else jax.tree.map(change, params)
+        return loss_of(net.apply({"params": params}, batch["x"]), batch)
+
+    return init, loss
+
+
+def with_penalty():
+    """Returns a loss in a jitted checkpoint of the user's, with a penalty on all weights."""
+    init, loss = of_linen(lambda leaf: leaf.astype(jnp.float32) * 1)
+
+    @jax.jit
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    def penalised(params, batch, state):
+        squares = sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(params))
+        return loss(params, batch, state) + 1e-4 * squares
+
+    return init, penalised
+
+
+UNROLLED = {  # with a regex of their layers
+    "Linen with changed weights": (lambda: of_linen(lambda leaf: leaf * 1), r"layer_\d+"),
+    "Linen in a checkpoint, with a penalty": (with_penalty, r"layer_\d+"),
+    "Equinox": (of_equinox, r"net/layers/\d+"),
+}
 FORMS = {
     "ToNNX of nn.scan(nn.remat)": lambda: of_nnx(bridged),
     "nnx.scan": lambda: of_nnx(lambda key: NnxScan(nnx.Rngs(key))),
@@ -176,6 +250,89 @@ def test_temporaries_of_a_scan_are_at_most_those_of_a_loop(name):
 
     unrolled = temporaries(of_nnx(lambda key: NnxList(nnx.Rngs(key))), r"layers/\d+")
     assert temporaries(FORMS[name](), "layers") <= 1.3 * unrolled
+
+
+@pytest.mark.parametrize("reduce_dtype", [jnp.float32, None], ids=["explicit", "by the compiler"])
+@pytest.mark.parametrize("name", UNROLLED)
+def test_unrolled_layers_gather_their_own_weights_and_losses_are_those_of_one_device(name, reduce_dtype):
+    make, blocks = UNROLLED[name]
+    how = {"reduce_dtype": reduce_dtype, "blocks": blocks}
+    state, train_step = compiled(make(), **how)
+    program = train_step.lower(state, batch()).compile()
+    one = losses(*compiled(make(), devices=1, **how))
+    np.testing.assert_allclose(losses(state, train_step), one, rtol=LAST_PLACES)
+    assert one[-1] < one[0]
+    if "checkpoint" not in name:  # whose backward pass makes all layers' matmuls again
+        state, train_step = compiled(of_linen(), **how | {"blocks": r"layer_\d+"})
+        intercepted = train_step.lower(state, batch()).compile().memory_analysis().temp_size_in_bytes
+        assert program.memory_analysis().temp_size_in_bytes <= 1.3 * intercepted
+
+
+def test_a_gpu_gathers_each_unrolled_layer_once_a_pass():
+    """Equinox's layers have the collectives of intercepted ones: a gather for each pass, and a sum."""
+    devices = targets.devices("h200", "1x8")
+
+    def collectives(form, blocks):
+        init_params, loss_fn = form
+
+        def init():
+            params = init_params(jax.random.key(0))
+            return train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
+
+        partition = stages.partition_state(jax.eval_shape(init), mesh=mesh_lib.make_mesh(data=8, devices=devices))
+        train_step = step.make_train_step(loss_fn, partition, blocks=blocks, reduce_dtype=jnp.float32)
+        text = train_step.lower(partition.abstract_state, jax.eval_shape(batch)).compile().as_text()
+        return {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in ("all-gather", "reduce-scatter")}
+
+    of_layers = collectives(of_equinox(), r"net/layers/\d+")
+    assert of_layers == collectives(of_linen(), r"layer_\d+")
+    assert LAYERS < of_layers["all-gather"] <= 2 * LAYERS + 2
+
+
+def of_two(loss):
+    """Returns a loss of two blocks `a` and `b`, each with two matrices."""
+
+    def init(key):
+        return {
+            name: {"up": jax.random.normal(own, (WIDTH, WIDTH)) / 8, "down": jax.random.normal(own, (WIDTH, WIDTH)) / 8}
+            for name, own in zip("ab", jax.random.split(key))
+        }
+
+    return init, lambda params, batch, state: loss_of(loss(params["a"], params["b"], batch["x"])[:, :16], batch)
+
+
+def layer(own, x):
+    return x + jnp.tanh(x @ own["up"]) @ own["down"]
+
+
+def two_streams(a, b, x):
+    left, right = jnp.tanh(x @ a["up"]), jnp.tanh(2 * x @ b["up"])
+    return (left + right) @ a["down"] + (left * right) @ b["down"]
+
+
+def stacked_here(a, b, x):
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), a, b)
+    return jax.lax.scan(lambda x, own: (layer(own, x), None), x, stack)[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "line"),
+    [
+        (lambda a, b, x: layer(a, layer(b, layer(a, x))), None),  # weights that are read twice
+        (two_streams, None),
+        (stacked_here, r"test_traced_blocks.py:\d+.* reads weights of several blocks .* a/down, b/down"),
+    ],
+    ids=["shared", "two streams", "stacked in the loss"],
+)
+def test_weights_that_blocks_share_or_read_in_turns_are_right_and_what_is_gathered_whole_is_said(loss, line):
+    how = {"blocks": "a|b", "reduce_dtype": jnp.float32}
+    state, train_step = compiled(of_two(loss), **how)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = losses(state, train_step)
+    said = [str(one.message) for one in caught if str(one.message).startswith("blocks")]
+    assert len(said) == (line is not None) and re.search(line or "", "".join(said), re.DOTALL)
+    np.testing.assert_allclose(found, losses(*compiled(of_two(loss), devices=1)), rtol=LAST_PLACES)
 
 
 def test_a_gpu_gathers_a_layer_in_a_loop_and_reduces_its_gradient_there():

@@ -23,8 +23,9 @@ class Blocks:
     Values that are unknown or contradict each other raise a UserError.
 
     Attributes:
-      pattern: a regex over paths of Linen or NNX modules ("layer_\\d+", "layers/\\d+"); each call to a matching module gathers its own
-        weights and is rematerialised on its own. A scan over stacked weights below such a path does so in each step, whoever wrote it.
+      pattern: a regex over paths of modules ("layer_\\d+", "layers/\\d+"); each call to a matching module gathers its own weights and is
+        rematerialised on its own. Linen's and NNX's are intercepted, those of others are found in a trace of the loss by the paths of
+        their weights. A scan over stacked weights below such a path does so in each step, whoever wrote it.
         Empty: leaves are gathered one by one at the top, and `remat` applies to the whole loss function, or, if it scans over stacks, to
         each of their layers.
       heads: a regex over paths of modules that gather their own weights as blocks do, but are not rematerialised, such as an output
@@ -62,6 +63,15 @@ class Blocks:
     def of(cls, value: "str | Blocks", **fields: Any) -> "Blocks":
         """Returns blocks from their short form, a regex, or from themselves, with some fields of other values."""
         return signatures.with_fields(value if isinstance(value, Blocks) else cls(value), **fields)
+
+    @property
+    def either(self) -> str:
+        """Returns the regex of blocks and heads."""
+        return f"(?:{self.pattern})|(?:{self.heads})" if self.heads else self.pattern
+
+    def is_head(self, path: str | None) -> bool:
+        """Returns whether a module is a head."""
+        return path is not None and bool(self.heads) and re.fullmatch(self.heads, path) is not None
 
     def __post_init__(self) -> None:
         signatures.check_fields(self)

@@ -38,28 +38,21 @@ from zerojax.zero.blocks import (
     remat,
     traced_blocks,
 )
+from zerojax.zero.blocks import stored as stored_lib
 
 # run(body, params, arrays, policy, own) -> outputs, with body(used params, *arrays) -> outputs; `params` are by path in the model, and
 # `own` is what is the block's own among blocks that are alike, or None.
 Run = Callable[[Callable[..., Any], dict[str, Any], list[jax.Array], remat.Policy, alike.AlikeBlock | None], Any]
 
 
-def by_block(
-    loss_fn: Callable[..., Any],
-    gather_leaf: Callable[[str, Any], Any],
-    how: block_settings.Blocks,
-    *,
-    moves: bool,
-    run: Any = None,
-    is_weight: Callable[[Any], bool] = lambda leaf: False,
-) -> Callable[..., Any]:
-    """Returns `loss_fn` as a function of stored weights, whose blocks gather their own; its arguments are those of `where_used.wrap`.
+def by_block(loss_fn: Callable[..., Any], stored: stored_lib.Stored) -> Callable[..., Any]:
+    """Returns `loss_fn` as a function of stored weights, whose blocks gather their own.
 
-    With `run` the loss gets gathered arrays, and a block finds its shards by the identity of these arrays. This relies on JAX passing a
-    traced array on as the same Python object. Where it does not, a warning reports the weights that stay gathered.
+    With `stored.run` the loss gets gathered arrays, and a block finds its shards by the identity of these arrays. This relies on JAX
+    passing a traced array on as the same Python object. Where it does not, and where no call to a block is found, its trace is cut at its
+    blocks (`traced_blocks`); a warning reports the weights that stay gathered.
     """
-    policy = remat.policy(how.remat, in_place=not (how.recompute or how.offload), moves=moves)
-    policy = marks.Offloads(policy) if policy and how.offload else policy
+    gather_leaf, run, is_weight = stored.gather_leaf, stored.run, stored.is_weight
 
     def loss_of_stored(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
         stacks = set[str]()
@@ -75,11 +68,11 @@ def by_block(
                 stacks.add(found.path)
                 run.restart()
             else:
-                if moves and inside.reads_outside:
-                    of_scans = in_scans(loss_fn, params, args, kwargs, gather_leaf, how, policy, is_weight, run)
-                    if of_scans is not None:
-                        return of_scans
-                inside.check_found(moves=moves)
+                if inside.reads_outside(moves=stored.moves):
+                    of_trace = in_trace(loss_fn, stored, params, args, kwargs)
+                    if of_trace is not None:
+                        return of_trace
+                inside.check_found(moves=stored.moves)
                 return result
 
     def begun(stacks: set[str], params: PyTree) -> tuple[Interceptor, Any]:
@@ -93,9 +86,9 @@ def by_block(
 
         layers = lifted_blocks.Stacks(stacks) if stacks else None
         inside = Interceptor(
-            how,
+            stored.how,
             gather_leaf,
-            policy,
+            stored.policy,
             run=run,
             stored_of=stored_of if run else None,
             is_leaf=is_weight,
@@ -123,28 +116,19 @@ def by_block(
     return loss_of_stored
 
 
-def in_scans(
-    loss_fn: Callable[..., Any],
-    params: PyTree,
-    args: tuple,
-    kwargs: dict,
-    gather_leaf: Callable[[str, Any], Any],
-    how: block_settings.Blocks,
-    policy: remat.Policy,
-    is_weight: Callable[[Any], bool],
-    run: Any,
+def in_trace(
+    loss_fn: Callable[..., Any], stored: stored_lib.Stored, params: PyTree, args: tuple, kwargs: dict
 ) -> PyTree | None:
-    """Returns what a loss returns if scans in its trace gather a layer a step (`traced_blocks`); None without such scans."""
-    if nnx_blocks.variables(params) or how.heads or how.recompute or how.offload or how.hooks:
+    """Returns what a loss returns if its trace is cut at its blocks (`traced_blocks`); None where it cannot be."""
+    how, run = stored.how, stored.run
+    if nnx_blocks.variables(params) or how.recompute or how.offload or how.hooks:
         return None
-    if run is not None:
-        run.restart()
 
     def loss_of(used: PyTree) -> PyTree:
         own_args, own_kwargs = of_this_trace((args, kwargs))
         return loss_fn(used if run is None else unboxed(used), *own_args, **own_kwargs)
 
-    return traced_blocks.layer_by_layer(loss_of, params, gather_leaf, policy, is_weight=is_weight, pattern=how.pattern)
+    return traced_blocks.by_trace(loss_of, params, stored)
 
 
 def holds_nnx(params: PyTree) -> bool:
@@ -199,9 +183,8 @@ class Interceptor:
         stacks: lifted_blocks.Stacks | None = None,
         made_of: Callable[[Any], tuple[str, Any] | None] = lambda array: None,
     ):
-        self._pattern = re.compile(f"(?:{how.pattern})|(?:{how.heads})" if how.heads else how.pattern)
+        self._pattern = re.compile(how.either)
         self.made_of = made_of
-        self._heads = re.compile(how.heads) if how.heads else None
         self.marks = marks.Modules(how) if how.recompute or how.offload else None
         self._how, self._gather_leaf, self._policy, self._run = how, gather_leaf, policy, run
         self._is_leaf, self._stored_of, self._shape_of, self._stacks = is_leaf, stored_of, shape_of, stacks
@@ -216,14 +199,13 @@ class Interceptor:
         """Returns whether a leaf is inside a block."""
         return tree.block_of(leaf_path, self._pattern) is not None
 
-    @property
-    def reads_outside(self) -> bool:
-        """Returns whether no block was found, or some with weights that are gathered before it."""
-        return not self.entered or bool(self.with_unknown)
+    def reads_outside(self, *, moves: bool) -> bool:
+        """Returns whether no block was found, or, if weights are gathered, some with weights that are gathered before it."""
+        return not self.entered or (moves and bool(self.with_unknown))
 
     def check_found(self, *, moves: bool) -> None:
         """Raises a UserError for a regex that matched nothing, and warns of weights that stay gathered."""
-        if not self.entered or (self._heads and not any(map(self._is_head, self.entered))):
+        if not self.entered or (self._how.heads and not any(map(self._how.is_head, self.entered))):
             raise block_settings.unmatched(self._how, is_head=bool(self.entered))
         if moves and self.with_unknown:
             warnings.warn(
@@ -358,7 +340,7 @@ class Interceptor:
         found = alike.description(block.alone, block.method, block.leaves, given)
         if found is None:
             return None
-        kinds = self._kinds.setdefault((found, self._is_head(path)), [])
+        kinds = self._kinds.setdefault((found, self._how.is_head(path)), [])
         kind = next((kind for kind in kinds if self.marks is None or self.marks.are_equal(kind.first, path)), None)
         if kind is None:
             kind = alike.AlikeBlocks(path, tree.NonArrays())
@@ -367,13 +349,13 @@ class Interceptor:
 
     def _inputs(self, path: str, values: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays that a block is called with."""
-        return values if self.marks is None or self._is_head(path) else self.marks.inputs(path, values)
+        return values if self.marks is None or self._how.is_head(path) else self.marks.inputs(path, values)
 
     def _marked(self, call: Callable, args: tuple, kwargs: dict, module: nn.Module) -> Any:
         """Runs a call inside a block."""
         assert self._inside is not None and self.marks is not None
         path = "/".join((self._inside, *module.path[len(self._root) :]))
-        if path == self._inside or self._is_head(self._inside):
+        if path == self._inside or self._how.is_head(self._inside):
             return call(*args, **kwargs)
         return self.marks.call(path, call, args, kwargs, module)
 
@@ -387,10 +369,7 @@ class Interceptor:
             self._inside, self._root = before
 
     def _policy_of(self, path: str) -> remat.Policy:
-        return None if self._is_head(path) else self._policy
-
-    def _is_head(self, path: str | None) -> bool:
-        return self._heads is not None and path is not None and bool(self._heads.fullmatch(path))
+        return None if self._how.is_head(path) else self._policy
 
 
 class _LinenBlock:

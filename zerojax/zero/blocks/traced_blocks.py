@@ -1,29 +1,31 @@
-"""Finds stacks of layers in the trace of a loss. This module lets each step of a scan gather its own layer, whoever wrote the scan.
+"""Finds blocks in the trace of a loss. This module lets weights be gathered block by block in models that no interceptor sees.
 
 A loss is traced with gathered weights, and the trace is run with stored ones. A scan over stacked weights runs over their shards, and its
-body gathers the layer that it reads. All other weights are gathered once, before they are read first. So NNX's scans, `jax.lax.scan` and
-modules in wrappers need no interceptor.
+body gathers the layer that it reads. Each call of another block (`trace_segments`) becomes a function of its weights and of arrays, as an
+intercepted one does. All other weights are gathered once, before they are read first. So scans of NNX and JAX, loops over Equinox's layers,
+Haiku's modules, and modules in wrappers need no interceptor.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 
 from zerojax import traces, tree
 from zerojax.tree import PyTree
-from zerojax.zero.blocks import remat
-
-Gather = Callable[[str, Any], Any]
-_SAME_ROWS = frozenset({traces.CAST, "copy", "copy_p", "stop_gradient"})  # a layer of the result is that of the operand
+from zerojax.zero.blocks import block_settings, lifted_blocks, trace_segments
+from zerojax.zero.blocks import stored as stored_lib
+from zerojax.zero.blocks.trace_segments import OUTSIDE, STACK, Operation, Operations, TraceValue
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """A weight that is not gathered yet, and the operations that the trace applies to it."""
+    """A weight that is not gathered yet, and the operations that a trace applies to it once it is."""
 
     path: str
     weight: Any
@@ -43,43 +45,62 @@ def scanned(program: traces.Program, paths: Sequence[str | None]) -> set[str]:
             found |= {path for path in own[sum(traces.scan_counts(eqn)) :] if path}
         elif (inner := traces.called(eqn)) is not None:
             found |= scanned(inner, own)
-        elif eqn.primitive.name in _SAME_ROWS and own[0]:
+        elif eqn.primitive.name in trace_segments.SAME_ROWS and own[0]:
             path_of[eqn.outvars[0]] = own[0]
     return found
 
 
-def layer_by_layer(
-    loss_fn: Callable[[PyTree], PyTree],
-    params: PyTree,
-    gather_leaf: Gather,
-    policy: remat.Policy,
-    *,
-    is_weight: tree.IsLeaf,
-    pattern: str = "",
-) -> PyTree | None:
-    """Returns `loss_fn(gathered params)` whose scans gather a layer a step; None if there are none.
+def by_trace(loss_fn: Callable[[PyTree], PyTree], params: PyTree, stored: stored_lib.Stored) -> PyTree | None:
+    """Returns `loss_fn(gathered params)`, whose blocks gather their own weights; None if the trace has none.
 
     Args:
       loss_fn: the loss as a function of gathered weights; it changes nothing but what it returns.
       params: stored weights.
-      gather_leaf: f(path, stored weight or a layer of it) -> gathered.
-      policy: of the `jax.checkpoint` of a step; None for no rematerialisation.
-      is_weight: returns whether a node of the params is one stored weight.
-      pattern: a regex over modules around the stacks; empty: all stacks.
+      stored: how they are gathered, and which are blocks; without a regex these are the stacks that scans run over.
     """
-    named = tree.flatten(params, is_weight)
-    structure: Any = jax.tree.structure(params, is_leaf=is_weight)
-    abstract = [jax.eval_shape(lambda leaf, path=path: gather_leaf(path, leaf), leaf) for path, leaf in named]
-    program, shape = jax.make_jaxpr(lambda *used: loss_fn(structure.unflatten(used)), return_shape=True)(*abstract)
-    regex = re.compile(pattern)
-    found = scanned(program, [path for path, _ in named])
-    found = {path for path in found if not pattern or tree.block_of(path, regex)}
-    whole = {path for (path, leaf), own in zip(named, abstract) if _first_dim(leaf) == own.shape[:1]}
-    stacks = found & whole  # a shard has all layers
-    if not stacks:
+    named = tree.flatten(params, stored.is_weight)
+    regex = re.compile(stored.how.either)
+    block_of = {path: tree.block_of(path, regex) for path, _ in named} if stored.how.pattern else {}
+    if stored.how.pattern and not any(block_of.values()):
         return None
-    results = _TraceRun(gather_leaf, policy, stacks).run(program, [_Stored(path, leaf) for path, leaf in named])
+    structure: Any = jax.tree.structure(params, is_leaf=stored.is_weight)
+    abstract = [jax.eval_shape(lambda leaf, path=path: stored.gather_leaf(path, leaf), leaf) for path, leaf in named]
+    program, shape = jax.make_jaxpr(lambda *used: loss_fn(structure.unflatten(used)), return_shape=True)(*abstract)
+    stacks = _stacks(program, named, abstract, block_of)
+    if not stacks and not stored.how.pattern:
+        return None
+    weights = [
+        TraceValue(own, STACK if path in stacks else block_of.get(path) or OUTSIDE, path)
+        for (path, _), own in zip(named, abstract)
+    ]
+    whole = dict[str, str]()
+    found = trace_segments.read(program, weights, whole)
+    if not (stacks or whole or trace_segments.have_blocks(found)):
+        return None
+    if stored.run is not None:
+        stored.run.restart()
+    run = _TraceRun(stored, {value: _Stored(path, leaf) for value, (path, leaf) in zip(weights, named)})
+    results = run.all(found)
+    if stored.how.heads and not any(map(stored.how.is_head, itertools.chain(*run.called))):
+        raise block_settings.unmatched(stored.how, is_head=True)
+    run.warn_of(whole)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+
+def _stacks(
+    program: traces.Program,
+    named: Sequence[tuple[str, Any]],
+    abstract: Sequence[Any],
+    block_of: Mapping[str, str | None],
+) -> set[str]:
+    """Returns the paths of stacks of layers that scans run over, of which a shard has all layers."""
+    found = scanned(program, [path for path, _ in named])
+    whole = {path for (path, leaf), own in zip(named, abstract) if _first_dim(leaf) == own.shape[:1]}
+    if not block_of:
+        return found & whole
+    # An unrolled layer may scan over some of its weights, such as experts.
+    rows, every = ([block_of[path] for path in paths if block_of[path]] for paths in (found, block_of))
+    return {path for path in found & whole if (own := block_of[path]) and 2 * rows.count(own) >= every.count(own)}
 
 
 def _first_dim(weight: PyTree) -> tuple[int, ...]:
@@ -89,79 +110,175 @@ def _first_dim(weight: PyTree) -> tuple[int, ...]:
 class _TraceRun:
     """Runs a trace, or the body of a scan or of a checkpoint in it; gathers each weight once, where it is read first."""
 
-    def __init__(self, gather_leaf: Gather, policy: remat.Policy, stacks: set[str]):
-        self._gather_leaf, self._policy, self._stacks = gather_leaf, policy, stacks
-        self._gathered: dict[str, Any] = {}
+    def __init__(self, stored: stored_lib.Stored, weights: dict[TraceValue, _Stored]):
+        self._stored, self._weights = stored, weights
+        self._known: dict[TraceValue, Any] = {}
+        self.called: list[Sequence[str]] = []  # the blocks of each segment
 
-    def run(self, program: traces.Program, inputs: Sequence[Any]) -> list[Any]:
-        """Returns the results of a program, of which some inputs are weights that are not gathered yet."""
-        return [self._used(value) for value in traces.run(program, inputs, self._apply)]
+    def all(self, found: Operations) -> list[Any]:
+        """Returns the results of a trace."""
+        number = 0
+        for segment in trace_segments.of_blocks(found):
+            self._run(found.operations[number : segment.start])
+            self._call(found, segment)
+            number = segment.stop
+        self._run(found.operations[number:])
+        return [self._used(value) for value in found.results]
+
+    def warn_of(self, whole: Mapping[str, str]) -> None:
+        """Warns of weights that are not gathered block by block."""
+        if whole and self._stored.moves:
+            warnings.warn(
+                f"blocks: {next(iter(whole.values()))} reads weights of several blocks in one operation; {', '.join([*whole][:3])} are "
+                "gathered before it and stay gathered until the backward pass has used them",
+                stacklevel=2,
+            )
+        many = next((blocks for blocks in self.called if len(blocks) > 2), None)
+        if many:
+            warnings.warn(
+                f"blocks: {', '.join(many[:3])}{' and others' * (len(many) > 3)} read their weights in turns, so the weights of all of "
+                "them are gathered at a time",
+                stacklevel=2,
+            )
+
+    def _inside(self, weights: dict[TraceValue, _Stored], known: dict[TraceValue, Any]) -> "_TraceRun":
+        inside = _TraceRun(self._stored, weights)
+        inside._known, inside.called = known, self.called
+        return inside
 
     def _used(self, value: Any) -> Any:
-        if not isinstance(value, _Stored):
-            return value
-        if value.path not in self._gathered:
-            self._gathered[value.path] = self._gather_leaf(value.path, value.weight)
-        used = self._gathered[value.path]
-        for eqn in value.casts:
-            (used,) = traces.bind(eqn, [used])
-        return used
+        """Returns the array of a value, which is gathered or made if it is not there."""
+        if not isinstance(value, TraceValue):
+            return value.val
+        if value not in self._known:
+            if value in self._weights:
+                own = self._weights[value]
+                used = self._stored.gather_leaf(own.path, own.weight)
+                for eqn in own.casts:
+                    (used,) = traces.bind(eqn, [used])
+                self._known[value] = used
+            elif value.maker is not None:
+                self._run([value.maker])
+            else:
+                assert value.constant is not None
+                return value.constant
+        return self._known[value]
 
-    def _apply(self, eqn: jex.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-        weights = {value.path for value in inputs if isinstance(value, _Stored)}
-        name = eqn.primitive.name
-        with traces.scopes(eqn):
-            if not weights:
-                return traces.bind(eqn, inputs)
-            if name in _SAME_ROWS:
-                return [dataclasses.replace(inputs[0], casts=(*inputs[0].casts, eqn))]
-            if name == "scan" and weights & self._stacks:
-                return self._scan(eqn, inputs)
-            inner = traces.called(eqn)
-            if inner is not None and weights & self._stacks:
-                if name in traces.INLINED:
-                    return traces.run(inner, inputs, self._apply)
-                if name in traces.CHECKPOINTS:
-                    return self._checkpoint(eqn, inner, inputs)
-            return traces.bind(eqn, [self._used(value) for value in inputs])
+    def _run(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            eqn, results = operation.eqn, None
+            with contextlib.ExitStack() as scopes:
+                for own in (*operation.around, eqn):
+                    scopes.enter_context(traces.scopes(own))
+                if operation.inside is not None:
+                    results = self._checkpoint(operation)
+                elif eqn.primitive.name == "scan" and STACK in operation.blocks:
+                    results = self._scan(operation)
+                else:
+                    results = traces.bind(eqn, [self._used(value) for value in operation.reads])
+            self._known.update(zip(operation.writes, results))
 
-    def _scan(self, eqn: jex.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    def _call(self, found: Operations, segment: trace_segments.BlockSegment) -> None:
+        """Runs a segment as a block."""
+        operations, made = found.operations[segment.start : segment.stop], trace_segments.read_later(found, segment)
+        read = [value for own in operations for value in own.reads]
+        weights = [value for value in trace_segments.leaves(read) if value.block not in (OUTSIDE, STACK)]
+        inside = {value for own in operations for value in own.writes}
+        others = [value for value in trace_segments.leaves(read) if value not in weights]
+        given = [
+            value for value in trace_segments.sources(read) if value not in inside and not _is_held(value)
+        ] + others
+        kinds = _Words(), _Words()
+
+        def body(used: Mapping[str, Any], *arrays: Any) -> list[Any]:
+            known = dict(zip(given, kinds[0].give(arrays)))
+            known |= {value: used[value.path] for value in weights}
+            run = self._inside({}, known)
+            run._run(operations)
+            return kinds[1].take([run._used(value) for value in made])
+
+        self.called.append(segment.blocks)
+        stored = {value.path: self._weights[value].weight for value in weights}
+        run = self._stored.run or lifted_blocks.by_gathers(self._stored.gather_leaf)
+        arrays = kinds[0].take([self._used(value) for value in given])
+        is_head = all(map(self._stored.how.is_head, segment.blocks))
+        results = run(body, stored, arrays, None if is_head else self._stored.policy, None)
+        self._known.update(zip(made, kinds[1].give(results)))
+
+    def _scan(self, operation: Operation) -> Sequence[Any]:
+        eqn = operation.eqn
         constants, carried = traces.scan_counts(eqn)
-        given = [self._used(value) for value in inputs[: constants + carried]]
-        rows = [value if self._is_stack(value) else self._used(value) for value in inputs[constants + carried :]]
+        given = [self._used(value) for value in operation.reads[: constants + carried]]
         own, carry = given[:constants], given[constants:]
+        stacks = [self._stack(value) for value in operation.reads[constants + carried :]]
+        rows = [
+            self._used(value) if stack is None else stack.weight
+            for value, stack in zip(operation.reads[constants + carried :], stacks)
+        ]
 
         def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            inside = _TraceRun(self._gather_leaf, self._policy, set())
-            results = inside.run(eqn.params["jaxpr"], [*own, *carry, *map(_opened, rows, kinds)])
+            arrays = [*own, *carry, *rows]
+            inputs = [TraceValue(var.aval) for var in traces.opened(eqn.params["jaxpr"])[0].invars]
+            weights, known = dict[TraceValue, _Stored](), dict[TraceValue, Any]()
+            for value, array, stack in zip(inputs, arrays, [*[None] * len(given), *stacks]):
+                if stack is None:
+                    known[value] = array
+                else:
+                    value.block, value.path = OUTSIDE, stack.path
+                    weights[value] = dataclasses.replace(stack, weight=array)
+            results = self._inside(weights, known).all(trace_segments.read(eqn.params["jaxpr"], inputs, {}))
             return results[:carried], results[carried:]
 
-        kinds = [value if self._is_stack(value) else None for value in rows]
-        arrays = [value.weight if self._is_stack(value) else value for value in rows]
         # A loop is no place for CSE, so that no barrier is needed.
-        body = step if self._policy is None else jax.checkpoint(step, policy=self._policy, prevent_cse=False)
+        policy = self._stored.policy
+        body = step if policy is None else jax.checkpoint(step, policy=policy, prevent_cse=False)
         how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, made = jax.lax.scan(body, carry, arrays, **how)
+        carry, made = jax.lax.scan(body, carry, rows, **how)
         return [*carry, *made]
 
-    def _is_stack(self, value: Any) -> bool:
-        return isinstance(value, _Stored) and value.path in self._stacks
+    def _stack(self, value: Any) -> _Stored | None:
+        """Returns the stack that rows of a scan are, with the operations on them; None for other rows."""
+        if not isinstance(value, TraceValue) or value.block != STACK:
+            return None
+        if value.maker is None:
+            return self._weights[value]
+        found = self._stack(value.maker.reads[0])
+        return found and dataclasses.replace(found, casts=(*found.casts, value.maker.eqn))
 
-    def _checkpoint(self, eqn: jex.JaxprEqn, inner: traces.Program, inputs: list[Any]) -> Sequence[Any]:
-        """Runs a checkpoint of the user's around stacks, by the user's own policy."""
-        weights = [value.weight if isinstance(value, _Stored) else value for value in inputs]
+    def _checkpoint(self, operation: Operation) -> Sequence[Any]:
+        """Runs a checkpoint of the user's around several blocks, by the user's own policy."""
+        eqn, inside = operation.eqn, operation.inside
+        assert inside is not None
+        atoms = [*operation.reads, *inside.results, *(value for own in inside.operations for value in own.reads)]
+        leaves = [value for value in trace_segments.leaves(atoms) if value in self._weights]
+        made = {value for own in inside.operations for value in own.writes}
+        given = [value for value in trace_segments.sources(atoms) if value not in made and not _is_held(value)]
 
-        def called(values: list[Any]) -> list[Any]:
-            inside = _TraceRun(self._gather_leaf, self._policy, self._stacks)
-            given = [
-                dataclasses.replace(kind, weight=value) if isinstance(kind, _Stored) else value
-                for kind, value in zip(inputs, values)
-            ]
-            return inside.run(inner, given)
+        def called(weights: list[Any], arrays: list[Any]) -> list[Any]:
+            own = {value: dataclasses.replace(self._weights[value], weight=new) for value, new in zip(leaves, weights)}
+            return self._inside(own, dict(zip(given, arrays))).all(inside)
 
         how = {"policy": eqn.params["policy"], "prevent_cse": eqn.params["prevent_cse"]}
-        return jax.checkpoint(called, **how)(weights)
+        weights = [self._weights[value].weight for value in leaves]
+        return jax.checkpoint(called, **how)(weights, [self._used(value) for value in given])
 
 
-def _opened(row: Any, kind: _Stored | None) -> Any:
-    return row if kind is None else dataclasses.replace(kind, weight=row)
+def _is_held(value: TraceValue) -> bool:
+    """Returns whether a trace holds the array of a value, which is no argument of a block then."""
+    return value.is_constant and value.constant is not None
+
+
+class _Words:
+    """Random keys among arrays, which blocks take and return as their words."""
+
+    def take(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the values with words in place of keys."""
+        self._impls = [jax.random.key_impl(value) if tree.is_key(value) else None for value in values]
+        return [jax.random.key_data(value) if tree.is_key(value) else jax.numpy.asarray(value) for value in values]
+
+    def give(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the values that were taken."""
+        return [
+            value if impl is None else jax.random.wrap_key_data(value, impl=impl)
+            for value, impl in zip(values, self._impls)
+        ]

@@ -5,7 +5,8 @@ The time of the gather determines the memory:
 - By default every leaf is gathered on its own at the top of the loss. The loss runs under `jax.checkpoint` with a policy that never keeps
   a gathered weight, so the compiler gathers each again in the backward pass.
 - With `blocks` (a regex over module paths) calls to the matching modules of Linen and NNX are intercepted. Each runs under its own
-  `jax.checkpoint` and gathers its own weights inside it. At any time about one block's weights are gathered.
+  `jax.checkpoint` and gathers its own weights inside it. At any time about one block's weights are gathered. Other models are traced, and
+  the trace is cut at its blocks (`traced_blocks`).
 """
 
 import functools
@@ -19,7 +20,8 @@ from jax.typing import DTypeLike
 from zerojax import precision, tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero.blocks import block_settings, intercept, lifted_blocks, marks, nnx_blocks, remat
+from zerojax.zero.blocks import block_settings, intercept, lifted_blocks, nnx_blocks
+from zerojax.zero.blocks import stored as stored_lib
 from zerojax.zero.weights import gather, placement
 from zerojax.zero.weights import partition as partition_lib
 
@@ -78,13 +80,8 @@ def with_gathers(
             return leaf
         return gathered(leaf if found.trainable else jax.lax.stop_gradient(leaf), found, compute_dtype)
 
-    return wrap(
-        loss_fn,
-        gather_leaf,
-        how,
-        moves=placement.moves(placements),
-        has_stacks=placement.has_stacks(placements),
-    )
+    moves, has_stacks = placement.moves(placements), placement.has_stacks(placements)
+    return wrap(loss_fn, stored_lib.Stored(gather_leaf, how, moves, has_stacks=has_stacks))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -123,39 +120,22 @@ def _gathered_backward(
 gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def wrap(
-    loss_fn: Loss,
-    gather_leaf: Callable[[str, Any], Any],
-    how: block_settings.Blocks,
-    *,
-    moves: bool,
-    run: Any = None,
-    is_weight: Callable[[Any], bool] = lambda leaf: False,
-    has_stacks: bool = False,
-) -> Loss:
-    """Returns `loss_fn` as a function of stored weights, which `gather_leaf(path, leaf)` gathers; see `where_used`.
-
-    Args:
-      moves: whether any weight is gathered: its stored and its used sharding differ.
-      run: see `intercept.Interceptor`; its `restart` is called where the loss must be traced again.
-      is_weight: returns whether a node of the params is one stored weight, if stored weights are not arrays.
-      has_stacks: whether to look for scans over stacks of layers, each step of which gathers its own layer.
-    """
-    if how.pattern:
-        return intercept.by_block(loss_fn, gather_leaf, how, moves=moves, run=run, is_weight=is_weight)
-    policy = remat.policy(how.remat, in_place=not (how.recompute or how.offload), moves=moves)
-    policy = marks.Offloads(policy) if policy and how.offload else policy
+def wrap(loss_fn: Loss, stored: stored_lib.Stored) -> Loss:
+    """Returns `loss_fn` as a function of stored weights; see `where_used`."""
+    if stored.how.pattern:
+        return intercept.by_block(loss_fn, stored)
+    run, policy = stored.run, stored.policy
 
     def at_top(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
-        if has_stacks:
-            result = intercept.in_scans(loss_fn, params, args, kwargs, gather_leaf, how, policy, is_weight, run)
+        if stored.has_stacks:
+            result = intercept.in_trace(loss_fn, stored, params, args, kwargs)
             if result is not None:
                 return result
         has_nnx = intercept.holds_nnx(params)
         gather = nnx_blocks.gathered if has_nnx else tree.map_with_path
 
-        def loss_of(stored: PyTree) -> tuple[Any, dict[str, Any]]:
-            used = gather(gather_leaf, stored, is_leaf=is_weight)
+        def loss_of(leaves: PyTree) -> tuple[Any, dict[str, Any]]:
+            used = gather(stored.gather_leaf, leaves, is_leaf=stored.is_weight)
             own_args, own_kwargs = intercept.of_this_trace((args, kwargs))
             before = nnx_blocks.variables(used) if has_nnx else {}
             result = loss_fn(used if run is None else intercept.unboxed(used), *own_args, **own_kwargs)

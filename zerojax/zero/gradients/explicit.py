@@ -24,6 +24,7 @@ from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero.blocks import block_settings, intercept, lifted_blocks, nnx_blocks, overlap, where_used
+from zerojax.zero.blocks import stored as stored_lib
 from zerojax.zero.gradients import accumulate
 from zerojax.zero.sharded_batch import constraints, dependence, inputs, keys, outputs, parts, returned_state
 from zerojax.zero.weights import gather, placement
@@ -197,15 +198,15 @@ def device_loss(
     loss_fn: Callable[..., Any], partition: partition_lib.Partition, how: block_settings.Blocks, chain: Any
 ) -> Callable[..., Any]:
     """Returns `loss_fn` as a function of `ShardAndSink`s on one device, whose blocks run in the chain's order."""
-    return where_used.wrap(
-        loss_fn,
+    stored = stored_lib.Stored(
         chain.gather_leaf,
         how,
-        moves=placement.moves(partition.placements),
+        placement.moves(partition.placements),
         run=chain,
         is_weight=lambda node: isinstance(node, gather.ShardAndSink),
         has_stacks=placement.has_stacks(partition.placements),
     )
+    return where_used.wrap(loss_fn, stored)
 
 
 def mapped(

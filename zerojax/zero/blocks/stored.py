@@ -1,0 +1,35 @@
+"""Says how a loss takes stored weights. This module holds what the ways to gather them share."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from zerojax.zero.blocks import block_settings, marks, remat
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How stored weights are gathered.
+
+    Attributes:
+      gather_leaf: f(path, stored weight or a layer of it) -> gathered.
+      how: which modules are blocks, and what a backward pass keeps.
+      moves: whether any weight is gathered: its stored and its used sharding differ.
+      run: see `intercept.Interceptor`; its `restart` is called where the loss must be traced again.
+      is_weight: returns whether a node of the params is one stored weight, if stored weights are not arrays.
+      has_stacks: whether to look for scans over stacks of layers, each step of which gathers its own layer.
+    """
+
+    gather_leaf: Callable[[str, Any], Any]
+    how: block_settings.Blocks
+    moves: bool
+    run: Any = None
+    is_weight: Callable[[Any], bool] = lambda leaf: False
+    has_stacks: bool = False
+
+    @functools.cached_property
+    def policy(self) -> remat.Policy:
+        """Returns the policy of a `jax.checkpoint`; None for no rematerialisation."""
+        policy = remat.policy(self.how.remat, in_place=not (self.how.recompute or self.how.offload), moves=self.moves)
+        return marks.Offloads(policy) if policy and self.how.offload else policy
