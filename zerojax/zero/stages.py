@@ -26,7 +26,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import errors, tree
+from zerojax import errors, train_state, tree
 from zerojax import mesh as mesh_lib
 from zerojax import specs as specs_lib
 from zerojax.errors import UserError
@@ -173,7 +173,8 @@ def partition_state(
     role_of = leaf_roles(abstract_state, roles, trainable)
     if PARAMS not in role_of.values() and FROZEN not in role_of.values():
         raise UserError(
-            "state: no leaf has the role 'params'; pass roles=[(path regex, 'params'), ...] to name the weights"
+            "state: no leaf has the role 'params'; pass roles=[(path regex, 'params'), ...] to name the weights; for make_train_step "
+            f"{train_state.way_to_one(abstract_state)}"
         )
     if PARAMS not in role_of.values():
         known = ", ".join([tree.below_params(path) for path, role in role_of.items() if role == FROZEN][:3])

@@ -163,7 +163,8 @@ def _checked(partition: partition_lib.Partition) -> State:
     ):
         raise UserError(
             f"offload.optimizer: needs a flax TrainState that applies gradients as flax does, and the state is {type(state).__name__}, "
-            "whose own apply_gradients may read leaves together; use a TrainState without that method, or omit offload"
+            "whose own apply_gradients may read leaves together; use a TrainState without that method (averages of weights may be in the "
+            "state of its optimizer, an optax transformation), or omit offload"
         )
     overwritten = [path for path, found in partition.placements.items() if found.overwritten]
     if overwritten:

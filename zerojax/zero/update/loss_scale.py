@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from zerojax import errors, tree
+from zerojax import errors, train_state, tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
@@ -235,8 +235,8 @@ def in_step(loss_scale: LossScale | None, abstract_state: State) -> update.Unsca
     lacking = [name for name in ("params", "apply_gradients", "replace") if not hasattr(abstract_state, name)]
     if lacking:
         raise UserError(
-            f"make_train_step: the state is a {type(abstract_state).__name__} without {' and '.join(lacking)}; use flax's TrainState or a "
-            "subclass, or write your own step around zerojax.where_used (as examples/own_train_step.py of the repository does)"
+            f"make_train_step: the state is a {type(abstract_state).__name__} without {' and '.join(lacking)}; "
+            f"{train_state.way_to_one(abstract_state)}"
         )
     if loss_scale is not None and not callable(getattr(loss_scale, "update", None)):
         raise UserError(
