@@ -97,7 +97,7 @@ def test_a_field_is_described_in_words():
 def test_a_weight_decay_that_nobody_set_is_one_that_the_optimizer_has(name):
     found = config_lib.from_dict(changed({"optimizer.name": name})).optimizer
     registry.make_optimizer(name, 1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=found.weight_decay)  # is not refused
-    assert found.weight_decay == (0.1 if "weight_decay" in registry.READS[name] else 0.0)
+    assert found.weight_decay == (0.1 if "weight_decay" in registry.reads(name) else 0.0)
     own = config_lib.from_dict(changed({"optimizer.name": name, "optimizer.weight_decay": 0.3}))
     assert own.optimizer.weight_decay == 0.3
 

@@ -3,5 +3,5 @@
 This room holds schedules, fused and 8-bit optimizers, Muon with its owners of matrices, master weights, and the `jax.shard_map` around
 kernels of `pallas_kernels`.
 It has no stage, no train state and no step.
-An optimizer is a line of `registry.OPTIMIZERS`; a schedule is a line of `schedules.SCHEDULES`.
+An optimizer is a class of `registry.OPTIMIZERS`; a schedule is a line of `schedules.SCHEDULES`.
 """

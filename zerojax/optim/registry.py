@@ -1,9 +1,10 @@
-"""Optimizers by name. This module maps names to optax, and to `fused` where stochastic rounding is needed."""
+"""Optimizers by name. This module makes those of optax, and of `fused` where stochastic rounding is needed, each with its own fields."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import optax
@@ -18,99 +19,187 @@ from zerojax.tree import PyTree
 # config.optimizer.weight_decay_on -> the mask of the leaves that take weight decay
 DECAYS: dict[str, Callable[[Any], Any] | None] = {"matrices": kinds.decayed, "all": None}
 
-# name -> f(learning rate or schedule, b1, b2, eps, weight decay, its mask). A mask costs a tree walk at trace time only.
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "adam": lambda lr, b1, b2, eps, wd, mask: optax.adam(lr, b1, b2, eps),
-    "adamw": lambda lr, b1, b2, eps, wd, mask: optax.adamw(lr, b1, b2, eps, weight_decay=wd, mask=mask),
-    "adafactor": lambda lr, b1, b2, eps, wd, mask: optax.adafactor(
-        lr, weight_decay_rate=wd or None, weight_decay_mask=mask
-    ),
-    "lamb": lambda lr, b1, b2, eps, wd, mask: optax.lamb(lr, b1, b2, eps, weight_decay=wd, mask=mask),
-    "lion": lambda lr, b1, b2, eps, wd, mask: optax.lion(lr, b1, b2, weight_decay=wd, mask=mask),
-    "sgd": lambda lr, b1, b2, eps, wd, mask: optax.sgd(lr, momentum=b1 or None),
-    "muon": lambda lr, b1, b2, eps, wd, mask, momentum, **own: muon.muon(
-        lr, momentum, wd, b1=b1, b2=b2, eps=eps, mask=mask, **own
-    ),
-}
-OF_MUON = ("momentum", "adamw_on")
-# name -> the arguments that it reads, beside the learning rate
-READS: dict[str, tuple[str, ...]] = {
-    "adam": ("b1", "b2", "eps"),
-    "adamw": ("b1", "b2", "eps", "weight_decay"),
-    "adafactor": ("weight_decay",),
-    "lamb": ("b1", "b2", "eps", "weight_decay"),
-    "lion": ("b1", "b2", "weight_decay"),
-    "sgd": ("b1",),
-    "muon": ("b1", "b2", "eps", "weight_decay", *OF_MUON),
-}
 MOST_RATE = 100.0  # a factor of a learning rate
 OWN_DECAY = 0.1  # of an optimizer that has weight decay, if none is given
 
 
+class Common(NamedTuple):
+    """What every optimizer is told beside its own fields."""
+
+    rate: float | schedules.Schedule  # of learning
+    mask: Callable[[Any], Any] | None  # of the leaves that take weight decay; it costs a tree walk at trace time only
+    rates: Callable[[PyTree], PyTree] | None  # what multiplies the rate of each leaf; None: 1
+    dtype: str  # of the matmuls of an update
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """An optimizer. Its fields are what it reads beside the learning rate, and have the names of settings.
+
+    One with a method `fused`, which returns a `OnePass`, takes moments in 16 or 8 bits, and weights of 16 bits, rounded stochastically.
+    """
+
+    takes_rates: ClassVar[bool] = False  # whether `plain` reads `Common.rates`
+
+    def plain(self, common: Common) -> optax.GradientTransformation:
+        """Returns it with moments in float32."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam(Optimizer):
+    b1: float
+    b2: float
+    eps: float
+
+    def plain(self, common: Common) -> optax.GradientTransformation:
+        return optax.adam(common.rate, self.b1, self.b2, self.eps)
+
+    def fused(self, common: Common, **how: Any) -> one_pass_lib.OnePass:
+        return fused.fused_adamw(common.rate, self.b1, self.b2, self.eps, 0.0, rates=common.rates, **how)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW(Optimizer):
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float = OWN_DECAY
+
+    def plain(self, common: Common) -> optax.GradientTransformation:
+        return optax.adamw(common.rate, **vars(self), mask=common.mask)
+
+    def fused(self, common: Common, **how: Any) -> one_pass_lib.OnePass:
+        return fused.fused_adamw(common.rate, **vars(self), mask=common.mask, rates=common.rates, **how)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adafactor(Optimizer):
+    weight_decay: float = OWN_DECAY
+
+    def plain(self, common: Common) -> optax.GradientTransformation:
+        return optax.adafactor(common.rate, weight_decay_rate=self.weight_decay or None, weight_decay_mask=common.mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lamb(Optimizer):
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float = OWN_DECAY
+
+    def plain(self, common: Common) -> optax.GradientTransformation:
+        return optax.lamb(common.rate, **vars(self), mask=common.mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lion(Optimizer):
+    b1: float
+    b2: float
+    weight_decay: float = OWN_DECAY
+
+    def plain(self, common: Common) -> optax.GradientTransformation:
+        return optax.lion(common.rate, **vars(self), mask=common.mask)
+
+    def fused(self, common: Common, **how: Any) -> one_pass_lib.OnePass:
+        return fused.fused_lion(common.rate, **vars(self), mask=common.mask, rates=common.rates, **how)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sgd(Optimizer):
+    b1: float
+
+    def plain(self, common: Common) -> optax.GradientTransformation:
+        return optax.sgd(common.rate, momentum=self.b1 or None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon(Optimizer):
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float = OWN_DECAY
+    momentum: float = 0.95
+    adamw_on: str = ""  # "": `muon.ADAMW`
+    takes_rates = True
+
+    def plain(self, common: Common) -> optax.GradientTransformation:
+        own = {**vars(self), "adamw_on": self.adamw_on or muon.ADAMW}
+        return muon.muon(common.rate, **own, mask=common.mask, rates=common.rates, dtype=common.dtype)
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adam": Adam,
+    "adamw": AdamW,
+    "adafactor": Adafactor,
+    "lamb": Lamb,
+    "lion": Lion,
+    "sgd": Sgd,
+    "muon": Muon,
+}
+FUSED = tuple(name for name, own in OPTIMIZERS.items() if hasattr(own, "fused"))
+
+
+def reads(name: str) -> tuple[str, ...]:
+    """Returns what an optimizer reads beside the learning rate."""
+    return tuple(field.name for field in dataclasses.fields(OPTIMIZERS[name]))
+
+
+def read_by_some() -> tuple[str, ...]:
+    """Returns what some optimizers read."""
+    return tuple(dict.fromkeys(field for name in OPTIMIZERS for field in reads(name)))
+
+
 def own_weight_decay(name: str) -> float:
     """Returns the weight decay of an optimizer if none is given: 0 for one that has none."""
-    return OWN_DECAY if "weight_decay" in READS[name] else 0.0
-
-
-# The same with moments in 16 or 8 bits, and with stochastically rounded 16-bit weights.
-FUSED: dict[str, Callable[..., Any]] = {
-    "adam": lambda lr, b1, b2, eps, wd, mask, **how: fused.fused_adamw(lr, b1, b2, eps, 0.0, **how),
-    "adamw": lambda lr, b1, b2, eps, wd, mask, **how: fused.fused_adamw(lr, b1, b2, eps, wd, mask=mask, **how),
-    "lion": lambda lr, b1, b2, eps, wd, mask, **how: fused.fused_lion(lr, b1, b2, wd, mask=mask, **how),
-}
+    return getattr(OPTIMIZERS[name], "weight_decay", 0.0)
 
 
 def make_optimizer(
     optimizer: str,
     learning_rate: float | schedules.Schedule,
     *,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
     moments: str = "fp32",
     rounds_weights: bool = False,
     weight_decay_on: str = "matrices",
     rates: str = "",
-    momentum: float = 0.95,
-    adamw_on: str = muon.ADAMW,
     in_float32: bool = False,
+    **fields: Any,
 ) -> optax.GradientTransformation:
     """Returns the optax transformation of that name.
 
     Args:
       optimizer: a key of OPTIMIZERS.
       learning_rate: a number, or a schedule: f(steps taken before).
-      b1, b2, eps, weight_decay: of the optimizer; those that READS does not list for it are ignored.
       moments: how moments are stored: "fp32", "bf16" or "int8" (see `fused`); the last two are rounded stochastically.
       rounds_weights: whether weights are stored in bf16 and rounded stochastically.
-      momentum, adamw_on: of `muon.muon`, whose `dtype` is float32 with `in_float32`, and bfloat16 otherwise.
       weight_decay_on: the weights that take weight decay: "matrices" (`kinds.decayed`: all but biases, norms and vectors) or "all".
       rates: factors of the learning rate by kinds of weights; see `factors_of`.
+      in_float32: whether Muon's matmuls are in float32, and not in bfloat16.
+      **fields: b1, b2, eps, weight_decay and others, of some optimizer; those that this one does not read are ignored.
 
     Raises:
       UserError: the name is unknown; the optimizer has no weight decay; it cannot round 16-bit weights or moments; or a rate is none.
     """
     errors.one_of("optimizer", optimizer, OPTIMIZERS)
-    if weight_decay and "weight_decay" not in READS[optimizer]:
+    if odd := fields.keys() - read_by_some():
+        raise TypeError(f"make_optimizer() got an unexpected keyword argument {min(odd)!r}")
+    own = {name: value for name, value in fields.items() if name in reads(optimizer)}
+    if fields.get("weight_decay") and "weight_decay" not in own:
         raise UserError(
-            f"weight_decay: `optimizer={optimizer}` applies none, and it is {weight_decay}; set `weight_decay=0`, or use adamw"
+            f"weight_decay: `optimizer={optimizer}` applies none, and it is {fields['weight_decay']}; set `weight_decay=0`, or use adamw"
         )
-    mask, factors = DECAYS[weight_decay_on], factors_of(rates)
+    chosen, factors = OPTIMIZERS[optimizer](**own), factors_of(rates)
     by_leaf = functools.partial(_factors, factors) if factors else None
-    own: dict[str, Any] = {"momentum": momentum, "adamw_on": adamw_on, "dtype": "float32" if in_float32 else "bfloat16"}
-    own = {**own, "rates": by_leaf} if optimizer == "muon" else {}
-    plain = OPTIMIZERS[optimizer](learning_rate, b1, b2, eps, weight_decay, mask, **own)
-    plain = _with_rates(plain, by_leaf) if by_leaf and optimizer != "muon" else plain
+    common = Common(learning_rate, DECAYS[weight_decay_on], by_leaf, "float32" if in_float32 else "bfloat16")
+    plain = chosen.plain(common)
+    plain = _with_rates(plain, by_leaf) if by_leaf and not chosen.takes_rates else plain
     if moments == "fp32" and not rounds_weights:
         return plain
-    if optimizer not in FUSED:
+    if not hasattr(chosen, "fused"):
         needs = f"moments: {moments} needs" if moments != "fp32" else "rounds_weights: stochastic rounding needs"
         raise UserError(f"{needs} an optimizer among {', '.join(FUSED)}, and `optimizer` is {optimizer!r}")
-    rounding = FUSED[optimizer](
-        learning_rate, b1, b2, eps, weight_decay, mask, rates=by_leaf, moments=moments, stochastic_rounding=True
-    )
-    return _with_state_of(plain, rounding)
+    return _with_state_of(plain, chosen.fused(common, moments=moments, stochastic_rounding=True))
 
 
 def factors_of(rates: str) -> dict[str, float]:

@@ -29,7 +29,7 @@ from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import context_attention, token_order
-from zerojax.optim import balance, master_weights, muon, registry, schedules
+from zerojax.optim import balance, master_weights, registry, schedules
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import forward as forward_lib
@@ -436,19 +436,12 @@ def _optimizer(
         warmup=chosen.warmup,
         initial_fraction=chosen.initial_fraction,
     )
+    given = (*registry.read_by_some(), "weight_decay_on", "rates", "moments")
     tx = registry.make_optimizer(
         chosen.name,
         schedule,
-        b1=chosen.b1,
-        b2=chosen.b2,
-        eps=chosen.eps,
-        weight_decay=chosen.weight_decay,
-        weight_decay_on=chosen.weight_decay_on,
-        rates=chosen.rates,
-        moments=chosen.moments,
         rounds_weights=policy.rounds_stochastically,
-        momentum=chosen.momentum,
-        adamw_on=chosen.adamw_on or muon.ADAMW,
         in_float32=policy.compute_dtype == jnp.float32,
+        **{name: getattr(chosen, name) for name in given},
     )
     return schedule, balance.with_balance(tx, chosen.router_bias_rate) if chosen.router_bias_rate else tx

@@ -35,7 +35,7 @@ def check(config: settings.Config) -> None:
             "config.checkpoint.keep_best=0 keeps none; set --config.checkpoint.keep_best=1"
         )
     chosen = config.optimizer
-    if "eps" in registry.READS[chosen.name] and 0 < chosen.clip_norm <= chosen.eps:
+    if "eps" in registry.reads(chosen.name) and 0 < chosen.clip_norm <= chosen.eps:
         raise UserError(
             f"config.optimizer.clip_norm: {chosen.clip_norm} is not above config.optimizer.eps={chosen.eps}, so clipped gradients are "
             "below eps and the weights would hardly change; set --config.optimizer.clip_norm=1.0, or 0 for no clipping"
