@@ -126,8 +126,8 @@ def _rows(config: settings.Config) -> Iterator[tuple[str, bool, tuple[str, ...]]
     has_fp8, sharded = precision.PRECISIONS[c.precision].has_fp8, stages.STAGES[c.zero.stage]
     is_quantized = c.lora.is_on and c.lora.quantize != "none"
     tells_hosts = c.wire.second_copy or c.wire.gradients != packed.PLAIN
-    of_optimizer = {*registry.read_by_some()} - {*registry.reads(chosen.name), "weight_decay"}  # whose value is refused
-    unread = tuple(f"optimizer.{name}" for name in of_optimizer)
+    read = (*registry.reads(chosen.name), "weight_decay")  # whose value is refused
+    unread = tuple(f"optimizer.{name}" for name in registry.read_by_some() if name not in read)
     of_lora = tuple(place for place in _group("lora") if place not in LORA_ON)
     of_evaluation = (
         "evaluate.every",
