@@ -318,7 +318,7 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     streams = program_lib.open_feed(program, tokenizer, data_dir, pairs or mixed)
     if config_lib.reads_text(config.data):
         say(tokenizer_lib.told(tokenizer))
-    if pairs is None and not config_lib.has_held_out(config.data):
+    if pairs is None and not config.data.has_held_out:
         where = (
             "config.data.sources name no eval_file or eval_split"
             if config.data.sources

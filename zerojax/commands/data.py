@@ -89,7 +89,7 @@ def _examples(
     config: settings.Config, data_dir: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, count: int
 ) -> Iterator[tuple[tasks.Shown, list[ShownTokens]]]:
     """Yields the first training examples, each with its arrays."""
-    data, places = config.data, config_lib.places(config.data, data_dir)
+    data, places = config.data, config.data.places(data_dir)
     if places.is_random:
         raise UserError(f"config.data.name: is {data.name!r}, whose tokens are no text; name a dataset or files")
     if not places.train_file:

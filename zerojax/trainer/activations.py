@@ -19,7 +19,7 @@ import optax
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, tree
+from zerojax import tree
 from zerojax.models import family as family_lib
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.trainer import config as config_lib
@@ -47,7 +47,7 @@ def estimate(program: program_lib.Program) -> Estimate:
     """
     depths = {name: count for name in DEPTHS if (count := getattr(program.model, name, 0))}
     block, other = weights(program)
-    width = jnp.dtype(precision.PRECISIONS[program.config.precision].compute_dtype).itemsize
+    width = jnp.dtype(program.config.policy.compute_dtype).itemsize
 
     @functools.cache
     def by_depth(rows: int, remat: str) -> dict[str, float]:
@@ -132,7 +132,7 @@ def _on_one_device(
     loss = where_used.where_used(
         of_batch,
         partition.placements,
-        compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
+        compute_dtype=config.policy.compute_dtype,
         blocks=family.blocks,
         heads=family_lib.heads(family, model),
         remat=remat,

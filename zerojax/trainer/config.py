@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zerojax import errors, precision
+from zerojax import errors
 from zerojax import mesh as mesh_lib
 from zerojax.data import batches, mixture
 from zerojax.data.pairs import tasks
@@ -141,17 +141,11 @@ def _tokenizer(config: settings.Config) -> str:
             f"config.data.tokenizer: {folder} has {others[0]} and no {TOKENIZER}; write one with transformers "
             f"(AutoTokenizer.from_pretrained(folder).save_pretrained(folder)), or set config.data.tokenizer"
         )
-    if chosen == AUTO and not places(config.data).is_random:
+    if chosen == AUTO and not config.data.places().is_random:
         raise UserError(
             f'config.data.tokenizer: {folder} has no {TOKENIZER}; add the model\'s own, or set it to "bytes" if the model reads bytes'
         )
     return BYTES
-
-
-def places(group: settings.DataSettings, data_dir: str | os.PathLike = "") -> batches.Places:
-    """Returns where the examples of the group `data` come from, with the folder of prepared datasets."""
-    names = ("name", "train_split", "eval_split", "train_file", "eval_file")
-    return batches.Places(data_dir=data_dir, **{name: getattr(group, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +178,7 @@ def sources(group: settings.DataSettings) -> tuple[SourceSettings, ...]:
     if twice := next((source for source in found if titles.count(source.title) > 1), None):
         raise UserError(f"{twice.where}.title: {twice.title!r} names another source too; give each a title of its own")
     for step in sorted({step for source in found for step, _ in source.weight}):
-        if not any(mixture.MixedSource("", places(group), source.weight).weight_at(step) for source in found):
+        if not any(mixture.MixedSource("", group.places(), source.weight).weight_at(step) for source in found):
             raise UserError(f"config.data.sources: no weight is above 0 at step {step}; give a source one")
     return tuple(found)
 
@@ -251,13 +245,7 @@ def _task(mixed: tuple[SourceSettings, ...]) -> str:
 def reads_text(group: settings.DataSettings) -> bool:
     """Returns whether windows of documents are learned, and not random tokens."""
     groups = [source.data for source in sources(group)] or [group]
-    return any(own.task == tasks.TEXT and not places(own).is_random for own in groups)
-
-
-def has_held_out(group: settings.DataSettings) -> bool:
-    """Returns whether examples are held out."""
-    mixed = sources(group)
-    return any(places(source.data).has_held_out for source in mixed) if mixed else places(group).has_held_out
+    return any(own.task == tasks.TEXT and not own.places().is_random for own in groups)
 
 
 def make_offload(group: settings.OffloadSettings, stage: int) -> offload_lib.Offload:
@@ -278,7 +266,7 @@ def make_fp8(config: settings.Config) -> fp8_lib.Fp8 | None:
     Raises:
       UserError: a setting is out of range.
     """
-    if not precision.PRECISIONS[config.precision].has_fp8:
+    if not config.policy.has_fp8:
         return None
     with errors.below("config."):
         return fp8_lib.Fp8(**vars(config.fp8))
@@ -507,7 +495,7 @@ def _check_lora(config: settings.Config) -> None:
                 f"lora.modules_to_save: must be names with commas between them, and is {errors.shown(group.modules_to_save)}"
             )
         make_lora(dataclasses.replace(group, r=group.r or 1))
-    if precision.PRECISIONS[config.precision].has_fp8 and group.quantize != "none":
+    if config.policy.has_fp8 and group.quantize != "none":
         raise UserError(
             f"config.lora.quantize: is {group.quantize!r}, and quantized kernels are dequantized to bf16, so config.precision='fp8' cannot "
             "take effect; set config.precision=bf16, or config.lora.quantize=none"

@@ -130,7 +130,7 @@ def load(
       UserError: see `splits.load`.
     """
     return splits.load(
-        config_lib.places(config.data, data_dir),
+        config.data.places(data_dir),
         tokenizer,
         dataclasses.replace(task_settings(config, family, source), now=now),
         form(config, family, source, tokenizer),

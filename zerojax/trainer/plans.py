@@ -72,7 +72,7 @@ def plan_program(program: program_lib.Program, target: str, **how: Any) -> step_
             target=target,
             placement=steps.as_sent(config, program.family, program.partition),
             tokens=program.tokens_per_step,
-            compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
+            compute_dtype=config.policy.compute_dtype,
             passes=sizes.grad_accum,
             by_hand=True,
             flops_per_token=program.flops_per_token,
@@ -93,7 +93,7 @@ def exchange_of(program: program_lib.Program) -> step_plan.Exchange | None:
         count = max(collections.Counter(placed.homes[path] for path in held).values())
         stacks = stacks[:count]
     tokens = program.sizes.micro_batch_size * config.seq_len // mesh_lib.size(program.mesh, mesh_lib.TOKENS)
-    compute = precision.PRECISIONS[config.precision].compute_dtype
+    compute = config.policy.compute_dtype
     once = expert_parallel.cost(
         tokens * program.model.mixture.per_token,
         (stacks[0].shape or (0,))[-1],
@@ -289,7 +289,7 @@ def _grid_of_axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[s
 def _takes_ring(config: settings_lib.Config) -> bool:
     """Returns whether modules of a config's model may run in rings (`zero.blocks.ring_matmuls`): those of a decoder without experts."""
     model = model_lib.shape(config, None)[1]
-    is_wide = not precision.PRECISIONS[config.precision].has_fp8 and config.lora.quantize == "none"
+    is_wide = not config.policy.has_fp8 and config.lora.quantize == "none"
     draws = config.model.dropout or config.lora.dropout
     return is_wide and not draws and hasattr(model, "tile_tokens") and not family_lib.mixture(model)
 
@@ -297,7 +297,7 @@ def _takes_ring(config: settings_lib.Config) -> bool:
 def _refuses_pipe(config: settings_lib.Config) -> bool:
     """Returns whether a setting of a config is one that no pipeline has (`zero.pipeline.step.of`)."""
     return bool(
-        (precision.PRECISIONS[config.precision].has_fp8 and config.fp8.recipe == fp8.DELAYED)
+        (config.policy.has_fp8 and config.fp8.recipe == fp8.DELAYED)
         or config.mesh.expert > 1
         or config_lib.make_wires(config).is_on
         or precision.DTYPES[config.reduce_dtype] is None
@@ -338,7 +338,7 @@ def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.Mod
         for own, partition in ((True, program.partition), (False, program.baseline))
     }
     width = 2.0 * config.seq_len * program.model.embed_dim
-    in_8_bits = precision.PRECISIONS[config.precision].has_fp8 and config.fp8.recipe != fp8.ROWWISE
+    in_8_bits = config.policy.has_fp8 and config.fp8.recipe != fp8.ROWWISE
     in_8_bits &= config.fp8.experts or mixture is None  # most weights of a mixture
     rest, others, sent = traced.less(first, layer), total - block * layers, 1.0 if in_8_bits else 2.0
     away = config.offload.fraction, config.offload.params_fraction
@@ -388,7 +388,7 @@ def _few(
 def _least_seconds(program: program_lib.Program, rates: rates_lib.GpuRates, candidate: search.Candidate) -> float:
     """Returns the seconds that a device's matmuls take at the highest rate of any; "full" runs the forward pass, a third of it, again."""
     config = program.config
-    forms = ("fp8", "bf16") if precision.PRECISIONS[config.precision].has_fp8 else ("bf16",)
+    forms = ("fp8", "bf16") if config.policy.has_fp8 else ("bf16",)
     highest = max(
         value for name, value in rates.figures.items() if name.startswith(tuple(f"matmul.{form}." for form in forms))
     )

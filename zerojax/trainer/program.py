@@ -169,7 +169,7 @@ def build(config: settings_lib.Config, *, tokenizer_vocab: int = 0, devices: Seq
 def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[Any] | None) -> Program:
     mesh = mesh_lib.make_mesh(**vars(config.mesh), devices=devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
-    policy = precision.PRECISIONS[config.precision]
+    policy = config.policy
     loss_scale = config_lib.make_loss_scale(config.loss_scale, is_scaled=policy.scales_loss)
     source = model_lib.source(config)
     family, model = model_lib.choose(config, source, mesh, policy.compute_dtype, tokenizer_vocab)
@@ -279,7 +279,7 @@ def open_feed(
         program.mesh,
         tokenizer,
         program.objective,
-        config_lib.places(config.data, data_dir),
+        config.data.places(data_dir),
         text_key=config.data.text_key,
         global_batch_size=program.sizes.global_batch_size,
         grad_accum=program.sizes.grad_accum,

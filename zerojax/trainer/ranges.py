@@ -1,6 +1,6 @@
 """Checks the values of a config. This module compares each with what its declaration allows, and some with each other."""
 
-from zerojax import errors, precision
+from zerojax import errors
 from zerojax.data import batches, locations
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
@@ -96,7 +96,7 @@ def _check_compared(config: settings.Config) -> None:
     task = config.data.task
     if task not in tasks.ANSWERS:
         return
-    if precision.PRECISIONS[config.precision].has_fp8:
+    if config.policy.has_fp8:
         raise UserError(
             f"config.precision: is {config.precision!r}, and the task {task} compares log-probabilities that fp8 rounds too much; "
             "set --config.precision=bf16"

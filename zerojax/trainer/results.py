@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from zerojax import errors, precision
+from zerojax import errors
 from zerojax.data import mixture
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, templates
@@ -13,7 +13,6 @@ from zerojax.inference import generate, sampling
 from zerojax.interop import deltas, hub, huggingface, merged, peft
 from zerojax.models import family as family_lib
 from zerojax.train_state import State
-from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, plot, resume
 from zerojax.trainer import program as program_lib
 from zerojax.tree import PyTree
@@ -38,7 +37,7 @@ def sample(
         new_tokens=length,
         special=family_lib.SpecialTokens(start=int(start[0])),
         sampling=sampling.Sampling(temperature),
-        compute_dtype=precision.PRECISIONS[program.config.precision].compute_dtype,
+        compute_dtype=program.config.policy.compute_dtype,
     )
     tokens = sampler(program.forward.params(params), inputs.get("inputs", start)[None], seed=seed)
     return program.objective.answer(tokenizer, prompt, tokens[0])
@@ -109,7 +108,7 @@ def _is_its_own(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer
     if source is None:
         return False
     own = pathlib.Path(source.path) / huggingface.TOKENIZER
-    if data.tokenizer == str(own) or config_lib.places(data).is_random:
+    if data.tokenizer == str(own) or data.places().is_random:
         return True
     return own.is_file() and tokenizer_lib.load_tokenizer(str(own)).file(begins=True) == tokenizer.file(begins=True)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax import errors, precision, tree
+from zerojax import errors, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine, programs, streamed, weights
@@ -206,7 +206,7 @@ def _model(config: settings_lib.Config, format: str) -> tuple[family_lib.Family,
     limit = family.positions(model)
     if limit is not None and config.seq_len > limit:
         raise UserError(f"seq_len: is {config.seq_len}, and the model has {limit} positions; lower it")
-    return family, model, jnp.dtype(precision.PRECISIONS[config.precision].compute_dtype or jnp.float32)
+    return family, model, jnp.dtype(config.policy.compute_dtype or jnp.float32)
 
 
 def _abstract(family: family_lib.Family, model: Any, dtype: Any) -> Any:

@@ -7,16 +7,17 @@ In a setting that can be derived, 0 or -1 means "derive".
 import dataclasses
 import functools
 import math
+import os
 import re
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from zerojax import precision as precision_lib
-from zerojax.data import damaged, mixture
+from zerojax.data import batches, damaged, mixture
 from zerojax.data.pairs import spans, tasks, templates
 from zerojax.interop import huggingface
 from zerojax.launch import devices
@@ -105,6 +106,7 @@ class Declared(NamedTuple):
     values: Range | tuple  # the numbers or the choices that are allowed; () for all of its type
     line: str  # its unit and effect
     hint: type  # its type; of a group its dataclass
+    unread: tuple["Reason", ...] = ()  # why nothing may read it, the group's reasons first
 
     @property
     def choices(self) -> tuple:
@@ -112,9 +114,54 @@ class Declared(NamedTuple):
         return () if isinstance(self.values, Range) else self.values
 
 
-def setting(default: Any, values: Range | tuple, line: str) -> Any:
+# (all settings, the place of one) -> why nothing reads that one; "" if it is read
+Reason = Callable[["Config", str], str]
+
+
+def setting(default: Any, values: Range | tuple, line: str, *unread: Reason) -> Any:
     """Declares a field of a dataclass; see `Declared`."""
-    return dataclasses.field(default=default, metadata={"values": values, "line": line})
+    return dataclasses.field(default=default, metadata={"values": values, "line": line, "unread": unread})
+
+
+def if_on(is_read: Callable[["Config"], Any], why: str) -> Reason:
+    """Returns the reason `why`, in which {c} are all settings, not to read a setting."""
+    return lambda config, place: "" if is_read(config) else why.format(c=config)
+
+
+def beside(other: str, why: str = "") -> Reason:
+    """Returns the reason not to read a setting: `other` is off, which is 0, empty or a default of 1."""
+
+    def reason(config: "Config", place: str) -> str:
+        value = lookup(config, other)
+        is_off = not value or value == 1 == table()[other].default
+        return f"config.{other}={value!r}{why}" if is_off else ""
+
+    return reason
+
+
+def of_task(config: "Config", place: str) -> str:
+    """Returns the reason not to read what other tasks read. Sources have tasks of their own."""
+    reads = {name: any(f"{place}.".startswith(f"{own}.") for own in task.reads) for name, task in tasks.TASKS.items()}
+    is_read = reads[config.data.task] or not any(reads.values()) or config.data.sources
+    return "" if is_read else f"config.data.task={config.data.task} does not read it"
+
+
+def of_optimizer(config: "Config", place: str) -> str:
+    """Returns the reason not to read what other optimizers read. A weight decay that is not read is refused instead."""
+    chosen, name = config.optimizer.name, place.removeprefix("optimizer.")
+    is_read = name not in registry.read_by_some() or name in (*registry.reads(chosen), "weight_decay")
+    return "" if is_read else f"the optimizer {chosen} does not read it"
+
+
+IN_FP8 = if_on(lambda c: c.policy.has_fp8, "config.precision={c.precision!r} computes nothing in fp8")
+HAS_ADAPTERS = if_on(lambda c: c.lora.is_on, "config.lora.r=0 trains no adapters")
+OF_SHARDS = beside("zero.stage", " shards nothing")
+OF_CLIENT = if_on(lambda c: re.search("wandb|mlflow", f"{c.metrics.to}"), "config.metrics.to names neither wandb nor mlflow")
+OF_FILES = if_on(lambda c: not c.data.places().is_random, "random tokens are not read from files")
+OF_DATASET = if_on(lambda c: not c.data.train_file, "config.data.train_file is read instead")
+OF_STEPS = if_on(lambda c: not c.epochs, "config.epochs={c.epochs:g} counts")
+OF_CHECKPOINTS = if_on(lambda c: c.checkpoint.every or c.checkpoint.at_end, "no checkpoint is saved")
+EVALUATED = if_on(lambda c: c.data.has_held_out, "nothing is held out, so nothing is evaluated")
 
 
 # fmt: off
@@ -151,9 +198,9 @@ class ZeroSettings:
     """What is sharded over the devices."""
 
     stage: int = setting(3, tuple(stages.STAGES), "sharded: 0 nothing, 1 optimizer state, 2 + gradients, 3 + params")
-    min_size: int = setting(1024, NOT_NEGATIVE, "elements; a smaller leaf is replicated")
+    min_size: int = setting(1024, NOT_NEGATIVE, "elements; a smaller leaf is replicated", OF_SHARDS)
     indivisible: str = setting("whole", stages.INDIVISIBLE,
-        'a leaf with no divisible dim: "whole" replicates it, "pad" pads one dim and shards it')
+        'a leaf with no divisible dim: "whole" replicates it, "pad" pads one dim and shards it', OF_SHARDS)
     overrides: tuple = setting((), ANY, "ordered ((path regex, (mesh axis or None for each dim)), ...); the first match wins")
 
 
@@ -187,7 +234,8 @@ class WireSettings:
         '"plain": in config.reduce_dtype; "int8": in such blocks; "int4": so inside a host, and in 4 bits, rotated, between hosts')
     second_copy: bool = setting(False, ANY,
         "each host keeps a copy of the weights from the forward to the backward pass, divided among its devices")
-    host_devices: int = setting(0, NOT_NEGATIVE, "neighbouring devices of the mesh that are a host; 0: those of a process")
+    host_devices: int = setting(0, NOT_NEGATIVE, "neighbouring devices of the mesh that are a host; 0: those of a process",
+        if_on(lambda c: c.wire.second_copy or c.wire.gradients != packed.PLAIN, "gradients travel plain, and no host keeps a copy"))
     error_feedback: bool = setting(False, ANY, "what packing loses of gradients between hosts is added to those of the next pass; for "
         "optimizers like sgd; 4 bytes for each weight over host_devices on every device")
 
@@ -210,7 +258,9 @@ class ModelSettings:
         " which takes less memory, and less time where a device's tokens are fewer than the vocabulary; stage 3, untied, with labels on "
         "all tokens")
     ring: bool = setting(False, ANY, "with mesh.model, a module's activations travel along a ring beside its own matmuls, where the axis "
-        "divides a device's examples")
+        "divides a device's examples",
+        beside("mesh.model"), if_on(lambda c: not c.policy.has_fp8 and not c.lora.has_quantized,
+        "modules in fp8, and with quantized weights, run for all examples at once"))
     offload: str = setting("", ANY, "a regex of modules whose outputs, and of layers whose inputs, are offloaded to host memory until "
         "the backward pass")
     tile_tokens: int = setting(0, NOT_NEGATIVE,
@@ -246,7 +296,8 @@ class Fp8Settings:
     filter: str = setting("", ANY, 'a regex of the modules whose matmuls run in fp8 (r"layer_\\d+/mlp/.*"); "": all in blocks')
     first: int = setting(0, NOT_NEGATIVE, "blocks at the beginning whose matmuls stay in bf16")
     last: int = setting(0, NOT_NEGATIVE, "blocks at the end")
-    history: int = setting(16, POSITIVE, 'steps that "delayed" remembers')
+    history: int = setting(16, POSITIVE, 'steps that "delayed" remembers',
+        if_on(lambda c: c.fp8.recipe == fp8.DELAYED, "the recipe {c.fp8.recipe} remembers no step"))
     experts: bool = setting(False, ANY, "whether the matmuls of a mixture's experts run in fp8 too (docs/precision.md)")
 
 
@@ -273,6 +324,11 @@ class LoraSettings:
         """Returns whether adapters are trained."""
         return bool(self.r or self.init_from)
 
+    @property
+    def has_quantized(self) -> bool:
+        """Returns whether the frozen weights are stored in few bits."""
+        return self.is_on and self.quantize != "none"
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
@@ -284,10 +340,12 @@ class OptimizerSettings:
         "constant, linear, cosine; WarmupLR, WarmupDecayLR, WarmupCosineLR as in DeepSpeed")
     warmup_steps: float = setting(20.0, NOT_NEGATIVE.up_to(2**31 - 1, "no run has as many steps")._replace(counts_steps=True),
         "steps of the warm-up; in a run with fewer, a tenth of these. Below 1: a share of the steps (those of epochs too)")
-    warmup: str = setting("linear", schedules.WARMUPS, 'the form of the warm-up: "linear", "log"')
-    initial_fraction: float = setting(0.0, NOT_NEGATIVE.up_to(1, "a warm-up rises to the peak"), "of the peak, at step 0 of a warm-up")
+    warmup: str = setting("linear", schedules.WARMUPS, 'the form of the warm-up: "linear", "log"', beside("optimizer.warmup_steps"))
+    initial_fraction: float = setting(0.0, NOT_NEGATIVE.up_to(1, "a warm-up rises to the peak"), "of the peak, at step 0 of a warm-up",
+        beside("optimizer.warmup_steps"))
     final_fraction: float = setting(0.1, NOT_NEGATIVE.up_to(1, "a schedule falls from its peak"),
-        "of the peak, at the last step (linear, cosine, WarmupCosineLR); at most 1")
+        "of the peak, at the last step (linear, cosine, WarmupCosineLR); at most 1",
+        if_on(lambda c: c.optimizer.schedule in schedules.FALLING, "the schedule {c.optimizer.schedule} does not read it"))
     b1: float = setting(0.9, SHARE, "decay of the mean of gradients; of sgd: the momentum")
     b2: float = setting(0.95, SHARE, "decay of the mean of their squares")
     eps: float = setting(1e-8, POSITIVE.up_to(1, "gradients are far smaller, and the weights would hardly change"),
@@ -298,7 +356,7 @@ class OptimizerSettings:
     adamw_on: str = setting("", ANY,
         'of muon: a regex of matrices that adamw updates; "": embeddings, output projections, adapters')
     weight_decay_on: str = setting("matrices", tuple(registry.DECAYS),
-        'all but biases and norms, as transformers\' Trainer; "all": these too')
+        'all but biases and norms, as transformers\' Trainer; "all": these too', beside("optimizer.weight_decay"))
     rates: str = setting("", ANY,
         'factors of the learning rate by kinds of weights (docs/configuration.md#optimizer): "embedding=0.1,head=0.1"')
     clip_norm: float = setting(1.0, NOT_NEGATIVE.at_least(1e-6, "gradients of that norm change nothing; 0 turns clipping off"),
@@ -328,17 +386,18 @@ class DataSettings:
     """What is learned: a dataset or files, the tokenizer and the task."""
 
     name: str = setting("python_stdlib", ANY,
-        'a tensorflow-datasets name ("lm1b"), one of the Hugging Face hub ("hf:USER/DATASET"), or "random"')
-    train_split: str = setting("train", ANY, "the split of data.name that is learned")
-    eval_split: str = setting("validation", ANY, 'held-out split, no part of train_split; "": none')
-    text_key: str = setting("text", ANY, "the name of the text feature")
+        'a tensorflow-datasets name ("lm1b"), one of the Hugging Face hub ("hf:USER/DATASET"), or "random"', OF_DATASET)
+    train_split: str = setting("train", ANY, "the split of data.name that is learned", OF_FILES, OF_DATASET)
+    eval_split: str = setting("validation", ANY, 'held-out split, no part of train_split; "": none',
+        OF_DATASET, if_on(lambda c: not c.data.sources, "config.data.sources name their own"))
+    text_key: str = setting("text", ANY, "the name of the text feature", OF_FILES)
     tokenizer: str = setting("auto", ANY, '"bytes", the path of a Hugging Face tokenizer.json, or "auto": that of init_from, else "bytes"')
-    dir: str = setting("", ANY, 'folder of prepared datasets; "": WORKDIR/datasets')
+    dir: str = setting("", ANY, 'folder of prepared datasets; "": WORKDIR/datasets', OF_FILES, OF_DATASET)
     train_file: str = setting("", ANY,
         'files instead of a dataset: a path, a URL (gs://, s3://, hf://datasets/) or a pattern with *, of .jsonl, .json, .csv, .tsv or '
         '.parquet; "": config.data.name is read')
     eval_file: str = setting("", ANY, 'held-out examples beside train_file; "": none')
-    task: str = setting("text", tasks.TASKS,
+    task: str = setting("text", tuple(tasks.TASKS),
         '"text" learns windows of documents; "seq2seq", "classification" and "chat" learn answers (docs/fine_tuning.md), "dpo" which of '
         "two is better (config.dpo), \"grpo\" what is rewarded (config.grpo), and read the rest")
     prompt: str = setting("{text}", ANY,
@@ -358,10 +417,21 @@ class DataSettings:
     sources: tuple = setting((), ANY,
         'several sources instead, which are mixed: ({"train_file": ..., "weight": 2.0}, {"name": ..., "task": ...}); their other keys are '
         "those of config.data, \"title\", and weights by step ((0, 1.0), (1000, 0.2)), linear between (docs/configuration.md)")
-    mix_by: str = setting(mixture.TOKENS, mixture.BY, 'what weights of sources are shares of: "tokens" or "examples"')
+    mix_by: str = setting(mixture.TOKENS, mixture.BY, 'what weights of sources are shares of: "tokens" or "examples"',
+        beside("data.sources"))
     on_bad: str = setting(damaged.STOP, damaged.ON_BAD,
         'a document, or one of the sources, that cannot be read: "stop" saves and ends the run, "skip" goes on without it and counts it')
 
+    def places(self, data_dir: str | os.PathLike = "") -> batches.Places:
+        """Returns where the examples come from, with the folder of prepared datasets."""
+        return batches.Places(self.name, data_dir, self.train_split, self.eval_split, self.train_file, self.eval_file)
+
+    @property
+    def has_held_out(self) -> bool:
+        """Returns whether examples are held out."""
+        if self.sources:
+            return any(source.get("eval_file") or source.get("eval_split") for source in self.sources)
+        return self.places().has_held_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,7 +441,8 @@ class DpoSettings:
     beta: float = setting(0.1, POSITIVE, "rewards are this times the gain of log-probability over the weights that the run starts from")
     loss: str = setting("sigmoid", tuple(preferences.LOSSES), '"sigmoid": DPO; "ipo": a squared distance to a margin of 1 / (2 beta)')
     label_smoothing: float = setting(0.0, SHARE.up_to(0.5, "more would prefer the rejected answers"),
-        "of \"sigmoid\": the share of pairs that are taken to be in the wrong order")
+        "of \"sigmoid\": the share of pairs that are taken to be in the wrong order",
+        if_on(lambda c: c.dpo.loss == preferences.SIGMOID, "config.dpo.loss={c.dpo.loss} does not read it"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,7 +456,7 @@ class GrpoSettings:
         "answers to a prompt; config.global_batch_size counts answers")
     inner_steps: int = setting(1, POSITIVE, "steps on the same answers")
     clip: float = setting(0.2, SHARE,
-        "with inner steps: the ratio of a token's probability to that when it was drawn counts up to 1 +- this")
+        "with inner steps: the ratio of a token's probability to that when it was drawn counts up to 1 +- this", beside("grpo.inner_steps"))
     kl: float = setting(0.0, NOT_NEGATIVE, "with adapters: the weight of the divergence from the model without them")
 
 
@@ -393,11 +464,13 @@ class GrpoSettings:
 class EvaluateSettings:
     """Evaluation on held-out examples."""
 
-    every: int = setting(50, NOT_NEGATIVE, "steps between evaluations; 0: only after the last step; not read with epochs")
+    every: int = setting(50, NOT_NEGATIVE, "steps between evaluations; 0: only after the last step; not read with epochs", OF_STEPS)
     batches: int = setting(16, NOT_NEGATIVE, "of global_batch_size sequences, at most; 0, with a task: all held-out examples")
     patience: int = setting(0, NOT_NEGATIVE,
-        "evaluations without a lower loss that end the run, with the best checkpoint's results; 0: none")
-    answers: int = setting(64, NOT_NEGATIVE, "held-out examples of a task whose answers are generated at an evaluation, at most; 0: none")
+        "evaluations without a lower loss that end the run, with the best checkpoint's results; 0: none",
+        if_on(lambda c: c.evaluate.every or c.epochs, "config.evaluate.every=0 evaluates after the last step alone"))
+    answers: int = setting(64, NOT_NEGATIVE, "held-out examples of a task whose answers are generated at an evaluation, at most; 0: none",
+        if_on(lambda c: not c.data.sources, "no answers to sources are generated"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,8 +479,8 @@ class CheckpointSettings:
 
     every: int = setting(50, NOT_NEGATIVE, "steps between checkpoints; 0: none before the last step")
     at_end: bool = setting(True, ANY, "False: the last step is not saved (a stop by a signal is always saved)")
-    keep_last: int = setting(2, POSITIVE, "newest checkpoints kept")
-    keep_best: int = setting(1, NOT_NEGATIVE, "checkpoints of the lowest evaluation loss, also kept")
+    keep_last: int = setting(2, POSITIVE, "newest checkpoints kept", OF_CHECKPOINTS)
+    keep_best: int = setting(1, NOT_NEGATIVE, "checkpoints of the lowest evaluation loss, also kept", EVALUATED, of_task, OF_CHECKPOINTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -429,7 +502,9 @@ class ExportSettings:
         '"huggingface" writes safetensors and config.json to WORKDIR/export, with adapters merged; "peft" writes the adapters alone')
     push_to: str = setting("", ANY, "a name on the Hugging Face hub (user/model) that the export is written to; a new one is private")
     dtype: str = setting("auto", ("auto", *huggingface.DTYPES),
-        '"fp32", "bf16", "fp16"; "auto": that of each tensor in init_from, or bf16 without one')
+        '"fp32", "bf16", "fp16"; "auto": that of each tensor in init_from, or bf16 without one',
+        if_on(lambda c: c.export.format == "huggingface" or c.export.deltas_every,
+        "config.export.format={c.export.format!r} converts nothing"))
     deltas_every: int = setting(0, NOT_NEGATIVE,
         "steps between publications of the tensors that changed, in WORKDIR/deltas, for scripts/read_deltas.py of the repository; 0: never")
 
@@ -447,10 +522,10 @@ class MetricsSettings:
     """Where metrics go, beside WORKDIR/metrics.jsonl."""
 
     to: tuple = setting(("tensorboard",), ANY, 'and to these: "tensorboard", "wandb", "mlflow"')
-    project: str = setting("zerojax", ANY, "of wandb; the experiment of mlflow")
-    name: str = setting("", ANY, "of the run there; \"\": the workdir's")
-    dir: str = setting("", ANY, 'folder of the files of wandb and mlflow; "": WORKDIR')
-    resume_id: str = setting("", ANY, 'the run to continue there; "": that of this workdir, or a new one')
+    project: str = setting("zerojax", ANY, "of wandb; the experiment of mlflow", OF_CLIENT)
+    name: str = setting("", ANY, "of the run there; \"\": the workdir's", OF_CLIENT)
+    dir: str = setting("", ANY, 'folder of the files of wandb and mlflow; "": WORKDIR', OF_CLIENT)
+    resume_id: str = setting("", ANY, 'the run to continue there; "": that of this workdir, or a new one', OF_CLIENT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -463,7 +538,7 @@ class Config:
     init_from: str = setting("", ANY,
         'a folder of transformers (config.json and safetensors), or a name on the Hugging Face hub: the model and its first weights; "": '
         "config.model's, drawn at random")
-    steps: int = setting(150, POSITIVE, "optimizer steps; not read with epochs")
+    steps: int = setting(150, POSITIVE, "optimizer steps; not read with epochs", OF_STEPS)
     epochs: float = setting(0.0, NOT_NEGATIVE,
         "times that the training examples of a task are read, with an evaluation after each; 0: config.steps counts")
     global_batch_size: int = setting(32, NOT_NEGATIVE.up_to(MOST_ROWS, "each sequence of a batch has a position in the data"),
@@ -485,25 +560,30 @@ class Config:
     emulate_devices: int = setting(8, POSITIVE.up_to(devices.MOST_EMULATED, "each has threads of its own"),
         "CPU devices to emulate if there is no accelerator")
     mesh: MeshSettings = dataclasses.field(default_factory=MeshSettings)
-    pipeline: PipelineSettings = dataclasses.field(default_factory=PipelineSettings)
+    pipeline: PipelineSettings = dataclasses.field(default_factory=PipelineSettings, metadata={"unread": (beside("mesh.pipe"),)})
     zero: ZeroSettings = dataclasses.field(default_factory=ZeroSettings)
     offload: OffloadSettings = dataclasses.field(default_factory=OffloadSettings)
     wire: WireSettings = dataclasses.field(default_factory=WireSettings)
     model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
-    experts: ExpertsSettings = dataclasses.field(default_factory=ExpertsSettings)
-    fp8: Fp8Settings = dataclasses.field(default_factory=Fp8Settings)
-    lora: LoraSettings = dataclasses.field(default_factory=LoraSettings)
-    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    experts: ExpertsSettings = dataclasses.field(default_factory=ExpertsSettings, metadata={"unread": (beside("mesh.expert"),)})
+    fp8: Fp8Settings = dataclasses.field(default_factory=Fp8Settings, metadata={"unread": (IN_FP8,)})
+    lora: LoraSettings = dataclasses.field(default_factory=LoraSettings, metadata={"unread": (HAS_ADAPTERS,)})
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings, metadata={"unread": (of_optimizer,)})
     loss_scale: LossScaleSettings = dataclasses.field(default_factory=LossScaleSettings)
-    data: DataSettings = dataclasses.field(default_factory=DataSettings)
-    dpo: DpoSettings = dataclasses.field(default_factory=DpoSettings)
-    grpo: GrpoSettings = dataclasses.field(default_factory=GrpoSettings)
-    evaluate: EvaluateSettings = dataclasses.field(default_factory=EvaluateSettings)
+    data: DataSettings = dataclasses.field(default_factory=DataSettings, metadata={"unread": (of_task,)})
+    dpo: DpoSettings = dataclasses.field(default_factory=DpoSettings, metadata={"unread": (of_task,)})
+    grpo: GrpoSettings = dataclasses.field(default_factory=GrpoSettings, metadata={"unread": (of_task,)})
+    evaluate: EvaluateSettings = dataclasses.field(default_factory=EvaluateSettings, metadata={"unread": (EVALUATED, of_task)})
     checkpoint: CheckpointSettings = dataclasses.field(default_factory=CheckpointSettings)
-    sample: SampleSettings = dataclasses.field(default_factory=SampleSettings)
+    sample: SampleSettings = dataclasses.field(default_factory=SampleSettings, metadata={"unread": (of_task, beside("sample.length"))})
     export: ExportSettings = dataclasses.field(default_factory=ExportSettings)
-    profile: ProfileSettings = dataclasses.field(default_factory=ProfileSettings)
+    profile: ProfileSettings = dataclasses.field(default_factory=ProfileSettings, metadata={"unread": (beside("profile.steps"),)})
     metrics: MetricsSettings = dataclasses.field(default_factory=MetricsSettings)
+
+    @property
+    def policy(self) -> precision_lib.Precision:
+        """Returns the dtypes of the precision."""
+        return precision_lib.PRECISIONS[self.precision]
 
     @property
     def length(self) -> str:
@@ -518,15 +598,16 @@ def table() -> Mapping[str, Declared]:
     return dict(_declared(Config, ""))
 
 
-def _declared(group: type, prefix: str) -> Iterator[tuple[str, Declared]]:
-    hints = typing.get_type_hints(group)
-    for field in dataclasses.fields(group):
+def _declared(cls: type, prefix: str, unread: tuple[Reason, ...] = ()) -> Iterator[tuple[str, Declared]]:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
         place, hint = prefix + field.name, hints[field.name]
+        about = {**field.metadata, "unread": (*unread, *field.metadata.get("unread", ()))}
         if hint not in KINDS:
             yield place, Declared(None, ANY, (hint.__doc__ or "").rstrip("."), hint)
-            yield from _declared(hint, f"{place}.")
+            yield from _declared(hint, f"{place}.", about["unread"])
         else:
-            yield place, Declared(field.default, hint=hint, **field.metadata)
+            yield place, Declared(field.default, hint=hint, **about)
 
 
 def defaults() -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _batch_specs(mesh: Mesh) -> list[tuple[str, P]]:
 
 def _how(config: settings.Config, family: family_lib.Family, model: ModelConfig) -> dict[str, Any]:
     """Returns the options that both steps have."""
-    compute_dtype = precision.PRECISIONS[config.precision].compute_dtype
+    compute_dtype = config.policy.compute_dtype
     return {"compute_dtype": compute_dtype, "blocks": family.blocks, "heads": family_lib.heads(family, model)}
 
 

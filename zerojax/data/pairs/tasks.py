@@ -24,11 +24,30 @@ from zerojax.data.pairs import preferences, spans, templates
 from zerojax.errors import UserError
 
 TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO = "text", "seq2seq", "classification", "chat", "dpo", "grpo"
-TASKS = (TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO)
 BETWEEN_WORDS = " \n\t"
 _NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # fields of examples that are no text
 _WORD = "a"  # stands for the first word of an answer that is not known
-ANSWERS = {DPO: 2, GRPO: 1}  # of the tasks that compare answers: how many are beside each other in a row
+
+
+class Task(NamedTuple):
+    """A task of a run."""
+
+    reads: tuple[str, ...]  # the settings, or groups of them, that not every task reads
+    compared: int = 0  # of a task that compares answers: how many are beside each other in a row
+
+
+_TEMPLATES = ("data.prompt", "data.answer", "data.labels")
+_ROWS = ("data.chat_template", "data.learn", "data.answer_len")
+_LOSS, _ASKED = ("evaluate.batches", "evaluate.patience", "checkpoint.keep_best"), "evaluate.answers"
+TASKS: Mapping[str, Task] = {
+    TEXT: Task(("data.text_key", "sample", *_LOSS)),
+    SEQ2SEQ: Task((*_TEMPLATES, *_ROWS, "data.pack", *_LOSS, _ASKED)),
+    CLASSIFICATION: Task((*_TEMPLATES, *_ROWS, "data.pack", *_LOSS, _ASKED)),
+    CHAT: Task(("data.messages", *_ROWS, "data.pack", *_LOSS, _ASKED)),
+    DPO: Task((*_TEMPLATES, "data.rejected", *_ROWS, *_LOSS, "dpo"), compared=2),
+    GRPO: Task((*_TEMPLATES, *_ROWS, _ASKED, "grpo"), compared=1),
+}
+ANSWERS = {name: task.compared for name, task in TASKS.items() if task.compared}
 
 
 @dataclasses.dataclass(frozen=True)

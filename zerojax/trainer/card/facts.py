@@ -15,7 +15,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision
 from zerojax.plan import step_plan
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
@@ -117,7 +116,7 @@ def hosts() -> list[str]:
 def mfu(program: program_lib.Program, plan: step_plan.Plan, tokens_per_second: float | None) -> float | None:
     """Returns the share of the devices' matrix rate that the model's operations take, or None if a rate is unknown."""
     rates = plan.target.matrix_rates
-    is_wide = np.dtype(precision.PRECISIONS[program.config.precision].compute_dtype).itemsize > 2
+    is_wide = np.dtype(program.config.policy.compute_dtype).itemsize > 2
     rate = rates.get("fp32" if is_wide else "bf16", rates.get("bf16"))
     if rate is None or tokens_per_second is None:
         return None

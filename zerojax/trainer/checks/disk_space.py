@@ -18,7 +18,6 @@ from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
 from zerojax.models import family as family_lib
-from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.zero.host import budget, storage
@@ -85,11 +84,7 @@ def _times(every: int, after: int, to: int) -> int:
 
 def _ranks(config: settings_lib.Config) -> bool:
     """Returns whether checkpoints before the last step have an evaluation loss."""
-    return (
-        config_lib.has_held_out(config.data)
-        and bool(config.evaluate.every or config.epochs)
-        and config.data.task != tasks.GRPO
-    )
+    return config.data.has_held_out and bool(config.evaluate.every or config.epochs) and config.data.task != tasks.GRPO
 
 
 def _needs(program: program_lib.Program, folder: pathlib.Path, step: int, saved: int) -> Iterator[Need]:

@@ -11,7 +11,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from zerojax import display, errors, precision, roles, tree, xla_flags
+from zerojax import display, errors, roles, tree, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.data import batches
 from zerojax.errors import UserError
@@ -66,7 +66,7 @@ def most_pinned_bytes(config: settings_lib.Config) -> int:
         return 0  # what is in flight to a disk fits into the pool of XLA's own choice, or `budget` tells
     source = model_lib.source(config)
     family, model = model_lib.shape(config, source)
-    policy = precision.PRECISIONS[config.precision]
+    policy = config.policy
     has_params = chosen.params != offload_settings.NONE  # with a 16-bit copy, as at stage 2
     stage = 2 if has_params else config.zero.stage
     each = state_bytes.bytes_per_parameter(policy, stage, 1, moments=config.optimizer.moments)
@@ -99,7 +99,7 @@ def most_offloaded_activations(config: settings_lib.Config) -> int:
     family, model = model_lib.shape(config, source)
     pattern, width = (
         re.compile(config.model.offload),
-        jnp.dtype(precision.PRECISIONS[config.precision].compute_dtype).itemsize,
+        jnp.dtype(config.policy.compute_dtype).itemsize,
     )
     features: dict[str, int] = {}
     for path, leaf in tree.flatten(family_lib.abstract_params(family.parts, model)):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from zerojax import display, precision
+from zerojax import display
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.inference import classify, generate
@@ -118,7 +118,7 @@ def _texts(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, pai
         program.forward.partition,
         new_tokens=program.config.data.answer_len,
         special=special,
-        compute_dtype=precision.PRECISIONS[program.config.precision].compute_dtype,
+        compute_dtype=program.config.policy.compute_dtype,
     )
 
     def read(params: PyTree, ids: np.ndarray, mask: np.ndarray) -> list[str]:
@@ -130,7 +130,7 @@ def _texts(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, pai
 
 def _classes(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, pairs: splits.Splits) -> Read:
     """Returns a function that names the likeliest classes, of a classifier."""
-    dtype = precision.PRECISIONS[program.config.precision].compute_dtype
+    dtype = program.config.policy.compute_dtype
     scores = classify.make_classifier(program.family, program.model, program.forward.partition, compute_dtype=dtype)
     return lambda params, ids, mask: [pairs.form.classes[number] for number in scores(params, ids, mask).argmax(axis=1)]
 

@@ -75,7 +75,7 @@ def open_mixture(
         task = None
         if source.data.task != tasks.TEXT:
             task = dataclasses.replace(examples.task_settings(own, family, program.weights.source), now=now)
-        places = config_lib.places(source.data, data_dir)
+        places = source.data.places(data_dir)
         where = f"{source.where}." if source.where else ""
         sources.append(mixture.MixedSource(source.title, places, source.weight, source.data.text_key, task, where))
     make = mixture.RowMaker(

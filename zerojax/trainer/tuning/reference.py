@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax import files, precision
+from zerojax import files
 from zerojax.data.pairs import rows, splits
 from zerojax.errors import UserError
 from zerojax.inference import generate
@@ -76,7 +76,7 @@ def _splits(pairs: splits.Splits) -> Iterator[tuple[str, rows.Pairs]]:
 def _program(program: program_lib.Program) -> Callable[[PyTree, dict[str, jax.Array]], jax.Array]:
     """Returns (params, batch) -> float32[pairs, 2]."""
     family, model, partition = program.family, program.model, program.forward.partition
-    compute_dtype = precision.PRECISIONS[program.config.precision].compute_dtype
+    compute_dtype = program.config.policy.compute_dtype
     how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, model)}
 
     def of_pairs(params: PyTree, batch: dict[str, jax.Array]) -> jax.Array:

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision
 from zerojax.data import batches, feed
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import rewards, rows, splits, tasks
@@ -179,7 +178,7 @@ class Rollouts:
             model,
             params,
             is_gathered=True,
-            dtype=precision.PRECISIONS[config.precision].compute_dtype,
+            dtype=config.policy.compute_dtype,
             slots=program.sizes.global_batch_size,
             max_len=answer + 1 if is_pair else config.seq_len + 1,
             max_inputs=config.seq_len,
@@ -210,6 +209,6 @@ def _log_probs(program: program_lib.Program, family: family_lib.Family) -> Calla
     def of_rows(params: PyTree, batch: feed.Batch) -> jax.Array:
         return -family.loss(model, params, batch, by_token=True)
 
-    dtype = precision.PRECISIONS[program.config.precision].compute_dtype
+    dtype = program.config.policy.compute_dtype
     sharded = where_used.where_used(of_rows, partition.placements, compute_dtype=dtype, **how)
     return jax.jit(sharded, out_shardings=NamedSharding(partition.mesh, P()))
