@@ -19,6 +19,7 @@ Values that are not finite stay so. e4m3 has no infinity: an infinite value beco
 Matmuls take the fp8 arrays themselves. A matmul of arrays cast back to 16 bits would silently run in 16 bits on a GPU by default.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -34,7 +35,6 @@ from zerojax.errors import UserError
 from zerojax.ops import residuals
 
 TENSORWISE, DELAYED, ROWWISE = "tensorwise", "delayed", "rowwise"
-RECIPES = (TENSORWISE, DELAYED, ROWWISE)
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 SCALE = "zerojax: an fp8 scale"  # the name of an operand's scale for policies of rematerialisation
@@ -46,6 +46,17 @@ _SMALLEST, _LARGEST = -120, 63
 _FRACTION, _BIAS = 23, 127  # of a float32: the bits of its fraction, and what is added to its exponent
 _WIDE = (jnp.float32, jnp.bfloat16)  # dtypes that hold every scale
 _FREE = ((), ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Which values share a scale, and where it comes from."""
+
+    by_row: bool = False  # whether each row or column has a scale of its own
+    remembers: bool = False  # whether the scales of x and dy come from earlier steps
+
+
+RECIPES = {TENSORWISE: Recipe(), DELAYED: Recipe(remembers=True), ROWWISE: Recipe(by_row=True)}
 
 
 class EightBits(NamedTuple):
@@ -97,7 +108,7 @@ def dot_general(
     if out_sharding is not None:
         raise UserError("fp8.dot_general: out_sharding is not supported; constrain the result instead")
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dimension_numbers
-    if recipe == DELAYED and history is None:
+    if RECIPES[recipe].remembers and history is None:
         raise UserError(
             "fp8.dot_general: the recipe 'delayed' needs a history; pass fp8= to make_train_step, or take 'tensorwise'"
         )
@@ -108,7 +119,7 @@ def dot_general(
         rhs_in_fp8 = rhs_in_fp8._replace(values=_as_matrices(values, rhs_batch, rhs_contracted, kept_first=False)[0])
     lhs, lhs_kept = _as_matrices(lhs, lhs_batch, lhs_contracted, kept_first=True)
     rhs, rhs_kept = _as_matrices(rhs, rhs_batch, rhs_contracted, kept_first=False)
-    run = functools.partial(_matmul, dtype, recipe)
+    run = functools.partial(_matmul, dtype, RECIPES[recipe])
     for _ in lhs_batch:
         run = jax.vmap(run, in_axes=(0, 0, None, None))
     shape = (*lhs.shape[: len(lhs_batch)], *lhs_kept, *rhs_kept)
@@ -129,34 +140,34 @@ def _as_matrices(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _matmul(
-    dtype: DTypeLike, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None, history: jax.Array | None
+    dtype: DTypeLike, how: Recipe, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None, history: jax.Array | None
 ) -> jax.Array:
     """Returns x w: float[M, N] in `dtype`, computed in fp8; see the module."""
-    return _forward(dtype, recipe, x_MK, w_KN, in_fp8, history)[0]
+    return _forward(dtype, how, x_MK, w_KN, in_fp8, history)[0]
 
 
 def _forward(
-    dtype: DTypeLike, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None, history: jax.Array | None
+    dtype: DTypeLike, how: Recipe, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None, history: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     with jax.named_scope(SCOPE):
-        amax = checkpoint_name(amax_of(x_MK, _axis(recipe, 1)), SCALE)
+        amax = checkpoint_name(amax_of(x_MK, _axis(how, 1)), SCALE)
         x = quantized(x_MK, FORWARD, scale_of_amax(_largest(history, 0, amax), FORWARD))
-        w = in_fp8 or quantized(w_KN, FORWARD, checkpoint_name(scale_of(w_KN, FORWARD, axis=_axis(recipe, 0)), SCALE))
+        w = in_fp8 or quantized(w_KN, FORWARD, checkpoint_name(scale_of(w_KN, FORWARD, axis=_axis(how, 0)), SCALE))
         # The backward pass reads the weight itself, which may be gathered again. It reads x in fp8, or casts it anew along the other dim.
-        kept = (None, x_MK) if recipe == ROWWISE else (x, None)
+        kept = (None, x_MK) if how.by_row else (x, None)
         weight = in_fp8 or EightBits(w_KN, w.scale)
         likes = jnp.zeros((0,), x_MK.dtype), jnp.zeros((0,), w_KN.dtype)
         return _product(x, w, 1, 0, dtype), (kept, weight, likes, history, amax)
 
 
-def _backward(dtype: DTypeLike, recipe: str, residuals: Any, dy_MN: jax.Array) -> tuple[Any, ...]:
+def _backward(dtype: DTypeLike, how: Recipe, residuals: Any, dy_MN: jax.Array) -> tuple[Any, ...]:
     (x, x_MK), (w_KN, w_scale, _), (like_x, like_w), history, x_amax = residuals
     with jax.named_scope(SCOPE):
-        amax = amax_of(dy_MN, _axis(recipe, 1))
+        amax = amax_of(dy_MN, _axis(how, 1))
         by_row = quantized(dy_MN, BACKWARD, scale_of_amax(_largest(history, 1, amax), BACKWARD))
         if w_KN.dtype == FORWARD:
             w, by_column = EightBits(w_KN, w_scale), by_row
-        elif recipe != ROWWISE:
+        elif not how.by_row:
             w, by_column = quantized(w_KN, FORWARD, w_scale), by_row
         else:
             w, by_column, x = (
@@ -181,9 +192,9 @@ def _largest(history: jax.Array | None, row: int, amax: jax.Array) -> jax.Array:
     return jnp.where(largest > 0, largest, amax)
 
 
-def _axis(recipe: str, contracted: int) -> int | None:
+def _axis(how: Recipe, contracted: int) -> int | None:
     """Returns the dim along which the values share a scale; None: all do."""
-    return contracted if recipe == ROWWISE else None
+    return contracted if how.by_row else None
 
 
 def _product(a: EightBits, b: EightBits, a_dim: int, b_dim: int, dtype: DTypeLike) -> jax.Array:

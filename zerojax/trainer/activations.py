@@ -21,7 +21,6 @@ from flax.training.train_state import TrainState
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.models import family as family_lib
-from zerojax.ops import fp8 as fp8_ops
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.tree import PyTree
@@ -126,11 +125,8 @@ def _on_one_device(
     def of_batch(given: PyTree, arrays: PyTree) -> jax.Array:
         return family.loss(model, given, arrays)
 
-    if fp8 is not None:
-        recipe = fp8_ops.TENSORWISE if fp8.recipe == fp8_ops.DELAYED else fp8.recipe  # no state, so no history
-        of_batch = fp8_modules.wrapped(of_batch, fp8_modules.chosen(fp8, partition.placements, family.blocks), recipe)
     loss = where_used.where_used(
-        of_batch,
+        fp8_modules.stateless(fp8, of_batch, partition, family.blocks),
         partition.placements,
         compute_dtype=config.policy.compute_dtype,
         blocks=family.blocks,

@@ -296,8 +296,9 @@ def _takes_ring(config: settings_lib.Config) -> bool:
 
 def _refuses_pipe(config: settings_lib.Config) -> bool:
     """Returns whether a setting of a config is one that no pipeline has (`zero.pipeline.step.of`)."""
+    own = config_lib.make_fp8(config)
     return bool(
-        (config.policy.has_fp8 and config.fp8.recipe == fp8.DELAYED)
+        (own and own.one_program())
         or config.mesh.expert > 1
         or config_lib.make_wires(config).is_on
         or precision.DTYPES[config.reduce_dtype] is None
@@ -338,7 +339,7 @@ def _work(config: settings_lib.Config, devices: Sequence[Any]) -> arithmetic.Mod
         for own, partition in ((True, program.partition), (False, program.baseline))
     }
     width = 2.0 * config.seq_len * program.model.embed_dim
-    in_8_bits = config.policy.has_fp8 and config.fp8.recipe != fp8.ROWWISE
+    in_8_bits = config.policy.has_fp8 and not fp8.RECIPES[config.fp8.recipe].by_row
     in_8_bits &= config.fp8.experts or mixture is None  # most weights of a mixture
     rest, others, sent = traced.less(first, layer), total - block * layers, 1.0 if in_8_bits else 2.0
     away = config.offload.fraction, config.offload.params_fraction

@@ -153,6 +153,7 @@ def of_optimizer(config: "Config", place: str) -> str:
     return "" if is_read else f"the optimizer {chosen} does not read it"
 
 
+# fmt: off
 IN_FP8 = if_on(lambda c: c.policy.has_fp8, "config.precision={c.precision!r} computes nothing in fp8")
 HAS_ADAPTERS = if_on(lambda c: c.lora.is_on, "config.lora.r=0 trains no adapters")
 OF_SHARDS = beside("zero.stage", " shards nothing")
@@ -164,7 +165,6 @@ OF_CHECKPOINTS = if_on(lambda c: c.checkpoint.every or c.checkpoint.at_end, "no 
 EVALUATED = if_on(lambda c: c.data.has_held_out, "nothing is held out, so nothing is evaluated")
 
 
-# fmt: off
 @dataclasses.dataclass(frozen=True)
 class MeshSettings:
     """The devices are pipe x replica x data x context x model."""
@@ -290,14 +290,14 @@ class ExpertsSettings:
 class Fp8Settings:
     """Which matmuls run in fp8, and how; read with precision "fp8" (docs/precision.md)."""
 
-    recipe: str = setting("tensorwise", fp8.RECIPES,
+    recipe: str = setting("tensorwise", tuple(fp8.RECIPES),
         "scales from each array's largest magnitude: \"tensorwise\"; from those of earlier steps: \"delayed\"; for each row and column: "
         '"rowwise"')
     filter: str = setting("", ANY, 'a regex of the modules whose matmuls run in fp8 (r"layer_\\d+/mlp/.*"); "": all in blocks')
     first: int = setting(0, NOT_NEGATIVE, "blocks at the beginning whose matmuls stay in bf16")
     last: int = setting(0, NOT_NEGATIVE, "blocks at the end")
     history: int = setting(16, POSITIVE, 'steps that "delayed" remembers',
-        if_on(lambda c: c.fp8.recipe == fp8.DELAYED, "the recipe {c.fp8.recipe} remembers no step"))
+        if_on(lambda c: fp8.RECIPES[c.fp8.recipe].remembers, "the recipe {c.fp8.recipe} remembers no step"))
     experts: bool = setting(False, ANY, "whether the matmuls of a mixture's experts run in fp8 too (docs/precision.md)")
 
 

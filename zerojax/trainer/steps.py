@@ -18,7 +18,6 @@ from zerojax.data.pairs import tasks
 from zerojax.models import family as family_lib
 from zerojax.models import layers
 from zerojax.models.family import ModelConfig
-from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import schedules
 from zerojax.plan import targets, traced
 from zerojax.train_state import State
@@ -182,10 +181,7 @@ def eval_loss(
     def loss_fn(params: PyTree, batch: PyTree) -> Any:
         return of_batch(params, batch)[0]
 
-    if fp8 is not None:
-        modules = fp8_modules.chosen(fp8, partition.placements, family.blocks)
-        recipe = fp8_ops.TENSORWISE if fp8.recipe == fp8_ops.DELAYED else fp8.recipe  # no state, so no history
-        loss_fn = fp8_modules.wrapped(loss_fn, modules, recipe)
+    loss_fn = fp8_modules.stateless(fp8, loss_fn, partition, family.blocks)
     how["batch_specs"] = _batch_specs(partition.mesh)
     if selection.are_params_on_host(partition):
         return fetched_params.mean_of(loss_fn, partition, compiler_options=options, **how)

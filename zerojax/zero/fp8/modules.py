@@ -64,17 +64,22 @@ class Fp8:
                 raise UserError(f"fp8.{name}: must be a number of blocks, 0 or more, and is {getattr(self, name)!r}")
         if not isinstance(self.history, int) or not 1 <= self.history <= MOST_STEPS:
             raise UserError(f"fp8.history: must be a number of steps from 1 to {MOST_STEPS}, and is {self.history!r}")
-        if self.experts and self.recipe != fp8.TENSORWISE:
+        if self.experts and self.scales != fp8.Recipe():
             raise UserError(
                 f"fp8.experts: experts' products have one scale for each array, and fp8.recipe is {self.recipe!r}; take "
                 f"{fp8.TENSORWISE!r}, or set fp8.experts to False"
             )
 
+    @property
+    def scales(self) -> fp8.Recipe:
+        """Returns how arrays are scaled."""
+        return fp8.RECIPES[self.recipe]
+
     def one_program(self) -> placement.OneProgram | None:
         """Returns why a step with this recipe is one program, or None."""
-        if self.recipe != fp8.DELAYED:
+        if not self.scales.remembers:
             return None
-        why = f"is {fp8.DELAYED!r} and keeps magnitudes in the state, which one program hands on"
+        why = f"is {self.recipe!r} and keeps magnitudes in the state, which one program hands on"
         return placement.OneProgram("fp8.recipe", why, f"take {fp8.TENSORWISE!r}")
 
     def init(self, params: PyTree, blocks: str = "") -> PyTree:
@@ -84,7 +89,7 @@ class Fp8:
           params: the weights, or their shapes.
           blocks: the regex that `make_train_step` gets.
         """
-        if self.recipe != fp8.DELAYED:
+        if not self.scales.remembers:
             return ()
         paths = [path for path, _ in tree.flatten(params)]
         return history_lib.empty(chosen(self, paths, blocks).in_fp8, self.history)
@@ -196,15 +201,25 @@ def in_step(
         return loss_fn, partition, ()
     check_devices(partition.mesh)
     modules = chosen(settings, partition.placements, blocks)
-    if settings.recipe == fp8.DELAYED:
+    if settings.scales.remembers:
         if any(path in partition.on_host for path in partition.placements):
             raise UserError("fp8.recipe: 'delayed' does not go together with params in host memory; take 'tensorwise'")
         history_lib.check(partition.abstract_state, modules.in_fp8)
     matmuls = _Matmuls(modules, settings.recipe)
-    if settings.recipe != fp8.ROWWISE:
+    if not settings.scales.by_row:
         partition = fp8_wire.marked(partition, modules.weights, matmuls.weights)
-    kept = (matmuls.histories,) if settings.recipe == fp8.DELAYED else ()
+    kept = (matmuls.histories,) if settings.scales.remembers else ()
     return _in_fp8(loss_fn, modules, matmuls), partition, kept
+
+
+def stateless(
+    settings: Fp8 | None, loss_fn: Callable[..., Any], partition: partition_lib.Partition, blocks: str
+) -> Callable[..., Any]:
+    """Returns a loss outside of a step, with its matmuls in fp8 and no history. Without settings it is returned."""
+    if settings is None:
+        return loss_fn
+    recipe = fp8.TENSORWISE if settings.scales.remembers else settings.recipe
+    return wrapped(loss_fn, chosen(settings, partition.placements, blocks), recipe)
 
 
 def wrapped(loss_fn: Callable[..., Any], modules: Chosen, recipe: str) -> Callable[..., Any]:
@@ -252,11 +267,12 @@ class _Matmuls:
 
     def _of_module(self, path: str) -> Callable[..., Any]:
         history, recipe = self.histories.of_module(path), self._recipe
-        if recipe == fp8.DELAYED and tiles.is_inside():
+        remembers = fp8.RECIPES[recipe].remembers
+        if remembers and tiles.is_inside():
             raise UserError(
                 f"fp8.recipe: 'delayed' remembers one magnitude of a matmul, and {path} runs in tiles (`over_tiles`); take 'tensorwise'"
             )
-        if recipe == fp8.DELAYED and history is None:
+        if remembers and history is None:
             recipe = fp8.TENSORWISE  # a trace whose values nothing reads (`sharded_batch.dependence`)
         return functools.partial(
             fp8.dot_general, recipe=recipe, rhs_in_fp8=self.weights.of_module(path), history=history
