@@ -112,7 +112,7 @@ def test_biases_move_alike_on_any_mesh_and_with_accumulation(name):
 
 
 REFUSED = {
-    "model.preset": {"init_from": "", "model__preset": "moe_test", "model__num_layers": 1},
+    "optimizer.router_bias_rate": {"init_from": "", "model__preset": "moe_test", "model__num_layers": 1},
     "lora.r": {"lora__r": 2},
     "mesh.pipe": {"mesh__pipe": 2},
     "offload.optimizer": {"offload__optimizer": "host"},
@@ -125,7 +125,5 @@ REFUSED = {
 @pytest.mark.parametrize("place", REFUSED)
 def test_what_counts_no_rows_is_refused_in_one_line(place):
     settings = runs.config(**{**DEEPSEEK, **REFUSED[place]})
-    with pytest.raises(
-        UserError, match=rf"config.optimizer.router_bias_rate: is 0.01, and config.{place} is .*: .*; set"
-    ):
+    with pytest.raises(UserError, match=rf"^config.{place}: is .*, and .*; set"):
         program.build(settings, tokenizer_vocab=320, devices=jax.devices())

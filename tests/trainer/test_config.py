@@ -423,7 +423,7 @@ def test_the_tokenizer_of_an_imported_model_is_that_of_its_folder(tmp_path):
     "changes, message",
     [
         ({"epochs": 2.0}, "config.epochs: is 2.0, and windows of text have no epochs"),
-        ({"evaluate__batches": 0}, "config.evaluate.batches: must be above 0 with config.data.task=text"),
+        ({"evaluate__batches": 0}, "config.evaluate.batches: must be above 0, since windows of text"),
         ({"data__task": "chat"}, "config.data.name: is .random., and the task chat needs examples"),
         ({"data__eval_file": "a.jsonl"}, "config.data.eval_file: is .a.jsonl., and config.data.train_file is empty"),
         ({"data__labels": (1,)}, "config.data.labels: must be texts"),

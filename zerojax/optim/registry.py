@@ -60,10 +60,7 @@ class Adam(Optimizer):
 
 
 @dataclasses.dataclass(frozen=True)
-class AdamW(Optimizer):
-    b1: float
-    b2: float
-    eps: float
+class AdamW(Adam):
     weight_decay: float = OWN_DECAY
 
     def plain(self, common: Common) -> optax.GradientTransformation:

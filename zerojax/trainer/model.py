@@ -197,25 +197,16 @@ def way(
     ways = mesh_lib.size(mesh, mesh_lib.TOKENS)
     if ways == 1:
         return None
-    if config.data.task in tasks.ANSWERS:
-        raise UserError(
-            f"config.mesh.context: is {ways}, and the loss of an answer reads all its tokens, so a device has all tokens of its rows; set "
-            "--config.mesh.context=1"
-        )
-    if family.is_classifier:
-        raise UserError(
-            f"config.mesh.context: is {ways}, and the head of a classifier reads a text's first token, so a device has all tokens of its "
-            "texts; set --config.mesh.context=1"
-        )
-    if decoding.is_recurrent(family.caches(model)):
-        raise UserError(
-            f"config.mesh.context: is {ways}, and a recurrent layer reads a row's tokens one after the other on one device; set "
-            "--config.mesh.context=1"
-        )
-    if has_sinks(model):
-        raise UserError(
-            f"config.mesh.context: is {ways}, and attention with sinks needs all tokens of a row on one device; set --config.mesh.context=1"
-        )
+    reasons = (
+        (family.is_classifier, "the head of a classifier reads a text's first token and"),
+        (decoding.is_recurrent(family.caches(model)), "a recurrent layer reads a row's tokens one after the other and"),
+        (has_sinks(model), "attention with sinks"),
+    )
+    for is_so, reads in reasons:
+        if is_so:
+            raise UserError(
+                f"config.mesh.context: is {ways}, and {reads} needs all tokens of a row on one device; set --config.mesh.context=1"
+            )
     found = objectives.lengths(parts.row(row(config, family, model)))
     for name, length in found.items():
         if length % ways:

@@ -1,7 +1,9 @@
 """Checks the values of a config. This module compares each with what its declaration allows, and some with each other."""
 
+from collections.abc import Mapping
+
 from zerojax import errors
-from zerojax.data import batches, locations
+from zerojax.data import locations
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.models import family as family_lib
@@ -27,8 +29,7 @@ def check(config: settings.Config) -> None:
                 f"config.{place}: {flaw}, and is {errors.shown(value)}; omit it, or set --config.{place}={default}, its default"
             )
     _check_task(config)
-    _check_compared(config)
-    _check_rollouts(config)
+    _check_answers(config)
     if config.evaluate.patience and not config.checkpoint.keep_best:
         raise UserError(
             f"config.evaluate.patience: is {config.evaluate.patience}, and the results are then those of the best checkpoint, of which "
@@ -55,25 +56,14 @@ def _check_task(config: settings.Config) -> None:
         raise UserError(
             f"config.data.labels: are {errors.shown(tuple(data.labels))}, and two numbers cannot share a text; give each its own"
         )
-    if data.sources:
-        if config.epochs:
-            raise UserError(
-                f"config.epochs: is {config.epochs}, and sources are read as they are needed, so none is counted before; set config.steps: "
-                "a line at the start says how often each is read"
-            )
-        if not config.evaluate.batches:
-            raise UserError("config.evaluate.batches: must be above 0 with config.data.sources, and is 0")
-    elif data.task == tasks.TEXT:
-        if config.epochs:
-            raise UserError(
-                f"config.epochs: is {config.epochs}, and windows of text have no epochs; set config.steps, or another config.data.task"
-            )
-        if not config.evaluate.batches:
-            raise UserError("config.evaluate.batches: must be above 0 with config.data.task=text, and is 0")
-    elif data.name == batches.RANDOM and not data.train_file:
+    streamed = "sources" if data.sources else "windows of text" if data.task == tasks.TEXT else ""
+    if streamed and config.epochs:
+        raise UserError(f"config.epochs: is {config.epochs}, and {streamed} have no epochs; set config.steps")
+    if streamed and not config.evaluate.batches:
+        raise UserError(f"config.evaluate.batches: must be above 0, since {streamed} are read without end, and is 0")
+    if not streamed and data.places().is_random:
         raise UserError(
-            f'config.data.name: is "random", and the task {data.task} needs examples; name a dataset ("short_reviews") or '
-            "config.data.train_file"
+            f'config.data.name: is "random", and the task {data.task} needs examples; name a dataset ("short_reviews") or a file'
         )
     remote = next((name for name in ("train_file", "eval_file") if locations.is_remote(getattr(data, name))), None)
     if remote and (config.epochs or data.task in tasks.ANSWERS):
@@ -91,72 +81,67 @@ def _check_task(config: settings.Config) -> None:
         )
 
 
-def _check_compared(config: settings.Config) -> None:
-    """Raises a UserError if a setting does not go with a task whose answers are compared."""
-    task = config.data.task
+def _check_answers(config: settings.Config) -> None:
+    """Raises a UserError if a setting does not go with a task whose answers are compared, or given by the model while it trains."""
+    task, steps = config.data.task, config.grpo.inner_steps
     if task not in tasks.ANSWERS:
         return
+    wrong = {
+        "mesh.context": "the loss of an answer reads all its tokens, so a device has all tokens of its rows",
+        "model.by_columns": "each token's own loss needs the gathered kernel",
+    }
     if config.policy.has_fp8:
-        raise UserError(
-            f"config.precision: is {config.precision!r}, and the task {task} compares log-probabilities that fp8 rounds too much; "
-            "set --config.precision=bf16"
-        )
-    if config.model.by_columns:
-        raise UserError(
-            f"config.model.by_columns: is {config.model.by_columns!r}, and the task {task} reads each token's own loss, which needs the "
-            "gathered kernel; omit it"
-        )
-
-
-def _check_rollouts(config: settings.Config) -> None:
-    """Raises a UserError if a setting does not go with answers that the model gives while it trains."""
-    if config.data.task != tasks.GRPO:
+        wrong["precision"] = "fp8 rounds the log-probabilities too much that are compared"
+    if task == tasks.GRPO:
+        wrong |= {
+            "epochs": "rollouts have no epochs",
+            "offload.params": "the engine reads weights on the devices for each token",
+            "mesh.pipe": "the engine runs all layers on every device",
+            "mesh.expert": "the engine gathers experts",
+        }
+    _refuse(config, f"the task {task}", wrong)
+    if task != tasks.GRPO:
         return
-    steps, every = config.grpo.inner_steps, config.checkpoint.every
-    last = config.steps if config.checkpoint.at_end else 0
-    asks = f"a run that resumes asks its weights anew after each {steps} inner steps"
-    for place, is_wrong, why, way_out in (
-        ("epochs", config.epochs > 0, "rollouts have no epochs", "set config.steps"),
-        ("grpo.kl", config.grpo.kl > 0 and not config.lora.is_on, "its reference is the model without adapters, and there are none; a copy "
-         "of the weights is not kept", "set --config.lora.r=8, or --config.grpo.kl=0"),
-        ("grpo.kl", config.grpo.kl > 0 and bool(config.lora.modules_to_save), "its reference lacks the modules that are trained in full",
-         "omit config.lora.modules_to_save, or set --config.grpo.kl=0"),
-        ("offload.params", config.offload.params != "none", "the engine reads weights on the devices for each token",
-         "set --config.offload.params=none (config.offload.optimizer may stay)"),
-        ("mesh.pipe", config.mesh.pipe > 1, "the engine runs all layers on every device", "set --config.mesh.pipe=1"),
-        ("mesh.expert", config.mesh.expert > 1, "the engine gathers experts", "set --config.mesh.expert=1"),
-        ("checkpoint.every", every % steps > 0, asks, f"set --config.checkpoint.every={every + -every % steps}"),
-        ("steps", last % steps > 0, asks, f"set --config.steps={last + -last % steps}"),
-    ):  # fmt: skip
-        if is_wrong:
+    if config.grpo.kl and (not config.lora.is_on or config.lora.modules_to_save):
+        raise UserError(
+            f"config.grpo.kl: is {config.grpo.kl}, and its reference is the model without adapters, of which no copy is kept; set it to 0, "
+            "or train adapters alone"
+        )
+    for place, count in (("checkpoint.every", config.checkpoint.every), ("steps", config.steps)):
+        if count % steps and (place != "steps" or config.checkpoint.at_end):
             raise UserError(
-                f"config.{place}: is {settings.lookup(config, place)}, and with the task grpo {why}; {way_out}"
+                f"config.{place}: is {count}, and a run that resumes asks its weights anew after each {steps} inner steps; set "
+                f"--config.{place}={count + -count % steps}"
             )
 
 
 def check_router_bias(config: settings.Config, model: ModelConfig) -> None:
     """Raises a UserError if the biases by which experts are chosen cannot be moved by the load."""
-    mixture = family_lib.mixture(model)
-    for place, is_wrong, why, way_out in (
-        ("model.preset", mixture is None or not mixture.has_choice_bias, "its experts are chosen without a bias", "set it to 0"),
-        ("precision", config.precision == "bf16_sr", "a bias in 16 bits does not move by so little", "set --config.precision=bf16"),
-        ("lora.r", config.lora.is_on, "biases are frozen beside adapters", "set it to 0"),
-        ("mesh.pipe", config.mesh.pipe > 1, "the stages of a pipeline do not count rows", "set --config.mesh.pipe=1"),
-        ("offload.optimizer", config.offload.optimizer != "none", "pieces of an offloaded state do not count rows",
-         "set --config.offload.optimizer=none"),
-        ("offload.params", config.offload.params != "none", "blocks with fetched weights do not count rows",
-         "set --config.offload.params=none"),
-        ("zero.indivisible", config.zero.indivisible == "pad", "an expert that pads a bias would count",
-         "set --config.zero.indivisible=whole"),
-        ("reduce_dtype", config.reduce_dtype == "bf16", "counts are not exact in 16 bits", "set --config.reduce_dtype=fp32"),
-        ("accum_dtype", config.accum_dtype == "bf16", "counts are not exact in 16 bits", "set --config.accum_dtype=fp32"),
-        ("wire.gradients", config.wire.gradients != "plain", "counts are not exact in few bits", "omit it"),
-    ):  # fmt: skip
-        if is_wrong:
-            rate, found = config.optimizer.router_bias_rate, errors.shown(settings.lookup(config, place))
-            raise UserError(
-                f"config.optimizer.router_bias_rate: is {rate}, and config.{place} is {found}: {why}; {way_out}"
-            )
+    mixture, name = family_lib.mixture(model), "config.optimizer.router_bias_rate"
+    if mixture is None or not mixture.has_choice_bias:
+        raise UserError(
+            f"{name}: is {config.optimizer.router_bias_rate}, and no experts are chosen by a bias; set it to 0"
+        )
+    wrong = {
+        **dict.fromkeys(("lora.r", "lora.init_from"), "biases are frozen beside adapters"),
+        "mesh.pipe": "the stages of a pipeline do not count rows",
+        "offload.optimizer": "pieces of an offloaded state do not count rows",
+        "offload.params": "blocks with fetched weights do not count rows",
+        "zero.indivisible": "an expert that pads a bias would count",
+        **dict.fromkeys(("reduce_dtype", "accum_dtype", "wire.gradients"), "counts are not exact in few bits"),
+    }
+    if config.policy.rounds_stochastically:
+        wrong["precision"] = "a bias in 16 bits does not move by so little"
+    _refuse(config, name, wrong)
+
+
+def _refuse(config: settings.Config, chosen: str, wrong: Mapping[str, str]) -> None:
+    """Raises a UserError for the first of some settings, {place: why}, that is not at its default, with which `chosen` does not go."""
+    for place, why in wrong.items():
+        value, default = settings.lookup(config, place), settings.table()[place].default
+        if value != default:
+            way_out = "omit it" if default == "" else f"set --config.{place}={default}"
+            raise UserError(f"config.{place}: is {errors.shown(value)}, and with {chosen} {why}; {way_out}")
 
 
 def not_a_choice(place: str, value: object) -> str:

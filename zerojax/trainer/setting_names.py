@@ -14,46 +14,30 @@ from typing import Any
 
 from zerojax.errors import UserError
 
+# group of settings -> arguments of the same names
+_ALIKE = {
+    "": "mesh wire data profile reduce_dtype accum_dtype grad_accum seq_len steps",
+    "mesh.": "pipe context expert",
+    "zero.": "stage overrides indivisible min_size",
+    "model.": "remat recompute offload by_columns programs attention",
+    "optimizer.": "schedule warmup weight_decay moments momentum adamw_on rates clip_norm",
+    "data.": "name tokenizer task prompt answer rejected labels messages chat_template sources on_bad pack train_split eval_split "
+    "train_file eval_file text_key",
+}
 # argument -> the key or flag that sets it
 KEYS = {
-    "mesh": "config.mesh",
-    **{name: f"config.mesh.{name}" for name in ("pipe", "context", "expert")},
+    **{name: f"config.{group}{name}" for group, names in _ALIKE.items() for name in names.split()},
     "expert_load": "config.experts.load",
     "expert_parts": "config.experts.parts",
-    "stage": "config.zero.stage",
-    "overrides": "config.zero.overrides",
-    "indivisible": "config.zero.indivisible",
-    "min_size": "config.zero.min_size",
-    **{
-        name: f"config.model.{name}"
-        for name in ("remat", "recompute", "offload", "by_columns", "programs", "attention")
-    },
     "activations": "config.model.ring",
-    "wire": "config.wire",
     "host_devices": "config.wire.host_devices",
-    **{name: f"config.{name}" for name in ("reduce_dtype", "accum_dtype", "grad_accum", "seq_len", "steps")},
     "chunks": "config.pipeline.chunks",
-    "clip_norm": "config.optimizer.clip_norm",
     "optimizer": "config.optimizer.name",
-    **{
-        name: f"config.optimizer.{name}"
-        for name in ("schedule", "warmup", "weight_decay", "moments", "momentum", "adamw_on", "rates")
-    },
     "rounds_weights": "config.precision",
     "eval_batches": "config.evaluate.batches",
     "text": "config.sample.prompt",
-    "data": "config.data",
     "data_dir": "config.data.dir",
-    **{
-        name: f"config.data.{name}"
-        for name in ("name", "tokenizer", "task", "prompt", "answer", "rejected", "labels", "messages", "chat_template")
-    },
-    **{
-        name: f"config.data.{name}"
-        for name in ("sources", "on_bad", "pack", "train_split", "eval_split", "train_file", "eval_file", "text_key")
-    },
     "reward": "config.grpo.reward",
-    "profile": "config.profile",
     "first": "config.profile.start",
     "count": "config.profile.steps",
     "target": "--target",

@@ -175,8 +175,8 @@ def test_a_wrong_source_is_one_line(found, line):
 @pytest.mark.parametrize("changes, line", [
     ({"data__train_file": "b.jsonl"}, r"^config\.data\.train_file: is 'b\.jsonl', and config\.data\.sources name what is read"),
     ({"data__name": "lm1b"}, r"^config\.data\.name: is 'lm1b'"),
-    ({"epochs": 2.0}, r"^config\.epochs: is 2\.0, and sources are read as they are needed"),
-    ({"evaluate__batches": 0}, r"^config\.evaluate\.batches: must be above 0 with config\.data\.sources"),
+    ({"epochs": 2.0}, r"^config\.epochs: is 2\.0, and sources have no epochs"),
+    ({"evaluate__batches": 0}, r"^config\.evaluate\.batches: must be above 0, since sources"),
 ])  # fmt: skip
 def test_what_contradicts_sources_is_one_line(changes, line):
     with pytest.raises(UserError, match=line):

@@ -194,7 +194,7 @@ def test_a_reward_that_fails_on_the_first_process_ends_both(prompts_file, comman
         ({"grpo__group": 3}, "config.grpo.group: 3 answers .*global_batch_size=24"),
         ({"grpo__reward": "none"}, "config.grpo.reward: must be one of"),
         ({"seq_len": 4}, "config.seq_len: is 4, and the longest prompt .*set --config.seq_len=6"),
-        ({"offload__optimizer": "host", "offload__params": "host"}, "config.offload.params: is host"),
+        ({"offload__optimizer": "host", "offload__params": "host"}, "config.offload.params: is 'host'"),
         ({"mesh__pipe": 2, "grad_accum": 2}, "config.mesh.pipe: is 2"),
         ({"mesh__expert": 2}, "config.mesh.expert: is 2"),
         ({"mesh__context": 2}, "config.mesh.context: is 2"),

@@ -40,7 +40,10 @@ def test_nothing_is_offloaded_by_default(value):
         ({"by_block": "on"}, "offload.by_block: is 'on' and cannot take effect"),
         ({"optimizer": "host", "by_block": True}, "offload.by_block: must be one of auto, on, off, and is True"),
         ({"optimizer": "host", "late_norm": 1}, "offload.late_norm: must be True or False, and is 1"),
-        ({"optimizer": "host", "late_norm": True, "by_block": "off"}, "omit offload.by_block='off'"),
+        (
+            {"optimizer": "host", "late_norm": True, "by_block": "off"},
+            "offload.by_block: is 'off', and updates beside the backward pass need blocks",
+        ),
         (
             {"optimizer": "host", "params": "host", "by_block": "off"},
             "offload.by_block: is 'off', and offloaded params",

@@ -116,16 +116,13 @@ def _checked(offload: Offload) -> Offload:
         raise UserError(f"offload.late_norm: must be True or False, and is {offload.late_norm!r}")
     if not isinstance(offload.nvme_path, (str, os.PathLike)):
         raise UserError(f"offload.nvme_path: must be a folder's path, and is {offload.nvme_path!r}")
-    unread = (
-        {"fraction", "chunk_bytes", "in_flight", "by_block"}
-        if (offload.optimizer, offload.params) == (NONE, NONE)
-        else set()
-    )
-    unread |= {"fraction", "late_norm"} if offload.optimizer == NONE else set()
-    unread |= {"params_fraction", "params_on_device"} if offload.params == NONE else set()
-    unread |= {"nvme_path", "nvme_buffers"} if NVME not in (offload.optimizer, offload.params) else set()
-    for name in sorted(unread):
-        if getattr(offload, name) != getattr(Offload(), name):
+    kinds = (offload.optimizer, offload.params)
+    read = dict.fromkeys(("by_block", "chunk_bytes", "in_flight"), kinds != (NONE, NONE))
+    read |= dict.fromkeys(("fraction", "late_norm"), offload.optimizer != NONE)
+    read |= dict.fromkeys(("params_fraction", "params_on_device"), offload.params != NONE)
+    read |= dict.fromkeys(("nvme_path", "nvme_buffers"), NVME in kinds)
+    for name in sorted(read):
+        if not read[name] and getattr(offload, name) != getattr(Offload(), name):
             raise UserError(
                 f"offload.{name}: is {getattr(offload, name)!r} and cannot take effect, since nothing is offloaded that reads it; "
                 f"set offload.{'params' if name.startswith('params') else 'optimizer'} to {NVME if 'nvme' in name else HOST!r}, or omit it"
@@ -133,9 +130,7 @@ def _checked(offload: Offload) -> Offload:
     if offload.params != NONE and offload.by_block == OFF:
         raise UserError("offload.by_block: is 'off', and offloaded params are fetched block by block; omit it")
     if offload.late_norm and offload.by_block == OFF:
-        raise UserError(
-            "offload.late_norm: is True, and updates beside the backward pass need a step block by block; omit offload.by_block='off'"
-        )
+        raise UserError("offload.by_block: is 'off', and updates beside the backward pass need blocks; omit it")
     for name in ("by_block", "late_norm"):
         if offload.optimizer == NVME and getattr(offload, name) in (ON, True):
             raise UserError(

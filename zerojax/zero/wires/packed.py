@@ -354,18 +354,13 @@ def marked(
     knows_hosts = wires.gradients != PLAIN or wires.second_copy
     hosts = _hosts(mesh, wires.host_devices) if knows_hosts else Hosts(1, ways)
     where = f"all devices of {sizes} are on one host" if hosts.count == 1 else f"each host has one device of {sizes}"
-    if wires.gradients == INT4 and hosts.count == 1:
-        raise UserError(
-            f"wire.gradients: 'int4' is for the links between hosts, and {where}; take 'int8', or set `host_devices` to those of a host"
-        )
-    if wires.second_copy and min(hosts.count, hosts.size) == 1:
-        raise UserError(
-            f"wire.second_copy: is divided among the devices of one of several hosts, and {where}; omit it, or set `host_devices`"
-        )
-    if wires.error_feedback and hosts.count == 1:
-        raise UserError(
-            f"wire.error_feedback: is of what is sent between hosts, and {where}; omit it, or set `host_devices` to those of a host"
-        )
+    for name, is_wrong, what in (
+        ("gradients", wires.gradients == INT4 and hosts.count == 1, "'int4' is for the links between hosts"),
+        ("second_copy", wires.second_copy and 1 in (hosts.count, hosts.size), "is divided among the devices of one of several hosts"),
+        ("error_feedback", wires.error_feedback and hosts.count == 1, "is of what is sent between hosts"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise UserError(f"wire.{name}: {what}, and {where}; omit it, or set `host_devices` to those of a host")
     wire = InBlocks(
         hosts=hosts,
         is_packed=wires.weights == INT8,
