@@ -215,7 +215,7 @@ def test_biases_are_no_matrices_whatever_adamw_on_finds_unless_a_form_is_given()
     assert muon.form("normed_mixer/weight", (8, 8), forms=[("normed_mixer", 2, "rc")]) == "rc"
 
 
-@pytest.mark.parametrize("name", [name for name in registry.OPTIMIZERS if "weight_decay" in registry.reads(name)])
+@pytest.mark.parametrize("name", [name for name in registry.OPTIMIZERS if "weight_decay" in registry.READS[name]])
 def test_each_optimizer_spares_biases_and_norms_of_many_dims(name):
     params = {
         "q": {"kernel": jnp.ones((8, 2, 4)), "bias": jnp.ones((2, 4))},

@@ -34,7 +34,7 @@ def test_weight_decay_shrinks_matrices_and_spares_scales(name):
     plain = three_steps(registry.make_optimizer(name, 1e-2, weight_decay=0.0, **OPTIONS), make_params())
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(plain))
     assert not any(jnp.array_equal(*pair) for pair in zip(jax.tree.leaves(plain), jax.tree.leaves(make_params())))
-    if "weight_decay" not in registry.reads(name):
+    if "weight_decay" not in registry.READS[name]:
         with pytest.raises(UserError, match=rf"weight_decay: `optimizer={name}` applies none"):
             registry.make_optimizer(name, 1e-2, weight_decay=0.1, **OPTIONS)
         return
@@ -60,7 +60,7 @@ def test_adamw_is_optax_with_the_given_settings():
 def test_fewer_bits_give_the_steps_of_optax_but_for_rounding(name, moments):
     keys = jax.random.split(jax.random.key(0))
     params = {"kernel": jax.random.normal(keys[0], (64, 128)), "scale": jax.random.normal(keys[1], (3,))}
-    decay = 0.0 if "weight_decay" not in registry.reads(name) else 0.3
+    decay = 0.0 if "weight_decay" not in registry.READS[name] else 0.3
     rate = optax.constant_schedule(1e-2)
     plain = registry.make_optimizer(name, rate, weight_decay=decay, **OPTIONS)
     few = registry.make_optimizer(name, rate, weight_decay=decay, moments=moments, **OPTIONS)
@@ -129,7 +129,7 @@ EVERY = [(name, {}) for name in registry.OPTIMIZERS] + [
 @pytest.mark.parametrize(("name", "how"), EVERY, ids=str)
 def test_a_step_takes_the_rate_of_the_steps_before_it_also_after_a_resume(name, how):
     """Step n is that of a constant rate, the schedule's at n, from the same state; a resume has the state's numbers alone."""
-    decay = 0.1 if "weight_decay" in registry.reads(name) else 0.0
+    decay = 0.1 if "weight_decay" in registry.READS[name] else 0.0
 
     @jax.jit
     def step(rates, grads, state, params):

@@ -1,10 +1,10 @@
 """Optimizers by name. This module makes those of optax, and of `fused` where stochastic rounding is needed, each with its own fields."""
 
 import dataclasses
-import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import optax
@@ -16,20 +16,11 @@ from zerojax.optim import one_pass as one_pass_lib
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 
-# config.optimizer.weight_decay_on -> the mask of the leaves that take weight decay
-DECAYS: dict[str, Callable[[Any], Any] | None] = {"matrices": kinds.decayed, "all": None}
-
+Rate = float | schedules.Schedule  # of learning
+Mask = Callable[[Any], Any] | None  # of the leaves that take weight decay; it costs a tree walk at trace time only
+DECAYS: dict[str, Mask] = {"matrices": kinds.decayed, "all": None}  # by config.optimizer.weight_decay_on
 MOST_RATE = 100.0  # a factor of a learning rate
 OWN_DECAY = 0.1  # of an optimizer that has weight decay, if none is given
-
-
-class Common(NamedTuple):
-    """What every optimizer is told beside its own fields."""
-
-    rate: float | schedules.Schedule  # of learning
-    mask: Callable[[Any], Any] | None  # of the leaves that take weight decay; it costs a tree walk at trace time only
-    rates: Callable[[PyTree], PyTree] | None  # what multiplies the rate of each leaf; None: 1
-    dtype: str  # of the matmuls of an update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +30,10 @@ class Optimizer:
     One with a method `fused`, which returns a `OnePass`, takes moments in 16 or 8 bits, and weights of 16 bits, rounded stochastically.
     """
 
-    takes_rates: ClassVar[bool] = False  # whether `plain` reads `Common.rates`
+    takes_rates: ClassVar[bool] = False  # whether `plain` reads its `rates`
 
-    def plain(self, common: Common) -> optax.GradientTransformation:
-        """Returns it with moments in float32."""
+    def plain(self, rate: Rate, mask: Mask, **how: Any) -> optax.GradientTransformation:
+        """Returns it with moments in float32. `how` is what multiplies the rate of each leaf (`rates`), and the `dtype` of its matmuls."""
         raise NotImplementedError
 
 
@@ -52,30 +43,30 @@ class Adam(Optimizer):
     b2: float
     eps: float
 
-    def plain(self, common: Common) -> optax.GradientTransformation:
-        return optax.adam(common.rate, self.b1, self.b2, self.eps)
+    def plain(self, rate: Rate, mask: Mask, **how: Any) -> optax.GradientTransformation:
+        return optax.adam(rate, self.b1, self.b2, self.eps)
 
-    def fused(self, common: Common, **how: Any) -> one_pass_lib.OnePass:
-        return fused.fused_adamw(common.rate, self.b1, self.b2, self.eps, 0.0, rates=common.rates, **how)
+    def fused(self, rate: Rate, mask: Mask, **how: Any) -> one_pass_lib.OnePass:
+        return fused.fused_adamw(rate, self.b1, self.b2, self.eps, 0.0, **how)
 
 
 @dataclasses.dataclass(frozen=True)
 class AdamW(Adam):
     weight_decay: float = OWN_DECAY
 
-    def plain(self, common: Common) -> optax.GradientTransformation:
-        return optax.adamw(common.rate, **vars(self), mask=common.mask)
+    def plain(self, rate: Rate, mask: Mask, **how: Any) -> optax.GradientTransformation:
+        return optax.adamw(rate, **vars(self), mask=mask)
 
-    def fused(self, common: Common, **how: Any) -> one_pass_lib.OnePass:
-        return fused.fused_adamw(common.rate, **vars(self), mask=common.mask, rates=common.rates, **how)
+    def fused(self, rate: Rate, mask: Mask, **how: Any) -> one_pass_lib.OnePass:
+        return fused.fused_adamw(rate, **vars(self), mask=mask, **how)
 
 
 @dataclasses.dataclass(frozen=True)
 class Adafactor(Optimizer):
     weight_decay: float = OWN_DECAY
 
-    def plain(self, common: Common) -> optax.GradientTransformation:
-        return optax.adafactor(common.rate, weight_decay_rate=self.weight_decay or None, weight_decay_mask=common.mask)
+    def plain(self, rate: Rate, mask: Mask, **how: Any) -> optax.GradientTransformation:
+        return optax.adafactor(rate, weight_decay_rate=self.weight_decay or None, weight_decay_mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +76,8 @@ class Lamb(Optimizer):
     eps: float
     weight_decay: float = OWN_DECAY
 
-    def plain(self, common: Common) -> optax.GradientTransformation:
-        return optax.lamb(common.rate, **vars(self), mask=common.mask)
+    def plain(self, rate: Rate, mask: Mask, **how: Any) -> optax.GradientTransformation:
+        return optax.lamb(rate, **vars(self), mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,19 +86,19 @@ class Lion(Optimizer):
     b2: float
     weight_decay: float = OWN_DECAY
 
-    def plain(self, common: Common) -> optax.GradientTransformation:
-        return optax.lion(common.rate, **vars(self), mask=common.mask)
+    def plain(self, rate: Rate, mask: Mask, **how: Any) -> optax.GradientTransformation:
+        return optax.lion(rate, **vars(self), mask=mask)
 
-    def fused(self, common: Common, **how: Any) -> one_pass_lib.OnePass:
-        return fused.fused_lion(common.rate, **vars(self), mask=common.mask, rates=common.rates, **how)
+    def fused(self, rate: Rate, mask: Mask, **how: Any) -> one_pass_lib.OnePass:
+        return fused.fused_lion(rate, **vars(self), mask=mask, **how)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sgd(Optimizer):
     b1: float
 
-    def plain(self, common: Common) -> optax.GradientTransformation:
-        return optax.sgd(common.rate, momentum=self.b1 or None)
+    def plain(self, rate: Rate, mask: Mask, **how: Any) -> optax.GradientTransformation:
+        return optax.sgd(rate, momentum=self.b1 or None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,31 +111,17 @@ class Muon(Optimizer):
     adamw_on: str = ""  # "": `muon.ADAMW`
     takes_rates = True
 
-    def plain(self, common: Common) -> optax.GradientTransformation:
+    def plain(self, rate: Rate, mask: Mask, **how: Any) -> optax.GradientTransformation:
         own = {**vars(self), "adamw_on": self.adamw_on or muon.ADAMW}
-        return muon.muon(common.rate, **own, mask=common.mask, rates=common.rates, dtype=common.dtype)
+        return muon.muon(rate, **own, mask=mask, **how)
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "adam": Adam,
-    "adamw": AdamW,
-    "adafactor": Adafactor,
-    "lamb": Lamb,
-    "lion": Lion,
-    "sgd": Sgd,
-    "muon": Muon,
-}
+_KNOWN: tuple[type[Optimizer], ...] = (Adam, AdamW, Adafactor, Lamb, Lion, Sgd, Muon)
+OPTIMIZERS = {own.__name__.lower(): own for own in _KNOWN}
 FUSED = tuple(name for name, own in OPTIMIZERS.items() if hasattr(own, "fused"))
-
-
-def reads(name: str) -> tuple[str, ...]:
-    """Returns what an optimizer reads beside the learning rate."""
-    return tuple(field.name for field in dataclasses.fields(OPTIMIZERS[name]))
-
-
-def read_by_some() -> tuple[str, ...]:
-    """Returns what some optimizers read."""
-    return tuple(dict.fromkeys(field for name in OPTIMIZERS for field in reads(name)))
+# name -> what it reads beside the learning rate
+READS = {name: tuple(field.name for field in dataclasses.fields(own)) for name, own in OPTIMIZERS.items()}
+READ_BY_SOME = frozenset(itertools.chain(*READS.values()))
 
 
 def own_weight_decay(name: str) -> float:
@@ -154,7 +131,7 @@ def own_weight_decay(name: str) -> float:
 
 def make_optimizer(
     optimizer: str,
-    learning_rate: float | schedules.Schedule,
+    learning_rate: Rate,
     *,
     moments: str = "fp32",
     rounds_weights: bool = False,
@@ -179,24 +156,29 @@ def make_optimizer(
       UserError: the name is unknown; the optimizer has no weight decay; it cannot round 16-bit weights or moments; or a rate is none.
     """
     errors.one_of("optimizer", optimizer, OPTIMIZERS)
-    if odd := fields.keys() - read_by_some():
+    if odd := fields.keys() - READ_BY_SOME:
         raise TypeError(f"make_optimizer() got an unexpected keyword argument {min(odd)!r}")
-    own = {name: value for name, value in fields.items() if name in reads(optimizer)}
+    own = {name: value for name, value in fields.items() if name in READS[optimizer]}
     if fields.get("weight_decay") and "weight_decay" not in own:
         raise UserError(
             f"weight_decay: `optimizer={optimizer}` applies none, and it is {fields['weight_decay']}; set `weight_decay=0`, or use adamw"
         )
     chosen, factors = OPTIMIZERS[optimizer](**own), factors_of(rates)
-    by_leaf = functools.partial(_factors, factors) if factors else None
-    common = Common(learning_rate, DECAYS[weight_decay_on], by_leaf, "float32" if in_float32 else "bfloat16")
-    plain = chosen.plain(common)
-    plain = _with_rates(plain, by_leaf) if by_leaf and not chosen.takes_rates else plain
+
+    def by_leaf(params: PyTree) -> PyTree:
+        return jax.tree.map(lambda kind: factors.get(kind, 1.0), kinds.weight_kinds(params))
+
+    mask, rates_of = DECAYS[weight_decay_on], by_leaf if factors else None
+    plain = chosen.plain(learning_rate, mask, rates=rates_of, dtype="float32" if in_float32 else "bfloat16")
+    plain = _with_rates(plain, by_leaf) if factors and not chosen.takes_rates else plain
     if moments == "fp32" and not rounds_weights:
         return plain
     if not hasattr(chosen, "fused"):
         needs = f"moments: {moments} needs" if moments != "fp32" else "rounds_weights: stochastic rounding needs"
         raise UserError(f"{needs} an optimizer among {', '.join(FUSED)}, and `optimizer` is {optimizer!r}")
-    return _with_state_of(plain, chosen.fused(common, moments=moments, stochastic_rounding=True))
+    return _with_state_of(
+        plain, chosen.fused(learning_rate, mask, rates=rates_of, moments=moments, stochastic_rounding=True)
+    )
 
 
 def factors_of(rates: str) -> dict[str, float]:
@@ -223,10 +205,6 @@ def factors_of(rates: str) -> dict[str, float]:
             )
         found[kind.strip()] = factor
     return found
-
-
-def _factors(factors: Mapping[str, float], params: PyTree) -> PyTree:
-    return jax.tree.map(lambda kind: factors.get(kind, 1.0), kinds.weight_kinds(params))
 
 
 def _with_rates(

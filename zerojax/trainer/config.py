@@ -71,7 +71,7 @@ def from_dict(raw: Mapping[str, Any]) -> settings.Config:
         _check_override(override)
     ranges.check(config)
     trackers.check(config.metrics)
-    _check_push(config.export)
+    _check_export(config)
     make_offload(config.offload, config.zero.stage)
     make_fp8(config)
     if make_wires(config).is_on and config.offload.params != offload_lib.NONE:
@@ -431,13 +431,11 @@ def make_loss_scale(group: settings.LossScaleSettings, *, is_scaled: bool) -> lo
       UserError: a setting cannot take effect or is out of range.
     """
     static, dynamic = group.static, {name: value for name, value in vars(group).items() if name != "static"}
-    defaults = {"static": 0.0, **dataclasses.asdict(loss_scale_lib.DynamicLossScale())}
-    unread = dynamic if static else {}
-    for name, value in (unread if is_scaled else {"static": static, **dynamic}).items():
-        if value != defaults[name]:
-            why = "config.loss_scale.static is set" if is_scaled else "config.precision is not fp16"
+    why = "config.loss_scale.static is set" if is_scaled else "config.precision is not fp16"
+    for name, value in (vars(group) if not is_scaled else dynamic if static else {}).items():
+        if value != (usual := getattr(settings.LossScaleSettings, name)):
             raise UserError(
-                f"config.loss_scale.{name}: is {value!r} and cannot take effect, since {why}; leave it at {defaults[name]!r}"
+                f"config.loss_scale.{name}: is {value!r} and cannot take effect, since {why}; leave it at {usual!r}"
             )
     if not is_scaled:
         return None
@@ -468,26 +466,24 @@ def _modules(text: str) -> str | tuple[str, ...]:
     return names if is_list and text != lora_lib.ALL_LINEAR else text
 
 
-def _check_push(group: settings.ExportSettings) -> None:
-    """Checks that an export that is to be written to the hub can be."""
-    if not group.push_to:
-        return
-    if group.format == "none":
+def _check_export(config: settings.Config) -> None:
+    """Checks that there is something to export, and that it can be written to the hub."""
+    group = config.export
+    if group.format == "peft" and not config.lora.is_on:
+        raise UserError("config.export.format: 'peft' writes adapters, and the run has none; choose 'huggingface'")
+    if group.push_to and group.format == "none":
         raise UserError(
-            f"config.export.push_to: is {group.push_to!r}, and nothing is exported; set --config.export.format=huggingface (or peft)"
+            "config.export.push_to: nothing is exported; set --config.export.format=huggingface, or omit it"
         )
-    with errors.below("config.export.push_to: "):
-        hub.check_push(group.push_to)
+    if group.push_to:
+        with errors.below("config.export.push_to: "):
+            hub.check_push(group.push_to)
 
 
 def _check_lora(config: settings.Config) -> None:
     """Checks the group `lora` by itself, and that it goes together with the rest."""
     group = config.lora
     if not group.is_on:
-        if config.export.format == "peft":
-            raise UserError(
-                "config.export.format: 'peft' writes adapters, and the run has none; set config.lora.r, or choose 'huggingface'"
-            )
         return
     with errors.below("config."):
         if any(not re.fullmatch(r"[\w.]+", name) for name in _modules(group.modules_to_save)):

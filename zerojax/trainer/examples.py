@@ -153,16 +153,11 @@ def task_settings(
     data, usual = config.data, settings_lib.DataSettings
     is_usual = (data.prompt, data.answer, data.rejected) == (usual.prompt, usual.answer, usual.rejected)
     has_known_form = data.task == tasks.DPO and is_usual
-    return tasks.TaskSettings(
-        task=data.task,
-        prompt=data.prompt,
-        answer="" if has_known_form else data.answer,
-        labels=classes(config, family, source) or data.labels,
-        messages=data.messages,
-        chat_template=data.chat_template,
-        rejected=data.rejected,
-        learn=data.learn,
-    )
+    answer, labels = "" if has_known_form else data.answer, classes(config, family, source) or data.labels
+    read = {
+        field.name: getattr(data, field.name) for field in dataclasses.fields(tasks.TaskSettings) if field.name != "now"
+    }
+    return tasks.TaskSettings(**{**read, "answer": answer, "labels": labels})
 
 
 def folder_of(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pathlib.Path | None:

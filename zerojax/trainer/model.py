@@ -146,17 +146,13 @@ def choose(
         head_dim=family_lib.head_dim(model),
         capability=mesh_lib.capability(mesh),
     )
-    if config.model.dropout and not hasattr(model, "dropout"):
-        raise UserError(
-            f"config.model.dropout: is {config.model.dropout}, and the model of {name} has no dropout; set --config.model.dropout=0"
-        )
-    if config.model.tile_tokens and not hasattr(model, "tile_tokens"):
-        raise UserError(
-            f"config.model.tile_tokens: is {config.model.tile_tokens}, and only decoders run in tiles; the model of {name} is none; set "
-            f"--config.model.{'long_texts=False' if config.model.long_texts else 'tile_tokens=0'}"
-        )
-    asked = {"dropout": config.model.dropout, "tile_tokens": config.model.tile_tokens}
-    return family, dataclasses.replace(model, attention=chosen, **{key: value for key, value in asked.items() if value})
+    asked = {key: value for key in ("dropout", "tile_tokens") if (value := getattr(config.model, key))}
+    for key, value in asked.items():
+        if not hasattr(model, key):
+            what = "has no dropout" if key == "dropout" else "is no decoder, and only decoders run in tiles"
+            off = "long_texts=False" if key == "tile_tokens" and config.model.long_texts else f"{key}=0"
+            raise UserError(f"config.model.{key}: is {value}, and the model of {name} {what}; set --config.model.{off}")
+    return family, dataclasses.replace(model, attention=chosen, **asked)
 
 
 def is_capped(model: ModelConfig) -> bool:

@@ -403,23 +403,20 @@ def _tell_of_no_effect(
     config: settings_lib.Config, sizes: config_lib.BatchSizes, model: ModelConfig, mesh: Mesh
 ) -> None:
     """Names settings that the kernel of attention, the length of a pass, or a classifier leaves without effect."""
-    if getattr(model, "classes", ()):
-        for name in ("answer_len", "pack"):
-            value = getattr(config.data, name)
-            if value != settings_lib.table()[f"data.{name}"].default:
-                setting_names.tell(
-                    f"config.data.{name}={value} has no effect: a classifier reads one text a row, and writes none"
-                )
+    tokens = sizes.micro_batch_size * config.seq_len // mesh_lib.size(mesh, mesh_lib.TOKENS)
+    has_classes, is_tiled = getattr(model, "classes", ()), config.model.tile_tokens < tokens
+    of_classifier = "a classifier reads one text a row, and writes none" if has_classes else ""
+    for place, why in {
+        "data.answer_len": of_classifier,
+        "data.pack": of_classifier,
+        "model.ring": "" if hasattr(model, "tile_tokens") else "only modules of decoders run in rings",
+        "model.tile_tokens": "" if is_tiled else f"a pass has {tokens} tokens on each device",
+    }.items():
+        for line in settings_lib.told(config, place, why):
+            setting_names.tell(line)
     if config.model.remat == "attention" and model.attention == "xla":
         setting_names.tell(
             "config.model.remat: 'attention' keeps what fused attention returns; XLA's returns none, so it is 'full' here"
-        )
-    if config.model.ring and not hasattr(model, "tile_tokens"):
-        setting_names.tell("config.model.ring=True has no effect: only modules of decoders run in rings")
-    tokens = sizes.micro_batch_size * config.seq_len // mesh_lib.size(mesh, mesh_lib.TOKENS)
-    if config.model.tile_tokens >= tokens:
-        setting_names.tell(
-            f"config.model.tile_tokens={config.model.tile_tokens} has no effect: a pass has {tokens} tokens on each device"
         )
 
 
@@ -436,7 +433,7 @@ def _optimizer(
         warmup=chosen.warmup,
         initial_fraction=chosen.initial_fraction,
     )
-    given = (*registry.read_by_some(), "weight_decay_on", "rates", "moments")
+    given = (*registry.READ_BY_SOME, "weight_decay_on", "rates", "moments")
     tx = registry.make_optimizer(
         chosen.name,
         schedule,

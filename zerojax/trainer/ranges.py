@@ -36,7 +36,7 @@ def check(config: settings.Config) -> None:
             "config.checkpoint.keep_best=0 keeps none; set --config.checkpoint.keep_best=1"
         )
     chosen = config.optimizer
-    if "eps" in registry.reads(chosen.name) and 0 < chosen.clip_norm <= chosen.eps:
+    if "eps" in registry.READS[chosen.name] and 0 < chosen.clip_norm <= chosen.eps:
         raise UserError(
             f"config.optimizer.clip_norm: {chosen.clip_norm} is not above config.optimizer.eps={chosen.eps}, so clipped gradients are "
             "below eps and the weights would hardly change; set --config.optimizer.clip_norm=1.0, or 0 for no clipping"
@@ -50,11 +50,9 @@ def _check_task(config: settings.Config) -> None:
         raise UserError(
             f"config.data.eval_file: is {data.eval_file!r}, and config.data.train_file is empty; name both, or neither"
         )
-    if not all(isinstance(label, str) for label in data.labels):
-        raise UserError(f"config.data.labels: must be texts, and are {errors.shown(data.labels)}")
-    if len(set(data.labels)) < len(data.labels):
+    if not all(isinstance(label, str) for label in data.labels) or len(set(data.labels)) < len(data.labels):
         raise UserError(
-            f"config.data.labels: are {errors.shown(tuple(data.labels))}, and two numbers cannot share a text; give each its own"
+            f"config.data.labels: must be texts, another for each number, and are {errors.shown(data.labels)}"
         )
     streamed = "sources" if data.sources else "windows of text" if data.task == tasks.TEXT else ""
     if streamed and config.epochs:

@@ -33,6 +33,7 @@ from zerojax.zero.wires import packed
 
 OWN = -1.0  # of a setting that the optimizer or the model then chooses
 MOST_ROWS = 2**20
+OFF = {"sample.length": 0}  # values that ask for nothing
 KINDS = {
     int: "a whole number",
     float: "a number",
@@ -149,7 +150,7 @@ def of_task(config: "Config", place: str) -> str:
 def of_optimizer(config: "Config", place: str) -> str:
     """Returns the reason not to read what other optimizers read. A weight decay that is not read is refused instead."""
     chosen, name = config.optimizer.name, place.removeprefix("optimizer.")
-    is_read = name not in registry.read_by_some() or name in (*registry.reads(chosen), "weight_decay")
+    is_read = name not in registry.READ_BY_SOME or name in (*registry.READS[chosen], "weight_decay")
     return "" if is_read else f"the optimizer {chosen} does not read it"
 
 
@@ -618,6 +619,18 @@ def defaults() -> dict[str, Any]:
 def lookup(config: "Config", place: str) -> Any:
     """Returns the setting at a dotted place."""
     return functools.reduce(getattr, place.split("."), config)
+
+
+def why_unread(config: "Config", place: str) -> str:
+    """Returns the first reason why nothing reads a setting, "" if it is read."""
+    return next(filter(None, (reason(config, place) for reason in table()[place].unread)), "")
+
+
+def told(config: "Config", place: str, why: str) -> list[str]:
+    """Returns a line about a setting that has no effect for a reason, if there is one and it asks for something else than its default."""
+    value, default = lookup(config, place), table()[place].default
+    is_told = why and value not in (default, OFF.get(place, default))
+    return [f"config.{place}={value!r} has no effect: {why}"] if is_told else []
 
 
 def changed(config: "Config", values: Mapping[str, Any]) -> "Config":

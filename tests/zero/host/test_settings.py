@@ -42,7 +42,7 @@ def test_nothing_is_offloaded_by_default(value):
         ({"optimizer": "host", "late_norm": 1}, "offload.late_norm: must be True or False, and is 1"),
         (
             {"optimizer": "host", "late_norm": True, "by_block": "off"},
-            "offload.by_block: is 'off', and updates beside the backward pass need blocks",
+            "offload.by_block: is 'off', and updates beside the backward pass run block by block",
         ),
         (
             {"optimizer": "host", "params": "host", "by_block": "off"},

@@ -5,6 +5,7 @@ offloaded state. What lies on one file system is added up. Where several hosts s
 one host.
 """
 
+import functools
 import os
 import pathlib
 import shutil
@@ -14,7 +15,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from zerojax import display, files, tree
-from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
 from zerojax.models import family as family_lib
@@ -74,24 +74,25 @@ def most_saved(config: settings_lib.Config, step: int, saved: int) -> int:
     due = _times(keep.every, step, config.steps - 1) + keep.at_end
     if config.evaluate.patience:
         due += _times(config.evaluate.every, step, config.steps - 1)
-    best = keep.keep_best if _ranks(config) else 0
+    best = 0 if _unranked(config) else keep.keep_best
     return min(due, max(1, keep.keep_last + best + 1 - saved))
+
+
+# why checkpoints before the last step have no loss of an evaluation, which ends no run either
+_unranked = functools.partial(settings_lib.why_unread, place="evaluate.patience")
 
 
 def _times(every: int, after: int, to: int) -> int:
     return to // every - after // every if every else 0
 
 
-def _ranks(config: settings_lib.Config) -> bool:
-    """Returns whether checkpoints before the last step have an evaluation loss."""
-    return config.data.has_held_out and bool(config.evaluate.every or config.epochs) and config.data.task != tasks.GRPO
-
-
 def _needs(program: program_lib.Program, folder: pathlib.Path, step: int, saved: int) -> Iterator[Need]:
     config = program.config
     if count := most_saved(config, step, saved):
         each = _COMPRESSED * _nbytes(program.logical_abstract_state)
-        fewer = f" or lower config.checkpoint.keep_last{' or keep_best' if _ranks(config) else ''}" if count > 1 else ""
+        fewer = (
+            f" or lower config.checkpoint.keep_last{'' if _unranked(config) else ' or keep_best'}" if count > 1 else ""
+        )
         what = f"{count} checkpoints" if count > 1 else "a checkpoint"
         yield Need(folder, what, count * each, f"choose another --workdir{fewer}")
     if config.export.format != "none":

@@ -1,7 +1,6 @@
 """Settings that nothing reads. This module lists those that differ from their default and cannot take effect, each with the reason."""
 
 import math
-from collections.abc import Iterable
 
 from jax.sharding import Mesh
 
@@ -11,15 +10,12 @@ from zerojax.optim import schedules
 from zerojax.trainer import settings
 from zerojax.zero import stages
 
-OFF = {"sample.length": 0}  # values that ask for nothing
-
 
 def unread(config: settings.Config) -> list[str]:
     """Returns a line for each setting without effect that is not at its default, with the first reason."""
-    declared = settings.table().items()
-    return _lines(
-        config, ((place, why) for place, found in declared for reason in found.unread if (why := reason(config, place)))
-    )
+    return [
+        line for place in settings.table() for line in settings.told(config, place, settings.why_unread(config, place))
+    ]
 
 
 def unsharded(config: settings.Config, mesh: Mesh) -> list[str]:
@@ -27,16 +23,7 @@ def unsharded(config: settings.Config, mesh: Mesh) -> list[str]:
     if mesh_lib.size(mesh, mesh_lib.STATE) > 1 or not stages.STAGES[config.zero.stage].opt_state:
         return []
     why = f"no state is sharded over {mesh_lib.text(mesh, mesh_lib.STATE)}"
-    return _lines(config, ((f"zero.{name}", why) for name in ("min_size", "indivisible")))
-
-
-def _lines(config: settings.Config, ignored: Iterable[tuple[str, str]]) -> list[str]:
-    reasons: dict[str, str] = {}
-    for place, why in ignored:
-        default = settings.table()[place].default
-        if settings.lookup(config, place) not in (default, OFF.get(place, default)):
-            reasons.setdefault(place, why)
-    return [f"config.{place}={settings.lookup(config, place)!r} has no effect: {why}" for place, why in reasons.items()]
+    return [line for name in ("min_size", "indivisible") for line in settings.told(config, f"zero.{name}", why)]
 
 
 def unreached(config: settings.Config) -> list[str]:
@@ -53,8 +40,7 @@ def unreached(config: settings.Config) -> list[str]:
 def _without_early_end(config: settings.Config) -> list[str]:
     """Returns a line if the evaluations before the last step are too few for `evaluate.patience` to end the run."""
     patience, every = config.evaluate.patience, config.evaluate.every
-    is_read = config.data.task != tasks.GRPO and config.data.has_held_out
-    if not patience or not (every or config.epochs) or not is_read:
+    if not patience or settings.why_unread(config, "evaluate.patience"):
         return []
     count = math.ceil(config.epochs) - 1 if config.epochs else (config.steps - 1) // every
     if count > patience:
@@ -82,6 +68,5 @@ def undivided(config: settings.Config, rows: int) -> list[str]:
     tokens, parts = rows * config.seq_len // config.mesh.context, config.experts.parts
     if config.mesh.expert == 1 or config.model.tile_tokens or config.data.task == tasks.DPO or tokens % parts == 0:
         return []
-    return [
-        f"config.experts.parts={parts} has no effect: it does not divide the {tokens} tokens of a device and pass, which travel at once"
-    ]
+    why = f"it does not divide the {tokens} tokens of a device and pass, which travel at once"
+    return settings.told(config, "experts.parts", why)

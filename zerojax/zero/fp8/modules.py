@@ -141,8 +141,7 @@ def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
     found = frozenset(path for path in asked if block_of[path] not in kept)
     if settings.experts and not found & stacks:
         raise UserError(
-            f"fp8.experts: fp8.filter={settings.filter!r}, fp8.first={settings.first} and fp8.last={settings.last} leave no experts in "
-            "fp8; change them, or set it to False"
+            "fp8.experts: the modules that are chosen include no experts; choose others, or set it to False"
         )
     if not found:
         if asked:

@@ -127,10 +127,9 @@ def _checked(offload: Offload) -> Offload:
                 f"offload.{name}: is {getattr(offload, name)!r} and cannot take effect, since nothing is offloaded that reads it; "
                 f"set offload.{'params' if name.startswith('params') else 'optimizer'} to {NVME if 'nvme' in name else HOST!r}, or omit it"
             )
-    if offload.params != NONE and offload.by_block == OFF:
-        raise UserError("offload.by_block: is 'off', and offloaded params are fetched block by block; omit it")
-    if offload.late_norm and offload.by_block == OFF:
-        raise UserError("offload.by_block: is 'off', and updates beside the backward pass need blocks; omit it")
+    if offload.by_block == OFF and (offload.params != NONE or offload.late_norm):
+        what = "offloaded params are fetched" if offload.params != NONE else "updates beside the backward pass run"
+        raise UserError(f"offload.by_block: is 'off', and {what} block by block; omit it")
     for name in ("by_block", "late_norm"):
         if offload.optimizer == NVME and getattr(offload, name) in (ON, True):
             raise UserError(
