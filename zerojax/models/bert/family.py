@@ -48,7 +48,7 @@ DISTILBERT_PRESETS: dict[str, BertConfig] = {
 }
 
 
-class _Kind(NamedTuple):
+class _Variant(NamedTuple):
     """What differs at Hugging Face.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Kind(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-_ROBERTA = _Kind(
+_ROBERTA = _Variant(
     "Roberta",
     "roberta",
     ("classifier.dense", "classifier.out_proj"),
@@ -81,7 +81,7 @@ _ROBERTA = _Kind(
     pad=1,
 )
 _KINDS = {
-    "bert": _Kind(
+    "bert": _Variant(
         "Bert",
         "bert",
         ("bert.pooler.dense", "classifier"),
@@ -91,7 +91,7 @@ _KINDS = {
     ),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA._replace(name="XLMRoberta", vocab_size=30522),
-    "distilbert": _Kind(
+    "distilbert": _Variant(
         "DistilBert",
         "distilbert",
         ("pre_classifier", "classifier"),
@@ -218,7 +218,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> BertConfig:
     return found
 
 
-def _pad(f: config_json.Fields, kind: _Kind) -> int:
+def _pad(f: config_json.Fields, kind: _Variant) -> int:
     """Returns the id whose tokens have no position."""
     found = f.raw.get("pad_token_id", kind.pad)
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < f.count("vocab_size", kind.vocab_size):
