@@ -4,6 +4,7 @@ python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.s
 """
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import math
@@ -12,7 +13,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from absl import flags
@@ -56,8 +57,9 @@ from zerojax.trainer import state as state_lib
 from zerojax.trainer.card import document, facts
 from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import disk_space, effects, host, memory_guard, texts
-from zerojax.trainer.tuning import answers, reference, rollouts, rounds
+from zerojax.trainer.tuning import answers, reference, rounds
 from zerojax.trainer.tuning import mixed as mixed_lib
+from zerojax.trainer.tuning import rollouts as rollouts_lib
 from zerojax.tree import PyTree
 from zerojax.zero import state_bytes
 from zerojax.zero.host import budget, storage
@@ -143,7 +145,7 @@ def train(config: settings_lib.Config, folder: pathlib.Path, stop: signals.StopS
     stop = stop or signals.StopSignal()
     say(f"devices: {devices.describe()}; everything goes to {folder}")
     prepared = prepare(config, folder)
-    tokenizer, program, streams, saver, _, start, *_ = prepared
+    program, streams, saver, start = prepared.program, prepared.streams, prepared.saver, prepared.start
     config = program.config
     for note in resume.notes(program, saver, start, folder):
         say(note)
@@ -162,7 +164,7 @@ def train(config: settings_lib.Config, folder: pathlib.Path, stop: signals.StopS
         saver.close()
         streams.close()
         end = _best(config, program, saver, end)
-        _write_results(config, program, tokenizer, streams.examples, end.state, folder)
+        _write_results(config, program, prepared.tokenizer, streams.examples, end.state, folder)
         card.end(document.FINISHED)
     say(f"done: {folder}")
     return end
@@ -177,7 +179,8 @@ def _take_steps(
     card: card_lib.Card,
 ) -> loop.End:
     """Compiles the step, makes or restores the state, and trains until the last step or a stop."""
-    _, program, streams, saver, fingerprints, start, pairs, asked = prepared
+    program, streams, saver, start = prepared.program, prepared.streams, prepared.saver, prepared.start
+    pairs, rollouts = prepared.pairs, prepared.rollouts
     health = _open_health(config, program, saver, start)
     with _open_recorder(config, program, health, tally, folder, start) as recorder:
         patience = patience_lib.EarlyStop.resumed(config.evaluate.patience, start.saved)
@@ -185,7 +188,9 @@ def _take_steps(
         plan = _compile(program, recorder, folder, start) if goes_on else None
         if plan is not None:
             measure = functools.partial(_measure, program, plan, recorder)
-            card.begin(facts.collect(config, program, plan, fingerprints), measure, saver.directory / str(start.step))
+            card.begin(
+                facts.collect(config, program, plan, prepared.fingerprints), measure, saver.directory / str(start.step)
+            )
         with (
             start_up.collector_restored(),
             memory_guard.explained(program, plan),
@@ -202,7 +207,7 @@ def _take_steps(
                 streams=streams,
                 evaluate=evaluate,
                 checkpoints=loop.Checkpoints(
-                    saver, resume.meta(program, fingerprints), card.checkpoint, program.to_saved
+                    saver, resume.meta(program, prepared.fingerprints), card.checkpoint, program.to_saved
                 ),
                 recorder=recorder,
                 profile=profile,
@@ -210,9 +215,11 @@ def _take_steps(
                 patience=patience,
                 publish=lambda step, state: _publish(program, state, folder, step, start.step),
                 next_batch=None
-                if asked is None
+                if rollouts is None
                 else _announced(
-                    lambda step, state: asked.next(step, state.params), "compiling the program of the answers", recorder
+                    lambda step, state: rollouts.next(step, state.params),
+                    "compiling the program of the answers",
+                    recorder,
                 ),
                 is_unevaluated=_is_unevaluated(start),
             )
@@ -231,12 +238,12 @@ def _evaluation(
 
     It raises `signals.Stopped` within a batch if the run is to stop.
     """
-    tokenizer, program, streams, *_, pairs, asked = prepared
+    program, streams, pairs, rollouts = prepared.program, prepared.streams, prepared.pairs, prepared.rollouts
     check_of_loss = _announced(stop.check, "compiling the evaluation", recorder)
     check_of_answers = _announced(stop.check, "compiling the program of held-out answers", recorder)
 
     def loss_of(params: PyTree) -> float | None:
-        if asked is not None:
+        if rollouts is not None:
             return None  # its loss is that of answers that it gave
         return program_lib.held_out_loss(program, streams, params, check_of_loss)
 
@@ -251,7 +258,7 @@ def _evaluation(
         return
     ends = pairs.ends(program.config.epochs, program.sizes.global_batch_size)
     kept = rounds.Rounds(
-        recorder, loss_of, answers.make(program, tokenizer, pairs, check_of_answers), ends, asked is None
+        recorder, loss_of, answers.make(program, prepared.tokenizer, pairs, check_of_answers), ends, rollouts is None
     )
     kept.begin()
     try:
@@ -273,7 +280,8 @@ def _announced(call: Callable[..., Any], line: str, recorder: recorder_lib.Recor
     return announced
 
 
-class Prepared(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Prepared:
     """What a run has before it compiles: all that its settings, its folder and its data can be refused for is checked."""
 
     tokenizer: tokenizer_lib.Tokenizer
@@ -283,7 +291,7 @@ class Prepared(NamedTuple):
     fingerprints: Mapping[str, str]
     start: resume.Start
     pairs: splits.Splits | None
-    asked: rollouts.Rollouts | None
+    rollouts: rollouts_lib.Rollouts | None
 
 
 @setting_names.errors_of_config()
@@ -310,7 +318,7 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
         if config.epochs:
             say(f"config.epochs={config.epochs:g} takes {config.steps} steps")
         if config.data.task == tasks.GRPO:
-            rollouts.check(config, pairs)
+            rollouts_lib.check(config, pairs)
     program = _build(config, tokenizer)
     data_dir = _prepare_data(config, folder) if pairs is None else folder
     if is_streamed:
@@ -331,7 +339,9 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
         repeated = f"an evaluation reads the text of config.data.{held_out} {streams.times:.1f} times"
         say(f"config.evaluate.batches={config.evaluate.batches} is more than there is: {repeated}")
     keep = config.checkpoint
-    asked = rollouts.Rollouts(program, tokenizer, pairs, streams) if pairs and config.data.task == tasks.GRPO else None
+    rollouts = None
+    if pairs is not None and config.data.task == tasks.GRPO:
+        rollouts = rollouts_lib.Rollouts(program, tokenizer, pairs, streams)
     saver = checkpointer.Checkpointer(
         folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best, run_id=processes.run_id()
     )
@@ -341,7 +351,7 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     disk_space.check(program, folder, step=start.step, saved=len(saver.steps()))
     if pairs is not None and pairs.has_pairs and start.saved is not None:
         reference.restore(pairs, folder)
-    return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs, asked)
+    return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs, rollouts)
 
 
 def _open_mixture(
@@ -541,7 +551,7 @@ def _first_state(
     goes_on: bool,
 ) -> State:
     """Initialises the state with its shardings or restores it, and writes the config: the folder now belongs to this run."""
-    _, program, _, saver, _, start, pairs, _ = prepared
+    program, saver, start, pairs = prepared.program, prepared.saver, prepared.start, prepared.pairs
     watch.at(watch.RESTORE)
     began = time.monotonic()
     if start.saved is None:
