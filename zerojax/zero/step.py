@@ -19,7 +19,8 @@ from zerojax.zero import step_values
 from zerojax.zero.blocks import block_settings, tensor_parallel
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.gradients import by_compiler, explicit
-from zerojax.zero.offload import late_norm, step_by_block, streamed_step
+from zerojax.zero.offload import last_program, late_norm, state_stream, step_by_block, streamed_step
+from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.pipeline import step as pipeline_step
 from zerojax.zero.sharded_batch import arguments, inputs, outputs, parts
 from zerojax.zero.step_programs import xla_options
@@ -109,10 +110,10 @@ def make_train_step(
             wrapped.loss_fn, wrapped.named, wrapped.blocks, layout, scaling, clip, reduce_dtype,
             one_program=values.one_program, donate=donate, options=options, **how,
         )  # fmt: skip
-    updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
+    updates = updates_lib.of(partition, may_skip=clip.may_skip)
     if in_kinds:
         step_by_block.check_kinds(partition, wrapped.sent, reduce_dtype, wrapped.blocks, values.one_program)
-        updates = streamed_step.of_all_on_device(partition, may_skip=clip.may_skip)
+        updates = updates_lib.of_all_on_device(partition, may_skip=clip.may_skip)
     own = update_lib.Own(updates.rest.partition, updates.rest.numbers) if updates else None
     finish = update_lib.finish(partition, own, scaling, clip)
 
@@ -137,12 +138,14 @@ def make_train_step(
     )
     if updates is None:
         return step
+    stream = state_stream.StateStream(updates, donate=donate)
     if not in_kinds and not step_by_block.is_chosen(partition, wrapped.blocks, reduce_dtype, clip, values.one_program):
-        return streamed_step.StreamedStep(step, updates, donate=donate)
+        return streamed_step.StreamedStep(step, stream)
     options = options if in_kinds else xla_options.for_blocks(partition.mesh, but=xla_flags.names())
     how |= {"reduce_dtype": reduce_dtype, "options": options, "ahead": in_kinds}
     of_blocks = step_by_block.passes_of(wrapped.loss_fn, wrapped.named, wrapped.blocks, layout, **how)
-    return step_by_block.BlockwiseStep(step, updates, of_blocks, finish, scaling.scale, clip, donate=donate)
+    last = last_program.LastProgram(updates, finish, scaling.scale, donate=donate)
+    return step_by_block.BlockwiseStep(step, stream, of_blocks, last, clip, scaling.scale)
 
 
 class Wrapped(NamedTuple):

@@ -40,7 +40,7 @@ def resident():
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=runs.LONG), 3])
 def test_eight_steps_equal_those_without_offload_bit_for_bit(stage, resident, tmp_path):
     state, metrics, train_step, partition = offloads.trained(offloads.adam(), nvme(tmp_path), STEPS, stage=stage)
-    assert partition.cuts and len(train_step.updates.groups) > 2 * train_step.in_flight
+    assert partition.cuts and len(train_step.updates.groups) > 2 * train_step.stream.in_flight
     on_disk = {path for path, leaf in tree.flatten(state) if storage.is_on_disk(leaf)}
     assert on_disk == set(storage.on_disk(partition)) == partition.on_host
     assert metrics["loss"] == resident[1]

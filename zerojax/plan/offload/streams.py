@@ -25,13 +25,16 @@ from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import flops
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero.offload import step_by_block, streamed_step
+from zerojax.zero.offload import state_stream, step_by_block, streamed_step
 from zerojax.zero.step_programs import passes, programs
 
 # XLA of jax 0.10.2, without a GPU to try kernels on, finds no Triton kernel for some matmuls; cuBLAS has one for each.
 _NO_KERNEL, _BY_CUBLAS = "find output tile sizes", {"xla_gpu_enable_triton_gemm": False}
 _SCOPES = {"backward": "transpose(jvp())/"}  # autodiff's name, which a gather inside of a nested function lacks
 _DTYPES = {"bfloat": "bf", "float8_": "f8", "float": "f", "uint": "u", "int": "s", "bool": "pred"}  # JAX -> HLO
+
+
+Step = streamed_step.StreamedStep | step_by_block.BlockwiseStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Stream:
         return params + (self.nbytes if self.is_on_disk else 0)
 
 
-def plan(step: streamed_step.StreamedStep, gradients: buffers_lib.Buffers, state: State, batch: PyTree) -> Stream:
+def plan(step: Step, gradients: buffers_lib.Buffers, state: State, batch: PyTree) -> Stream:
     """Plans the stream of a step whose program of the gradients is compiled. Compiles the programs of the updates, and those of blocks.
 
     Args:
@@ -73,7 +76,7 @@ def plan(step: streamed_step.StreamedStep, gradients: buffers_lib.Buffers, state
       state, batch: of the step, abstract.
     """
     by_block = step.memory(state, batch) if isinstance(step, step_by_block.BlockwiseStep) else None
-    groups, at_once = step.updates.groups, bytes_at_once(step)
+    groups, at_once = step.updates.groups, bytes_at_once(step.stream)
     held = sum(argument.nbytes for argument in gradients.arguments if argument.space == "device") + gradients.outputs
     counts = [group.nbytes for group in groups]
     # Where params arrive from the host, a group is sent a few programs before its update (`step_by_block.LEAD`).
@@ -92,22 +95,20 @@ def plan(step: streamed_step.StreamedStep, gradients: buffers_lib.Buffers, state
     )
 
 
-def bytes_at_once(step: streamed_step.StateStream) -> int:
+def bytes_at_once(stream: state_stream.StateStream) -> int:
     """Returns the device bytes of the groups in flight, of params that leave with them, and of the temporaries of an update.
 
     Compiles the programs of the updates.
     """
-    extra = max(map(jitted.bytes_beside, step.updates.compile()), default=0)
-    groups, in_flight = step.updates.groups, step.in_flight
-    windows = [groups[n : n + in_flight] for n in range(len(groups))]
-    return (
-        max((sum(g.nbytes for g in window) + step.updates.param_bytes(window) for window in windows), default=0) + extra
-    )
+    updates, in_flight = stream.updates, stream.in_flight
+    extra = max(map(jitted.bytes_beside, updates.compile()), default=0)
+    windows = [updates.groups[n : n + in_flight] for n in range(len(updates.groups))]
+    return max((sum(g.nbytes for g in window) + updates.param_bytes(window) for window in windows), default=0) + extra
 
 
 def of(train_step: Any, gradients: buffers_lib.Buffers, state: State, args: Sequence[Any]) -> Stream | None:
     """Returns the stream of a step that has one."""
-    return plan(train_step, gradients, state, *args) if isinstance(train_step, streamed_step.StreamedStep) else None
+    return plan(train_step, gradients, state, *args) if isinstance(train_step, Step) else None
 
 
 class Read(NamedTuple):

@@ -21,7 +21,7 @@ from zerojax.plan import flops, targets
 from zerojax.plan.offload import streams
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero.offload import step_by_block, streamed_step
+from zerojax.zero.offload import step_by_block
 from zerojax.zero.step_programs import passes
 
 # How many times as long kernels take while copies run: matmuls of 364 ms took 379 beside 220 ms of copies (raw/offload_1xh200.txt, 5).
@@ -156,7 +156,7 @@ def bounded(bound: bound_lib.Bound, phases: Sequence[StepPhase], target: targets
 
 
 def phases(
-    step: streamed_step.StreamedStep,
+    step: streams.Step,
     stream: streams.Stream,
     flow: hlo_flow.Flow,
     seconds: Mapping[str, float],
@@ -298,7 +298,7 @@ def _squares(step: step_by_block.BlockwiseStep, one_pass: passes.PassPrograms, c
     return _swept(4 * sum(apart), len(apart), clock)
 
 
-def _updates(step: streamed_step.StreamedStep, clock: Clock | None) -> Work:
+def _updates(step: streams.Step, clock: Clock | None) -> Work:
     """Returns the work of the updates of groups."""
     by_program: dict[int, Work] = {}
     found = Work()
@@ -313,7 +313,7 @@ def _updates(step: streamed_step.StreamedStep, clock: Clock | None) -> Work:
     return found
 
 
-def _read_ahead(step: streamed_step.StreamedStep, stream: streams.Stream) -> float:
+def _read_ahead(step: streams.Step, stream: streams.Stream) -> float:
     """Returns the bytes of optimizer state that a disk reads before the updates: those that arrive, and as many as its buffers hold."""
     if not stream.is_on_disk:
         return 0

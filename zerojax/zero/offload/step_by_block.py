@@ -14,15 +14,13 @@ many as the device may hold, and wait there for the backward pass. In its course
 longer needed. Where params are on the host, their copies come first, and a group is sent `LEAD` programs ahead.
 """
 
-import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -32,10 +30,10 @@ from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero.blocks import block_settings
-from zerojax.zero.host import memory_kind, selection, settings, storage
-from zerojax.zero.offload import fetched_params, late_norm, streamed_step
+from zerojax.zero.host import memory_kind, selection, settings
+from zerojax.zero.offload import fetched_params, last_program, late_norm, state_stream, step_groups
 from zerojax.zero.offload import updates as updates_lib
-from zerojax.zero.sharded_batch import inputs
+from zerojax.zero.sharded_batch import arguments, inputs
 from zerojax.zero.step_programs import arrivals, blocks, cut, one_pass
 from zerojax.zero.step_programs import passes as passes_lib
 from zerojax.zero.update import update as update_lib
@@ -54,9 +52,6 @@ class Memory:
 
 
 LEAD = 3  # programs between the sending of a group's load and its update, where params are on the host
-
-# finish(state, aux, grads, squares) -> (new state, metrics, factor, finite)
-Finish = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any, Any]]
 
 
 def is_chosen(
@@ -131,59 +126,65 @@ def check_kinds(
             raise UserError(f"programs: is 'kinds', and {line}")
 
 
-class BlockwiseStep(streamed_step.StreamedStep):
+class BlockwiseStep:
     """`train_step(state, batch) -> (state, metrics)`, as a program for each pass of a block and for each update.
+
+    Attributes:
+      passes: the forward and backward passes.
+      stream: of the groups' state.
+      updates: of the groups.
+      donate: whether the old state's memory is reused.
+      is_early: whether the factor of the gradients is known before them.
 
     Args:
       gradients: the step without its updates as one program, for `trace` and `lower`.
-      updates: the updates of the offloaded weights.
-      passes: the forward and backward passes.
-      finish: `update.finish`. Its params and gradients have `optax.MaskedNode()` in place of weights that it does not update.
-      scale: f(state) -> the factor of the loss.
+      stream, passes: as the attributes.
+      last: the program that ends the step.
       clip: limits the norm.
-      donate: whether the old state's memory is reused.
+      scale: f(state) -> the factor of the loss.
     """
 
     def __init__(
         self,
         gradients: Callable[..., Any],
-        updates: updates_lib.Updates,
+        stream: state_stream.StateStream,
         passes: passes_lib.Passes,
-        finish: Finish,
-        scale: Callable[[Any], Any],
+        last: last_program.LastProgram,
         clip: update_lib.Clip,
-        *,
-        donate: bool,
+        scale: Callable[[Any], Any],
     ):
-        super().__init__(gradients, updates, donate=donate)
-        self.passes, self.is_early, self.donate, self._scale = passes, clip.is_early, donate, scale
+        self.passes, self.stream, self.updates, self.donate = passes, stream, stream.updates, stream.donate
+        self.is_early, self._gradients, self._last, self._is_loaded = clip.is_early, gradients, last, False
         self._late_factor = jax.jit(clip.factor_of) if isinstance(clip, late_norm.LateClip) else None
         self._norm: Any = None  # the field `last_norm` of the state that the last step returned
         self._squares = jax.jit(lambda grads, state: update_lib.squares(grads, 1.0 / scale(state)))
-        partition = updates.rest.partition
-        # `finish` leaves frozen weights as they are, and those that groups update are frozen in this partition.
-        self._apart = _frozen(partition).union(partition.on_host, updates.weights)
-        self._finish, replicated = finish, NamedSharding(partition.mesh, P())
-        self._one = jax.device_put(np.float32(1), replicated) if self._is_real(partition) else None
-        self._form: _Form | None = None
-        self._has_params_on_host = selection.are_params_on_host(updates.rest.partition)
+        mesh = self.updates.partition.mesh
+        is_real = mesh.devices.flat[0] in jax.devices()
+        self._one = jax.device_put(np.float32(1), NamedSharding(mesh, P())) if is_real else None
+        self._has_params_on_host = selection.are_params_on_host(self.updates.partition)
+
+    def __call__(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
+        """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
+        with arguments.explaining(self.updates.partition, state, batch):
+            return self._run(state, batch)
 
     def _run(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
-        leaves, form = self._read(state)
+        leaves, form = self._last.read(state)
         rest = form.rest(leaves)
         one_pass = self.passes.one_pass(rest, batch)
         last, over_at = len(one_pass.schedule.cut.programs), one_pass.over_at
         self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
-        if not self._is_loaded:  # XLA times kernels on arrays of their size, for which a pass leaves little room
+        is_first = not self._is_loaded
+        if is_first:  # XLA times kernels on arrays of their size, for which a pass leaves little room
             self.updates.compile()
         factor = self._known_factor(state)
         is_early = factor is not None
         due = [max(over_at[w] for w in group.weights) if is_early else last for group in self.updates.groups]
         old = [leaves[n] for n in form.opt_state]
         weights = {path: leaves[form.params[path]] for path in self.updates.weights}
-        groups = _Groups(self, list(old), weights, due, is_early=is_early)
+        groups = step_groups.StepGroups(self.stream, list(old), weights, due, is_early=is_early, is_first=is_first)
         # The first step of all builds attention's programs, and copies might begin meanwhile; see `streamed_step`.
-        lead = LEAD if self._has_params_on_host or not self._is_loaded else last
+        lead = LEAD if self._has_params_on_host or is_first else last
         chunk = max([1, *(group.nbytes for group in self.updates.groups)])
         bare = rest.replace(params=(), opt_state=())
         squares: dict[str, jax.Array] = {}
@@ -201,13 +202,13 @@ class BlockwiseStep(streamed_step.StreamedStep):
                 groups.update(index, early)
             sent(index)
             if is_early and lead == last:
-                groups.further = min(one_pass.room[index] // chunk, self.in_flight)
-            groups.load(index + lead, least=self.half if lead == LEAD else 0)
+                groups.further = min(one_pass.room[index] // chunk, self.stream.in_flight)
+            groups.load(index + lead, least=self.stream.ahead if lead == LEAD else 0)
 
         def sent(index: int) -> None:
             # After half of a forward pass activations soon need the memory of the step before's further groups.
             if index == last // 4:
-                self._make_room(0)
+                self.stream.make_room(0)
             if lead == last:
                 groups.load(last)
 
@@ -233,12 +234,7 @@ class BlockwiseStep(streamed_step.StreamedStep):
     @property
     def ahead(self) -> int:
         """Returns the number of groups that may arrive before the first update is sent. Nothing leaves before it."""
-        return self.in_flight
-
-    @property
-    def half(self) -> int:
-        """Returns the number of groups that arrive while as many leave."""
-        return super().ahead
+        return self.stream.in_flight
 
     def one_pass(
         self, state: State, batch: PyTree, compiler_options: Mapping[str, Any] | None = None
@@ -283,7 +279,11 @@ class BlockwiseStep(streamed_step.StreamedStep):
     def trace(self, state: State, batch: PyTree) -> jax.stages.Traced:
         """Traces the step without its updates as one program on the device, which never runs."""
         on_device = state.replace(params=jax.tree.map(memory_kind.as_on_device, tree.abstract(state.params)))
-        return super().trace(on_device, batch)
+        return self._gradients.trace(self.updates.rest.of(on_device), batch)  # type: ignore[attr-defined]
+
+    def lower(self, state: State, batch: PyTree) -> jax.stages.Lowered:
+        """Lowers the same."""
+        return self.trace(state, batch).lower()
 
     def _known_factor(self, state: State) -> Any:
         """Returns the factor of the gradients if it is known before them, else None."""
@@ -292,214 +292,6 @@ class BlockwiseStep(streamed_step.StreamedStep):
         norm = getattr(state, late_norm.FIELD)
         is_known = norm is self._norm or late_norm.is_known(norm)  # the step does not wait for a norm of its own
         return self._late_factor(norm) if is_known else None
-
-    def _read(self, state: State) -> tuple[list[Any], "_Form"]:
-        """Returns a state's leaves, and their form, which is made once: the device waits for what the host does between two steps."""
-        leaves, structure = jax.tree.flatten(state)
-        if self._form is None or self._form.structure != structure:
-            expected: Any = jax.tree.structure(self.updates.partition.abstract_state)
-            if structure != expected:
-                raise TypeError("the state is not like the partition's")  # `arguments.explaining` says how
-            self._form = self._form_of(structure)
-        return leaves, self._form
-
-    def _form_of(self, structure: jax.tree_util.PyTreeDef) -> "_Form":
-        """Returns the form of states of a structure."""
-        numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
-        rest = self.updates.rest.of(numbered)
-        own = self._without(rest)
-        paths = tree.map_with_path(lambda path, _: f"params/{path}", numbered.params)
-
-        def finish(leaves: list[Any], aux: PyTree, grads: PyTree, squares: PyTree) -> tuple[Any, ...]:
-            state = jax.tree.unflatten(jax.tree.structure(own), leaves)
-            new_state, *others = self._finished(paths, state, aux, grads, squares)
-            return jax.tree.leaves(new_state), *others
-
-        shardings = jax.tree.leaves(self._without(self.updates.rest.partition.shardings))
-        handed = self.updates.handed_shardings._replace(grads={})
-        return _Form(
-            structure,
-            state=_Mold(numbered),
-            rest=_Mold(rest),
-            params=dict(zip(jax.tree.leaves(paths), jax.tree.leaves(numbered.params))),
-            opt_state=jax.tree.leaves(numbered.opt_state),
-            finished=jax.tree.leaves(own),
-            # It takes and returns lists: to flatten the nodes of a state takes longer than the program.
-            finish=jax.jit(
-                finish,
-                donate_argnums=(0,) if self.donate else (),
-                out_shardings=(shardings, None, handed),
-                keep_unused=True,  # as for an update: `updates.Updates.lower`
-            ),
-        )
-
-    def _finished(self, paths: PyTree, state: State, aux: PyTree, grads: PyTree, squares: PyTree) -> tuple[Any, ...]:
-        trained = self.updates.rest.partition.trainable_part(paths)
-        own = jax.tree.map(lambda path: grads.get(path, optax.MaskedNode()), trained)
-        squares = squares | update_lib.squares(grads, 1.0 / self._scale(state))
-        of_all = jax.tree.map(lambda path: squares.get(path, jnp.float32(0)), paths)
-        new_state, metrics, factor, finite = self._finish(state, aux, own, of_all)
-        return new_state, metrics, self.updates.handed_to(state, {}, factor, finite)
-
-    def _without(self, state: State) -> State:
-        """Returns a state, or a tree like it, without the params that are frozen, updated by groups or in host memory."""
-        keep = lambda path, leaf: optax.MaskedNode() if f"params/{path}" in self._apart else leaf  # noqa: E731
-        return state.replace(params=tree.map_with_path(keep, state.params))
-
-    @staticmethod
-    def _is_real(partition: partition_lib.Partition) -> bool:
-        return partition.mesh.devices.flat[0] in jax.devices()
-
-
-class _Mold:
-    """Makes trees like one from a list of leaves. Its own leaves are the numbers of theirs.
-
-    A state of adapters holds thousands of `optax.MaskedNode()`. They are not made again for each tree, which takes milliseconds.
-
-    Args:
-      numbered: the tree; its leaves are numbers.
-    """
-
-    def __init__(self, numbered: PyTree):
-        self._nodes, self._structure = jax.tree.flatten(numbered, is_leaf=_is_empty)
-        self._places = [(place, node) for place, node in enumerate(self._nodes) if not _is_empty(node)]
-
-    def __call__(self, leaves: Sequence[Any]) -> Any:
-        nodes = list(self._nodes)
-        for place, number in self._places:
-            nodes[place] = leaves[number]
-        return jax.tree.unflatten(self._structure, nodes)
-
-
-def _is_empty(node: PyTree) -> bool:
-    return isinstance(node, tuple) and not jax.tree.leaves(node)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """States of one structure. Numbers count the leaves of the state."""
-
-    structure: Any  # of the state
-    state: _Mold  # f(leaves) -> the state
-    rest: _Mold  # f(leaves) -> `Rest.of(state)`
-    params: Mapping[str, int]  # the number of each param, by path, from the state
-    opt_state: Sequence[int]  # the numbers of the optimizer state's leaves
-    finished: Sequence[int]  # the numbers of the leaves that `finish` updates
-    # f(these leaves, aux, grads, squares) -> (the new ones, metrics, what the updates of groups read), compiled
-    finish: Callable[..., tuple[list[jax.Array], dict[str, jax.Array], updates_lib.Handed]]
-
-
-class _Groups:
-    """The groups of one step: what has arrived, what is updated and what has been sent back.
-
-    Attributes:
-      grads: final gradients that wait for their update, by path.
-      weights: params on the device that wait for their update, by path.
-      params: new params, by path, where they are stored.
-      leaves: new leaves of the optimizer state, by position.
-      uses: the number of updates to come of each weight.
-      further: groups that the device has room for beyond those in flight.
-    """
-
-    def __init__(
-        self,
-        step: BlockwiseStep,
-        old: list[Any],
-        old_params: dict[str, jax.Array],
-        due: Iterable[int],
-        *,
-        is_early: bool,
-    ):
-        self._step, self._updates, self._is_early = step, step.updates, is_early
-        order = sorted(zip(due, range(len(step.updates.groups))))
-        self._waiting = collections.deque((index, step.updates.groups[number]) for index, number in order)
-        self._unsent = collections.deque(self._waiting)
-        self._final = max((index for index, _ in order), default=0)
-        self._arriving: collections.deque[list[jax.Array]] = collections.deque()
-        self._old = old
-        if self._updates.is_on_disk:
-            self._updates.prefetch(self._old, [group for _, group in self._waiting])
-        self.leaves: dict[int, jax.Array] = {}
-        self._old_params = old_params
-        self.uses = collections.Counter(weight for _, group in self._waiting for weight in group.weights)
-        self.further = 0
-        self.grads: dict[str, jax.Array] = {}
-        self.weights: dict[str, jax.Array] = {}
-        self.params: dict[str, jax.Array] = {}
-        self._stored: collections.deque[tuple[list[Any], list[Any]]] = collections.deque()
-
-    def load(self, until: int, *, least: int = 0) -> None:
-        """Sends loads of the groups that are due by a program, as many as the device has room for. Waits for room if fewer than `least` of
-        them arrive."""
-        while self._unsent and self._unsent[0][0] <= until:
-            arriving = len(self._arriving)
-            if arriving + self._step._num_leaving() >= self._step.in_flight + self.further:
-                if arriving >= least:
-                    return
-                self._step._make_room(arriving - self.further)
-            self.give_up()
-            group = self._unsent.popleft()[1]
-            loading = self._updates.load(group, self._old)
-            self._arriving.append(self._safe(loading))
-            for weight in group.weights if not self._is_early else ():
-                self._bring(weight)
-
-    def update(self, index: int, handed: updates_lib.Handed) -> None:
-        """Sends the updates and the stores of the groups that are due by a program."""
-        while self._waiting and self._waiting[0][0] <= index:
-            due, group = self._waiting.popleft()
-            # A wait in the middle of the passes would keep programs from the device; after them only copies are left.
-            self.load(due, least=self._step.half if due == self._final else 1)
-            for weight in group.weights:
-                self._bring(weight)
-                (self.weights[weight],) = storage.arrived([self.weights[weight]])
-            for position in () if self._step.donate else group.device:
-                self._old[position] = self._old[position].copy()
-            done = self._updates.update(group, self._arriving.popleft(), self._old, self.weights, handed)
-            stored = self._updates.store(group, done.leaving, self._old)
-            self._step._leaving.append(stored)
-            self.leaves.update(done.device)
-            self.leaves.update(zip(group.host, stored))
-            self.weights.update(done.params)
-            self._stored.append((stored, [self._old[position] for position in group.host if self._step.donate]))
-            for weight in group.weights:
-                self._finish(weight)
-
-    def give_up(self, *, at_end: bool = False) -> None:
-        """Deletes old leaves whose successors are stored; at the end all.
-
-        The memory of an array that is deleted while a copy of it may run is freed some time later, and the host has little to spare.
-        """
-        while self._stored and (at_end or all(leaf.is_ready() for leaf in self._stored[0][0])):
-            for leaf in self._stored.popleft()[1]:
-                leaf.delete()
-
-    def _bring(self, weight: str) -> None:
-        """Begins to bring a param to the device."""
-        old = self._old_params[weight]
-        if weight not in self.weights:
-            on_host = memory_kind.is_on_host(old)
-            here = [old] if self._step.donate else [old.copy()]  # the update takes its memory
-            loading = storage.load([old], [memory_kind.on_device(old.sharding)]) if on_host else here
-            (self.weights[weight],) = self._safe(loading)
-
-    def _safe(self, loading: storage.Loading) -> storage.Loading:
-        """Waits for a load from a disk in the first step: cuDNN fails if copies begin while it builds its attention."""
-        return loading if self._step._is_loaded else storage.arrived(loading)
-
-    def _finish(self, weight: str) -> None:
-        """Sends a param back after its last update."""
-        self.uses[weight] -= 1
-        if self.uses[weight]:
-            return
-        old, new = self._old_params[weight], self.weights.pop(weight)
-        del self.grads[weight]
-        if memory_kind.is_on_host(old):
-            sharding = old.sharding
-            if self._step.donate and not storage.is_on_disk(old):  # on a disk the new one is written over it
-                old.delete()  # the new one may take its place
-            (new,) = storage.leave([new], [old], [sharding])
-        self.params[weight] = new
 
 
 def passes_of(
@@ -537,12 +329,7 @@ def passes_of(
         batch,
         compute_dtype,
         in_16_bits=in_16_bits,
-        source=fetched_params.of(partition, _frozen(partition)),
+        source=fetched_params.of(partition, partition.frozen),
         compiler_options=options,
         in_order=cut.ahead if ahead else list,
     )
-
-
-def _frozen(partition: partition_lib.Partition) -> set[str]:
-    """Returns the paths of the params that are not trained."""
-    return {path for path, own in partition.placements.items() if not own.trainable}

@@ -42,6 +42,19 @@ class Done(NamedTuple):
     leaving: list[jax.Array]
 
 
+def of(partition: partition_lib.Partition, *, may_skip: bool) -> "Updates | None":
+    """Returns the updates of a partition's offloaded weights, and of others in a step block by block; None if nothing is offloaded."""
+    if not partition.on_host:
+        return None
+    return Updates(partition, may_skip=may_skip, has_all=selection.are_params_on_host(partition))
+
+
+def of_all_on_device(partition: partition_lib.Partition, *, may_skip: bool) -> "Updates":
+    """Returns the updates of a partition of which nothing is offloaded: no group has any, and a step's own update has them all."""
+    with_settings = dataclasses.replace(partition, offload=settings.Offload(), resident=partition)
+    return Updates(with_settings, may_skip=may_skip)
+
+
 class Updates(groups_lib.Division):
     """The update of a division's groups.
 

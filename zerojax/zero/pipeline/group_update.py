@@ -1,6 +1,6 @@
 """Updates the weights that live on one group of a pipeline. This module makes a train state of them alone, with the optimizer state that is
 theirs, so that the update of a step without a pipeline serves each group. Where that state is in host memory or on a disk, it streams
-through the group's devices after the update of what stays there (`offload.streamed_step.StateStream`)."""
+through the group's devices after the update of what stays there (`offload.state_stream.StateStream`)."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from zerojax.optim import fused, locality, pieces
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero.gradients import accumulate
-from zerojax.zero.offload import streamed_step
+from zerojax.zero.offload import state_stream
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.pipeline import state
 from zerojax.zero.step_programs import one_pass
@@ -84,12 +84,12 @@ class GroupUpdate:
             on_host=whole.on_host.intersection(path for path, _ in tree.flatten(abstract)),
         )
         own = update_lib.Own(partition, tuple(n for n, path in enumerate(trained) if path in self.trained))
-        self.stream: streamed_step.StateStream | None = None
+        self.stream: state_stream.StateStream | None = None
         if partition.on_host:
             numbers = {path: number for number, path in enumerate(trained)}
             updates = updates_lib.Updates(partition, may_skip=clip.may_skip, numbers=numbers)
             updates.set_grad_dtypes(dict.fromkeys(updates.weights, jnp.float32))
-            self.stream, self._is_loaded = streamed_step.StateStream(updates, donate=donate), False
+            self.stream, self._is_loaded = state_stream.StateStream(updates, donate=donate), False
             self._positions = self._names["opt_state"]
             rest = updates.rest.partition.abstract_state.opt_state
             self._names["opt_state"] = [f"opt_state/{path}" for path, _ in tree.flatten(rest)]

@@ -5,6 +5,7 @@ two parts. It differentiates and updates the `trainable_part`; `with_frozen` add
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -122,7 +123,12 @@ class Partition:
     @property
     def freezes(self) -> bool:
         """Returns whether any weight is frozen."""
-        return not all(weight.trainable for weight in self.placements.values())
+        return bool(self.frozen)
+
+    @functools.cached_property
+    def frozen(self) -> frozenset[str]:
+        """Returns the paths of the weights that are not trained."""
+        return frozenset(path for path, weight in self.placements.items() if not weight.trainable)
 
     def trainable_part(self, params: PyTree) -> PyTree:
         """Returns params, or a tree like them, with `optax.MaskedNode()` (a node without leaves) for each frozen weight."""
