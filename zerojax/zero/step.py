@@ -113,7 +113,7 @@ def make_train_step(
     updates = updates_lib.of(partition, may_skip=clip.may_skip)
     if in_kinds:
         step_by_block.check_kinds(partition, wrapped.sent, reduce_dtype, wrapped.blocks, values.one_program)
-        updates = updates_lib.of_all_on_device(partition, may_skip=clip.may_skip)
+        updates = updates_lib.of_blocks(partition, wrapped.blocks.pattern, may_skip=clip.may_skip)
     own = update_lib.Own(updates.rest.partition, updates.rest.numbers) if updates else None
     finish = update_lib.finish(partition, own, scaling, clip)
 

@@ -31,8 +31,9 @@ def test_items_and_the_rest_cover_each_leaf_once(made):
 
 
 def test_a_step_by_blocks_has_groups_for_large_weights_wherever_their_state_lives():
-    _, partition = offloads.sharded(offloads.adam(), {**offloads.PIECES, "fraction": 0.4}, stage=3)
-    found = groups.Division(partition, has_all=True)
+    _, partition = offloads.sharded(offloads.adam(), {**offloads.PIECES, "fraction": 0.4, "params": "host"}, stage=3)
+    own = updates.of(partition, may_skip=False)
+    found = groups.Division(partition, also=own.weights)
     items = [item for group in found.groups for item in group.items]
     resident = {item.weight for item in items if not item.host}
     assert resident and resident.isdisjoint(selection.offloaded_weights(partition))
@@ -40,7 +41,6 @@ def test_a_step_by_blocks_has_groups_for_large_weights_wherever_their_state_live
     state = jax.tree.leaves(partition.abstract_state.opt_state)
     positions = [n for item in items for n in (*item.host, *item.device)]
     assert sorted([*positions, *found.rest.positions]) == list(range(len(state)))
-    own = updates.Updates(partition, may_skip=False, has_all=True)
     assert own.resident_bytes == sum(tree.shard_bytes(leaf) for leaf in state if not memory_kind.is_on_host(leaf))
 
 

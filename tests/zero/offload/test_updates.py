@@ -47,9 +47,9 @@ def test_weights_of_one_shape_that_the_optimizer_tells_apart_share_no_program(tx
     items = {(item.weight, item.start): item for group in found.groups for item in group.items}
     one, other = (items[f"params/layer_{n}/wide", 0] for n in (0, 1))
     assert one.length == other.length and one.structure != other.structure
-    assert found.executable(one) is not found.executable(other)
+    assert found.executable((one,)) is not found.executable((other,))
     pieces = [item for item in items.values() if item.weight == one.weight and item.length == one.length]
-    assert len({id(found.executable(item)) for item in pieces}) == 1 < len(pieces)
+    assert len({id(found.executable((item,))) for item in pieces}) == 1 < len(pieces)
 
 
 def test_a_group_alone_updates_its_weights_as_optax_does(made):

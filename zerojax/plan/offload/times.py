@@ -303,8 +303,8 @@ def _updates(step: streams.Step, clock: Clock | None) -> Work:
     by_program: dict[int, Work] = {}
     found = Work()
     for group in step.updates.groups:
-        for item in group.items:
-            program = step.updates.executable(item)
+        for items in step.updates.together(group):
+            program = step.updates.executable(items)
             if id(program) not in by_program:
                 flow = hlo_flow.flow(syntax.parse(buffers.text_of(program)))
                 foretold = clock.walk(flow.module).seconds if clock else 0.0

@@ -1,4 +1,4 @@
-"""Divides offloaded optimizer state into groups, which move and are updated one after another. This module holds what belongs to each.
+"""Divides optimizer state into groups, which move and are updated one after another. This module holds what belongs to each.
 
 An item is a weight, or one piece of it, with its optimizer state. A group is a run of items in the order of the params, of about a chunk,
 that are copied together. It ends where a block of the model ends.
@@ -9,9 +9,8 @@ update, of what stays on the device, makes the new ones.
 
 import dataclasses
 import itertools
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -111,7 +110,7 @@ class Division:
     """The optimizer state of a partition, divided.
 
     Attributes:
-      partition: with offloaded leaves.
+      partition: of the state.
       groups: in the order of the params. No group waits for another.
       rest: what they do not update.
       shared: positions of the leaves that items read and the rest updates.
@@ -123,8 +122,7 @@ class Division:
 
     Args:
       partition: as the attribute.
-      has_all: whether weights whose optimizer state stays on the device are updated in groups too, if they are as large as those of
-        offloaded state. Their gradients then need not wait for those of the whole model.
+      also: the paths of weights that are updated in groups too, though their optimizer state stays on the device.
       numbers: of the weights (see `Item`), if others of the model are updated elsewhere; None: their places among the trained ones.
 
     Raises:
@@ -132,7 +130,11 @@ class Division:
     """
 
     def __init__(
-        self, partition: partition_lib.Partition, *, has_all: bool = False, numbers: Mapping[str, int] | None = None
+        self,
+        partition: partition_lib.Partition,
+        *,
+        also: Collection[str] = (),
+        numbers: Mapping[str, int] | None = None,
     ):
         self.partition = partition
         flat = tree.flatten(partition.abstract_state.opt_state)
@@ -144,9 +146,8 @@ class Division:
         self.params = {f"params/{path}": leaf for path, leaf in tree.flatten(partition.abstract_state.params)}
         self.names = list(self.params)
         self.on_host = {n for path, n in self._position.items() if f"opt_state/{path}" in partition.on_host}
-        offloaded = set(selection.offloaded_weights(partition))
-        least = min((self.params[name].size for name in offloaded), default=math.inf) if has_all else math.inf
-        self.weights = [name for name in self._numbers if name in offloaded or self.params[name].size >= least]
+        chosen = {*selection.offloaded_weights(partition), *also}
+        self.weights = [name for name in self._numbers if name in chosen]
         self._parts = _Parts(partition, self._initialised)
         self.rest = self._rest()
         items = [item for weight in self.weights for item in self._items(weight)]

@@ -172,7 +172,8 @@ class BlockwiseStep:
         leaves, form = self._last.read(state)
         rest = form.rest(leaves)
         one_pass = self.passes.one_pass(rest, batch)
-        last, over_at = len(one_pass.schedule.cut.programs), one_pass.over_at
+        cut, over_at = one_pass.schedule.cut, one_pass.over_at
+        last, is_serial = len(cut.programs), cut.is_serial
         self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
         is_first = not self._is_loaded
         if is_first:  # XLA times kernels on arrays of their size, for which a pass leaves little room
@@ -182,7 +183,9 @@ class BlockwiseStep:
         due = [max(over_at[w] for w in group.weights) if is_early else last for group in self.updates.groups]
         old = [leaves[n] for n in form.opt_state]
         weights = {path: leaves[form.params[path]] for path in self.updates.weights}
-        groups = step_groups.StepGroups(self.stream, list(old), weights, due, is_early=is_early, is_first=is_first)
+        groups = step_groups.StepGroups(
+            self.stream, list(old), weights, due, is_early=is_early, is_first=is_first, is_serial=is_serial
+        )
         # The first step of all builds attention's programs, and copies might begin meanwhile; see `streamed_step`.
         lead = LEAD if self._has_params_on_host or is_first else last
         chunk = max([1, *(group.nbytes for group in self.updates.groups)])
@@ -195,6 +198,8 @@ class BlockwiseStep:
             leaving = {path: grad for path, grad in final.items() if path in groups.uses}
             if leaving:  # those of the others are computed in `finish`: each program costs the host time
                 squares.update(zip(leaving, self._squares(passes_lib.by_number(leaving), bare).values()))
+                if is_serial:
+                    jax.block_until_ready(squares)
             groups.grads.update(leaving)
             grads.update({path: grad for path, grad in final.items() if path not in leaving})
             if is_early:

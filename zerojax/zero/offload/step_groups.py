@@ -21,6 +21,7 @@ class StepGroups:
       due: for each group, the program after which it may be updated.
       is_early: whether the programs hand over params that are no longer read; else they are brought with the state of their group.
       is_first: whether the step is the first of all.
+      is_serial: whether each update ends before the next program is sent.
 
     Attributes:
       grads: final gradients that wait for their update, by path.
@@ -40,7 +41,9 @@ class StepGroups:
         *,
         is_early: bool,
         is_first: bool,
+        is_serial: bool,
     ):
+        self._is_serial = is_serial
         self._stream, self._updates, self._is_early, self._is_first = stream, stream.updates, is_early, is_first
         order = sorted(zip(due, range(len(due))))
         self._waiting = collections.deque((index, stream.updates.groups[number]) for index, number in order)
@@ -87,6 +90,8 @@ class StepGroups:
             for position in () if self._stream.donate else group.device:
                 self._old[position] = self._old[position].copy()
             done = self._updates.update(group, self._arriving.popleft(), self._old, self.weights, handed)
+            if self._is_serial:
+                jax.block_until_ready(done.params)
             stored = self._updates.store(group, done.leaving, self._old)
             self._stream.left(stored)
             self.leaves.update(done.device)

@@ -1,12 +1,15 @@
-"""Updates groups of offloaded optimizer state. This module makes a program of each item's update, and sends a group through the device.
+"""Updates groups of optimizer state. This module makes a program of each item's update, and sends a group through the device.
 
-An item's program runs the state's own update for that item alone: params and optimizer state have `optax.MaskedNode()` in place of all
-others, as for frozen weights. Items of equal programs share one executable.
+A program runs the state's own update for each item alone: params and optimizer state have `optax.MaskedNode()` in place of all others, as
+for frozen weights. Where nothing is offloaded, a group is one program. Equal programs share one executable.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +19,13 @@ from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
-from zerojax.optim import fused, one_pass
+from zerojax.errors import UserError
+from zerojax.optim import fused, locality, one_pass
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero.host import groups as groups_lib
 from zerojax.zero.host import memory_kind, selection, settings, storage
+from zerojax.zero.update import one_pass_update
 from zerojax.zero.update import update as update_lib
 from zerojax.zero.weights import partition as partition_lib
 
@@ -43,23 +48,48 @@ class Done(NamedTuple):
 
 
 def of(partition: partition_lib.Partition, *, may_skip: bool) -> "Updates | None":
-    """Returns the updates of a partition's offloaded weights, and of others in a step block by block; None if nothing is offloaded."""
+    """Returns the updates of a partition's offloaded weights; None if nothing is offloaded.
+
+    If params are in host memory, they include those of weights as large whose optimizer state is on the device: their gradients need not
+    wait for those of the whole model.
+    """
     if not partition.on_host:
         return None
-    return Updates(partition, may_skip=may_skip, has_all=selection.are_params_on_host(partition))
+    also: list[str] = []
+    if selection.are_params_on_host(partition):
+        sizes = {f"params/{path}": leaf.size for path, leaf in tree.flatten(partition.abstract_state.params)}
+        least = min((sizes[path] for path in selection.offloaded_weights(partition)), default=math.inf)
+        also = [path for path, size in sizes.items() if size >= least]
+    return Updates(partition, may_skip=may_skip, also=also)
 
 
-def of_all_on_device(partition: partition_lib.Partition, *, may_skip: bool) -> "Updates":
-    """Returns the updates of a partition of which nothing is offloaded: no group has any, and a step's own update has them all."""
+def of_blocks(partition: partition_lib.Partition, blocks: str, *, may_skip: bool) -> "Updates":
+    """Returns the updates of the weights of blocks, of a partition of which nothing is offloaded: those of a block are one program.
+
+    A step's own update has all weights where they are not updated one by one: an optimizer that reads several weights or whole matrices, a
+    state that applies gradients in its own way, or masks that are trees.
+
+    Args:
+      partition: of the train state.
+      blocks: a regex of the blocks' paths.
+      may_skip: whether steps may be skipped.
+    """
+    how: dict[str, Any] = {"may_skip": may_skip}
     with_settings = dataclasses.replace(partition, offload=settings.Offload(), resident=partition)
-    return Updates(with_settings, may_skip=may_skip)
+    state, inside = partition.abstract_state, re.compile(blocks)
+    trained = partition.trainable_part(state.params)
+    if one_pass_update.applies_as_flax(state) and locality.in_step(state.tx, trained).kind == locality.ELEMENTWISE:
+        paths = [f"params/{path}" for path, leaf in tree.flatten(trained) if leaf.dtype in (jnp.float32, jnp.bfloat16)]
+        with contextlib.suppress(UserError):
+            return Updates(with_settings, also=[path for path in paths if tree.block_of(path, inside)], **how)
+    return Updates(with_settings, **how)
 
 
 class Updates(groups_lib.Division):
     """The update of a division's groups.
 
     Args:
-      partition, has_all, numbers: see `groups.Division`.
+      partition, also, numbers: see `groups.Division`.
       may_skip: whether steps may be skipped (loss scaling).
     """
 
@@ -68,10 +98,10 @@ class Updates(groups_lib.Division):
         partition: partition_lib.Partition,
         *,
         may_skip: bool,
-        has_all: bool = False,
+        also: Collection[str] = (),
         numbers: Mapping[str, int] | None = None,
     ):
-        super().__init__(partition, has_all=has_all, numbers=numbers)
+        super().__init__(partition, also=also, numbers=numbers)
         self._may_skip = may_skip
         self._device_shardings = {n: memory_kind.on_device(self.leaves[n].sharding) for n in self.on_host}
         self._grad_dtypes: dict[str, Any] = {}
@@ -167,17 +197,24 @@ class Updates(groups_lib.Division):
         done, loaded = Done({}, {}, []), storage.arrived(loading)
         held = dict(zip(self.shared, handed.shared))
         scalars = (handed.factor, *(() if handed.finite is None else (handed.finite,)))
-        for item in group.items:
-            host, loaded = loaded[: len(item.host)], loaded[len(item.host) :]
-            own = [done.device.get(n, leaves[n]) for n in item.device]
-            param = done.params.get(item.weight, params[item.weight])
-            grad, run = self._placed(item.weight, handed.grads[item.weight]), self.executable(item)
-            number, start = self._scalar(jnp.uint32, item.number), self._scalar(jnp.int32, item.start)
-            param, host, own = run(param, list(host), own, grad, [held[n] for n in item.shared], scalars, number, start)
-            done.params[item.weight] = param
-            done.device.update(zip(item.device, own))
-            done.leaving.extend(host)
+        for items in self.together(group):
+            owned, read, seeds = [], [], []
+            for item in items:
+                host, loaded = loaded[: len(item.host)], loaded[len(item.host) :]
+                own = [done.device.get(n, leaves[n]) for n in item.device]
+                owned.append((done.params.get(item.weight, params[item.weight]), list(host), own))
+                grad = self._placed(item.weight, handed.grads[item.weight])
+                read.append((grad, [held[n] for n in item.shared]))
+                seeds.append((self._scalar(jnp.uint32, item.number), self._scalar(jnp.int32, item.start)))
+            for item, (param, host, own) in zip(items, self.executable(items)(owned, read, scalars, seeds)):
+                done.params[item.weight] = param
+                done.device.update(zip(item.device, own))
+                done.leaving.extend(host)
         return done
+
+    def together(self, group: groups_lib.Group) -> list[tuple[groups_lib.Item, ...]]:
+        """Returns the items of a group that one program updates: all, or each by itself where some arrive from elsewhere."""
+        return [(item,) for item in group.items] if self.on_host else [group.items]
 
     def _placed(self, weight: str, grad: jax.Array) -> jax.Array:
         """Returns a gradient sharded as the update. The compiler may replicate one that is 0 for all, where it shards the weight."""
@@ -191,31 +228,39 @@ class Updates(groups_lib.Division):
             self._scalars[dtype, value] = jax.device_put(np.asarray(value, dtype), self.handed_shardings.factor)
         return self._scalars[dtype, value]
 
-    def executable(self, item: groups_lib.Item) -> jax.stages.Compiled:
-        """Returns an item's compiled program. Equal programs are compiled once."""
-        same = (item.weight, item.length)  # pieces of a length differ in their arguments only
+    def executable(self, items: tuple[groups_lib.Item, ...]) -> jax.stages.Compiled:
+        """Returns the compiled program of items that are updated together. Equal programs are compiled once."""
+        same = tuple((item.weight, item.length) for item in items)  # pieces of a length differ in their arguments only
         if same not in self._compiled:
-            form = len(item.host), len(item.device)  # of the arguments, which a trace does not hold
-            traced = self._traced(item), form
+            # A trace does not hold the form of the arguments.
+            traced = tuple((self._traced(item), len(item.host), len(item.device)) for item in items)
             if traced not in self._by_trace:
-                self._by_trace[traced] = self.lower(item).compile()
+                self._by_trace[traced] = self.lower(items).compile()
             self._compiled[same] = self._by_trace[traced]
         return self._compiled[same]
 
     def compile(self) -> list[jax.stages.Compiled]:
         """Compiles all programs, and returns each distinct one."""
         for group in self.groups:
-            for item in group.items:
-                self.executable(item)
+            for items in self.together(group):
+                self.executable(items)
         return list(self._by_trace.values())
 
-    def lower(self, item: groups_lib.Item) -> jax.stages.Lowered:
-        """Lowers an item's program: (param, host, device, grad, shared, scalars, number, start) -> (param, host, device)."""
-        args = self._arguments(item)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, args[:3])
-        run = functools.partial(self._run, item)
+    def lower(self, items: tuple[groups_lib.Item, ...]) -> jax.stages.Lowered:
+        """Lowers a program: ([(param, host, device)], [(grad, shared)], scalars, [(number, start)]) -> [(param, host, device)]."""
+
+        def run(owned: list, read: list, scalars: tuple, seeds: list) -> list[tuple]:
+            return [
+                self._run(item, *own, *given, scalars, *seed)
+                for item, own, given, seed in zip(items, owned, read, seeds)
+            ]
+
+        args = [self._arguments(item) for item in items]
+        owned, read, seeds = ([own[part] for own in args] for part in (slice(3), slice(3, 5), slice(6, 8)))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, owned)
         # A param whose master weight is read instead of it gives its memory to the new one, too.
-        return jax.jit(run, donate_argnums=(0, 1, 2), out_shardings=shardings, keep_unused=True).lower(*args)
+        jitted = jax.jit(run, donate_argnums=0, out_shardings=shardings, keep_unused=True)
+        return jitted.lower(owned, read, args[0][5], seeds)
 
     def _traced(self, item: groups_lib.Item) -> Any:
         """Returns what is equal for items of equal programs. To lower a program takes several times as long as to trace it."""
