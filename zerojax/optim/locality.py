@@ -74,6 +74,17 @@ def in_step(tx: optax.GradientTransformation, params: PyTree) -> Locality:
     return of(tx, params)
 
 
+def kinds(tx: optax.GradientTransformation, params: PyTree) -> list[int]:
+    """Returns a number for each weight, equal for weights that an update which is not global updates by the same operations.
+
+    All weights are followed through one trace of the update. A value's number stands for the operation that made it and the numbers of
+    what that read, and the gradients of weights of one shape begin as one number.
+    """
+    with fused.in_plain_jnp():
+        found = _Traced.make(tx, jax.tree.map(tree.bare, params))
+    return found.kinds()
+
+
 @dataclasses.dataclass(frozen=True)
 class _Value:
     """What an array of the traced update depends on.
@@ -149,6 +160,40 @@ class _Traced:
     def _is_of_a_weight(self, path: str) -> bool:
         """Returns whether the path of a part of the state holds that of a weight; params that are one array have no path."""
         return self.names == [""] or any(f"/{name}/" in f"/{path}/" for name in self.names)
+
+    def kinds(self) -> list[int]:
+        """Returns the kind of each weight; see `kinds`."""
+        numbers: dict[Any, int] = {}
+
+        def number(*key: Any) -> int:
+            return numbers.setdefault(key, len(numbers))
+
+        def apply(eqn: jex.JaxprEqn, inputs: list[int]) -> list[int]:
+            consts = [id(const) for inner in traces.programs(eqn) for const in traces.constants(inner)]
+            made = number(eqn.primitive.name, str(eqn.params), *consts, *inputs)
+            return [number(made, n, str(var.aval)) for n, var in enumerate(eqn.outvars)]
+
+        def constant(value: Any, aval: Any) -> int:
+            return number(str(aval), np.asarray(value).tobytes() if np.size(value) == 1 else id(value))
+
+        owners = [self._owner(path) for path in self.state_paths]
+        jaxpr = traces.opened(self.update)[0]
+        roles = ["gradient"] * len(self.names)
+        roles += [path if own is None else path.replace(own, "") for path, own in zip(self.state_paths, owners)]
+        roles += ["weight"] * len(self.names)
+        given = [number(role, str(var.aval)) for role, var in zip(roles, jaxpr.invars, strict=True)]
+        made = traces.run(self.update, given, apply, constant)
+        by_name: dict[str, list[int]] = {name: [made[n]] for n, name in enumerate(self.names)}
+        for own, value in zip(owners, made[len(self.names) :]):
+            if own is not None:
+                by_name[own].append(value)
+        return [number(*by_name[name]) for name in self.names]
+
+    def _owner(self, path: str) -> str | None:
+        """Returns the weight that a part of the state belongs to."""
+        names, parts = set(self.names), path.split("/")
+        spans = (parts[a:b] for a in range(len(parts)) for b in range(len(parts), a, -1))
+        return next((name for name in map("/".join, spans) if name in names), None)
 
     def is_like(self, other: "_Traced") -> bool:
         """Returns whether both are the same operations with the same constants, but for shapes."""

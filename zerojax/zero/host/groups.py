@@ -8,6 +8,7 @@ update, of what stays on the device, makes the new ones.
 """
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -178,8 +179,8 @@ class Division:
         items, start = [], 0
         for piece, length in enumerate(cut.lengths if cut else (0,)):
             shape = tuple(length if cut and dim == cut.dim else n for dim, n in enumerate(found.shape or ()))
-            part = self._only({weight: jax.ShapeDtypeStruct(shape, whole.dtype)})
-            paths, structure = self._parts.of(weight, shape, part)
+            alone = functools.partial(self._only, {weight: jax.ShapeDtypeStruct(shape, whole.dtype)})
+            paths, structure = self._parts.of(weight, shape, alone)
             order = [self._position.get(path, self._position.get(f"{path}/{piece}", -1)) for path in paths]
             assert -1 not in order, f"{weight}: its optimizer state is not part of the whole"
             on_host = [n for n in order if n in self.on_host]
@@ -214,7 +215,7 @@ class Division:
 
     def _only(self, values: Mapping[str, Any]) -> PyTree:
         """Returns a tree like the params with these leaves, by path, and optax.MaskedNode() in place of the others."""
-        leaves = [values.get(name, optax.MaskedNode()) for name in self.names]
+        leaves = [values.get(name, _MASKED) for name in self.names]
         return jax.tree.unflatten(jax.tree.structure(self.partition.abstract_state.params), leaves)
 
     def _frozen_but(self, weights: Sequence[str]) -> partition_lib.Partition:
@@ -229,6 +230,9 @@ class Division:
         )
 
 
+_MASKED: Any = optax.MaskedNode()
+
+
 class _Parts:
     """Finds the optimizer state of one weight: the whole state with `optax.MaskedNode()` in place of what belongs to other weights.
 
@@ -239,28 +243,31 @@ class _Parts:
     def __init__(self, partition: partition_lib.Partition, init: Callable[[Any], Any]):
         self._init, state = init, partition.abstract_state.opt_state
         self._structure: Any = jax.tree.structure(state, is_leaf=pieces.is_pieces)
-        self._owners = {}
+        self._paths: list[str] = []
+        self._places: dict[str, list[int]] = {"": []}  # the numbers of the leaves of each weight, and of none
         for path, leaf in tree.flatten(state, is_leaf=pieces.is_pieces):
             stored = f"opt_state/{path}/0" if pieces.is_pieces(leaf) else f"opt_state/{path}"
-            self._owners[path] = partition.leaves[stored].weight
+            self._places.setdefault(partition.leaves[stored].weight or "", []).append(len(self._paths))
+            self._paths.append(path)
         self._is_whole: dict[Any, bool] = {}
 
-    def of(self, weight: str, shape: tuple[int, ...], part: PyTree) -> tuple[list[str], Any]:
+    def of(self, weight: str, shape: tuple[int, ...], alone: Callable[[], PyTree]) -> tuple[list[str], Any]:
         """Returns the paths of its leaves in the whole state, and its tree.
 
         Args:
           weight: the weight's path.
           shape: of the weight, or of a piece.
-          part: the params with this weight alone.
+          alone: () -> the params with this weight alone.
         """
-        paths = [path for path, owner in self._owners.items() if not owner or owner == weight]
-        kept = set(paths)
-        own = self._structure.unflatten([0 if path in kept else optax.MaskedNode() for path in self._owners])
-        structure: Any = jax.tree.structure(own)
+        places = sorted([*self._places[""], *self._places.get(weight, ())])
+        paths, nodes = [self._paths[place] for place in places], [_MASKED] * len(self._paths)
+        for place in places:
+            nodes[place] = 0
+        structure: Any = jax.tree.structure(self._structure.unflatten(nodes))
         name = weight.removeprefix(block_of(weight)), shape
         if self._is_whole.get(name):
             return paths, structure
-        made = self._init(part)
+        made = self._init(alone())
         self._is_whole[name] = jax.tree.structure(made) == structure and [p for p, _ in tree.flatten(made)] == paths
         return [path for path, _ in tree.flatten(made)], jax.tree.structure(made)
 

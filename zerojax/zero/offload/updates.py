@@ -264,17 +264,29 @@ class Updates(groups_lib.Division):
 
     def _traced(self, item: groups_lib.Item) -> Any:
         """Returns what is equal for items of equal programs. To lower a program takes several times as long as to trace it."""
-        args, tx = self._arguments(item), self.partition.abstract_state.tx
-        if isinstance(tx, one_pass.OnePass):
+        args, found = self._arguments(item), self.partition.placements[item.weight]
+        if self._kinds is not None:
             roles = [
                 next(n for n, own in enumerate((item.host, item.device, item.shared)) if p in own) for p in item.order
             ]
-            kinds = tx.kinds(self._only({item.weight: self.params[item.weight]}))
             avals = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(args))
-            return item.dim, item.length, tuple(roles), tuple(kinds), avals
+            return item.dim, item.length, tuple(roles), self._kinds[item.weight], found.shape, found.overwritten, avals
         with fused.in_plain_jnp():
             traced = str(jax.make_jaxpr(functools.partial(self._run, item))(*args))
         return traced, tuple(leaf.sharding for leaf in jax.tree.leaves(args))
+
+    @functools.cached_property
+    def _kinds(self) -> dict[str, Any] | None:
+        """Returns what is equal for weights that the optimizer updates alike, by path; None if only a trace of each tells."""
+        state = self.partition.abstract_state
+        trained = self.partition.trainable_part(state.params)
+        if isinstance(state.tx, one_pass.OnePass):
+            kinds = state.tx.kinds(trained)
+        elif one_pass_update.applies_as_flax(state) and locality.of(state.tx, trained).kind != locality.GLOBAL:
+            kinds = locality.kinds(state.tx, trained)
+        else:
+            return None
+        return {f"params/{path}": kind for (path, _), kind in zip(tree.flatten(trained), kinds, strict=True)}
 
     def _arguments(self, item: groups_lib.Item) -> tuple:
         """Returns the abstract arguments of an item's program."""
