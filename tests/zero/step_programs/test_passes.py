@@ -36,9 +36,9 @@ def test_gradients_arrive_in_the_order_of_the_backward_pass_and_are_the_mean_ove
     assert blocks.index("block_1") < blocks.index("block_0"), "the last block first"
     found_pass = steps.one_pass(state, together)
     assert found_pass.ready_at == {path: index for index, path in order}
-    used = found_pass.schedule.used(takes_results=True)
+    used = found_pass.schedule.used(taken=found_pass.results)
     assert [max(used[n + 1 :], default=0) + room for n, room in enumerate(found_pass.room)] == [max(used)] * len(used)
-    assert found_pass.room[0] == 0 < found_pass.room[-1] == found_pass.schedule.peak(takes_results=True)
+    assert found_pass.room[0] == 0 < found_pass.room[-1] == found_pass.schedule.peak(taken=found_pass.results)
     assert all(found_pass.over_at[path] >= index for path, index in found_pass.ready_at.items())
     sums = None
     for number in range(count):

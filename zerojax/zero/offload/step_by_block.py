@@ -266,15 +266,14 @@ class BlockwiseStep:
         num_passes = self.passes.count
         follows = (arrivals.STEP,) if num_passes == 1 else (arrivals.PASS, arrivals.STEP)
         itemsize = 2 if self.passes.in_16_bits and not self._waits else 4  # those that wait for the norm are float32
-        waiting = itemsize * sum(one_pass.elements.values()) if self.holds_gradients else 0
+        waits = {path for path in one_pass.elements if self.holds_gradients or path not in self.updates.weights}
+        waiting = itemsize * sum(one_pass.elements[path] for path in waits)
         # Those of a single pass come as its activations go; sums of several passes are there from the second on.
         adds_up = num_passes > 1
+        kept = set() if adds_up else {one_pass.grads[path] for path in waits if isinstance(one_pass.grads[path], int)}
         return Memory(
             fetched=num_passes * sum(cut.nbytes(number) for numbers in copies for number in numbers),
-            passes=max(
-                one_pass.schedule.peak(takes_results=adds_up or not self.holds_gradients, follows=what)
-                for what in follows
-            )
+            passes=max(one_pass.schedule.peak(taken=one_pass.results - kept, follows=what) for what in follows)
             + (waiting if adds_up else 0)
             + self.updates.resident_bytes,
             params=sum(map(cut.nbytes, on_host)),

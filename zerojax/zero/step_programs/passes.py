@@ -86,10 +86,15 @@ class PassPrograms:
             for index, own in numbered
         ]
 
+    @property
+    def results(self) -> set[int]:
+        """Returns the numbers of the values that are results."""
+        return {number for number in self.schedule.cut.results if isinstance(number, int)}
+
     @functools.cached_property
     def room(self) -> list[int]:
         """Returns, for each program, the bytes below the peak of a pass that are free on a device from its end to the end of the pass."""
-        used, most, found = self.schedule.used(takes_results=True, follows=arrivals.STEP), 0, []
+        used, most, found = self.schedule.used(taken=self.results, follows=arrivals.STEP), 0, []
         for nbytes in reversed(used):
             found.append(max(used) - most)
             most = max(most, nbytes)

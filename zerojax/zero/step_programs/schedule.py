@@ -7,8 +7,8 @@ elsewhere is sent some programs ahead (`arrivals`), across the end of a run that
 """
 
 import collections
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,6 +19,14 @@ from zerojax.zero.step_programs.arrivals import NOTHING, STEP
 
 # done(index of the program, the numbers that it wrote, all values by number); it may take values that are read no more.
 Done = Callable[[int, Sequence[int], dict[int, Any]], None]
+
+
+class _Held(NamedTuple):
+    """What a device holds while a program runs."""
+
+    nbytes: int  # of values and temporaries
+    numbers: frozenset[int]  # of the values
+    dropped: set[int]  # the numbers of those that it is the last to read
 
 
 class Schedule:
@@ -34,6 +42,7 @@ class Schedule:
         self._resident = [n for n in range(cut.arguments) if n not in late and (n in last or n in results)]
         self._smallest = [min(program.writes, key=cut.nbytes, default=-1) for program in cut.programs]
         self._constants: dict[int, jax.Array] | None = None
+        self._ahead = self._programs_ahead()
 
     def __call__(self, *args: Any, done: Done | None = None, follows: str = NOTHING) -> PyTree:
         """Returns the step's result.
@@ -63,8 +72,9 @@ class Schedule:
                 done(index, program.writes, values)
             for number in self._dropped[index]:
                 values.pop(number, None)
-            if len(running) > cut.arrivals.ahead and not (oldest := running.popleft()).is_deleted():
-                jax.block_until_ready(oldest)
+            while len(running) > self._ahead[index + 1]:
+                if not (oldest := running.popleft()).is_deleted():
+                    jax.block_until_ready(oldest)
         cut.arrivals.end()
         found = [values[result] if isinstance(result, int) else result for result in cut.results]
         return jax.tree.unflatten(cut.structure, found)
@@ -73,24 +83,28 @@ class Schedule:
         """Returns whether no program after this one reads a value, and it is no result."""
         return self._last.get(number) == index
 
-    def peak(self, *, takes_results: bool = False, follows: str = NOTHING) -> int:
+    def peak(self, *, taken: Collection[int] = (), follows: str = NOTHING) -> int:
         """Returns the most bytes of values and temporaries on a device at once; see `used`."""
-        return max(self.used(takes_results=takes_results, follows=follows), default=0)
+        return max(self.used(taken=taken, follows=follows), default=0)
 
-    def used(self, *, takes_results: bool = False, follows: str = NOTHING) -> list[int]:
+    def used(self, *, taken: Collection[int] = (), follows: str = NOTHING) -> list[int]:
         """Returns the bytes of values and temporaries on a device while each program runs, without the arguments that no program reads.
 
         Args:
-          takes_results: whether `done` takes each result that is no argument as it comes.
+          taken: the numbers of results that `done` takes as they come.
           follows: see `__call__`.
         """
+        held = self._held(taken, follows)
+        return [own.nbytes + self._ending(held, index, self._ahead[index]) for index, own in enumerate(held)]
+
+    def _held(self, taken: Collection[int], follows: str) -> list["_Held"]:
+        """Returns what a device holds while each program runs alone."""
         cut = self.cut
         read = {number for program in cut.programs for number in program.reads}
         held = {n for n in self._resident if n in read}
         arguments = frozenset(held)  # the caller holds these to the end
-        ending: collections.deque[set[int]] = collections.deque(maxlen=cut.in_flight)
         held.update(cut.constants, cut.arrivals.sent(-1))
-        results, used = {number for number in cut.results if isinstance(number, int)}, []
+        found: list[_Held] = []
         early, both = 0, set[int]()  # bytes of what is sent for the next run, and numbers of what stays for it
         for index, program in enumerate(cut.programs):
             held.update(cut.arrivals.sent(index))
@@ -100,14 +114,31 @@ class Schedule:
             both |= stay
             held.update(program.writes)
             analysis = program.run.memory_analysis()
-            here = held.union(both, *ending)
-            used.append(sum(map(cut.nbytes, here)) + early + (analysis.temp_size_in_bytes if analysis else 0))
-            dropped = held.intersection(self._dropped[index]) - arguments
+            here, dropped = frozenset(held | both), held.intersection(self._dropped[index]) - arguments
+            nbytes = sum(map(cut.nbytes, here)) + early + (analysis.temp_size_in_bytes if analysis else 0)
+            found.append(_Held(nbytes, here, dropped))
             held -= dropped
-            ending.append(dropped)
-            if takes_results:
-                held.difference_update(results.intersection(program.writes))
-        return used
+            held.difference_update(set(taken).intersection(program.writes))
+        return found
+
+    def _ending(self, held: Sequence["_Held"], index: int, ahead: int) -> int:
+        """Returns the bytes that programs which may still run read last, when a program is sent."""
+        ahead = min(ahead, self.cut.in_flight)
+        ending = set[int]().union(*(own.dropped for own in held[max(0, index - ahead) : index])) - held[index].numbers
+        return sum(map(self.cut.nbytes, ending))
+
+    def _programs_ahead(self) -> list[int]:
+        """Returns for each program how many before it may run when it is sent, and the same for the end of a run.
+
+        What programs in flight read is not free yet. So they are fewer where more would need more memory than the largest program alone.
+        """
+        most = self.cut.arrivals.ahead
+        if not self.cut.in_flight:
+            return [most] * (len(self.cut.programs) + 1)
+        held = self._held((), NOTHING)
+        limit = max(own.nbytes for own in held)
+        fits = lambda index, ahead: held[index].nbytes + self._ending(held, index, ahead) <= limit  # noqa: E731
+        return [next(n for n in range(most, -1, -1) if fits(index, n)) for index in range(len(held))] + [most]
 
     def _drops(self, index: int) -> list[int]:
         """Returns what no program after this one reads, and what arrives again for a later one."""
