@@ -2,6 +2,7 @@
 
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
@@ -139,3 +140,10 @@ def test_a_part_of_a_program_runs_alone_and_jax_finds_nothing_deprecated_in_it()
         cut = traces.trimmed(whole, whole.jaxpr.outvars[1:])
         assert len(cut.jaxpr.invars) == 1
         np.testing.assert_array_equal(*jax.jit(jex.jaxpr_as_fun(cut))(X), jnp.arange(4.0) + X)
+
+
+def test_an_equation_comes_from_the_line_that_calls_a_library():
+    x = jnp.ones((2, 3))
+    program = jax.make_jaxpr(lambda x: nn.Dense(4).init_with_output(jax.random.key(0), jnp.sin(x))[0])(x)
+    found = [traces.line(eqn) for eqn in traces.equations(program) if eqn.primitive.name in ("sin", "dot_general")]
+    assert len(found) == 2 and all(line.startswith(f"{__file__}:") for line in found), found

@@ -7,10 +7,13 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import os
+import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import flax
 import jax
 import jax.extend.core as jex
 import jax.extend.source_info_util as source
@@ -256,6 +259,24 @@ def scopes(eqn: jex.JaxprEqn, names: Any = None) -> Iterator[None]:
         yield
 
 
+def line(eqn: jex.JaxprEqn) -> str:
+    """Returns the line of code that an equation comes from, as `file:line (function)`; "" if none is known.
+
+    It is the innermost one outside of this library and of installed ones, such as a call of a Flax module, if there is any.
+    """
+    frames = eqn.source_info.traceback.frames if eqn.source_info.traceback is not None else ()
+    own = next((frame for frame in frames if not frame.file_name.startswith((*_LIBRARIES, "<"))), None)
+    if own is None:
+        return source.summarize(eqn.source_info)
+    return f"{own.file_name}:{own.line_num} ({own.function_name})"
+
+
+_LIBRARIES = tuple(
+    {os.path.dirname(__file__), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+    | {os.path.dirname(module.__file__) for module in (jax, flax)}
+)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Frame:
     """A program, or a call or a body in it; one program that is called twice has two frames."""
@@ -348,7 +369,7 @@ class Frame:
 
     def line(self, eqn: jex.JaxprEqn) -> str:
         """Returns the innermost line of the user's code that an equation comes from, as `file:line (function)`."""
-        frame, text = self, source.summarize(eqn.source_info)
+        frame, text = self, line(eqn)
         while not text and frame.caller is not None:
-            frame, text = frame.caller, source.summarize(frame.call.source_info)
+            frame, text = frame.caller, line(frame.call)
         return text or "an unknown line"

@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 from flax.nnx import bridge
 
+from zerojax import errors, train_state
 from zerojax import mesh as mesh_lib
-from zerojax import train_state
 from zerojax.plan import targets
 from zerojax.zero import shard_state, stages, step
 from zerojax.zero.weights import layer_stacks
@@ -287,6 +287,36 @@ def test_a_gpu_gathers_each_unrolled_layer_once_a_pass():
     of_layers = collectives(of_equinox(), r"net/layers/\d+")
     assert of_layers == collectives(of_linen(), r"layer_\d+")
     assert LAYERS < of_layers["all-gather"] <= 2 * LAYERS + 2
+
+
+@pytest.mark.parametrize("reduce_dtype", [jnp.float32, None], ids=["explicit", "by the compiler"])
+def test_a_stack_that_is_sharded_by_its_layers_is_refused_with_the_override_for_all_of_it(reduce_dtype):
+    init_params, loss_fn = FORMS["nnx.scan"]()
+    params = init_params(jax.random.key(0))  # a state that was made before does not say which dims count layers
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
+    state, partition = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=3, min_size=8)
+    train_step = step.make_train_step(loss_fn, partition, blocks="layers", reduce_dtype=reduce_dtype)
+    line = r"layers/.* counts the layers .* would hold all 8 at a time; pass overrides=\[\(\"layers/\", PartitionSpec\(None, "
+    with pytest.raises(errors.UserError, match=line):
+        train_step(state, batch())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "how", "line"),
+    [
+        (
+            "net/layer",
+            {},
+            r"matches no module called in the loss, nor the path of a weight; .* such as 'net/layers/\\d\+'",
+        ),
+        (r"net/layers/\d+", {"recompute": "net/layers/0/up"}, r"is not cut at other modules where recompute, offload"),
+        (r"net/layers/\d+", {"heads": "net/aut"}, r"^heads: 'net/aut' .* such as 'net/out'"),
+    ],
+)
+def test_regexes_that_find_no_call_are_refused_in_a_line(blocks, how, line):
+    state, train_step = compiled(of_equinox(), blocks=blocks, reduce_dtype=jnp.float32, **how)
+    with pytest.raises(errors.UserError, match=line):
+        train_step.lower(state, batch())
 
 
 def of_two(loss):

@@ -276,7 +276,7 @@ def test_blocks_that_match_nothing_are_an_error():
         if blocks == r"layer_\d":
             assert jax.eval_shape(stored, state.params, tokens()).shape == ()
             continue
-        with pytest.raises(UserError, match=rf"^blocks: {blocks!r} matches no module of Linen or NNX called"):
+        with pytest.raises(UserError, match=rf"^blocks: {blocks!r} matches no module .* such as 'layer"):
             jax.eval_shape(stored, state.params, tokens())
 
 

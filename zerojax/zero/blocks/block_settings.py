@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -108,19 +109,27 @@ def check_regex(name: str, pattern: object, example: str, blocks: str) -> None:
         raise UserError(f"{name}: {pattern!r} needs `blocks`, and it is empty; name the model's repeated modules there")
 
 
-def unmatched(how: Blocks, *, is_head: bool) -> UserError:
-    """Returns the error for a loss that calls no module that `blocks`, or `heads`, matches."""
+def unmatched(how: Blocks, *, is_head: bool, paths: Sequence[str] = ()) -> UserError:
+    """Returns the error for a loss that calls no module that `blocks`, or `heads`, matches; `paths` are those of its weights."""
+    modules = {part for path in paths for part in map(str, pathlib.PurePosixPath(tree.below_params(path)).parents)} - {
+        "."
+    }
     if is_head:
         return UserError(
-            f"heads: {how.heads!r} matches no module of Linen or NNX called in the loss outside of blocks; it is a regex over full "
-            "module paths such as 'head', or '' for none"
+            f"heads: {how.heads!r} matches no module called in the loss outside of blocks; it is a regex over full module paths"
+            f"{tree.such_as(how.heads, modules)}, or '' for none"
         )
+    if any(tree.block_of(path, re.compile(how.pattern)) for path in paths):
+        return UserError(
+            f"blocks: {how.pattern!r} matches paths of weights, and no call of their modules is found in the loss. It calls no module of "
+            "Linen or NNX with them, and its trace is not cut at other modules where recompute, offload, activations or fp8 are set, "
+            "where params have NNX variables other than nnx.Param, or where it does not read these weights; omit what is set, or "
+            "blocks='' gathers leaf by leaf"
+        )
+    repeated = {path for path in modules if path[-1].isdigit()} or modules
     return UserError(
-        f"blocks: {how.pattern!r} matches no module of Linen or NNX called in the loss; it is a regex over module paths such as "
-        "'layer_0' or 'layers/3', or '' to gather leaf by leaf; modules of NNX are found where params are their variables "
-        "(nnx.State), not plain arrays, and not in stacks of nnx.vmap (hold their layers in an nnx.List) or inside nnx.remat "
-        "(remat= does what it does); stacks of a scan are found in any loss, if they are not sharded by their layers: "
-        'overrides=[("layers/", PartitionSpec(None, "data"))] for all leaves of one, or each is gathered with all of its layers'
+        f"blocks: {how.pattern!r} matches no module called in the loss, nor the path of a weight; it is a regex over full module paths"
+        f"{tree.such_as(how.pattern, repeated)}, or '' to gather leaf by leaf"
     )
 
 

@@ -72,7 +72,7 @@ def by_block(loss_fn: Callable[..., Any], stored: stored_lib.Stored) -> Callable
                     of_trace = in_trace(loss_fn, stored, params, args, kwargs)
                     if of_trace is not None:
                         return of_trace
-                inside.check_found(moves=stored.moves)
+                inside.check_found([path for path, _ in tree.flatten(params, is_weight)], moves=stored.moves)
                 return result
 
     def begun(stacks: set[str], params: PyTree) -> tuple[Interceptor, Any]:
@@ -203,10 +203,10 @@ class Interceptor:
         """Returns whether no block was found, or, if weights are gathered, some with weights that are gathered before it."""
         return not self.entered or (moves and bool(self.with_unknown))
 
-    def check_found(self, *, moves: bool) -> None:
+    def check_found(self, paths: Sequence[str], *, moves: bool) -> None:
         """Raises a UserError for a regex that matched nothing, and warns of weights that stay gathered."""
         if not self.entered or (self._how.heads and not any(map(self._how.is_head, self.entered))):
-            raise block_settings.unmatched(self._how, is_head=bool(self.entered))
+            raise block_settings.unmatched(self._how, is_head=bool(self.entered), paths=paths)
         if moves and self.with_unknown:
             warnings.warn(
                 f"blocks: weights of {', '.join(sorted(self.with_unknown)[:3])} reach their block changed, or through a jax.jit or "

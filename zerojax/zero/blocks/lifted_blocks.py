@@ -78,7 +78,7 @@ def of_layer(path: str, stack: Placement) -> Placement:
     """Returns the placement of one layer of a stack of `nn.scan` or `nn.vmap`, whose first dim counts layers."""
     assert stack.shape is not None
     if any(sharding.spec and sharding.spec[0] for sharding in (stack.stored, stack.grad, stack.update)):
-        raise _sharded_by_layers(path, stack.shape)
+        raise sharded_by_layers(path, stack.shape)
     assert not any(stack.padding[:1])  # a padded dim is sharded
     shardings = {
         name: NamedSharding(
@@ -89,11 +89,24 @@ def of_layer(path: str, stack: Placement) -> Placement:
     return dataclasses.replace(stack, padding=stack.padding[1:], shape=stack.shape[1:], **shardings)  # type: ignore[arg-type]
 
 
-def _sharded_by_layers(path: str, shape: tuple[int, ...]) -> UserError:
+def sharded_by_layers(path: str, shape: Sequence[int]) -> UserError:
+    """Returns the error for a stack of layers no layer of which can be gathered alone."""
     return UserError(
-        f"blocks: {path} of shape {shape} is sharded on its first dim, which counts the layers of nn.scan or nn.vmap, so no layer can be "
-        f'gathered alone; pass overrides=[("{tree.below_params(path)}", PartitionSpec(None, "data"))] to shard_train_state'
+        f"blocks: {path} of shape {tuple(shape)} is sharded on its first dim, which counts the layers of a scan or vmap, so no layer can "
+        f'be gathered alone, and each device would hold all {shape[0]} at a time; pass overrides=[("{stack_of(path)}", PartitionSpec(None, '
+        '"data"))] to shard_train_state, which is for all leaves of the stack'
     )
+
+
+def stack_of(path: str) -> str:
+    """Returns a regex that matches the path of each leaf of a stack.
+
+    >>> stack_of("params/decoder/layers/mlp/kernel")
+    'decoder/layers/'
+    """
+    parts = tree.below_params(path).split("/")
+    names = (end for end, name in enumerate(parts[:-1], 1) if re.search("layer|block|stack|^h$", name.lower()))
+    return "/".join(parts[: next(names, 1)]) + "/"
 
 
 class Stacks:
@@ -117,7 +130,7 @@ class Stacks:
         """
         for path, leaf in tree.flatten(params, is_leaf=is_leaf):
             if tree.block_of(path, self._blocks) and leaf.stored.shape[0] != shapes[path][0]:
-                raise _sharded_by_layers(path, shapes[path])
+                raise sharded_by_layers(path, shapes[path])
 
     def begin_with(self, module: nn.Module, method: str) -> bool:
         """Returns whether a call is that of a model whose stacks are not as stored yet."""

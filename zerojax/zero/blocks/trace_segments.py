@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax.extend import source_info_util as source
 
 from zerojax import traces
 
@@ -136,7 +135,7 @@ def _note_whole(found: Operations, whole: dict[str, str]) -> None:
         if operation.inside is not None:
             _note_whole(operation.inside, whole)
         elif len(operation.blocks - {OUTSIDE, STACK}) > 1:
-            line = source.summarize(operation.eqn.source_info)
+            line = traces.line(operation.eqn)
             for value in operation.reads:
                 if isinstance(value, TraceValue) and value.block not in (None, OUTSIDE, STACK):
                     whole |= {leaf.path: line for leaf in leaves([value])}

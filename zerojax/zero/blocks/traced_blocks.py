@@ -82,7 +82,7 @@ def by_trace(loss_fn: Callable[[PyTree], PyTree], params: PyTree, stored: stored
     run = _TraceRun(stored, {value: _Stored(path, leaf) for value, (path, leaf) in zip(weights, named)})
     results = run.all(found)
     if stored.how.heads and not any(map(stored.how.is_head, itertools.chain(*run.called))):
-        raise block_settings.unmatched(stored.how, is_head=True)
+        raise block_settings.unmatched(stored.how, is_head=True, paths=[path for path, _ in named])
     run.warn_of(whole)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
@@ -93,14 +93,17 @@ def _stacks(
     abstract: Sequence[Any],
     block_of: Mapping[str, str | None],
 ) -> set[str]:
-    """Returns the paths of stacks of layers that scans run over, of which a shard has all layers."""
+    """Returns the paths of stacks of layers that scans run over; refuses those of blocks that are sharded by their layers."""
     found = scanned(program, [path for path, _ in named])
-    whole = {path for (path, leaf), own in zip(named, abstract) if _first_dim(leaf) == own.shape[:1]}
-    if not block_of:
-        return found & whole
-    # An unrolled layer may scan over some of its weights, such as experts.
-    rows, every = ([block_of[path] for path in paths if block_of[path]] for paths in (found, block_of))
-    return {path for path in found & whole if (own := block_of[path]) and 2 * rows.count(own) >= every.count(own)}
+    if block_of:
+        # An unrolled layer may scan over some of its weights, such as experts.
+        rows, every = ([block_of[path] for path in paths if block_of[path]] for paths in (found, block_of))
+        found = {path for path in found if (own := block_of[path]) and 2 * rows.count(own) >= every.count(own)}
+    by_layers = {path: own.shape for (path, leaf), own in zip(named, abstract) if _first_dim(leaf) != own.shape[:1]}
+    apart = next((path for path in by_layers if block_of and path in found), None)
+    if apart is not None:
+        raise lifted_blocks.sharded_by_layers(apart, by_layers[apart])
+    return found - by_layers.keys()
 
 
 def _first_dim(weight: PyTree) -> tuple[int, ...]:

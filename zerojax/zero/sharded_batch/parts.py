@@ -24,7 +24,6 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import source_info_util as source
 
 from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
@@ -261,7 +260,7 @@ class _Reader:
 
     @contextlib.contextmanager
     def _at(self, eqn: jex.JaxprEqn) -> Iterator[None]:
-        self._lines.append(source.summarize(eqn.source_info) or self._lines[-1])
+        self._lines.append(traces.line(eqn) or self._lines[-1])
         try:
             yield
         finally:
