@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.nnx import bridge
+from jax.sharding import PartitionSpec as P
 
 from zerojax import errors, train_state
 from zerojax import mesh as mesh_lib
@@ -200,16 +201,16 @@ def batch():
     return {"x": x, "y": jnp.argmax(x[:, :16], -1)}
 
 
-def compiled(form, devices=8, **how):
-    """Returns a state, a train step and its compiled program."""
+def compiled(form, devices=8, model=1, shard=None, **how):
+    """Returns a state and a train step."""
     init_params, loss_fn = form
 
     def init(key):
         return train_state.TrainState.create(apply_fn=None, params=init_params(key), tx=optax.adamw(1e-3))
 
-    mesh = mesh_lib.make_mesh(data=devices, devices=jax.devices()[:devices])
+    mesh = mesh_lib.make_mesh(data=devices // model, model=model, devices=jax.devices()[:devices])
     stage = 3 if devices > 1 else 0
-    state, partition = shard_state.shard_train_state(init, jax.random.key(0), mesh=mesh, stage=stage)
+    state, partition = shard_state.shard_train_state(init, jax.random.key(0), mesh=mesh, stage=stage, **shard or {})
     train_step = step.make_train_step(loss_fn, partition, **how)
     return state, train_step
 
@@ -317,6 +318,57 @@ def test_regexes_that_find_no_call_are_refused_in_a_line(blocks, how, line):
     state, train_step = compiled(of_equinox(), blocks=blocks, reduce_dtype=jnp.float32, **how)
     with pytest.raises(errors.UserError, match=line):
         train_step.lower(state, batch())
+
+
+def nested():
+    """Returns a loss that scans over groups of layers."""
+    init, _ = of_functions()
+
+    def of_groups(key):
+        groups = jax.vmap(lambda own: init(own)["layers"])(jax.random.split(key, 2))
+        return {"layers": groups, "out": jax.random.normal(key, (WIDTH, 16)) / 8}
+
+    def loss(params, batch, state):
+        body = lambda x, own: (x + 0.3 * jax.nn.gelu(x @ own["up"]) @ own["down"], None)  # noqa: E731
+        group = lambda x, own: jax.lax.scan(body, x, own)  # noqa: E731
+        return loss_of(jax.lax.scan(group, batch["x"], params["layers"])[0] @ params["out"], batch)
+
+    return of_groups, loss
+
+
+class Ensemble(nnx.Module):
+    """Layers beside each other, all of which `nnx.vmap` runs at a time."""
+
+    def __init__(self, rngs):
+        self.out = nnx.Linear(WIDTH, 16, rngs=rngs)
+        self.layers = nnx.split_rngs(splits=4)(nnx.vmap(NnxLayer, in_axes=(0,), out_axes=0))(rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(self.layers, x).mean(0))
+
+
+OVER_MODEL = [("up/weight", P("model", "data")), ("down/weight", P("data", "model"))]
+CROSSED = {
+    "scans in a scan": (nested, {"blocks": "layers"}),
+    "scans in a scan, without blocks": (nested, {"reduce_dtype": None}),
+    "a stack that nnx.vmap runs": (lambda: of_nnx(lambda key: Ensemble(nnx.Rngs(key))), {"blocks": "layers"}),
+    "a head": (of_equinox, {"blocks": r"net/layers/\d+", "heads": "net/out"}),
+    "params in host memory": (
+        of_equinox,
+        {"blocks": r"net/layers/\d+", "shard": {"offload": {"optimizer": "host", "params": "host"}}},
+    ),
+    "model": (of_equinox, {"blocks": r"net/layers/\d+", "model": 2, "shard": {"overrides": OVER_MODEL}}),
+}
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_blocks_of_a_trace_with_other_features(name):
+    make, how = CROSSED[name]
+    state, train_step = compiled(make(), **{"reduce_dtype": jnp.float32, **how})
+    if "scans" in name:
+        shapes = gathered(train_step.lower(state, batch()).compile())
+        assert shapes and all(len(shape) == 2 for shape in shapes), shapes  # no group of layers
+    np.testing.assert_allclose(losses(state, train_step), losses(*compiled(make(), devices=1)), rtol=LAST_PLACES)
 
 
 def of_two(loss):

@@ -40,6 +40,13 @@ def test_a_layer_of_a_stack_has_the_shardings_of_the_stack_without_its_first_dim
     assert layer.shape == (ROWS, WIDTH) and layer.wire is stack.wire
 
 
+def test_a_layer_of_a_group_of_layers_lacks_both_dims():
+    stack, find = finder((2, 3, ROWS, WIDTH))
+    group, layer = find("layers/kernel", jnp.zeros((3, ROWS, WIDTH))), find("layers/kernel", jnp.zeros((ROWS, WIDTH)))
+    specs = [own.stored.spec for own in (stack, group, layer)]
+    assert specs == [P(None, None, "data"), P(None, "data"), P("data")]
+
+
 @pytest.mark.parametrize(("layers", "indivisible"), [(8, "whole"), (9, "pad")])
 def test_a_layer_of_a_stack_that_is_sharded_over_its_layers_is_refused(layers, indivisible):
     _, find = finder((layers, 3, 5), indivisible=indivisible)

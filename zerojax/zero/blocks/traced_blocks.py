@@ -209,11 +209,12 @@ class _TraceRun:
         self._known.update(zip(made, kinds[1].give(results)))
 
     def _scan(self, operation: Operation) -> Sequence[Any]:
-        eqn = operation.eqn
+        eqn, body = operation.eqn, operation.eqn.params["jaxpr"]
         constants, carried = traces.scan_counts(eqn)
         given = [self._used(value) for value in operation.reads[: constants + carried]]
         own, carry = given[:constants], given[constants:]
         stacks = [self._stack(value) for value in operation.reads[constants + carried :]]
+        groups = scanned(body, [*[None] * len(given), *(stack and stack.path for stack in stacks)])
         rows = [
             self._used(value) if stack is None else stack.weight
             for value, stack in zip(operation.reads[constants + carried :], stacks)
@@ -221,22 +222,24 @@ class _TraceRun:
 
         def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
             arrays = [*own, *carry, *rows]
-            inputs = [TraceValue(var.aval) for var in traces.opened(eqn.params["jaxpr"])[0].invars]
+            inputs = [TraceValue(var.aval) for var in traces.opened(body)[0].invars]
             weights, known = dict[TraceValue, _Stored](), dict[TraceValue, Any]()
             for value, array, stack in zip(inputs, arrays, [*[None] * len(given), *stacks]):
                 if stack is None:
                     known[value] = array
                 else:
-                    value.block, value.path = OUTSIDE, stack.path
+                    # A layer may be a group of layers, over which a scan inside runs.
+                    is_group = stack.path in groups and _first_dim(array) == value.aval.shape[:1]
+                    value.block, value.path = STACK if is_group else OUTSIDE, stack.path
                     weights[value] = dataclasses.replace(stack, weight=array)
-            results = self._inside(weights, known).all(trace_segments.read(eqn.params["jaxpr"], inputs, {}))
+            results = self._inside(weights, known).all(trace_segments.read(body, inputs, {}))
             return results[:carried], results[carried:]
 
         # A loop is no place for CSE, so that no barrier is needed.
         policy = self._stored.policy
-        body = step if policy is None else jax.checkpoint(step, policy=policy, prevent_cse=False)
+        run = step if policy is None else jax.checkpoint(step, policy=policy, prevent_cse=False)
         how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, made = jax.lax.scan(body, carry, rows, **how)
+        carry, made = jax.lax.scan(run, carry, rows, **how)
         return [*carry, *made]
 
     def _stack(self, value: Any) -> _Stored | None:

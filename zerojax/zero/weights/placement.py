@@ -143,7 +143,7 @@ def finder(
     of_layer: Callable[[str, Placement], Placement],
 ) -> Callable[[str, Any], Placement | None]:
     """Returns f(path, leaf) -> the placement of that weight, or None. It refuses a leaf of another shape than `expected`, but for one
-    layer of a stack: `of_layer(path, stack)` returns its placement."""
+    layer of a stack, which may be one of several stacks: `of_layer(path, stack)` returns its placement."""
     index = tree.suffix_index(placements)
 
     def find(path: str, leaf: Leaf) -> Placement | None:
@@ -151,10 +151,13 @@ def finder(
         if found is None:
             return None
         weight = placements[found]
-        if leaf is None or weight.shape is None or leaf.shape == expected(weight):
+        if leaf is None or weight.shape is None:
             return weight
-        if tuple(leaf.shape) == tuple(expected(weight)[1:]):
-            return of_layer(found, weight)
+        dims = len(weight.shape) - len(leaf.shape)
+        if dims >= 0 and tuple(leaf.shape) == tuple(expected(weight)[dims:]):
+            for _ in range(dims):
+                weight = of_layer(found, weight)
+            return weight
         raise UserError(
             f"{path}: has shape {leaf.shape}, and the weight stored as {found} has {expected(weight)}; where several "
             f"models share a state, pass the placements of this one alone; a block inside nn.vmap cannot be in `blocks`"
