@@ -123,6 +123,17 @@ def test_losses_entropy_and_bias_of_a_balanced_router_are_closed_forms():
     np.testing.assert_array_equal(bias, np.where(np.arange(EXPERTS) == 5, -0.5, 0.5))
 
 
+def test_sparsemixer_weighs_each_expert_against_those_left_that_are_near_it():
+    logits = np.asarray([[2.0, 1.9, -1.0, 1.0], [-1.0, -1.05, -3.0, -1.2], [0.0, -5.0, -0.1, -0.2]], np.float32)
+    found = experts.route(logits, 2, score="sparsemixer", tolerance=0.1)
+    # 1.9 is near 2, and nothing is near 1.9; -1.05 is near -1, and not -1.2; an output of 0 is near itself alone
+    first, tie = 1 / (1 + np.exp(-0.1)), 1 / (1 + np.exp(-0.05))
+    np.testing.assert_array_equal(found.experts_TK, [[0, 1], [0, 1], [0, 2]])
+    np.testing.assert_allclose(found.weights_TK, [[first, 1], [tie, 1], [1, 1]], rtol=F32)
+    grads = jax.grad(lambda given: experts.route(given, 2, score="sparsemixer", tolerance=0.1).weights_TK.sum())(logits)
+    assert np.isfinite(grads).all() and (np.abs(grads[:2, :2]) > 0.01).all() and not np.any(grads[2])
+
+
 def test_a_router_that_cannot_choose_is_refused():
     with pytest.raises(UserError, match="takes 5 of 8 experts from 1 of 2 groups"):
         experts.route(arrays()[1], 5, groups=2)

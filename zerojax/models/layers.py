@@ -215,6 +215,19 @@ class Embed(nn.Embed):
         return embedding.embedding_lookup(self.embedding, tokens_BT)
 
 
+class LogitsBias(nn.Module):
+    """A bias of every token's logit."""
+
+    vocab_size: int
+    is_trained: bool = False
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        """Returns float[V]."""
+        bias_V = self.param("bias", nn.initializers.zeros, (self.vocab_size,))
+        return bias_V if self.is_trained else jax.lax.stop_gradient(bias_V)
+
+
 class Head(nn.Module):
     """The output projection, with a kernel float[D, V]."""
 

@@ -25,7 +25,7 @@ from zerojax.errors import UserError
 from zerojax.ops import expert_matrices, expert_parallel
 from zerojax.ops.expert_matrices import Matrices, multiply
 
-Score = Literal["softmax", "sigmoid"]
+Score = Literal["softmax", "sigmoid", "sparsemixer"]
 COUNT = 2.0**-60  # a row in the gradient of a bias that counts: exact, and nothing beside the gradients in a norm
 
 
@@ -50,13 +50,15 @@ def route(
     best_of_group: int = 2,
     normalised: bool = True,
     scale: float = 1.0,
+    tolerance: float = 0.0,
 ) -> Routing:
     """Returns the experts of each token.
 
     Args:
       logits_TE: the router's output.
       top_k: experts of a token.
-      score: of an expert: "softmax" over all of them, or its own "sigmoid".
+      score: of an expert: "softmax" over all of them, or its own "sigmoid". "sparsemixer" takes the best experts one by one, and gives each
+        its softmax over those left that are near it (arXiv:2409.12136, without the draws of training); it has no bias, groups and sums.
       bias_E: added to the scores by which experts are chosen, not to the weights; it has no gradient. None for none.
       counts: whether the gradient of `bias_E` is `COUNT` for each row of an expert, whatever the loss, for `optim.balance`.
       groups: the experts are in groups of equal size, and a token chooses from its best `top_groups` of these alone (arXiv:2412.19437,
@@ -64,6 +66,7 @@ def route(
       top_groups, best_of_group: see `groups`.
       normalised: whether a token's weights have a sum of 1, before `scale`.
       scale: multiplies the weights.
+      tolerance: of "sparsemixer": how far below the best an output s is near, over max(|s|, best).
 
     Raises:
       UserError: there are fewer experts than a token takes, or they do not divide into the groups.
@@ -75,6 +78,9 @@ def route(
             "take as many experts as there are at most"
         )
     logits_TE = logits_TE.astype(jnp.float32)
+    if score == "sparsemixer":
+        experts_TK, weights_TK = _mixed(logits_TE, top_k, tolerance)
+        return Routing(experts_TK, weights_TK * scale, jax.nn.softmax(logits_TE), logits_TE)
     scores_TE = jax.nn.softmax(logits_TE) if score == "softmax" else jax.nn.sigmoid(logits_TE)
     chosen_by = jax.lax.stop_gradient(scores_TE if bias_E is None else scores_TE + bias_E.astype(jnp.float32))
     if groups > 1:
@@ -92,6 +98,19 @@ def route(
         weights_TK = _counted(weights_TK, bias_E, experts_TK)
     probs_TE = scores_TE if score == "softmax" else scores_TE / (jnp.sum(scores_TE, axis=-1, keepdims=True) + 1e-20)
     return Routing(experts_TK, weights_TK * scale, probs_TE, logits_TE)
+
+
+def _mixed(logits_TE: jax.Array, top_k: int, tolerance: float) -> tuple[jax.Array, jax.Array]:
+    """Returns the experts of each token and their weights by "sparsemixer"."""
+    left_TE, found = logits_TE, []
+    for _ in range(top_k):
+        expert_T1, best_T1 = jnp.argmax(left_TE, axis=-1, keepdims=True), jnp.max(left_TE, axis=-1, keepdims=True)
+        is_far_TE = (best_T1 - logits_TE) / jnp.maximum(jnp.abs(logits_TE), best_T1) > tolerance
+        near_TE = jax.nn.softmax(jnp.where(is_far_TE, -jnp.inf, left_TE))
+        found.append((expert_T1, jnp.take_along_axis(near_TE, expert_T1, axis=-1)))
+        left_TE = jnp.where(jnp.arange(logits_TE.shape[1]) == expert_T1, -jnp.inf, left_TE)
+    experts, weights = zip(*found)
+    return jnp.concatenate(experts, axis=-1).astype(jnp.int32), jnp.concatenate(weights, axis=-1)
 
 
 @jax.custom_vjp

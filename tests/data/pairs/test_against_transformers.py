@@ -257,7 +257,7 @@ FAMILIES = {
         ("byte_level", "PreTrainedTokenizerFast"),
     ),
     **dict.fromkeys(("llama", "llamadynamic", "mixtral"), ("prepend", "LlamaTokenizer")),
-    **dict.fromkeys(("phi3", "phi3long"), ("first", "LlamaTokenizer")),
+    **dict.fromkeys(("phi3", "phi3long", "phimoe"), ("first", "LlamaTokenizer")),
     "ernie45moe": ("first", "LlamaTokenizer"),
     "deepseekv2": ("byte_level", "LlamaTokenizerFast"),
     "deepseekv3": ("byte_level", "LlamaTokenizerFast"),

@@ -108,6 +108,7 @@ REFUSED = {
     "neighbouring dims": {"rotation": Rotation(is_interleaved=True)},
     "queries that grow": {"heads": Heads(growth=(0.1, 8))},
     "parallel branches": {"norms": Norms(places="shared")},
+    "a bias of logits": {"has_logits_bias": True},
     "a mixture": {"mixture": MixtureForm(4, 2, 32)},
     "an offset of norms": {"norms": Norms(offset=1.0)},
     "norms after": {"norms": Norms(places="after")},

@@ -74,17 +74,6 @@ class BartConfig:
         return layers, heads, self.embed_dim // heads
 
 
-class LogitsBias(nn.Module):
-    """A bias of every token's logit, which is not trained."""
-
-    vocab_size: int
-
-    @nn.compact
-    def __call__(self) -> jax.Array:
-        """Returns float[V]."""
-        return jax.lax.stop_gradient(self.param("bias", nn.initializers.zeros, (self.vocab_size,)))
-
-
 class FullyConnected(nn.Module):
     """down(gelu(up(x)))."""
 
@@ -248,7 +237,7 @@ def parts(config: BartConfig) -> family.Parts:
     found |= {f"decoder_{i}": (BartDecoderLayer(c), (states, states)) for i in range(c.decoder_shape[0])}
     if not c.tie_embeddings:
         found["head"] = (layers.Head(c.embed_dim, c.vocab_size, stddev=c.stddev), (states,))
-    return found | {"logits_bias": (LogitsBias(c.vocab_size), ())}
+    return found | {"logits_bias": (layers.LogitsBias(c.vocab_size), ())}
 
 
 def flops_per_row(config: BartConfig, inputs: int, targets: int, per_weight: float = 6.0) -> float:

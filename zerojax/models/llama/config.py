@@ -11,6 +11,7 @@ from zerojax.models.llama import mla
 from zerojax.models.llama.rope import Rope, Rotation, Scaling
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
+from zerojax.ops import experts as experts_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +90,8 @@ class MixtureForm:
       is_shared_gated: whether that one has a weight of its own.
       dense_layers: the numbers of layers whose MLP is no mixture.
       is_normalised: whether the weights of a token's experts have a sum of 1.
-      score, groups, best_of_group, scale: see `ops.experts.route`: the score, the number of groups and those of a token, the experts that
-        make a group's score, and what multiplies weights.
+      score, tolerance, groups, best_of_group, scale: see `ops.experts.route`: the score, its tolerance, the number of groups and those of a
+        token, the experts that make a group's score, and what multiplies weights.
       has_choice_bias: whether experts are chosen by scores with a bias, a weight without a gradient.
       counts_choices: whether its gradient is the load of each expert instead (`optim.balance`).
       clamp: (limit, slope) of the activation of gpt-oss's experts (`experts.clamped_gate`), which have biases, as their router has; None:
@@ -105,7 +106,8 @@ class MixtureForm:
     is_shared_gated: bool = True
     dense_layers: tuple[int, ...] = ()
     is_normalised: bool = True
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: experts_lib.Score = "softmax"
+    tolerance: float = 0.0
     groups: tuple[int, int] = (1, 1)
     best_of_group: int = 2
     scale: float = 1.0
@@ -136,6 +138,7 @@ class LlamaConfig:
 
     Attributes:
       mixture: None: no layer's MLP is a mixture of experts.
+      has_logits_bias: each token's logit has a bias, once it is scaled and bounded.
       has_positions: each of the `max_seq_len` positions has an embedding, and nothing is rotated.
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
       tile_tokens: tokens for which each layer's MLP, with its norm and its residual, runs at a time (`ops.tiles`); 0: all.
@@ -157,6 +160,7 @@ class LlamaConfig:
     mixture: MixtureForm | None = None
     scales: Scales = Scales()
     tie_embeddings: bool = False
+    has_logits_bias: bool = False
     has_positions: bool = False
     attention: attention_lib.Kernel = "xla"
     way: context_attention.Way | None = None

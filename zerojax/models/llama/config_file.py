@@ -35,7 +35,15 @@ _ROPES: Mapping[str, Mapping[str, Any]] = {
         "llama_4_scaling_beta": 0.1,
     },
 }
-_IN_ALL = ("mistral", "phi3", "mixtral", "qwen3_moe", "starcoder2", "ministral3")  # a window is that of every layer
+_IN_ALL = (
+    "mistral",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+    "starcoder2",
+    "ministral3",
+    "phimoe",
+)  # a window is that of every layer
 
 
 def write(config: LlamaConfig) -> dict[str, Any]:
@@ -79,6 +87,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         "partial_rotary_factor": lambda: {"partial_rotary_factor": (c.rotation.dims or c.head_dim) / c.head_dim},
         "layer_types": lambda: {"layer_types": kinds},
         "qkv_bias": lambda: {"qkv_bias": heads.qkv_bias},
+        "lm_head_bias": lambda: {"lm_head_bias": c.has_logits_bias},
         "attention_out_bias": lambda: {"attention_out_bias": heads.o_bias},
     }
     if m is not None:
@@ -94,6 +103,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
             "topk_method": lambda: {"topk_method": "group_limited_greedy" if m.groups[0] > 1 else "greedy"},
             "use_qk_norm": lambda: {"use_qk_norm": heads.norm == "each"},
             "moe_layer_interval": lambda: _write_interval(m, c.num_layers),
+            "router_jitter_noise": lambda: {"router_jitter_noise": m.tolerance / 2},
             "swiglu_limit": lambda: dict(zip(("swiglu_limit", "swiglu_alpha"), m.clamp or ())),
         }
     for name in row.reads:
@@ -117,6 +127,8 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         if heads.latent is not None and scaling is not None and heads.scale:
             grown = math.sqrt(heads.scale * math.sqrt(c.head_dim)) - 1
             found["rope_scaling"]["mscale_all_dim"] = grown / (0.1 * math.log(scaling.factor))
+        if c.model_type == "phimoe" and scaling is not None:
+            found["rope_scaling"] |= dict.fromkeys(("short_mscale", "long_mscale"), scaling.attention_factor)
         if c.model_type == "phi3" and scaling is not None:
             found["original_max_position_embeddings"] = scaling.original_length
     if any(windows):
@@ -232,6 +244,7 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         head_dim,
         f.count("intermediate_size"),
         f.count("max_position_embeddings"),
+        has_logits_bias="lm_head_bias" in row.reads and f.flag("lm_head_bias", False),
         tie_embeddings=f.flag("tie_word_embeddings", False) and HEAD not in names,
         model_type=kind,
         **_made(*parts),
@@ -360,7 +373,7 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> Found:
     # The name that transformers 5 writes for some
     count = "num_local_experts" if "num_local_experts" in f.raw else count
     for name in ("output_router_logits", "router_jitter_noise", "clip_qkv"):
-        if f.raw.get(name):
+        if f.raw.get(name) and not (name in reads and name == "router_jitter_noise"):
             raise f.refuse(
                 name, "false, 0 or null: the loss has no balance loss, the router no noise, and nothing is clipped"
             )
@@ -379,6 +392,10 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> Found:
     }
     if "moe_layer_interval" in reads:
         found |= _read_interval(f, layers)
+    if "router_jitter_noise" in reads:
+        found["tolerance"] = 2 * f.number("router_jitter_noise")
+        if found["per_token"] != 2:
+            raise f.refuse("num_experts_per_tok", "2, as the router takes no other number")
     if found["per_token"] > found["experts"]:
         raise f.refuse("num_experts_per_tok", f"at most {count}={found['experts']}")
     if "shared_expert_intermediate_size" in reads:
@@ -505,6 +522,10 @@ def _read_scaling(f: config_json.Fields, group: config_json.Fields, kind: str, d
         )
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     short, long = (group.numbers(name, dims // 2) for name in ("short_factor", "long_factor"))
+    if f.raw["model_type"] == "phimoe":
+        usual = group.number("short_mscale")
+        if group.number("long_mscale") != usual:
+            raise group.refuse("long_mscale", f"short_mscale={usual:g}, as rotations of all lengths have one factor")
     attention = group.number("attention_factor", usual)
     return rope.Scaling("longrope", factor, 1.0, 4.0, original, attention, True, short, long)
 

@@ -60,6 +60,7 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
     found = {
         "embed/embedding": Tensor(EMBED),
         "head/kernel": Tensor(HEAD, 1),
+        "logits_bias/bias": Tensor("lm_head.bias"),
     }
     norms = {"norm": "model.norm"} | {f"layer_{{}}/{ours}": f"model.layers.{{}}.{theirs}" for ours, theirs in _norms(c)}
     for ours, theirs in norms.items():
@@ -97,7 +98,7 @@ def _expert_tensors(config: LlamaConfig, mixture: MixtureForm) -> dict[str, Tens
             found[place] = found[place]._replace(form="pairs")
         router = {"router": Tensor(f"{mlp}.router.weight", 1), "router_bias": Tensor(f"{mlp}.router.bias")}
         return found | {f"layer_{{}}/mlp/experts/{name}": tensor for name, tensor in router.items()}
-    is_mixtral = config.model_type in ("mixtral", "granitemoe", "minimax_m2")
+    is_mixtral = config.model_type in ("mixtral", "granitemoe", "minimax_m2", "phimoe")
     mlp = f"model.layers.{{}}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
     names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {"layer_{}/mlp/experts/router": Tensor(f"{mlp}.gate.weight", 1)}
@@ -210,14 +211,14 @@ FAMILY = family.Family(
         copies=_copies,
         ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
         prefix="model.",
-        outside=(HEAD,),
+        outside=(HEAD, "lm_head.bias"),
         further=_further,
         quantized=(("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("kimi_k2", "fp8")),
     ),
     parallel=parallel.Parallel(
         weights=(
             *parallel.WEIGHTS,
-            (r"positions/embedding|attention/sinks", ("model",)),
+            (r"positions/embedding|attention/sinks|logits_bias/bias", ("model",)),
             (r"/experts/gate_up$", ("expert", None, "model")),  # [experts, inputs, width, 2]
             (r"/experts/gate_up_bias", ("expert", "model")),
             (r"/experts/down_bias", ("expert",)),

@@ -49,6 +49,7 @@ class Mixture(nn.Module):
             ("top_groups", top_groups),
             ("best_of_group", m.best_of_group),
             ("scale", m.scale),
+            ("tolerance", m.tolerance),
         )
         stddevs = (0.02, 0.02, c.residual_stddev)
         y_BTD = experts.Experts(

@@ -188,7 +188,15 @@ class Llama(nn.Module):
 
     @nn.nowrap
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        return softcap.softcap(layers.next_logits(self._head(), self._scaled(x_BTD)), self.config.scales.logits_cap)
+        found_BTV = softcap.softcap(
+            layers.next_logits(self._head(), self._scaled(x_BTD)), self.config.scales.logits_cap
+        )
+        bias_V = self._bias_of_logits()
+        return found_BTV if bias_V is None else found_BTV + bias_V.astype(jnp.float32)
+
+    @nn.nowrap
+    def _bias_of_logits(self) -> jax.Array | None:
+        return self.logits_bias() if self.config.has_logits_bias else None
 
     @nn.nowrap
     def _reads_lengths(self, length: int) -> bool:
@@ -224,7 +232,8 @@ class Llama(nn.Module):
             lengths_BT = text_lengths.of_rows(labels_BT != ignored, segments_BT, positions_BT, c.way)
         x_BTD = self.hidden(tokens_BT, None, segments_BT, positions_BT, lengths_BT)
         cap = c.scales.logits_cap
-        return layers.next_loss(self._head(), self._scaled(x_BTD), labels_BT, ignored, cap=cap, by_token=by_token)
+        bias_V = self._bias_of_logits()
+        return layers.next_loss(self._head(), self._scaled(x_BTD), labels_BT, ignored, bias_V, cap, by_token)
 
 
 def loss(
@@ -304,6 +313,8 @@ def parts(config: LlamaConfig) -> family.Parts:
         f"layer_{i}": (Layer(c, c.window_of(i), c.rope_of(i), c.has_experts(i)), states) for i in range(c.num_layers)
     }
     found["norm"] = (make_norm(c), states)
+    if c.has_logits_bias:
+        found["logits_bias"] = (layers.LogitsBias(c.vocab_size, is_trained=True), ())
     return found if c.tie_embeddings else found | {"head": (layers.Head(c.embed_dim, c.vocab_size), states)}
 
 

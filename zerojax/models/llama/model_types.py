@@ -198,6 +198,14 @@ ROWS: dict[str, ModelType] = {
         "Ministral3ForCausalLM", {}, ("llama_4_scaling_beta", *_WINDOW),
         _told(262144, 8, head_dim=128, rms_norm_eps=1e-5, sliding_window=None),
     ),
+    "phimoe": ModelType(
+        "PhimoeForCausalLM", {"norms": {"kind": "layer"}, "mixture": {"score": "sparsemixer", "is_normalised": False}},
+        ("attention_bias", "num_local_experts", "lm_head_bias", "router_jitter_noise", *_WINDOW),
+        _told(
+            131072, 8, rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None, num_local_experts=16,
+            num_experts_per_tok=2, router_jitter_noise=0.01,
+        ),
+    ),
     "granitemoe": ModelType(
         "GraniteMoeForCausalLM", {"mixture": {"is_fused": True, "is_normalised": True}},
         ("attention_bias", "attention_multiplier", "num_local_experts"),

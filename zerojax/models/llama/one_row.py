@@ -44,6 +44,7 @@ def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
         and c.scales.residual == 1
         and c.rotation.dims in (0, c.head_dim)
         and not c.rotation.is_interleaved
+        and not c.has_logits_bias
         and c.mixture is None
         and not any(c.heads.windows)
     )
