@@ -14,7 +14,7 @@ DECODERS = ("gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", 
 DECODERS += ("seedoss", "exaone4", "olmo3", "glm4", "ernie45", "cohere2", "starcoder2", "ministral3")
 MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "gptoss", "deepseekv3")
 MIXTURES += ("granitemoe", "deepseekv2", "glm4moe", "ernie45moe", "minimaxm2", "phimoe")
-CLASSIFIERS = ("bert", "roberta", "xlmroberta", "distilbert")
+CLASSIFIERS = ("bert", "roberta", "xlmroberta", "distilbert", "modernbert")
 ENCODER_DECODERS = ("mbart", "pegasus", "marian")
 GENERATORS = (*NAMES, *DECODERS, *MIXTURES, *ENCODER_DECODERS)
 

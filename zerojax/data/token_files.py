@@ -66,7 +66,9 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
 # The class that transformers keeps for a model type; "" runs the file as it is.
 MODELS: Mapping[str, str] = {
     **dict.fromkeys(("mistral", "ministral3", "mixtral", "phi3", "olmo2", "olmo3", "granite", "granitemoe"), ""),
-    **dict.fromkeys(("internlm3", "glm4", "glm4_moe", "ernie4_5", "ernie4_5_moe", "minimax_m2", "phimoe"), ""),
+    **dict.fromkeys(
+        ("internlm3", "glm4", "glm4_moe", "ernie4_5", "ernie4_5_moe", "minimax_m2", "phimoe", "modernbert"), ""
+    ),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("bart", "roberta"), "RobertaTokenizer"),
@@ -82,6 +84,7 @@ _OVERRULED = (
     "ernie4_5_moe",
     "minimax_m2",
     "phimoe",
+    "modernbert",
 )  # model types whose published tokenizer_class is known to be wrong
 
 

@@ -19,6 +19,7 @@ FAMILIES: tuple[family.Family, ...] = (
     mamba2.FAMILY,
     bert.XLM_ROBERTA,
     bert.DISTILBERT,
+    bert.MODERNBERT,
 )
 
 # preset -> its family

@@ -253,7 +253,7 @@ FAMILIES = {
     **dict.fromkeys(("qwen2", "qwen2moe", "qwen3moe"), ("byte_level", "Qwen2Tokenizer")),
     **dict.fromkeys(("granite", "granitemoe", "minimaxm2", "olmo2"), ("gpt2", "GPT2Tokenizer")),
     **dict.fromkeys(
-        ("gptoss", "smollm3", "seedoss", "exaone4", "olmo3", "glm4", "glm4moe"),
+        ("gptoss", "smollm3", "seedoss", "exaone4", "olmo3", "glm4", "glm4moe", "modernbert"),
         ("byte_level", "PreTrainedTokenizerFast"),
     ),
     **dict.fromkeys(("llama", "llamadynamic", "mixtral"), ("prepend", "LlamaTokenizer")),

@@ -13,7 +13,7 @@ from zerojax.data.pairs import rows, tasks
 from zerojax.errors import UserError
 from zerojax.models import family
 from zerojax.models.bert import family as bert
-from zerojax.models.bert import model
+from zerojax.models.bert import modern
 from zerojax.trainer import metrics
 
 # As transformers counts them with two classes.
@@ -25,20 +25,56 @@ PUBLISHED = {
     "xlm_roberta_base": 278_045_186,
     "xlm_roberta_large": 559_892_482,
     "distilbert_base": 66_955_010,
+    "modernbert_base": 149_606_402,
+    "modernbert_large": 395_833_346,
 }
-TABLES = {name: own for own in (bert.FAMILY, bert.ROBERTA, bert.XLM_ROBERTA, bert.DISTILBERT) for name in own.presets}
+TABLES = {
+    name: own
+    for own in (bert.FAMILY, bert.ROBERTA, bert.XLM_ROBERTA, bert.DISTILBERT, bert.MODERNBERT)
+    for name in own.presets
+}
 SHAPES = {name: own.presets[name] for name, own in TABLES.items()}
 
 
 def test_big_presets_have_their_published_number_of_weights():
-    assert {name: family.count_params(model.parts, SHAPES[name]) for name in PUBLISHED} == PUBLISHED
+    assert {name: family.count_params(TABLES[name].parts, SHAPES[name]) for name in PUBLISHED} == PUBLISHED
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_written_config_is_read_back(name):
     config = dataclasses.replace(SHAPES[name], classes=("no", "yes", "perhaps"), activation="relu")
     table = TABLES[name].huggingface
-    assert table.read(table.write(config), ()) == config
+    found = table.read(table.write(config), ())
+    if isinstance(config, modern.ModernBertConfig):  # the file names the windows of all layers
+        assert [found.window_of(i) for i in range(28)] == [config.window_of(i % config.num_layers) for i in range(28)]
+        found = dataclasses.replace(found, windows=config.windows)
+    assert found == config
+
+
+@pytest.mark.parametrize("field, value", [
+    ("layer_types", ["full_attention"]), ("rope_scaling", {"rope_type": "yarn"}), ("classifier_pooling", "max"),
+    ("rope_parameters", {"full_attention": {"rope_type": "linear", "factor": 2.0}}),
+])  # fmt: skip
+def test_a_modern_config_that_is_not_computed_is_refused_in_one_line(field, value):
+    written = bert.MODERNBERT.huggingface.write(SHAPES["modernbert_base"]) | {field: value}
+    with pytest.raises(UserError, match=rf"^config.json: {field}.*: must be .*choose a folder") as caught:
+        bert.MODERNBERT.huggingface.read(written, ())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_modern_config_of_the_hub_is_that_of_the_preset():
+    """Its file has the fields of earlier versions of the class."""
+    raw = {
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 22,
+        "global_attn_every_n_layers": 3,
+        "local_attention": 128,
+    }
+    raw |= {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "classifier_pooling": "cls"}
+    found = bert.MODERNBERT.huggingface.read(raw, ())
+    shape = SHAPES["modernbert_base"]
+    assert found == dataclasses.replace(shape, windows=(shape.windows * 8)[:22])
 
 
 @pytest.mark.parametrize("field, value", [

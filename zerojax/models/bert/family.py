@@ -9,7 +9,7 @@ import jax
 
 from zerojax.errors import UserError
 from zerojax.models import config_json, family, layers, parallel
-from zerojax.models.bert import model
+from zerojax.models.bert import model, modern
 from zerojax.models.bert.model import BertConfig
 from zerojax.models.family import Tensor
 from zerojax.tree import PyTree
@@ -45,6 +45,12 @@ DISTILBERT_PRESETS: dict[str, BertConfig] = {
     "distilbert_base": BertConfig(
         30522, 6, 768, 12, 3072, num_kinds=0, head_activation="relu", model_type="distilbert"
     ),
+}
+
+# arXiv:2412.13663, table 4
+MODERN_PRESETS: dict[str, BertConfig] = {
+    "modernbert_base": modern.ModernBertConfig(50368, 22, 768, 12, 1152),
+    "modernbert_large": modern.ModernBertConfig(50368, 28, 1024, 16, 2624),
 }
 
 
@@ -91,6 +97,7 @@ _KINDS = {
     ),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA._replace(name="XLMRoberta", vocab_size=30522),
+    "modernbert": _Variant("ModernBert", "model", ("head.dense", "classifier"), ("classifier", "head.dense"), ""),
     "distilbert": _Variant(
         "DistilBert",
         "distilbert",
@@ -249,13 +256,16 @@ def _loss(
     """Returns the mean loss of the classes of texts, with that of each `by_token`."""
     arrays = (batch["inputs"], batch["labels"], batch.get("mask"), batch.get("labeled"), by_token)
     rngs = None if key is None else {layers.DROPOUT: key}
-    return model.Bert(config).apply({"params": params}, *arrays, method="loss", rngs=rngs)
+    return _net(config).apply({"params": params}, *arrays, method="loss", rngs=rngs)
 
 
 def _logits(config: BertConfig, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
-    return cast(
-        jax.Array, model.Bert(config).apply({"params": params}, tokens, inputs.get("mask"), inputs.get("kinds"))
-    )
+    found = _net(config).apply({"params": params}, tokens, inputs.get("mask"), inputs.get("kinds"))
+    return cast(jax.Array, found)
+
+
+def _net(config: BertConfig) -> model.Bert:
+    return modern.ModernBert(config) if isinstance(config, modern.ModernBertConfig) else model.Bert(config)
 
 
 def _writes_no_text(*_: Any) -> NoReturn:
@@ -326,3 +336,129 @@ FAMILY = family.Family(
 ROBERTA = dataclasses.replace(FAMILY, presets=ROBERTA_PRESETS, huggingface=_table("roberta"))
 XLM_ROBERTA = dataclasses.replace(FAMILY, presets=XLM_ROBERTA_PRESETS, huggingface=_table("xlm-roberta"))
 DISTILBERT = dataclasses.replace(FAMILY, presets=DISTILBERT_PRESETS, huggingface=_table("distilbert"))
+
+
+_MODERN_BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
+
+
+def _modern_tensors(config: modern.ModernBertConfig) -> dict[str, Tensor]:
+    layer = "model.layers.{}"
+    norms = {"norm": "model.embeddings.norm", "final_norm": "model.final_norm", "head/norm": "head.norm"}
+    norms |= {"layer_{}/attention_norm": f"{layer}.attn_norm", "layer_{}/mlp_norm": f"{layer}.mlp_norm"}
+    linear = {"attention/qkv": "attn.Wqkv", "attention/o": "attn.Wo", "mlp/gate_up": "mlp.Wi", "mlp/down": "mlp.Wo"}
+    found = {"embed/embedding": Tensor("model.embeddings.tok_embeddings.weight")}
+    for ours, theirs in norms.items():
+        found |= {f"{ours}/scale": Tensor(f"{theirs}.weight"), f"{ours}/bias": Tensor(f"{theirs}.bias")}
+    for ours, theirs in linear.items():
+        inputs = 2 if ours.endswith("/o") else 1
+        found[f"layer_{{}}/{ours}/kernel"] = Tensor(f"{layer}.{theirs}.weight", inputs)
+        found[f"layer_{{}}/{ours}/bias"] = Tensor(f"{layer}.{theirs}.bias", form="flat")
+    found |= {"head/dense/kernel": Tensor("head.dense.weight", 1), "head/dense/bias": Tensor("head.dense.bias")}
+    found["head/out/kernel"] = Tensor("classifier.weight", 1, is_optional=True, drawn=config.stddev)
+    return found | {"head/out/bias": Tensor("classifier.bias", is_optional=True)}
+
+
+def _write_modern(config: modern.ModernBertConfig) -> dict[str, Any]:
+    c, windows = config, [config.window_of(layer) for layer in range(config.num_layers)]
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    usual = _write(c)
+    return {
+        **{name: usual[name] for name in usual if not name.startswith(("type_vocab", "layer_norm", "hidden_act"))},
+        "hidden_activation": c.activation,
+        "norm_eps": c.norm_eps,
+        **dict(zip(_MODERN_BIASES, (c.norm_bias, c.attention_bias, c.mlp_bias, c.head_bias))),
+        "classifier_activation": c.head_activation,
+        "classifier_pooling": c.pooling,
+        "local_attention": 2 * max(windows) or 128,
+        "layer_types": kinds,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta}
+            for kind, theta in zip(("full_attention", "sliding_attention"), c.thetas)
+        },
+    }
+
+
+def _read_modern(raw: Mapping[str, Any], names: Collection[str]) -> modern.ModernBertConfig:
+    f = config_json.Fields(raw)
+    f.choice("problem_type", ("single_label_classification",), "single_label_classification")
+    f.heads("hidden_size", "num_attention_heads")
+    layers_of, types, known = (
+        f.depth("num_hidden_layers", 22),
+        raw.get("layer_types"),
+        ("full_attention", "sliding_attention"),
+    )
+    if types is None:
+        every = f.count("global_attn_every_n_layers", 3)
+        types = [known[layer % every > 0] for layer in range(layers_of)]
+    if not isinstance(types, list) or len(types) != layers_of or not {*map(str, types)} <= {*known}:
+        raise f.refuse("layer_types", f"{layers_of} of {' or '.join(known)}")
+    if raw.get("rope_scaling"):
+        raise f.refuse("rope_scaling", "absent, since rotations are not stretched")
+    rotations, thetas = f.group("rope_parameters"), []
+    for kind, told, usual in zip(known, ("global_rope_theta", "local_rope_theta"), (160000.0, 10000.0)):
+        group = rotations.group(kind)
+        group.choice("rope_type", ("default",), "default")
+        thetas.append(group.number("rope_theta", f.number(told, usual)))
+    biases = [f.flag(name, False) for name in _MODERN_BIASES]
+    return modern.ModernBertConfig(
+        f.count("vocab_size", 50368),
+        layers_of,
+        f.count("hidden_size", 768),
+        f.count("num_attention_heads", 12),
+        f.count("intermediate_size", 1152),
+        classes=_classes(f),
+        num_positions=f.count("max_position_embeddings", 8192),
+        activation=f.activation("hidden_activation", "gelu"),
+        head_activation=f.activation("classifier_activation", "gelu"),
+        norm_eps=f.number("norm_eps", 1e-5),
+        stddev=f.number("initializer_range", 0.02),
+        windows=tuple(f.count("local_attention", 128) // 2 if kind == known[1] else 0 for kind in types),
+        thetas=(thetas[0], thetas[1]),
+        norm_bias=biases[0],
+        attention_bias=biases[1],
+        mlp_bias=biases[2],
+        head_bias=biases[3],
+        pooling="mean" if f.choice("classifier_pooling", ("cls", "mean"), "cls") == "mean" else "cls",
+    )
+
+
+def _modern_flops_per_token(config: Any, lengths: Mapping[str, int], per_weight: float = 6.0) -> float:
+    seq_len, windows = lengths["inputs"], [config.window_of(layer) for layer in range(config.num_layers)]
+    seen = sum(min(2 * window + 1, seq_len) if window else seq_len for window in windows)
+    return model.flops_per_token(config, seq_len, per_weight, parts=modern.parts, seen=seen)
+
+
+MODERNBERT = dataclasses.replace(
+    FAMILY,
+    presets=MODERN_PRESETS,
+    parts=modern.parts,
+    flops_per_token=_modern_flops_per_token,
+    huggingface=dataclasses.replace(
+        FAMILY.huggingface,
+        architectures={"modernbert": ("ModernBertForSequenceClassification", "ModernBertForMaskedLM")},
+        tensors=_modern_tensors,
+        write=_write_modern,
+        read=_read_modern,
+        adapted=lambda config: ("Wqkv",),
+        saved=("classifier", "head.dense"),
+        ignored=r"decoder\.(weight|bias)",
+        renamed=(),
+        prefix="model.",
+        outside=(
+            "head.dense.weight",
+            "head.dense.bias",
+            "head.norm.weight",
+            "head.norm.bias",
+            "classifier.weight",
+            "classifier.bias",
+        ),
+    ),
+    parallel=FAMILY.parallel._replace(
+        activations=(
+            (r"final_norm", parallel.TOKENS),
+            (r"head/norm", (None, None)),
+            *parallel.FUSED,
+            *FAMILY.parallel.activations,
+        )
+    ),
+)

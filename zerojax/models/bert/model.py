@@ -8,6 +8,7 @@ Shapes: B batch, T length, D embed, F mlp, C classes.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -176,10 +177,20 @@ def parts(config: BertConfig) -> family.Parts:
     return found | {"head": (ClassHead(c), states)}
 
 
-def flops_per_token(config: BertConfig, seq_len: int, per_weight: float = 6.0) -> float:
+def flops_per_token(
+    config: BertConfig,
+    seq_len: int,
+    per_weight: float = 6.0,
+    *,
+    parts: Callable[[Any], family.Parts] = parts,
+    seen: float | None = None,
+) -> float:
     """Returns the floating-point operations of training on one token: `per_weight` for each weight of a layer, and 12 * embed_dim for each
-    token that it sees in a layer, without recomputation. The head multiplies one token of a text."""
+    token that it sees in a layer, without recomputation: those of all layers are `seen`, or all of its text. The head multiplies one token
+    of a text. `parts` makes the weights."""
     c, shapes = config, family.abstract_params(parts, config)
     sizes = {name: sum(leaf.size for leaf in jax.tree.leaves(shapes[name])) for name in shapes}
     in_layers = sum(size for name, size in sizes.items() if name.startswith("layer_"))
-    return per_weight * (in_layers + sizes["head"] / seq_len) + 12.0 * c.embed_dim * c.num_layers * seq_len
+    return per_weight * (in_layers + sizes["head"] / seq_len) + 12.0 * c.embed_dim * (
+        c.num_layers * seq_len if seen is None else seen
+    )
