@@ -6,6 +6,8 @@ import re
 import pytest
 
 from zerojax import configs
+from zerojax.data.pairs import tasks
+from zerojax.optim import registry
 from zerojax.trainer import settings
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -59,6 +61,19 @@ def test_the_table_of_derived_settings_has_their_defaults():
         for place, value in zip(places.split("`, `"), values.split(", "), strict=True):
             default = settings.table()[place.removeprefix("config.")].default
             assert default == (type(default)() if value == "empty" else type(default)(value.strip("`"))), place
+
+
+def test_what_a_task_or_an_optimizer_reads_is_a_setting_and_no_other_reads_it_in_silence():
+    of_tasks = {place for task in tasks.TASKS.values() for place in task.reads}
+    assert of_tasks <= settings.table().keys()
+    assert {f"optimizer.{name}" for name in registry.READ_BY_SOME} <= settings.table().keys()
+    for name, task in tasks.TASKS.items():
+        config = settings.changed(settings.Config(), {"data.task": name})
+        told = {place for place in FIELDS if settings.why_unread(config, place).endswith(f"{name} does not read it")}
+        groups = {
+            place for place in FIELDS if any(f"{place}.".startswith(f"{own}.") for own in of_tasks - {*task.reads})
+        }
+        assert told == groups and told
 
 
 def test_settings_are_changed_at_any_depth_and_the_others_stay():

@@ -29,6 +29,11 @@ TOLD = {  # changed settings -> the one that then has no effect, and words of th
         "no checkpoint",
     ),
     "no sample": ({"sample__prompt": "class "}, "sample.prompt='class '", "sample.length=0"),
+    "no pipeline": ({"pipeline__chunks": 2}, "pipeline.chunks=2", "config.mesh.pipe=1"),
+    "no adapters": ({"lora__rslora": True}, "lora.rslora=True", "trains no adapters"),
+    "no history": ({"precision": "fp8", "fp8__history": 4}, "fp8.history=4", "tensorwise remembers no step"),
+    "text": ({"dpo__beta": 0.5}, "dpo.beta=0.5", "config.data.task=text does not read it"),
+    "no export": ({"export__dtype": "fp16"}, "export.dtype='fp16'", "'none' converts nothing"),
     "no profile": ({"profile__start": 3}, "profile.start=3", "profile.steps=0"),
 }
 
