@@ -245,7 +245,7 @@ EXCLUSIVE: list[covering.Rule] = [
     ),
     covering.never("offload.params", params_offload=("host", "nvme"), optimizer_offload="none", lora="off"),
     covering.never("offload.late_norm", late_norm="yes", optimizer_offload=("none", "nvme")),
-    covering.never("offload.late_norm", late_norm="yes", by_block="off"),
+    covering.never("offload.by_block", late_norm="yes", by_block="off"),
     covering.never("offload.late_norm", late_norm="yes", clip="0"),
     covering.never("offload.late_norm", late_norm="yes", precision="fp16"),
     covering.never("offload.by_block", by_block="on", optimizer_offload="nvme"),

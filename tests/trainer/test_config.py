@@ -159,10 +159,6 @@ BAD = {
         {"offload.params": "host", "offload.params_fraction": 2.0},
         r"^config\.offload\.params_fraction: .* at most 1",
     ),
-    "offloaded params and packed wires": (
-        {"offload.params": "host", "zero.stage": 3, "wire.weights": "int8"},
-        r"^config\.wire: packs within one program, and with config\.offload\.params='host' each block has its own; omit either",
-    ),
     "offload unread": ({"offload.fraction": 0.5}, r"^config\.offload\.fraction: is 0\.5 and cannot take effect"),
     "offload in flight": (
         {"offload.optimizer": "host", "offload.in_flight": 1},

@@ -224,7 +224,7 @@ def test_targets_that_mean_the_modules_of_a_folder_by_other_names_are_no_contrad
         ({"lora__init_from": str(FOLDER)}, r"config.lora.init_from: .* holds no adapter_config.json"),
         (
             {"lora__quantize": "nf4", "precision": "fp8"},
-            r"config.lora.quantize: is 'nf4', and quantized kernels are dequantized",
+            r"config.lora.quantize: is 'nf4', and with config.precision=fp8 kernels are dequantized",
         ),
         (
             {"lora__r": 0, "export__format": "peft", "lora__dropout": 0.0},

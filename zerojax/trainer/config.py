@@ -74,11 +74,7 @@ def from_dict(raw: Mapping[str, Any]) -> settings.Config:
     _check_export(config)
     make_offload(config.offload, config.zero.stage)
     make_fp8(config)
-    if make_wires(config).is_on and config.offload.params != offload_lib.NONE:
-        raise UserError(
-            f"config.wire: packs within one program, and with config.offload.params={config.offload.params!r} each block has its own; "
-            "omit either"
-        )
+    make_wires(config)
     _check_lora(config)
     chosen = config.optimizer
     decay = registry.own_weight_decay(chosen.name) if chosen.weight_decay == settings.OWN else chosen.weight_decay
@@ -491,11 +487,6 @@ def _check_lora(config: settings.Config) -> None:
                 f"lora.modules_to_save: must be names with commas between them, and is {errors.shown(group.modules_to_save)}"
             )
         make_lora(dataclasses.replace(group, r=group.r or 1))
-    if config.policy.has_fp8 and group.quantize != "none":
-        raise UserError(
-            f"config.lora.quantize: is {group.quantize!r}, and quantized kernels are dequantized to bf16, so config.precision='fp8' cannot "
-            "take effect; set config.precision=bf16, or config.lora.quantize=none"
-        )
 
 
 def _check_override(override: Any) -> None:

@@ -30,6 +30,8 @@ def check(config: settings.Config) -> None:
             )
     _check_task(config)
     _check_answers(config)
+    if config.policy.has_fp8 and config.lora.is_on:
+        _refuse(config, f"config.precision={config.precision}", {"lora.quantize": "kernels are dequantized to bf16"})
     if config.evaluate.patience and not config.checkpoint.keep_best:
         raise UserError(
             f"config.evaluate.patience: is {config.evaluate.patience}, and the results are then those of the best checkpoint, of which "

@@ -260,7 +260,7 @@ class ModelSettings:
         "all tokens")
     ring: bool = setting(False, ANY, "with mesh.model, a module's activations travel along a ring beside its own matmuls, where the axis "
         "divides a device's examples",
-        beside("mesh.model"), if_on(lambda c: not c.policy.has_fp8 and not c.lora.has_quantized,
+        beside("mesh.model"), if_on(lambda c: not c.policy.has_fp8 and (c.lora.quantize == "none" or not c.lora.is_on),
         "modules in fp8, and with quantized weights, run for all examples at once"))
     offload: str = setting("", ANY, "a regex of modules whose outputs, and of layers whose inputs, are offloaded to host memory until "
         "the backward pass")
@@ -324,11 +324,6 @@ class LoraSettings:
     def is_on(self) -> bool:
         """Returns whether adapters are trained."""
         return bool(self.r or self.init_from)
-
-    @property
-    def has_quantized(self) -> bool:
-        """Returns whether the frozen weights are stored in few bits."""
-        return self.is_on and self.quantize != "none"
 
 
 @dataclasses.dataclass(frozen=True)
