@@ -148,6 +148,19 @@ def empty(caches: PyTree, batch: int, slots: int, dtype: DTypeLike) -> Any:
     return jax.tree.map(zeros, caches)
 
 
+def recurrent(
+    past: Past | None, mask_BT: jax.Array | None, length: int
+) -> tuple[tuple[Any, ...], jax.Array | None, jax.Array | None]:
+    """Returns what a recurrent layer goes on from: two arrays or None, the texts' tokens in a call of `length`, int32[B], and its mask.
+
+    Without a past a text is a call, which may be padded on either side.
+    """
+    if past is None:
+        return (None, None), None, mask_BT
+    mask_BT = past.step.is_new_BT(length)
+    return past.keys, None if mask_BT is None else jnp.sum(mask_BT, axis=1), mask_BT
+
+
 def is_recurrent(caches: PyTree) -> bool:
     """Returns whether any array of a tree of `Held` is recurrent."""
     return any(held.positions is None for held in jax.tree.leaves(caches))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import decoding
-from zerojax.ops import attention, chunks, context_attention, embedding, losses, tokens
+from zerojax.ops import attention, chunks, context_attention, embedding, losses, short_convolution, tokens
 
 DROPOUT = "dropout"  # the collection of its random keys
 
@@ -127,6 +127,22 @@ class Linear(nn.Module):
         y = x @ matrix if self.dot_general is None else self.dot_general(x, matrix, (((x.ndim - 1,), (0,)), ((), ())))
         y = y.reshape(*kept, *self.features)
         return y + self.param("bias", nn.initializers.zeros, self.features) if self.use_bias else y
+
+
+class ShortConvolution(nn.Module):
+    """A causal convolution of each channel (`ops.short_convolution`); its weight is [C, 1, W], as PyTorch has it."""
+
+    window: int
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x_BTC: jax.Array, *before: Any, **given: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the result, and the inputs that a later call needs."""
+        bound, channels = self.window**-0.5, x_BTC.shape[-1]
+        drawn = lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)  # noqa: E731
+        weight_C1W = self.param("weight", drawn, (channels, 1, self.window))
+        y_BTC, last = short_convolution.convolve(x_BTC, weight_C1W[:, 0].T, *before, **given)
+        return y_BTC + self.param("bias", nn.initializers.zeros, (channels,)) if self.use_bias else y_BTC, last
 
 
 class MultiHeadAttention(nn.Module):

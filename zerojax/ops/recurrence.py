@@ -55,8 +55,23 @@ class _Chunks(NamedTuple):
     keeps: jax.Array  # [1, 1], what multiplies the state
 
 
+def go_on(terms: Terms, state_BHKV: jax.Array | None, **given: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns what `scan` does of a text, by `step` if it goes on with one token."""
+    if state_BHKV is None or terms.q.shape[1] > 1:
+        return scan(terms, state_BHKV, **given)
+    assert given.pop("segments_BT") is None, "a row has one text"
+    return step(terms, state_BHKV, **given)
+
+
+def flops(groups: int, heads: int, width: int, value_width: int, *, is_delta: bool) -> float:
+    """Returns the operations of a token's chunks: those of their matmuls and systems, in a forward pass."""
+    scores, results, states = CHUNK * groups * width, CHUNK * heads * value_width, heads * width * value_width
+    solved = scores + states + CHUNK * heads * (width + value_width) / 2 if is_delta else 0
+    return 2.0 * (scores + results + 2 * states + solved)
+
+
 def scan(
-    tokens: Terms,
+    terms: Terms,
     state_BHKV: jax.Array | None = None,
     *,
     mask_BT: jax.Array | None = None,
@@ -66,16 +81,16 @@ def scan(
     """Returns the results float32[B, T, H, V], and the state after the tokens: float32[B, H, K, V].
 
     Args:
-      tokens: the arguments.
+      terms: the arguments.
       state_BHKV: before them, of the same text; None: 0.
       mask_BT: False for padding, which leaves the state as it is, and whose results mean nothing.
       segments_BT: the number of the text that a token belongs to, where a row holds several, one after the other: each begins with state 0.
       chunk: tokens that are computed side by side.
     """
-    (batch, length, groups, width), (heads, value_width) = tokens.q.shape, tokens.v.shape[2:]
+    (batch, length, groups, width), (heads, value_width) = terms.q.shape, terms.v.shape[2:]
     chunk = min(chunk, length)
     padding = -length % chunk
-    tokens = _masked(tokens, mask_BT)
+    terms = _masked(terms, mask_BT)
 
     def in_chunks(array: jax.Array) -> jax.Array:
         """Returns [N, B, G, R, C, X] of [B, T, G or H, X]."""
@@ -83,8 +98,8 @@ def scan(
         array = array.reshape(batch, -1, chunk, groups, array.shape[2] // groups, array.shape[3])
         return array.transpose(1, 0, 3, 4, 2, 5)
 
-    scalars = (None if array is None else in_chunks(array[..., None]) for array in tokens[3:])
-    chunks = Terms(*map(in_chunks, tokens[:3]), *scalars)
+    scalars = (None if array is None else in_chunks(array[..., None]) for array in terms[3:])
+    chunks = Terms(*map(in_chunks, terms[:3]), *scalars)
     if state_BHKV is None:
         state_BHKV = jnp.zeros((batch, heads, width, value_width))
     numbers = None
@@ -97,10 +112,10 @@ def scan(
     return y_BTHV, state.reshape(batch, heads, width, value_width)
 
 
-def step(tokens: Terms, state_BHKV: jax.Array, *, mask_BT: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def step(terms: Terms, state_BHKV: jax.Array, *, mask_BT: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Returns what `scan` does of one token a row."""
-    heads = tokens.v.shape[2]
-    q, k, v, g, beta = _masked(tokens, mask_BT)
+    heads = terms.v.shape[2]
+    q, k, v, g, beta = _masked(terms, mask_BT)
     q_BHK, k_BHK = (jnp.repeat(array[:, 0], heads // array.shape[2], axis=1) for array in (q, k))
     state_BHKV = jnp.exp(g[:, 0, :, None, None]) * state_BHKV.astype(jnp.float32)
     u_BHV = v[:, 0]
@@ -110,9 +125,9 @@ def step(tokens: Terms, state_BHKV: jax.Array, *, mask_BT: jax.Array | None = No
     return jnp.sum(state_BHKV * q_BHK[..., None], axis=2)[:, None], state_BHKV
 
 
-def _masked(tokens: Terms, mask_BT: jax.Array | None) -> Terms:
+def _masked(terms: Terms, mask_BT: jax.Array | None) -> Terms:
     """Returns the arguments in float32, with those of padding such that the state stays as it is."""
-    q, k, v, g, beta = (None if array is None else array.astype(jnp.float32) for array in tokens)
+    q, k, v, g, beta = (None if array is None else array.astype(jnp.float32) for array in terms)
     assert q is not None and k is not None and v is not None and g is not None
     if mask_BT is None:
         return Terms(q, k, v, g, beta)
@@ -122,19 +137,19 @@ def _masked(tokens: Terms, mask_BT: jax.Array | None) -> Terms:
 
 
 @jax.custom_vjp
-def _over_chunks(state: jax.Array, tokens: Terms, segments: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    return _forward(state, tokens, segments)[0]
+def _over_chunks(state: jax.Array, terms: Terms, segments: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    return _forward(state, terms, segments)[0]
 
 
-def _forward(state: jax.Array, tokens: Terms, segments: jax.Array | None) -> tuple[Any, Any]:
-    chunks = _chunks(tokens, segments)
+def _forward(state: jax.Array, terms: Terms, segments: jax.Array | None) -> tuple[Any, Any]:
+    chunks = _chunks(terms, segments)
     last, before = jax.lax.scan(lambda state, chunk: (_after(state, chunk), state), state, chunks)
-    return (_results(before, chunks), last), (before, tokens, segments)
+    return (_results(before, chunks), last), (before, terms, segments)
 
 
 def _backward(kept: PyTree, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Terms, None]:
-    before, tokens, segments = kept
-    chunks, of_tokens = jax.vjp(lambda tokens: _chunks(tokens, segments), tokens)
+    before, terms, segments = kept
+    chunks, of_terms = jax.vjp(lambda terms: _chunks(terms, segments), terms)
     d_read, d_chunks = jax.vjp(_results, before, chunks)[1](grads[0])
 
     def earlier(d_after: jax.Array, given: tuple[jax.Array, _Chunks]) -> tuple[jax.Array, jax.Array]:
@@ -143,15 +158,15 @@ def _backward(kept: PyTree, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Arr
 
     d_state, d_after = jax.lax.scan(earlier, grads[1], (d_read, chunks), reverse=True)
     d_moved = jax.vjp(lambda chunks: _after(before, chunks), chunks)[1](d_after)[0]
-    return d_state, of_tokens(jax.tree.map(jnp.add, d_chunks, d_moved))[0], None
+    return d_state, of_terms(jax.tree.map(jnp.add, d_chunks, d_moved))[0], None
 
 
 _over_chunks.defvjp(_forward, _backward)
 
 
-def _chunks(tokens: Terms, segments: jax.Array | None) -> _Chunks:
-    """Returns what chunks do. `tokens` are [N, B, G, R, C, ...], and `segments` int32[N, B, 1, 1, C]."""
-    q, k, v, g, beta = tokens
+def _chunks(terms: Terms, segments: jax.Array | None) -> _Chunks:
+    """Returns what chunks do. `terms` are [N, B, G, R, C, ...], and `segments` int32[N, B, 1, 1, C]."""
+    q, k, v, g, beta = terms
     size = g.shape[-2]
     sums = jnp.cumsum(g[..., 0], axis=-1)
     is_seen = jnp.tril(jnp.ones((size, size), bool)).reshape(*(1,) * (sums.ndim - 1), size, size)

@@ -13,6 +13,7 @@ PUBLISHED = {
     "qwen2_moe_a3b": 14_315_784_192,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
+    "qwen3_next_80b_a3b": 79_674_391_296,  # by its shapes; the model card says 80B
     "olmoe_1b_7b": 6_919_161_856,
     "deepseek_v3": 671_026_404_352 + 58 * 256,  # transformers counts no biases of the choice
     "kimi_k2": 1_026_408_209_408 + 60 * 384,

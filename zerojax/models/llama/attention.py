@@ -43,7 +43,11 @@ class Attention(nn.Module):
             groups = 3 if c.num_heads == c.num_kv_heads else 1
             heads = {"qkv": sum(heads.values()) // groups}
         shape = (groups,) if own.is_fused else ()
-        of_x = [layers.Linear((*shape, n, c.head_dim), use_bias=own.qkv_bias, name=name) for name, n in heads.items()]
+        width = {"q": 2 * c.head_dim if own.is_gated else c.head_dim}
+        of_x = [
+            layers.Linear((*shape, n, width.get(name, c.head_dim)), use_bias=own.qkv_bias, name=name)
+            for name, n in heads.items()
+        ]
         # Their three gradients of x are added up in each tile.
         tile = 0 if self.is_initializing() else c.tile_tokens
         found = tiles.over_own_tiles(lambda x_BTD: [linear(x_BTD) for linear in of_x], x_BTD, tile)
@@ -51,6 +55,8 @@ class Attention(nn.Module):
             fused_BTXN = found[0].reshape(*x_BTD.shape[:2], -1, c.head_dim)
             found = jnp.split(fused_BTXN, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         q_BTHN, k_BTKN, v_BTKN = found
+        if own.is_gated:
+            q_BTHN, gate_BTHN = jnp.split(q_BTHN, 2, axis=-1)
         if own.norm:
             dims = 2 if own.norm == "joint" else 1
             q_BTHN = layers.RMSNorm(c.norms.eps, c.norms.offset, dims, name="q_norm")(q_BTHN)
@@ -80,6 +86,8 @@ class Attention(nn.Module):
                 y_BTHN = tokens_lib.attend(*arrays, c.attention, is_causal=True, **given)
             else:
                 y_BTHN, keys = decoding.attend(*arrays, c.attention, past, **given)
+        if own.is_gated:
+            y_BTHN *= nn.sigmoid(gate_BTHN)
         out = layers.Linear((c.embed_dim,), contracted=2, stddev=c.residual_stddev, use_bias=own.o_bias, name="o")
         return out(y_BTHN), keys
 

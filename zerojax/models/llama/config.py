@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zerojax.models.llama import mla
+from zerojax.models.llama import delta, mla
 from zerojax.models.llama.rope import Rope, Rotation, Scaling
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
@@ -29,6 +29,7 @@ class Heads:
         it is not.
       cap: bounds the scores by a softcap; 0 for no bound.
       has_sinks: whether each head has a sink (`ops.sinks`).
+      is_gated: what a head gives is multiplied by a sigmoid of the token's state, dim by dim.
       latent: the shape of latent attention (`mla`); None: attention is grouped. `head_dim` is then that of queries and keys.
     """
 
@@ -41,6 +42,7 @@ class Heads:
     growth: tuple[float, int] | None = None
     cap: float = 0.0
     has_sinks: bool = False
+    is_gated: bool = False
     latent: mla.Latent | None = None
 
 
@@ -138,6 +140,7 @@ class LlamaConfig:
 
     Attributes:
       mixture: None: no layer's MLP is a mixture of experts.
+      recurrent: layers that have a recurrence in place of attention; None: none has.
       has_logits_bias: each token's logit has a bias, once it is scaled and bounded.
       has_positions: each of the `max_seq_len` positions has an embedding, and nothing is rotated.
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
@@ -158,6 +161,7 @@ class LlamaConfig:
     norms: Norms = Norms()
     mlp: MLPForm = MLPForm()
     mixture: MixtureForm | None = None
+    recurrent: delta.Delta | None = None
     scales: Scales = Scales()
     tie_embeddings: bool = False
     has_logits_bias: bool = False
@@ -175,6 +179,10 @@ class LlamaConfig:
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer's MLP is a mixture of experts."""
         return self.mixture is not None and layer not in self.mixture.dense_layers
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Returns whether a layer has a recurrence in place of attention."""
+        return self.recurrent is not None and self.recurrent.pattern[layer % len(self.recurrent.pattern)]
 
     def window_of(self, layer: int) -> int:
         """Returns the window of a layer."""
@@ -195,7 +203,7 @@ class LlamaConfig:
 
     def kind_of(self, layer: int) -> tuple[Any, ...]:
         """Returns what two layers have in common that take equal time."""
-        return self.has_experts(layer), self.window_of(layer), self.rope_of(layer)
+        return self.has_experts(layer), self.window_of(layer), self.rope_of(layer), self.is_recurrent(layer)
 
     @property
     def residual_stddev(self) -> float:

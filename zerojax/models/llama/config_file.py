@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from zerojax.models import config_json
-from zerojax.models.llama import mla, rope
+from zerojax.models.llama import delta, mla, rope
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Scales
 from zerojax.models.llama.model_types import ROWS
 
@@ -18,6 +18,7 @@ PARTS = {
     "norms": Norms,
     "mlp": MLPForm,
     "mixture": MixtureForm,
+    "recurrent": delta.Delta,
     "scales": Scales,
 }
 Found = Mapping[str, Mapping[str, Any]]  # name of a part -> its fields
@@ -89,6 +90,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         "qkv_bias": lambda: {"qkv_bias": heads.qkv_bias},
         "lm_head_bias": lambda: {"lm_head_bias": c.has_logits_bias},
         "attention_out_bias": lambda: {"attention_out_bias": heads.o_bias},
+        "linear_num_key_heads": lambda: _write_delta(c),
     }
     if m is not None:
         own |= {
@@ -148,6 +150,19 @@ def _write_latent(shape: mla.Latent) -> dict[str, Any]:
         "qk_rope_head_dim": shape.rotary_dim,
         "v_head_dim": shape.value_dim,
         "rope_interleave": shape.is_interleaved,
+    }
+
+
+def _write_delta(config: LlamaConfig) -> dict[str, Any]:
+    shape, kinds = config.recurrent, ("full_attention", "linear_attention")
+    assert shape is not None
+    return {
+        "layer_types": [kinds[config.is_recurrent(layer)] for layer in range(config.num_layers)],
+        "linear_num_key_heads": shape.groups,
+        "linear_num_value_heads": shape.heads,
+        "linear_key_head_dim": shape.key_dim,
+        "linear_value_head_dim": shape.value_dim,
+        "linear_conv_kernel_dim": shape.window,
     }
 
 
@@ -225,6 +240,7 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         {"rotation": ropes},
         _read_multipliers(f, row.reads),
         _read_experts(f, row.reads),
+        {"recurrent": _read_delta(f)} if "linear_num_key_heads" in row.reads else {},
         row.parts,
     ]
     if latent is not None:
@@ -280,6 +296,31 @@ def _read_latent(f: config_json.Fields) -> mla.Latent:
         value_dim=f.count("v_head_dim", 128),
         is_interleaved=f.flag("rope_interleave", True),
     )
+
+
+def _read_delta(f: config_json.Fields) -> dict[str, Any]:
+    """Reads the shape of layers of the gated delta rule, and which layers these are."""
+    layers, told = f.depth("num_hidden_layers"), f.raw.get("layer_types")
+    known = {"full_attention": False, "linear_attention": True}
+    if told is None:
+        every = f.count("full_attention_interval", 4)
+        pattern = tuple((layer + 1) % every != 0 for layer in range(layers))
+    elif not isinstance(told, list) or len(told) != layers or not {*map(str, told)} <= {*known}:
+        raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
+    else:
+        pattern = tuple(known[name] for name in told)
+    period = next(size for size in range(1, layers + 1) if all(pattern[i] == pattern[i % size] for i in range(layers)))
+    groups, heads = f.count("linear_num_key_heads", 16), f.count("linear_num_value_heads", 32)
+    if heads % groups:
+        raise f.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads={groups}")
+    return {
+        "groups": groups,
+        "heads": heads,
+        "key_dim": f.count("linear_key_head_dim", 128),
+        "value_dim": f.count("linear_value_head_dim", 128),
+        "window": f.count("linear_conv_kernel_dim", 4),
+        "pattern": pattern[:period],
+    }
 
 
 def _read_latent_heads(f: config_json.Fields, latent: mla.Latent) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from zerojax.models import family, parallel
 from zerojax.models.family import Tensor
-from zerojax.models.llama import config_file, model, one_row, published, rope
+from zerojax.models.llama import config_file, delta, model, one_row, published, rope
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, Norms
 from zerojax.models.llama.config_file import HEAD
 from zerojax.models.llama.model_types import ROWS
@@ -21,6 +21,15 @@ PRESETS: dict[str, LlamaConfig] = {
     "test": _TEST,
     "moe_test": dataclasses.replace(
         _TEST, heads=Heads(norm="each"), mixture=MixtureForm(4, 2, 32, shared_dim=32), model_type="qwen2_moe"
+    ),
+    "hybrid_test": dataclasses.replace(
+        _TEST,
+        rotation=rope.Rotation(dims=8),
+        heads=Heads(norm="each", is_gated=True),
+        norms=Norms(offset=1.0),
+        mixture=MixtureForm(4, 2, 32, shared_dim=32),
+        recurrent=delta.Delta(2, 4, 16, 16, pattern=(True, False)),
+        model_type="qwen3_next",
     ),
     "tiny": LlamaConfig(0, 4, 128, 4, 2, 32, 384, 2048),
     "llama3_1b": _llama3(16, 2048, 32, 8, 64, 8192),
@@ -76,6 +85,8 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
             f"layer_{{}}/attention/{name}/scale": Tensor(f"{attention}.{name}.weight", form=form)
             for name in ("q_norm", "k_norm")
         }
+    if c.recurrent is not None:
+        found |= _delta_tensors("model.layers.{}.linear_attn")
     found |= {"layer_{}/attention/sinks": Tensor(f"{attention}.sinks")} if c.heads.has_sinks else {}
     found |= _expert_tensors(c, c.mixture) if c.mixture is not None else {}
     names = {name: f"{name}_proj" for name in ("gate_up", "gate", "up", "down")}
@@ -114,6 +125,15 @@ def _expert_tensors(config: LlamaConfig, mixture: MixtureForm) -> dict[str, Tens
         for ours, theirs in (("gate_up", "input_linear"), ("down", "output_linear")):
             found[f"layer_{{}}/mlp/experts/{ours}"] = Tensor(f"{mlp}.{theirs}.weight", form="stack")
     return found | _linear("layer_{}/mlp/shared_gate", f"{mlp}.shared_expert_gate", 1, False)
+
+
+def _delta_tensors(place: str) -> dict[str, Tensor]:
+    found = {f"layer_{{}}/delta/{name}": Tensor(f"{place}.{name}") for name in ("A_log", "dt_bias")}
+    found |= {"layer_{}/delta/conv/weight": Tensor(f"{place}.conv1d.weight")}
+    found |= {"layer_{}/delta/norm/scale": Tensor(f"{place}.norm.weight")}
+    for ours, theirs, inputs in (("qkvz", "in_proj_qkvz", 1), ("ba", "in_proj_ba", 1), ("out", "out_proj", 2)):
+        found |= _linear(f"layer_{{}}/delta/{ours}", f"{place}.{theirs}", inputs, False)
+    return found
 
 
 def _latent_tensors(config: LlamaConfig, attention: str) -> dict[str, Tensor]:
@@ -168,6 +188,8 @@ def _copies(raw: Mapping[str, Any]) -> dict[str, str]:
 def _further(raw: Mapping[str, Any]) -> str:
     """Returns the names of layers after the last one of DeepSeek-V3's relatives, which predict tokens further ahead (arXiv:2412.19437,
     section 2.2)."""
+    if raw.get("model_type") == "qwen3_next":
+        return r"mtp\..*"
     layers, count = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers")
     if (
         raw.get("model_type") not in ("deepseek_v3", "kimi_k2", "glm4_moe")
@@ -224,6 +246,7 @@ FAMILY = family.Family(
             (r"/experts/down_bias", ("expert",)),
             (r"/attention/(q_b|kv_b)/(kernel|lora_b)", (None, "model")),  # [rank, heads, width]
             (r"/attention/(q_a|kv_a)/(kernel|bias)", (None,)),
+            (r"/delta/(?!norm)", (None,)),  # its convolution runs over queries, keys and values of all heads
         ),
         activations=(
             *parallel.HEADS,
@@ -232,6 +255,8 @@ FAMILY = family.Family(
             (r".*/attention/(q_b|kv_b)", (None, None, "model")),
             (r".*/attention/(q_a|kv_a)(_norm)?", parallel.ALL_TOKENS),
             (r"layer_\d+/(attention|mlp)", parallel.TOKENS, parallel.ALL_TOKENS, parallel.OF_RINGS),
+            (r"layer_\d+/delta", parallel.TOKENS, parallel.ALL_TOKENS),
+            (r".*/delta/(qkvz|ba|conv|norm)", parallel.ALL_TOKENS),
             (r"layer_\d+/mlp/(experts|shared|shared_gate)", parallel.TOKENS, parallel.ALL_TOKENS),
             (r"embed|positions|norm|layer_\d+(/(attention|mlp)(_post)?_norm)?", parallel.TOKENS),
         ),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from zerojax.errors import UserError
 from zerojax.models import decoding, family, layers
-from zerojax.models.llama import attention, mla, mlp, rope, text_lengths
+from zerojax.models.llama import attention, delta, mla, mlp, rope, text_lengths
 from zerojax.models.llama.config import LlamaConfig
 from zerojax.ops import residuals, softcap, tiles
 from zerojax.ops import tokens as tokens_lib
@@ -34,6 +34,7 @@ class Layer(nn.Module):
     window: int = 0
     rotation: rope.Rope | None = None
     has_experts: bool = False
+    is_recurrent: bool = False
 
     @nn.compact
     def __call__(
@@ -75,6 +76,11 @@ class Layer(nn.Module):
     @nn.nowrap
     def _attention(self) -> nn.Module:
         c = self.config
+        if self.is_recurrent:
+            assert c.recurrent is not None
+            return delta.GatedDelta(
+                c.recurrent, c.embed_dim, c.mlp.activation, c.norms.eps, c.residual_stddev, name="delta"
+            )
         if c.heads.latent is None:
             return attention.Attention(c, self.window, self.rotation, name="attention")
         assert self.rotation is not None and not self.window, "latent attention is rotated and has no window"
@@ -148,6 +154,8 @@ class Llama(nn.Module):
         """Returns the logits after each row's first `lengths_B` tokens, float32[B, V], and every layer's keys and values."""
         c, (batch, length) = self.config, tokens_BT.shape
         step = decoding.first_step(batch, length, slots)
+        if c.recurrent is not None:  # in whose state padding would leave a trace
+            step = step._replace(counts_B=lengths_B)
         # Padding is not part of a text's length
         if c.by_length:
             step = step._replace(positions_BT=jnp.minimum(step.positions_BT, lengths_B[:, None] - 1))
@@ -255,10 +263,11 @@ def logits(config: LlamaConfig, params: PyTree, inputs: Mapping[str, jax.Array],
 
 
 def caches(config: LlamaConfig) -> PyTree:
-    """Returns what every layer remembers of each token: keys and values, or what latent attention has in place of both."""
+    """Returns what every layer remembers: of each token keys and values, or what latent attention has in place of both; or a state."""
     c, latent = config, config.heads.latent
-    keys = (decoding.Held((c.num_kv_heads, c.head_dim)),) * 2
-    return [keys if latent is None else (decoding.Held((1, latent.rank + latent.rotary_dim)),)] * c.num_layers
+    keys: tuple[decoding.Held, ...] = (decoding.Held((c.num_kv_heads, c.head_dim)),) * 2
+    held = keys if latent is None else (decoding.Held((1, latent.rank + latent.rotary_dim)),)
+    return [c.recurrent.caches() if c.recurrent and c.is_recurrent(i) else held for i in range(c.num_layers)]
 
 
 def start(
@@ -310,7 +319,8 @@ def parts(config: LlamaConfig) -> family.Parts:
     if c.has_positions:
         found["positions"] = (layers.Embed(c.max_seq_len, c.embed_dim, embedding_init=embed.embedding_init), tokens)
     found |= {
-        f"layer_{i}": (Layer(c, c.window_of(i), c.rope_of(i), c.has_experts(i)), states) for i in range(c.num_layers)
+        f"layer_{i}": (Layer(c, c.window_of(i), c.rope_of(i), c.has_experts(i), c.is_recurrent(i)), states)
+        for i in range(c.num_layers)
     }
     found["norm"] = (make_norm(c), states)
     if c.has_logits_bias:
@@ -325,7 +335,8 @@ def count_params(config: LlamaConfig) -> int:
 
 def flops_per_token(config: LlamaConfig, seq_len: int, per_weight: float = 6.0) -> float:
     """Returns the floating-point operations of training on one token: 6 per weight outside tables of embeddings (4 if it is frozen), and
-    12 * heads * head_dim for each token that it sees in a layer, without recomputation: the lower half of seq_len, or of a window."""
+    12 * heads * head_dim for each token that it sees in a layer, without recomputation: the lower half of seq_len, or of a window; and
+    three times what a recurrence computes."""
     c = config
     used = count_params(c) - (0 if c.tie_embeddings else c.vocab_size * c.embed_dim)
     used -= c.max_seq_len * c.embed_dim if c.has_positions else 0
@@ -333,7 +344,10 @@ def flops_per_token(config: LlamaConfig, seq_len: int, per_weight: float = 6.0) 
         skipped = sum(map(c.has_experts, range(c.num_layers))) * (m.experts - m.per_token)
         biases = 0 if m.clamp is None else 2 * m.width + c.embed_dim
         used -= skipped * (3 * c.embed_dim * m.width + biases)
-    spans = [min(c.window_of(layer) or seq_len, seq_len) for layer in range(c.num_layers)]
+    recurrent = [layer for layer in range(c.num_layers) if c.is_recurrent(layer)]
+    attending = [layer for layer in range(c.num_layers) if not c.is_recurrent(layer)]
+    spans = [min(c.window_of(layer) or seq_len, seq_len) for layer in attending]
     seen = sum(2 * span - span**2 / seq_len for span in spans)  # twice the mean over a row's tokens
     width = c.head_dim if c.heads.latent is None else (c.head_dim + c.heads.latent.value_dim) / 2
-    return per_weight * used + 6.0 * c.num_heads * width * seen
+    inside = 3.0 * len(recurrent) * c.recurrent.flops() if c.recurrent is not None else 0.0
+    return per_weight * used + 6.0 * c.num_heads * width * seen + inside

@@ -122,6 +122,17 @@ ROWS: dict[str, ModelType] = {
         ("attention_bias", "num_experts", "moe_intermediate_size", *_WINDOW),
         _told(32768, 4, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8),
     ),
+    "qwen3_next": ModelType(
+        "Qwen3NextForCausalLM", {"heads": {"norm": "each", "is_gated": True}, "norms": {"offset": 1.0}},
+        (
+            "attention_bias", "num_experts", "moe_intermediate_size", "shared_expert_intermediate_size",
+            "partial_rotary_factor", "linear_num_key_heads",
+        ),
+        _told(
+            32768, 2, head_dim=256, partial_rotary_factor=0.25, moe_intermediate_size=512, num_experts=512,
+            shared_expert_intermediate_size=512, num_experts_per_tok=10, norm_topk_prob=True,
+        ),
+    ),
     "olmoe": ModelType(
         "OlmoeForCausalLM", {"heads": _JOINT}, ("attention_bias", "num_experts", "clip_qkv"),
         _told(4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8),

@@ -46,6 +46,7 @@ def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
         and not c.rotation.is_interleaved
         and not c.has_logits_bias
         and c.mixture is None
+        and c.recurrent is None
         and not any(c.heads.windows)
     )
     if not is_plain:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Scales
+from zerojax.models.llama.delta import Delta
 from zerojax.models.llama.mla import Latent
 from zerojax.models.llama.rope import Rope, Rotation, Scaling
 
@@ -163,6 +164,11 @@ PRESETS: dict[str, LlamaConfig] = {
     ),
     "qwen3_30b_a3b": _qwen3_moe(151936, 48, 2048, 32, 4, 128, 6144, mixture=MixtureForm(128, 8, 768)),
     "qwen3_235b_a22b": _qwen3_moe(151936, 94, 4096, 64, 4, 128, 12288, mixture=MixtureForm(128, 8, 1536)),
+    "qwen3_next_80b_a3b": LlamaConfig(
+        151936, 48, 2048, 16, 2, 256, 5120, max_seq_len=262144, rotation=Rotation(1e7, dims=64),
+        heads=Heads(norm="each", is_gated=True), norms=Norms(eps=1e-6, offset=1.0),
+        mixture=MixtureForm(512, 10, 512, shared_dim=512), recurrent=Delta(16, 32, 128, 128), model_type="qwen3_next",
+    ),
     "olmoe_1b_7b": LlamaConfig(  # arXiv:2409.02060, table 10
         50304, 16, 2048, 16, 16, 128, 1024, max_seq_len=4096, rotation=Rotation(1e4), heads=Heads(norm="joint"),
         mixture=MixtureForm(64, 8, 1024, is_normalised=False), model_type="olmoe",

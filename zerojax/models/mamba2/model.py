@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from zerojax.models import decoding, family, layers
 from zerojax.ops import attention as attention_lib
-from zerojax.ops import context_attention, recurrence, short_convolution
+from zerojax.ops import context_attention, recurrence
 from zerojax.tree import PyTree
 
 STEPS = (1e-3, 0.1)  # between which a head's dt begins
@@ -73,21 +73,6 @@ class Mamba2Config:
         return self.inner_dim + 2 * self.groups * self.state_dim
 
 
-class ShortConvolution(nn.Module):
-    """A causal convolution of each channel (`ops.short_convolution`); its weight is [C, 1, W], as PyTorch has it."""
-
-    window: int
-    use_bias: bool
-
-    @nn.compact
-    def __call__(self, x_BTC: jax.Array, *before: Any, **given: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the result, and the inputs that a later call needs."""
-        bound, channels = self.window**-0.5, x_BTC.shape[-1]
-        weight_C1W = self.param("weight", _uniform(-bound, bound), (channels, 1, self.window))
-        y_BTC, last = short_convolution.convolve(x_BTC, weight_C1W[:, 0].T, *before, **given)
-        return y_BTC + self.param("bias", nn.initializers.zeros, (channels,)) if self.use_bias else y_BTC, last
-
-
 class GatedNorm(nn.Module):
     """RMSNorm of y silu(z), over the channels of each group."""
 
@@ -121,11 +106,7 @@ class Mixer(nn.Module):
         log_a_H = self.param("A_log", lambda _, shape: jnp.log(jnp.arange(1.0, shape[0] + 1)), (c.num_heads,))
         dt_bias_H = self.param("dt_bias", _first_steps, (c.num_heads,))
         skip_H = self.param("D", nn.initializers.ones, (c.num_heads,))
-        counts_B: jax.Array | None = None
-        held: Any = (None, None) if past is None else past.keys
-        if past is not None:
-            mask_BT = past.step.is_new_BT(length)
-            counts_B = None if mask_BT is None else jnp.sum(mask_BT, axis=1)
+        held, counts_B, mask_BT = decoding.recurrent(past, mask_BT, length)
         x_BTD = x_BTD.astype(log_a_H.dtype)
         x_BTD = x_BTD if mask_BT is None else jnp.where(mask_BT[..., None], x_BTD, 0)
         sizes = (c.inner_dim, c.channels, c.num_heads)
@@ -133,7 +114,7 @@ class Mixer(nn.Module):
         z_BTI, x_BTC, dt_BTH = jnp.split(made, (sizes[0], sizes[0] + sizes[1]), axis=-1)
         if mask_BT is not None and c.has_bias:
             x_BTC = jnp.where(mask_BT[..., None], x_BTC, 0)
-        convolve = ShortConvolution(c.window, c.has_conv_bias, name="conv")
+        convolve = layers.ShortConvolution(c.window, c.has_conv_bias, name="conv")
         x_BTC, inputs = convolve(x_BTC, held[1], segments_BT=segments_BT, counts_B=counts_B)
         x_BTC = layers.ACTIVATIONS[c.activation](x_BTC)
         x_BTI, k_BTX, q_BTX = jnp.split(x_BTC, (c.inner_dim, c.inner_dim + c.groups * c.state_dim), axis=-1)
@@ -141,12 +122,9 @@ class Mixer(nn.Module):
         k_BTGK, q_BTGK = (each.reshape(batch, length, c.groups, c.state_dim) for each in (k_BTX, q_BTX))
         dt_BTH = jnp.clip(nn.softplus(dt_BTH.astype(jnp.float32) + dt_bias_H.astype(jnp.float32)), *c.steps)
         decay_BTH = -jnp.exp(log_a_H.astype(jnp.float32)) * dt_BTH
-        tokens = recurrence.Terms(q_BTGK, k_BTGK, dt_BTH[..., None] * x_BTHV, decay_BTH)
+        terms = recurrence.Terms(q_BTGK, k_BTGK, dt_BTH[..., None] * x_BTHV, decay_BTH)
         with jax.named_scope("recurrence"):
-            if past is not None and length == 1:
-                y_BTHV, state = recurrence.step(tokens, held[0], mask_BT=mask_BT)
-            else:
-                y_BTHV, state = recurrence.scan(tokens, held[0], mask_BT=mask_BT, segments_BT=segments_BT)
+            y_BTHV, state = recurrence.go_on(terms, held[0], mask_BT=mask_BT, segments_BT=segments_BT)
         y_BTHV += skip_H.astype(jnp.float32)[:, None] * x_BTHV
         y_BTI = GatedNorm(c.norm_eps, c.groups, name="norm")(y_BTHV.reshape(batch, length, -1), z_BTI)
         stddev = 0.02 / c.num_layers**0.5
@@ -309,12 +287,8 @@ def flops_per_token(config: Mamba2Config, per_weight: float = 6.0) -> float:
     (4 if it is frozen), and three times those of a chunk's matmuls in each layer, without recomputation."""
     c = config
     used = family.count_params(parts, c) - (0 if c.tie_embeddings else c.vocab_size * c.embed_dim)
-    inside = 2 * recurrence.CHUNK * (c.groups * c.state_dim + c.inner_dim)
-    return per_weight * used + 3.0 * c.num_layers * (inside + 4 * c.inner_dim * c.state_dim)
-
-
-def _uniform(low: float, high: float) -> Any:
-    return lambda key, shape: jax.random.uniform(key, shape, minval=low, maxval=high)
+    inside = recurrence.flops(c.groups, c.num_heads, c.state_dim, c.head_dim, is_delta=False)
+    return per_weight * used + 3.0 * c.num_layers * inside
 
 
 def _first_steps(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

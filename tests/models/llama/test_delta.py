@@ -1,0 +1,115 @@
+"""Checks hybrids of attention and recurrent layers. This module tests zerojax.models.llama.delta.
+
+tests/interop/test_pretrained.py compares them with transformers, and tests/ops/test_recurrence.py the recurrence with its equations.
+"""
+
+import dataclasses
+import functools
+
+import arrays
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+
+from zerojax.errors import UserError
+from zerojax.models import decoding
+from zerojax.models import family as family_lib
+from zerojax.models.llama import family, model
+
+ROUNDING = 1e-5  # float32 sums in another order
+CONFIG = dataclasses.replace(family.PRESETS["hybrid_test"], vocab_size=61, mixture=None)
+STEP = {"model__preset": "hybrid_test", "model__num_layers": 2, "seq_len": 16}
+
+
+@functools.cache
+def make_params():
+    random = np.random.default_rng(0)
+    shapes = family_lib.abstract_params(model.parts, CONFIG)
+    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.3, leaf.shape), leaf.dtype), shapes)
+
+
+@functools.cache
+def gradients():
+    return jax.jit(jax.value_and_grad(lambda params, batch: model.loss(CONFIG, params, batch)))
+
+
+def test_texts_of_a_row_are_learned_as_each_alone():
+    """The second text begins amid a chunk."""
+    sizes = (70, 30, 12)
+    tokens = np.array(arrays.integers(1, (1, sum(sizes)), 0, CONFIG.vocab_size))
+    segments, at = np.repeat([1, 2, 0], sizes)[None], np.arange(sum(sizes))[None]
+    labeled = (segments > 0) & (at != 0) & (at != sizes[0])
+    batch = {"tokens": tokens, "segments": segments, "labeled": labeled.astype(np.int32)}
+    found, total = gradients()(make_params(), batch), []
+    for text, size in zip(np.split(tokens, np.cumsum(sizes)[:-1], axis=1), sizes[:2]):
+        alone = {"tokens": np.pad(text, ((0, 0), (0, at.size - size))), "segments": at < size}
+        alone["labeled"] = alone["segments"] & (at > 0)
+        own = gradients()(make_params(), {name: array.astype(np.int32) for name, array in alone.items()})
+        total.append(jax.tree.map(lambda leaf, count=size - 1: leaf * count / labeled.sum(), own))
+    for one, other in zip(*map(jax.tree.leaves, (found, jax.tree.map(jnp.add, *total))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=ROUNDING * max(1, np.abs(other).max()))
+
+
+def test_a_state_is_that_of_the_text_whatever_pads_it_and_in_whatever_parts_it_is_read():
+    """A prompt of 5 tokens, read at once with padding, and by 3 tokens and 2; then a token, which a row without one leaves alone."""
+    tokens = np.array(arrays.integers(2, (2, 6), 0, CONFIG.vocab_size))
+    start = jax.jit(lambda tokens, lengths: model.start(CONFIG, make_params(), {}, tokens, lengths, 8))
+    extend = jax.jit(lambda caches, step, tokens: model.extend(CONFIG, make_params(), caches, step, tokens))
+    steps = functools.partial(decoding.row_step, slots=8, is_read_by_kernel=False)
+    scores, held = start(np.pad(tokens[:, :5], ((0, 0), (0, 2)), constant_values=9), np.full(2, 5))
+    _, part = start(tokens[:, :3], np.full(2, 3))
+    counts = jnp.full(2, 2)
+    other, part = extend(part, steps(jnp.full(2, 3), counts, 3), np.pad(tokens[:, 3:5], ((0, 0), (0, 1))))
+    np.testing.assert_allclose(scores, other, rtol=0, atol=ROUNDING)
+    (state, inputs), (keys, _) = (held[layer] for layer in range(2))
+    assert state.shape[1:] == (4, 16, 16) and state.dtype == jnp.float32 and keys.shape[1] == 8
+    for one, same in zip((state, inputs), part[0]):
+        np.testing.assert_allclose(one, same, rtol=0, atol=ROUNDING)
+    scores, after = extend(held, steps(jnp.full(2, 5), jnp.array([1, 0]), 1), tokens[:, 5])
+    whole = jax.jit(lambda tokens: model.logits(CONFIG, make_params(), {}, tokens))(tokens)
+    np.testing.assert_allclose(scores[0], whole[0, 5], rtol=0, atol=ROUNDING)
+    for one, before in zip(after[0], held[0]):
+        np.testing.assert_array_equal(one[1], before[1])
+        assert (np.asarray(one[0]) != np.asarray(before[0])).any()
+
+
+@pytest.mark.parametrize("field, value", [
+    ("layer_types", ["full_attention"]), ("layer_types", ["sliding_attention"] * 48), ("linear_num_value_heads", 24),
+    ("full_attention_interval", 0), ("partial_rotary_factor", 1.5),
+])  # fmt: skip
+def test_a_config_that_is_not_computed_is_refused_in_one_line(field, value):
+    table = family.FAMILY.huggingface
+    written = table.write(family.PRESETS["qwen3_next_80b_a3b"]) | {field: value}
+    if field == "full_attention_interval":
+        del written["layer_types"]
+    with pytest.raises(UserError, match=rf"^config.json: {field}: must be .*choose a folder") as caught:
+        table.read(written, ())
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_no_config_names_are_recurrent_but_for_every_fourth():
+    shape = family.PRESETS["qwen3_next_80b_a3b"]
+    written = family.FAMILY.huggingface.write(shape)
+    del written["layer_types"]
+    assert family.FAMILY.huggingface.read(written, ()) == shape
+
+
+@pytest.mark.parametrize("changed", [
+    {"zero__stage": 3},
+    pytest.param({"zero__stage": 2, "grad_accum": 2}, marks=runs.LONG),
+    pytest.param({"zero__stage": 3, "offload__optimizer": "host", "offload__params": "host"}, marks=runs.LONG),
+    pytest.param({"zero__stage": 1, "mesh__pipe": 2, "grad_accum": 2}, marks=runs.LONG),
+    pytest.param({"zero__stage": 3, "mesh__model": 2}, marks=runs.LONG),
+    pytest.param({"zero__stage": 3, "mesh__expert": 2, "reduce_dtype": "fp32"}, marks=runs.LONG),
+])  # fmt: skip
+def test_losses_and_norms_of_gradients_are_those_of_stage_0(changed):
+    plain = runs.trained(**STEP, zero__stage=0)
+    for found, wanted in zip(runs.trained(devices=4, **STEP | changed), plain, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_parts_of_rows_are_refused():
+    with pytest.raises(UserError, match=r"^config.mesh.context: is 2, and a recurrent layer reads a row's tokens"):
+        runs.trained(devices=2, **STEP, mesh__context=2)
