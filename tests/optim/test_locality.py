@@ -216,3 +216,19 @@ def test_frozen_and_missing_weights_are_left_out():
     params = {"kernel": optax.MaskedNode(), "bias": jnp.ones((COLUMNS,))}
     assert locality.of(optax.adam(RATE), params).kind == locality.ELEMENTWISE
     assert locality.of(optax.adam(RATE), {"kernel": optax.MaskedNode()}).kind == locality.ELEMENTWISE
+
+
+def test_weights_have_one_kind_where_the_same_operations_update_them():
+    params = {name: {"w": jnp.ones((ROWS, COLUMNS)), "b": jnp.ones(COLUMNS)} for name in ("first", "second", "third")}
+
+    def is_first(params):
+        return {name: jax.tree.map(lambda _, own=name == "first": own, layer) for name, layer in params.items()}
+
+    adam = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1, of_matrices))
+    for told_apart in (None, optax.masked(optax.scale(0.5), is_first), optax.masked(optax.trace(0.9), is_first)):
+        found = locality.kinds(optax.chain(adam, told_apart or optax.identity(), optax.scale(-1e-2)), params)
+        of = dict(zip([(layer, name) for layer in params for name in ("b", "w")], found, strict=True))
+        assert of["second", "w"] == of["third", "w"] != of["third", "b"] == of["second", "b"]
+        assert (
+            (of["first", "w"] == of["second", "w"]) == (of["first", "b"] == of["second", "b"]) == (told_apart is None)
+        )

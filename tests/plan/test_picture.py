@@ -7,6 +7,8 @@ import pytest
 from zerojax import roles
 from zerojax.clock import kernels, walk
 from zerojax.plan import picture, targets
+from zerojax.plan.offload import streams
+from zerojax.zero.offload import step_by_block
 
 SPANS = (
     walk.Span(kernels.MATMUL, 0.0, 2.0),
@@ -53,6 +55,15 @@ def test_the_picture_is_a_png_and_has_the_time_of_a_step_where_it_is_foretold(pl
 def test_time_begins_at_0_in_the_unit_of_its_magnitude(plan, tmp_path, monkeypatch, seconds, unit):
     _, _, timed = axes_of(foretold(plan, seconds), tmp_path, monkeypatch)
     assert timed.get_xlim() == pytest.approx((0.0, 4.0)) and timed.get_xlabel() == unit
+
+
+def test_a_step_block_by_block_has_a_bar_for_each_program(plan, tmp_path, monkeypatch):
+    used = (3 << 30, 5 << 30, 2 << 30)
+    by_block = step_by_block.Memory(fetched=0, used=used, params=0, waiting=0)
+    stream = streams.Stream(0, groups=2, before=0, in_flight=0, at_once=0, peak=5 << 30, by_block=by_block)
+    _, programs, *_ = axes_of(dataclasses.replace(plan, stream=stream), tmp_path, monkeypatch)
+    assert [bar.get_height() for bar in programs.patches] == [3.0, 5.0, 2.0]
+    assert programs.get_ylabel() == "GiB on a device" and "the most: 5" in programs.get_title()
 
 
 @pytest.mark.parametrize("times, is_drawn", [(2, True), (10_000, False)])

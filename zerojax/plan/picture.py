@@ -1,7 +1,7 @@
 """Draws a plan's memory, when the stages of a pipeline run, and the foretold time of a step. This module writes one PNG."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerojax import display, roles
@@ -96,6 +96,9 @@ def _draw_peak(axes: Any, plan: step_plan.Plan) -> None:
 def _draw_temporaries(axes: Any, plan: step_plan.Plan) -> None:
     """Draws the temporaries by role in program order, where the compiler tells them, and where they are the most."""
     curve = plan.buffers.curve
+    if plan.stream is not None and plan.stream.by_block is not None:
+        _draw_programs(axes, plan.stream.by_block.used)
+        return
     axes.set_xlabel("instruction, in program order")
     if curve is None:
         axes.set_title("temporaries: this compiler does not tell them by instruction", fontsize=9)
@@ -112,6 +115,18 @@ def _draw_temporaries(axes: Any, plan: step_plan.Plan) -> None:
     axes.set_ylabel(f"{unit} on a device")
     axes.set_title("temporaries", fontsize=9)
     legend(axes, {role: _ROLES[role] for role in reversed(shown)}, **_BESIDE)
+
+
+def _draw_programs(axes: Any, used: Sequence[int]) -> None:
+    """Draws the bytes on a device while each program of a pass block by block runs."""
+    scale, unit = display.byte_unit(max(used))
+    axes.bar(range(len(used)), [nbytes / scale for nbytes in used], width=1.0, color=_ROLES[roles.TEMPORARIES])
+    axes.set_xlabel("program of a pass, in the order of sending")
+    axes.set_ylabel(f"{unit} on a device")
+    axes.set_title(
+        f"memory while each program runs, without groups of the update; the most: {display.human(max(used))}",
+        fontsize=9,
+    )
 
 
 def _draw_time(axes: Any, found: walk.StepTime) -> None:

@@ -149,7 +149,7 @@ def _lines(plan: step_plan.Plan) -> list[str]:
         lines.append("matmuls: " + ", ".join(f"{count} in {kind}" for kind, count in counted.items()))
     if plan.exchange is not None:
         lines.append(_exchange(plan.exchange))
-    if plan.stream is not None and (plan.stream.groups or (plan.stream.by_block and plan.stream.by_block.fetched)):
+    if plan.stream is not None and (plan.stream.nbytes or (plan.stream.by_block and plan.stream.by_block.fetched)):
         lines += _stream_lines(plan)
     lines += [
         f"departure from theory: {d.role}: {d.found:.3f} parameters instead of {d.expected:.3f}: {d.why} "

@@ -52,6 +52,34 @@ def test_weights_of_one_shape_that_the_optimizer_tells_apart_share_no_program(tx
     assert len({id(found.executable((item,))) for item in pieces}) == 1 < len(pieces)
 
 
+FIXED = {f"layer_{n}": {"wide": n == 0, "narrow": False, "scale": False} for n in range(2)}
+
+READS_ONE = optax.GradientTransformation(
+    lambda params: optax.EmptyState() if params["layer_0"]["wide"].ndim else None, optax.identity().update
+)
+
+
+@pytest.mark.parametrize(
+    ("tx", "programs"),
+    [
+        (optax.adamw(1e-2), 1),
+        (zerojax.fused_adamw(1e-2), 1),
+        (optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(0.1), is_first), optax.scale(-1e-2)), 2),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), 0),
+        (optax.chain(optax.adam(1e-2), optax.masked(optax.scale(0.1), FIXED)), 2),
+        (optax.chain(optax.adam(1e-2), READS_ONE), 0),
+        (zerojax.muon(1e-2), 0),
+    ],
+    ids=["plain", "fused", "told apart", "global", "fixed masks", "reads a weight", "matrices"],
+)
+def test_each_kind_of_block_has_one_program_where_weights_are_updated_one_by_one(tx, programs):
+    _, partition = offloads.sharded(tx, None, stage=3)
+    found = updates.of_blocks(partition, r"layer_\d+", may_skip=False)
+    found.set_grad_dtypes(dict.fromkeys(found.weights, jnp.float32))
+    assert len(found.compile()) == programs
+    assert [len(group.weights) for group in found.groups] == ([3, 3] if programs else [])
+
+
 def test_a_group_alone_updates_its_weights_as_optax_does(made):
     found, state, _ = made
     group = found.groups[0]

@@ -1,5 +1,7 @@
 """Checks what is held while programs run. This module tests zerojax.zero.step_programs.schedule."""
 
+import dataclasses
+
 import jax
 from block_nets import Net, abstract, parts
 
@@ -18,3 +20,13 @@ def test_a_result_that_is_taken_as_it_comes_is_not_held():
 
     found = schedule.Schedule(cut)(*args, done=done)
     assert set(taken) == results and set(jax.tree.leaves(found, is_leaf=lambda leaf: leaf is None)) <= {None}
+
+
+def test_fewer_programs_are_in_flight_where_what_they_read_would_need_more_memory():
+    _, nested, *args = parts(Net(3), remat="none")
+    alone = programs.cut(nested, *abstract(args))
+    found = schedule.Schedule(dataclasses.replace(alone, in_flight=2))
+    held = found._held((), "")
+    without = [own.nbytes + found._ending(held, index, 2) for index, own in enumerate(held)]
+    assert max(without) > max(found.used()) == max(schedule.Schedule(alone).used())
+    assert 0 <= min(found._ahead) < max(found._ahead) == 2

@@ -46,9 +46,14 @@ class Memory:
     """What a step block by block takes of each device, in bytes."""
 
     fetched: int  # params that arrive from the host in a step
-    passes: int  # the peak of the passes, without groups of the update
+    used: tuple[int, ...]  # while each program of a pass runs, without groups of the update
     params: int  # the params in host memory
-    waiting: int  # gradients that wait for other passes or for the norm
+    waiting: int  # gradients that wait for other passes, for the norm or for the end
+
+    @property
+    def passes(self) -> int:
+        """Returns the peak of the passes."""
+        return max(self.used)
 
 
 LEAD = 3  # programs between the sending of a group's load and its update, where params are on the host
@@ -271,11 +276,11 @@ class BlockwiseStep:
         # Those of a single pass come as its activations go; sums of several passes are there from the second on.
         adds_up = num_passes > 1
         kept = set() if adds_up else {one_pass.grads[path] for path in waits if isinstance(one_pass.grads[path], int)}
+        beside = (waiting if adds_up else 0) + self.updates.resident_bytes
+        used = max((one_pass.schedule.used(taken=one_pass.results - kept, follows=what) for what in follows), key=max)
         return Memory(
             fetched=num_passes * sum(cut.nbytes(number) for numbers in copies for number in numbers),
-            passes=max(one_pass.schedule.peak(taken=one_pass.results - kept, follows=what) for what in follows)
-            + (waiting if adds_up else 0)
-            + self.updates.resident_bytes,
+            used=tuple(beside + nbytes for nbytes in used),
             params=sum(map(cut.nbytes, on_host)),
             waiting=waiting,
         )
