@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from zerojax.plan import targets
+from zerojax.trainer import settings
 from zerojax.trainer.card import facts
 
 
@@ -40,8 +41,8 @@ def test_received_bytes_are_summed_by_kind_and_by_role():
     "precision, target, share", [("bf16", "h100", 0.5), ("fp32", "h100", 1.0), ("bf16", "cpu", None)]
 )
 def test_mfu_is_the_share_of_the_rate_of_the_dtype_that_is_computed_in(precision, target, share):
-    settings = types.SimpleNamespace(precision=precision)
-    program = types.SimpleNamespace(config=settings, flops_per_token=10.0, mesh=types.SimpleNamespace(size=4))
+    config = settings.Config(precision=precision)
+    program = types.SimpleNamespace(config=config, flops_per_token=10.0, mesh=types.SimpleNamespace(size=4))
     plan = types.SimpleNamespace(
         target=targets.TARGETS[target] if target != "cpu" else types.SimpleNamespace(matrix_rates={})
     )
