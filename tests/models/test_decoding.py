@@ -61,3 +61,32 @@ def test_masked_tokens_are_not_seen():
     found = attend_all(q, k, v, "xla", mask=mask)
     other = attend_all(q, k.at[:, 1].set(9.0), v.at[:, 1].set(9.0), "xla", mask=mask)
     np.testing.assert_array_equal(found, other)
+
+
+def test_devices_share_the_heads_of_arrays_that_have_heads_which_divide():
+    dims = [
+        held.heads_dim(ways)
+        for held, ways in [
+            (decoding.Held((4, 8)), 2),
+            (decoding.Held((4, 8)), 1),
+            (decoding.Held((1, 8)), 2),
+            (decoding.Held((4, 8, 8), None), 2),
+            (decoding.Held((4, 8), None, has_heads=False), 2),
+            (decoding.Held((), "inputs", has_heads=False, dtype=bool), 2),
+        ]
+    ]
+    assert dims == [2, None, None, 1, None, None]
+
+
+def test_a_step_tells_which_of_its_tokens_are_text():
+    """As recurrent arrays have to know: of padded prompts, of parts of prompts, of rows with a token or none."""
+    positions, counts = jnp.array([3, 0, 5]), jnp.array([1, 0, 1])
+    steps = functools.partial(decoding.row_step, positions, slots=8, is_read_by_kernel=False)
+    assert decoding.first_step(3, 2, 8).is_new_BT(2) is None
+    assert decoding.next_step(positions, 6, jnp.int32(0), 8).is_new_BT(1) is None
+    assert steps(counts, 1).is_new_BT(1).tolist() == [[True], [False], [True]]
+    assert steps(counts + 1, 3).is_new_BT(3).tolist() == [
+        [True, True, False],
+        [True, False, False],
+        [True, True, False],
+    ]

@@ -11,7 +11,7 @@ u are the solution of a triangular system, linear in the state S before it (sect
     u = U - W S    y = exp(a) q S + (exp(a_i - a_j) q_i k_j)_{j <= i} u    S after = exp(a_C) S + (exp(a_C - a_j) k_j)' u
 
 So chunks are matmuls side by side, and only their states follow each other. The backward pass keeps the arguments and the states before
-chunks, and computes the rest anew. All in float32.
+chunks, and computes the rest anew. Arrays are float32; matmuls have JAX's default precision, which on some GPUs is less (TF32).
 
 Shapes: B batch, T tokens, H heads, G groups of R heads with equal keys and queries, K width of keys, V of values, N chunks of C
 tokens.
