@@ -22,7 +22,7 @@ from zerojax.errors import UserError
 from zerojax.interop import huggingface, tensor_files
 from zerojax.models import families
 from zerojax.models.llama.config import LlamaConfig, Norms
-from zerojax.models.llama.rope import Rotation
+from zerojax.models.rope import Rotation
 
 HERE = pathlib.Path(__file__).parent
 SUPPORT = HERE.parent / "support"

@@ -1,7 +1,7 @@
 """Checks what a config says of its layers. This module tests zerojax.models.llama.config."""
 
 from zerojax.models.llama import family as presets
-from zerojax.models.llama.rope import Rope
+from zerojax.models.rope import Rope
 
 CONFIG = presets.PRESETS["moe_test"]
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import runs
 
+from zerojax.models import rope
 from zerojax.models.llama import family as presets
 from zerojax.models.llama import model as llama
-from zerojax.models.llama import rope
 from zerojax.ops import losses
 
 ROUNDING = 2e-5  # float32 sums of some hundred terms in another order

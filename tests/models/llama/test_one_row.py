@@ -16,7 +16,7 @@ from zerojax.inference.engine import weights
 from zerojax.models import decoding, family
 from zerojax.models.llama import one_row
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms
-from zerojax.models.llama.rope import Rotation, Scaling
+from zerojax.models.rope import Rotation, Scaling
 from zerojax.ops import quantized
 from zerojax.zero import stages
 

@@ -54,7 +54,7 @@ MODERN_PRESETS: dict[str, BertConfig] = {
 }
 
 
-class _Variant(NamedTuple):
+class _BertKind(NamedTuple):
     """What differs at Hugging Face.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Variant(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-_ROBERTA = _Variant(
+_ROBERTA = _BertKind(
     "Roberta",
     "roberta",
     ("classifier.dense", "classifier.out_proj"),
@@ -87,7 +87,7 @@ _ROBERTA = _Variant(
     pad=1,
 )
 _KINDS = {
-    "bert": _Variant(
+    "bert": _BertKind(
         "Bert",
         "bert",
         ("bert.pooler.dense", "classifier"),
@@ -97,8 +97,8 @@ _KINDS = {
     ),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA._replace(name="XLMRoberta", vocab_size=30522),
-    "modernbert": _Variant("ModernBert", "model", ("head.dense", "classifier"), ("classifier", "head.dense"), ""),
-    "distilbert": _Variant(
+    "modernbert": _BertKind("ModernBert", "model", ("head.dense", "classifier"), ("classifier", "head.dense"), ""),
+    "distilbert": _BertKind(
         "DistilBert",
         "distilbert",
         ("pre_classifier", "classifier"),
@@ -225,7 +225,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> BertConfig:
     return found
 
 
-def _pad(f: config_json.Fields, kind: _Variant) -> int:
+def _pad(f: config_json.Fields, kind: _BertKind) -> int:
     """Returns the id whose tokens have no position."""
     found = f.raw.get("pad_token_id", kind.pad)
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < f.count("vocab_size", kind.vocab_size):

@@ -6,15 +6,14 @@ Shapes: B batch, T length, D embed, H heads, N head dim, F mlp, C classes.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from zerojax.models import family, layers
+from zerojax.models import family, layers, rope
 from zerojax.models.bert import model
-from zerojax.models.llama import rope
 from zerojax.ops import tokens as tokens_lib
 
 
@@ -47,7 +46,7 @@ class ModernBertConfig(model.BertConfig):
         return self.windows[layer % len(self.windows)]
 
 
-class Attention(nn.Module):
+class ModernAttention(nn.Module):
     """Attention of tokens to those of their text, or to those near them."""
 
     config: ModernBertConfig
@@ -56,7 +55,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array:
         c, size, length = self.config, self.config.embed_dim // self.config.num_heads, x_BTD.shape[1]
-        given = {"stddev": c.stddev, "use_bias": c.attention_bias}
+        given: dict[str, Any] = {"stddev": c.stddev, "use_bias": c.attention_bias}
         qkv_BTXHN = layers.Linear((3, c.num_heads, size), name="qkv", **given)(x_BTD)
         frequency_F = rope.frequencies(size, c.thetas[self.window > 0])
         q_BTHN, k_BTHN = (rope.rotate(qkv_BTXHN[:, :, part], frequency_F) for part in (0, 1))
@@ -68,25 +67,26 @@ class Attention(nn.Module):
                 jnp.broadcast_to(near_1TT, (len(x_BTD), length, length)) if seen is None else near_1TT & seen[:, None]
             )
         with jax.named_scope("attention"):
-            attend = {"way": c.way, "is_causal": False, "mask": seen}
+            attend: dict[str, Any] = {"way": c.way, "is_causal": False, "mask": seen}
             y_BTHN = tokens_lib.attend(q_BTHN, k_BTHN, qkv_BTXHN[:, :, 2], c.attention, **attend)
         return layers.Linear((c.embed_dim,), contracted=2, name="o", **given)(y_BTHN)
 
 
-class MLP(nn.Module):
+class ModernMLP(nn.Module):
     """down(gelu(gate(x)) * up(x))."""
 
     config: ModernBertConfig
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        c, given = self.config, {"stddev": self.config.stddev, "use_bias": self.config.mlp_bias}
+        c = self.config
+        given: dict[str, Any] = {"stddev": c.stddev, "use_bias": c.mlp_bias}
         both_BTXF = layers.Linear((2, c.mlp_dim), name="gate_up", **given)(x_BTD)
         h_BTF = layers.ACTIVATIONS[c.activation](both_BTXF[:, :, 0]) * both_BTXF[:, :, 1]
         return layers.Linear((c.embed_dim,), name="down", **given)(h_BTF)
 
 
-class Layer(nn.Module):
+class ModernLayer(nn.Module):
     """One residual attention and one residual MLP; the first layer's attention reads the normalised embeddings."""
 
     calls_are_alike = True
@@ -100,11 +100,11 @@ class Layer(nn.Module):
         """Returns float[B, T, D]. `mask_BT` is False for tokens that no other sees."""
         c, dropout = self.config, layers.Dropout(self.config.dropout)
         read_BTD = x_BTD if self.is_first else _norm(c, "attention_norm")(x_BTD)
-        x_BTD += dropout(Attention(c, self.window, name="attention")(read_BTD, mask_BT))
-        return x_BTD + dropout(MLP(c, name="mlp")(_norm(c, "mlp_norm")(x_BTD)))
+        x_BTD += dropout(ModernAttention(c, self.window, name="attention")(read_BTD, mask_BT))
+        return x_BTD + dropout(ModernMLP(c, name="mlp")(_norm(c, "mlp_norm")(x_BTD)))
 
 
-class Head(nn.Module):
+class ModernHead(nn.Module):
     """out(norm(gelu(dense(x)))) of the state x of each text."""
 
     config: ModernBertConfig
@@ -148,8 +148,8 @@ def parts(config: ModernBertConfig) -> family.Parts:
     states = (jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32),)
     embed = layers.Embed(c.vocab_size, c.embed_dim, embedding_init=layers.normal(c.stddev))
     found: family.Parts = {"embed": (embed, (jax.ShapeDtypeStruct((1, 1), jnp.int32),)), "norm": (_norm(c), states)}
-    found |= {f"layer_{i}": (Layer(c, c.window_of(i), is_first=i == 0), states) for i in range(c.num_layers)}
-    return found | {"final_norm": (_norm(c), states), "head": (Head(c), states)}
+    found |= {f"layer_{i}": (ModernLayer(c, c.window_of(i), is_first=i == 0), states) for i in range(c.num_layers)}
+    return found | {"final_norm": (_norm(c), states), "head": (ModernHead(c), states)}
 
 
 def _norm(config: ModernBertConfig, name: str | None = None) -> nn.Module:

@@ -11,8 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from zerojax.models import decoding, layers
-from zerojax.models.llama import rope
+from zerojax.models import decoding, layers, rope
 from zerojax.models.llama.config import LlamaConfig
 from zerojax.ops import residuals, tiles
 from zerojax.ops import tokens as tokens_lib

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from zerojax.models.llama import delta, mla
-from zerojax.models.llama.rope import Rope, Rotation, Scaling
+from zerojax.models.rope import Rope, Rotation, Scaling
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
 from zerojax.ops import experts as experts_lib

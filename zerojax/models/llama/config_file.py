@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from zerojax.models import config_json
-from zerojax.models.llama import delta, mla, rope
+from zerojax.models import config_json, rope
+from zerojax.models.llama import delta, mla
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Scales
 from zerojax.models.llama.model_types import ROWS
 
@@ -124,8 +124,9 @@ def write(config: LlamaConfig) -> dict[str, Any]:
     elif scaling is not None or c.model_type in _ROPES:
         found["rope_scaling"] = _write_scaling(scaling)
         if heads.growth is not None:
-            grown = dict(zip(("llama_4_scaling_beta", "original_max_position_embeddings"), heads.growth))
-            found["rope_scaling"] |= grown
+            found["rope_scaling"] |= dict(
+                zip(("llama_4_scaling_beta", "original_max_position_embeddings"), heads.growth)
+            )
         if heads.latent is not None and scaling is not None and heads.scale:
             grown = math.sqrt(heads.scale * math.sqrt(c.head_dim)) - 1
             found["rope_scaling"]["mscale_all_dim"] = grown / (0.1 * math.log(scaling.factor))
@@ -453,7 +454,7 @@ def _read_interval(f: config_json.Fields, layers: int) -> dict[str, Any]:
         raise f.refuse("mlp_bias", "false, as the head has no bias")
     if f.number("moe_norm_min", 1e-12) > 1e-6:
         raise f.refuse("moe_norm_min", "1e-06 at most, as no sum of weights is that small")
-    bounds = []
+    bounds: list[Any] = []
     for name in ("moe_layer_start_index", "moe_layer_end_index"):
         bounds.append(f.raw.get(name))
         if not isinstance(bounds[-1], int) or isinstance(bounds[-1], bool):

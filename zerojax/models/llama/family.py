@@ -5,9 +5,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zerojax.models import family, parallel
+from zerojax.models import family, parallel, rope
 from zerojax.models.family import Tensor
-from zerojax.models.llama import config_file, delta, model, one_row, published, rope
+from zerojax.models.llama import config_file, delta, model, one_row, published
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, Norms
 from zerojax.models.llama.config_file import HEAD
 from zerojax.models.llama.model_types import ROWS

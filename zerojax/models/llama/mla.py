@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from zerojax.models import decoding, layers
-from zerojax.models.llama import rope
+from zerojax.models import decoding, layers, rope
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention, quantized, tokens
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.errors import UserError
-from zerojax.models import decoding, family, layers
-from zerojax.models.llama import attention, delta, mla, mlp, rope, text_lengths
+from zerojax.models import decoding, family, layers, rope
+from zerojax.models.llama import attention, delta, mla, mlp, text_lengths
 from zerojax.models.llama.config import LlamaConfig
 from zerojax.ops import residuals, softcap, tiles
 from zerojax.ops import tokens as tokens_lib

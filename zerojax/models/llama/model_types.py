@@ -36,8 +36,8 @@ _EACH: Any = {"norm": "each"}  # of heads
 _JOINT: Any = {"norm": "joint"}
 _GEMMA = {"norms": {"offset": 1.0, "places": "both"}}
 _GEMMA_READS = ("attention_bias", "use_bidirectional_attention", "query_pre_attn_scalar", "layer_types")
-_INTERLEAVED = {"rotation": {"is_interleaved": True}}
-_AFTER = {"norms": {"places": "after"}}
+_INTERLEAVED: Any = {"rotation": {"is_interleaved": True}}
+_AFTER: Any = {"norms": {"places": "after"}}
 _TANH = "gelu_pytorch_tanh"
 _GELU = ("hidden_activation", _TANH)
 
@@ -53,7 +53,7 @@ _gemma = functools.partial(
 )
 
 # fmt: off
-_BALANCED = {"score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False}
+_BALANCED: Any = {"score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False}
 _DEEPSEEK = ModelType(
     "DeepseekV3ForCausalLM", {"mixture": _BALANCED}, ("attention_bias", "kv_lora_rank", "n_routed_experts"),
     _told(

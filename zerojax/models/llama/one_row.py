@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cached_attention, grouped, one_token
-from zerojax.models import decoding
+from zerojax.models import decoding, rope
 from zerojax.models.llama import config as config_lib
-from zerojax.models.llama import rope
 from zerojax.models.llama.config import LlamaConfig
 from zerojax.ops import quantized, softcap
 from zerojax.tree import PyTree

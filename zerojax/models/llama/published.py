@@ -13,7 +13,7 @@ from typing import Any
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Scales
 from zerojax.models.llama.delta import Delta
 from zerojax.models.llama.mla import Latent
-from zerojax.models.llama.rope import Rope, Rotation, Scaling
+from zerojax.models.rope import Rope, Rotation, Scaling
 
 _NEAR, _ALL = 4096, 0
 _YARN_40 = 0.1 * math.log(40) + 1  # of DeepSeek-V3's scores, squared

@@ -1,4 +1,4 @@
-"""Checks rotary positions against their equations. This module tests zerojax.models.llama.rope."""
+"""Checks rotary positions against their equations. This module tests zerojax.models.rope."""
 
 import arrays
 import hypothesis
@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.models.llama import rope
+from zerojax.models import rope
 
 ROUNDING = 2e-5  # float32 sums of some hundred terms in another order
 SCALED = 1e-5  # relative: float32 powers of a base
