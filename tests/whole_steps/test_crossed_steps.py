@@ -192,7 +192,7 @@ RULES = [
     covering.never("offload.by_block", by_block="on", optimizer_offload="nvme"),
     covering.never("offload.by_block", by_block="off", params_offload=("host", "nvme")),
     covering.never("offload.late_norm", late_norm="yes", optimizer_offload=("none", "nvme")),
-    covering.never("offload.late_norm", late_norm="yes", by_block="off"),
+    covering.never("offload.by_block", late_norm="yes", by_block="off"),
     covering.never("late_norm", late_norm="yes", clip="0"),
     covering.never("late_norm", late_norm="yes", compute="fp16"),
     covering.never("offload.params", params_offload=("host", "nvme"), optimizer_offload="none", trainable="all"),

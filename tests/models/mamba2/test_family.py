@@ -10,7 +10,7 @@ from zerojax.errors import UserError
 from zerojax.models import family as family_lib
 from zerojax.models.mamba2 import family, model
 
-# As transformers counts them.
+# Counted by hand from the shapes of the published weights.
 PUBLISHED = {"mamba2_130m": 128_989_632}
 STEP = {"model__preset": "mamba2_test", "model__num_layers": 2, "seq_len": 16}
 
