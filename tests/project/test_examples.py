@@ -209,6 +209,27 @@ def test_decoders_of_others_train_in_two_lines_with_the_losses_of_one_device(nam
     np.testing.assert_allclose(example.train(name, 3), expected, rtol=LOSS_TOLERANCE)
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+def test_a_robot_policy_of_two_experts_has_the_losses_of_one_device(lora, monkeypatch):
+    example = load("robot_policy")
+    for name, value in {"WIDTHS": (16, 8), "HEADS": 2, "HEAD": 8, "LAYERS": 2, "BATCH": 16}.items():
+        monkeypatch.setattr(example, name, value)
+    expected, _ = example.train(3, lora, stage=0, devices=jax.devices()[:1])
+    found, _ = example.train(3, lora)
+    np.testing.assert_allclose(found, expected, rtol=LOSS_TOLERANCE)
+    assert found[-1] < found[0]
+
+
+def test_a_diffusion_transformer_of_equinox_has_the_losses_of_one_device(monkeypatch):
+    pytest.importorskip("equinox")
+    example = load("equinox_diffusion")
+    for name, value in {"WIDTH": 32, "LAYERS": 2, "PATCHES": 4, "BATCH": 16}.items():
+        monkeypatch.setattr(example, name, value)
+    expected, _ = example.train(3, stage=0, devices=jax.devices()[:1])
+    found, _ = example.train(3)
+    np.testing.assert_allclose(found, expected, rtol=LOSS_TOLERANCE)
+
+
 @runs.LONG
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_foreign_model_over_a_pipeline_has_the_losses_of_one_device(monkeypatch, schedule):

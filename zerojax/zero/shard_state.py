@@ -118,7 +118,7 @@ def _checked(state: State) -> State:
         if path_by_id.setdefault(id(node), name) != name:
             raise UserError(
                 f"state: {path_by_id[id(node)]} and {name} are one nnx.Variable, which a pytree would hold twice; "
-                "pass nnx.split(state) or nnx.state(state), which hold it once"
+                "pass nnx.split(state) or nnx.state(state), which hold it once, or a copy, jax.tree.map(jnp.copy, params)"
             )
     return state
 
