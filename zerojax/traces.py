@@ -264,7 +264,7 @@ def line(eqn: jex.JaxprEqn) -> str:
 
     It is the innermost one outside of this library and of installed ones, such as a call of a Flax module, if there is any.
     """
-    frames = eqn.source_info.traceback.frames if eqn.source_info.traceback is not None else ()
+    frames: Sequence[Any] = eqn.source_info.traceback.frames if eqn.source_info.traceback is not None else ()
     own = next((frame for frame in frames if not frame.file_name.startswith((*_LIBRARIES, "<"))), None)
     if own is None:
         return source.summarize(eqn.source_info)
@@ -273,7 +273,7 @@ def line(eqn: jex.JaxprEqn) -> str:
 
 _LIBRARIES = tuple(
     {os.path.dirname(__file__), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
-    | {os.path.dirname(module.__file__) for module in (jax, flax)}
+    | {os.path.dirname(str(module.__file__)) for module in (jax, flax)}
 )
 
 

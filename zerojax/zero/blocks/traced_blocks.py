@@ -214,7 +214,7 @@ class _TraceRun:
         given = [self._used(value) for value in operation.reads[: constants + carried]]
         own, carry = given[:constants], given[constants:]
         stacks = [self._stack(value) for value in operation.reads[constants + carried :]]
-        groups = scanned(body, [*[None] * len(given), *(stack and stack.path for stack in stacks)])
+        groups = scanned(body, [*[None] * len(given), *(stack.path if stack else None for stack in stacks)])
         rows = [
             self._used(value) if stack is None else stack.weight
             for value, stack in zip(operation.reads[constants + carried :], stacks)
