@@ -109,7 +109,10 @@ def test_settings_survive_json():
 
 BAD = {
     "unknown key, near": ({"zero.stages": 1}, r"^config\.zero\.stages: unknown config key; did you mean 'stage'\?$"),
-    "unknown key, far": ({"zzz": 1}, r"^config\.zzz: unknown config key; known: seed, deterministic, init_from, steps, "),
+    "unknown key, far": (
+        {"zzz": 1},
+        r"^config\.zzz: unknown config key; known: seed, deterministic, init_from, steps, ",
+    ),
     "a string for a number": ({"steps": "ten"}, r"^config\.steps: must be a whole number, and is 'ten'$"),
     "a bool for a number": ({"steps": True}, r"^config\.steps: must be a whole number, and is True$"),
     "a float for an int": ({"seq_len": 12.5}, r"^config\.seq_len: must be a whole number, and is 12\.5$"),

@@ -18,9 +18,10 @@ class Scaling:
     Attributes:
       kind: "linear" divides all frequencies (arXiv:2306.15595). "llama3" divides those whose wavelength is longer than
         `original_length / low_factor` tokens, keeps those below `original_length / high_factor`, and blends between
-        (arXiv:2407.21783). "yarn" divides pairs that turn less than `low_factor` times in `original_length` tokens, keeps those that turn more than `high_factor`
-        times, and blends between, by the number of the pair (arXiv:2309.00071, section 3.2). "dynamic" raises the base in texts longer
-        than `original_length` (NTK-aware scaling). "longrope" divides each pair by a number of its own (arXiv:2402.13753).
+        (arXiv:2407.21783). "yarn" divides pairs that turn less than `low_factor` times in `original_length` tokens, keeps those that turn
+        more than `high_factor` times, and blends between, by the number of the pair (arXiv:2309.00071, section 3.2). "dynamic" raises the
+        base in texts longer than `original_length` (NTK-aware scaling). "longrope" divides each pair by a number of its own
+        (arXiv:2402.13753).
       factor: the stretch.
       low_factor, high_factor, original_length: see `kind`; "linear" does not read them.
       attention_factor: multiplies rotated queries and keys.
