@@ -250,9 +250,10 @@ class Updates(groups_lib.Division):
         """Lowers a program: ([(param, host, device)], [(grad, shared)], scalars, [(number, start)]) -> [(param, host, device)]."""
 
         def run(owned: list, read: list, scalars: tuple, seeds: list) -> list[tuple]:
+            every = zip(items, owned, read, seeds)
             return [
-                self._run(item, *own, *given, scalars, *seed)
-                for item, own, given, seed in zip(items, owned, read, seeds)
+                self._run(item, param, host, device, grad, shared, scalars, number, start)
+                for item, (param, host, device), (grad, shared), (number, start) in every
             ]
 
         args = [self._arguments(item) for item in items]
