@@ -359,6 +359,8 @@ OFF = {
     "lifted_blocks.py",
     "block_keys.py",
     "block_settings.py",
+    "traced_blocks.py",
+    "trace_segments.py",
     "tpu_slices.py",
     "returned_state.py",
     "dependence.py",

@@ -65,15 +65,6 @@ class Blocks:
         """Returns blocks from their short form, a regex, or from themselves, with some fields of other values."""
         return signatures.with_fields(value if isinstance(value, Blocks) else cls(value), **fields)
 
-    @property
-    def either(self) -> str:
-        """Returns the regex of blocks and heads."""
-        return f"(?:{self.pattern})|(?:{self.heads})" if self.heads else self.pattern
-
-    def is_head(self, path: str | None) -> bool:
-        """Returns whether a module is a head."""
-        return path is not None and bool(self.heads) and re.fullmatch(self.heads, path) is not None
-
     def __post_init__(self) -> None:
         signatures.check_fields(self)
         errors.one_of("remat", self.remat, remat.REMAT)

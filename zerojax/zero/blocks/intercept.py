@@ -13,7 +13,6 @@ stored weight if there is one. Arrays that the loss has changed or made have non
 import contextlib
 import dataclasses
 import functools
-import re
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -183,7 +182,7 @@ class Interceptor:
         stacks: lifted_blocks.Stacks | None = None,
         made_of: Callable[[Any], tuple[str, Any] | None] = lambda array: None,
     ):
-        self._pattern = re.compile(how.either)
+        self._pattern = stored_lib.pattern(how)
         self.made_of = made_of
         self.marks = marks.Modules(how) if how.recompute or how.offload else None
         self._how, self._gather_leaf, self._policy, self._run = how, gather_leaf, policy, run
@@ -205,7 +204,7 @@ class Interceptor:
 
     def check_found(self, paths: Sequence[str], *, moves: bool) -> None:
         """Raises a UserError for a regex that matched nothing, and warns of weights that stay gathered."""
-        if not self.entered or (self._how.heads and not any(map(self._how.is_head, self.entered))):
+        if not self.entered or (self._how.heads and not any(map(self._is_head, self.entered))):
             raise block_settings.unmatched(self._how, is_head=bool(self.entered), paths=paths)
         if moves and self.with_unknown:
             warnings.warn(
@@ -340,7 +339,7 @@ class Interceptor:
         found = alike.description(block.alone, block.method, block.leaves, given)
         if found is None:
             return None
-        kinds = self._kinds.setdefault((found, self._how.is_head(path)), [])
+        kinds = self._kinds.setdefault((found, self._is_head(path)), [])
         kind = next((kind for kind in kinds if self.marks is None or self.marks.are_equal(kind.first, path)), None)
         if kind is None:
             kind = alike.AlikeBlocks(path, tree.NonArrays())
@@ -349,13 +348,13 @@ class Interceptor:
 
     def _inputs(self, path: str, values: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays that a block is called with."""
-        return values if self.marks is None or self._how.is_head(path) else self.marks.inputs(path, values)
+        return values if self.marks is None or self._is_head(path) else self.marks.inputs(path, values)
 
     def _marked(self, call: Callable, args: tuple, kwargs: dict, module: nn.Module) -> Any:
         """Runs a call inside a block."""
         assert self._inside is not None and self.marks is not None
         path = "/".join((self._inside, *module.path[len(self._root) :]))
-        if path == self._inside or self._how.is_head(self._inside):
+        if path == self._inside or self._is_head(self._inside):
             return call(*args, **kwargs)
         return self.marks.call(path, call, args, kwargs, module)
 
@@ -369,7 +368,10 @@ class Interceptor:
             self._inside, self._root = before
 
     def _policy_of(self, path: str) -> remat.Policy:
-        return None if self._how.is_head(path) else self._policy
+        return None if self._is_head(path) else self._policy
+
+    def _is_head(self, path: str | None) -> bool:
+        return stored_lib.is_head(self._how, path)
 
 
 class _LinenBlock:

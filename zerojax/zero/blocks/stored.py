@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -33,3 +34,13 @@ class Stored:
         """Returns the policy of a `jax.checkpoint`; None for no rematerialisation."""
         policy = remat.policy(self.how.remat, in_place=not (self.how.recompute or self.how.offload), moves=self.moves)
         return marks.Offloads(policy) if policy and self.how.offload else policy
+
+
+def pattern(how: block_settings.Blocks) -> re.Pattern:
+    """Returns the regex of blocks and heads."""
+    return re.compile(f"(?:{how.pattern})|(?:{how.heads})" if how.heads else how.pattern)
+
+
+def is_head(how: block_settings.Blocks, path: str | None) -> bool:
+    """Returns whether a module is a head."""
+    return path is not None and bool(how.heads) and re.fullmatch(how.heads, path) is not None

@@ -9,7 +9,6 @@ Haiku's modules, and modules in wrappers need no interceptor.
 import contextlib
 import dataclasses
 import itertools
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -59,7 +58,7 @@ def by_trace(loss_fn: Callable[[PyTree], PyTree], params: PyTree, stored: stored
       stored: how they are gathered, and which are blocks; without a regex these are the stacks that scans run over.
     """
     named = tree.flatten(params, stored.is_weight)
-    regex = re.compile(stored.how.either)
+    regex = stored_lib.pattern(stored.how)
     block_of = {path: tree.block_of(path, regex) for path, _ in named} if stored.how.pattern else {}
     if stored.how.pattern and not any(block_of.values()):
         return None
@@ -81,7 +80,7 @@ def by_trace(loss_fn: Callable[[PyTree], PyTree], params: PyTree, stored: stored
         stored.run.restart()
     run = _TraceRun(stored, {value: _Stored(path, leaf) for value, (path, leaf) in zip(weights, named)})
     results = run.all(found)
-    if stored.how.heads and not any(map(stored.how.is_head, itertools.chain(*run.called))):
+    if stored.how.heads and not any(stored_lib.is_head(stored.how, path) for path in itertools.chain(*run.called)):
         raise block_settings.unmatched(stored.how, is_head=True, paths=[path for path, _ in named])
     run.warn_of(whole)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
@@ -204,7 +203,7 @@ class _TraceRun:
         stored = {value.path: self._weights[value].weight for value in weights}
         run = self._stored.run or lifted_blocks.by_gathers(self._stored.gather_leaf)
         arrays = kinds[0].take([self._used(value) for value in given])
-        is_head = all(map(self._stored.how.is_head, segment.blocks))
+        is_head = all(stored_lib.is_head(self._stored.how, path) for path in segment.blocks)
         results = run(body, stored, arrays, None if is_head else self._stored.policy, None)
         self._known.update(zip(made, kinds[1].give(results)))
 
