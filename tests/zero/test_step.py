@@ -387,8 +387,7 @@ def test_a_plain_step_enters_no_module_of_what_is_off(blocks):
     finally:
         sys.setprofile(None)
     names = {name for path in entered if path.is_relative_to(folder) for name in path.relative_to(folder).parts}
-    off = OFF - {"block_settings.py"} if blocks else OFF
-    assert "explicit.py" in names and names.isdisjoint(off), names & off
+    assert "explicit.py" in names and names.isdisjoint(OFF), names & OFF
 
 
 @pytest.mark.parametrize("reduce", [None, jnp.float32])
