@@ -436,3 +436,11 @@ def test_a_gpu_gathers_a_layer_in_a_loop_and_reduces_its_gradient_there():
     inside = [text for text in compiled.as_text().split("\n\n") if text.lstrip("% ").split(" ")[0] in loops]
     assert sum("all-gather" in text for text in inside) == 2  # forward and backward
     assert sum("reduce-scatter" in text for text in inside) == 1
+
+
+def test_a_warning_names_the_path_below_a_part_of_the_params():
+    init, loss = of_linen(lambda leaf: leaf)
+    form = (lambda key: {"net": init(key)}, lambda params, batch, state: loss(params["net"], batch, state))
+    state, train_step = compiled(form, blocks=r"layer_\d+", reduce_dtype=jnp.float32)
+    with pytest.warns(UserWarning, match=r"^blocks: weights of layer_0, .*; if those of net/layer_0/\S+ are meant"):
+        train_step.lower(state, batch())

@@ -207,9 +207,12 @@ class Interceptor:
         if not self.entered or (self._how.heads and not any(map(self._is_head, self.entered))):
             raise block_settings.unmatched(self._how, is_head=bool(self.entered), paths=paths)
         if moves and self.with_unknown:
+            blocks = sorted(self.with_unknown)[:3]
+            below = [path for path in map(tree.below_params, paths) if f"/{blocks[0]}/" in path]
+            nested = f"; if those of {below[0]} are meant, blocks matches that path from its beginning" if below else ""
             warnings.warn(
-                f"blocks: weights of {', '.join(sorted(self.with_unknown)[:3])} reach their block changed, or through a jax.jit or "
-                "nn.remat around it; they are gathered before it and stay gathered until the backward pass has used them",
+                f"blocks: weights of {', '.join(blocks)} reach their block changed, or through a jax.jit or "
+                f"nn.remat around it; they are gathered before it and stay gathered until the backward pass has used them{nested}",
                 stacklevel=2,
             )
         if self.marks is not None:
