@@ -40,3 +40,15 @@ def test_a_deterministic_process_is_told_by_the_last_value_of_an_option(monkeypa
     xla_flags.make_deterministic()
     assert xla_flags.is_deterministic()
     assert os.environ["XLA_FLAGS"].startswith(value)
+
+
+def test_options_in_a_file_are_read_and_kept(monkeypatch, tmp_path):
+    file = tmp_path / "options"
+    file.write_text("--xla_force_host_platform_device_count=3\n--xla_gpu_deterministic_ops=false\n")
+    monkeypatch.setenv("XLA_FLAGS", str(file))
+    assert xla_flags.names() == {"xla_force_host_platform_device_count", "xla_gpu_deterministic_ops"}
+    assert xla_flags.num_cpu_devices() == 3
+    assert not xla_flags.is_deterministic()
+    xla_flags.make_deterministic()
+    assert xla_flags.is_deterministic()
+    assert os.environ["XLA_FLAGS"].startswith("--xla_force_host_platform_device_count=3")

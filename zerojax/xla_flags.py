@@ -7,6 +7,7 @@ it silently. So a library that passes options must know which ones the user has 
 """
 
 import os
+import pathlib
 import re
 from collections.abc import Collection, Mapping
 
@@ -32,12 +33,12 @@ NO_LEAKS = {"jax_check_tracer_leaks": (True,)}  # a pipeline keeps the trace of 
 
 def names() -> frozenset[str]:
     """Returns the names of the options in XLA_FLAGS, without their dashes."""
-    return frozenset(re.findall(r"--([a-z0-9_]+)", os.environ.get("XLA_FLAGS", "")))
+    return frozenset(re.findall(r"--([a-z0-9_]+)", _given()))
 
 
 def is_deterministic() -> bool:
     """Returns whether XLA_FLAGS make programs on GPUs give the same bits each time."""
-    given = os.environ.get("XLA_FLAGS", "")
+    given = _given()
     # The last value of an option holds, and an option without a value is on
     values = (re.findall(rf"--{name}(?:=(\w+))?(?!\w)", given)[-1:] for name in _DETERMINISTIC)
     return any(value.lower() in ("", "1", "true") for found in values for value in found)
@@ -46,13 +47,24 @@ def is_deterministic() -> bool:
 def make_deterministic() -> None:
     """Makes programs on GPUs give the same bits each time, at a cost in speed. Must run before the first use of a device."""
     if not is_deterministic():
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_DETERMINISTIC[0]}=true".strip()
+        os.environ["XLA_FLAGS"] = f"{_given()} --{_DETERMINISTIC[0]}=true".strip()
 
 
 def num_cpu_devices() -> int:
     """Returns the number of CPU devices that XLA_FLAGS ask for; 0: they say nothing of it."""
-    found = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    found = re.findall(r"--xla_force_host_platform_device_count=(\d+)", _given())
     return int(found[-1]) if found else 0
+
+
+def _given() -> str:
+    """Returns the options in XLA_FLAGS, which holds them, or names a file of them if it begins with no dash."""
+    given = os.environ.get("XLA_FLAGS", "")
+    if not given.strip() or given.lstrip().startswith("-"):
+        return given
+    try:
+        return pathlib.Path(given).read_text(errors="replace").strip()
+    except OSError:
+        return given  # XLA ends with a line that names the file
 
 
 def pinned_pool_gb() -> float:
