@@ -68,6 +68,7 @@ def test_fields_that_a_class_does_not_read_change_nothing(name):
         "no_rope_layers": [0] * 8,
         "swiglu_limit": 3.0,
         "shared_expert_intermediate_size": 5,
+        "rope_interleave": False,
     }
     reads = {*ROWS[shape.model_type].reads}
     reads |= {"mlp_only_layers", "decoder_sparse_step"} if "moe_intermediate_size" in reads else set()

@@ -392,6 +392,8 @@ def _read_modern(raw: Mapping[str, Any], names: Collection[str]) -> modern.Moder
         types = [known[layer % every > 0] for layer in range(layers_of)]
     if not isinstance(types, list) or len(types) != layers_of or not {*map(str, types)} <= {*known}:
         raise f.refuse("layer_types", f"{layers_of} of {' or '.join(known)}")
+    if f.count("local_attention", 128) < 2:
+        raise f.refuse("local_attention", "2 or more, as a token sees others")
     if raw.get("rope_scaling"):
         raise f.refuse("rope_scaling", "absent, since rotations are not stretched")
     rotations, thetas = f.group("rope_parameters"), []

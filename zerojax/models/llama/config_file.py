@@ -295,7 +295,7 @@ def _read_latent(f: config_json.Fields) -> mla.Latent:
         plain_dim=f.count("qk_nope_head_dim", 128),
         rotary_dim=f.count("qk_rope_head_dim", 64),
         value_dim=f.count("v_head_dim", 128),
-        is_interleaved=f.flag("rope_interleave", True),
+        is_interleaved="rope_interleave" not in ROWS[f.raw["model_type"]].reads or f.flag("rope_interleave", True),
     )
 
 

@@ -55,7 +55,7 @@ _gemma = functools.partial(
 # fmt: off
 _BALANCED: Any = {"score": "sigmoid", "has_choice_bias": True, "is_shared_gated": False}
 _DEEPSEEK = ModelType(
-    "DeepseekV3ForCausalLM", {"mixture": _BALANCED}, ("attention_bias", "kv_lora_rank", "n_routed_experts"),
+    "DeepseekV3ForCausalLM", {"mixture": _BALANCED}, ("attention_bias", "kv_lora_rank", "rope_interleave", "n_routed_experts"),
     _told(
         4096, None, n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, norm_topk_prob=True,
         n_group=8, topk_group=4, n_shared_experts=1, first_k_dense_replace=3, routed_scaling_factor=2.5,
