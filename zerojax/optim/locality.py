@@ -16,7 +16,7 @@ that is transposed and transposed back).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -176,7 +176,8 @@ class _Traced:
         def constant(value: Any, aval: Any) -> int:
             return number(str(aval), np.asarray(value).tobytes() if np.size(value) == 1 else id(value))
 
-        owners = [self._owner(path) for path in self.state_paths]
+        names = frozenset(self.names)
+        owners = [_owner(path, names) for path in self.state_paths]
         jaxpr = traces.opened(self.update)[0]
         roles = ["gradient"] * len(self.names)
         roles += [path if own is None else path.replace(own, "") for path, own in zip(self.state_paths, owners)]
@@ -188,12 +189,6 @@ class _Traced:
             if own is not None:
                 by_name[own].append(value)
         return [number(*by_name[name]) for name in self.names]
-
-    def _owner(self, path: str) -> str | None:
-        """Returns the weight that a part of the state belongs to."""
-        names, parts = set(self.names), path.split("/")
-        spans = (parts[a:b] for a in range(len(parts)) for b in range(len(parts), a, -1))
-        return next((name for name in map("/".join, spans) if name in names), None)
 
     def is_like(self, other: "_Traced") -> bool:
         """Returns whether both are the same operations with the same constants, but for shapes."""
@@ -319,3 +314,10 @@ def _equal(a: Any, b: Any) -> bool:
         return a is b
     is_scalar = np.size(a) == 1 and np.size(b) == 1  # larger constants have the shapes of weights
     return not is_scalar or bool(np.all((a == b) | ((a != a) & (b != b))))  # two NaNs are the same constant
+
+
+def _owner(path: str, names: Collection[str]) -> str | None:
+    """Returns which of the weights a part of the state belongs to."""
+    parts = path.split("/")
+    spans = (parts[a:b] for a in range(len(parts)) for b in range(len(parts), a, -1))
+    return next((name for name in map("/".join, spans) if name in names), None)
