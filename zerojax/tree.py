@@ -169,6 +169,21 @@ def is_key(leaf: Leaf) -> bool:
     return jax.dtypes.issubdtype(dtype_of(leaf), jax.dtypes.prng_key)
 
 
+def key_impl(leaf: Leaf) -> Any:
+    """Returns the generator of random keys; None for other leaves."""
+    return jax.random.key_impl(leaf) if is_key(leaf) else None
+
+
+def key_words(leaf: Any) -> Any:
+    """Returns random keys as the numbers that they hold, and other leaves as they are."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def keys_again(words: Any, impl: Any) -> Any:
+    """Returns the random keys of `key_words` and `key_impl`, and other leaves as they are."""
+    return words if impl is None else jax.random.wrap_key_data(words, impl=impl)
+
+
 def bare(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of an array or a number, without its sharding."""
     return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), dtype_of(leaf))

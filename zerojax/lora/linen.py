@@ -243,7 +243,7 @@ def drop(key: jax.Array, x: jax.Array, rate: float, call: int = 0) -> jax.Array:
     generator has ten times as many operations, which it unrolls for each adapter: a step of 72 adapters then has 70,000 operations, and
     takes minutes to compile.
     """
-    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    words = tree.key_words(key)
     first, second = words.reshape(-1)[:2].astype(jnp.uint32)
     tokens = tiles.tokens()  # of a tile: it drops what all tokens at once would
     position = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)

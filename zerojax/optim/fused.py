@@ -339,7 +339,6 @@ def _scalars(
 def _seed(key: jax.Array | None, count: jax.Array) -> jax.Array:
     seed = jnp.zeros((), jnp.uint32)
     if key is not None:
-        words = jax.random.key_data(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-        for word in jnp.ravel(words):
+        for word in jnp.ravel(tree.key_words(key)):
             seed = rounding.fold(seed, word)
     return rounding.fold(seed, count)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax.core.scope import LazyRng
 
+from zerojax import tree
 from zerojax.zero.sharded_batch import keys as keys_lib
 
 
@@ -23,20 +24,14 @@ class Streams:
         self._scope, self._before = scope, _copied(scope.rng_counters)
         self._lazy = dict(scope.rngs)
         keys = [lazy.rng for lazy in self._lazy.values()]
-        self._impls = [
-            jax.random.key_impl(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else None for key in keys
-        ]
-        words = [key if impl is None else jax.random.key_data(key) for key, impl in zip(keys, self._impls)]
-        self.words = [*words, *keys_lib.numbers()]
+        self._impls = [*map(tree.key_impl, keys)]
+        self.words = [*map(tree.key_words, keys), *keys_lib.numbers()]
 
     @contextlib.contextmanager
     def running(self, scope: Any, words: Sequence[jax.Array]) -> Iterator[None]:
         """Gives the streams to another scope of the same module. Afterwards the block's own scope has drawn as often."""
         count = len(self._impls)
-        keys = [
-            word if impl is None else jax.random.wrap_key_data(word, impl=impl)
-            for word, impl in zip(words[:count], self._impls)
-        ]
+        keys = map(tree.keys_again, words[:count], self._impls)
         scope.rngs = {name: LazyRng(key, lazy.suffix) for key, (name, lazy) in zip(keys, self._lazy.items())}
         scope.rng_counters = _copied(self._before)
         counters = scope.rng_counters

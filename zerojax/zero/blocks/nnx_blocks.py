@@ -153,10 +153,10 @@ class Block:
         self.path = tree.below_params(roots[0]) if roots else ""
         others = [value for (_, value), weight in zip(named, found) if not weight]
         self._before, self._rest = jax.tree.leaves(rest), _structure(rest)
-        self._impls = [jax.random.key_impl(value) if tree.is_key(value) else None for value in self._before]
+        self._impls = [*map(tree.key_impl, self._before)]
         self._count = len(others), len(self._before)
         has_keys = any(impl is not None for impl in self._impls)
-        self.inputs = [*others, *map(_words, self._before), *(keys_lib.numbers() if has_keys else ())]
+        self.inputs = [*others, *map(tree.key_words, self._before), *(keys_lib.numbers() if has_keys else ())]
         self._changed: list[int] = []
 
     def bound(self, used: Mapping[str, Any], inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -167,10 +167,7 @@ class Block:
         others, rest = inputs[: self._count[0]], inputs[self._count[0] : sum(self._count)]
         numbers, given = tuple(inputs[sum(self._count) :]), iter(others)
         params = [next(given) if weight is None else used[weight] for weight in self._weights]
-        before = [
-            value if impl is None else jax.random.wrap_key_data(value, impl=impl)
-            for value, impl in zip(rest, self._impls)
-        ]
+        before = [*map(tree.keys_again, rest, self._impls)]
         module = nnx.merge(
             self._graph, jax.tree.unflatten(self._params, params), jax.tree.unflatten(self._rest, before)
         )
@@ -184,14 +181,13 @@ class Block:
             )
         leaves = jax.tree.leaves(after)
         self._changed = [n for n, (old, new) in enumerate(zip(before, leaves)) if old is not new]
-        return result, [_words(leaves[n]) for n in self._changed]
+        return result, [tree.key_words(leaves[n]) for n in self._changed]
 
     def set_changed(self, values: list[Any]) -> None:
         """Gives the caller's module the values that the call returned."""
         leaves = list(self._before)
         for number, value in zip(self._changed, values):
-            impl = self._impls[number]
-            leaves[number] = value if impl is None else jax.random.wrap_key_data(value, impl=impl)
+            leaves[number] = tree.keys_again(value, self._impls[number])
         if self._changed:
             nnx.update(self._module, jax.tree.unflatten(self._rest, leaves))
 
@@ -214,7 +210,3 @@ def check_arguments(path: str, value: PyTree) -> None:
             f"blocks: {path} is called with an NNX module or variable, whose changes a block would lose; match other modules, or "
             "gather leaf by leaf (blocks='')"
         )
-
-
-def _words(value: Any) -> Any:
-    return jax.random.key_data(value) if tree.is_key(value) else value

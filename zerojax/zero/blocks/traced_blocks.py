@@ -278,12 +278,9 @@ class _Words:
 
     def take(self, values: Sequence[Any]) -> list[Any]:
         """Returns the values with words in place of keys."""
-        self._impls = [jax.random.key_impl(value) if tree.is_key(value) else None for value in values]
-        return [jax.random.key_data(value) if tree.is_key(value) else jax.numpy.asarray(value) for value in values]
+        self._impls = [*map(tree.key_impl, values)]
+        return [jax.numpy.asarray(tree.key_words(value)) for value in values]
 
     def give(self, values: Sequence[Any]) -> list[Any]:
         """Returns the values that were taken."""
-        return [
-            value if impl is None else jax.random.wrap_key_data(value, impl=impl)
-            for value, impl in zip(values, self._impls)
-        ]
+        return [*map(tree.keys_again, values, self._impls)]
