@@ -10,8 +10,10 @@ Shapes: B batch, T tokens of this call, S slots, H query heads, K key and value 
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, cast
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -231,3 +233,31 @@ def attend(
         seen_BS &= step.positions_BT - step.slot_positions_BS < window
     y_BTHN = attend_masked(q_BTHN, *seen_keys, "xla", mask=seen_BS)
     return y_BTHN, keys
+
+
+def logits(
+    module: Callable[[Any], nn.Module], config: Any, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array
+) -> jax.Array:
+    """Returns a decoder's logits after each token, float32[B, T, V]; `inputs` may have a mask."""
+    return cast(jax.Array, module(config).apply({"params": params}, tokens, inputs.get("mask")))
+
+
+def start(
+    module: Callable[[Any], nn.Module],
+    config: Any,
+    params: PyTree,
+    inputs: Mapping[str, jax.Array],
+    tokens: jax.Array,
+    lengths: jax.Array,
+    slots: int,
+) -> PyTree:
+    """Returns what a decoder's own `start` does."""
+    assert not inputs, "a decoder's prompt has no other arrays than its tokens"
+    return module(config).apply({"params": params}, tokens, lengths, slots, method="start")
+
+
+def extend(
+    module: Callable[[Any], nn.Module], config: Any, params: PyTree, caches: PyTree, step: Step, tokens: jax.Array
+) -> PyTree:
+    """Returns the scores after one more token, and the caches: what the model's own `extend` does."""
+    return module(config).apply({"params": params}, caches, step, tokens, method="extend")

@@ -176,13 +176,6 @@ def start(
     return module(config).apply({"params": params}, *arrays, slots, method="start")
 
 
-def extend(
-    module: Module, config: ModelConfig, params: PyTree, caches: PyTree, step: decoding.Step, tokens: jax.Array
-) -> PyTree:
-    """Returns the scores after one more token, and the caches."""
-    return module(config).apply({"params": params}, caches, step, tokens, method="extend")
-
-
 def flops_per_token(
     flops_per_row: Callable[..., float], config: ModelConfig, lengths: Mapping[str, int], per_weight: float = 6.0
 ) -> float:

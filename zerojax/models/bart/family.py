@@ -5,7 +5,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from zerojax.models import config_json, encoder_decoder, family, parallel
+from zerojax.models import config_json, decoding, encoder_decoder, family, parallel
 from zerojax.models.bart import model
 from zerojax.models.bart.model import BartConfig
 from zerojax.models.family import Tensor
@@ -146,7 +146,7 @@ FAMILY = family.Family(
     loss=functools.partial(encoder_decoder.loss, model.Bart),
     logits=functools.partial(encoder_decoder.logits, model.Bart),
     start=functools.partial(encoder_decoder.start, model.Bart),
-    extend=functools.partial(encoder_decoder.extend, model.Bart),
+    extend=functools.partial(decoding.extend, model.Bart),
     caches=encoder_decoder.caches,
     positions=lambda config: config.max_seq_len,
     is_encoder_decoder=True,

@@ -9,8 +9,9 @@ compute in float32.
 Shapes: B batch, T length, D embed, H query heads, K key and value heads, N head dim, F mlp, V vocabulary.
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -257,9 +258,9 @@ def loss(
     return Llama(config).apply({"params": params}, *arrays, method="loss")
 
 
-def logits(config: LlamaConfig, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
-    """Returns the logits after each token, float32[B, T, V]; `inputs` may have a mask."""
-    return cast(jax.Array, Llama(config).apply({"params": params}, tokens, inputs.get("mask")))
+logits = functools.partial(decoding.logits, Llama)
+start = functools.partial(decoding.start, Llama)
+extend = functools.partial(decoding.extend, Llama)
 
 
 def caches(config: LlamaConfig) -> PyTree:
@@ -268,24 +269,6 @@ def caches(config: LlamaConfig) -> PyTree:
     keys: tuple[decoding.Held, ...] = (decoding.Held((c.num_kv_heads, c.head_dim)),) * 2
     held = keys if latent is None else (decoding.Held((1, latent.rank + latent.rotary_dim)),)
     return [c.recurrent.caches() if c.recurrent and c.is_recurrent(i) else held for i in range(c.num_layers)]
-
-
-def start(
-    config: LlamaConfig,
-    params: PyTree,
-    inputs: Mapping[str, jax.Array],
-    tokens: jax.Array,
-    lengths: jax.Array,
-    slots: int,
-) -> PyTree:
-    """Returns `Llama.start`."""
-    assert not inputs, "a decoder's prompt has no other arrays than its tokens"
-    return Llama(config).apply({"params": params}, tokens, lengths, slots, method="start")
-
-
-def extend(config: LlamaConfig, params: PyTree, caches: PyTree, step: decoding.Step, tokens: jax.Array) -> PyTree:
-    """Returns `Llama.extend`."""
-    return Llama(config).apply({"params": params}, caches, step, tokens, method="extend")
 
 
 def make_norm(config: LlamaConfig, name: str | None = None) -> nn.Module:

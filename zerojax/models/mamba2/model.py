@@ -9,9 +9,10 @@ C channels of the convolution (I + 2 G K).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -241,27 +242,9 @@ def loss(
     return Mamba2(config).apply({"params": params}, *arrays, method="loss")
 
 
-def logits(config: Mamba2Config, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
-    """Returns the logits after each token, float32[B, T, V]; `inputs` may have a mask."""
-    return cast(jax.Array, Mamba2(config).apply({"params": params}, tokens, inputs.get("mask")))
-
-
-def start(
-    config: Mamba2Config,
-    params: PyTree,
-    inputs: Mapping[str, jax.Array],
-    tokens: jax.Array,
-    lengths: jax.Array,
-    slots: int,
-) -> PyTree:
-    """Returns `Mamba2.start`."""
-    assert not inputs, "a decoder's prompt has no other arrays than its tokens"
-    return Mamba2(config).apply({"params": params}, tokens, lengths, slots, method="start")
-
-
-def extend(config: Mamba2Config, params: PyTree, caches: PyTree, step: decoding.Step, tokens: jax.Array) -> PyTree:
-    """Returns `Mamba2.extend`."""
-    return Mamba2(config).apply({"params": params}, caches, step, tokens, method="extend")
+logits = functools.partial(decoding.logits, Mamba2)
+start = functools.partial(decoding.start, Mamba2)
+extend = functools.partial(decoding.extend, Mamba2)
 
 
 def caches(config: Mamba2Config) -> PyTree:

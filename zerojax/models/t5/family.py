@@ -4,7 +4,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from zerojax.models import config_json, encoder_decoder, family, layers, parallel
+from zerojax.models import config_json, decoding, encoder_decoder, family, layers, parallel
 from zerojax.models.family import Tensor
 from zerojax.models.t5 import model
 from zerojax.models.t5.model import T5Config
@@ -147,7 +147,7 @@ FAMILY = family.Family(
     loss=functools.partial(encoder_decoder.loss, model.T5),
     logits=functools.partial(encoder_decoder.logits, model.T5),
     start=functools.partial(encoder_decoder.start, model.T5),
-    extend=functools.partial(encoder_decoder.extend, model.T5),
+    extend=functools.partial(decoding.extend, model.T5),
     caches=encoder_decoder.caches,
     positions=lambda config: None,
     is_encoder_decoder=True,
