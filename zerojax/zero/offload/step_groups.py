@@ -1,7 +1,7 @@
-"""The groups of one step block by block: what has arrived, what is updated and what has been sent back. This module orders their copies."""
+"""The groups of one step: what has arrived, what is updated and what has been sent back. This module sends them through the device."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,11 @@ class StepGroups:
       stream: sends their state.
       old: the leaves of the optimizer state.
       old_params: the params that groups update, by path, where they are stored.
-      due: for each group, the program after which it may be updated.
+      due: for each group, the program after which it may be updated; omitted where all wait for the same.
       is_early: whether the programs hand over params that are no longer read; else they are brought with the state of their group.
       is_first: whether the step is the first of all.
       is_serial: whether each update ends before the next program is sent.
+      most: the groups that arrive at once, at most; None: as many as the device has room for.
 
     Attributes:
       grads: final gradients that wait for their update, by path.
@@ -37,13 +38,15 @@ class StepGroups:
         stream: state_stream.StateStream,
         old: list[Any],
         old_params: dict[str, jax.Array],
-        due: Sequence[int],
+        due: Sequence[int] = (),
         *,
-        is_early: bool,
-        is_first: bool,
-        is_serial: bool,
+        is_early: bool = True,
+        is_first: bool = False,
+        is_serial: bool = False,
+        most: int | None = None,
     ):
-        self._is_serial = is_serial
+        self._is_serial, self._most = is_serial, most or len(stream.updates.groups)
+        due = due or [0] * len(stream.updates.groups)
         self._stream, self._updates, self._is_early, self._is_first = stream, stream.updates, is_early, is_first
         order = sorted(zip(due, range(len(due))))
         self._waiting = collections.deque((index, stream.updates.groups[number]) for index, number in order)
@@ -51,8 +54,7 @@ class StepGroups:
         self._final = max((index for index, _ in order), default=0)
         self._arriving: collections.deque[list[jax.Array]] = collections.deque()
         self._old = old
-        if self._updates.is_on_disk:
-            self._updates.prefetch(self._old, [group for _, group in self._waiting])
+        self._updates.prefetch(self._old, [group for _, group in self._waiting])
         self.leaves: dict[int, jax.Array] = {}
         self._old_params = old_params
         self.uses = collections.Counter(weight for _, group in self._waiting for weight in group.weights)
@@ -62,10 +64,10 @@ class StepGroups:
         self.params: dict[str, jax.Array] = {}
         self._stored: collections.deque[tuple[list[Any], list[Any]]] = collections.deque()
 
-    def load(self, until: int, *, least: int = 0) -> None:
+    def load(self, until: int = 0, *, least: int = 0) -> None:
         """Sends loads of the groups that are due by a program, as many as the device has room for. Waits for room if fewer than `least` of
         them arrive."""
-        while self._unsent and self._unsent[0][0] <= until:
+        while self._unsent and self._unsent[0][0] <= until and len(self._arriving) < self._most:
             arriving = len(self._arriving)
             if arriving + self._stream.num_leaving() >= self._stream.in_flight + self.further:
                 if arriving >= least:
@@ -81,25 +83,37 @@ class StepGroups:
     def update(self, index: int, handed: updates_lib.Handed) -> None:
         """Sends the updates and the stores of the groups that are due by a program."""
         while self._waiting and self._waiting[0][0] <= index:
-            due, group = self._waiting.popleft()
-            # A wait in the middle of the passes would keep programs from the device; after them only copies are left.
-            self.load(due, least=self._stream.ahead if due == self._final else 1)
-            for weight in group.weights:
-                self._bring(weight)
-                (self.weights[weight],) = storage.arrived([self.weights[weight]])
-            for position in () if self._stream.donate else group.device:
-                self._old[position] = self._old[position].copy()
-            done = self._updates.update(group, self._arriving.popleft(), self._old, self.weights, handed)
-            if self._is_serial:
-                jax.block_until_ready(done.params)
-            stored = self._updates.store(group, done.leaving, self._old)
-            self._stream.left(stored)
-            self.leaves.update(done.device)
-            self.leaves.update(zip(group.host, stored))
-            self.weights.update(done.params)
-            self._stored.append((stored, [self._old[position] for position in group.host if self._stream.donate]))
-            for weight in group.weights:
-                self._finish(weight)
+            self.update_next(handed)
+
+    def update_next(self, handed: updates_lib.Handed) -> None:
+        """Sends the update and the store of the next group. Its gradients are dropped behind it."""
+        due, group = self._waiting.popleft()
+        # A wait in the middle of the passes would keep programs from the device; after them only copies are left.
+        self.load(due, least=self._stream.ahead if due == self._final else 1)
+        for weight in group.weights:
+            self._bring(weight)
+            (self.weights[weight],) = storage.arrived([self.weights[weight]])
+        for position in () if self._stream.donate else group.device:  # the update takes their memory
+            self._old[position] = self._old[position].copy()
+        done = self._updates.update(group, self._arriving.popleft(), self._old, self.weights, handed)
+        if self._is_serial:
+            jax.block_until_ready(done.params)
+        stored = self._updates.store(group, done.leaving, self._old)
+        self._stream.left(stored)
+        self.leaves.update(done.device)
+        self.leaves.update(zip(group.host, stored))
+        self.weights.update(done.params)
+        self._stored.append((stored, [self._old[position] for position in group.host if self._stream.donate]))
+        for weight in group.weights:
+            self._finish(weight)
+
+    def finish(self, handed: updates_lib.Handed, params: dict[str, jax.Array]) -> Iterator[None]:
+        """Sends the updates of all groups, and yields after each. `params` are theirs, by path, on the device, which the updates delete."""
+        self.grads, self.weights = handed.grads, params
+        while self._waiting:
+            self.update_next(handed)
+            yield
+        self.give_up(at_end=True)
 
     def give_up(self, *, at_end: bool = False) -> None:
         """Deletes old leaves whose successors are stored; at the end all.

@@ -18,7 +18,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero.offload import state_stream
+from zerojax.zero.offload import state_stream, step_groups
 from zerojax.zero.sharded_batch import arguments
 
 
@@ -38,20 +38,22 @@ class StreamedStep:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
         with arguments.explaining(self.updates.partition, state, batch):
             self._check(state, batch)
-            leaves = jax.tree.leaves(state.opt_state)
-            self.updates.prefetch(leaves, self.updates.groups)
-            arriving = self.stream.first_loads(leaves) if self._is_loaded else None
+            old, by_name = (
+                jax.tree.leaves(state.opt_state),
+                lambda params: dict(zip(self.updates.names, jax.tree.leaves(params))),
+            )
+            groups = step_groups.StepGroups(self.stream, old, by_name(state.params), most=self.ahead)
+            if self._is_loaded:
+                groups.load()
             new_state, metrics, handed = self.gradients(self.updates.rest.of(state), batch)
-            if arriving is None:
+            if not self._is_loaded:
                 # cuDNN builds its attention in a CUDA graph when the program is first run, and fails if copies begin meanwhile.
                 jax.block_until_ready((new_state, metrics, handed))
-                arriving = self.stream.first_loads(leaves)
                 self._is_loaded = True
-            params = dict(zip(self.updates.names, jax.tree.leaves(new_state.params)))
-            new_leaves: dict[int, jax.Array] = {}
-            for _ in self.stream.sent(arriving, leaves, params, handed, new_leaves):
+            params = by_name(new_state.params)
+            for _ in groups.finish(handed, {weight: params[weight] for weight in self.updates.weights}):
                 pass
-            return self._joined(state, new_state, params, new_leaves), metrics
+            return self._joined(state, new_state, params | groups.params, groups.leaves), metrics
 
     @property
     def ahead(self) -> int:

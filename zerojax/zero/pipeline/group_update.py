@@ -16,7 +16,7 @@ from zerojax.optim import fused, locality, pieces
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero.gradients import accumulate
-from zerojax.zero.offload import state_stream
+from zerojax.zero.offload import state_stream, step_groups
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.pipeline import state
 from zerojax.zero.step_programs import one_pass
@@ -144,10 +144,13 @@ class GroupUpdate:
         own, of_groups = [sums[path] for path in self.trained], [[*part.values()] for part in squares]
         return self._squares.lower(self.abstract, own, count), self._apply.lower(self.abstract, self._grads, of_groups)
 
-    def prefetch(self, leaves: Mapping[str, Any]) -> None:
-        """Begins to read what of the group's state is on a disk; `leaves` are given by path."""
-        if self.stream is not None:
-            self.stream.updates.prefetch([leaves[path] for path in self._positions], self.stream.updates.groups)
+    def begin(self, leaves: Mapping[str, Any]) -> step_groups.StepGroups | None:
+        """Returns the groups of a step's state in host memory or on a disk, of which reading begins; `leaves` are given by path."""
+        if self.stream is None:
+            return None
+        params = {path: leaves[path] for path in self.stream.updates.weights}
+        held = [leaves[path] for path in self._positions]
+        return step_groups.StepGroups(self.stream, held, params, most=self.stream.ahead)
 
     def squares(self, read: list[jax.Array], sums: Mapping[str, jax.Array], count: Any) -> Any:
         """Returns the mean gradients and their sums of squares, by path, from sums over passes; `count` as of `accumulate.averaged`."""
@@ -162,19 +165,18 @@ class GroupUpdate:
         new, metrics, handed = self._apply(read, own, of_groups)
         return dict(zip(self.reads, new)), metrics, handed and handed._replace(grads=dict(grads))
 
-    def streamed(self, leaves: dict[str, Any], handed: updates_lib.Handed | None) -> Iterator[None]:
-        """Sends the updates of the group's state in host memory, yields after each part of it, and replaces the leaves, by path."""
-        if self.stream is None or handed is None:
+    def streamed(
+        self, leaves: dict[str, Any], groups: step_groups.StepGroups | None, handed: updates_lib.Handed | None
+    ) -> Iterator[None]:
+        """Sends the updates of the groups of `begin`, yields after each, and replaces the leaves, by path."""
+        if groups is None or handed is None:
             return
         if not self._is_loaded:  # see `streamed_step`
             jax.block_until_ready(handed.factor)
             self._is_loaded = True
-        held = [leaves[path] for path in self._positions]
-        params = {path: leaves[path] for path in self.stream.updates.weights}
-        new: dict[int, jax.Array] = {}
-        yield from self.stream.sent(self.stream.first_loads(held), held, params, handed, new)
-        leaves.update(params)
-        leaves.update({self._positions[position]: leaf for position, leaf in new.items()})
+        yield from groups.finish(handed, {path: leaves[path] for path in handed.grads})
+        leaves.update(groups.params)
+        leaves.update({self._positions[position]: leaf for position, leaf in groups.leaves.items()})
 
     def _only(self, values: Mapping[str, Any]) -> PyTree:
         """Returns a tree like the params with the group's trained ones of `values`, and `optax.MaskedNode()` for the others."""

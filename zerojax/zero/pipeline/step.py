@@ -158,8 +158,7 @@ class PipelineStep:
 
     def _updated(self, leaves: dict[str, Any], batch: PyTree) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         """Returns the new leaves of the state, by path, and the metrics."""
-        for group in self._here:
-            self.updates[group].prefetch(leaves)
+        groups = {group: self.updates[group].begin(leaves) for group in self._here}
         sums, metrics, count = self._run(leaves, self._prepare(batch))
         # before one reuses the memory of what several read
         read = {group: self.updates[group].read(leaves) for group in self._here}
@@ -174,7 +173,7 @@ class PipelineStep:
         leaves |= {path: state.joined(parts, self._mesh) for path, parts in shared.items()}
         del done
         for _ in itertools.zip_longest(
-            *(self.updates[group].streamed(leaves, handed.pop(group)) for group in self._here)
+            *(self.updates[group].streamed(leaves, groups[group], handed.pop(group)) for group in self._here)
         ):
             pass  # all groups in turn, as each waits for its own copies
         return leaves, {**metrics, **of_update}
