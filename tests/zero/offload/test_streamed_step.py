@@ -161,16 +161,19 @@ def test_a_step_can_be_lowered_for_a_state_that_is_there_or_abstract():
     assert len(texts) == 1 and "stablehlo" in texts.pop()
 
 
-def test_a_step_deletes_the_old_host_state_only_if_it_may():
-    for donate in (True, False):
-        state, partition = offloads.sharded(offloads.adam(), offloads.HOST)
-        train_step = zerojax.make_train_step(offloads.loss_fn, partition, donate=donate)
-        before = jax.tree.leaves(state)
-        after, _ = train_step(state, offloads.batch_of(0))
-        again = None if donate else train_step(state, offloads.batch_of(0))[0]
-        assert {leaf.is_deleted() for leaf in before} == {donate}
-        if not donate:
-            offloads.assert_equal(again, after)
+SOME_ON_DEVICE = optax.adafactor(1e-2, momentum=0.9, min_dim_size_to_factor=8)  # sums of rows and columns stay there
+
+
+@pytest.mark.parametrize(("tx", "donate"), [(offloads.adam(), True), (offloads.adam(), False), (SOME_ON_DEVICE, False)])
+def test_a_step_deletes_the_old_state_only_if_it_may(tx, donate):
+    state, partition = offloads.sharded(tx, offloads.HOST)
+    train_step = zerojax.make_train_step(offloads.loss_fn, partition, donate=donate)
+    before = jax.tree.leaves(state)
+    after, _ = train_step(state, offloads.batch_of(0))
+    again = None if donate else train_step(state, offloads.batch_of(0))[0]
+    assert {leaf.is_deleted() for leaf in before} == {donate}
+    if not donate:
+        offloads.assert_equal(again, after)
 
 
 def test_a_state_in_another_form_is_refused():
