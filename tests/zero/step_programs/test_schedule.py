@@ -29,4 +29,4 @@ def test_fewer_programs_are_in_flight_where_what_they_read_would_need_more_memor
     held = found._held((), "")
     without = [own.nbytes + found._ending(held, index, 2) for index, own in enumerate(held)]
     assert max(without) > max(found.used()) == max(schedule.Schedule(alone).used())
-    assert 0 <= min(found._ahead) < max(found._ahead) == 2
+    assert 0 <= min(found.order.ahead) < max(found.order.ahead) == 2

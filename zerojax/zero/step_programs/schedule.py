@@ -7,18 +7,102 @@ elsewhere is sent some programs ahead (`arrivals`), across the end of a run that
 """
 
 import collections
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from zerojax import tree
 from zerojax.tree import PyTree
+from zerojax.zero.step_programs import arrivals as arrivals_lib
 from zerojax.zero.step_programs import programs as programs_lib
 from zerojax.zero.step_programs.arrivals import NOTHING, STEP
 
 # done(index of the program, the numbers that it wrote, all values by number); it may take values that are read no more.
 Done = Callable[[int, Sequence[int], dict[int, Any]], None]
+
+
+class Sent(NamedTuple):
+    """A program in an order. Values have names; in a `CutStep` they are numbers."""
+
+    run: Callable[..., Sequence[Any]]  # f(*what it reads, *what arrives with it) -> what it writes
+    reads: Sequence[Hashable]  # the names of what it takes
+    writes: Sequence[Hashable]  # the names of what it returns
+    gives: Sequence[Hashable] = ()  # the names of what it returns after these, for later programs to read
+    devices: Hashable = 0  # those that run it, one program after the other; None: the sender does not wait for it
+
+
+class Order:
+    """Programs in the order in which they are sent.
+
+    Args:
+      programs: as the attribute.
+      nbytes: f(name) -> the bytes of a value on one device.
+      kept: the names of values that stay to the end of a run.
+      again: for each program the names of what arrives again for a later one.
+      is_serial: whether each program ends before the next is sent.
+
+    Attributes:
+      programs: in this order.
+      last: the last program that reads or writes a value, by its name, if the value does not stay.
+      dropped: for each program the names of what it is the last to read, or what arrives again.
+      ahead: for each program how many of its devices' before it may run when it is sent, and the same for the end of a run.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Sent],
+        nbytes: Callable[[Any], int],
+        kept: Collection[Hashable] = (),
+        again: Sequence[Collection[Hashable]] = (),
+        *,
+        is_serial: bool = False,
+    ):
+        self.programs, self._is_serial = programs, is_serial
+        self.last = {name: index for index, own in enumerate(programs) for name in (*own.reads, *own.writes)}
+        for name in kept:
+            self.last.pop(name, None)
+        self.dropped = [
+            [name for name in dict.fromkeys((*own.reads, *own.writes)) if self.last.get(name) == index]
+            for index, own in enumerate(programs)
+        ]
+        for own, names in zip(self.dropped, again):
+            own += set(names).difference(own)
+        self._smallest = [min(own.writes, key=nbytes, default=None) for own in programs]
+        self.ahead = [arrivals_lib.AHEAD] * (len(programs) + 1)
+
+    def run(
+        self,
+        values: dict[Any, Any],
+        done: Callable[[int, dict[Any, Any]], None] | None = None,
+        before: Callable[[int, dict[Any, Any]], Sequence[Any]] | None = None,
+    ) -> None:
+        """Sends the programs.
+
+        Args:
+          values: what they read and none of them writes, by name; in the end what stays.
+          done: called with the index of each program that was sent, and the values.
+          before: returns what arrives with a program, of the same arguments.
+        """
+        running: dict[Any, collections.deque[jax.Array]] = collections.defaultdict(collections.deque)
+        for index, own in enumerate(self.programs):
+            beside = before(index, values) if before is not None else ()
+            read = [values[name] for name in own.reads]
+            written = own.run(*read, *beside)
+            values.update(zip((*own.writes, *own.gives), written))
+            if self._is_serial:
+                jax.block_until_ready(written)
+            near = running[own.devices]
+            if own.writes and own.devices is not None:
+                near.append(values[self._smallest[index]])
+            del read, written, beside
+            if done is not None:
+                done(index, values)
+            for name in self.dropped[index]:
+                values.pop(name, None)
+            while len(near) > self.ahead[index + 1]:
+                if not (oldest := near.popleft()).is_deleted():
+                    jax.block_until_ready(oldest)
 
 
 class _Held(NamedTuple):
@@ -33,16 +117,15 @@ class Schedule:
     """Runs a `CutStep`."""
 
     def __init__(self, cut: programs_lib.CutStep):
-        self.cut = cut
-        late, numbered = cut.arrivals.late, list(enumerate(cut.programs))
-        last = {number: index for index, program in numbered for number in program.reads}
+        self.cut, late = cut, cut.arrivals.late
         results = {number for number in cut.results if isinstance(number, int)}
-        self._last = {number: index for number, index in last.items() if number not in results or number in late}
-        self._dropped = [self._drops(index) for index, _ in numbered]
-        self._resident = [n for n in range(cut.arguments) if n not in late and (n in last or n in results)]
-        self._smallest = [min(program.writes, key=cut.nbytes, default=-1) for program in cut.programs]
+        sent = [Sent(own.run, own.reads, own.writes, own.rider.gives) for own in cut.programs]
+        again = [cut.arrivals.dropped(index) for index in range(len(sent))]
+        self.order = Order(sent, cut.nbytes, results.difference(late), again, is_serial=cut.is_serial)
+        read = results.union(*(own.reads for own in sent))
+        self._resident = [n for n in range(cut.arguments) if n not in late and n in read]
         self._constants: dict[int, jax.Array] | None = None
-        self._ahead = self._programs_ahead()
+        self.order.ahead = self._programs_ahead()
 
     def __call__(self, *args: Any, done: Done | None = None, follows: str = NOTHING) -> PyTree:
         """Returns the step's result.
@@ -57,31 +140,15 @@ class Schedule:
         values.update(self._on_device())
         values.update(cut.arrivals.begin(stored, follows))
         del stored
-        running: collections.deque[jax.Array] = collections.deque()
-        for index, program in enumerate(cut.programs):
-            beside = cut.arrivals.before(index, values)
-            read = [values[number] for number in program.reads]
-            written = program.run(*read, *beside)
-            values.update(zip((*program.writes, *program.rider.gives), written))
-            if cut.is_serial:
-                jax.block_until_ready(written)
-            if program.writes:
-                running.append(values[self._smallest[index]])
-            del read, written, beside
-            if done is not None:
-                done(index, program.writes, values)
-            for number in self._dropped[index]:
-                values.pop(number, None)
-            while len(running) > self._ahead[index + 1]:
-                if not (oldest := running.popleft()).is_deleted():
-                    jax.block_until_ready(oldest)
+        numbered = None if done is None else lambda index, values: done(index, cut.programs[index].writes, values)
+        self.order.run(values, numbered, cut.arrivals.before)
         cut.arrivals.end()
         found = [values[result] if isinstance(result, int) else result for result in cut.results]
         return jax.tree.unflatten(cut.structure, found)
 
     def is_last(self, number: int, index: int) -> bool:
         """Returns whether no program after this one reads a value, and it is no result."""
-        return self._last.get(number) == index
+        return self.order.last.get(number) == index
 
     def peak(self, *, taken: Collection[int] = (), follows: str = NOTHING) -> int:
         """Returns the most bytes of values and temporaries on a device at once; see `used`."""
@@ -95,7 +162,7 @@ class Schedule:
           follows: see `__call__`.
         """
         held = self._held(taken, follows)
-        return [own.nbytes + self._ending(held, index, self._ahead[index]) for index, own in enumerate(held)]
+        return [own.nbytes + self._ending(held, index, self.order.ahead[index]) for index, own in enumerate(held)]
 
     def _held(self, taken: Collection[int], follows: str) -> list["_Held"]:
         """Returns what a device holds while each program runs alone."""
@@ -114,7 +181,7 @@ class Schedule:
             both |= stay
             held.update(program.writes)
             analysis = program.run.memory_analysis()
-            here, dropped = frozenset(held | both), held.intersection(self._dropped[index]) - arguments
+            here, dropped = frozenset(held | both), held.intersection(self.order.dropped[index]) - arguments
             nbytes = sum(map(cut.nbytes, here)) + early + (analysis.temp_size_in_bytes if analysis else 0)
             found.append(_Held(nbytes, here, dropped))
             held -= dropped
@@ -139,11 +206,6 @@ class Schedule:
         limit = max(own.nbytes for own in held)
         fits = lambda index, ahead: held[index].nbytes + self._ending(held, index, ahead) <= limit  # noqa: E731
         return [next(n for n in range(most, -1, -1) if fits(index, n)) for index in range(len(held))] + [most]
-
-    def _drops(self, index: int) -> list[int]:
-        """Returns what no program after this one reads, and what arrives again for a later one."""
-        again = self.cut.arrivals.dropped(index)
-        return [n for n in self.cut.programs[index].reads if self.is_last(n, index) or n in again]
 
     def _on_device(self) -> dict[int, jax.Array]:
         """Returns the constants that programs read."""
