@@ -1,13 +1,13 @@
 """Counts what a step over a pipeline takes of each device's memory. This module follows the order in which the step sends its programs."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zerojax import jitted, tree
 from zerojax.zero.host import memory_kind, selection
 from zerojax.zero.pipeline import order as order_lib
-from zerojax.zero.pipeline import stage_programs, state
+from zerojax.zero.pipeline import sending, stage_programs, state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,31 +66,23 @@ def of_groups(
     batch = 2 * micros * sum(found.nbytes(number) for number, path in found.paths.items() if path.startswith("1/"))
     held, most, peak, moved, kept, most_kept = ([0] * len(groups) for _ in range(6))
     written = {number for program in found.programs.values() for number in program.writes}
-    alive: list[set[tuple[int, int]]] = [set() for _ in range(micros)]
-    left = [found.readings() for _ in range(micros)]
 
-    def take(micro: int, number: int, group: int, sign: int) -> None:
-        of, at_most = (kept, most_kept) if memory_kind.is_on_host(found.values[number]) else (held, most)
-        of[group] += sign * found.nbytes(number)
-        at_most[group] = max(at_most[group], of[group])
-        (alive[micro].add if sign > 0 else alive[micro].discard)((number, group))
+    def take(names: Iterable[Any], sign: int) -> None:
+        for name in names:
+            if isinstance(name, sending.Name) and name.number in written:
+                of, at_most = (kept, most_kept) if memory_kind.is_on_host(found.values[name.number]) else (held, most)
+                of[name.group] += sign * found.nbytes(name.number)
+                at_most[name.group] = max(at_most[name.group], of[name.group])
 
-    for op, is_last in sent:
-        program = found.programs[op.kind, op.stage]
-        group = program.group
-        peak[group] = max(peak[group], held[group] + jitted.bytes_beside(program.run))
-        for number in program.writes:
-            take(op.micro, number, group, 1)
-            for other in found.readers[number]:
-                if other != group:
-                    take(op.micro, number, other, 1)
-                    moved[group] += found.nbytes(number)
-        for number in found.dropped(left[op.micro], program):
-            if number in written and (number, group) in alive[op.micro]:
-                take(op.micro, number, group, -1)
-        if is_last:
-            for number, other in list(alive[op.micro]):
-                take(op.micro, number, other, -1)
+    moves, order = sending.of(found, sent)
+    for move, own, dropped in zip(moves, order.programs, order.dropped):
+        group = move.program.group
+        if move.target == group:
+            peak[group] = max(peak[group], held[group] + jitted.bytes_beside(move.program.run))
+        elif move.target is not None:
+            moved[group] += sum(map(found.nbytes, move.numbers))
+        take(own.writes, 1)
+        take(dropped, -1)
     return [
         GroupMemory(
             held_state[group] + sums[group] + max(batch + max(peak[group], most[group]), updates[group]),

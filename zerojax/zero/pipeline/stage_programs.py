@@ -1,6 +1,5 @@
 """Compiles the passes of stages as programs. This module decides what a program takes and returns, and on which groups a value is read."""
 
-import collections
 import dataclasses
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,6 +18,7 @@ from zerojax.zero.host import memory_kind
 from zerojax.zero.pipeline import divided, passes, segments, state, turns
 from zerojax.zero.pipeline.order import BACKWARD, DIVIDED, FORWARD, WEIGHTS
 from zerojax.zero.step_programs import cut, programs
+from zerojax.zero.step_programs import passes as step_passes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,6 +35,21 @@ class StageProgram:
     # the order of `sums` and have no names, so that equal stages have equal programs. None for a group that another process runs.
     run: Any
     part: cut.StepPart  # its operations in the trace
+
+    def on_values(self, micro: jax.Array, stage: int, *arrays: jax.Array) -> list[jax.Array]:
+        """Runs the pass of a micro-batch.
+
+        Args:
+          micro: int32[], its number.
+          stage: the number of the stage.
+          *arrays: what `run` takes, one after the other, and in the place of a seed the number of the step.
+        """
+        rest = iter(arrays)
+        read, sums = ([next(rest) for _ in own] for own in (self.reads, self.sums))
+        factor = None if self.weight is None else next(rest)
+        seed = step_passes.seed(next(rest), micro, stage) if self.is_seeded else None
+        written, sums = self.run(read, sums, factor, seed)
+        return [*written, *sums]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,19 +68,6 @@ class StagePrograms:
     def nbytes(self, number: int) -> int:
         """Returns the bytes of a value on each device of a group."""
         return tree.shard_bytes(self.values[number])
-
-    def readings(self) -> collections.Counter[tuple[int, int]]:
-        """Returns how many programs read a value, by number and group."""
-        return collections.Counter((number, own.group) for own in self.programs.values() for number in own.reads)
-
-    def dropped(self, left: collections.Counter[tuple[int, int]], program: StageProgram) -> list[int]:
-        """Counts the readings of a program, and returns the numbers of the values that its group no longer needs."""
-        found = []
-        for number in program.reads:
-            left[number, program.group] -= 1
-            if not left[number, program.group] and number not in self.kept:
-                found.append(number)
-        return found
 
 
 def compiled(

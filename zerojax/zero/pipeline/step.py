@@ -27,21 +27,17 @@ from jax.typing import DTypeLike
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.optim import rounded
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero.blocks import block_settings
-from zerojax.zero.pipeline import group_update, passes, stage_programs, state
+from zerojax.zero.pipeline import group_update, passes, sending, stage_programs, state
 from zerojax.zero.pipeline import order as order_lib
 from zerojax.zero.sharded_batch import arguments, inputs
 from zerojax.zero.step_programs import passes as step_passes
+from zerojax.zero.step_programs import schedule
 from zerojax.zero.update import update as update_lib
 from zerojax.zero.weights import partition as partition_lib
 from zerojax.zero.weights import placement
-
-_AHEAD = 2  # programs of a group that are sent before the first of them has ended
-
-Values = dict[tuple[int, int], jax.Array]  # of a micro-batch, by number and group
 
 
 def of(
@@ -134,7 +130,6 @@ class PipelineStep:
         settings, groups = self.placed.pipeline, self.placed.groups
         self.order = order_lib.make(settings.schedule, len(groups), layout.passes, chunks=settings.chunks)
         self.sent = order_lib.sent(self.order)
-        self._due = order_lib.due(self.order)
         self._meshes = [group.mesh for group in groups]
         self.travel = self.placed.travel
         self._here = [group for group, is_here in enumerate(self.travel.here) if is_here]
@@ -145,6 +140,7 @@ class PipelineStep:
         ]
         self._zeros = [self._maker_of_zeros(number) for number in range(len(groups))]
         self._programs: dict[Any, stage_programs.StagePrograms] = {}
+        self._orders: dict[stage_programs.StagePrograms, tuple[list[sending.Move], schedule.Order]] = {}
         self._numbers: dict[tuple[int, int], jax.Array] = {}
 
     def __call__(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
@@ -169,7 +165,11 @@ class PipelineStep:
         for group in self._here:
             new, of_update, handed[group] = self.updates[group].apply(read[group], done[group][0], squares[group])
             for path, leaf in new.items():
-                (shared[path].append(leaf) if self._home(path) == state.EVERYWHERE else leaves.update({path: leaf}))
+                (
+                    shared[path].append(leaf)
+                    if self.placed.homes[path] == state.EVERYWHERE
+                    else leaves.update({path: leaf})
+                )
         leaves |= {path: state.joined(parts, self._mesh) for path, parts in shared.items()}
         del done
         for _ in itertools.zip_longest(
@@ -223,54 +223,43 @@ class PipelineStep:
 
     def _run(self, leaves: Mapping[str, jax.Array], micros: Sequence[Any]) -> tuple[dict[str, jax.Array], Any, Any]:
         """Sends all passes. Returns the sums of gradients, the metrics, and how much the passes count together, on each group."""
-        found = self.programs(micros[0])
-        copies = self._copies(found, leaves)
-        held = [self._arguments(found, micro, number, copies) for number, micro in enumerate(micros)]
-        left = [found.readings() for _ in micros]
-        sums = {path: zero for group in self._here for path, zero in self._zeros[group]().items()}
-        running: list[collections.deque[Any]] = [collections.deque() for _ in self._meshes]
-        totals: Any = None
-        weights: list[jax.Array] = []
-        for (op, is_last), due in zip(self.sent, self._due):
-            program, values = found.programs[op.kind, op.stage], held[op.micro]
-            group = program.group
-            for before in () if self.travel.is_one else due:
-                self._send(found, found.programs[before.kind, before.stage], held[before.micro])
-            if self.travel.here[group]:
-                given = None if program.weight is None else values[program.weight, group]
-                own = [sums.pop(path) for path in program.sums]
-                seed = self._seed(leaves, op, group) if program.is_seeded else None
-                written, own = program.run([values[number, group] for number in program.reads], own, given, seed)
-                sums |= zip(program.sums, own)
-                values.update({(number, group): value for number, value in zip(program.writes, written)})
-                if self.travel.is_one:
-                    self._send(found, program, values)
-                self._wait(running[group], written, own)
-            for number in found.dropped(left[op.micro], program):
-                values.pop((number, group), None)
-            if is_last:
-                if self.travel.here[0]:
-                    metrics = jax.tree.map(functools.partial(_value, values), found.metrics, is_leaf=passes.is_result)
-                    totals = metrics if totals is None else step_passes.added_metrics(totals, metrics)
-                    weights += [] if found.weight is None else [values[found.weight, 0]]
-                values.clear()
-        return sums, *self._totals(found, totals, weights, len(micros))
+        found, totals = self.programs(micros[0]), step_passes.Totals()
+        if found not in self._orders:
+            due = None if self.travel.is_one else order_lib.due(self.order)
+            # emulated devices share threads, which waiting programs may use up
+            is_serial = mesh_lib.platform(self._mesh) == "cpu"
+            runner = functools.partial(self._runner, found)
+            self._orders[found] = sending.of(found, self.sent, due, self.travel.here, runner, is_serial=is_serial)
+        moves, order = self._orders[found]
 
-    def _send(self, found: stage_programs.StagePrograms, program: stage_programs.StageProgram, values: Values) -> None:
-        """Sends what a program made to the other groups that read it."""
-        group = program.group
-        for other in range(len(self._meshes)):
-            numbers = [number for number in program.writes if other != group and other in found.readers[number]]
-            likes = [found.values[number] for number in numbers]
-            sent = self.travel.hop([values.get((number, group)) for number in numbers], likes, group, other)
-            values.update({(number, other): own for number, own in zip(numbers, sent) if own is not None})
+        def done(index: int, values: dict[Any, Any]) -> None:
+            (_, _, micro), _, target, _ = moves[index]
+            if target is None:
+                named = lambda number: values[sending.name(found, number, micro, 0)]  # noqa: E731
+                totals.add(jax.tree.map(functools.partial(_value, named), found.metrics, is_leaf=passes.is_result))
+                totals.weights += [] if found.weight is None else [named(found.weight)]
+
+        values = self._given(found, leaves, micros)
+        order.run(values, done)
+        sums = {path: values[path] for group in self._here for path in self.updates[group].trained}
+        return sums, *self._totals(found, totals, len(micros))
+
+    def _runner(self, found: stage_programs.StagePrograms, move: sending.Move) -> Callable[..., Sequence[Any]]:
+        """Returns what a move does with the values that it reads."""
+        op, program, target, numbers = move
+        if target is None:
+            return lambda *left: ()
+        if target == program.group:
+            return functools.partial(program.on_values, self._number(op.micro, target), op.stage)
+        likes = [found.values[number] for number in numbers]
+        return lambda *made: self.travel.hop(made or [None] * len(likes), likes, program.group, target)
 
     def _totals(
-        self, found: stage_programs.StagePrograms, totals: PyTree, weights: Sequence[jax.Array], count: int
+        self, found: stage_programs.StagePrograms, totals: step_passes.Totals, count: int
     ) -> tuple[Any, Mapping[int, Any]]:
         """Returns the metrics of a step, and how much its passes count together on each group, from the sums on the first group."""
-        metrics = None if totals is None else step_passes.metric_values(totals, count)
-        weight: Any = sum(weights[1:], weights[0]) if weights else None
+        metrics = None if totals.metrics is None else step_passes.metric_values(totals.metrics, count)
+        weight: Any = totals.weight
         if not self.travel.is_one:
             metrics, weight = self._shared_totals(found, metrics, weight, count)
         if found.weight is None:
@@ -314,49 +303,37 @@ class PipelineStep:
             for n in self._here
         }
 
-    def _wait(self, running: collections.deque[Any], written: Sequence[jax.Array], sums: Sequence[jax.Array]) -> None:
-        """Keeps the sender near its devices: memory is taken when a program is sent."""
-        if mesh_lib.platform(self._mesh) == "cpu":  # emulated devices share threads, which waiting programs may use up
-            jax.block_until_ready((written, sums))
-            return
-        running.append(written[0] if written else next(iter(sums), None))
-        if len(running) > _AHEAD and (oldest := running.popleft()) is not None and not oldest.is_deleted():
-            jax.block_until_ready(oldest)
-
-    def _arguments(
-        self,
-        found: stage_programs.StagePrograms,
-        micro: PyTree,
-        number: int,
-        copies: Values,
-    ) -> Values:
-        """Returns what the programs of a micro-batch read and do not make; `copies` are those of all micro-batches."""
-        batch, values = dict(tree.flatten(micro)), dict(copies)
-        for value, group in ((value, group) for value, groups in found.readers.items() for group in groups):
-            root, _, path = found.paths.get(value, "").partition("/")
-            if root == "3" and self.travel.here[group]:
-                values[value, group] = self._number(number, group)
-            elif root == "1" and self.travel.here[group]:
-                values[value, group] = state.view(batch[path], self._meshes[group])
-        return values
-
-    def _copies(self, found: stage_programs.StagePrograms, leaves: Mapping[str, jax.Array]) -> Values:
-        """Returns what the programs of all micro-batches read alike: leaves of the state, and arrays of the trace."""
-        copies: Values = {}
-        for value, group in ((value, group) for value, groups in found.readers.items() for group in groups):
-            root, _, path = found.paths.get(value, "").partition("/")
-            path, mesh = f"params/{path}" if root == "0" else path, self._meshes[group]
-            home = self._home(path) if root in ("0", "2") else group
+    def _given(
+        self, found: stage_programs.StagePrograms, leaves: Mapping[str, jax.Array], micros: Sequence[PyTree]
+    ) -> dict[Any, Any]:
+        """Returns what programs read and none makes, by name: sums that are 0, the state, micro-batches, and arrays of the trace."""
+        values: dict[Any, Any] = {path: zero for group in self._here for path, zero in self._zeros[group]().items()}
+        for group in self._here:
+            step, mesh = leaves.get("step"), self._meshes[group]
+            values[sending.step_of(group)] = self._number(0, group) if step is None else state.view(step, mesh)
+        batches = [dict(tree.flatten(micro)) for micro in micros]
+        for number, group in ((number, group) for number, groups in found.readers.items() for group in groups):
+            root, _, path = found.paths.get(number, "").partition("/")
+            path, mesh, is_here = (
+                f"params/{path}" if root == "0" else path,
+                self._meshes[group],
+                self.travel.here[group],
+            )
+            home = self.placed.homes[path] if root in ("0", "2") else group
+            own: list[Any] = []  # for each micro-batch, or for all
             if home not in (group, state.EVERYWHERE):
-                (moved,) = self.travel.hop(
-                    [leaves[path] if self.travel.here[home] else None], [leaves[path]], home, group
-                )
-                copies |= {} if moved is None else {(value, group): moved}
-            elif self.travel.here[group] and root in ("0", "2"):
-                copies[value, group] = leaves[path] if home == group else state.view(leaves[path], mesh)
-            elif self.travel.here[group] and value in found.constants:
-                copies[value, group] = jax.device_put(found.constants[value], NamedSharding(mesh, P()))
-        return copies
+                given = leaves[path] if self.travel.here[home] else None
+                own = [moved for moved in self.travel.hop([given], [leaves[path]], home, group) if moved is not None]
+            elif is_here and root in ("0", "2"):
+                own = [leaves[path] if home == group else state.view(leaves[path], mesh)]
+            elif is_here and number in found.constants:
+                own = [jax.device_put(found.constants[number], NamedSharding(mesh, P()))]
+            elif is_here and root == "1":
+                own = [state.view(batch[path], mesh) for batch in batches]
+            elif is_here and root == "3":
+                own = [self._number(micro, group) for micro in range(len(micros))]
+            values |= {sending.name(found, number, micro, group): value for micro, value in enumerate(own)}
+        return values
 
     def _maker_of_zeros(self, group: int) -> Callable[[], dict[str, jax.Array]]:
         likes = {path: self._of_groups[group].summed(path) for path in self.updates[group].trained}
@@ -365,29 +342,18 @@ class PipelineStep:
             out_shardings={path: like.sharding for path, like in likes.items()},
         )
 
-    def _home(self, path: str) -> int:
-        return self.placed.homes[path]
-
     def _number(self, number: int, group: int) -> jax.Array:
         key = (number, group)
         if key not in self._numbers:
             self._numbers[key] = jax.device_put(np.int32(number), NamedSharding(self._meshes[group], P()))
         return self._numbers[key]
 
-    def _seed(self, leaves: Mapping[str, jax.Array], op: order_lib.Op, group: int) -> jax.Array:
-        """Returns what tells the rounding of a pass from that of others."""
-        step = leaves.get("step")
-        step = self._number(0, group) if step is None else state.view(step, self._meshes[group])
-        return _seed_of(step, self._number(op.micro, group), op.stage)
-
     def _moved(self, x: jax.Array, group: int) -> jax.Array:
         return jax.device_put(x, NamedSharding(self._meshes[group], state.spec(x)))
 
 
-def _value(values: Values, own: passes.Result) -> jax.Array:
-    if own.number is None:
-        return jnp.asarray(own.atom.val, own.atom.aval.dtype)
-    return values[own.number, 0]
+def _value(named: Callable[[int], jax.Array], own: passes.Result) -> jax.Array:
+    return jnp.asarray(own.atom.val, own.atom.aval.dtype) if own.number is None else named(own.number)
 
 
 def _micro_batches(layout: inputs.Layout, dtype: DTypeLike, batch: PyTree) -> list[Any]:
@@ -403,6 +369,3 @@ def _micro_batches(layout: inputs.Layout, dtype: DTypeLike, batch: PyTree) -> li
     if layout.passes == 1:
         return [constrained(placed)]
     return [constrained(jax.tree.map(lambda leaf, n=n: leaf[n], placed)) for n in range(layout.passes)]
-
-
-_seed_of = jax.jit(rounded.seed)

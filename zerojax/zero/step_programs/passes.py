@@ -189,27 +189,26 @@ class Passes:
         """
         found, prepared, params = self.one_pass(state, batch), self._prepare(batch), state.params
         sums: dict[str, jax.Array] = {}
-        weights: list[jax.Array] = []
-        totals: Any = None
+        totals = Totals()
         fields: dict[str, Any] = {}
         for number in range(self.count):
             is_last = number == self.count - 1
             index = self._on_device(number)
             micro = prepared if self.count == 1 else self._take(prepared, index)
-            seed = _seed(getattr(state, "step", 0), index) if self.in_16_bits and not is_last else None
-            done = functools.partial(self._done, found, sums, weights, ready if is_last else None, sent, seed)
+            own = seed(getattr(state, "step", 0), index) if self.in_16_bits and not is_last else None
+            done = functools.partial(self._done, found, sums, totals, ready if is_last else None, sent, own)
             follows = arrivals.STEP if is_last else arrivals.PASS
             (_, aux), _ = found.schedule(params, micro, state, index, done=done, follows=follows)
             fields, metrics = aux.get("state", {}), aux["metrics"]
             state = state.replace(**fields)
-            totals = metrics if totals is None else added_metrics(totals, metrics)
-        return {"metrics": metric_values(totals, self.count), "state": fields}
+            totals.add(metrics)
+        return {"metrics": metric_values(totals.metrics, self.count), "state": fields}
 
     def _done(
         self,
         found: PassPrograms,
         sums: dict[str, jax.Array],
-        weights: list[jax.Array],
+        totals: "Totals",
         ready: Ready | None,
         sent: Callable[[int], None],
         seed: jax.Array | None,
@@ -219,14 +218,14 @@ class Passes:
     ) -> None:
         """Adds the gradients that a program wrote to the sums. The last pass hands them over, with the params that are read no more."""
         if found.weight is not None and found.weight in written:
-            weights.append(values[found.weight])
+            totals.weights.append(values[found.weight])
         grads: dict[str, jax.Array] = {}
         for number, path in found.handed[index]:
             value = values[number] if isinstance(number, int) else number
             grads[path] = value.copy() if path in found.copied else value
         values.update({number: None for number, path in found.handed[index] if path not in found.copied})
         if grads and self.count > 1:
-            grads = self._summed(found, sums, weights, grads, seed, is_last=ready is not None)
+            grads = self._summed(found, sums, totals, grads, seed, is_last=ready is not None)
         if ready is None:
             sums.update(grads)
             sent(index)
@@ -237,14 +236,14 @@ class Passes:
         self,
         found: PassPrograms,
         sums: dict[str, jax.Array],
-        weights: list[jax.Array],
+        totals: "Totals",
         grads: dict[str, jax.Array],
         seed: jax.Array | None,
         *,
         is_last: bool,
     ) -> dict[str, jax.Array]:
         """Returns gradients with the sums of the passes before, which are taken from `sums`; of the last pass, their mean."""
-        paths, weight = list(grads), weights[-1] if weights else None
+        paths, weight = list(grads), totals.weights[-1] if totals.weights else None
         numbers = self._on_device([found.position[path] for path in paths])
         new = by_number(grads)
         grads.clear()
@@ -256,7 +255,7 @@ class Passes:
         else:
             new = _begun(new, weight, seed, numbers)
         if is_last:
-            new = _averaged(new, sum(weights[1:], weights[0])) if weights else _divided(new, self.count)
+            new = _divided(new, self.count) if weight is None else _averaged(new, totals.weight)
         return dict(zip(paths, new.values()))
 
     def _on_device(self, given: int | Sequence[int]) -> jax.Array:
@@ -311,15 +310,32 @@ _added = jax.jit(accumulate.added, donate_argnums=0)
 _added_to_grads = jax.jit(accumulate.added, donate_argnums=1)
 _added_apart = jax.jit(accumulate.added)
 
-_seed = jax.jit(rounded.seed)
+_added_metrics = jax.jit(accumulate.added_terms)
+seed = jax.jit(rounded.seed)
 _averaged = jax.jit(accumulate.averaged, donate_argnums=0)  # by a weight that is an array
 _divided = jax.jit(accumulate.averaged, donate_argnums=0, static_argnums=1)
 
 
-@jax.jit
-def added_metrics(totals: PyTree, new: PyTree) -> PyTree:
-    """Returns the sum of two passes' `outputs.terms`."""
-    return accumulate.added_terms(totals, new)
+class Totals:
+    """What the passes of a step add up beside their gradients.
+
+    Attributes:
+      metrics: the sum of their `outputs.terms`; None before the first.
+      weights: how much each pass counts; none if they count alike.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: Any = None
+        self.weights: list[jax.Array] = []
+
+    def add(self, metrics: PyTree) -> None:
+        """Adds the metrics of a pass."""
+        self.metrics = metrics if self.metrics is None else _added_metrics(self.metrics, metrics)
+
+    @property
+    def weight(self) -> jax.Array | None:
+        """Returns how much the passes count together; None if they count alike."""
+        return sum(self.weights[1:], self.weights[0]) if self.weights else None
 
 
 @functools.partial(jax.jit, static_argnums=1)
