@@ -109,7 +109,7 @@ def test_sums_in_16_bits_are_near_those_in_32_and_take_half_of_their_memory(stag
 def test_sums_in_16_bits_have_the_bits_in_turns_that_they_have_after_the_pass(axes, stage, monkeypatch):
     how = {"schedule": "1f1b", "accum_dtype": jnp.bfloat16, "overrides": TENSOR if "model" in axes else ()}
     found = trained({"pipe": 2, **axes}, stage, **how)
-    monkeypatch.setattr(turns, "of", lambda part, weight_of: [part])
+    monkeypatch.setattr(turns, "of", lambda part, *of: [part])
     expected = trained({"pipe": 2, **axes}, stage, **how)
     assert found[0] == expected[0]
     jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])

@@ -329,7 +329,7 @@ def passes_of(
         passes=batch.passes,
         reduce_dtype=reduce_dtype,
         compute_dtype=compute_dtype,
-        layout=dataclasses.replace(batch, passes=1),
+        layout=batch.of_one_pass,
         runner=blocks.AheadBlocks if ahead else blocks.NestedBlocks,
         grad_dtype=jnp.bfloat16 if in_bf16 else jnp.float32,
     )

@@ -109,16 +109,8 @@ class Pass:
         """Returns the trace of a micro-batch, abstract or not."""
         xla_flags.check_settings(xla_flags.NO_LEAKS)
         mesh, state = self.partition.mesh, self.partition.abstract_state
-        specs = self.layout.specs(micro)
-        micro = jax.tree.map(
-            lambda leaf, spec: jax.ShapeDtypeStruct(
-                leaf.shape, tree.dtype_of(leaf), sharding=NamedSharding(mesh, spec)
-            ),
-            micro,
-            specs,
-        )
         count = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P()))
-        args = (state.params, micro, state, count)
+        args = (state.params, self.layout.abstract(micro), state, count)
         run = one_pass.one_pass(
             self.loss_fn,
             self.partition,

@@ -153,7 +153,7 @@ def of_trace(
       UserError: there are fewer calls of blocks than stages.
     """
     eqns = traces.live(jaxpr.eqns, jaxpr.outvars)
-    forward = [eqn for eqn in eqns if _kind(eqn) == FORWARD]
+    forward = [eqn for eqn in eqns if blocks.pass_of(eqn) == FORWARD]
     if len(forward) < stages:
         fewer = "`pipe`" if chunks == 1 else "`pipe` or `chunks`"
         raise UserError(
@@ -166,7 +166,7 @@ def of_trace(
             f"pipe: the loss calls {len(forward)} blocks, and {len(stage_of_call)} when the state was divided; give Pipeline the loss, the "
             "blocks and the heads of make_train_step"
         )
-    last = max(number for number, eqn in enumerate(eqns) if _kind(eqn) == FORWARD)
+    last = max(number for number, eqn in enumerate(eqns) if blocks.pass_of(eqn) == FORWARD)
     if stage_of_call is None:
         after = 0.0
         if costs is not None and not callable(costs):
@@ -175,7 +175,7 @@ def of_trace(
             of = costs or _flops
             backward = {id(call): eqn for eqn, call in _backward_of(eqns, forward)}
             own = [of(call) + (of(backward[id(call)]) if id(call) in backward else 0.0) for call in forward]
-            after = sum(of(eqn) for eqn in eqns[last + 1 :] if not _kind(eqn))
+            after = sum(of(eqn) for eqn in eqns[last + 1 :] if not blocks.pass_of(eqn))
         stage_of_call = balanced(own, stages, after=after, chunks=chunks)
     stage_of = dict(zip(map(id, forward), stage_of_call))
     stage_of |= {id(eqn): stage_of[id(of)] for eqn, of in _backward_of(eqns, forward)}
@@ -196,8 +196,8 @@ class _Places:
         self._maker: dict[Any, int] = {}
         for number, eqn in enumerate(eqns):
             eqn = eqn.replace(invars=[self._original(atom) for atom in eqn.invars])
-            place = self._placed(eqn, _kind(eqn), stage_of.get(id(eqns[number])), is_late=number > last)
-            if _kind(eqn):
+            place = self._placed(eqn, blocks.pass_of(eqn), stage_of.get(id(eqns[number])), is_late=number > last)
+            if blocks.pass_of(eqn):
                 self._alias |= _passed_through(eqn)
             self._eqns.append(eqn)
             self._places.append(place)
@@ -214,18 +214,13 @@ class _Places:
             wanted[place].append(var)
         keys = [(kind, stage) for kind in (FORWARD, BACKWARD) for stage in range(self._stages)]
         inside = {key: self._inside(key, wanted[key]) for key in keys}
-        read = {key: self._reads(numbers) for key, numbers in inside.items()}
+        eqns = {key: [self._eqns[number] for number in numbers] for key, numbers in inside.items()}
+        read = {key: set(cut.part_of("", own, ()).reads) for key, own in eqns.items()}
         found = {}
-        for key, numbers in inside.items():
-            needed = {var for other, own in read.items() if other != key for var in own} | set(wanted[key])
-            writes = [
-                var
-                for number in numbers
-                for var in self._eqns[number].outvars
-                if var in needed and (self._place[var] == key or var in wanted[key])
-            ]
-            closed = traces.part(read[key], writes, [self._eqns[n] for n in numbers])
-            found[key] = Segment(*key, cut.StepPart(key[0], [cut.TraceCall(read[key], writes, closed)], writes))
+        for key, own in eqns.items():
+            needed = set().union(*(read[other] for other in keys if other != key))
+            writes = {var for var in needed if self._place.get(var) == key}.union(wanted[key])
+            found[key] = Segment(*key, cut.part_of(key[0], own, writes))
         order = [*self._jaxpr.invars, *self._jaxpr.constvars, *(var for eqn in self._eqns for var in eqn.outvars)]
         return Segments(found, results, {var: number for number, var in enumerate(order)}, ())
 
@@ -255,17 +250,6 @@ class _Places:
                 waiting += traces.variables(self._eqns[number].invars)
         return sorted(numbers)
 
-    def _reads(self, numbers: Sequence[int]) -> list[Any]:
-        own = {var for number in numbers for var in self._eqns[number].outvars}
-        atoms = (atom for number in numbers for atom in self._eqns[number].invars)
-        return [var for var in traces.variables(atoms) if var not in own]
-
-
-def _kind(eqn: jex.JaxprEqn) -> str:
-    """Returns "forward" or "backward" for a pass of a block, and "" for another operation."""
-    name = str(eqn.params.get("name", ""))
-    return name.removeprefix(f"{blocks.NAME}_") if name.startswith(blocks.NAME) else ""
-
 
 def _backward_of(
     eqns: Sequence[jex.JaxprEqn], forward: Sequence[jex.JaxprEqn]
@@ -278,7 +262,7 @@ def _backward_of(
 
     left = list(forward)
     for eqn in eqns:
-        if _kind(eqn) == BACKWARD:
+        if blocks.pass_of(eqn) == BACKWARD:
             own = weights(eqn)
             of = max(reversed(left), key=lambda call: len(own & weights(call)))
             left.remove(of)

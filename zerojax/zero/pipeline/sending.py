@@ -4,7 +4,7 @@ A group drops a value after its last reader there, or once it is sent to the oth
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zerojax.zero.pipeline import stage_programs
@@ -48,7 +48,7 @@ def of(
     found: stage_programs.StagePrograms,
     sent: Sequence[tuple[Op, bool]],
     due: Sequence[Sequence[Op]] | None = None,
-    here: Sequence[bool] | None = None,
+    here: Collection[int] | None = None,
     run: Callable[[Move], Any] = lambda move: None,
     *,
     is_serial: bool = False,
@@ -59,25 +59,25 @@ def of(
       found: the programs.
       sent: the passes, of `order.sent`.
       due: of `order.due`, where what passes made is sent when they have ended; None: at once.
-      here: whether each group is of this process; None: all are.
+      here: the groups of this process; None: all.
       run: f(move) -> f(*what it reads) -> what it writes.
       is_serial: as of `schedule.Order`.
     """
     moves, programs = [], []
-    is_here = lambda group: here is None or here[group]  # noqa: E731
+    of_process = {program.group for program in found.programs.values()} if here is None else {*here}
     for move in _moves(found, sent, due):
         (_, _, micro), program, target, numbers = move
-        source = 0 if target is None else program.group
-        if not (is_here(source) or is_here(target)):
+        source = 0 if target is None else program.group  # which has what a micro-batch leaves
+        if of_process.isdisjoint({source, target}):
             continue
         names = lambda numbers, group: [name(found, n, micro, group) for n in numbers]  # noqa: B023, E731
-        reads: list[Any] = names(numbers, source) if is_here(source) else []
+        reads: list[Any] = names(numbers, source) if source in of_process else []
         writes: list[Any] = []
         if target == program.group:
             reads += [*program.sums, *names([] if program.weight is None else [program.weight], target)]
             reads += [step_of(target)] if program.is_seeded else []
             writes = [*names(program.writes, target), *program.sums]
-        elif target is not None and is_here(target):
+        elif target in of_process:
             writes = names(numbers, target)
         moves.append(move)
         devices = target if target == program.group else None

@@ -81,7 +81,7 @@ def of(
             loss_fn,
             dataclasses.replace(group, abstract_state=group.on_device.abstract_state),
             how,
-            dataclasses.replace(layout, mesh=group.mesh, passes=1),
+            dataclasses.replace(layout.of_one_pass, mesh=group.mesh),
             reduce_dtype,
             compute_dtype,
             layout.passes,
@@ -229,7 +229,7 @@ class PipelineStep:
             # emulated devices share threads, which waiting programs may use up
             is_serial = mesh_lib.platform(self._mesh) == "cpu"
             runner = functools.partial(self._runner, found)
-            self._orders[found] = sending.of(found, self.sent, due, self.travel.here, runner, is_serial=is_serial)
+            self._orders[found] = sending.of(found, self.sent, due, self._here, runner, is_serial=is_serial)
         moves, order = self._orders[found]
 
         def done(index: int, values: dict[Any, Any]) -> None:
@@ -358,14 +358,5 @@ def _value(named: Callable[[int], jax.Array], own: passes.Result) -> jax.Array:
 
 def _micro_batches(layout: inputs.Layout, dtype: DTypeLike, batch: PyTree) -> list[Any]:
     """Returns the micro-batches of a batch, each sharded over the devices of a group and equal on all groups."""
-    placed, one = layout.place(batch, dtype), dataclasses.replace(layout, passes=1)
-
-    def constrained(micro: PyTree) -> PyTree:
-        specs = one.specs(micro)
-        return jax.tree.map(
-            lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(layout.mesh, spec)), micro, specs
-        )
-
-    if layout.passes == 1:
-        return [constrained(placed)]
-    return [constrained(jax.tree.map(lambda leaf, n=n: leaf[n], placed)) for n in range(layout.passes)]
+    placed = layout.place(batch, dtype)
+    return [layout.micro_batch(placed, number) for number in range(layout.passes)]

@@ -70,6 +70,28 @@ class Layout:
         own, before = self._own(batch), (None,) * (self.passes > 1)
         return tree.map_with_path(lambda path, leaf: P(*before, *self._spec(own, path, leaf.ndim - len(before))), batch)
 
+    @property
+    def of_one_pass(self) -> "Layout":
+        """Returns how the batch of one pass is sharded."""
+        return dataclasses.replace(self, passes=1)
+
+    def micro_batch(self, placed: PyTree, number: jax.Array | int) -> PyTree:
+        """Returns the batch of one pass, of a batch that was placed."""
+        micro = placed if self.passes == 1 else jax.tree.map(lambda leaf: leaf[number], placed)
+        return jax.lax.with_sharding_constraint(micro, self.of_one_pass.shardings(micro))
+
+    def shardings(self, batch: PyTree) -> PyTree:
+        """Returns the shardings of a batch that was placed."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(batch), is_leaf=is_spec)
+
+    def abstract(self, batch: PyTree) -> PyTree:
+        """Returns a batch that was placed, or numpy arrays like it, as abstract arrays with shardings."""
+        return jax.tree.map(
+            lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, tree.dtype_of(leaf), sharding=own),
+            batch,
+            self.shardings(batch),
+        )
+
     def counting(self, batch: PyTree) -> dict[str, bool]:
         """Returns the leaves of a batch that was placed that count examples, the largest first: whether `batch_specs` says so."""
         own, specs = self._own(batch), dict(tree.flatten(self.specs(batch), is_leaf=is_spec))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
+import jax.extend.core as jex
 import optax
 
 from zerojax.errors import UserError
@@ -23,6 +24,12 @@ AGAIN = (
     "blocks: the loss reads a derivative of its blocks, and here each pass of a block is a program of its own, differentiated once; "
     "keep params on the device, and omit `late_norm`, `by_block`, `pipe` and programs='kinds'"
 )
+
+
+def pass_of(eqn: jex.JaxprEqn) -> str:
+    """Returns "forward" or "backward" for a pass of a block, the name of another of its nested functions, or "" for another operation."""
+    name = str(eqn.params.get("name", ""))
+    return name.removeprefix(f"{NAME}_") if name.startswith(NAME) else ""
 
 
 class NestedBlocks(overlap.Chain):

@@ -54,9 +54,9 @@ def cut(jaxpr: jex.Jaxpr, apart: Collection[Any]) -> list[StepPart]:
     groups: list[Any] = []
     results = jaxpr.outvars
     for eqn in traces.live(jaxpr.eqns, results):
-        if _is_block(eqn) or not groups or not isinstance(groups[-1], list):
-            groups.append(eqn if _is_block(eqn) else [])
-        if not _is_block(eqn):
+        if blocks.pass_of(eqn) or not groups or not isinstance(groups[-1], list):
+            groups.append(eqn if blocks.pass_of(eqn) else [])
+        if not blocks.pass_of(eqn):
             groups[-1].append(eqn)
     parts: list[StepPart] = []
     final = set(traces.variables(results))
@@ -64,7 +64,8 @@ def cut(jaxpr: jex.Jaxpr, apart: Collection[Any]) -> list[StepPart]:
     later = set(needed)  # what is read after the part that comes next in time
     recurring = collections.Counter(_names(group) for group in groups if isinstance(group, list))
     for group in reversed(groups):
-        part = _between(group, needed) if isinstance(group, list) else _block(group, needed, final)
+        is_between = isinstance(group, list)
+        part = part_of("between", traces.live(group, needed), needed) if is_between else _block(group, needed, final)
         if (
             isinstance(group, list)
             and len(group) <= FEW
@@ -81,6 +82,14 @@ def cut(jaxpr: jex.Jaxpr, apart: Collection[Any]) -> list[StepPart]:
         if part.writes or part.same or any(traces.acts(eqn) for call in part.calls for eqn in call.closed.jaxpr.eqns):
             parts.append(part)
     return _renamed(parts[::-1])
+
+
+def part_of(name: str, eqns: Sequence[jex.JaxprEqn], wanted: Collection[Any]) -> StepPart:
+    """Returns operations as a part, which writes those of the variables that are `wanted`."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    reads = [var for var in traces.variables(atom for eqn in eqns for atom in eqn.invars) if var not in made]
+    writes = [var for eqn in eqns for var in eqn.outvars if var in wanted]
+    return StepPart(name, [TraceCall(reads, writes, traces.part(reads, writes, eqns))], writes)
 
 
 def ahead(parts: Sequence[StepPart]) -> list[StepPart]:
@@ -155,14 +164,6 @@ def _renamed(parts: Iterable[StepPart]) -> list[StepPart]:
     return named
 
 
-def _between(eqns: list[jex.JaxprEqn], needed: set[Any]) -> StepPart:
-    eqns = traces.live(eqns, needed)
-    own = {var for eqn in eqns for var in eqn.outvars}
-    reads = [var for var in traces.variables(atom for eqn in eqns for atom in eqn.invars) if var not in own]
-    writes = [var for eqn in eqns for var in eqn.outvars if var in needed]
-    return StepPart("between", [TraceCall(reads, writes, traces.part(reads, writes, eqns))], writes)
-
-
 def _names(eqns: Iterable[jex.JaxprEqn]) -> tuple[str, ...]:
     return tuple(eqn.primitive.name for eqn in eqns)
 
@@ -174,7 +175,7 @@ def _may_join(part: StepPart, following: Sequence[StepPart], apart: Collection[A
 
 def _block(eqn: jex.JaxprEqn, needed: set[Any], results: set[Any]) -> StepPart:
     """Returns one nested call, without what nothing reads."""
-    closed, name = eqn.params["jaxpr"], eqn.params["name"].removeprefix(f"{blocks.NAME}_")
+    closed, name = eqn.params["jaxpr"], blocks.pass_of(eqn)
     outer_of = dict(zip(closed.jaxpr.invars, eqn.invars))
     same, out = {}, []
     for var, inner in zip(eqn.outvars, closed.jaxpr.outvars):
@@ -185,7 +186,3 @@ def _block(eqn: jex.JaxprEqn, needed: set[Any], results: set[Any]) -> StepPart:
     own = traces.trimmed(closed, [inner for _, inner in out])
     writes = [var for var, _ in out]
     return StepPart(name, [TraceCall([outer_of[var] for var in own.jaxpr.invars], writes, own)], writes, same)
-
-
-def _is_block(eqn: jex.JaxprEqn) -> bool:
-    return str(eqn.params.get("name", "")).startswith(blocks.NAME)

@@ -134,7 +134,7 @@ class Passes:
         self._one_pass, self._batch, self.count, self._in_order = one_pass, batch, batch.passes, in_order
         self.in_16_bits, self.source, self._options = in_16_bits, source or arrivals.ArgumentSource(), compiler_options
         self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
-        self._take = jax.jit(self._taken)
+        self._take = jax.jit(batch.micro_batch)
         self._cuts: dict[Any, PassPrograms] = {}
         self._given: dict[Any, jax.Array] = {}
 
@@ -146,7 +146,8 @@ class Passes:
         leaves, structure = jax.tree.flatten(batch)
         key = (structure, *((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves))
         if key not in self._cuts:
-            micro = self._of_one_pass(jax.eval_shape(self._prepare, batch))
+            micro = jax.eval_shape(lambda batch: self._take(self._prepare(batch), 0), batch)
+            micro = self._batch.of_one_pass.abstract(micro)
             number = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
             state = jax.tree.map(self.source.used, tree.abstract(state))
             leaves = tree.flatten((state.params, micro, state, number))
@@ -269,25 +270,6 @@ class Passes:
     @property
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self._batch.mesh, P())
-
-    def _of_one_pass(self, prepared: PyTree) -> PyTree:
-        """Returns the abstract batch of one pass, with shardings."""
-        cut = 0 if self.count == 1 else 1
-        micro = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[cut:], leaf.dtype), prepared)
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            micro,
-            self._shardings(micro),
-        )
-
-    def _taken(self, prepared: PyTree, number: jax.Array) -> PyTree:
-        micro = jax.tree.map(lambda leaf: leaf[number], prepared)
-        return jax.lax.with_sharding_constraint(micro, self._shardings(micro))
-
-    def _shardings(self, micro: PyTree) -> PyTree:
-        """Returns the shardings of the batch of one pass."""
-        specs = dataclasses.replace(self._batch, passes=1).specs(micro)
-        return jax.tree.map(lambda _, spec: NamedSharding(self._batch.mesh, spec), micro, specs)
 
 
 def by_number(grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
