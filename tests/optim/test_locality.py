@@ -226,7 +226,7 @@ def test_weights_have_one_kind_where_the_same_operations_update_them():
 
     adam = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1, of_matrices))
     for told_apart in (None, optax.masked(optax.scale(0.5), is_first), optax.masked(optax.trace(0.9), is_first)):
-        found = locality.kinds(optax.chain(adam, told_apart or optax.identity(), optax.scale(-1e-2)), params)
+        found = locality.of(optax.chain(adam, told_apart or optax.identity(), optax.scale(-1e-2)), params).alike
         of = dict(zip([(layer, name) for layer in params for name in ("b", "w")], found, strict=True))
         assert of["second", "w"] == of["third", "w"] != of["third", "b"] == of["second", "b"]
         assert (

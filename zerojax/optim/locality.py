@@ -33,14 +33,21 @@ ELEMENTWISE, PER_LEAF, GLOBAL = "elementwise", "per_leaf", "global"
 
 @dataclasses.dataclass(frozen=True)
 class Locality:
-    """How far an optimizer's updates reach: `kind` is ELEMENTWISE, PER_LEAF or GLOBAL, and `why` says what makes it more than the first."""
+    """How far an optimizer's updates reach.
+
+    Attributes:
+      kind: ELEMENTWISE, PER_LEAF or GLOBAL.
+      why: what makes it more than the first.
+      alike: a number for each weight, equal for weights that the same operations update; () of a global update, and of one that was not traced.
+    """
 
     kind: str
     why: str = ""
+    alike: Sequence[int] = dataclasses.field(default=(), compare=False)
 
 
 def of(tx: optax.GradientTransformation, params: PyTree, pieces: Any = None) -> Locality:
-    """Returns the locality of an optimizer's update of these params. Traces the update twice and computes nothing.
+    """Returns the locality of an optimizer's update of these params. Traces the update, and computes nothing.
 
     Args:
       tx: any optax transformation.
@@ -59,11 +66,31 @@ def of(tx: optax.GradientTransformation, params: PyTree, pieces: Any = None) -> 
         with fused.in_plain_jnp():
             found = _Traced.make(tx, params)
             local = found.locality()
-            if local.kind == ELEMENTWISE and not found.is_like(_Traced.make(tx, pieces)):
-                return Locality(PER_LEAF, "the update depends on the shapes of the weights")
+            if local.kind == GLOBAL:
+                return local
+            alike = found.alike()
+            if local.kind == ELEMENTWISE and not _is_alike_in_pieces(tx, found, params, pieces, alike):
+                return Locality(PER_LEAF, "the update depends on the shapes of the weights", alike)
     except Exception as error:  # of the user's own code: it needs arguments that only a train step has, or reads values
         return Locality(GLOBAL, f"its update cannot be traced ({errors.one_line(error, 100)})")
-    return local
+    return dataclasses.replace(local, alike=alike)
+
+
+def _is_alike_in_pieces(
+    tx: optax.GradientTransformation, found: "_Traced", params: PyTree, pieces: PyTree, alike: Sequence[int]
+) -> bool:
+    """Returns whether an elementwise update is traced in the same way for pieces. One weight stands for all that are alike."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(pieces)]
+    first = {pair: number for number, pair in reversed([*enumerate(zip(alike, shapes))])}
+    numbers = iter(range(len(shapes)))
+    kept = jax.tree.map(lambda _: next(numbers) in first.values(), params)
+    one, other = (
+        jax.tree.map(lambda leaf, is_kept: leaf if is_kept else optax.MaskedNode(), own, kept) for own in (params, pieces)
+    )
+    try:
+        return _Traced.make(tx, one).is_like(_Traced.make(tx, other))
+    except Exception:  # it cannot be made for a part of the weights
+        return found.is_like(_Traced.make(tx, pieces))
 
 
 def in_step(tx: optax.GradientTransformation, params: PyTree) -> Locality:
@@ -72,17 +99,6 @@ def in_step(tx: optax.GradientTransformation, params: PyTree) -> Locality:
     if isinstance(tx, one_pass.OnePass):
         return Locality(ELEMENTWISE if tx.is_elementwise else PER_LEAF)
     return of(tx, params)
-
-
-def kinds(tx: optax.GradientTransformation, params: PyTree) -> list[int]:
-    """Returns a number for each weight, equal for weights that an update which is not global updates by the same operations.
-
-    All weights are followed through one trace of the update. A value's number stands for the operation that made it and the numbers of
-    what that read, and the gradients of weights of one shape begin as one number.
-    """
-    with fused.in_plain_jnp():
-        found = _Traced.make(tx, jax.tree.map(tree.bare, params))
-    return found.kinds()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +177,12 @@ class _Traced:
         """Returns whether the path of a part of the state holds that of a weight; params that are one array have no path."""
         return self.names == [""] or any(f"/{name}/" in f"/{path}/" for name in self.names)
 
-    def kinds(self) -> list[int]:
-        """Returns the kind of each weight; see `kinds`."""
+    def alike(self) -> list[int]:
+        """Returns a number for each weight, equal for weights that an update which is not global updates by the same operations.
+
+        All weights are followed through the update. A value's number stands for the operation that made it and the numbers of what that
+        read, and the gradients of weights of one shape begin as one number.
+        """
         numbers: dict[Any, int] = {}
 
         def number(*key: Any) -> int:

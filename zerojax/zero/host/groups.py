@@ -38,7 +38,7 @@ class Item:
       device: positions of its leaves that stay on the device.
       shared: positions of the leaves that it reads and others update.
       order: for each leaf of its own optimizer state, its position.
-      structure: the tree of its own optimizer state.
+      structure: () -> the tree of its own optimizer state.
       nbytes: bytes of `host` on each device.
     """
 
@@ -51,7 +51,7 @@ class Item:
     device: tuple[int, ...]
     shared: tuple[int, ...]
     order: tuple[int, ...]
-    structure: Any
+    structure: Callable[[], Any]
     nbytes: int
 
 
@@ -156,7 +156,8 @@ class Division:
         self.groups = _groups(items, partition.offload.chunk_bytes)
 
     def _rest(self) -> Rest:
-        own = [name for name in self._numbers if name not in self.weights]
+        apart = set(self.weights)
+        own = [name for name in self._numbers if name not in apart]
         frozen = self._frozen_but(own)
         state = self.partition.abstract_state
         opt_state = self._initialised(frozen.trainable_part(state.params))
@@ -251,8 +252,10 @@ class _Parts:
             self._paths.append(path)
         self._is_whole: dict[Any, bool] = {}
 
-    def of(self, weight: str, shape: tuple[int, ...], alone: Callable[[], PyTree]) -> tuple[list[str], Any]:
-        """Returns the paths of its leaves in the whole state, and its tree.
+    def of(
+        self, weight: str, shape: tuple[int, ...], alone: Callable[[], PyTree]
+    ) -> tuple[list[str], Callable[[], Any]]:
+        """Returns the paths of its leaves in the whole state, and a function of its tree, which is as large as that of the whole.
 
         Args:
           weight: the weight's path.
@@ -260,16 +263,21 @@ class _Parts:
           alone: () -> the params with this weight alone.
         """
         places = sorted([*self._places[""], *self._places.get(weight, ())])
-        paths, nodes = [self._paths[place] for place in places], [_MASKED] * len(self._paths)
-        for place in places:
-            nodes[place] = 0
-        structure: Any = jax.tree.structure(self._structure.unflatten(nodes))
+        paths, structure = [self._paths[place] for place in places], functools.partial(self._structure_of, places)
         name = weight.removeprefix(block_of(weight)), shape
         if self._is_whole.get(name):
             return paths, structure
-        made = self._init(alone())
-        self._is_whole[name] = jax.tree.structure(made) == structure and [p for p, _ in tree.flatten(made)] == paths
-        return [path for path, _ in tree.flatten(made)], jax.tree.structure(made)
+        made: Any = self._init(alone())
+        own: Any = jax.tree.structure(made)
+        self._is_whole[name] = own == structure() and [path for path, _ in tree.flatten(made)] == paths
+        return [path for path, _ in tree.flatten(made)], lambda: own
+
+    def _structure_of(self, places: Sequence[int]) -> Any:
+        """Returns the tree of the whole state with the leaves at these places alone."""
+        nodes = [_MASKED] * len(self._paths)
+        for place in places:
+            nodes[place] = 0
+        return jax.tree.structure(self._structure.unflatten(nodes))
 
 
 def _groups(items: Sequence[Item], chunk_bytes: int) -> list[Group]:

@@ -78,10 +78,12 @@ def of_blocks(partition: partition_lib.Partition, blocks: str, *, may_skip: bool
     with_settings = dataclasses.replace(partition, offload=settings.Offload(), resident=partition)
     state, inside = partition.abstract_state, re.compile(blocks)
     trained = partition.trainable_part(state.params)
-    if one_pass_update.applies_as_flax(state) and locality.in_step(state.tx, trained).kind == locality.ELEMENTWISE:
+    local = locality.in_step(state.tx, trained) if one_pass_update.applies_as_flax(state) else None
+    if local is not None and local.kind == locality.ELEMENTWISE:
         paths = [f"params/{path}" for path, leaf in tree.flatten(trained) if leaf.dtype in (jnp.float32, jnp.bfloat16)]
         with contextlib.suppress(UserError):
-            return Updates(with_settings, also=[path for path in paths if tree.block_of(path, inside)], **how)
+            also = [path for path in paths if tree.block_of(path, inside)]
+            return Updates(with_settings, also=also, local=local, **how)
     return Updates(with_settings, **how)
 
 
@@ -91,6 +93,7 @@ class Updates(groups_lib.Division):
     Args:
       partition, also, numbers: see `groups.Division`.
       may_skip: whether steps may be skipped (loss scaling).
+      local: how far updates reach, where that is known.
     """
 
     def __init__(
@@ -100,9 +103,10 @@ class Updates(groups_lib.Division):
         may_skip: bool,
         also: Collection[str] = (),
         numbers: Mapping[str, int] | None = None,
+        local: locality.Locality | None = None,
     ):
         super().__init__(partition, also=also, numbers=numbers)
-        self._may_skip = may_skip
+        self._may_skip, self._local = may_skip, local
         self._device_shardings = {n: memory_kind.on_device(self.leaves[n].sharding) for n in self.on_host}
         self._grad_dtypes: dict[str, Any] = {}
         self._scalars: dict[Any, jax.Array] = {}
@@ -282,9 +286,12 @@ class Updates(groups_lib.Division):
         state = self.partition.abstract_state
         trained = self.partition.trainable_part(state.params)
         if isinstance(state.tx, one_pass.OnePass):
-            kinds = state.tx.kinds(trained)
-        elif one_pass_update.applies_as_flax(state) and locality.of(state.tx, trained).kind != locality.GLOBAL:
-            kinds = locality.kinds(state.tx, trained)
+            kinds: Sequence[Any] = state.tx.kinds(trained)
+        elif one_pass_update.applies_as_flax(state):
+            local = self._local or locality.of(state.tx, trained)
+            if local.kind == locality.GLOBAL:
+                return None
+            kinds = local.alike
         else:
             return None
         return {f"params/{path}": kind for (path, _), kind in zip(tree.flatten(trained), kinds, strict=True)}
@@ -340,7 +347,7 @@ class Updates(groups_lib.Division):
             | {
                 "step": jnp.zeros((), jnp.int32),
                 "params": self._only({item.weight: param}),
-                "opt_state": jax.tree.unflatten(item.structure, [held[n] for n in item.order]),
+                "opt_state": jax.tree.unflatten(item.structure(), [held[n] for n in item.order]),
             }
         )
         update = update_lib.make(self._frozen_but([item.weight]))

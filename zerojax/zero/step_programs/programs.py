@@ -8,6 +8,7 @@ with a leading dim that is sharded over the mesh. Equal parts are compiled once,
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,11 @@ class CutStep:
 
     def nbytes(self, number: int) -> int:
         """Returns the bytes of a value on one device."""
-        return tree.shard_bytes(self.values[number])
+        return self._sizes[number]
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        return [tree.shard_bytes(value) for value in self.values]
 
 
 def cut(
