@@ -2,14 +2,16 @@
 
 import shutil
 import subprocess
+import sys
 
+import programs
 import pytest
 import runs
 
+from zerojax import __main__ as cli
 from zerojax import configs
 from zerojax.commands import completion
 
-FLAGS = {"train": ["config", "workdir"], "show": ["json"], "configs": ["help"]}
 STAGES = ["0", "1", "2", "3"]
 
 
@@ -21,7 +23,7 @@ def complete():
 
     def run(*words):
         line = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _zerojax 2>/dev/null; printf "%s\\n" "${COMPREPLY[@]}"'
-        command = [bash, "--norc", "-c", f"{completion.script(FLAGS)}\n{line}", "bash", "zerojax", *words]
+        command = [bash, "--norc", "-c", f"{completion.script()}\n{line}", "bash", "zerojax", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=runs.LIMIT)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.split()
@@ -33,8 +35,8 @@ def complete():
     ("words", "offered"),
     {
         "a command": (["sh"], ["show"]),
-        "all commands": ([""], list(FLAGS)),
-        "a flag": (["train", "--w"], ["--workdir"]),
+        "all commands": ([""], list(cli.COMMANDS)),
+        "a flag": (["train", "--workd"], ["--workdir"]),
         "a flag of another command": (["show", "--w"], []),
         "a config": (["train", "--config", "zero"], ["zero0", "zero1", "zero2", "zero3"]),
         "a config after =": (["train", "--config", "=", "zero3"], ["zero3"]),
@@ -51,6 +53,13 @@ def complete():
 )  # fmt: skip
 def test_bash_offers_what_may_stand_there(complete, words, offered):
     assert complete(*words) == offered
+
+
+def test_the_script_has_the_flags_and_the_settings_of_today(tmp_path):
+    """If it fails: python scripts/write_completion.py."""
+    command = [sys.executable, "scripts/write_completion.py", tmp_path / "written"]
+    subprocess.run(command, cwd=runs.ROOT, env=programs.environment(), check=True, timeout=programs.LIMIT)
+    assert completion.SCRIPT.read_text() == (tmp_path / "written").read_text()
 
 
 def test_an_unknown_shell_is_told_in_one_line(run_main):

@@ -16,7 +16,7 @@ from zerojax.launch import watch
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Modules of commands that answer without JAX, in a fraction of the time that its import takes.
-WITHOUT_JAX = {f"zerojax.commands.{name}" for name in ("configs", "launch", "show", "verify_checkpoint")}
+WITHOUT_JAX = {f"zerojax.commands.{name}" for name in ("completion", "configs", "launch", "show", "verify_checkpoint")}
 INTERRUPTED = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM", signal.SIGHUP: "stopped by SIGHUP"}
 
 
