@@ -33,7 +33,7 @@ from zerojax.zero.host import selection
 from zerojax.zero.offload import fetched_params
 from zerojax.zero.pipeline import state as pipeline_state
 from zerojax.zero.sharded_batch import outputs
-from zerojax.zero.step_programs import xla_options
+from zerojax.zero.step_programs import forward, xla_options
 from zerojax.zero.update import loss_scale as loss_scale_lib
 from zerojax.zero.weights import partition as partition_lib
 from zerojax.zero.wires import columns, experts
@@ -182,6 +182,8 @@ def eval_loss(
     how["batch_specs"] = _batch_specs(partition.mesh)
     if selection.are_params_on_host(partition):
         return fetched_params.mean_of(loss_fn, partition, compiler_options=options, **how)
+    if config.model.programs == block_settings.KINDS:
+        return forward.mean_by_kind(loss_fn, partition, compiler_options=options, **how)
     return jitted.jit(forward_only.mean(loss_fn, partition, **how), options)
 
 

@@ -64,35 +64,46 @@ class FirstBlock:
     """The first of blocks that are alike; `call` is its `overlap.BlockCall`, whose passes are traced once for arrays of equal types."""
 
     def __init__(self, own: AlikeBlock, call: Any):
-        self.own, self.vjp, self.pulled = own, jax.jit(call.vjp), jax.jit(call.pulled)
+        self.own, self.call, self.vjp, self.pulled = own, call, jax.jit(call.vjp), jax.jit(call.pulled)
 
 
 class SharedPasses:
     """The two passes of a block, see `overlap.BlockCall`: those of the first one, or those of its own `call` if it reads other arrays."""
 
     def __init__(self, first: FirstBlock, own: AlikeBlock, call: Any):
-        self._first, self._own, self._call = first, own, call
-        self._reads_others = False
+        self.first, self._own, self._call = first, own, call
+        self.reads_others = False
         self._stacks: dict[Any, Any] = {}
+
+    def as_first(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns weights of the block, by path, with the paths of the first one."""
+        return _renamed(weights, self._own, self.first.own)
+
+    def as_own(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns weights with the paths of the first block with those of this one."""
+        return _renamed(weights, self.first.own, self._own)
+
+    def traced(self, run: Any, *args: Any) -> Any:
+        """Returns the trace of a compiled function of the first block for these arguments, and notes whether it reads other arrays."""
+        found = run.trace(*args)
+        jaxpr, consts = traces.opened(found.jaxpr)
+        # An array of the trace around the first block; nothing is known of that of the next one.
+        self.reads_others = any(isinstance(const, jax.core.Tracer) for const in consts)
+        self.reads_others |= len(jaxpr.invars) > len(jax.tree.leaves(args))
+        return found
 
     def vjp(self, stored: Mapping[str, Any], sent: Mapping[str, Any], arrays: tuple) -> tuple[Any, Any]:
         """Returns `vjp` of the block."""
-        as_first = [self._renamed(weights, self._own, self._first.own) for weights in (stored, sent)]
-        traced = self._first.vjp.trace(*as_first, arrays)
-        jaxpr, consts = traces.opened(traced.jaxpr)
-        # An array of the trace around the first block; nothing is known of that of the next one.
-        self._reads_others = any(isinstance(const, jax.core.Tracer) for const in consts)
-        self._reads_others |= len(jaxpr.invars) > len(jax.tree.leaves((as_first, arrays)))
-        if self._reads_others:
-            return self._call.vjp(stored, sent, arrays)
-        return self._put_in(traced, (as_first, arrays))
+        as_first = self.as_first(stored), self.as_first(sent), arrays
+        found = self.traced(self.first.vjp, *as_first)
+        return self._call.vjp(stored, sent, arrays) if self.reads_others else self._put_in(found, as_first)
 
     def pulled(self, pull: Any, cotangents: Any) -> tuple[dict[str, Any], list[Any]]:
         """Returns `pulled` of the block."""
-        if self._reads_others:
+        if self.reads_others:
             return self._call.pulled(pull, cotangents)
-        grads, inputs = self._put_in(self._first.pulled.trace(pull, cotangents), (pull, cotangents))
-        return self._renamed(grads, self._first.own, self._own), inputs
+        grads, inputs = self._put_in(self.first.pulled.trace(pull, cotangents), (pull, cotangents))
+        return self.as_own(grads), inputs
 
     def _put_in(self, traced: Any, args: Any) -> Any:
         """Puts a trace of the first block into the trace around, with the names of this one."""
@@ -123,12 +134,12 @@ class SharedPasses:
         return self._stacks[stack]
 
     def _name(self, name: str) -> str:
-        first = self._first.own
+        first = self.first.own
         if name == first.name:
             return self._own.name
         below = name.removeprefix(f"{first.path}/")
         return name if below == name else f"{self._own.path}/{below}"
 
-    @staticmethod
-    def _renamed(weights: Mapping[str, Any], before: AlikeBlock, after: AlikeBlock) -> dict[str, Any]:
-        return {after.path + path.removeprefix(before.path): value for path, value in weights.items()}
+
+def _renamed(weights: Mapping[str, Any], before: AlikeBlock, after: AlikeBlock) -> dict[str, Any]:
+    return {after.path + path.removeprefix(before.path): value for path, value in weights.items()}

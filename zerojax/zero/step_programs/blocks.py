@@ -5,6 +5,7 @@ compiled program the nested functions are inlined and change nothing. Cut apart,
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -46,16 +47,27 @@ class NestedBlocks(overlap.Chain):
         assert not self._known
         return self._run(self._planned(body, weights, policy, own), weights, tuple(arrays))
 
-    is_apart = False  # whether gathers and reductions are nested functions of their own
-
     def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
-        return _block(plan, self.is_apart, weights, arrays)
+        return _block(plan, None, weights, arrays)
 
 
 class AheadBlocks(NestedBlocks):
-    """The same with a nested function of its own for each gather and each reduction, which `cut.ahead` puts beside other blocks' passes."""
+    """The same with a nested function of its own for each gather and each reduction, which `cut.ahead` puts beside other blocks' passes.
 
-    is_apart = True
+    Blocks that are alike have the functions of the first one, with its names, so each is traced once.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._functions: dict[alike.FirstBlock, _Functions] = {}
+
+    def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
+        return _block(plan, self._apart(plan), weights, arrays)
+
+    def _apart(self, plan: overlap.BlockCall) -> "_Apart":
+        own = _Functions(plan)
+        first = own if plan.shared is None else self._functions.setdefault(plan.shared.first, own)
+        return _Apart(own, first, plan.shared)
 
 
 class ForwardBlocks(NestedBlocks):
@@ -67,59 +79,115 @@ class ForwardBlocks(NestedBlocks):
 
 def _only_forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
     def run(stored: dict[str, jax.Array], arrays: tuple) -> Any:
-        sent = plan.gather(stored)
-        return plan.run({}, sent, plan.differentiated(stored, sent), *arrays)
+        return _run_of(plan, stored, plan.gather(stored), arrays)
 
     return _nested("forward", run)({path: weight.stored for path, weight in weights.items()}, arrays)
 
 
+def _run_of(plan: overlap.BlockCall, stored: dict[str, jax.Array], sent: dict[str, Any], arrays: tuple) -> Any:
+    return plan.run({}, sent, plan.differentiated(stored, sent), *arrays)
+
+
+class ForwardAheadBlocks(AheadBlocks):
+    """The same as `AheadBlocks` for a trace that is never differentiated."""
+
+    def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
+        return self._apart(plan).only_forward({path: weight.stored for path, weight in weights.items()}, arrays)
+
+
+class _Functions:
+    """The functions of a block's passes, each nested, of weights by path."""
+
+    def __init__(self, plan: overlap.BlockCall):
+        def backward(sent: dict[str, Any], pull: overlap.Pull, cotangents: PyTree) -> tuple[Any, list[Any]]:
+            return (plan.shared or plan).pulled(pull.of(sent), cotangents)
+
+        self.gather, self.reduce = _nested(GATHER, plan.gather), _nested(REDUCE, lambda grads: plan.reduce(grads)[0])
+        self.only_forward = _nested("forward", functools.partial(_run_of, plan))
+        self.forward = _nested("forward", functools.partial(_forward_of, plan))
+        self.backward = _nested("backward", backward)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Apart:
+    """The functions of a block that is called: its own, and those of the first block that is alike."""
+
+    own: _Functions
+    first: _Functions
+    shared: alike.SharedPasses | None
+
+    def gather(self, stored: dict[str, jax.Array]) -> dict[str, Any]:
+        if self.shared is None:
+            return self.own.gather(stored)
+        return self.shared.as_own(self.first.gather(self.shared.as_first(stored)))
+
+    def only_forward(self, stored: dict[str, jax.Array], arrays: tuple) -> Any:
+        return self._run(self.own.only_forward, self.first.only_forward, stored, arrays)
+
+    def forward(self, stored: dict[str, jax.Array], arrays: tuple) -> tuple[Any, overlap.Pull]:
+        return self._run(self.own.forward, self.first.forward, stored, arrays)
+
+    def _run(self, own: Any, first: Any, stored: dict[str, jax.Array], arrays: tuple) -> Any:
+        """Runs the first block's function, or the block's own where that one reads other arrays."""
+        sent, shared = self.gather(stored), self.shared
+        if shared is None:
+            return own(stored, sent, arrays)
+        as_first = shared.as_first(stored), shared.as_first(sent), arrays
+        shared.traced(first, *as_first)
+        return own(stored, sent, arrays) if shared.reads_others else first(*as_first)
+
+    def backward(
+        self, stored: dict[str, jax.Array], pull: overlap.Pull, cotangents: PyTree
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Returns the sums of the gradients, and the gradients of the block's arrays."""
+        sent, shared = self.gather(stored), self.shared
+        if shared is None or shared.reads_others:
+            grads, inputs = self.own.backward(sent, pull, cotangents)
+            return self.own.reduce(grads), inputs
+        grads, inputs = self.first.backward(shared.as_first(sent), pull, cotangents)
+        return shared.as_own(self.first.reduce(grads)), inputs
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _block(plan: overlap.BlockCall, is_apart: bool, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
-    return _forward(plan, is_apart, weights, arrays)[0] if is_apart else _only_forward(plan, weights, arrays)
+def _block(
+    plan: overlap.BlockCall, apart: _Apart | None, weights: dict[str, gather.ShardAndSink], arrays: tuple
+) -> PyTree:
+    return _only_forward(plan, weights, arrays) if apart is None else _forward(plan, apart, weights, arrays)[0]
 
 
 def _forward(
-    plan: overlap.BlockCall, is_apart: bool, weights: dict[str, gather.ShardAndSink], arrays: tuple
+    plan: overlap.BlockCall, apart: _Apart | None, weights: dict[str, gather.ShardAndSink], arrays: tuple
 ) -> tuple[Any, Any]:
     stored = {path: weight.stored for path, weight in weights.items()}
     for sink in jax.tree.leaves([weight.sink for weight in weights.values()])[:1]:
         _constant(sink)
 
-    def run(stored: dict[str, jax.Array], sent: dict[str, Any], arrays: tuple) -> tuple[Any, overlap.Pull]:
-        outputs, pull = (plan.shared or plan).vjp(stored, sent, arrays)
-        return outputs, overlap.Pull.without(sent, pull)
-
     def whole(stored: dict[str, jax.Array], arrays: tuple) -> tuple[Any, overlap.Pull]:
-        return run(stored, plan.gather(stored), arrays)
+        return _forward_of(plan, stored, plan.gather(stored), arrays)
 
-    if is_apart:
-        outputs, pull = _nested("forward", run)(stored, _nested(GATHER, plan.gather)(stored), arrays)
-    else:
-        outputs, pull = _nested("forward", whole)(stored, arrays)
+    outputs, pull = apart.forward(stored, arrays) if apart else _nested("forward", whole)(stored, arrays)
     return outputs, (stored, pull)
 
 
+def _forward_of(
+    plan: overlap.BlockCall, stored: dict[str, jax.Array], sent: dict[str, Any], arrays: tuple
+) -> tuple[Any, overlap.Pull]:
+    outputs, pull = (plan.shared or plan).vjp(stored, sent, arrays)
+    return outputs, overlap.Pull.without(sent, pull)
+
+
 def _backward(
-    plan: overlap.BlockCall, is_apart: bool, residuals: tuple[dict, overlap.Pull], cotangents: PyTree
+    plan: overlap.BlockCall, apart: _Apart | None, residuals: tuple[dict, overlap.Pull], cotangents: PyTree
 ) -> tuple[Any, Any]:
-    def run(sent: dict[str, Any], pull: overlap.Pull, cotangents: PyTree) -> tuple[Any, list[Any]]:
-        return (plan.shared or plan).pulled(pull.of(sent), cotangents)
-
-    def reduce(grads: dict[str, Any]) -> dict[str, Any]:
-        return plan.reduce(grads)[0]
-
     def whole(stored: dict[str, jax.Array], pull: overlap.Pull, cotangents: PyTree) -> tuple[Any, list[Any]]:
         # A program may have several blocks: nothing of one is computed again before its turn.
         pull, cotangents = pull.behind(cotangents)
-        grads, inputs = run(plan.gather(stored), pull, cotangents)
-        return reduce(grads), inputs
+        grads, inputs = (plan.shared or plan).pulled(pull.of(plan.gather(stored)), cotangents)
+        return plan.reduce(grads)[0], inputs
 
     stored, pull = residuals
-    if is_apart:
-        grads, inputs = _nested("backward", run)(_nested(GATHER, plan.gather)(stored), pull, cotangents)
-        sums = _nested(REDUCE, reduce)(grads)
-    else:
-        sums, inputs = _nested("backward", whole)(stored, pull, cotangents)
+    run = apart.backward if apart else _nested("backward", whole)
+    sums, inputs = run(stored, pull, cotangents)
     totals = {**dict.fromkeys(stored, optax.MaskedNode()), **sums}
     sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
     return sinks, tuple(inputs)

@@ -63,9 +63,14 @@ def cut(jaxpr: jex.Jaxpr, apart: Collection[Any]) -> list[StepPart]:
     needed = set(final)
     later = set(needed)  # what is read after the part that comes next in time
     recurring = collections.Counter(_names(group) for group in groups if isinstance(group, list))
+    trimmed: dict[Any, jex.ClosedJaxpr] = {}
     for group in reversed(groups):
         is_between = isinstance(group, list)
-        part = part_of("between", traces.live(group, needed), needed) if is_between else _block(group, needed, final)
+        part = (
+            part_of("between", traces.live(group, needed), needed)
+            if is_between
+            else _block(group, needed, final, trimmed)
+        )
         if (
             isinstance(group, list)
             and len(group) <= FEW
@@ -106,7 +111,7 @@ def ahead(parts: Sequence[StepPart]) -> list[StepPart]:
     """
     found: list[StepPart] = []
     waiting: list[StepPart] = []  # reductions
-    known: dict[tuple, Sequence[Any]] = {}  # what the last gather brought, by what it read
+    last: StepPart | None = None  # the last gather
     renamed: dict[Any, Any] = {}
     for part in parts:
         part = _with_names(part, renamed)
@@ -115,11 +120,10 @@ def ahead(parts: Sequence[StepPart]) -> list[StepPart]:
         if part.name == blocks.REDUCE:
             waiting.append(part)
         elif part.name == blocks.GATHER:
-            reads = (tuple(part.reads), *(str(call.closed.jaxpr) for call in part.calls))
-            if reads in known:
-                renamed.update(zip(part.writes, known[reads]))
+            if last is not None and _are_equal(last, part):
+                renamed.update(zip(part.writes, last.writes))
                 continue
-            known = {reads: part.writes}
+            last = part
             at = next((n for n, one in reversed([*enumerate(found)]) if one.name != "between"), None)
             if at is None:
                 found.append(part)
@@ -131,6 +135,12 @@ def ahead(parts: Sequence[StepPart]) -> list[StepPart]:
         else:
             found.append(part)
     return found + waiting
+
+
+def _are_equal(part: StepPart, other: StepPart) -> bool:
+    """Returns whether two parts read the same variables and do the same."""
+    texts = lambda own: [str(call.closed.jaxpr) for call in own.calls]  # noqa: E731
+    return part.reads == other.reads and texts(part) == texts(other)
 
 
 def _beside(part: StepPart, others: Sequence[StepPart]) -> StepPart:
@@ -173,8 +183,8 @@ def _may_join(part: StepPart, following: Sequence[StepPart], apart: Collection[A
     return bool(following) and following[-1].name in ("forward", "backward") and not set(apart).intersection(part.reads)
 
 
-def _block(eqn: jex.JaxprEqn, needed: set[Any], results: set[Any]) -> StepPart:
-    """Returns one nested call, without what nothing reads."""
+def _block(eqn: jex.JaxprEqn, needed: set[Any], results: set[Any], trimmed: dict[Any, jex.ClosedJaxpr]) -> StepPart:
+    """Returns one nested call, without what nothing reads. Calls of one trace have one in `trimmed`, where they return the same of it."""
     closed, name = eqn.params["jaxpr"], blocks.pass_of(eqn)
     outer_of = dict(zip(closed.jaxpr.invars, eqn.invars))
     same, out = {}, []
@@ -183,6 +193,10 @@ def _block(eqn: jex.JaxprEqn, needed: set[Any], results: set[Any]) -> StepPart:
             same[var] = outer_of[inner]
         elif var in needed:
             out.append((var, inner))
-    own = traces.trimmed(closed, [inner for _, inner in out])
+    returned = [inner for _, inner in out]
+    key = (id(closed), *map(id, returned))
+    if key not in trimmed:
+        trimmed[key] = traces.trimmed(closed, returned)
+    own = trimmed[key]
     writes = [var for var, _ in out]
     return StepPart(name, [TraceCall([outer_of[var] for var in own.jaxpr.invars], writes, own)], writes, same)

@@ -5,6 +5,7 @@ integers. Parts of one description share a program, which reads the integers tha
 """
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,11 +20,33 @@ from zerojax.zero.step_programs import cut
 _INTEGERS = ("int32", "uint32")
 
 
-def described(part: cut.StepPart) -> tuple[Any, list[int]]:
-    """Returns what is equal for parts that differ in integers alone, and their integers."""
+def described(part: cut.StepPart, known: "Known | None" = None) -> tuple[Any, list[int]]:
+    """Returns what is equal for parts that differ in integers alone, and their integers. `known` are traces that parts have in common."""
+    known = {} if known is None else known
+    names = {var: f"v{number}" for number, var in enumerate(part.reads)}
+    calls, integers = [], list[int]()
+    for number, call in enumerate(part.calls):
+        own = _Description(f"a{number}.")
+        arguments = [
+            names[atom] if traces.is_var(atom) else _constant(own, atom.val, atom.aval) for atom in call.arguments
+        ]
+        if id(call.closed) not in known:
+            known[id(call.closed)] = call.closed, *_of_trace(call.closed)
+        _, text, inside = known[id(call.closed)]
+        calls.append((tuple(arguments), text))
+        integers += own.integers + inside
+        names.update({var: f"c{number}.{place}" for place, var in enumerate(call.writes)})
+    return (part.name, tuple(calls), tuple(names[var] for var in part.writes)), integers
+
+
+Known = dict[int, tuple[jex.ClosedJaxpr, str, list[int]]]  # traces by their ids, with their text and integers
+
+
+def _of_trace(closed: jex.ClosedJaxpr) -> tuple[str, list[int]]:
+    """Returns the text of a trace without its integers, and these."""
     found = _Description()
-    values = _walked(part, {var: found.name() for var in part.reads}, found)
-    return (part.name, tuple(found.lines), tuple(values[var] for var in part.writes)), found.integers
+    results = _walked(closed, [found.name() for _ in closed.jaxpr.invars], found)
+    return "\n".join((*found.lines, *results)), found.integers
 
 
 def run(
@@ -37,14 +60,21 @@ def run(
       integers: uint32[] in place of some of the integers of `described`, by their place.
       in_turn: whether each call waits for the one before it: independent collectives of emulated devices may wait for each other for ever.
     """
-    found = _walked(part, values, _Execution(integers, in_turn=in_turn))
+    found, how, before = dict(values), _Execution(integers), list[Any]()
+    for call in part.calls:
+        args = [found[atom] if traces.is_var(atom) else _constant(how, atom.val, atom.aval) for atom in call.arguments]
+        if in_turn and before:
+            args = jax.lax.optimization_barrier((args, before))[0]
+        before = _walked(call.closed, args, how)
+        found.update(zip(call.writes, before))
     return [found[var] for var in part.writes]
 
 
 class _Description:
-    """Writes down the operations of a part: each with its params, the names of its inputs, and the types of its results."""
+    """Writes down operations: each with its params, the names of its inputs, and the types of its results."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: str = "") -> None:
+        self._before = before  # the beginning of the names of integers
         self.lines: list[str] = []
         self.integers: list[int] = []
         self._names = 0
@@ -57,17 +87,13 @@ class _Description:
     def integer(self, value: Any, aval: Any) -> str:
         """Returns the name of an integer of the trace."""
         self.integers.append(int(value))
-        return f"i{len(self.integers)}:{aval.dtype}"
+        return f"{self._before}i{len(self.integers)}:{aval.dtype}"
 
     def constant(self, value: Any) -> str:
         """Returns another constant of the trace as text; a large one stands for itself only."""
         shape, dtype, nbytes = np.shape(value), getattr(value, "dtype", type(value)), getattr(value, "nbytes", 0)
         is_short = nbytes <= 256 and not jnp.issubdtype(dtype, jax.dtypes.extended)
         return f"{shape} {dtype} {np.asarray(value).tobytes().hex() if is_short else id(value)}"
-
-    def after(self, args: list[str], before: Sequence[str]) -> list[str]:
-        """Returns a call's arguments once the call before it has returned."""
-        return args
 
     def inside(self, eqn: jex.JaxprEqn) -> contextlib.AbstractContextManager[None]:
         """Enters an operation."""
@@ -83,10 +109,10 @@ class _Description:
 
 
 class _Execution:
-    """Runs the operations of a part."""
+    """Runs operations."""
 
-    def __init__(self, integers: Mapping[int, Any], *, in_turn: bool):
-        self._integers, self._seen, self._in_turn = integers, 0, in_turn
+    def __init__(self, integers: Mapping[int, Any]):
+        self._integers, self._seen = integers, 0
 
     def integer(self, value: Any, aval: Any) -> Any:
         """Returns an integer of the trace, or what is in its place."""
@@ -99,10 +125,6 @@ class _Execution:
         """Returns another constant of the trace."""
         return value
 
-    def after(self, args: list[Any], before: Sequence[Any]) -> list[Any]:
-        """Returns a call's arguments once the call before it has returned."""
-        return jax.lax.optimization_barrier((args, before))[0] if self._in_turn and before else args
-
     def inside(self, eqn: jex.JaxprEqn) -> contextlib.AbstractContextManager[None]:
         """Enters an operation: names of its scopes are kept."""
         return traces.scopes(eqn)
@@ -112,25 +134,22 @@ class _Execution:
         return traces.bind(eqn, inputs)
 
 
-def _walked(part: cut.StepPart, values: Mapping[Any, Any], how: Any) -> dict[Any, Any]:
-    """Returns the values of a part's variables. `how` decides what a value is. Integers are met in the same order each time."""
-    values = dict(values)
-
-    def constant(value: Any, aval: Any) -> Any:
-        may_be_argument = getattr(aval, "shape", None) == () and str(aval.dtype) in _INTEGERS
-        return how.integer(value, aval) if may_be_argument else how.constant(value)
+def _walked(program: traces.Program, values: Sequence[Any], how: Any) -> list[Any]:
+    """Returns the results of a program. `how` decides what a value is. Integers are met in the same order each time."""
 
     def apply(eqn: jex.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
         inner = inlined(eqn)
         with how.inside(eqn):
             return how.apply(eqn, inputs) if inner is None else traces.run(inner, inputs, apply, constant)
 
-    before: list[Any] = []
-    for call in part.calls:
-        args = [values[atom] if traces.is_var(atom) else constant(atom.val, atom.aval) for atom in call.arguments]
-        before = traces.run(call.closed, how.after(args, before), apply, constant)
-        values.update(zip(call.writes, before))
-    return values
+    constant = functools.partial(_constant, how)
+    return traces.run(program, values, apply, constant)
+
+
+def _constant(how: Any, value: Any, aval: Any) -> Any:
+    """Returns what stands for a constant or a literal."""
+    may_be_argument = getattr(aval, "shape", None) == () and str(aval.dtype) in _INTEGERS
+    return how.integer(value, aval) if may_be_argument else how.constant(value)
 
 
 def inlined(eqn: jex.JaxprEqn) -> Any:

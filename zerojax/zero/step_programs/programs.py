@@ -102,7 +102,8 @@ def cut(
     number_of |= {var: number_of[outer] for var, outer in zip(inner.invars, call.invars)}
     parts = in_order(cut_lib.cut(inner, {var for var, number in number_of.items() if number in late}))
     has_ahead = any(blocks.GATHER in part.also for part in parts)
-    integers = _differing([operations.described(part) for part in parts])
+    known: operations.Known = {}
+    integers = _differing([operations.described(part, known) for part in parts])
     late_reads = [[number_of[var] for var in part.reads if number_of.get(var) in late] for part in parts]
     arrivals = source.arrivals(late, late_reads, values)
     compiled: dict[Any, jax.stages.Compiled] = {}

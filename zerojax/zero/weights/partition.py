@@ -134,13 +134,17 @@ class Partition:
         """Returns params, or a tree like them, with `optax.MaskedNode()` (a node without leaves) for each frozen weight."""
         if not self.freezes:
             return params
-        index = tree.suffix_index(self.placements)
 
         def keep(path: str, leaf: Leaf) -> Leaf:
-            found = tree.longest_suffix(index, path)
+            full = f"params/{path}"
+            found = full if full in self.placements else tree.longest_suffix(self._by_suffix, path)
             return leaf if found is None or self.placements[found].trainable else optax.MaskedNode()
 
         return tree.map_with_path(keep, params)
+
+    @functools.cached_property
+    def _by_suffix(self) -> dict[str, str]:
+        return tree.suffix_index(self.placements)
 
 
 def with_frozen(part: PyTree, params: PyTree) -> PyTree:
