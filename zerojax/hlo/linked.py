@@ -105,6 +105,16 @@ class _Linked(syntax.Module):
             self._read[name] = syntax.Computation(name, linked)
         return self._read[name]
 
+    def origin(
+        self, where: syntax.Computation, instruction: syntax.Instruction
+    ) -> tuple[syntax.Module, syntax.Computation, syntax.Instruction]:
+        if not (label := label_of(instruction)):
+            return self, where, instruction
+        module = self.owners[label].module
+        own = where.name.removeprefix(f"{label}.")
+        found = module.entry if own == where.name else module.computation(own)
+        return module, found, found.by_name[instruction.name.removeprefix(f"{label}.")]
+
     def mentions(self, name: str, *opcodes: str) -> bool:
         label, _, own = name.partition(".")
         if label in self.owners:

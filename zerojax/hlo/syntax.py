@@ -15,6 +15,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$", re.MULTILINE)
 _CONTINUED = re.compile(r'\n(?="|\}[^\n])')  # the attributes of a Pallas kernel for TPUs take several lines
@@ -155,6 +156,13 @@ class Module:
     spans: Mapping[str, tuple[int, int]]
     entry_name: str
     _read: dict[str, Computation] = dataclasses.field(default_factory=dict, compare=False)
+    known: dict[Any, Any] = dataclasses.field(
+        default_factory=dict, compare=False
+    )  # what readers have found out about it
+
+    def origin(self, where: Computation, instruction: Instruction) -> "tuple[Module, Computation, Instruction]":
+        """Returns the program that an instruction was compiled in, with its computation and its text there."""
+        return self, where, instruction
 
     def computation(self, name: str) -> Computation:
         """Returns one computation. Parses it at the first call."""

@@ -48,10 +48,18 @@ def counted(flow: hlo_flow.Flow) -> list[hlo_flow.Call]:
 
 
 def moved(module: syntax.Module, where: syntax.Computation, instruction: syntax.Instruction) -> int:
-    """Returns the bytes that one run of an instruction reads and writes."""
-    opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith(("-done", "-update")):
+    """Returns the bytes that one run of an instruction reads and writes. Programs in a row that are equal are read once."""
+    if instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
         return 0
+    module, where, instruction = module.origin(where, instruction)
+    key = moved, where.name, instruction.name
+    if key not in module.known:
+        module.known[key] = _moved(module, where, instruction)
+    return module.known[key]
+
+
+def _moved(module: syntax.Module, where: syntax.Computation, instruction: syntax.Instruction) -> int:
+    opcode = instruction.opcode
     written = nbytes_of(instruction)
     if opcode == "custom-call" and len(instruction.arrays) > 1 and is_library_call(instruction):
         written -= sum(array.nbytes for array in instruction.arrays[1:] if array.dtype in ("s8", "u8"))  # workspace

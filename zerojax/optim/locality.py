@@ -38,7 +38,7 @@ class Locality:
     Attributes:
       kind: ELEMENTWISE, PER_LEAF or GLOBAL.
       why: what makes it more than the first.
-      alike: a number for each weight, equal for weights that the same operations update; () of a global update, and of one that was not traced.
+      alike: a number for each weight, equal for weights that the same operations update; () where the update is global or not traced.
     """
 
     kind: str
@@ -85,7 +85,8 @@ def _is_alike_in_pieces(
     numbers = iter(range(len(shapes)))
     kept = jax.tree.map(lambda _: next(numbers) in first.values(), params)
     one, other = (
-        jax.tree.map(lambda leaf, is_kept: leaf if is_kept else optax.MaskedNode(), own, kept) for own in (params, pieces)
+        jax.tree.map(lambda leaf, is_kept: leaf if is_kept else optax.MaskedNode(), own, kept)
+        for own in (params, pieces)
     )
     try:
         return _Traced.make(tx, one).is_like(_Traced.make(tx, other))

@@ -48,6 +48,7 @@ class Attribution:
     def __init__(self, flow: hlo_flow.Flow, weights: Mapping[str, WeightDims], devices: int):
         self._flow, self._weights, self._devices = flow, weights, devices
         self._paths = tree.suffix_index(weights)
+        self._turns: dict[str, int] = {}  # where the backward pass of a computation begins; 0 if it has none
         self._by_dims: dict[tuple[int, ...], list[WeightDims]] = {}
         self._by_size: dict[int, list[WeightDims]] = {}
         # Weights that may stack the weights of several layers.
@@ -116,8 +117,10 @@ class Attribution:
         if "jvp(" in op_name:
             return roles.WEIGHTS_FORWARD
         order = found.computation
-        first = next((i for i in order.instructions if "transpose(jvp" in i.attributes), None)
-        is_before = first is not None and order.position[found.start.name] < order.position[first.name]
+        if order.name not in self._turns:
+            backward = (at for at, own in enumerate(order.instructions) if "transpose(jvp" in own.attributes)
+            self._turns[order.name] = next(backward, 0)
+        is_before = order.position[found.start.name] < self._turns[order.name]
         return roles.WEIGHTS_FORWARD if is_before else roles.UPDATED_WEIGHTS
 
     def _origin(self, found: collectives.Collective, part: collectives.Part) -> tuple[str, ...]:

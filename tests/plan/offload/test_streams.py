@@ -125,8 +125,8 @@ def test_the_time_of_a_disk_counts_at_its_own_rate_and_an_assumed_rate_says_so(p
 
 
 @functools.cache
-def by_block(is_offloaded):
-    """Returns (plan, partition) of a step block by block on eight H200s, or of one program with nothing offloaded."""
+def by_block(is_offloaded, **further):
+    """Returns (plan, partition) of a step block by block on eight H200s, or with nothing offloaded; `further` are fields of the step."""
     net, mesh = block_nets.Net(1, dropout=True), zerojax.make_mesh(devices=compile_only.devices())
     x, scale = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((16, 1), jnp.float32)
 
@@ -149,7 +149,7 @@ def by_block(is_offloaded):
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=partition.batch_sharding)
         for name, leaf in (("x", x), ("scale", scale))
     }
-    how = {"blocks": r"block_\w+", "heads": "head", "reduce_dtype": jnp.float32}
+    how = {"blocks": r"block_\w+", "heads": "head", "reduce_dtype": jnp.float32, **further}
     part = partition if is_offloaded else partition.on_device
     return planned_on_h200s(zerojax.make_train_step(loss_fn, part, **how), part, batch), partition
 
@@ -170,6 +170,14 @@ def test_a_step_block_by_block_has_the_collectives_and_the_work_of_one_program()
     assert plan.findings == whole.findings and plan.bound.seconds["compute"] == whole.bound.seconds["compute"]
     assert 0.95 < plan.bound.seconds["memory"] / whole.bound.seconds["memory"] < 1.05  # with the updates
     assert any("gather.py" in row.source for row in plan.ledger.rows)
+
+
+def test_the_moments_of_a_program_for_each_kind_of_block_have_their_role():
+    plan, _ = by_block(False, programs="kinds")
+    rows = {row.role: row for row in plan.memory}
+    for role in ("params", "moments"):
+        assert rows[role].assigned == rows[role].arithmetic > 0
+    assert sum(row.assigned for row in plan.memory) == plan.peak
 
 
 def test_params_on_the_host_arrive_in_each_pass_and_are_no_part_of_the_devices_memory():

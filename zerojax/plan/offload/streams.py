@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax import jitted
+from zerojax import jitted, tree
 from zerojax.hlo import buffer_roles, linked, syntax
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import flops
@@ -176,7 +176,19 @@ def _read_blocks(
     arguments |= {number: (f"constants/{number}", array(cut.values[number])) for number in cut.constants}
     module = linked.link(row, arguments, count, kept=() if step.donate else _kept(one_pass, leaves.values()))
     operations = {dtype: number * count for dtype, number in flops.count(cut.trace).items()}
-    return Read(buffers_of({leaf.path: leaf for leaf in leaves.values()}), module, operations, step)
+    held = {leaf.path: leaf for leaf in (*leaves.values(), *_of_updates(step))}
+    return Read(buffers_of(held), module, operations, step)
+
+
+def _of_updates(step: step_by_block.BlockwiseStep) -> Iterable[buffers_lib.Argument]:
+    """Yields the optimizer state on the device that only the updates of groups read."""
+    updates = step.updates
+    rest = {*updates.rest.positions, *updates.on_host}
+    for number, (path, leaf) in enumerate(tree.flatten(updates.partition.abstract_state.opt_state)):
+        if number not in rest:
+            name = f"state/opt_state/{path}"
+            role = buffer_roles.argument_role(name)
+            yield buffers_lib.Argument(name, role, tree.shard_bytes(leaf), buffers_lib.DEVICE, step.donate)
 
 
 def _names(paths: Mapping[int, str], first: programs.StepProgram, own: programs.StepProgram) -> dict[str, str]:

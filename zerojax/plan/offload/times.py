@@ -253,10 +253,10 @@ def _programs(
         for module in {id(own): own for own in modules.values()}.values():
             found = clock.walk(module)
             walked[id(module)] = found.seconds - found.parts[walk.WAITS]
-    operations = [
-        sum(sum(flops.count(call.closed).values()) for call in program.part.calls)
-        for program in one_pass.schedule.cut.programs
-    ]
+    calls = [program.part.calls for program in one_pass.schedule.cut.programs]
+    traces = {id(call.closed): call.closed for own in calls for call in own}  # equal blocks have one
+    counted = {key: sum(flops.count(closed).values()) for key, closed in traces.items()}
+    operations = [sum(counted[id(call.closed)] for call in own) for own in calls]
     whole = max(1.0, sum(operations))
     shares = (own / whole / count for own in operations)
     return [
