@@ -74,6 +74,8 @@ def test_an_empty_batch_is_refused():
     for accum, batch in ((1, BATCH[:0]), (2, jnp.ones((2, 0, 64)))):
         with pytest.raises(UserError, match=r"^batch/: has no examples, its shape is \(.*0, 64\)"):
             zerojax.make_train_step(loss_fn, partition, grad_accum=accum).trace(state, batch)
+    with pytest.raises(UserError, match=r"^batch/x: has no elements in dim 1, its shape is \(64, 0\); omit it"):
+        zerojax.make_train_step(loss_fn, partition).trace(state, {"x": jnp.ones((64, 0)), "y": BATCH})
 
 
 def test_integer_weights_are_refused_unless_they_are_frozen():

@@ -55,9 +55,11 @@ class Layout:
         own, dim = self._own(batch), int(self.passes > 1)
         for path, leaf in tree.flatten(batch):
             if 0 in leaf.shape:  # every mean over it would be NaN
-                raise UserError(
-                    f"batch/{path}: has no examples, its shape is {leaf.shape}; pass at least one for each device"
+                why = (
+                    "has no examples" if 0 in leaf.shape[: dim + 1] else f"has no elements in dim {leaf.shape.index(0)}"
                 )
+                out = "pass at least one for each device" if 0 in leaf.shape[: dim + 1] else "omit it, or pass some"
+                raise UserError(f"batch/{path}: {why}, its shape is {leaf.shape}; {out}")
         if mesh_lib.size(self.mesh, mesh_lib.TOKENS) > 1:
             arguments.tokens(self.mesh, batch, own)
         rows = {path: leaf.shape[dim] for path, leaf in tree.flatten(batch) if path not in own and leaf.ndim > dim}
