@@ -1,11 +1,13 @@
-"""Fine-tunes a decoder that somebody else wrote, in Linen or in NNX, in two lines. This module shows them for two public styles.
+"""Trains a decoder that somebody else wrote, in Linen, NNX or Haiku, in two lines. This module shows them for three public styles.
 
     python examples/foreign_decoders.py --model gemma --steps 40
     python examples/foreign_decoders.py --model bonsai --steps 40
+    python examples/foreign_decoders.py --model haiku --steps 40
+    python examples/foreign_decoders.py --model gemma --plan h200
 
 `gemma` stands in for google-deepmind's package of that name (Linen), whose dependencies are too many for this environment: its modules have
-the same names and nesting, so BLOCKS and the two lines are those for `gm.nn.Gemma3_1B()` too. `bonsai` stands in for the NNX decoders of
-jax-bonsai, whose package holds no code yet. Without an accelerator, 8 CPU devices are emulated.
+the same names and nesting, so the regex and the two lines are those for `gm.nn.Gemma3_1B()` too. `bonsai` stands in for the NNX decoders of
+jax-bonsai, whose package holds no code yet. `haiku` needs `pip install dm-haiku`. Without an accelerator, 8 CPU devices are emulated.
 """
 
 import argparse
@@ -17,11 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
+import rich
 from flax import nnx
-from flax.training import train_state
 
 import zerojax
 from zerojax.launch import devices as devices_lib
+from zerojax.plan import report, targets
+from zerojax.plan.own_step import plan_own_step
 
 VOCAB, EMBED, HEADS, HEAD, HIDDEN, LAYERS, LENGTH, EXAMPLES = 256, 64, 4, 16, 128, 2, 32, 16
 
@@ -61,24 +66,41 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of gemma."""
+    """A layer of gemma, which returns its cache too."""
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> tuple[None, jax.Array]:
         x = x + Attention(name="attn")(nn.RMSNorm(name="pre_attention_norm")(x))
-        return x + FeedForward(name="mlp")(nn.RMSNorm(name="pre_ffw_norm")(x))
+        return None, x + FeedForward(name="mlp")(nn.RMSNorm(name="pre_ffw_norm")(x))
+
+
+class Embedder(nn.Module):
+    """The embedding of gemma, which is the output projection too."""
+
+    def setup(self) -> None:
+        self.table = self.param("input_embedding", nn.initializers.normal(0.05), (VOCAB, EMBED))
+
+    def encode(self, tokens: jax.Array) -> jax.Array:
+        return self.table[tokens] * EMBED**0.5
+
+    def decode(self, x: jax.Array) -> jax.Array:
+        return x @ self.table.T
 
 
 class Transformer(nn.Module):
-    """gemma's decoder: the embedding is the output projection too."""
+    """gemma's decoder. Its call is jitted, as the package's is, so no interceptor knows its weights, and a trace tells its layers."""
 
-    @nn.compact
+    def setup(self) -> None:
+        self.embedder = Embedder()
+        self.blocks = [Block(name=f"layer_{layer}") for layer in range(LAYERS)]
+        self.final_norm = nn.RMSNorm()
+
+    @nn.jit
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        table = self.param("embedder", nn.initializers.normal(0.05), (VOCAB, EMBED))
-        x = zerojax.embedding_lookup(table, tokens) * EMBED**0.5
-        for layer in range(LAYERS):
-            x = Block(name=f"layer_{layer}")(x)
-        return nn.RMSNorm(name="final_norm")(x) @ table.T
+        x = self.embedder.encode(tokens)
+        for block in self.blocks:
+            _, x = block(x)
+        return self.embedder.decode(self.final_norm(x))
 
 
 class DecoderLayer(nnx.Module):
@@ -129,7 +151,29 @@ def bonsai() -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
     return (lambda key: nnx.state(Decoder(nnx.Rngs(key)))), lambda params, tokens: nnx.merge(graph, params)(tokens)
 
 
-MODELS = {"gemma": (gemma, r"layer_\d+"), "bonsai": (bonsai, r"layers/\d+")}  # with a regex of their layers
+def haiku() -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
+    """Returns the same of a model of dm-haiku."""
+    import haiku as hk
+
+    class Layer(hk.Module):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = hk.RMSNorm(-1, name="norm")(x)
+            q, k, v = (hk.Linear(HEADS * HEAD, name=name)(y).reshape(*y.shape[:2], HEADS, HEAD) for name in "qkv")
+            x = x + hk.Linear(EMBED, name="out")(attended(q, k, v).reshape(*y.shape[:2], -1))
+            return x + hk.nets.MLP([HIDDEN, EMBED], activation=jax.nn.gelu)(hk.RMSNorm(-1, name="mlp_norm")(x))
+
+    def forward(tokens: jax.Array) -> jax.Array:
+        x = hk.Embed(VOCAB, EMBED)(tokens)
+        for layer in range(LAYERS):
+            x = Layer(name=f"layer_{layer}")(x)
+        return hk.Linear(VOCAB, name="head")(hk.RMSNorm(-1, name="final_norm")(x))
+
+    net = hk.without_apply_rng(hk.transform(forward))
+    return lambda key: net.init(key, jnp.zeros((1, LENGTH), jnp.int32)), net.apply
+
+
+MODELS = {"gemma": (gemma, r"layer_\d+"), "bonsai": (bonsai, r"layers/\d+"), "haiku": (haiku, r"layer_\d+")}
+# with a regex of their layers
 
 
 def batches() -> Iterator[dict[str, np.ndarray]]:
@@ -140,18 +184,36 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
         yield {"tokens": ((first + step % 4 * np.arange(LENGTH + 1)) % VOCAB).astype(np.int32)}
 
 
-def train(name: str, steps: int, stage: int = 3, devices: list | None = None) -> list[float]:
-    """Trains a model and returns its losses."""
-    (make, blocks), mesh = MODELS[name], zerojax.make_mesh(devices=devices)
+def own_code(name: str) -> tuple[Any, Any, str]:
+    """Returns the init function, the loss, and the regex of the layers."""
+    make, blocks = MODELS[name]
     init, apply = make()
 
-    def create_state(key: jax.Array) -> train_state.TrainState:
-        return train_state.TrainState.create(apply_fn=None, params=init(key), tx=optax.adamw(1e-2))
+    def create_state(key: jax.Array) -> zerojax.TrainState:
+        return zerojax.TrainState.create(apply_fn=None, params=init(key), tx=optax.adamw(1e-2))
 
     def loss_fn(params: Any, batch: dict[str, jax.Array], state: Any) -> jax.Array:
         scores, labels = apply(params, batch["tokens"][:, :-1]), batch["tokens"][:, 1:]
         return optax.softmax_cross_entropy_with_integer_labels(scores.astype(jnp.float32), labels).mean()
 
+    return create_state, loss_fn, blocks
+
+
+def load(folder: str, name: str, mesh: Any) -> tuple[Any, Any]:
+    """Returns the state of a checkpoint's weights and its partition. Each device reads its own shards, as the package does if it is told
+    `gm.ckpts.load_params(folder, sharding=partition.shardings.params)`."""
+    partition = zerojax.partition_state(jax.eval_shape(own_code(name)[0], jax.random.key(0)), mesh=mesh)
+    params = ocp.StandardCheckpointer().restore(folder, partition.abstract_state.params)
+
+    def of_params(params: Any) -> zerojax.TrainState:
+        return zerojax.TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2))
+
+    return zerojax.shard_train_state(of_params, params, mesh=mesh)
+
+
+def train(name: str, steps: int, stage: int = 3, devices: list | None = None) -> tuple[list[float], Any]:
+    """Trains a model, and returns its losses and the partition."""
+    (create_state, loss_fn, blocks), mesh = own_code(name), zerojax.make_mesh(devices=devices)
     # The two lines.
     state, partition = zerojax.shard_train_state(create_state, jax.random.key(0), mesh=mesh, stage=stage)
     train_step = zerojax.make_train_step(loss_fn, partition, blocks=blocks, reduce_dtype=jnp.float32)
@@ -160,17 +222,33 @@ def train(name: str, steps: int, stage: int = 3, devices: list | None = None) ->
     for _, batch in zip(range(steps), batches()):
         state, metrics = train_step(state, batch)
         losses.append(float(metrics["loss"]))
-    return losses
+    return losses, partition
+
+
+def plan(name: str, mesh: Any, stage: int) -> str:
+    """Returns what a step needs of each device, which may be absent; allocates nothing."""
+    (create_state, loss_fn, blocks), key = own_code(name), jax.random.key(0)
+    how = {"batch": next(batches()), "mesh": mesh, "blocks": blocks, "reduce_dtype": jnp.float32}
+    return report.verdict(plan_own_step(create_state, key, loss_fn=loss_fn, shard={"stage": stage}, **how))
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains with the command line's settings and prints the losses."""
+    """Plans and trains with the command line's settings, and prints the memory and the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="gemma", choices=MODELS, help="the style of the model")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
+    parser.add_argument("--plan", help="only plan, for eight of a kind of GPU that may be absent (h200)")
     args = parser.parse_args(argv)
-    devices_lib.emulate_cpu_devices(8)
-    losses = train(args.model, args.steps)
+    if not args.plan:
+        devices_lib.emulate_cpu_devices(8)
+    mesh = zerojax.make_mesh(devices=targets.devices(args.plan, "1x8") if args.plan else None)
+    for stage in (0, 3):
+        print(f"stage {stage}: {plan(args.model, mesh, stage)}")
+    if args.plan:
+        return
+    losses, partition = train(args.model, args.steps)
+    baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0)
+    rich.print(zerojax.memory_table(partition, baseline))
     print(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 

@@ -2,6 +2,7 @@
 
     python examples/robot_policy.py --steps 60
     python examples/robot_policy.py --steps 60 --lora
+    python examples/robot_policy.py --plan h100 --topology 1x2
 
 The policy is an NNX module with projections of its own around `bridge.ToNNX` of a Linen stack, `nn.scan(nn.remat(Block))`. A block reads
 two streams, a prefix of images and text and the noisy actions, with weights for each and one attention over both. `--lora` trains adapters
@@ -23,9 +24,17 @@ from flax.nnx import bridge
 
 import zerojax
 from zerojax.launch import devices as devices_lib
+from zerojax.plan import report, targets
+from zerojax.plan.own_step import plan_own_step
 
-WIDTHS, HEADS, HEAD, LAYERS, RANK = (64, 32), 4, 16, 4, 4  # of the prefix and of the actions
+WIDTHS, HIDDEN, HEADS, HEAD, LAYERS, RANK = (64, 32), (256, 128), 4, 16, 4, 4  # of the prefix and of the actions
 FEATURES, ACTIONS, LENGTHS, BATCH = 24, 8, (6, 4), 64
+PI0 = {  # 3.3B weights in this form; three images, a text, and 50 actions
+    **{"WIDTHS": (2048, 1024), "HIDDEN": (34816, 8192), "HEADS": 8, "HEAD": 256, "LAYERS": 18, "RANK": 16},
+    **{"FEATURES": 1152, "ACTIONS": 32, "LENGTHS": (816, 50), "BATCH": 32},
+}
+# Each step of the scan gathers its own layer, with the weights of both experts, and keeps its inputs alone, as nn.remat does.
+HOW = {"blocks": "experts/layers", "remat": "full", "reduce_dtype": jnp.float32}
 
 
 class Einsum(nn.Module):
@@ -53,10 +62,10 @@ class Block(nn.Module):
         mixed = jax.nn.dot_product_attention(q, k, v).reshape(*q.shape[:2], -1)
         found = []
         parts = jnp.split(mixed, [streams[0].shape[1]], axis=1)
-        for number, (x, part, width) in enumerate(zip(streams, parts, WIDTHS)):
+        for number, (x, part, width, hidden) in enumerate(zip(streams, parts, WIDTHS, HIDDEN)):
             x = x + Einsum((HEADS * HEAD, width), name=f"out_{number}")(part)
-            y = nn.gelu(Einsum((width, 4 * width), name=f"up_{number}")(nn.RMSNorm(name=f"mlp_norm_{number}")(x)))
-            found.append(x + Einsum((4 * width, width), name=f"down_{number}")(y))
+            y = nn.gelu(Einsum((width, hidden), name=f"up_{number}")(nn.RMSNorm(name=f"mlp_norm_{number}")(x)))
+            found.append(x + Einsum((hidden, width), name=f"down_{number}")(y))
         return tuple(found), None
 
 
@@ -121,8 +130,8 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
         yield {name: value.astype(np.float32) for name, value in batch.items()}
 
 
-def train(steps: int, lora: bool = False, stage: int = 3, devices: list | None = None) -> tuple[list[float], Any]:
-    """Trains, and returns the losses and the partition."""
+def own_code(lora: bool) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns the init function, the loss, and which weights are trained."""
     graph, _, rest = nnx.split(nnx.eval_shape(lambda: Policy(nnx.Rngs(0))), nnx.Param, ...)
     tx = with_average(optax.adamw(3e-3), 0.99)
 
@@ -135,11 +144,15 @@ def train(steps: int, lora: bool = False, stage: int = 3, devices: list | None =
         moved = nnx.merge(graph, params, rest)(batch["seen"], noisy, batch["time"])
         return jnp.mean((moved - (batch["noise"] - batch["actions"])) ** 2)
 
-    # The two lines. Each step of the scan gathers its own layer, with the weights of both experts.
-    mesh, trainable = zerojax.make_mesh(devices=devices), "lora_[ab]" if lora else None
-    how = {"trainable": trainable} if trainable else {}
-    state, partition = zerojax.shard_train_state(init, jax.random.key(0), mesh=mesh, stage=stage, **how)
-    train_step = zerojax.make_train_step(loss_fn, partition, blocks="experts/layers", reduce_dtype=jnp.float32)
+    return init, loss_fn, {"trainable": "lora_[ab]"} if lora else {}
+
+
+def train(steps: int, lora: bool = False, stage: int = 3, devices: list | None = None) -> tuple[list[float], Any]:
+    """Trains, and returns the losses and the partition."""
+    (init, loss_fn, trained), mesh = own_code(lora), zerojax.make_mesh(devices=devices)
+    # The two lines.
+    state, partition = zerojax.shard_train_state(init, jax.random.key(0), mesh=mesh, stage=stage, **trained)
+    train_step = zerojax.make_train_step(loss_fn, partition, **HOW)
 
     losses = []
     for _, batch in zip(range(steps), batches()):
@@ -148,13 +161,29 @@ def train(steps: int, lora: bool = False, stage: int = 3, devices: list | None =
     return losses, partition
 
 
+def plan(mesh: Any, lora: bool = False, stage: int = 3, **how: Any) -> str:
+    """Returns what a step needs of each device, which may be absent, and of how much; allocates nothing."""
+    init, loss_fn, trained = own_code(lora)
+    how, shard, batch = HOW | how, {"stage": stage, **trained}, next(batches())
+    found = plan_own_step(init, jax.random.key(0), loss_fn=loss_fn, batch=batch, mesh=mesh, shard=shard, **how)
+    return f"stage {stage}: {report.verdict(found)}"
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Trains with the command line's settings, and prints the memory and the losses."""
+    """Plans and trains with the command line's settings, and prints the memory and the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--lora", action="store_true", help="train adapters, and freeze the rest")
+    parser.add_argument("--plan", help="only plan 3.3B weights, for a kind of GPU that may be absent (h100), in bf16")
+    parser.add_argument("--topology", default="1x2", help="hosts x GPUs of that plan")
     args = parser.parse_args(argv)
+    if args.plan:
+        globals().update(PI0)
+        mesh = zerojax.make_mesh(devices=targets.devices(args.plan, args.topology))
+        print(*(plan(mesh, args.lora, stage, compute_dtype=jnp.bfloat16) for stage in (0, 3)), sep="\n")
+        return
     devices_lib.emulate_cpu_devices(8)
+    print(*(plan(zerojax.make_mesh(), args.lora, stage) for stage in (0, 3)), sep="\n")
     losses, partition = train(args.steps, args.lora)
     how = {"trainable": "lora_[ab]"} if args.lora else {}
     baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0, **how)

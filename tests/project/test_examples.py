@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import rough
 import runs
@@ -199,20 +200,45 @@ def test_a_foreign_models_experts_on_four_devices_have_the_losses_of_one_device(
     np.testing.assert_allclose(example.train(4, 3), expected, rtol=LOSS_TOLERANCE)
 
 
-@runs.LONG
-@pytest.mark.parametrize("name", ["gemma", "bonsai"])
+@pytest.mark.parametrize("name", ["gemma", "bonsai", "haiku"])
 def test_decoders_of_others_train_in_two_lines_with_the_losses_of_one_device(name, monkeypatch):
+    pytest.importorskip("haiku" if name == "haiku" else "flax")
     example = load("foreign_decoders")
     for constant, value in {"EMBED": 32, "HIDDEN": 32, "LENGTH": 8, "LAYERS": 1, "VOCAB": 64}.items():
         monkeypatch.setattr(example, constant, value)
-    expected = example.train(name, 3, stage=0, devices=jax.devices()[:1])
-    np.testing.assert_allclose(example.train(name, 3), expected, rtol=LOSS_TOLERANCE)
+    expected, _ = example.train(name, 3, stage=0, devices=jax.devices()[:1])
+    np.testing.assert_allclose(example.train(name, 3)[0], expected, rtol=LOSS_TOLERANCE)
+
+
+def test_a_checkpoint_of_another_package_is_read_into_its_shards(tmp_path):
+    example, mesh = load("foreign_decoders"), zerojax.make_mesh()
+    create_state, _, _ = example.own_code("gemma")
+    params = create_state(jax.random.key(1)).params
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "gemma", params)
+    state, partition = example.load(str(tmp_path / "gemma"), "gemma", mesh)
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert (
+        state_bytes.measured_bytes(state, jax.devices()[0])
+        == sum(count for role, count in state_bytes.bytes_per_device(partition).items() if role != "gradients")
+        < 3 * whole / 4
+    )
+
+
+def test_a_vision_transformer_on_tensorflow_datasets_has_the_losses_of_one_device(tmp_path, monkeypatch):
+    example = load("vit_tensorflow_datasets")
+    for name, value in {"WIDTH": 32, "LAYERS": 2, "BATCH": 16, "IMAGES": 64}.items():
+        monkeypatch.setattr(example, name, value)
+    expected, _ = example.train(3, str(tmp_path), stage=0, devices=jax.devices()[:1])
+    found, _ = example.train(3, str(tmp_path))
+    np.testing.assert_allclose(found, expected, rtol=LOSS_TOLERANCE)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
 def test_a_robot_policy_of_two_experts_has_the_losses_of_one_device(lora, monkeypatch):
     example = load("robot_policy")
-    for name, value in {"WIDTHS": (16, 8), "HEADS": 2, "HEAD": 8, "LAYERS": 2, "BATCH": 16}.items():
+    for name, value in {"WIDTHS": (16, 8), "HIDDEN": (64, 32), "HEADS": 2, "HEAD": 8, "LAYERS": 2, "BATCH": 16}.items():
         monkeypatch.setattr(example, name, value)
     expected, _ = example.train(3, lora, stage=0, devices=jax.devices()[:1])
     found, _ = example.train(3, lora)

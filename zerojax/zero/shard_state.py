@@ -1,7 +1,7 @@
 """Shards a train state. This module holds the one call that a user needs to shard a state of their own."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -70,8 +70,7 @@ def shard_train_state(
     xla_flags.check_settings(xla_flags.NO_JIT)
     if callable(state_or_init) and jax.tree_util.all_leaves([state_or_init]):
         traced, init = _close_over_settings(state_or_init, init_args, trainable)
-        program, abstract_state = jax.make_jaxpr(init, return_shape=True)(*traced)
-        options.setdefault("layer_dims", layer_stacks.counts(program, abstract_state))
+        abstract_state, options = _traced(init, traced, options)
         partition = _partitioned(abstract_state, mesh, stage=stage, trainable=trainable, **options)
         if partition.pipeline:
             leaves = pipeline_state.created(
@@ -105,6 +104,21 @@ def shard_train_state(
         leaves = create.from_leaves(stored, partition.abstract_state, keep, _copy_to)
         return jax.tree.unflatten(jax.tree.structure(partition.abstract_state), leaves), partition
     return jax.tree.map(_copy_to, padding.pad(state, partition), partition.shardings), partition
+
+
+def partition_of_init(
+    init: Callable[..., State], *init_args: Any, mesh: Mesh, stage: int = 3, trainable: str = "", **options: Any
+) -> partition_lib.Partition:
+    """Returns the partition of the state that `shard_train_state` would make with these arguments, and makes nothing."""
+    traced, closed = _close_over_settings(init, init_args, trainable)
+    abstract_state, options = _traced(closed, traced, options)
+    return _partitioned(abstract_state, mesh, stage=stage, trainable=trainable, **options)
+
+
+def _traced(init: Callable[..., State], traced: list, options: Mapping[str, Any]) -> tuple[State, dict[str, Any]]:
+    """Returns the abstract state that an init function makes, and options with the dims of it that count layers."""
+    program, abstract_state = jax.make_jaxpr(init, return_shape=True)(*traced)
+    return abstract_state, {"layer_dims": layer_stacks.counts(program, abstract_state), **options}
 
 
 def _checked(state: State) -> State:
