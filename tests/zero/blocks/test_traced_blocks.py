@@ -24,6 +24,7 @@ from zerojax.zero.weights import layer_stacks
 LAYERS, WIDTH = 8, 64
 # Sums over devices in another order, over five steps.
 LAST_PLACES = 1e-5
+GATHER = r" all-gather(?:-start)?\("
 
 
 class LinenLayer(nn.Module):
@@ -170,23 +171,32 @@ def of_linen(change=None):
     return init, loss
 
 
-def with_penalty():
+def penalised(form, penalty=lambda leaf: jnp.sum(jnp.square(leaf))):
+    """Returns a loss with a penalty on all weights."""
+    init, loss = form
+
+    def with_penalty(params, batch, state):
+        return 1e-4 * sum(map(penalty, jax.tree.leaves(params))) + loss(params, batch, state)
+
+    return init, with_penalty
+
+
+def in_checkpoint():
     """Returns a loss in a jitted checkpoint of the user's, with a penalty on all weights."""
-    init, loss = of_linen(lambda leaf: leaf.astype(jnp.float32) * 1)
-
-    @jax.jit
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
-    def penalised(params, batch, state):
-        squares = sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(params))
-        return loss(params, batch, state) + 1e-4 * squares
-
-    return init, penalised
+    init, loss = penalised(of_linen(lambda leaf: leaf.astype(jnp.float32) * 1))
+    return init, jax.jit(jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable))
 
 
 UNROLLED = {  # with a regex of their layers
     "Linen with changed weights": (lambda: of_linen(lambda leaf: leaf * 1), r"layer_\d+"),
-    "Linen in a checkpoint, with a penalty": (with_penalty, r"layer_\d+"),
+    "Linen in a checkpoint, with a penalty": (in_checkpoint, r"layer_\d+"),
     "Equinox": (of_equinox, r"net/layers/\d+"),
+    "Equinox, by the path of a list": (of_equinox, "net/layers"),
+    "Equinox with a penalty": (lambda: penalised(of_equinox()), r"net/layers/\d+"),
+    "Equinox with norms": (
+        lambda: penalised(of_equinox(), lambda leaf: optax.global_norm(leaf + 1)),
+        r"net/layers/\d+",
+    ),
 }
 FORMS = {
     "ToNNX of nn.scan(nn.remat)": lambda: of_nnx(bridged),
@@ -263,17 +273,24 @@ def test_unrolled_layers_gather_their_own_weights_and_losses_are_those_of_one_de
     one = losses(*compiled(make(), devices=1, **how))
     np.testing.assert_allclose(losses(state, train_step), one, rtol=LAST_PLACES)
     assert one[-1] < one[0]
-    if "checkpoint" not in name:  # whose backward pass makes all layers' matmuls again
-        state, train_step = compiled(of_linen(), **how | {"blocks": r"layer_\d+"})
-        intercepted = train_step.lower(state, batch()).compile().memory_analysis().temp_size_in_bytes
-        assert program.memory_analysis().temp_size_in_bytes <= 1.3 * intercepted
+    gathers, temporaries = of_linen_list(reduce_dtype)
+    assert program.memory_analysis().temp_size_in_bytes <= 1.3 * temporaries
+    assert len(re.findall(GATHER, program.as_text())) <= gathers + 1
+
+
+@functools.cache
+def of_linen_list(reduce_dtype):
+    """Returns the gathers and the bytes of temporaries of the same layers in Linen, whose calls are intercepted."""
+    state, train_step = compiled(of_linen(), reduce_dtype=reduce_dtype, blocks=r"layer_\d+")
+    program = train_step.lower(state, batch()).compile()
+    return len(re.findall(GATHER, program.as_text())), program.memory_analysis().temp_size_in_bytes
 
 
 def test_a_gpu_gathers_each_unrolled_layer_once_a_pass():
-    """Equinox's layers have the collectives of intercepted ones: a gather for each pass, and a sum."""
+    """Equinox's layers have the collectives of intercepted ones: a gather for each pass, and a sum, also where the compiler inserts it."""
     devices = targets.devices("h200", "1x8")
 
-    def collectives(form, blocks):
+    def collectives(form, blocks, reduce_dtype=jnp.float32):
         init_params, loss_fn = form
 
         def init():
@@ -281,13 +298,43 @@ def test_a_gpu_gathers_each_unrolled_layer_once_a_pass():
             return train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
 
         partition = stages.partition_state(jax.eval_shape(init), mesh=mesh_lib.make_mesh(data=8, devices=devices))
-        train_step = step.make_train_step(loss_fn, partition, blocks=blocks, reduce_dtype=jnp.float32)
+        train_step = step.make_train_step(loss_fn, partition, blocks=blocks, reduce_dtype=reduce_dtype)
         text = train_step.lower(partition.abstract_state, jax.eval_shape(batch)).compile().as_text()
         return {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in ("all-gather", "reduce-scatter")}
 
     of_layers = collectives(of_equinox(), r"net/layers/\d+")
     assert of_layers == collectives(of_linen(), r"layer_\d+")
     assert LAYERS < of_layers["all-gather"] <= 2 * LAYERS + 2
+    assert collectives(of_equinox(), r"net/layers/\d+", None)["reduce-scatter"] >= LAYERS
+
+
+def test_sums_over_the_elements_of_stacks_gather_nothing():
+    for name in ("jax.lax.scan", "nnx.scan"):
+        state, train_step = compiled(penalised(FORMS[name]()), blocks="layers", reduce_dtype=jnp.float32)
+        shapes = gathered(train_step.lower(state, batch()).compile())
+        assert not [shape for shape in shapes if len(shape) == 3 and shape[0] == LAYERS], shapes
+        one = losses(*compiled(penalised(FORMS[name]()), devices=1))
+        np.testing.assert_allclose(losses(state, train_step), one, rtol=LAST_PLACES)
+
+
+@pytest.mark.parametrize("blocks", ["layers", "layers|out"])
+def test_a_regex_of_an_nnx_list_means_its_layers(blocks):
+    def temporaries(blocks):
+        make = of_nnx(lambda key: NnxList(nnx.Rngs(key)))
+        state, train_step = compiled(make, blocks=blocks, reduce_dtype=jnp.float32)
+        return train_step.lower(state, batch()).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(blocks) <= 1.1 * temporaries(r"layers/\d+")
+
+
+def test_a_list_that_no_trace_can_cut_is_said():
+    make = of_nnx(lambda key: NnxList(nnx.Rngs(key)))
+    state, train_step = compiled(make, blocks="layers|out", recompute="out/never", reduce_dtype=jnp.float32)
+    with (
+        pytest.warns(UserWarning, match=r"^blocks: layers is a list of modules, .* write 'layers/\\d\+'"),
+        pytest.raises(errors.UserError, match="recompute"),
+    ):
+        train_step.lower(state, batch())
 
 
 @pytest.mark.parametrize("reduce_dtype", [jnp.float32, None], ids=["explicit", "by the compiler"])

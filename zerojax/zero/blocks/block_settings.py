@@ -124,13 +124,41 @@ def unmatched(how: Blocks, *, is_head: bool, paths: Sequence[str] = ()) -> UserE
     )
 
 
+def blocks_of(paths: Sequence[str], pattern: re.Pattern) -> dict[str, str]:
+    """Returns the block that a regex matches around each of these weights, by their paths, of those in one.
+
+    A list of modules is no block, since nothing calls it, but each of its elements is.
+
+    >>> blocks_of(["layers/0/kernel", "layers/1/kernel", "head/kernel"], re.compile("layers"))
+    {'layers/0/kernel': 'layers/0', 'layers/1/kernel': 'layers/1'}
+    """
+    found = {path: block for path in paths if (block := tree.block_of(path, pattern)) is not None}
+    waiting = {*found.values()}
+    while waiting:
+        block = waiting.pop()
+        below = {path: _below(path, block) for path, own in found.items() if own == block}
+        names = {parts[0] for parts in below.values()}
+        if len(names) > 1 and all(len(parts) > 1 and parts[0].isdigit() for parts in below.values()):
+            found |= {path: f"{block}/{parts[0]}" for path, parts in below.items()}
+            waiting |= {f"{block}/{name}" for name in names}
+    return found
+
+
+def _below(path: str, block: str) -> list[str]:
+    return tree.below_params(path).removeprefix(f"{block}/").split("/")
+
+
+def lists(paths: Sequence[str], pattern: re.Pattern) -> set[str]:
+    """Returns the lists of modules that a regex matches; see `blocks_of`."""
+    called = {block for path in paths if (block := tree.block_of(path, pattern)) is not None}
+    return called - {*blocks_of(paths, pattern).values()}
+
+
 def largest_block(placements: Mapping[str, placement.Placement], blocks: str) -> int:
     """Returns the number of weights in the largest block that a regex matches; 0 if there are none."""
     sizes: dict[str, int] = {}
-    for path, weight in placements.items():
-        block = tree.block_of(path, re.compile(blocks))
-        if block is not None:
-            sizes[block] = sizes.get(block, 0) + math.prod(weight.shape or ())
+    for path, block in blocks_of([*placements], re.compile(blocks)).items():
+        sizes[block] = sizes.get(block, 0) + math.prod(placements[path].shape or ())
     return max(sizes.values(), default=0)
 
 

@@ -67,11 +67,12 @@ def by_block(loss_fn: Callable[..., Any], stored: stored_lib.Stored) -> Callable
                 stacks.add(found.path)
                 run.restart()
             else:
-                if inside.reads_outside(moves=stored.moves):
+                paths = [path for path, _ in tree.flatten(params, is_weight)]
+                if inside.reads_outside(paths, moves=stored.moves):
                     of_trace = in_trace(loss_fn, stored, params, args, kwargs)
                     if of_trace is not None:
                         return of_trace
-                inside.check_found([path for path, _ in tree.flatten(params, is_weight)], moves=stored.moves)
+                inside.check_found(paths, moves=stored.moves)
                 return result
 
     def begun(stacks: set[str], params: PyTree) -> tuple[Interceptor, Any]:
@@ -198,9 +199,12 @@ class Interceptor:
         """Returns whether a leaf is inside a block."""
         return tree.block_of(leaf_path, self._pattern) is not None
 
-    def reads_outside(self, *, moves: bool) -> bool:
+    def reads_outside(self, paths: Sequence[str], *, moves: bool) -> bool:
         """Returns whether no block was found, or, if weights are gathered, some with weights that are gathered before it."""
-        return not self.entered or (moves and bool(self.with_unknown))
+        return not self.entered or (moves and bool(self.with_unknown or self._lists(paths)))
+
+    def _lists(self, paths: Sequence[str]) -> set[str]:
+        return block_settings.lists(paths, self._pattern) - self.entered
 
     def check_found(self, paths: Sequence[str], *, moves: bool) -> None:
         """Raises a UserError for a regex that matched nothing, and warns of weights that stay gathered."""
@@ -213,6 +217,14 @@ class Interceptor:
             warnings.warn(
                 f"blocks: weights of {', '.join(blocks)} reach their block changed, or through a jax.jit or "
                 f"nn.remat around it; they are gathered before it and stay gathered until the backward pass has used them{nested}",
+                stacklevel=2,
+            )
+        uncalled = self._lists(paths)
+        if moves and uncalled:
+            name = min(uncalled)
+            warnings.warn(
+                f"blocks: {name} is a list of modules, which nothing calls, so all of them are gathered at a time; write '{name}/\\d+' in "
+                "its place",
                 stacklevel=2,
             )
         if self.marks is not None:

@@ -237,6 +237,13 @@ class Chain:
         with jax.named_scope(path):
             return placement.wire.outside(path, weight, placement, self._dtype, self._reduction)
 
+    def shard_leaf(self, path: str, weight: gather.ShardAndSink) -> tuple[jax.Array, tuple[str, ...]] | None:
+        """Returns this device's shard of a weight and the axes over which sums of it add up; None if they could not."""
+        placement = self._find(path, weight.stored)
+        if not gather.has_own_shard(weight, placement):
+            return None
+        return gather.own_shard(weight, placement, self._dtype, self._reduction), placement.over
+
     def _once(self, weight: gather.ShardAndSink) -> gather.ShardAndSink:
         """Returns a weight whose `unsent` is zeros if an earlier block had it too: it is sent once, and what neither sends adds up."""
         own = weight.unsent

@@ -19,6 +19,8 @@ class Stored:
       moves: whether any weight is gathered: its stored and its used sharding differ.
       run: see `intercept.Interceptor`; its `restart` is called where the loss must be traced again.
       is_weight: returns whether a node of the params is one stored weight, if stored weights are not arrays.
+      shard_leaf: f(path, stored weight) -> (a shard, the axes over which a sum of shards adds up), or None if it has none that could be
+        summed alone. The sum's gradient is the weight's.
       has_stacks: whether to look for scans over stacks of layers, each step of which gathers its own layer.
     """
 
@@ -28,6 +30,7 @@ class Stored:
     run: Any = None
     is_weight: Callable[[Any], bool] = lambda leaf: False
     has_stacks: bool = False
+    shard_leaf: Callable[[str, Any], tuple[Any, tuple[str, ...]] | None] = lambda path, weight: None
 
     @functools.cached_property
     def policy(self) -> remat.Policy:

@@ -34,6 +34,9 @@ class TraceValue:
       maker: the operation that makes it anew wherever it is read; None if it is made once.
       is_constant: whether it depends on nothing.
       constant: its array, if the trace holds one.
+      has_shards: whether a sum over the weight may be taken shard by shard.
+      of_weight: the weight of whose elements its own are, each of one, if that has shards.
+      from_elements: the operation that makes it of them.
     """
 
     aval: Any
@@ -42,6 +45,9 @@ class TraceValue:
     maker: "Operation | None" = None
     is_constant: bool = False
     constant: Any = None
+    has_shards: bool = False
+    of_weight: "TraceValue | None" = None
+    from_elements: "Operation | None" = None
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +64,7 @@ class Operation:
     writes: Sequence[TraceValue]
     around: Sequence[Any] = ()  # the calls that it is inside of
     inside: "Operations | None" = None  # those of a checkpoint that reads weights of several blocks
+    terms: TraceValue | None = None  # what it sums, if it is the sum of a function of each element of one weight
 
     @property
     def blocks(self) -> set[str]:
@@ -67,12 +74,12 @@ class Operation:
     @functools.cached_property
     def sources(self) -> "list[TraceValue]":
         """Returns what the `sources` are of all that it reads, inside of it too."""
-        return sources(_atoms(self))
+        return sources(atoms(self))
 
     @property
     def is_edge(self) -> bool:
-        """Returns whether it is in no segment: a scan over stacks, or a checkpoint with segments of its own."""
-        return self.inside is not None or STACK in self.blocks
+        """Returns whether it is in no segment: a scan over stacks, a checkpoint with segments of its own, a sum over a weight's shards."""
+        return self.inside is not None or self.terms is not None or STACK in self.blocks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,7 +160,9 @@ class _TraceReader:
             if traces.acts(operation.eqn) or needed.intersection(operation.writes):
                 kept.append(operation)
                 needed.update(operation.sources)
-        return Operations(kept[::-1], results)
+        kept.reverse()
+        kept.sort(key=lambda own: own.terms is None)  # sums of weights read nothing else, and cut no block in two there
+        return Operations(kept, results)
 
     def _into(
         self, found: list[Operation], program: traces.Program, given: Sequence[Any], around: Sequence[Any]
@@ -173,13 +182,21 @@ class _TraceReader:
         values = [value for value in reads if isinstance(value, TraceValue)]
         blocks = {value.block for value in values} - {None, OUTSIDE}
         inner, name, inside = traces.called(eqn), eqn.primitive.name, None
-        if inner is not None and (len(blocks) > 1 or STACK in blocks):
+        weight = _weight_of_elements(reads)
+        if weight is not None and name == "reduce_sum" and not eqn.outvars[0].aval.shape:
+            found.append(Operation(eqn, (), [TraceValue(eqn.outvars[0].aval)], around, terms=reads[0]))
+            return found[-1].writes
+        is_scalar = weight is not None and not any(var.aval.shape for var in eqn.outvars)
+        if inner is not None and (len(blocks) > 1 or STACK in blocks or is_scalar):
             if name in traces.INLINED:
                 return self._into(found, inner, reads, (*around, eqn))
             if name in traces.CHECKPOINTS:
                 inside = self.read(inner, reads)
         writes = [TraceValue(var.aval) for var in eqn.outvars]
         operation = Operation(eqn, reads, writes, around, inside)
+        if weight is not None and _is_elementwise(eqn, weight):
+            for own in writes:
+                own.of_weight, own.from_elements = weight, operation
         if all(value.is_constant for value in values) and not traces.acts(eqn):
             for own in writes:
                 own.is_constant = True
@@ -204,6 +221,22 @@ def _block_of_all(eqn: Any, values: Sequence[TraceValue]) -> str | None:
     return block if is_whole or eqn.primitive.name in _PARTS else None
 
 
+def _weight_of_elements(reads: Sequence[Any]) -> TraceValue | None:
+    """Returns the one weight with shards of whose elements all that an operation reads is made, beside constant scalars."""
+    values = [own for own in reads if isinstance(own, TraceValue) and (own.constant is None or own.aval.shape)]
+    weights = {value if value.has_shards else value.of_weight for value in values}
+    return weights.pop() if len(weights) == 1 else None
+
+
+def _is_elementwise(eqn: Any, weight: TraceValue) -> bool:
+    """Returns whether an operation makes each element of its results of one of a weight."""
+    inner = traces.called(eqn) if eqn.primitive.name in traces.INLINED else None
+    eqns = [eqn] if inner is None else [*traces.equations(inner)]
+    names = {own.primitive.name for own in eqns} - (traces.INLINED if inner is not None else set())
+    shapes = {var.aval.shape for own in (*eqns, eqn) for var in own.outvars}
+    return names <= traces.ELEMENTWISE - {"sharding_constraint"} and shapes == {weight.aval.shape}
+
+
 def leaves(values: Iterable[Any]) -> list[TraceValue]:
     """Returns the stored weights that values are made of, each once."""
     return [value for value in _made_of(values) if value.path]
@@ -225,12 +258,15 @@ def _made_of(values: Iterable[Any]) -> list[TraceValue]:
     return list(found)
 
 
-def _atoms(operation: Operation) -> Iterator[Any]:
+def atoms(operation: Operation) -> Iterator[Any]:
+    """Yields all that an operation reads, inside of it too."""
     yield from operation.reads
+    if operation.terms is not None:
+        yield operation.terms.of_weight or operation.terms
     if operation.inside is not None:
         yield from operation.inside.results
         for own in operation.inside.operations:
-            yield from _atoms(own)
+            yield from atoms(own)
 
 
 def have_blocks(found: Operations) -> bool:

@@ -59,8 +59,8 @@ def by_trace(loss_fn: Callable[[PyTree], PyTree], params: PyTree, stored: stored
     """
     named = tree.flatten(params, stored.is_weight)
     regex = stored_lib.pattern(stored.how)
-    block_of = {path: tree.block_of(path, regex) for path, _ in named} if stored.how.pattern else {}
-    if stored.how.pattern and not any(block_of.values()):
+    block_of = block_settings.blocks_of([path for path, _ in named], regex) if stored.how.pattern else {}
+    if stored.how.pattern and not block_of:
         return None
     structure: Any = jax.tree.structure(params, is_leaf=stored.is_weight)
     abstract = [jax.eval_shape(lambda leaf, path=path: stored.gather_leaf(path, leaf), leaf) for path, leaf in named]
@@ -69,8 +69,14 @@ def by_trace(loss_fn: Callable[[PyTree], PyTree], params: PyTree, stored: stored
     if not stacks and not stored.how.pattern:
         return None
     weights = [
-        TraceValue(own, STACK if path in stacks else block_of.get(path) or OUTSIDE, path)
-        for (path, _), own in zip(named, abstract)
+        TraceValue(
+            own,
+            STACK if path in stacks else block_of.get(path, OUTSIDE),
+            path,
+            has_shards=jax.eval_shape(lambda path=path, leaf=leaf: (stored.shard_leaf(path, leaf) or [None])[0])
+            is not None,
+        )
+        for (path, leaf), own in zip(named, abstract)
     ]
     whole = dict[str, str]()
     found = trace_segments.read(program, weights, whole)
@@ -90,14 +96,14 @@ def _stacks(
     program: traces.Program,
     named: Sequence[tuple[str, Any]],
     abstract: Sequence[Any],
-    block_of: Mapping[str, str | None],
+    block_of: Mapping[str, str],
 ) -> set[str]:
     """Returns the paths of stacks of layers that scans run over; refuses those of blocks that are sharded by their layers."""
     found = scanned(program, [path for path, _ in named])
     if block_of:
         # An unrolled layer may scan over some of its weights, such as experts.
-        rows, every = ([block_of[path] for path in paths if block_of[path]] for paths in (found, block_of))
-        found = {path for path in found if (own := block_of[path]) and 2 * rows.count(own) >= every.count(own)}
+        rows, every = ([block_of[path] for path in paths if path in block_of] for paths in (found, block_of))
+        found = {path for path in found if (own := block_of.get(path)) and 2 * rows.count(own) >= every.count(own)}
     by_layers = {path: own.shape for (path, leaf), own in zip(named, abstract) if _first_dim(leaf) != own.shape[:1]}
     apart = next((path for path in by_layers if block_of and path in found), None)
     if apart is not None:
@@ -172,13 +178,35 @@ class _TraceRun:
             with contextlib.ExitStack() as scopes:
                 for own in (*operation.around, eqn):
                     scopes.enter_context(traces.scopes(own))
-                if operation.inside is not None:
+                if operation.terms is not None:
+                    results = self._sum(operation, operation.terms)
+                elif operation.inside is not None:
                     results = self._checkpoint(operation)
                 elif eqn.primitive.name == "scan" and STACK in operation.blocks:
                     results = self._scan(operation)
                 else:
                     results = traces.bind(eqn, [self._used(value) for value in operation.reads])
             self._known.update(zip(operation.writes, results))
+
+    def _sum(self, operation: Operation, terms: TraceValue) -> Sequence[Any]:
+        """Returns the sum of a function of a weight's elements, whose shards are not gathered."""
+        weight = terms.of_weight or terms
+        own = self._weights[weight]
+        found = self._stored.shard_leaf(own.path, own.weight)
+        assert found is not None
+        known, axes = {weight: found[0]}, found[1]
+
+        def of(value: Any) -> Any:
+            if not isinstance(value, TraceValue) or value.is_constant:
+                return self._used(value)
+            if value not in known:
+                assert value.from_elements is not None
+                inside, reads = value.from_elements, [*map(of, value.from_elements.reads)]
+                known.update(zip(inside.writes, _inlined(inside.eqn, reads)))
+            return known[value]
+
+        (total,) = traces.bind(operation.eqn, [of(terms)])
+        return [jax.lax.psum(total, axes) if axes else total]
 
     def _call(self, found: Operations, segment: trace_segments.BlockSegment) -> None:
         """Runs a segment as a block."""
@@ -254,7 +282,7 @@ class _TraceRun:
         """Runs a checkpoint of the user's around several blocks, by the user's own policy."""
         eqn, inside = operation.eqn, operation.inside
         assert inside is not None
-        atoms = [*operation.reads, *inside.results, *(value for own in inside.operations for value in own.reads)]
+        atoms = [*trace_segments.atoms(operation)]
         leaves = [value for value in trace_segments.leaves(atoms) if value in self._weights]
         made = {value for own in inside.operations for value in own.writes}
         given = [value for value in trace_segments.sources(atoms) if value not in made and not _is_held(value)]
@@ -266,6 +294,12 @@ class _TraceRun:
         how = {"policy": eqn.params["policy"], "prevent_cse": eqn.params["prevent_cse"]}
         weights = [self._weights[value].weight for value in leaves]
         return jax.checkpoint(called, **how)(weights, [self._used(value) for value in given])
+
+
+def _inlined(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Returns the results of an elementwise operation, or of a call of some, for arrays of other shapes than those of the trace."""
+    inner = traces.called(eqn)
+    return traces.bind(eqn, inputs) if inner is None else traces.run(inner, inputs, _inlined)
 
 
 def _is_held(value: TraceValue) -> bool:

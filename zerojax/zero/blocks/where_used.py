@@ -9,6 +9,7 @@ The time of the gather determines the memory:
   the trace is cut at its blocks (`traced_blocks`).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -80,8 +81,15 @@ def with_gathers(
             return leaf
         return gathered(leaf if found.trainable else jax.lax.stop_gradient(leaf), found, compute_dtype)
 
+    def shard_leaf(path: str, leaf: Leaf) -> tuple[Leaf, tuple[str, ...]] | None:
+        found = find(path, leaf)
+        if found is None or found.padding:
+            return None
+        in_place = dataclasses.replace(found, used=found.stored)
+        return gathered(leaf if found.trainable else jax.lax.stop_gradient(leaf), in_place, compute_dtype), ()
+
     moves, has_stacks = placement.moves(placements), placement.has_stacks(placements)
-    return wrap(loss_fn, stored_lib.Stored(gather_leaf, how, moves, has_stacks=has_stacks))
+    return wrap(loss_fn, stored_lib.Stored(gather_leaf, how, moves, has_stacks=has_stacks, shard_leaf=shard_leaf))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

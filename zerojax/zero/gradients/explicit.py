@@ -205,6 +205,7 @@ def device_loss(
         run=chain,
         is_weight=lambda node: isinstance(node, gather.ShardAndSink),
         has_stacks=placement.has_stacks(partition.placements),
+        shard_leaf=chain.shard_leaf,
     )
     return where_used.wrap(loss_fn, stored)
 

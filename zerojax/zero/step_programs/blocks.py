@@ -47,6 +47,9 @@ class NestedBlocks(overlap.Chain):
         assert not self._known
         return self._run(self._planned(body, weights, policy, own), weights, tuple(arrays))
 
+    def shard_leaf(self, path: str, weight: gather.ShardAndSink) -> None:
+        """Returns None: each program reads what it gathers."""
+
     def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
         return _block(plan, None, weights, arrays)
 

@@ -1,4 +1,4 @@
-"""Chooses XLA's options for a step with explicit collectives, in fp8, or block by block. This module holds them by platform.
+"""Chooses XLA's options for a step: with blocks, in fp8, or block by block. This module holds them by platform.
 
 XLA's scheduler overlaps a collective with as much arithmetic as it expects the collective to take. On GPUs of one machine it expects far
 less than a collective takes beside matmuls, and it runs one at a time. A matmul holds every multiprocessor until it ends, so a collective
@@ -47,18 +47,30 @@ def of_step(
     in_fp8: bool,
     exchanges: bool,
 ) -> dict[str, Any]:
-    """Returns the options for a train step: for its matmuls in fp8, and for its explicit collectives; see `for_mesh`."""
+    """Returns the options for a train step: for its matmuls in fp8, and for its collectives; see `for_mesh`."""
     names = xla_flags.names()
     options = for_fp8(partition.mesh, but=names) if in_fp8 else {}
-    if reduce_dtype is None:
-        return options
-    weights = block_settings.largest_block(partition.placements, blocks)
+    weights, ways = (
+        block_settings.largest_block(partition.placements, blocks),
+        mesh_lib.size(partition.mesh, mesh_lib.STATE),
+    )
     gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
+    if reduce_dtype is None:
+        return options | (_on_gpus(_apart(gathered, ways), partition.mesh, names) if blocks and ways > 1 else {})
     summed = weights * jnp.dtype(reduce_dtype).itemsize
-    kept = summed // mesh_lib.size(partition.mesh, mesh_lib.STATE)
+    kept = summed // ways
     return options | for_mesh(
         partition.mesh, gathered=gathered, summed=summed, kept=kept, exchanges=exchanges, but=names
     )
+
+
+def _apart(summed: int, ways: int) -> dict[str, Any]:
+    """Returns the options for collectives that the compiler inserts.
+
+    Nothing orders these, and a merged sum waits with the unsharded gradients of all blocks that it adds up: by default of as many as have
+    30 MiB of shards, which is 240 MiB on 8 devices, and 2 GiB on 64.
+    """
+    return {"xla_gpu_reduce_scatter_combine_threshold_bytes": max(round(summed * _ROOM), _MERGED) // ways}
 
 
 def for_mesh(

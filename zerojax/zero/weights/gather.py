@@ -209,6 +209,35 @@ gather_shard.defvjp(
 )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def own_shard(weight: ShardAndSink, placement: Placement, dtype: DTypeLike | None, reduction: Reduction) -> jax.Array:
+    """Returns this device's shard in `dtype`, to be read by sums that add up over `placement.over`.
+
+    The gradient of such a sum is the same on all of these devices, so that of `weight.sink` needs no collective over them.
+    """
+    return cast(weight.stored, placement, dtype)
+
+
+def _own_shard_backward(
+    placement: Placement, dtype: DTypeLike | None, reduction: Reduction, _: None, grad: jax.Array
+) -> tuple[Any]:
+    if not placement.trainable:
+        return (ShardAndSink(None, optax.MaskedNode()),)  # type: ignore[arg-type]
+    mesh = placement.update.mesh
+    assert isinstance(mesh, Mesh)
+    total = sum_over_copies(grad.astype(reduction.dtype), mesh, but=placement.over)
+    return (ShardAndSink(None, total.astype(placement.wire.grad_dtype)),)  # type: ignore[arg-type]
+
+
+own_shard.defvjp(lambda weight, placement, dtype, _: (cast(weight.stored, placement, dtype), None), _own_shard_backward)
+
+
+def has_own_shard(weight: ShardAndSink, placement: Placement) -> bool:
+    """Returns whether `own_shard` is one part of the weight, whose gradient is sharded alike and sent by no wire of its own."""
+    is_plain = type(placement.wire) is Plain and weight.unsent is None and not placement.overwritten
+    return is_plain and is_gathered(placement) and not placement.padding and placement.stored == placement.update
+
+
 @dataclasses.dataclass(frozen=True)
 class Plain:
     """The wire of a weight that is sent in the dtype in which it is used; see `placement.Wire`. Others differ from it in what they say."""
