@@ -19,6 +19,7 @@ from zerojax import errors, train_state
 from zerojax import mesh as mesh_lib
 from zerojax.plan import targets
 from zerojax.zero import shard_state, stages, step
+from zerojax.zero.step_programs import xla_options
 from zerojax.zero.weights import layer_stacks
 
 LAYERS, WIDTH = 8, 64
@@ -286,7 +287,7 @@ def of_linen_list(reduce_dtype):
     return len(re.findall(GATHER, program.as_text())), program.memory_analysis().temp_size_in_bytes
 
 
-def test_a_gpu_gathers_each_unrolled_layer_once_a_pass():
+def test_a_gpu_gathers_each_unrolled_layer_once_a_pass(monkeypatch):
     """Equinox's layers have the collectives of intercepted ones: a gather for each pass, and a sum, also where the compiler inserts it."""
     devices = targets.devices("h200", "1x8")
 
@@ -305,7 +306,8 @@ def test_a_gpu_gathers_each_unrolled_layer_once_a_pass():
     of_layers = collectives(of_equinox(), r"net/layers/\d+")
     assert of_layers == collectives(of_linen(), r"layer_\d+")
     assert LAYERS < of_layers["all-gather"] <= 2 * LAYERS + 2
-    assert collectives(of_equinox(), r"net/layers/\d+", None)["reduce-scatter"] >= LAYERS
+    monkeypatch.setattr(xla_options, "_MERGED", 0)  # more than these layers have
+    assert LAYERS <= collectives(of_equinox(), r"net/layers/\d+", None)["reduce-scatter"] <= LAYERS + 2
 
 
 def test_sums_over_the_elements_of_stacks_gather_nothing():

@@ -11,6 +11,15 @@ OLD, KEY = jnp.int32(5), jax.random.PRNGKey(0)
 ROWS = 8
 X = jnp.arange(ROWS * 3).reshape(ROWS, 3)
 
+
+def in_scan(x, s):
+    def body(carry, _):
+        count, total, drawn = carry
+        return (count + 1, total + x.sum(), drawn + jax.random.randint(s["key"], (), 0, 9)), None
+
+    return jax.lax.scan(body, (s["n"], 0, s["n"]), length=2)[0]
+
+
 # name -> (f(batch x, state), the kind)
 CASES = {
     "a constant": (lambda x, s: jnp.int32(3), "same"),
@@ -49,6 +58,9 @@ CASES = {
     "the first": (lambda x, s: x[0, 0], "other"),
     "a choice": (lambda x, s: jnp.where(x.max() > 3, s["n"] + 1, s["n"]), "other"),
     "drawn": (lambda x, s: jax.random.randint(s["key"], (), 0, 9), "statistic"),
+    "a count beside a sum in a scan": (lambda x, s: in_scan(x, s)[0], "same"),
+    "a sum beside a count in a scan": (lambda x, s: in_scan(x, s)[1], "other"),
+    "a number drawn beside a count in a scan": (lambda x, s: in_scan(x, s)[2], "other"),
     "a loop": (lambda x, s: jax.lax.fori_loop(0, ROWS, lambda i, n: n + x[i, 0], s["n"]), "other"),
 }
 

@@ -36,7 +36,8 @@ class TraceValue:
       constant: its array, if the trace holds one.
       has_shards: whether a sum over the weight may be taken shard by shard.
       of_weight: the weight of whose elements its own are, each of one, if that has shards.
-      from_elements: the operation that makes it of them.
+      is_uniform: whether all its elements are one constant.
+      from_elements: the operation that makes it, in these two cases.
     """
 
     aval: Any
@@ -47,6 +48,7 @@ class TraceValue:
     constant: Any = None
     has_shards: bool = False
     of_weight: "TraceValue | None" = None
+    is_uniform: bool = False
     from_elements: "Operation | None" = None
 
     @property
@@ -194,9 +196,10 @@ class _TraceReader:
                 inside = self.read(inner, reads)
         writes = [TraceValue(var.aval) for var in eqn.outvars]
         operation = Operation(eqn, reads, writes, around, inside)
-        if weight is not None and _is_elementwise(eqn, weight):
+        is_uniform = all(map(_is_uniform, reads)) and (name == "broadcast_in_dim" or name in traces.ELEMENTWISE)
+        if is_uniform or (weight is not None and _is_elementwise(eqn, weight)):
             for own in writes:
-                own.of_weight, own.from_elements = weight, operation
+                own.of_weight, own.is_uniform, own.from_elements = weight, is_uniform, operation
         if all(value.is_constant for value in values) and not traces.acts(eqn):
             for own in writes:
                 own.is_constant = True
@@ -222,10 +225,15 @@ def _block_of_all(eqn: Any, values: Sequence[TraceValue]) -> str | None:
 
 
 def _weight_of_elements(reads: Sequence[Any]) -> TraceValue | None:
-    """Returns the one weight with shards of whose elements all that an operation reads is made, beside constant scalars."""
-    values = [own for own in reads if isinstance(own, TraceValue) and (own.constant is None or own.aval.shape)]
-    weights = {value if value.has_shards else value.of_weight for value in values}
+    """Returns the one weight with shards of whose elements all that an operation reads is made, beside constants."""
+    weights = {value if value.has_shards else value.of_weight for value in reads if not _is_uniform(value)}
     return weights.pop() if len(weights) == 1 else None
+
+
+def _is_uniform(value: Any) -> bool:
+    return (
+        not isinstance(value, TraceValue) or value.is_uniform or (value.constant is not None and not value.aval.shape)
+    )
 
 
 def _is_elementwise(eqn: Any, weight: TraceValue) -> bool:

@@ -197,12 +197,13 @@ class _TraceRun:
         known, axes = {weight: found[0]}, found[1]
 
         def of(value: Any) -> Any:
-            if not isinstance(value, TraceValue) or value.is_constant:
+            if isinstance(value, TraceValue) and value in known:
+                return known[value]
+            inside = value.from_elements if isinstance(value, TraceValue) else None
+            if inside is None:
                 return self._used(value)
-            if value not in known:
-                assert value.from_elements is not None
-                inside, reads = value.from_elements, [*map(of, value.from_elements.reads)]
-                known.update(zip(inside.writes, _inlined(inside.eqn, reads)))
+            reads, is_scalar = [*map(of, inside.reads)], inside.eqn.primitive.name == "broadcast_in_dim"
+            known.update(zip(inside.writes, reads if is_scalar else _inlined(inside.eqn, reads)))
             return known[value]
 
         (total,) = traces.bind(operation.eqn, [of(terms)])

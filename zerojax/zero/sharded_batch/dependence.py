@@ -370,10 +370,11 @@ class TracedLoss:
             return SAME if is_whole else self._by_shape(frame, atom) or STATISTIC
         if name in (_DRAWS, "axis_index"):
             return self._by_shape(frame, atom) or STATISTIC
-        kinds = [self._kind(frame, part, old) for part in eqn.invars]
+        given = _read_by(eqn, atom) if name == "scan" else eqn.invars
+        kinds = [self._kind(frame, part, old) for part in given]
         if set(kinds) <= {SAME}:
             return SAME
-        is_old = [kind == GROWN and self._is_old(frame, part, old) for kind, part in zip(kinds, eqn.invars)]
+        is_old = [kind == GROWN and self._is_old(frame, part, old) for kind, part in zip(kinds, given)]
         if all(kind == SAME or unchanged for kind, unchanged in zip(kinds, is_old)) and name not in _CAST_OR_MOVED:
             return SAME  # a function of the old value
         found = OTHER if OTHER in kinds else self._by_shape(frame, atom, eqn)
@@ -428,6 +429,18 @@ class TracedLoss:
     def _is_zero(self, frame: traces.Frame, atom: traces.Atom) -> bool:
         atom = frame.origin(atom, _CAST_OR_MOVED)[1]
         return isinstance(atom, jex.Literal) and not np.any(np.asarray(atom.val))
+
+
+def _read_by(scan: jex.JaxprEqn, result: Any) -> list[Any]:
+    """Returns the operands of a scan that one of its results needs; all if it needs a drawn number too."""
+    body, (constants, carried) = traces.opened(scan.params["jaxpr"])[0], traces.scan_counts(scan)
+    wanted, before = [var is result for var in scan.outvars], None
+    while wanted != before:
+        before = wanted
+        inside, is_read = partial_eval.dce_jaxpr(body, wanted)
+        wanted = [own or (n < carried and is_read[constants + n]) for n, own in enumerate(wanted)]
+    draws = any(eqn.primitive.name in (_DRAWS, "axis_index") for eqn in traces.equations(inside))
+    return [part for part, is_needed in zip(scan.invars, is_read) if is_needed or draws]
 
 
 def _is_integer(atom: Any) -> bool:
