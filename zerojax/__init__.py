@@ -11,47 +11,62 @@ from typing import TYPE_CHECKING, Any
 
 import zerojax.launch.early  # first: it ends a command that is stopped during later imports
 
-if TYPE_CHECKING:
-    from zerojax.checkpoint.checkpointer import Checkpointer
-    from zerojax.errors import UserError
-    from zerojax.inference.engine.engine import Engine
-    from zerojax.interop.pretrained import export_adapter, export_huggingface, load_huggingface
-    from zerojax.kinds import decayed, weight_kinds
-    from zerojax.launch.together import main_process_first, wait_for_everyone
-    from zerojax.lora.add import add_lora
-    from zerojax.lora.linen import with_lora
-    from zerojax.lora.settings import Lora
-    from zerojax.mesh import batch_sharding, make_mesh
-    from zerojax.migration.own_step import from_deepspeed_config
-    from zerojax.ops import fp8
-    from zerojax.ops.embedding import embedding_lookup
-    from zerojax.ops.tiles import over_tiles
-    from zerojax.ops.tokens import attention
-    from zerojax.optim.fused import fused_adamw, fused_lion
-    from zerojax.optim.master_weights import with_master_weights
-    from zerojax.optim.muon import muon
-    from zerojax.train_state import TrainState
-    from zerojax.zero.blocks.block_settings import Blocks
-    from zerojax.zero.blocks.where_used import where_used
-    from zerojax.zero.compare import compare_context, compare_sums
-    from zerojax.zero.fp8.modules import Fp8
-    from zerojax.zero.host.settings import Offload
-    from zerojax.zero.offload.late_norm import first_norm
-    from zerojax.zero.pipeline.state import Pipeline
-    from zerojax.zero.shard_state import shard_train_state
-    from zerojax.zero.sharded_batch.outputs import Mean, Sum
-    from zerojax.zero.stages import partition_state
-    from zerojax.zero.state_bytes import memory_table
-    from zerojax.zero.step import make_train_step
-    from zerojax.zero.step_values import BatchLayout, Sums
-    from zerojax.zero.update.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
-    from zerojax.zero.update.padding import pad, unpad
-    from zerojax.zero.weights.partition import Partition
-    from zerojax.zero.weights.placement import Placement
-    from zerojax.zero.wires.columns import ByColumns
-    from zerojax.zero.wires.experts import ToExperts
-    from zerojax.zero.wires.packed import PackedWires
-    from zerojax.zero.wires.unsent import with_unsent
+if TYPE_CHECKING:  # `as` again: strict type checkers see no other import as public
+    from zerojax.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from zerojax.errors import UserError as UserError
+    from zerojax.inference.engine.engine import Engine as Engine
+    from zerojax.interop.pretrained import export_adapter as export_adapter
+    from zerojax.interop.pretrained import export_huggingface as export_huggingface
+    from zerojax.interop.pretrained import load_huggingface as load_huggingface
+    from zerojax.kinds import decayed as decayed
+    from zerojax.kinds import weight_kinds as weight_kinds
+    from zerojax.launch.together import main_process_first as main_process_first
+    from zerojax.launch.together import wait_for_everyone as wait_for_everyone
+    from zerojax.lora.add import add_lora as add_lora
+    from zerojax.lora.linen import with_lora as with_lora
+    from zerojax.lora.settings import Lora as Lora
+    from zerojax.mesh import batch_sharding as batch_sharding
+    from zerojax.mesh import make_mesh as make_mesh
+    from zerojax.migration.own_step import from_deepspeed_config as from_deepspeed_config
+    from zerojax.ops import fp8 as fp8
+    from zerojax.ops.embedding import embedding_lookup as embedding_lookup
+    from zerojax.ops.tiles import over_tiles as over_tiles
+    from zerojax.ops.tokens import attention as attention
+    from zerojax.optim.fused import fused_adamw as fused_adamw
+    from zerojax.optim.fused import fused_lion as fused_lion
+    from zerojax.optim.master_weights import with_master_weights as with_master_weights
+    from zerojax.optim.muon import muon as muon
+    from zerojax.train_state import TrainState as TrainState
+    from zerojax.zero.blocks.block_settings import Blocks as Blocks
+    from zerojax.zero.blocks.where_used import where_used as where_used
+    from zerojax.zero.compare import compare_context as compare_context
+    from zerojax.zero.compare import compare_sums as compare_sums
+    from zerojax.zero.fp8.modules import Fp8 as Fp8
+    from zerojax.zero.host.settings import Offload as Offload
+    from zerojax.zero.offload.late_norm import first_norm as first_norm
+    from zerojax.zero.pipeline.state import Pipeline as Pipeline
+    from zerojax.zero.shard_state import shard_train_state as shard_train_state
+    from zerojax.zero.sharded_batch.outputs import Mean as Mean
+    from zerojax.zero.sharded_batch.outputs import Sum as Sum
+    from zerojax.zero.stages import partition_state as partition_state
+    from zerojax.zero.state_bytes import memory_table as memory_table
+    from zerojax.zero.step import make_train_step as make_train_step
+    from zerojax.zero.step_values import BatchLayout as BatchLayout
+    from zerojax.zero.step_values import Sums as Sums
+    from zerojax.zero.update.loss_scale import DynamicLossScale as DynamicLossScale
+    from zerojax.zero.update.loss_scale import LossScaleState as LossScaleState
+    from zerojax.zero.update.loss_scale import StaticLossScale as StaticLossScale
+    from zerojax.zero.update.loss_scale import raise_if_exhausted as raise_if_exhausted
+    from zerojax.zero.update.padding import pad as pad
+    from zerojax.zero.update.padding import unpad as unpad
+    from zerojax.zero.weights.partition import Partition as Partition
+    from zerojax.zero.weights.placement import Placement as Placement
+    from zerojax.zero.wires.columns import ByColumns as ByColumns
+    from zerojax.zero.wires.experts import ToExperts as ToExperts
+    from zerojax.zero.wires.packed import PackedWires as PackedWires
+    from zerojax.zero.wires.unsent import with_unsent as with_unsent
+
+    __version__: str
 
 _MODULES = {  # public name -> where it is, of which `__getattr__` imports each when it is used
     "BatchLayout": "zerojax.zero.step_values",
@@ -108,22 +123,22 @@ _MODULES = {  # public name -> where it is, of which `__getattr__` imports each 
     "with_master_weights": "zerojax.optim.master_weights",
     "with_unsent": "zerojax.zero.wires.unsent",
 }
-__all__ = [*_MODULES]
+if not TYPE_CHECKING:  # they know the names above, and would take any other for one of type Any
+    __all__ = [*_MODULES]
 
+    def __getattr__(name: str) -> Any:
+        """Imports a public name when it is first used, so that commands that need no JAX, and programs of few names, start at once."""
+        if name == "__version__":
+            import importlib.metadata  # half of what `import zerojax` takes
 
-def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used, so that commands that need no JAX, and programs that use few names, start at once."""
-    if name == "__version__":
-        import importlib.metadata  # half of what `import zerojax` takes
+            return importlib.metadata.version(__name__)
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from zerojax import signatures  # imports JAX
 
-        return importlib.metadata.version(__name__)
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from zerojax import signatures  # imports JAX
-
-    value = getattr(__import__(_MODULES[name], fromlist=[name]), name)
-    globals()[name] = signatures.checked(value) if inspect.isfunction(value) else value
-    return globals()[name]
+        value = getattr(__import__(_MODULES[name], fromlist=[name]), name)
+        globals()[name] = signatures.checked(value) if inspect.isfunction(value) else value
+        return globals()[name]
 
 
 def __dir__() -> list[str]:

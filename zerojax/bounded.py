@@ -20,7 +20,7 @@ MOST_VALUES = 2**21  # of a JSON text; each takes some 100 bytes of memory, and 
 _MOST_DIGITS = 308  # of a whole number that a float can hold
 
 
-def open_file(path: str | os.PathLike, most: int | None = None) -> BinaryIO:
+def open_file(path: str | os.PathLike[str], most: int | None = None) -> BinaryIO:
     """Opens a regular file to read its bytes.
 
     Args:
@@ -40,7 +40,7 @@ def open_file(path: str | os.PathLike, most: int | None = None) -> BinaryIO:
         raise
 
 
-def read_bytes(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
+def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """Returns the content of a regular file of at most `most` bytes. Raises OSError as `open_file` does."""
     with open_file(path, most) as file:
         content = file.read(most + 1)  # a file of the kernel has more than it says
@@ -49,7 +49,7 @@ def read_bytes(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
     return content
 
 
-def read_text(path: str | os.PathLike, most: int = MOST_BYTES) -> str:
+def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
     """Returns the text of a regular file in UTF-8. Raises OSError as `open_file` does, and UnicodeDecodeError, which is a ValueError."""
     return read_bytes(path, most).decode("utf-8-sig")
 
@@ -102,7 +102,7 @@ def half_letter(value: Any) -> str:
     return ""
 
 
-def _check(status: os.stat_result, path: str | os.PathLike, most: int | None) -> None:
+def _check(status: os.stat_result, path: str | os.PathLike[str], most: int | None) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(status.st_mode):

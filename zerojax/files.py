@@ -16,7 +16,7 @@ _LONGEST_KEY = 2**16  # bytes
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
 
-def check_path(path: str | os.PathLike, place: str) -> None:
+def check_path(path: str | os.PathLike[str], place: str) -> None:
     """Checks that a path can name a file or folder of a mounted file system, which need not exist.
 
     Args:
@@ -42,12 +42,12 @@ def check_path(path: str | os.PathLike, place: str) -> None:
         raise UserError(f"{place}: {errors.shown(text)} cannot be used ({why}); choose another path") from error
 
 
-def folder_bytes(path: str | os.PathLike) -> int:
+def folder_bytes(path: str | os.PathLike[str]) -> int:
     """Returns the bytes of a folder's own files."""
     return sum(entry.stat().st_size for entry in pathlib.Path(path).iterdir() if entry.is_file())
 
 
-def nearest(path: str | os.PathLike) -> pathlib.Path:
+def nearest(path: str | os.PathLike[str]) -> pathlib.Path:
     """Returns a path, or its nearest parent that exists: its file system is that of what will be made there."""
     found = pathlib.Path(path).absolute()
     while not os.path.exists(found) and found != found.parent:  # what cannot be looked into counts as not there
@@ -55,7 +55,7 @@ def nearest(path: str | os.PathLike) -> pathlib.Path:
     return found
 
 
-def replace(path: str | os.PathLike, text: str) -> None:
+def replace(path: str | os.PathLike[str], text: str) -> None:
     """Writes `text` beside `path` and renames it to `path`: a reader finds the old text or the new one, never a part.
 
     Raises:
@@ -66,7 +66,7 @@ def replace(path: str | os.PathLike, text: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Gives a new, empty file beside `path`, which gets its name at the end of the block, and is removed if the block fails.
 
     A symbolic link at either path is replaced and never followed: in a folder that others write, it could lead to a file of this user's.
@@ -95,7 +95,7 @@ def _beside(path: pathlib.Path) -> pathlib.Path:
     return new
 
 
-def read_key(path: str | os.PathLike, place: str) -> str:
+def read_key(path: str | os.PathLike[str], place: str) -> str:
     """Returns the text of a file with a key or a secret, without white space around it. Warns if others can read the file.
 
     Args:
@@ -113,7 +113,7 @@ def read_key(path: str | os.PathLike, place: str) -> str:
     return found
 
 
-def check_file(path: str | os.PathLike, place: str) -> None:
+def check_file(path: str | os.PathLike[str], place: str) -> None:
     """Checks that a path is free, or that of a file, which another may replace.
 
     Raises:
@@ -126,7 +126,7 @@ def check_file(path: str | os.PathLike, place: str) -> None:
         raise UserError(f"{place} {path}: is a device or a pipe, which a file would replace; choose another path")
 
 
-def check_replaceable(path: str | os.PathLike, place: str) -> None:
+def check_replaceable(path: str | os.PathLike[str], place: str) -> None:
     """Checks, before long work, that `replace` can write a file, whose folder is made.
 
     Raises:
@@ -142,7 +142,7 @@ def check_replaceable(path: str | os.PathLike, place: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str | os.PathLike, way_out: str = "") -> Iterator[None]:
+def writing(path: str | os.PathLike[str], way_out: str = "") -> Iterator[None]:
     """Turns an OSError of the block, which writes `path`, into a UserError that names the path, the reason and the way out: by default to
     run again."""
     try:
@@ -153,7 +153,7 @@ def writing(path: str | os.PathLike, way_out: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(path: str | os.PathLike, way_out: str, damaged: str = "") -> Iterator[None]:
+def reading(path: str | os.PathLike[str], way_out: str, damaged: str = "") -> Iterator[None]:
     """Turns an OSError of the block, which reads `path`, into a UserError that names the path, the reason and the way out.
 
     With `damaged` it does so to a ValueError, as of JSON or UTF-8; "{}" in this line becomes its text.

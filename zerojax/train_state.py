@@ -1,7 +1,7 @@
 """The trainer's state. This module adds a random key, a loss scale and the like to flax's TrainState. Any other works too."""
 
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -32,7 +32,7 @@ class TrainState(train_state.TrainState):
     unsent_grads: Any = ()
 
     @classmethod
-    def create(cls, *, apply_fn: Any, params: PyTree, tx: Any, **fields: Any) -> "TrainState":
+    def create(cls, *, apply_fn: Any, params: PyTree, tx: Any, **fields: Any) -> Self:
         """Returns the state before the first step."""
         if not isinstance(params, Container):  # flax asks whether a name is in the params
             raise UserError(

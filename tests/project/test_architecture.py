@@ -394,6 +394,8 @@ def test_the_public_names_are_those_that_type_checkers_see():
     tree = parse(PACKAGE / "__init__.py")
     public = next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign))
     for_checkers = next(node.body for node in tree.body if isinstance(node, ast.If))
-    imported = {alias.name: node.module for node in for_checkers for alias in node.names}
+    imported = {
+        alias.asname: node.module for node in for_checkers if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
     assert imported == public and list(public) == sorted(public) == zerojax.__all__
     assert all(hasattr(zerojax, name) for name in public) and set(public) <= set(dir(zerojax))

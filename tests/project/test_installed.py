@@ -29,6 +29,73 @@ DEEPSPEED = {
 SMALL = [flag for flag in runs.flags() if not flag.startswith("--config=")]
 MATRICES = "--config.optimizer.weight_decay_on=matrices"  # DeepSpeed's optimizers shrink all weights
 PLAN = ["--target=cpu", "--topology=1x2", "--config.model.num_layers=1", "--config.model.remat=none"]
+TYPED = """
+import jax
+import jax.numpy as jnp
+import zerojax
+from jax.sharding import PartitionSpec
+
+Batch = dict[str, jax.Array]
+
+
+class State(zerojax.TrainState):
+    seen: int = 0
+
+
+def loss_fn(params: Batch, batch: Batch, state: State) -> zerojax.Mean:
+    errors = (batch["x"] @ params["w"] - batch["y"]) ** 2
+    return zerojax.Mean(jnp.sum(errors), jnp.float32(errors.size))
+
+
+def init(key: jax.Array) -> State:
+    tx = zerojax.with_master_weights(zerojax.fused_adamw(lambda count: 1e-3 / (1 + count), moments="int8"))
+    return State.create(apply_fn=None, params={"w": jax.random.normal(key, (8, 8))}, tx=tx)
+
+
+def train(batch: Batch) -> float:
+    mesh = zerojax.make_mesh(data=-1, model=1)
+    overrides = [("w", PartitionSpec(None, "data"))]
+    state, partition = zerojax.shard_train_state(init, jax.random.key(0), mesh=mesh, stage=3, overrides=overrides)
+    placement: zerojax.Placement = partition.placements["w"]
+    train_step = zerojax.make_train_step(
+        loss_fn,
+        partition,
+        clip_norm=1.0,
+        compute_dtype=jnp.bfloat16,
+        loss_scale=zerojax.DynamicLossScale(),
+        blocks=zerojax.Blocks("layer"),
+        sums=zerojax.Sums(reduce_dtype=jnp.float32, grad_accum=2),
+        wires=[("w", zerojax.PackedWires())],
+    )
+    state, metrics = train_step(state, jax.device_put(batch, zerojax.batch_sharding(mesh)))
+    zerojax.raise_if_exhausted(metrics, state.params)
+    with zerojax.Checkpointer("run") as checkpoints:
+        checkpoints.save(1, state)
+    print(zerojax.memory_table(partition, partition), placement, zerojax.__version__)
+    return float(metrics["loss"])
+
+
+def answer(folder: str) -> list[list[int]]:
+    loaded = zerojax.load_huggingface(folder, lora=zerojax.Lora(r=8), stage=0)
+    with zerojax.main_process_first():
+        zerojax.export_adapter(loaded.params, loaded, folder)
+    try:
+        return [[int(zerojax.decayed(loaded.params)["w"])]]
+    except zerojax.UserError as error:
+        raise SystemExit(str(error)) from error
+"""
+WRONG = """
+import zerojax
+
+zerojax.make_trian_step()  # attr-defined
+mesh = zerojax.make_mesh(data="4")  # arg-type
+zerojax.Blocks(patern="layer")  # call-arg
+state, partition = zerojax.shard_train_state({}, stage=3)  # call-arg
+step = zerojax.make_train_step(len, partition, clip="1")
+step(state, {})[1]["loss"].lower()  # attr-defined
+zerojax.make_train_step(len, mesh)  # arg-type
+text: int = zerojax.__version__  # assignment
+"""
 WIZARD = ["--yes", "--quick", "--model=test", "--target=cpu", "--topology=2", "--seq_len=32", "--global_batch_size=8"]
 
 
@@ -118,6 +185,20 @@ def test_a_wheel_holds_each_file_of_the_packages_and_of_configs(wheel):
     wanted = {path.relative_to(runs.ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
     wanted = {f"zerojax/configs/{name}" if name.startswith("configs/") else name for name in wanted}
     assert wanted == {name for name in names if ".dist-info/" not in name}
+
+
+def test_a_strict_type_checker_accepts_a_users_program_and_finds_its_mistakes(installed, tmp_path):
+    texts = {"typed.py": TYPED, "wrong.py": WRONG}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--hide-error-context", f"--python-executable={installed}/python"]
+    mypy += [f"--cache-dir={tmp_path}/cache", "--untyped-calls-exclude=flax", "--untyped-calls-exclude=jax", *texts]
+    variables = {**os.environ, "PYTHONPATH": "", "MYPYPATH": ""}
+    done = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, env=variables, timeout=runs.LIMIT)
+    found = re.findall(r"^(\S+):(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.MULTILINE)
+    lines = enumerate(WRONG.splitlines(), 1)
+    wanted = [("wrong.py", str(n), line.split("# ")[1]) for n, line in lines if "# " in line]
+    assert found == wanted, done.stdout + done.stderr
 
 
 def test_every_command_ends_well_away_from_a_checkout(ends):

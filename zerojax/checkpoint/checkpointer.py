@@ -77,7 +77,7 @@ class Checkpointer:
     """
 
     @signatures.checked
-    def __init__(self, directory: str | os.PathLike, *, keep_last: int = 2, keep_best: int = 0, run_id: str = ""):
+    def __init__(self, directory: str | os.PathLike[str], *, keep_last: int = 2, keep_best: int = 0, run_id: str = ""):
         """Opens or creates `directory`. The first save removes unfinished steps of killed saves.
 
         Args:

@@ -30,7 +30,7 @@ UNFINISHED = "orbax-checkpoint-tmp"  # in the temporary name of a step
 SHOWN = 3  # names listed in an error before "and N more"
 
 
-def open_directory(directory: str | os.PathLike) -> pathlib.Path:
+def open_directory(directory: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the absolute path of a directory that can hold checkpoints. Creates it if it does not exist, for this user alone.
 
     Raises:

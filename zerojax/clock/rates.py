@@ -248,7 +248,7 @@ def as_text(document: Mapping[str, Any]) -> str:
     return json.dumps(head)[:-1] + ', "figures": {\n' + ",\n".join(rows) + "\n}}\n"
 
 
-def measured(path: str | os.PathLike, target: str) -> GpuRates:
+def measured(path: str | os.PathLike[str], target: str) -> GpuRates:
     """Returns the rates in a file of `zerojax calibrate`.
 
     Args:

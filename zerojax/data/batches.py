@@ -63,7 +63,7 @@ class Places:
     """
 
     name: str
-    data_dir: str | os.PathLike
+    data_dir: str | os.PathLike[str]
     train_split: str
     eval_split: str
     train_file: str = ""

@@ -24,7 +24,7 @@ VERSION = "1.0.0"
 _INSTALL = 'pip install "zerojax[hub]"'
 
 
-def builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder:
+def builder(name: str, data_dir: str | os.PathLike[str]) -> tfds.core.DatasetBuilder:
     """Returns the builder of hf:USER/DATASET or hf:USER/DATASET/CONFIG; of a prepared one without asking the hub.
 
     Raises:
@@ -49,7 +49,7 @@ class _HubDataset(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     VERSION = tfds.core.Version(VERSION)
     RELEASE_NOTES = {"1.0.0": "First version."}  # noqa: RUF012  the name and type are the base class's
 
-    def __init__(self, name: str, own: str, data_dir: str | os.PathLike):
+    def __init__(self, name: str, own: str, data_dir: str | os.PathLike[str]):
         self.name, self._shown, self._loaded = own, name, _load(name)
         super().__init__(data_dir=os.fspath(data_dir), file_format="array_record")
 

@@ -40,7 +40,7 @@ def hash_of_files(paths: Sequence[str]) -> str:
     return found.hexdigest()
 
 
-def arrays(folder: str | os.PathLike | None, key: str, make: Callable[[], Arrays]) -> Arrays:
+def arrays(folder: str | os.PathLike[str] | None, key: str, make: Callable[[], Arrays]) -> Arrays:
     """Returns what is kept under a key, or makes and keeps it.
 
     Args:

@@ -38,7 +38,7 @@ def place_of(source: Source, index: int, what: str) -> str:
     return f"{what} {index}" if place is None else place(index)
 
 
-def prepare(name: str, data_dir: str | os.PathLike) -> None:
+def prepare(name: str, data_dir: str | os.PathLike[str]) -> None:
     """Downloads dataset `name` and writes it below `data_dir`, unless it exists.
 
     Only the primary process may call it. The others must wait before they open a source. It writes into a directory named
@@ -65,7 +65,7 @@ def prepare(name: str, data_dir: str | os.PathLike) -> None:
             raise UserError(_why_not_prepared(name, data_dir, error)) from error
 
 
-def open_source(name: str, split: str, data_dir: str | os.PathLike, key: str = "train_split") -> Source:
+def open_source(name: str, split: str, data_dir: str | os.PathLike[str], key: str = "train_split") -> Source:
     """Opens `split` (or a part such as "train[:10%]") of dataset `name`, prepared below `data_dir`; errors name the argument `key`.
 
     Raises:
@@ -89,13 +89,13 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike, key: str = "
     return source
 
 
-def files(name: str, split: str, data_dir: str | os.PathLike, key: str = "train_split") -> list[str]:
+def files(name: str, split: str, data_dir: str | os.PathLike[str], key: str = "train_split") -> list[str]:
     """Returns the files of a prepared dataset that hold a split, or a part of one. Raises as `open_source` does."""
     found = _split(_opened(name, data_dir), name, split, key)
     return [os.fspath(part.filename) for part in found.file_instructions]
 
 
-def check_held_out(name: str, train_split: str, eval_split: str, data_dir: str | os.PathLike) -> None:
+def check_held_out(name: str, train_split: str, eval_split: str, data_dir: str | os.PathLike[str]) -> None:
     """Checks that two splits of a prepared dataset have no example in common.
 
     Raises:
@@ -121,7 +121,7 @@ def check_held_out(name: str, train_split: str, eval_split: str, data_dir: str |
         )
 
 
-def class_names(name: str, data_dir: str | os.PathLike) -> dict[str, list[str]]:
+def class_names(name: str, data_dir: str | os.PathLike[str]) -> dict[str, list[str]]:
     """Returns the names of the classes of each feature of a prepared dataset that has some."""
     features = _opened(name, data_dir).info.features or {}
     return {
@@ -148,7 +148,7 @@ class _Named:
             raise UserError(_unreadable(f"{self._path}, example {index}", error)) from error
 
 
-def _opened(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder:
+def _opened(name: str, data_dir: str | os.PathLike[str]) -> tfds.core.DatasetBuilder:
     """Returns the builder of a prepared dataset."""
     builder = _builder(name, data_dir)
     path = os.fspath(builder.data_path)
@@ -214,7 +214,7 @@ def _unreadable(what: str, error: Exception) -> str:
     return f"data_dir: {what} cannot be read: {_line(error)}; delete the dataset and run again"
 
 
-def _builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder:
+def _builder(name: str, data_dir: str | os.PathLike[str]) -> tfds.core.DatasetBuilder:
     """Returns the builder of `name`: of tensorflow-datasets, registered by this package, or read from files below `data_dir`."""
     try:
         if name.startswith(hub_dataset.PREFIX):
@@ -246,7 +246,7 @@ def _check_regular(folder: str) -> None:
                 raise UserError(f"data_dir: {path!r} is not a file that can be read; delete the dataset and run again")
 
 
-def _why_not_prepared(name: str, data_dir: str | os.PathLike, error: BaseException) -> str:
+def _why_not_prepared(name: str, data_dir: str | os.PathLike[str], error: BaseException) -> str:
     """Returns the message for a preparation that failed with `error`."""
     path = repr(os.fspath(data_dir))
     if errors.is_disk_full(error):
@@ -259,7 +259,7 @@ def _why_not_prepared(name: str, data_dir: str | os.PathLike, error: BaseExcepti
     )
 
 
-def _cannot_write(name: str, data_dir: str | os.PathLike, error: BaseException) -> str:
+def _cannot_write(name: str, data_dir: str | os.PathLike[str], error: BaseException) -> str:
     """Returns the message for a directory that is not writable."""
     path = repr(os.fspath(data_dir))
     return f"data_dir: cannot write {name!r} to {path}: {_line(error)}; set `data_dir`"

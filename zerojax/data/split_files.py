@@ -17,7 +17,7 @@ FILE = "fingerprints.json"  # {name of a file: its fingerprint}
 ENDS = 64 << 10  # bytes
 
 
-def record(folder: str | os.PathLike) -> None:
+def record(folder: str | os.PathLike[str]) -> None:
     """Writes the fingerprints of a dataset's files into its folder.
 
     Raises:
@@ -27,7 +27,7 @@ def record(folder: str | os.PathLike) -> None:
     files.replace(pathlib.Path(folder) / FILE, json.dumps(found, indent=2) + "\n")
 
 
-def check(folder: str | os.PathLike, paths: Iterable[str | os.PathLike]) -> None:
+def check(folder: str | os.PathLike[str], paths: Iterable[str | os.PathLike[str]]) -> None:
     """Checks that files of a dataset are those that were prepared under their names, as far as the folder has fingerprints.
 
     Raises:
@@ -59,7 +59,7 @@ def check(folder: str | os.PathLike, paths: Iterable[str | os.PathLike]) -> None
             )
 
 
-def fingerprint(path: str | os.PathLike) -> str:
+def fingerprint(path: str | os.PathLike[str]) -> str:
     """Returns the CRC-32 of a file's size and of its first and last bytes, in hexadecimal. The time does not depend on its size."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)

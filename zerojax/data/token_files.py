@@ -113,7 +113,7 @@ class Beside:
     splits_special: bool
 
 
-def read(path: str | os.PathLike, content: Mapping[str, Any]) -> Beside:
+def read(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Beside:
     """Returns what the files beside a tokenizer.json say.
 
     Args:

@@ -140,7 +140,7 @@ def told(tokenizer: Tokenizer) -> str:
     return f"each document {' and '.join(parts)}: {frame.why}"
 
 
-def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
+def read_model(path: str | os.PathLike[str], subject: str) -> tokenizers.Tokenizer:
     """Returns the tokenizer in a tokenizer.json, without truncation and padding, which would corrupt a stream of tokens.
 
     Args:
@@ -153,7 +153,7 @@ def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
     return _read(path, subject)[0]
 
 
-def _read(path: str | os.PathLike, subject: str) -> tuple[tokenizers.Tokenizer, token_files.Beside]:
+def _read(path: str | os.PathLike[str], subject: str) -> tuple[tokenizers.Tokenizer, token_files.Beside]:
     """Returns the tokenizer in a tokenizer.json with the tokens that the files beside it name, and what these say."""
     with refused(f"{subject} is not a readable tokenizer.json", "save it again or choose another"):
         content = bounded.read_bytes(path, token_files.MOST_BYTES)

@@ -49,11 +49,11 @@ def publish(
     params: PyTree,
     family: family_lib.Family,
     model: ModelConfig,
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     step: int,
     *,
     dtype: DTypeLike | None = None,
-    source: str | os.PathLike | None = None,
+    source: str | os.PathLike[str] | None = None,
     may_change: Callable[[str], bool] = lambda path: True,
 ) -> Published:
     """Writes the tensors that changed since the last step that was published. All processes must call it; the first one writes.

@@ -98,7 +98,7 @@ class Folder(TensorFiles):
         return self.raw.get(name) if value is None else value
 
 
-def open_folder(path: str | os.PathLike) -> Folder:
+def open_folder(path: str | os.PathLike[str]) -> Folder:
     """Reads the configs and the headers of a folder, and checks that its tensors are those of its model. Reads no weights.
 
     The path may be the name of a model on the Hugging Face hub (`hub.fetched`).
@@ -128,7 +128,7 @@ def open_folder(path: str | os.PathLike) -> Folder:
     return Folder(path, entries, raw, generation, family, model)
 
 
-def reading(path: str | os.PathLike) -> str:
+def reading(path: str | os.PathLike[str]) -> str:
     """Returns the line to show before a large folder is read, which takes a while; "" for another."""
     size = files.folder_bytes(path) if os.path.isdir(path) else 0
     return f"reading {os.fspath(path)}, {display.human(size)}" if size > LARGE else ""

@@ -18,13 +18,13 @@ _FILES: Any = {
 _INSTALL = 'pip install "zerojax[hub]"'
 
 
-def folder(path: str | os.PathLike) -> str:
+def folder(path: str | os.PathLike[str]) -> str:
     """Returns the folder in the hub's cache on this machine that a model's name means, or the path itself. Asks no network."""
     text = os.fspath(path)
     return _cached(text) or text if _may_be_name(text) else text
 
 
-def fetched(path: str | os.PathLike) -> str:
+def fetched(path: str | os.PathLike[str]) -> str:
     """Returns the folder that a path or the name of a model on the hub means, and downloads the model if the cache lacks it.
 
     A path that exists, or that cannot be a name, is returned as it is. Processes that download at once wait for each other: the hub's
@@ -71,7 +71,7 @@ def _downloaded(name: str) -> str:
         ) from error
 
 
-def name_of(path: str | os.PathLike) -> str:
+def name_of(path: str | os.PathLike[str]) -> str:
     """Returns the name on the hub of a folder in its cache, and the absolute path of any other."""
     text = os.path.abspath(path)
     found = _IN_CACHE.search(text)
@@ -103,7 +103,7 @@ def check_push(name: str) -> None:
         raise UserError(f"is {name!r}, and nobody is logged in to the Hugging Face hub; hf auth login, or set HF_TOKEN")
 
 
-def push(path: str | os.PathLike, name: str) -> None:
+def push(path: str | os.PathLike[str], name: str) -> None:
     """Writes a folder to the hub. A model that is not there yet becomes a private one.
 
     Raises:

@@ -60,11 +60,11 @@ def export(
     params: PyTree,
     family: family_lib.Family,
     model: ModelConfig,
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     *,
     max_shard_bytes: int = SHARD_BYTES,
     dtype: DTypeLike | None = None,
-    source: str | os.PathLike | None = None,
+    source: str | os.PathLike[str] | None = None,
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
     tokenizer: Mapping[str, Any] | None = None,
@@ -190,7 +190,7 @@ def _check(leaves: Mapping[str, Any], tensors: list[layout.ModelTensor]) -> None
 
 
 def dtypes_of(
-    tensors: list[layout.ModelTensor], dtype: DTypeLike | None, source: str | os.PathLike | None
+    tensors: list[layout.ModelTensor], dtype: DTypeLike | None, source: str | os.PathLike[str] | None
 ) -> dict[str, np.dtype]:
     """Returns each tensor's dtype, by its name."""
     if dtype is not None or source is None:
@@ -207,7 +207,7 @@ def _nbytes(tensor: layout.ModelTensor, dtypes: Mapping[str, np.dtype]) -> int:
     return dtypes[tensor.name].itemsize * math.prod(tensor.shape)
 
 
-def _carried(source: str | os.PathLike | None) -> dict[str, pathlib.Path]:
+def _carried(source: str | os.PathLike[str] | None) -> dict[str, pathlib.Path]:
     """Returns the files beside the weights of `source` that an export copies, by their names in it."""
     if source is None:
         return {}
@@ -218,7 +218,7 @@ def _carried(source: str | os.PathLike | None) -> dict[str, pathlib.Path]:
 
 def _texts(
     written: Mapping[str, Any],
-    source: str | os.PathLike | None,
+    source: str | os.PathLike[str] | None,
     dtypes: Mapping[str, np.dtype],
     shards: Mapping[str, list[layout.ModelTensor]],
 ) -> dict[str, Any]:

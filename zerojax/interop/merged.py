@@ -26,7 +26,7 @@ MOST_WEIGHTS = 2**24  # of those that are merged at a time
 
 
 def export(
-    folder: folder_lib.Folder, adapter: peft.Adapter, path: str | os.PathLike, *, dtype: DTypeLike | None = None
+    folder: folder_lib.Folder, adapter: peft.Adapter, path: str | os.PathLike[str], *, dtype: DTypeLike | None = None
 ) -> None:
     """Writes a folder of transformers with the adapter merged, and with the files that the model's folder has beside its weights.
 

@@ -81,7 +81,7 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: ModelConfig) -
 
 
 def start(
-    family: family_lib.Family, model: ModelConfig, lora: settings.Lora | None, adapter: str | os.PathLike | None
+    family: family_lib.Family, model: ModelConfig, lora: settings.Lora | None, adapter: str | os.PathLike[str] | None
 ) -> tuple[Adapter | None, targets.Targets]:
     """Returns the opened folder of adapters, if there is one, and the adapters that a model starts with.
 
@@ -129,7 +129,7 @@ def linear(family: family_lib.Family, model: ModelConfig) -> dict[str, targets.L
 
 
 def open_adapter(
-    path: str | os.PathLike, family: family_lib.Family, model: ModelConfig, *, quantize: str = "none"
+    path: str | os.PathLike[str], family: family_lib.Family, model: ModelConfig, *, quantize: str = "none"
 ) -> Adapter:
     """Reads the config and the header of a folder, and checks that its tensors belong to the model. Reads no weights.
 
@@ -371,7 +371,7 @@ def export(
     chosen: targets.Targets,
     family: family_lib.Family,
     model: ModelConfig,
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     base: str | None = None,
 ) -> None:

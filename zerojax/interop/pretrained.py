@@ -188,7 +188,7 @@ class Pretrained:
         return classify.make_classifier(self.family, self.config, self.partition, compute_dtype=compute_dtype)
 
     @signatures.checked
-    def read_adapter(self, path: str | os.PathLike) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    def read_adapter(self, path: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Reads a folder of PEFT for `zerojax.Engine(adapters=...)`: {module's path: (A float32[inputs, r], scale * B [r, outputs])}.
 
         Raises:
@@ -263,13 +263,13 @@ def _known(ids: jax.Array, count: int, is_read: jax.Array | bool = True) -> jax.
 
 
 def load_huggingface(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     mesh: Mesh | None = None,
     stage: int = 3,
     dtype: DTypeLike | None = None,
     lora: settings.Lora | None = None,
-    adapter: str | os.PathLike | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Pretrained:
@@ -331,7 +331,7 @@ def _load_adapted(
     stage: int,
     dtype: DTypeLike,
     lora: settings.Lora | None,
-    adapter: str | os.PathLike | None,
+    adapter: str | os.PathLike[str] | None,
     seed: int,
     options: dict[str, Any],
 ) -> Pretrained:
@@ -351,7 +351,7 @@ def _load_adapted(
 def export_huggingface(
     params: PyTree,
     loaded: Pretrained,
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = huggingface.SHARD_BYTES,
@@ -386,7 +386,7 @@ def export_huggingface(
     )
 
 
-def export_adapter(params: PyTree, loaded: Pretrained, path: str | os.PathLike) -> None:
+def export_adapter(params: PyTree, loaded: Pretrained, path: str | os.PathLike[str]) -> None:
     """Writes the adapters among the weights as PEFT does: adapter_config.json and adapter_model.safetensors.
 
     All processes must call it; the first one writes.

@@ -43,7 +43,7 @@ _BESIDE = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}  # where a legend 
 _BELOW = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.15), "ncols": 6}
 
 
-def draw(plan: step_plan.Plan, path: str | os.PathLike) -> None:
+def draw(plan: step_plan.Plan, path: str | os.PathLike[str]) -> None:
     """Draws memory by role, and temporaries in program order or the schedule of a pipeline, and below them when kernels, collectives and
     copies of one program run by the clock, as a PNG."""
     from matplotlib.figure import Figure  # imported here because it takes half a second

@@ -75,7 +75,7 @@ class Point:
     useful: float
 
 
-def read(path: str | os.PathLike) -> Network:
+def read(path: str | os.PathLike[str]) -> Network:
     """Returns the cluster of a JSON file.
 
     Raises:

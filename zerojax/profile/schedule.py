@@ -38,7 +38,7 @@ def waits(ran: Ran) -> float:
     return 1.0 - busy / (last * len(of_devices)) if last else 0.0
 
 
-def draw(ran: Ran, path: str | os.PathLike) -> None:
+def draw(ran: Ran, path: str | os.PathLike[str]) -> None:
     """Draws a row for each device, with bars while a pass ran, as a PNG."""
     from matplotlib.figure import Figure  # imported here because it takes half a second
 

@@ -108,7 +108,7 @@ def telling_of_long_texts(model: settings.ModelSettings) -> Iterator[None]:
         raise UserError(f"{error}. config.model.long_texts=True sets this offload; {instead}") from error
 
 
-def with_scratch(config: settings.Config, folder: str | os.PathLike) -> settings.Config:
+def with_scratch(config: settings.Config, folder: str | os.PathLike[str]) -> settings.Config:
     """Returns the config with `folder` for offload to a disk, where the config offloads to one and names no folder."""
     group = config.offload
     if offload_lib.NVME not in (group.optimizer, group.params) or group.nvme_path:

@@ -118,7 +118,7 @@ def load(
     family: family_lib.Family,
     source: folder_lib.Folder | None,
     tokenizer: tokenizer_lib.Tokenizer,
-    data_dir: str | os.PathLike,
+    data_dir: str | os.PathLike[str],
     cache: pathlib.Path | None = None,
     now: float | None = None,
 ) -> splits.Splits:

@@ -32,7 +32,7 @@ class MetricsLog:
 
     def __init__(
         self,
-        workdir: str | os.PathLike,
+        workdir: str | os.PathLike[str],
         *,
         enabled: bool,
         tensorboard: bool = True,
@@ -165,7 +165,7 @@ class MetricsLog:
         return self._lines, self._events
 
 
-def read(workdir: str | os.PathLike) -> list[dict]:
+def read(workdir: str | os.PathLike[str]) -> list[dict]:
     """Returns the records of WORKDIR/metrics.jsonl in order, without a truncated last line.
 
     Raises:

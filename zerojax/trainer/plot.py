@@ -17,7 +17,7 @@ GRAD_NORM = ("grad_norm", "gradient norm", GREEN, "-", "")
 LEARNING_RATE = ("learning_rate", "learning rate", INK, "--", "")
 
 
-def plot_losses(records: list[dict], path: str | os.PathLike) -> None:
+def plot_losses(records: list[dict], path: str | os.PathLike[str]) -> None:
     """Writes a PNG: training and evaluation loss over steps above, gradient norm and learning rate below.
 
     Args:

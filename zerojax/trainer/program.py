@@ -270,7 +270,7 @@ def memory_table(program: Program) -> Table:
 def open_feed(
     program: Program,
     tokenizer: tokenizer_lib.Tokenizer,
-    data_dir: str | os.PathLike,
+    data_dir: str | os.PathLike[str],
     pairs: splits.Splits | mixture.SourceMixture | None = None,
 ) -> feed.Feed:
     """Returns the feed of the program's batches, of text, of examples with answers or of several sources; see `feed.Feed`."""

@@ -418,7 +418,7 @@ class DataSettings:
     on_bad: str = setting(damaged.STOP, damaged.ON_BAD,
         'a document, or one of the sources, that cannot be read: "stop" saves and ends the run, "skip" goes on without it and counts it')
 
-    def places(self, data_dir: str | os.PathLike = "") -> batches.Places:
+    def places(self, data_dir: str | os.PathLike[str] = "") -> batches.Places:
         """Returns where the examples come from, with the folder of prepared datasets."""
         return batches.Places(self.name, data_dir, self.train_split, self.eval_split, self.train_file, self.eval_file)
 

@@ -105,7 +105,7 @@ FREE = (
 
 
 @contextlib.contextmanager
-def held(workdir: str | os.PathLike) -> Iterator[None]:
+def held(workdir: str | os.PathLike[str]) -> Iterator[None]:
     """Holds a folder for this run alone inside the block. Every process of the run must enter; the primary takes the lock.
 
     A run that ends with an error before it saves its config leaves no empty folder that it made.
@@ -152,7 +152,7 @@ def _remove_empty(folders: Iterable[pathlib.Path], before: set[pathlib.Path]) ->
                 path.rmdir()
 
 
-def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
+def check(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
     """Compares `config`, as nested plain dicts, with the config of the folder's last run.
 
     Raises:
@@ -181,7 +181,7 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
         )
 
 
-def is_older(workdir: str | os.PathLike, place: str) -> bool:
+def is_older(workdir: str | os.PathLike[str], place: str) -> bool:
     """Returns whether the folder's run was started before there was a setting."""
     path = pathlib.Path(workdir) / CONFIG_FILE
     try:
@@ -215,7 +215,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Difference 
     return None
 
 
-def lost(workdir: str | os.PathLike) -> list[str]:
+def lost(workdir: str | os.PathLike[str]) -> list[str]:
     """Returns a line for each file that the folder's run wrote and that is missing now."""
     folder = pathlib.Path(workdir)
     if not step_files.steps(folder / CHECKPOINTS) or (folder / IMPORTED_FILE).exists():
@@ -227,7 +227,7 @@ def lost(workdir: str | os.PathLike) -> list[str]:
     ]
 
 
-def began(workdir: str | os.PathLike) -> int:
+def began(workdir: str | os.PathLike[str]) -> int:
     """Returns when the examples of a folder's run were first written as text, in seconds since 1970; of a new run, now.
 
     Chat templates may write the date. A run that resumes has the texts of its first start. All processes must call it.
@@ -242,7 +242,7 @@ def began(workdir: str | os.PathLike) -> int:
     return 60 * int(multihost_utils.broadcast_one_to_all(np.int32(found // 60)))
 
 
-def save_began(workdir: str | os.PathLike, seconds: int) -> None:
+def save_began(workdir: str | os.PathLike[str], seconds: int) -> None:
     """Writes when a run's examples were written as text, for `began`."""
     path = pathlib.Path(workdir) / BEGAN_FILE
     if not path.is_file():
@@ -250,7 +250,7 @@ def save_began(workdir: str | os.PathLike, seconds: int) -> None:
             files.replace(path, f"{seconds}\n")
 
 
-def save(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
+def save(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
     """Writes the resolved config atomically.
 
     Raises:
@@ -261,7 +261,7 @@ def save(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
         files.replace(path, json.dumps(config, indent=2) + "\n")
 
 
-def _open(workdir: str | os.PathLike) -> pathlib.Path:
+def _open(workdir: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the folder, which is made if it does not exist.
 
     Raises:

@@ -69,7 +69,7 @@ ROLES: tuple[tuple[str, str], ...] = (
     (r"", OTHER),
 )
 
-Overrides = Sequence[tuple[str, P | Sequence]]
+Overrides = Sequence[tuple[str, P | Sequence[Any]]]
 
 
 def shard_dim(shape: Sequence[int], base: P, axis_size: int, layer_dims: int = 0) -> int | None:

@@ -251,7 +251,7 @@ def _open_table(path: pathlib.Path, delimiter: str) -> _File:
     return _File(path, len(lines), read, lambda index: str(lines[index]))
 
 
-def table_rows(reader: Any, path: str | os.PathLike, first: int = 1) -> Iterator[tuple[int, list[str]]]:
+def table_rows(reader: Any, path: str | os.PathLike[str], first: int = 1) -> Iterator[tuple[int, list[str]]]:
     """Yields each row with the number of its first line; that of the reader's first line is `first`.
 
     Raises:

@@ -20,7 +20,7 @@ SCHEMA = 1
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 
 
-def read(place: str | os.PathLike) -> dict[str, Any]:
+def read(place: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the run card of a run's folder, of a checkpoint's folder, or in a file.
 
     Raises:

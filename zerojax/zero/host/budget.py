@@ -185,7 +185,7 @@ def pool_size_gb(pinned: float, host: Host, processes: int = 1) -> int:
     return math.ceil(max(pinned + 2**30, min((1 + _WASTED) * pinned + 2**30, room)) / 2**30)
 
 
-def read_host(root: str | os.PathLike = "/") -> Host:
+def read_host(root: str | os.PathLike[str] = "/") -> Host:
     """Reads the memory of this machine, from Linux's files below `root`. What cannot be read is None."""
     return Host(_mem_total(pathlib.Path(root)), _allowed(pathlib.Path(root)))
 

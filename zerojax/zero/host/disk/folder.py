@@ -12,7 +12,7 @@ OVER_NETWORK = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "beegfs", "9p", 
 _MOUNTS = "/proc/self/mountinfo"
 
 
-def make(folder: str | os.PathLike) -> pathlib.Path:
+def make(folder: str | os.PathLike[str]) -> pathlib.Path:
     """Makes the folder where it is missing, for this user alone, and returns its absolute path.
 
     Raises:
@@ -28,7 +28,7 @@ def make(folder: str | os.PathLike) -> pathlib.Path:
     return path
 
 
-def file_system(folder: str | os.PathLike) -> str:
+def file_system(folder: str | os.PathLike[str]) -> str:
     """Returns the type of the file system that a folder is on ("ext4"), or "" if that is not known."""
     path, found, most = os.path.realpath(folder), "", -1
     try:
@@ -44,7 +44,7 @@ def file_system(folder: str | os.PathLike) -> str:
     return found
 
 
-def warning(folder: str | os.PathLike) -> str:
+def warning(folder: str | os.PathLike[str]) -> str:
     """Returns a line that says why a folder does not suit, or "" if nothing speaks against it."""
     kind = file_system(folder)
     if kind in IN_MEMORY:
@@ -54,7 +54,7 @@ def warning(folder: str | os.PathLike) -> str:
     return ""
 
 
-def check_space(folder: str | os.PathLike, nbytes: int) -> None:
+def check_space(folder: str | os.PathLike[str], nbytes: int) -> None:
     """Checks that the disk has room.
 
     Raises:

@@ -64,7 +64,7 @@ class Measured:
 
 
 def measure(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     *,
     size: int,
     chunks: Sequence[int],

@@ -43,7 +43,7 @@ class Scratch:
       memory_alignment: bytes that the memory of a direct read or write must be aligned to; 0 where the file goes through the page cache.
     """
 
-    def __init__(self, folder: str | os.PathLike, size: int):
+    def __init__(self, folder: str | os.PathLike[str], size: int):
         """Takes the space.
 
         Args:
