@@ -7,8 +7,8 @@
     python scripts/convergence.py judge runs/curves --model 280m --raw curves.json --picture curves.png
 
 `text` writes documents of the files of the packages beside this Python, one in a hundred of them held out, and a tokenizer of 8,192 tokens.
-`train` trains rows with `zerojax train`, `--together` of them at once; a row that is done is not run again. Rows differ from `seed0` in what
-their settings below say; with one seed they have the same first weights and text. `ids` writes the batches of seed 0 and its first weights,
+`train` trains rows with `zerojax train`, `--together` of them at once; a row that is done is not run again. Rows differ from `seed0` as
+their settings below say; with one seed they have the same first weights and text. `ids` writes the batches of seed 0 and first weights,
 in the form of transformers, for the peer. `judge` prints a table. The band is the difference between the highest and the lowest seed in the
 mean loss of the last third of the steps. A row is within it if it differs from seed0 by at most the band there, and by at most 0.5% in
 held-out loss.
@@ -210,7 +210,16 @@ def _is_done(workdir: pathlib.Path, model: str) -> bool:
 
 def write_ids(options: argparse.Namespace) -> None:
     """Writes the peer's batches, `train` [steps, batch, tokens + 1] and `held_out`, and the first weights in transformers' form."""
-    import jax
+    out = options.folder / options.model
+    changes = settings(options.folder, options.model, "seed0")
+    # One step at a rate that changes no weight
+    still = {**changes, "steps": 1, "evaluate.every": 0, "optimizer.learning_rate": 1e-12, "optimizer.warmup_steps": 0}
+    still |= {"export.format": "huggingface", "export.dtype": "fp32", "precision": "fp32"}
+    flags = [f"--config.{key}={value}" for key, value in still.items()]
+    command = [sys.executable, "-m", "zerojax.train", "--config", "configs/base.py", "--workdir", str(out / "first")]
+    subprocess.run([*command, *flags], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+    import jax  # which takes the GPU
 
     from configs import base
     from zerojax.data import tokenizer as tokenizer_lib
@@ -218,7 +227,6 @@ def write_ids(options: argparse.Namespace) -> None:
     from zerojax.trainer import program as program_lib
 
     raw = base.get_config()
-    changes = settings(options.folder, options.model, "seed0")
     for name, value in changes.items():
         group, _, key = name.rpartition(".")
         (raw[group] if group else raw)[key] = value
@@ -226,7 +234,6 @@ def write_ids(options: argparse.Namespace) -> None:
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
     program = program_lib.build(config, tokenizer_vocab=VOCABULARY, devices=jax.devices()[:1])
     feed = program_lib.open_feed(program, tokenizer, options.folder)
-    out = options.folder / options.model
     held_out: list[np.ndarray] = []
 
     def keep(batch: dict[str, jax.Array]) -> jax.Array:
@@ -236,7 +243,6 @@ def write_ids(options: argparse.Namespace) -> None:
     feed.held_out_mean(keep, config.evaluate.batches)
     trained = [np.asarray(feed.next()["tokens"], np.uint16) for _ in range(config.steps)]
     feed.close()
-    out.mkdir(parents=True, exist_ok=True)
     np.savez(out / "ids.npz", train=np.stack(trained), held_out=np.stack(held_out))
     rate = config.optimizer
     of_peer = {"steps": config.steps, "evaluate_every": config.evaluate.every, "betas": [rate.b1, rate.b2]}
@@ -246,12 +252,6 @@ def write_ids(options: argparse.Namespace) -> None:
         "warmup_steps": rate.warmup_steps,
     }
     (out / "settings.json").write_text(json.dumps(of_peer))
-    # One step at a rate that changes no weight
-    still = {**changes, "steps": 1, "evaluate.every": 0, "optimizer.learning_rate": 1e-12, "optimizer.warmup_steps": 0}
-    still |= {"export.format": "huggingface", "export.dtype": "fp32", "precision": "fp32"}
-    flags = [f"--config.{key}={value}" for key, value in still.items()]
-    command = [sys.executable, "-m", "zerojax.train", "--config", "configs/base.py", "--workdir", str(out / "first")]
-    subprocess.run([*command, *flags], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     print(f"{out / 'ids.npz'}: {len(trained)} batches, {len(held_out)} held out")
 
 
@@ -264,7 +264,7 @@ def read(workdir: pathlib.Path) -> dict[str, Any]:
         "grad_norm": [steps[n]["grad_norm"] for n in sorted(steps)],
         "held_out": {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line},
         "tokens_per_second": statistics.median(
-            line["tokens_per_second"] for line in lines if line.get("tokens_per_second")
+            [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")] or [0.0]
         ),
     }
 
@@ -273,7 +273,7 @@ def judge(options: argparse.Namespace) -> None:
     """Prints the table, and writes the raw curves and the picture."""
     folder, steps = options.folder / options.model, MODELS[options.model]["steps"]
     done = {path.parent.name: read(path.parent) for path in sorted(folder.glob("*/metrics.jsonl"))}
-    rows = {name: row for name, row in done.items() if len(row["loss"]) == steps}
+    rows = {name: row for name, row in done.items() if len(row["loss"]) == steps and steps in row["held_out"]}
     for name in done.keys() - rows.keys():
         print(f"{name}: {len(done[name]['loss'])} steps, left out")
     last = slice(steps - steps // 3, steps)
