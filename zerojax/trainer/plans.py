@@ -422,7 +422,17 @@ def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> lis
         outcomes = search_config(config, "here", grid=grid, most_compiles=most_compiles)
     except UserError:  # the memory of this device kind is not known
         return []
-    fitting = (outcome for outcome in outcomes if outcome.is_compiled and "does not fit" not in outcome.reason)
+    sizes = {"micro_batch_size": micro, "grad_accum": program.sizes.grad_accum}
+    fitting = (
+        outcome
+        for outcome in outcomes
+        if outcome.is_compiled
+        and "does not fit" not in outcome.reason
+        and any(
+            value != sizes.get(place, settings_lib.lookup(config, place))
+            for place, value in _places(outcome.candidate).items()
+        )
+    )
     return [Change(_flags(program.config, outcome.candidate), outcome.peak or 0) for outcome in fitting]
 
 

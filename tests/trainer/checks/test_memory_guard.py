@@ -82,6 +82,22 @@ def test_if_nothing_fits_the_way_out_is_a_smaller_run(built, plan, capsys):
     assert "more devices" in str(memory_guard.too_large(built, plan))
 
 
+def test_where_the_step_fits_another_process_is_named_and_not_the_settings_of_the_run(built, plan, monkeypatch):
+    target = dataclasses.replace(plan.target, memory=targets.Figure(4 * plan.peak, "this test"))
+    search_config = plans.search_config
+
+    def with_memory(config, target, **kwargs):
+        grid = {**kwargs.pop("grid"), "stage": (0,), "remat": ("none",), "offload": ("none",), "params": ("none",)}
+        return search_config(config, target, memory=plan.peak * 4, grid=grid, **kwargs)
+
+    monkeypatch.setattr(plans, "search_config", with_memory)
+    assert all("micro_batch_size" in change.flags for change in plans.changes_that_fit(built, most_compiles=1))
+    monkeypatch.setattr(memory_guard.mesh_lib, "platform", lambda mesh: "gpu")
+    monkeypatch.setattr(plans, "changes_that_fit", lambda *_, **__: [])
+    error = str(memory_guard.too_large(built, dataclasses.replace(plan, target=target)))
+    assert "another process" in error and "CUDA_VISIBLE_DEVICES" in error and "\n" not in error
+
+
 def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, monkeypatch, capsys):
     def no_room(state, batch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")

@@ -2,6 +2,7 @@
 settings that fit when memory is short."""
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 from collections.abc import Iterator
@@ -119,7 +120,7 @@ def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> User
     lines = []
     if plan is not None:
         if plan.buffers.source == buffers.ANALYSIS:  # the cache of compiled programs omits the buffer assignment
-            plan = plans.plan_program(program, "here")
+            plan = dataclasses.replace(plans.plan_program(program, "here"), target=plan.target)
         lines.append(display.as_text(plan_report.memory_table(plan)))
         if plan.buffers.at_peak:
             lines.append(display.as_text(plan_report.temporaries_table(plan)))
@@ -135,5 +136,13 @@ def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> User
         )
     if processes.is_primary():
         print("\n".join(lines), flush=True)
-    peak = f"the step needs {display.human(plan.peak)}, " if plan is not None else ""
-    return UserError(f"{SHORT}: {peak}{way_out}")
+    if plan is None:
+        return UserError(f"{SHORT}: {way_out}")
+    needs = f"the step needs {display.human(plan.peak)}"
+    if plan.fits and mesh_lib.platform(program.mesh) != "cpu":
+        may = f"{needs} of the {display.human(plan.usable)} that JAX may take of this device"
+        return UserError(
+            f"{SHORT}: {may}: another process holds memory there (nvidia-smi names it), or what runs beside the step needs "
+            f"more; end that process, choose a device with CUDA_VISIBLE_DEVICES, or {way_out}"
+        )
+    return UserError(f"{SHORT}: {needs}, {way_out}")
