@@ -31,7 +31,28 @@ GOLDEN = [
     pytest.param("mixtral", "lora", 0, marks=runs.LONG),
     pytest.param("t5", "rslora", 3, marks=runs.LONG),
     pytest.param("bart", "lora", 3, marks=runs.LONG),
+    ("llama", "dora_head", 3),
+    ("mixtral", "fused", 3),
+    ("gptoss", "fused", 0),
+    pytest.param("qwen3moe", "fused", 0, marks=runs.LONG),
+    pytest.param("qwen2moe", "fused", 3, marks=runs.LONG),
+    pytest.param("deepseekv3", "fused", 3, marks=runs.LONG),
+    pytest.param("gptoss", "down", 3, marks=runs.LONG),
+    pytest.param("llama", "dora", 0, marks=runs.LONG),
+    pytest.param("llama", "embedding", 3, marks=runs.LONG),
+    pytest.param("qwen2", "dora", 3, marks=runs.LONG),
+    pytest.param("gpt2", "dora", 0, marks=runs.LONG),
 ]
+NEWER = (
+    "mixtral/fused",
+    "qwen3moe/fused",
+    "qwen2moe/fused",
+    "deepseekv3/fused",
+    "gptoss/fused",
+    "gptoss/down",
+    "llama/dora",
+)
+NEWER += ("llama/embedding", "llama/dora_head", "qwen2/dora", "gpt2/dora")
 
 
 def expected(name, kind):
@@ -65,7 +86,10 @@ def test_logits_loss_and_greedy_tokens_are_those_of_peft(name, kind, stage):
         np.testing.assert_array_equal(found, known["generated"])
 
 
-@pytest.mark.parametrize("name, kind", [("llama", "lora"), ("t5", "rslora"), ("bart", "lora"), ("qwen3moe", "lora")])
+@pytest.mark.parametrize(
+    "name, kind",
+    [("llama", "lora"), ("t5", "rslora"), ("bart", "lora"), ("qwen3moe", "lora"), *(one.split("/") for one in NEWER)],
+)
 def test_an_export_of_an_import_holds_the_same_bytes_and_settings(tmp_path, name, kind):
     loaded, source = load(name, kind, 3), golden_models.FOLDER / name / kind
     zerojax.export_adapter(loaded.params, loaded, tmp_path / "out")
@@ -75,7 +99,10 @@ def test_an_export_of_an_import_holds_the_same_bytes_and_settings(tmp_path, name
         assert written[key].dtype == tensor.dtype and written[key].tobytes() == tensor.tobytes(), key
     config, theirs = (json.loads((folder / peft.CONFIG).read_text()) for folder in (tmp_path / "out", source))
     assert config.pop("base_model_name_or_path") == str(golden_models.FOLDER / name)
-    assert sorted(config.pop("target_modules")) == sorted(theirs["target_modules"])
+    ends = {name.rpartition(".")[2] for name in theirs["target_modules"]}
+    assert set(config.pop("target_modules")) in (set(theirs["target_modules"]), ends)
+    parameters = set(config.pop("target_parameters", ()))
+    assert parameters == {name.removeprefix("experts.") for name in theirs.get("target_parameters") or ()}
     assert config == {key: theirs[key] for key in config}
     with open(tmp_path / "out" / peft.WEIGHTS, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -248,13 +275,79 @@ def test_what_peft_would_not_read_or_we_do_not_compute_is_refused_by_name(tmp_pa
         zerojax.load_huggingface(RESIZED / "untied", stage=0, adapter=tmp_path / "lost")
 
 
-def test_an_adapter_of_an_embedding_is_refused_in_one_line(tmp_path):
-    folder = changed(tmp_path)
-    tensors = safetensors.numpy.load_file(folder / peft.WEIGHTS)
-    name = "base_model.model.model.embed_tokens.lora_embedding_A"
-    safetensors.numpy.save_file(tensors | {name: np.ones((8, 384), np.float32)}, folder / peft.WEIGHTS)
-    with pytest.raises(UserError, match=f"tensor {name} is of an adapter of an embedding, which"):
-        zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=folder)
+@pytest.mark.parametrize("kind", ["llama/dora_head", "gptoss/fused", "mixtral/fused"])
+def test_merged_weights_give_the_logits_of_the_adapters(tmp_path, kind):
+    known, folder = dict(np.load(golden_models.FOLDER / kind / "expected.npz")), golden_models.FOLDER / kind
+    source = folder_lib.open_folder(folder.parent)
+    adapter = peft.open_adapter(folder, source.family, source.model)
+    merged.export(source, adapter, tmp_path / "merged")
+    loaded = zerojax.load_huggingface(folder.parent, stage=3, min_size=64, adapter=folder)
+    zerojax.export_huggingface(loaded.params, loaded, tmp_path / "of_params")
+    of_folders, of_params = (
+        safetensors.numpy.load_file(tmp_path / name / "model.safetensors") for name in ("merged", "of_params")
+    )
+    assert all(of_folders[name].tobytes() == of_params[name].tobytes() for name in of_folders)
+    plain = zerojax.load_huggingface(tmp_path / "merged", stage=0)
+    batch = {name: known[name] for name in ("input_ids", "attention_mask")}
+    np.testing.assert_allclose(plain.apply(plain.params, batch), known["logits"], atol=LOGITS, rtol=0)
+
+
+def test_an_adapter_of_a_tied_embedding_is_read_where_it_is_looked_up_and_cannot_be_merged(tmp_path):
+    folder = golden_models.FOLDER / "qwen2" / "dora"
+    source = folder_lib.open_folder(folder.parent)
+    adapter = peft.open_adapter(folder, source.family, source.model)
+    with pytest.raises(UserError, match=r"model.embed_tokens has an adapter, and is the output projection too"):
+        merged.export(source, adapter, tmp_path / "merged")
+    shutil.copytree(folder, tmp_path / "tied")
+    raw = json.loads((tmp_path / "tied" / peft.CONFIG).read_text())
+    (tmp_path / "tied" / peft.CONFIG).write_text(json.dumps(raw | {peft.TYING: True}))
+    with pytest.raises(UserError, match="ensure_weight_tying is true, and the embedding has an adapter"):
+        peft.open_adapter(tmp_path / "tied", source.family, source.model)
+
+
+def test_fresh_adapters_of_stacked_experts_change_no_logit_and_are_written_as_peft_names_them(tmp_path):
+    lora = zerojax.Lora(r=2, target_modules=(), target_parameters=("gate_up_proj", "down_proj", "gate.weight"))
+    folder = golden_models.FOLDER / "mixtral"
+    loaded = zerojax.load_huggingface(folder, stage=3, min_size=64, lora=lora)
+    np.testing.assert_allclose(
+        jax.jit(loaded.apply)(loaded.params, golden_models.batch("mixtral")),
+        golden_models.expected("mixtral")["logits"],
+        atol=LOGITS,
+    )
+    zerojax.export_adapter(loaded.params, loaded, tmp_path)
+    theirs = safetensors.numpy.load_file(folder / "fused" / peft.WEIGHTS)
+    assert safetensors.numpy.load_file(tmp_path / peft.WEIGHTS).keys() == {key for key in theirs if ".mlp." in key}
+    assert json.loads((tmp_path / peft.CONFIG).read_text())["target_parameters"] == [*sorted(lora.target_parameters)]
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        ({"target_parameters": ("up_proj",)}, "'up_proj' names no weight of a mixture of this model; .*gate_up_proj"),
+        (
+            {"target_modules": ("w1",), "target_parameters": ("gate_up_proj",)},
+            "have the same weights, and these get one",
+        ),
+        (
+            {"target_parameters": ("down_proj",), "dropout": 0.1},
+            "lora.dropout: is 0.1, and .*experts.down_proj is of exp",
+        ),
+        ({"target_modules": ("w2",), "dora": True}, "lora.dora: is True, and .* is of experts"),
+    ],
+)
+def test_settings_that_experts_do_not_take_are_refused(options, line):
+    loaded = golden_models.load("mixtral", 3)
+    with pytest.raises(UserError, match=line):
+        peft.choose(zerojax.Lora(**options), loaded.family, loaded.config)
+
+
+@pytest.mark.parametrize(
+    "kind, what", [("llama/dora", "magnitudes"), ("mixtral/fused", "an adapter of model.layers.0")]
+)
+def test_an_adapter_beside_others_has_low_ranks_of_linear_modules_alone(kind, what):
+    loaded = golden_models.load(kind.split("/")[0], 3)
+    with pytest.raises(UserError, match=f"has {what}.*, and one beside others has only low ranks of linear modules"):
+        loaded.read_adapter(golden_models.FOLDER / kind)
 
 
 def test_patterns_of_rank_and_alpha_are_read_and_applied(tmp_path):
@@ -331,7 +424,7 @@ def test_what_a_config_leaves_out_has_the_default_of_peft(tmp_path):
     ("fields", "message"),
     [
         ({"peft_type": "IA3"}, r".*adapter_config.json: peft_type must be 'LORA', and is 'IA3'"),
-        ({"use_dora": True}, r".*adapter_config.json: use_dora is True, which zerojax does not compute"),
+        ({"use_dora": True}, r".*tensor base_model\S*q_proj.lora_magnitude_vector is missing"),
         ({"bias": "all"}, r".*adapter_config.json: bias is 'all', which zerojax does not compute"),
         (
             {"r": 4},

@@ -71,7 +71,7 @@ def test_all_linear_modules_are_found_also_inside_flaxs_own():
     _, found = init()
     attention = {f"layer_0/attention/{name}" for name in ("query", "key", "value", "out")}
     assert attention <= found.keys() and {"layer_1/up", "layer_1/down", "head"} <= found.keys()
-    assert found["layer_0/attention/out"] == ("layer_0.attention.out", (2, 32, 64), 2, False, (), False)
+    assert found["layer_0/attention/out"] == targets.LinearModule("layer_0.attention.out", (2, 32, 64), 2)
 
 
 def test_params_in_boxes_are_refused_with_the_call_that_takes_them_out():

@@ -47,7 +47,7 @@ def test_an_exclusion_without_effect_is_told(excluded):
 
 
 def test_an_adapters_shapes_are_those_of_the_flattened_kernel():
-    assert chosen(r=2, target_modules=("o_proj",)).shapes("layer_0/o") == ((64, 2), (2, 64))
+    assert chosen(r=2, target_modules=("o_proj",)).shapes("layer_0/o") == {"lora_a": (64, 2), "lora_b": (2, 64)}
 
 
 def test_adapters_and_modules_to_save_are_trained_and_the_output_stays_unquantized():

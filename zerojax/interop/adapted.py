@@ -6,7 +6,7 @@ device, a few kernels at a time, so that the model never exists in 16 bits.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,9 @@ def read(
         return folder_lib.read_leaves(folder, tensors, likes)
 
     found |= quantize(wanted, chosen, read_kernels)
-    found |= draw(wanted, chosen, key) if adapter is None else {}
+    if adapter is None:
+        found |= draw(wanted, chosen, key)
+        found |= magnitudes(wanted, chosen, found)
     return tree.map_with_path(lambda path, _: found[path], abstract)
 
 
@@ -113,7 +115,7 @@ def quantize(
       make: f(abstract kernels by path) -> the kernels, on the device.
     """
     kind = chosen.lora.quantize
-    found_at = {chosen.kernel(path): chosen.linear[path] for path in chosen.quantized}
+    found_at = {chosen.kernels(path)[0]: chosen.linear[path] for path in chosen.quantized}
     kernels = {path: one for path, one in found_at.items() if f"{path}/{kind}" in wanted}
     likes = {
         path: _kernel_like((*one.stack, *one.shape), wanted[f"{path}/{kind}"], kind) for path, one in kernels.items()
@@ -132,12 +134,55 @@ def quantize(
 def draw(wanted: Mapping[str, Any], chosen: targets.Targets, key: jax.Array | None) -> dict[str, jax.Array]:
     """Returns fresh weights of the adapters among the abstract leaves `wanted`, with their shardings, by path."""
     found = {}
-    for path, shape in adapters.shapes(chosen).items():
-        if path in wanted:
-            like = wanted[path]
-            make = _drawer(shape, like.shape, like.dtype, like.sharding, path.endswith(targets.B))
-            found[path] = jax.device_put(make(key, adapters.number_of(path)), like.sharding)
+    for module in chosen.adapted:
+        for end, shape in chosen.shapes(module).items():
+            path = f"{chosen.adapter(module)}/{end}"
+            if path in wanted and end != targets.MAGNITUDE:
+                like = wanted[path]
+                how = adapters.beginning(end, is_embedding=chosen.linear[module].is_embedding)
+                make = _drawer(shape, like.shape, like.dtype, like.sharding, how)
+                found[path] = jax.device_put(make(key, adapters.number_of(path)), like.sharding)
     return found
+
+
+def magnitudes(
+    wanted: Mapping[str, Any], chosen: targets.Targets, found: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Returns the first magnitudes of DoRA among the abstract leaves `wanted`, by path: the norms of the kernels' columns.
+
+    `found` has the kernels, as they are stored.
+    """
+    made = {}
+    for module in chosen.adapted:
+        path = f"{chosen.adapter(module)}/{targets.MAGNITUDE}"
+        if path in wanted:
+            like, one, (kernel,) = wanted[path], chosen.linear[module], chosen.kernels(module)
+            kind = chosen.lora.quantize if kernel in chosen.coded else ""
+            parts = {name: found[f"{kernel}/{name}"] for name in (kind, quantized.SCALES)} if kind else found[kernel]
+            own = _Norms((*one.stack, *one.shape), kind, len(one.stack), chosen.shapes(module)[targets.MAGNITUDE])
+            made[path] = jax.device_put(_norms(own, like.shape, like.dtype, like.sharding)(parts), like.sharding)
+    return made
+
+
+class _Norms(NamedTuple):
+    """Of which kernel: its shape, how it is quantized ("": not), the dims of its stack, and the shape of its magnitude."""
+
+    kernel: tuple[int, ...]
+    kind: str
+    dims: int
+    shape: tuple[int, ...]
+
+
+@functools.lru_cache
+def _norms(own: _Norms, padded: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding) -> Callable[..., jax.Array]:
+    def run(parts: Any) -> jax.Array:
+        plain_like = jax.ShapeDtypeStruct(own.kernel, jnp.float32)
+        likes = adapters.abstract_stack(own.kernel, own.kind, own.dims) if own.kind else plain_like
+        # Without what the partition pads
+        plain = jax.tree.map(lambda leaf, like: leaf[tuple(map(slice, like.shape))], parts, likes)
+        return _fit(adapters.magnitude(plain, own.shape, own.dims).astype(dtype), padded)
+
+    return jax.jit(run, out_shardings=memory_kind.on_device(sharding))
 
 
 def _kernel_like(shape: tuple[int, ...], codes: Any, kind: str) -> jax.ShapeDtypeStruct:
@@ -163,10 +208,10 @@ def _quantizer(
 
 @functools.lru_cache
 def _drawer(
-    shape: tuple[int, ...], padded: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding, is_b: bool
+    shape: tuple[int, ...], padded: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding, how: str
 ) -> Callable[..., jax.Array]:
     def run(key: jax.Array, number: int | jax.Array) -> jax.Array:
-        return _fit(adapters.draw(key, number, shape, is_b=is_b).astype(dtype), padded)
+        return _fit(adapters.draw(key, number, shape, how).astype(dtype), padded)
 
     return jax.jit(run, out_shardings=memory_kind.on_device(sharding))
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class ModelTensor(NamedTuple):
             "row": (1, *ours),
             "pairs": (*ours[:-2], math.prod(ours[-2:])),
             "stack": (ours[0], math.prod(ours[2:]), *ours[1:2]),
+            "experts_a": (ours[0] * ours[-1], *ours[1:2]),
+            "experts_b": (math.prod(ours[2:]), math.prod(ours[:2])),
         }
         return forms[self.entry.form]
 
@@ -63,6 +65,10 @@ class ModelTensor(NamedTuple):
         ndim, inputs = len(self.leaf_shape), self._moved
         if self.entry.form == "stack":
             return 0, *range(ndim - 1, 0, -1)
+        if self.entry.form == "experts_a":
+            return 0, 2, 1
+        if self.entry.form == "experts_b":
+            return ndim - 1, ndim - 2, *range(ndim - 2)
         return tuple((dim - inputs) % ndim for dim in range(ndim))
 
     @property
@@ -70,12 +76,18 @@ class ModelTensor(NamedTuple):
         """Returns Hugging Face's shape with the dims of our leaf: outputs, then inputs."""
         if self.entry.form == "stack":
             return self.leaf_shape[0], *self.leaf_shape[:0:-1]
+        if self.entry.form in ("experts_a", "experts_b"):
+            return tuple(self.source_index(self.leaf_shape))
         return (*self.leaf_shape[self._moved :], *self.leaf_shape[: self._moved])
 
-    def source_index(self, index: Sequence[slice]) -> list[slice]:
+    def source_index(self, index: Sequence[Any]) -> list[Any]:
         """Returns a slice of our leaf as a slice of `view`."""
         if self.entry.form == "stack":
             return [index[0], *index[:0:-1]]
+        if self.entry.form == "experts_a":
+            return [index[0], index[2], index[1]]
+        if self.entry.form == "experts_b":
+            return [*index[2:], index[1], index[0]]
         return [*index[self._moved :], *index[: self._moved]]
 
     def to_theirs(self, leaf: np.ndarray) -> np.ndarray:

@@ -40,11 +40,12 @@ def export(
       UserError: the directory holds other files, or the disk is full.
     """
     tensors, chosen = layout.tensors(folder.family, folder.model), adapter.chosen
+    targets.check_merge(chosen)
 
     def made(tensor: layout.ModelTensor) -> huggingface.Made:
-        module = next((path for path in chosen.adapted if chosen.kernel(path) == tensor.path), None)
+        module = next((path for path in chosen.adapted if tensor.path in chosen.kernels(path)), None)
         read = functools.partial(_of_folders, folder, adapter, tensor, module)
-        return huggingface.Made(tensor.leaf_shape, read, _maker(chosen, module))
+        return huggingface.Made(tensor.leaf_shape, read, _maker(0.0 if module is None else chosen.scale(module)))
 
     huggingface.export(
         tree.nested({tensor.path: made(tensor) for tensor in tensors}),
@@ -67,15 +68,19 @@ def of_params(params: PyTree, chosen: targets.Targets) -> PyTree:
     leaves = dict(own)
     for path, leaf in own.items():
         if path in found or quantized.is_quantized(leaf):
-            module, *pair = found.get(path, (None,))
             shape = quantized.shape_of(leaf) if quantized.is_quantized(leaf) else leaf.shape
-            parts = functools.partial(tuple, (leaf, *pair))
-            leaves[path] = huggingface.Made(tuple(shape), parts, _maker(chosen, module))
+            adapter = found.get(path)
+            parts = functools.partial(tuple, (leaf, *_arrays(adapter)))
+            leaves[path] = huggingface.Made(tuple(shape), parts, _maker(adapter.scale if adapter else 0.0))
     return tree.nested(leaves)
 
 
-def _maker(chosen: targets.Targets, module: str | None) -> Callable[..., np.ndarray]:
-    return functools.partial(_make, 0.0 if module is None else chosen.scale(module))
+def _arrays(adapter: adapters.Adapter | None) -> list[Any]:
+    return [] if adapter is None else [part for part in (adapter.a, adapter.b, adapter.magnitude) if part is not None]
+
+
+def _maker(scale: float) -> Callable[..., np.ndarray]:
+    return functools.partial(_make, scale)
 
 
 def _make(scale: float, parts: tuple[Any, ...], dtype: np.dtype) -> np.ndarray:
@@ -83,24 +88,43 @@ def _make(scale: float, parts: tuple[Any, ...], dtype: np.dtype) -> np.ndarray:
 
     Args:
       scale: of the adapter.
-      parts: the kernel, quantized or not, and the adapter's two weights; or the kernel alone.
+      parts: the kernel, quantized or not, and the adapter's weights; or the kernel alone.
       dtype: of what is returned.
     """
     if isinstance(parts[0], np.ndarray) and len(parts) == 1:
         return parts[0].astype(dtype)
-    kernel, *pair = jax.device_put(parts, jax.local_devices()[0])
+    kernel, *given = jax.device_put(parts, jax.local_devices()[0])
     shape = quantized.shape_of(kernel) if quantized.is_quantized(kernel) else kernel.shape
     found = np.empty(shape, dtype)
+    adapter = adapters.Adapter(*given[:2], scale, *given[2:]) if given else None
     size = max(1, MOST_WEIGHTS // math.prod(shape[1:]))
-    for start in range(0, shape[0], size):
-        rows = functools.partial(_rows, start=start, size=min(size, shape[0] - start))
+    blocks = [functools.partial(_rows, start=at, size=min(size, shape[0] - at)) for at in range(0, shape[0], size)]
+
+    def merged(rows: Callable[[PyTree], PyTree]) -> jax.Array:
         block = _float32(rows(kernel))
-        if pair:
-            a, b = pair  # those of a stack have its dims first
-            a = rows(a.reshape(shape[0], -1, a.shape[-1]))
-            block = _merge(scale)(block, a, rows(b) if b.ndim > 2 else b)
-        found[start : start + size] = block.astype(dtype)
+        if adapter is None:
+            return block
+        a, b = rows(adapter.a.reshape(shape[0], -1, adapter.a.shape[-1])), adapter.b
+        return _merge(scale)(block, a, rows(b) if b.ndim > 2 else b)
+
+    by = None
+    if adapter is not None and adapter.magnitude is not None:
+        squares = sum(_squares(merged(rows), adapter.magnitude.size) for rows in blocks)
+        by = adapters.factor(adapter.magnitude, squares)
+    for number, rows in enumerate(blocks):
+        block = merged(rows) if by is None else _times(merged(rows), by)
+        found[number * size : (number + 1) * size] = block.astype(dtype)
     return found
+
+
+@functools.partial(jax.jit, static_argnames="outputs")
+def _squares(block: jax.Array, outputs: int) -> jax.Array:
+    return jnp.sum(block.reshape(-1, outputs) ** 2, axis=0)
+
+
+@jax.jit
+def _times(block: jax.Array, by: jax.Array) -> jax.Array:
+    return (block.reshape(-1, by.size) * by).reshape(block.shape)
 
 
 @functools.partial(jax.jit, static_argnames="size")
@@ -116,7 +140,8 @@ def _float32(kernel: Any) -> jax.Array:
 @functools.lru_cache
 def _merge(scale: float) -> Callable[..., jax.Array]:
     def run(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        return adapters.merged(kernel, a.reshape(*kernel.shape[: b.ndim - 2], -1, a.shape[-1]), b, scale)
+        a = a.reshape(*kernel.shape[: int(b.ndim > 2)], -1, a.shape[-1])
+        return adapters.merged(kernel, adapters.Adapter(a, b, scale))
 
     return jax.jit(run)
 
@@ -124,13 +149,14 @@ def _merge(scale: float) -> Callable[..., jax.Array]:
 def _of_folders(
     folder: folder_lib.Folder, adapter: peft.Adapter, tensor: layout.ModelTensor, module: str | None
 ) -> tuple[np.ndarray, ...]:
-    """Returns a weight of the merged model, and the two of the adapter of its module, in float32."""
+    """Returns a weight of the merged model, and the adapter of its module, in float32."""
     is_there = tensor.path in adapter.tensors
     kernel = _read(adapter, adapter.tensors[tensor.path]) if is_there else _read(folder, tensor)
     if module is None:
         return (kernel,)
-    beside = adapter.chosen.adapter(module)
-    return (kernel, *(_read(adapter, adapter.tensors[f"{beside}/{end}"]) for end in (targets.A, targets.B)))
+    beside, ends = adapter.chosen.adapter(module), adapter.chosen.shapes(module)
+    leaves = {end: _read(adapter, adapter.tensors[f"{beside}/{end}"]) for end in ends}
+    return (kernel, *_arrays(adapters.of_kernels(module, leaves, adapter.chosen)[tensor.path]))
 
 
 def _read(source: folder_lib.TensorFiles, tensor: layout.ModelTensor) -> np.ndarray:

@@ -1,7 +1,11 @@
 """PEFT's folders of LoRA adapters. This module reads and writes adapter_config.json and adapter_model.safetensors.
 
-A tensor's name is `base_model.model.`, the module's name in transformers, and `.lora_A.weight` [r, in] or `.lora_B.weight` [out, r]. A
-module that is trained in full has its own tensor's name after that prefix. So have the embedding and the output projection of a model
+A tensor's name is `base_model.model.`, the module's name in transformers, and `.lora_A.weight` [r, in] or `.lora_B.weight` [out, r]; of an
+embedding `.lora_embedding_A` [r, vocabulary] and `.lora_embedding_B` [out, r]. With DoRA `.lora_magnitude_vector` [out] is beside them. An
+adapter of stacked experts (`target_parameters`) has the name of the module that holds the stack, with A [experts r, in] and B
+[out, r experts]; where two of its stacks have one, the name of the first ends with `.base_layer`.
+
+A module that is trained in full has its own tensor's name after that prefix. So have the embedding and the output projection of a model
 whose vocabulary was resized, which PEFT saves beside the adapters though they are frozen; where they have adapters themselves, the name
 ends with `.base_layer.weight`. The scale is not in the weights.
 """
@@ -32,19 +36,22 @@ from zerojax.tree import PyTree
 
 CONFIG, WEIGHTS = folder_lib.ADAPTER, "adapter_model.safetensors"
 PREFIX, WEIGHT, BASE = "base_model.model.", ".weight", ".base_layer"
+EMBEDDING = "embed/embedding"  # the path of the weight
 # PEFT saves these of NAME beside NAME.weight where the vocabulary was resized, and reads NAME.weight alone.
 _WRAPPED = re.compile(r"(.*)\.(?:modules_to_save|original_module)(\.[^.]+)")
-_NAMES = {targets.A: ".lora_A.weight", targets.B: ".lora_B.weight"}
+MAGNITUDE = ".lora_magnitude_vector"
+_NAMES = {targets.A: ".lora_A.weight", targets.B: ".lora_B.weight", targets.MAGNITUDE: MAGNITUDE}
+_OF_EMBEDDINGS = {targets.A: ".lora_embedding_A", targets.B: ".lora_embedding_B", targets.MAGNITUDE: MAGNITUDE}
+_OF_STACKS: Mapping[str, Any] = {targets.A: "experts_a", targets.B: "experts_b"}
+_SAVED_WITH_ADAPTER = ("embed_tokens", "lm_head")  # PEFT saves the frozen weight of these beside an adapter
 # Fields of adapter_config.json that change what an adapter computes, and the values under which nothing changes.
 UNREAD: Mapping[str, tuple[Any, ...]] = {
-    "use_dora": (False, None),
     "use_qalora": (False, None),
     "use_bdlora": (None, False),
     "lora_bias": (False, None),
     "bias": ("none", None),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
     "alora_invocation_tokens": (None,),
     "megatron_config": (None,),
     "arrow_config": (None,),
@@ -77,7 +84,15 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: ModelConfig) -
     lora = dataclasses.replace(lora, modules_to_save=tuple(saved))
     own = (tensor for tensor in layout.tensors(family, model) if family_lib.EXPERT not in tensor.name)
     names = {tensor.path: tensor.name.rpartition(".")[0] for tensor in own}
-    return targets.choose(lora, linear(family, model), names, names)
+    chosen = targets.choose(lora, linear(family, model), names, names)
+    return dataclasses.replace(chosen, carried=_saved_with_adapter(chosen))
+
+
+def _saved_with_adapter(chosen: targets.Targets) -> tuple[str, ...]:
+    """Returns the frozen weights that PEFT saves because they have an adapter."""
+    adapted = {path: chosen.linear[path] for path in chosen.adapted}
+    own = [path for path, one in adapted.items() if one.name.rpartition(".")[2] in _SAVED_WITH_ADAPTER]
+    return tuple(chosen.kernels(path)[0] for path in own)
 
 
 def start(
@@ -108,7 +123,7 @@ def start(
     chosen = dataclasses.replace(
         opened.chosen, lora=dataclasses.replace(own, dropout=given.dropout if lora else own.dropout)
     )
-    targets.check_dropout(chosen)
+    targets.check_experts(chosen)
     return opened, chosen
 
 
@@ -125,6 +140,27 @@ def linear(family: family_lib.Family, model: ModelConfig) -> dict[str, targets.L
         elif last == targets.KERNEL and tensor.entry.inputs:
             is_output = path == family.heads or path.startswith(f"{family.heads}/")
             found[path] = targets.LinearModule(_module(tensor.name), tensor.leaf_shape, tensor.entry.inputs, is_output)
+        elif tensor.path == EMBEDDING:
+            is_output = model.tie_embeddings and not family.is_classifier
+            found[path] = targets.LinearModule(
+                _module(tensor.name), tensor.leaf_shape, 1, is_output=is_output, is_embedding=True
+            )
+    return found | _parameters(family, model)
+
+
+def _parameters(family: family_lib.Family, model: ModelConfig) -> dict[str, targets.LinearModule]:
+    """Returns what PEFT adapts as parameters, by path."""
+    own, found = {tensor.path: tensor for tensor in layout.tensors(family, model)}, {}
+    for place, (name, weights) in family.huggingface.parameters(model).items():
+        pattern = re.compile(re.escape(weights[0]).replace(r"\{\}", r"(\d+)"))
+        for layer in (match[1] for path in own if (match := pattern.fullmatch(path))):
+            first, *rest = [weight.format(layer) for weight in weights]
+            shape, is_stack = own[first].leaf_shape, not own[first].entry.inputs or family_lib.EXPERT in own[first].name
+            inputs, *outputs = shape[1:] if is_stack else shape
+            ends = (1 + len(rest), *outputs) if rest else outputs
+            found[place.format(layer)] = targets.LinearModule(
+                name.format(layer), (inputs, *ends), 1, stack=shape[:1] if is_stack else (), parameters=(first, *rest)
+            )
     return found
 
 
@@ -145,15 +181,19 @@ def open_adapter(
         )
     known = linear(family, model)
     lora = read_settings(path, raw, _names(known, known), quantize=quantize)
+    targets.check_parameters(lora, known)
+    of_parameters = {name: module for module, name in _bases(lora, known).items()}
     entries = _without_copies(_without_wrapped(entries), family, model)
-    path_of = {name: module for module, found in known.items() for name in found.names}
+    path_of = {name: module for module, found in targets.modules(known).items() for name in found.names}
     own = {tensor.name: tensor for tensor in layout.tensors(family, model)}
     adapted: dict[str, None] = {}
     saved: list[str] = []
     carried: list[str] = []
     for name in entries:
         module, kind = _parsed(path, name)
-        if kind and module in path_of:
+        if kind and module in of_parameters:
+            adapted[of_parameters[module]] = None
+        elif kind and module in path_of:
             adapted[path_of[module]] = None
             _check_meant(path, raw, lora, module)
         elif not kind and module in own:
@@ -161,11 +201,6 @@ def open_adapter(
             (saved if is_trained or not _is_of_vocabulary(own[module], family) else carried).append(own[module].path)
         elif BASE in module and module.replace(BASE, "") in own and module.partition(BASE)[0] in path_of:
             carried.append(own[module.replace(BASE, "")].path)
-        elif ".lora_embedding_" in name or f"{BASE}." in name:
-            raise UserError(
-                f"{path / WEIGHTS}: tensor {name} is of an adapter of an embedding, which zerojax does not compute; train it in full "
-                "(modules_to_save), or leave it out of target_modules"
-            )
         elif match := _WRAPPED.fullmatch(name):
             raise UserError(
                 f"{path / WEIGHTS}: tensor {name} has no {match[1]}{match[2]} beside it, which PEFT reads; save the adapter with PEFT's "
@@ -181,6 +216,11 @@ def open_adapter(
     if _tied(saved, family, model) and not _fields(path, raw).flag(TYING, False):
         raise _trained_apart(path)
     ordered = tuple(module for module in known if module in adapted)
+    if _fields(path, raw).flag(TYING, False) and any(known[module].is_embedding for module in ordered):
+        raise UserError(
+            f"{path / CONFIG}: {TYING} is true, and the embedding has an adapter, which is then that of the output projection too; only an "
+            f"embedding whose adapter is its own is computed; train it without {TYING}, or in full (modules_to_save)"
+        )
     if lora.rslora and any(known[module].is_experts and module.endswith(JOINED) for module in ordered):
         raise UserError(
             f"{path / CONFIG}: use_rslora is true for adapters of experts' gate and up, which PEFT scales by sqrt(2) more under "
@@ -196,6 +236,8 @@ def open_adapter(
     chosen = targets.Targets(_with_targets(lora, known, ordered), known, ordered, tuple(saved), tuple(carried))
     if not ordered:
         raise UserError(f"{path / WEIGHTS}: holds no adapter; name a folder that save_pretrained of PEFT wrote")
+    with errors.below(f"{path / CONFIG}: "):
+        targets.check_experts(chosen)
     tensors = {tensor.path: tensor for tensor in tensors_of(chosen, family, model)}
     for tensor in tensors.values():
         if tensor.path in (*saved, *carried) and _is_of_vocabulary(tensor, family):
@@ -283,12 +325,12 @@ def _without_wrapped(entries: Mapping[str, tensor_files.Entry]) -> dict[str, ten
 def _is_of_vocabulary(tensor: layout.ModelTensor, family: family_lib.Family) -> bool:
     """Returns whether a weight is the embedding or the output projection over the vocabulary, which PEFT saves if that was resized."""
     is_head = f"{tensor.path}/".startswith(f"{family.heads}/") and not family.is_classifier
-    return tensor.path == "embed/embedding" or is_head
+    return tensor.path == EMBEDDING or is_head
 
 
 def _tied(saved: Iterable[str], family: family_lib.Family, model: ModelConfig) -> bool:
     """Returns whether a weight that is trained in full is the output projection too."""
-    return model.tie_embeddings and "embed/embedding" in saved
+    return model.tie_embeddings and EMBEDDING in saved
 
 
 def read_config(path: pathlib.Path) -> dict[str, Any]:
@@ -326,7 +368,9 @@ def read_settings(
         "dropout": raw.get("lora_dropout", 0.0),
         "target_modules": raw.get("target_modules"),
         "exclude_modules": raw.get("exclude_modules") or (),
+        "target_parameters": raw.get("target_parameters") or (),
         "rslora": _fields(path, raw).flag("use_rslora", False),
+        "dora": _fields(path, raw).flag("use_dora", False),
         "modules_to_save": raw.get("modules_to_save") or (),
         "rank_pattern": raw.get("rank_pattern") or {},
         "alpha_pattern": raw.get("alpha_pattern") or {},
@@ -351,19 +395,43 @@ def _regexes(path: pathlib.Path, read: Mapping[str, Any]) -> Iterator[regexes.Re
 
 
 def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: ModelConfig) -> list[layout.ModelTensor]:
-    """Returns the tensors of a folder: the adapters' A and B, and those of modules that are trained in full or carried."""
-    found = []
+    """Returns the tensors of a folder: the adapters', and those of modules that are trained in full or carried."""
+    found, bases = [], _bases(chosen.lora, chosen.linear, chosen.adapted)
     for path in chosen.adapted:
-        name = PREFIX + chosen.linear[path].name
-        for leaf, shape in zip((targets.A, targets.B), chosen.shapes(path)):
-            entry = family_lib.Tensor(name + _NAMES[leaf], 1)
+        one = chosen.linear[path]
+        name, ends = PREFIX + bases.get(path, one.name), _OF_EMBEDDINGS if one.is_embedding else _NAMES
+        for leaf, shape in chosen.shapes(path).items():
+            is_stack = bool(one.parameters and one.stack)
+            entry = family_lib.Tensor(name + ends[leaf], int(leaf != targets.MAGNITUDE and not is_stack))
+            entry = entry._replace(form=_OF_STACKS[leaf]) if is_stack else entry
             found.append(layout.ModelTensor(entry.name, f"{chosen.adapter(path)}/{leaf}", shape, entry))
+    adapted = {kernel for path in chosen.adapted for kernel in chosen.kernels(path)}
     for tensor in layout.tensors(family, model):
         if tensor.path in chosen.saved or tensor.path in chosen.carried:
             module, _, end = tensor.name.rpartition(".")
-            middle = BASE if tensor.path.rpartition("/")[0] in chosen.adapted else ""
+            middle = BASE if tensor.path in adapted else ""
             found.append(tensor._replace(name=f"{PREFIX}{module}{middle}.{end}"))
     return found
+
+
+def _bases(
+    lora: settings.Lora, linear: Mapping[str, targets.LinearModule], adapted: Iterable[str] | None = None
+) -> dict[str, str]:
+    """Returns what the names of the tensors of parameters begin with, by path: PEFT wraps their module once for each, the last outermost.
+
+    `adapted` are the paths of those with an adapter; None: of those that the settings mean.
+    """
+    own = {path: one for path, one in linear.items() if one.parameters}
+    meant = {path: one.name.rpartition(".") for path, one in own.items() if _has_adapter(lora, path, one, adapted)}
+    found = {}
+    for number, (path, (module, _, _)) in enumerate(meant.items()):
+        later = [other for other, _, _ in [*meant.values()][number + 1 :] if other == module]
+        found[path] = module + BASE * len(later)
+    return found
+
+
+def _has_adapter(lora: settings.Lora, path: str, one: targets.LinearModule, adapted: Iterable[str] | None) -> bool:
+    return targets.is_meant(lora, one) if adapted is None else path in adapted
 
 
 def export(
@@ -430,10 +498,11 @@ def config_of(
     chosen: targets.Targets, family: family_lib.Family, model: ModelConfig, base: str | None
 ) -> dict[str, Any]:
     """Returns the contents of adapter_config.json."""
-    lora, others = chosen.lora, [path for path in chosen.linear if path not in chosen.adapted]
+    lora, modules = chosen.lora, targets.modules(chosen.linear)
+    adapted, others = _divided(modules, chosen.adapted)
     if lora.rslora and any(chosen.linear[path].is_experts for path in chosen.adapted):
         lora = _without_rslora(lora)
-    meant = _names(chosen.linear, chosen.adapted)
+    parameters = [chosen.linear[path].name for path in chosen.adapted if path not in modules]
     return {
         "peft_type": "LORA",
         "task_type": task_type(family),
@@ -441,7 +510,8 @@ def config_of(
         "r": lora.r,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": list(settings.shortest_ends(meant, _names(chosen.linear, others))),
+        "target_modules": list(settings.shortest_ends(_names(modules, adapted), _names(modules, others))),
+        **({"target_parameters": list(targets.ends(parameters, chosen.linear))} if parameters else {}),
         "exclude_modules": None,
         "use_rslora": lora.rslora,
         "modules_to_save": list(lora.modules_to_save) or None,
@@ -450,7 +520,7 @@ def config_of(
         "bias": "none",
         "fan_in_fan_out": any(tensor.entry.inputs_first for tensor in layout.tensors(family, model)),
         "init_lora_weights": True,
-        "use_dora": False,
+        "use_dora": lora.dora,
         "inference_mode": True,
         **({TYING: True} if _tied(chosen.saved, family, model) else {}),
     }
@@ -485,14 +555,19 @@ def _with_targets(
     lora: settings.Lora, known: Mapping[str, targets.LinearModule], adapted: tuple[str, ...]
 ) -> settings.Lora:
     """Returns the settings with targets that mean the modules whose tensors the folder holds."""
-    wanted = lora.target_modules
+    wanted, modules = lora.target_modules, targets.modules(known)
+    own, others = _divided(modules, adapted)
     if wanted is not None and wanted != settings.ALL_LINEAR:
-        meant = [path for path, one in known.items() if all(settings.matches(wanted, name) for name in one.names)]
-        if tuple(meant) == adapted and not lora.exclude_modules:
+        meant = [path for path, one in modules.items() if all(settings.matches(wanted, name) for name in one.names)]
+        if meant == own and not lora.exclude_modules:
             return lora
-    others = [path for path in known if path not in adapted]
-    ends = settings.shortest_ends(_names(known, adapted), _names(known, others))
+    ends = settings.shortest_ends(_names(known, own), _names(known, others))
     return dataclasses.replace(lora, target_modules=ends, exclude_modules=())
+
+
+def _divided(modules: Iterable[str], adapted: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Returns the paths of modules with an adapter, and of those without."""
+    return [path for path in modules if path in adapted], [path for path in modules if path not in adapted]
 
 
 def _names(known: Mapping[str, targets.LinearModule], paths: Iterable[str]) -> list[str]:
@@ -500,13 +575,13 @@ def _names(known: Mapping[str, targets.LinearModule], paths: Iterable[str]) -> l
 
 
 def _parsed(path: pathlib.Path, name: str) -> tuple[str, str]:
-    """Returns the module of an adapter's tensor and its kind, A or B; or the tensor's own name and "" if it is of a module in full."""
+    """Returns the module of an adapter's tensor and its kind; or the tensor's own name and "" if it is of a module in full."""
     if not name.startswith(PREFIX):
         raise UserError(
             f"{path / WEIGHTS}: tensor {name} does not begin with {PREFIX!r}; save the adapter with PEFT's save_pretrained"
         )
     rest = name.removeprefix(PREFIX)
-    for kind, end in _NAMES.items():
+    for kind, end in (*_NAMES.items(), *_OF_EMBEDDINGS.items()):
         if rest.endswith(end):
             return rest.removesuffix(end), kind
     return rest, ""

@@ -201,6 +201,12 @@ class Pretrained:
             raise UserError(
                 f"{opened.path}: has {changed[0]} in full, and one beside others has only low ranks; merge it (zerojax merge)"
             )
+        others = [one.name for path in chosen.adapted if (one := chosen.linear[path]).has_no_module or one.is_embedding]
+        if chosen.lora.dora or others:
+            what = "magnitudes (DoRA)" if chosen.lora.dora else f"an adapter of {others[0]}"
+            raise UserError(
+                f"{opened.path}: has {what}, and one beside others has only low ranks of linear modules; merge it (zerojax merge)"
+            )
         same = NamedSharding(self.partition.mesh, P())
         shapes = adapters_lib.shapes(chosen)
         wanted = {leaf: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=same) for leaf, shape in shapes.items()}

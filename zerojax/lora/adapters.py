@@ -1,14 +1,16 @@
 """The weights of adapters. This module draws them, adds them to a model's weights, and merges them into the kernels.
 
-An adapter's two weights are beside the kernel: `.../q/kernel`, `.../q/lora_a` float[inputs, r], `.../q/lora_b` float[r, outputs].
-A stack of layers has one pair for each layer, stacked as its kernels are, and so has a stack of experts `.../experts/gate`: its pair is
-`.../experts/gate_adapter/lora_a` float[experts, inputs, r] and `.../lora_b`.
+An adapter's weights are beside the kernel: `.../q/kernel`, `.../q/lora_a` float[inputs, r], `.../q/lora_b` float[r, outputs], and with DoRA
+`.../q/lora_magnitude` float[outputs]. A stack of layers has one adapter for each layer, stacked as its kernels are, and so has a stack of
+experts `.../experts/gate`: its adapter is `.../experts/gate_adapter/lora_a` float[experts, inputs, r] and `.../lora_b`. One for two stacks,
+gate and up, is `.../experts/gate_and_up_adapter/lora_a` and `.../lora_b` float[experts, r, 2, outputs].
 """
 
 import functools
 import math
 import zlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from flax import traverse_util
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.lora import targets as targets_lib
-from zerojax.lora.targets import A, B
+from zerojax.lora.targets import MAGNITUDE, A, B
 from zerojax.ops import quantized
 from zerojax.tree import PyTree
 
@@ -26,20 +28,57 @@ def shapes(targets: targets_lib.Targets) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each adapter's weights, by path."""
     found = {}
     for path in targets.adapted:
-        module = targets.adapter(path)
-        found[f"{module}/{A}"], found[f"{module}/{B}"] = targets.shapes(path)
+        found |= {f"{targets.adapter(path)}/{end}": shape for end, shape in targets.shapes(path).items()}
     return found
 
 
-def draw(key: jax.Array, number: jax.Array | int, shape: tuple[int, ...], *, is_b: bool) -> jax.Array:
-    """Returns the first value of an adapter's weight, float32: B is 0, and A uniform up to 1 / sqrt(inputs), as in PEFT.
+class Adapter(NamedTuple):
+    """The adapter of one kernel: float[*stack, inputs, r], float[*stack, r, outputs], its factor, and float[*stack, outputs] with DoRA."""
+
+    a: Any
+    b: Any
+    scale: float
+    magnitude: Any = None
+
+
+ZEROS, UNIFORM, NORMAL = "zeros", "uniform", "normal"
+
+
+def beginning(end: str, *, is_embedding: bool) -> str:
+    """Returns how A or B begins, as in PEFT: B is 0, or A of an embedding."""
+    if is_embedding:
+        return NORMAL if end == B else ZEROS
+    return ZEROS if end == B else UNIFORM
+
+
+def draw(key: jax.Array, number: jax.Array | int, shape: tuple[int, ...], how: str) -> jax.Array:
+    """Returns the first value of an adapter's weight, float32: 0, normal, or uniform up to 1 / sqrt(inputs).
 
     `number` (`number_of`) tells adapters apart.
     """
-    if is_b:
+    if how == ZEROS:
         return jnp.zeros(shape, jnp.float32)
+    own = jax.random.fold_in(key, number)
+    if how == NORMAL:
+        return jax.random.normal(own, shape, jnp.float32)
     bound = 1 / math.sqrt(shape[-2])  # kaiming_uniform with a = sqrt(5)
-    return jax.random.uniform(jax.random.fold_in(key, number), shape, jnp.float32, -bound, bound)
+    return jax.random.uniform(own, shape, jnp.float32, -bound, bound)
+
+
+def magnitude(kernel: Any, shape: tuple[int, ...], dims: int) -> jax.Array:
+    """Returns the first magnitude of a kernel [*stack, inputs..., outputs...], plain or quantized: the norms of its columns, float32, in
+    `shape`, whose first `dims` dims are the stack's."""
+    if quantized.is_quantized(kernel):
+        kernel = _dequantized(kernel, dims)
+    columns = kernel.astype(jnp.float32).reshape(*shape[:dims], -1, shape[-1])
+    return jnp.sqrt(jnp.sum(columns**2, axis=-2))
+
+
+def _dequantized(kernel: Any, dims: int) -> jax.Array:
+    one = functools.partial(quantized.dequantize, dtype=jnp.float32)
+    for _ in range(dims):
+        one = jax.vmap(one)
+    return one(kernel)
 
 
 def number_of(path: str) -> int:
@@ -62,11 +101,21 @@ def add(params: PyTree, targets: targets_lib.Targets, key: jax.Array) -> PyTree:
         else:
             found[name] = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) if path in targets.saved else leaf
     for module in targets.adapted:
-        above, beside = names[targets.kernel(module)][:-1], targets.adapter(module)
-        inside = (beside.rpartition("/")[2],) if targets.linear[module].is_experts else ()
-        for end, shape in zip((A, B), targets.shapes(module)):
-            number = number_of(f"{beside}/{end}")
-            found[(*above, *inside, end)] = draw(key, number, shape, is_b=end == B)
+        (kernel,), one = targets.kernels(module), targets.linear[module]
+        above, beside = names[kernel][:-1], targets.adapter(module)
+        inside = (beside.rpartition("/")[2],) if one.has_no_module else ()
+        for end, shape in targets.shapes(module).items():
+            if end == MAGNITUDE:
+                own = found.get(names[kernel])
+                stored = (
+                    {part: found[(*names[kernel], part)] for part in (targets.lora.quantize, quantized.SCALES)}
+                    if own is None
+                    else own
+                )
+                found[(*above, *inside, end)] = magnitude(stored, shape, len(one.stack))
+            else:
+                how = beginning(end, is_embedding=one.is_embedding)
+                found[(*above, *inside, end)] = draw(key, number_of(f"{beside}/{end}"), shape, how)
     return traverse_util.unflatten_dict(found)
 
 
@@ -84,28 +133,58 @@ def abstract_stack(shape: tuple[int, ...], kind: str, dims: int) -> dict[str, ja
     return jax.eval_shape(lambda kernel: quantize_stack(kernel, kind, dims), jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
-def merged(kernel: Any, a: Any, b: Any, scale: float) -> Any:
-    """Returns kernel + scale * A B in float32, as the kernel's shape."""
-    low = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-    return kernel.astype(jnp.float32) + scale * low.reshape(kernel.shape)
+def merged(kernel: Any, adapter: Adapter) -> Any:
+    """Returns kernel + scale * A B in float32, as the kernel's shape; with DoRA each column has the norm that is its magnitude."""
+    *stack, inputs, rank = adapter.a.shape
+    a, b = adapter.a.astype(jnp.float32), adapter.b.astype(jnp.float32).reshape(*stack, rank, -1)
+    low = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    found = kernel.astype(jnp.float32) + adapter.scale * low.reshape(kernel.shape)
+    if adapter.magnitude is None:
+        return found
+    columns = found.reshape(*stack, inputs, -1)
+    share = factor(adapter.magnitude, jnp.sum(columns**2, axis=-2))
+    return (columns * share[..., None, :]).reshape(kernel.shape)
 
 
-def split(params: PyTree, targets: targets_lib.Targets) -> tuple[dict[str, Any], dict[str, tuple[str, Any, Any]]]:
-    """Returns the weights of the model itself by path, quantized kernels as nodes, and its module's path, A and B by path of a kernel."""
+def factor(magnitude: jax.Array, squares: jax.Array) -> jax.Array:
+    """Returns magnitude / norm, float32, of columns with these sums of squares; 0 for a column of zeros. The norm has no gradient."""
+    squares = jax.lax.stop_gradient(squares)
+    is_any = squares > 0
+    return jnp.where(is_any, magnitude.astype(jnp.float32) / jnp.sqrt(jnp.where(is_any, squares, 1)), 0)
+
+
+def split(params: PyTree, targets: targets_lib.Targets) -> tuple[dict[str, Any], dict[str, Adapter]]:
+    """Returns the weights of the model itself by path, quantized kernels as nodes, and the adapters by the path of their kernel.
+
+    Raises:
+      UserError: an adapter is missing, or cannot be merged.
+    """
+    targets_lib.check_merge(targets)
     own: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
     nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=quantized.is_quantized)[0]
     for key_path, leaf in nodes:
         path = jax.tree_util.keystr(key_path, simple=True, separator="/")
         module, _, name = path.rpartition("/")
-        if name in (A, B):
+        if name in targets_lib.ENDS:
             parts.setdefault(module, {})[name] = leaf
         else:
             own[path] = leaf
-    pairs = {path: parts.get(targets.adapter(path), {}) for path in targets.adapted}
-    if bare := [path for path, pair in pairs.items() if len(pair) < 2]:
-        raise UserError(f"params/{bare[0]}: has no adapter; pass the params of the model that was given adapters")
-    return own, {targets.kernel(path): (path, found[A], found[B]) for path, found in pairs.items()}
+    found: dict[str, Adapter] = {}
+    for path in targets.adapted:
+        leaves = parts.get(targets.adapter(path), {})
+        if leaves.keys() != targets.shapes(path).keys():
+            raise UserError(f"params/{path}: has no adapter; pass the params of the model that was given adapters")
+        found |= of_kernels(path, leaves, targets)
+    return own, found
+
+
+def of_kernels(path: str, leaves: Mapping[str, Any], targets: targets_lib.Targets) -> dict[str, Adapter]:
+    """Returns the adapters of a module's kernels, by path, from its weights."""
+    kernels, b = targets.kernels(path), leaves[B]
+    parts = [b] if len(kernels) == 1 else [b[:, :, number] for number in range(len(kernels))]
+    scale, magnitude = targets.scale(path), leaves.get(MAGNITUDE)
+    return {kernel: Adapter(leaves[A], part, scale, magnitude) for kernel, part in zip(kernels, parts)}
 
 
 def merge(params: PyTree, targets: targets_lib.Targets) -> dict[str, Any]:
@@ -117,6 +196,6 @@ def merge(params: PyTree, targets: targets_lib.Targets) -> dict[str, Any]:
     for path, leaf in own.items():
         if quantized.is_quantized(leaf):
             own[path] = quantized.dequantize(leaf, jnp.float32)
-    for path, (module, a, b) in found.items():
-        own[path] = merged(own[path], a, b, targets.scale(module)).astype(own[path].dtype)
+    for path, adapter in found.items():
+        own[path] = merged(own[path], adapter).astype(own[path].dtype)
     return tree.nested(own)

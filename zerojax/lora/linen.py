@@ -1,8 +1,9 @@
 """Runs adapters in Linen models that know nothing of them. This module intercepts the calls to linear modules.
 
 A linear module whose weights have an adapter beside the kernel returns W x + scale * B A dropout(x), and so do the experts of a mixture
-(`models.experts.Experts`), each with its own adapter and without dropout. A quantized kernel is dequantized
-where its module multiplies, so at any time about one exists, and none is kept for the backward pass. No other module changes.
+(`models.experts.Experts`), each with its own adapter and without dropout, and an embedding, of which A B has rows too. With DoRA each
+output but the bias is multiplied by its magnitude over the norm of its column of the weights with the adapter. A quantized kernel is
+dequantized where its module multiplies, so at any time about one exists, and none is kept for the backward pass. No other module changes.
 """
 
 import contextlib
@@ -21,13 +22,14 @@ from zerojax.errors import UserError
 from zerojax.lora import adapters
 from zerojax.lora import settings as settings_lib
 from zerojax.lora import targets as targets_lib
-from zerojax.lora.targets import KERNEL, A, B
+from zerojax.lora.targets import KERNEL, MAGNITUDE, A, B
 from zerojax.models import experts, layers
-from zerojax.ops import expert_matrices, quantized, tiles
+from zerojax.ops import embedding, expert_matrices, quantized, tiles
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero.blocks import marks
 from zerojax.zero.sharded_batch import keys
 
+EMBEDDING = "embedding"  # the name of an embedding's weight
 RNG = "lora"  # the name of Linen's random stream for dropout
 
 
@@ -41,6 +43,7 @@ def find(function: Callable[..., Any], params: PyTree, *args: Any) -> dict[str, 
     """
     found: dict[str, targets_lib.LinearModule] = {}
     stored = targets_lib.flat(params)
+    tied: set[str] = set()  # embeddings that are output projections too
 
     def note(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         module = context.module
@@ -54,13 +57,19 @@ def find(function: Callable[..., Any], params: PyTree, *args: Any) -> dict[str, 
             found[path] = targets_lib.LinearModule(path.replace("/", "."), tuple(kernel.shape), inputs)._replace(
                 stack=_stack(path, tuple(kernel.shape), stored.get(f"{path}/{KERNEL}"))
             )
+        if _is_table(module, context.method_name) and module.scope is not None:
+            path, shape = "/".join(module.path), tuple(module.scope.get_variable("params", EMBEDDING).shape)
+            stack = _stack(path, shape, stored.get(f"{path}/{EMBEDDING}"))
+            found[path] = targets_lib.LinearModule(path.replace("/", "."), shape, 1, stack=stack, is_embedding=True)
+        if isinstance(module, nn.Embed) and context.method_name == "attend":
+            tied.add("/".join(module.path))
         return result
 
     plain = getattr(function, "__wrapped__", function) if hasattr(function, "lower") else function
     # JAX remembers what it has traced: a jitted function, and a function that it has seen
     with nn.intercept_methods(note):
         jax.eval_shape(lambda *values: plain(*values), params, *args)
-    return found
+    return {path: one._replace(is_output=path in tied) for path, one in found.items()}
 
 
 def _stack(path: str, shape: tuple[int, ...], stored: Leaf) -> tuple[int, ...]:
@@ -87,9 +96,9 @@ def add(
     weights = targets_lib.flat(params)
     chosen = targets_lib.choose(lora, find(function, params, *args), weights)
     for path in chosen.adapted:
-        if chosen.kernel(path) not in weights:
+        if (kernel := chosen.kernels(path)[0]) not in weights:
             raise UserError(
-                f"add_lora: {path} is called, and the params have no {chosen.kernel(path)}: function= calls a model with a part of "
+                f"add_lora: {path} is called, and the params have no {kernel}: function= calls a model with a part of "
                 'them, or inside another; call it with all, net.apply({"params": params}, ...), or name the module in exclude_modules'
             )
     return adapters.add(params, chosen, key)
@@ -100,7 +109,7 @@ def applied(scale: Callable[[str], float], dropout: float = 0.0) -> Iterator[Non
     """Runs adapters in all Linen modules that are called inside.
 
     Args:
-      scale: f(path of a module) -> the factor of its adapter.
+      scale: f(path of a module) -> the factor of its adapter; 0 turns its magnitude off too.
       dropout: the share of an adapter's input that is set to 0 inside `dropout_key`.
     """
     with nn.intercept_methods(_Interceptor(scale, dropout).intercept):
@@ -148,6 +157,8 @@ class _Interceptor:
             return call(*args, **kwargs)
         if _is_mixture(module, method):
             return self._mixed(module, call, args, kwargs)
+        if _is_table(module, method) and scope.has_variable("params", A):
+            return self._looked_up(module, args[0], call(*args, **kwargs))
         if method == "setup" or not hasattr(type(module), method) or not scope.has_variable("params", KERNEL):
             return call(*args, **kwargs)
         kernel = scope.get_variable("params", KERNEL)
@@ -167,23 +178,53 @@ class _Interceptor:
                 f'split_rngs={{"{RNG}": True}} there, or set lora.dropout to 0'
             )
         seen = self._dropped(module, x) if self._dropout and scope.has_rng(RNG) else x
-        weights = scope.get_variable("params", A), scope.get_variable("params", B)
-        return (y + output(seen, *weights, self._scale("/".join(module.path)), y.shape)).astype(y.dtype)
+        adapter = self._adapter(module)
+        if adapter.magnitude is None:
+            return (y + output(seen, *adapter[:3], y.shape)).astype(y.dtype)
+        bias = scope.get_variable("params", "bias") if scope.has_variable("params", "bias") else 0
+        plain = y - bias
+        if seen is not x:
+            again = _linear(module, seen, kernel, inputs) if is_coded else call(seen, *args[1:])
+            plain = again - bias
+        return with_magnitude(y, plain, seen, kernel, adapter)
+
+    def _adapter(self, module: nn.Module) -> adapters.Adapter:
+        a, b, magnitude = (module.get_variable("params", name) for name in (A, B, MAGNITUDE))
+        return adapters.Adapter(a, b, scale := self._scale("/".join(module.path)), magnitude if scale else None)
+
+    def _looked_up(self, module: nn.Module, numbers: jax.Array, y: jax.Array) -> jax.Array:
+        """Returns what an embedding with an adapter returns, without dropout, as in PEFT."""
+        adapter, table = self._adapter(module), module.get_variable("params", EMBEDDING)
+        with jax.named_scope("lora"):
+            rows = embedding.embedding_lookup(adapter.a.astype(y.dtype), numbers)
+            y = y + (rows * adapter.scale) @ adapter.b.astype(y.dtype)
+            return (y if adapter.magnitude is None else y * share(table, adapter)).astype(y.dtype)
 
     def _mixed(self, module: nn.Module, call: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a mixture whose experts have adapters, or are quantized."""
         scope = module.scope
         assert scope is not None
-        own = [name for name in expert_matrices.NAMES if _is_special(scope.get_variable("params", name), name, scope)]
-        if not own:
+        known: Mapping[str, Any] = scope.variables()["params"]
+        if not any(name.endswith(targets_lib.BESIDE) or quantized.is_quantized(known[name]) for name in known):
             return call(*args, **kwargs)
 
         def beside(variables: PyTree) -> PyTree:
             params = dict(variables["params"])
-            for name in own:
-                pair = params.pop(f"{name}{targets_lib.BESIDE}", {})
-                scale = self._scale("/".join((*module.path, name))) if pair else 1.0
-                params[name] = expert_matrices.StoredMatrices(params[name], pair.get(A), pair.get(B), scale)
+            pairs = {name: params.pop(name) for name in [*params] if name.endswith(targets_lib.BESIDE)}
+            for name in expert_matrices.NAMES:
+                if quantized.is_quantized(params.get(name)):
+                    params[name] = expert_matrices.StoredMatrices(params[name])
+            for beside, pair in pairs.items():
+                name = beside.removesuffix(targets_lib.BESIDE)
+                a, b, scale = pair[A], pair[B], self._scale("/".join((*module.path, name)))
+                if name == experts.ROUTER:
+                    adapter = adapters.Adapter(a, b, scale)
+                    params[name] = adapters.merged(params[name], adapter).astype(params[name].dtype)
+                else:
+                    own = experts.JOINED.get(name, (name,))
+                    for part, one in enumerate(own):
+                        number = part if len(own) > 1 else None
+                        params[one] = expert_matrices.with_adapter(params[one], a, b, scale, number)
             return {**variables, "params": params}
 
         def run(bound: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -212,11 +253,12 @@ class _Interceptor:
 
         def merge(variables: PyTree) -> PyTree:
             params = dict(variables["params"])
-            kernel, a, b = params[KERNEL], params.pop(A, None), params.pop(B, None)
+            kernel, a, b, magnitude = params[KERNEL], *(params.pop(name, None) for name in (A, B, MAGNITUDE))
             if quantized.is_quantized(kernel):
                 kernel = quantized.dequantize(kernel, kernel[quantized.SCALES].dtype)
             if a is not None:
-                kernel = adapters.merged(kernel, a, b, self._scale(path)).astype(kernel.dtype)
+                adapter = adapters.Adapter(a, b, scale := self._scale(path), magnitude if scale else None)
+                kernel = adapters.merged(kernel, adapter).astype(kernel.dtype)
             return {**variables, "params": {**params, KERNEL: kernel}}
 
         def run(bound: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -234,6 +276,40 @@ def output(x: jax.Array, a: jax.Array, b: jax.Array, scale: float, shape: tuple[
         kept = x.shape[: _leading(x.shape, a.shape[0])]
         low = (x.reshape(*kept, -1) @ a) * scale
         return marks.not_kept(lambda: [low @ b])[0].reshape(shape)
+
+
+def with_magnitude(
+    y: jax.Array, plain: jax.Array, seen: jax.Array, kernel: Any, adapter: adapters.Adapter
+) -> jax.Array:
+    """Returns the output of a linear module with DoRA.
+
+    Args:
+      y: its output without the adapter.
+      plain: W `seen`, without the bias; `y` has W x, and the bias.
+      seen: x, or with some elements dropped.
+      kernel: W, plain or quantized.
+      adapter: of the module.
+    """
+    low = output(seen, *adapter[:3], y.shape)
+    if quantized.is_quantized(kernel):
+        kernel = quantized.dequantize(kernel, y.dtype)
+    by = share(kernel, adapter).reshape(y.shape[y.ndim - _trailing(y.shape, adapter.b.shape[-1]) :])
+    return (y + (by - 1) * plain + by * low).astype(y.dtype)
+
+
+def share(kernel: jax.Array, adapter: adapters.Adapter) -> jax.Array:
+    """Returns magnitude / ||W + scale B A||, float32[outputs], the norms over inputs. They have no gradient, and W + scale B A is not made:
+
+    ||W + s A B||^2 = ||W||^2 + 2 s sum_r B (A^T W) + s^2 sum_r B ((A^T A) B)        of each output, with A [inputs, r], B [r, outputs]
+    """
+    exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    w, a, b = jax.lax.stop_gradient((kernel.reshape(adapter.a.shape[0], -1), adapter.a, adapter.b.astype(jnp.float32)))
+    with jax.named_scope("dora"):
+        crossed = jnp.matmul(a.astype(w.dtype).T, w, **exact)
+        low = jnp.matmul(jnp.matmul(a.T, a, **exact), b, **exact)
+        squares = jnp.sum(jnp.square(w.astype(jnp.float32)), axis=0)
+        squares += adapter.scale * jnp.sum(b * (2 * crossed + adapter.scale * low), axis=0)
+        return adapters.factor(adapter.magnitude, squares)
 
 
 def drop(key: jax.Array, x: jax.Array, rate: float, call: int = 0) -> jax.Array:
@@ -267,6 +343,11 @@ def _leading(shape: tuple[int, ...], inputs: int) -> int:
     return next(n for n in range(len(shape) - 1, -1, -1) if math.prod(shape[n:]) == inputs)
 
 
+def _trailing(shape: tuple[int, ...], outputs: int) -> int:
+    """Returns the number of last dims that have `outputs` elements together."""
+    return next(n for n in range(1, len(shape) + 1) if math.prod(shape[-n:]) == outputs)
+
+
 def _inputs_of(module: nn.Module) -> int | None:
     """Returns the number of dims that a linear module contracts, the last of its input and the first of its kernel; None for others."""
     if isinstance(module, layers.Linear):
@@ -283,8 +364,8 @@ def _is_mixture(module: nn.Module, method: str) -> bool:
     return isinstance(module, experts.Experts) and method == "__call__"
 
 
-def _is_special(stored: Any, name: str, scope: Any) -> bool:
-    return quantized.is_quantized(stored) or scope.has_variable("params", f"{name}{targets_lib.BESIDE}")
+def _is_table(module: nn.Module, method: str) -> bool:
+    return isinstance(module, nn.Embed) and method == "__call__"
 
 
 def _stacks_of(module: nn.Module) -> dict[str, targets_lib.LinearModule]:

@@ -14,7 +14,7 @@ from flax import nnx
 from zerojax.lora import adapters, linen
 from zerojax.lora import settings as settings_lib
 from zerojax.lora import targets as targets_lib
-from zerojax.lora.targets import A, B
+from zerojax.lora.targets import MAGNITUDE, A, B
 
 
 def add(model: nnx.Module, lora: settings_lib.Lora, key: jax.Array) -> nnx.Module:
@@ -30,9 +30,14 @@ def add(model: nnx.Module, lora: settings_lib.Lora, key: jax.Array) -> nnx.Modul
             stored = adapters.quantize_stack(module.kernel[...], lora.quantize, len(linear[path].stack))
             module.kernel = nnx.Dict({name: nnx.Param(part) for name, part in stored.items()})
         if path in chosen.adapted:
-            for name, shape in zip((A, B), chosen.shapes(path)):
-                number = adapters.number_of(f"{path}/{name}")
-                setattr(module, name, nnx.LoRAParam(adapters.draw(key, number, shape, is_b=name == B)))
+            for name, shape in chosen.shapes(path).items():
+                if name == MAGNITUDE:
+                    kernel = _stored(module) if path in chosen.quantized else module.kernel[...]
+                    leaf = adapters.magnitude(kernel, shape, len(linear[path].stack))
+                else:
+                    how = adapters.beginning(name, is_embedding=False)
+                    leaf = adapters.draw(key, adapters.number_of(f"{path}/{name}"), shape, how)
+                setattr(module, name, nnx.LoRAParam(leaf))
             module.lora_scale = chosen.scale(path)
             own = jax.random.fold_in(key, adapters.number_of(path))
             module.lora_dropout = nnx.Dropout(lora.dropout, rngs=nnx.Rngs(dropout=own) if lora.dropout else None)
@@ -54,20 +59,28 @@ def _adapted(cls: type) -> type:
         if not hasattr(self, A):
             return y
         seen = self.lora_dropout(x)
-        return (y + linen.output(seen, getattr(self, A)[...], getattr(self, B)[...], self.lora_scale, y.shape)).astype(
-            y.dtype
-        )
+        a, b, magnitude = (getattr(self, name)[...] if hasattr(self, name) else None for name in (A, B, MAGNITUDE))
+        if magnitude is None:
+            return (y + linen.output(seen, a, b, self.lora_scale, y.shape)).astype(y.dtype)
+        again = y if seen is x else _coded(self, seen) if is_coded else cls.__call__(self, seen, *args, **kwargs)
+        bias = getattr(self, "bias", None)
+        plain = again if bias is None else again - bias[...]
+        kernel = _stored(self) if is_coded else self.kernel[...]
+        return linen.with_magnitude(y, plain, seen, kernel, adapters.Adapter(a, b, self.lora_scale, magnitude))
 
     return type(f"Adapted{cls.__name__}", (cls,), {"__call__": call, "__doc__": cls.__doc__})
 
 
 def _coded(module: Any, x: jax.Array) -> jax.Array:
     """Returns what a linear module returns, with a quantized kernel."""
-    stored = {name: variable[...] for name, variable in module.kernel.items()}
     bias = getattr(module, "bias", None)
     inputs = _inputs_of(module)
     assert inputs is not None
-    return linen.multiply(x, stored, inputs, module.dtype, None if bias is None else bias[...])
+    return linen.multiply(x, _stored(module), inputs, module.dtype, None if bias is None else bias[...])
+
+
+def _stored(module: Any) -> dict[str, jax.Array]:
+    return {name: variable[...] for name, variable in module.kernel.items()}
 
 
 def _linear(path: str, module: Any) -> targets_lib.LinearModule:

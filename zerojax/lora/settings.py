@@ -13,8 +13,8 @@ from zerojax.ops import quantized
 
 MOST_RANK = 2**16
 ALL_LINEAR = "all-linear"
-A, B = "lora_a", "lora_b"  # the names of an adapter's weights
-TRAINABLE = rf"(^|/)({A}|{B})(/|$)"
+A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"  # the names of an adapter's weights
+TRAINABLE = rf"(^|/)({A}|{B}|{MAGNITUDE})(/|$)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,12 @@ class Lora:
         or "all-linear" (all but the output projection). None: the family's usual ones; in other models all. A module's name is its
         path with dots, or in a model family its name in transformers.
       exclude_modules: those that get none, in the same form.
+      target_parameters: ends of names of weights that are no module's kernel: of a model family's mixture the experts' stacked matrices,
+        "gate_up_proj" and "down_proj", and the router, "gate.weight". An adapter of gate and up has one A for both. `target_modules` means
+        each expert's own modules instead.
       rslora: scale is alpha / sqrt(r) (arXiv:2312.03732).
+      dora: each output of W x + scale * B A x is multiplied by magnitude / norm of its row of W + scale * B A (DoRA, arXiv:2402.09353).
+        The magnitude is trained; the norm has no gradient (section 4.3).
       modules_to_save: ends of names of modules that are trained in full.
       rank_pattern, alpha_pattern: {regex for the end of a name: value}, or pairs: another r or alpha for these modules.
       quantize: how the kernels of frozen linear modules are stored: "none" (as they are), "int8" or "nf4" (QLoRA, arXiv:2305.14314).
@@ -40,7 +45,9 @@ class Lora:
     dropout: float = 0.0
     target_modules: str | Sequence[str] | None = None
     exclude_modules: str | Sequence[str] = ()
+    target_parameters: Sequence[str] = ()
     rslora: bool = False
+    dora: bool = False
     modules_to_save: Sequence[str] = ()
     rank_pattern: Any = ()
     alpha_pattern: Any = ()
@@ -48,7 +55,7 @@ class Lora:
 
     def __post_init__(self) -> None:
         """Raises UserError for a value that is not allowed."""
-        for name in ("target_modules", "exclude_modules", "modules_to_save"):
+        for name in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         for name in ("rank_pattern", "alpha_pattern"):
             object.__setattr__(self, name, _pairs(name, getattr(self, name)))
@@ -62,8 +69,9 @@ class Lora:
                 raise UserError(f"lora.alpha: must be a number above 0, and is {errors.shown(alpha)}")
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise UserError(f"lora.dropout: must be at least 0 and below 1, and is {errors.shown(self.dropout)}")
-        if not isinstance(self.rslora, bool):
-            raise UserError(f"lora.rslora: must be True or False, and is {errors.shown(self.rslora)}")
+        for name in ("rslora", "dora"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"lora.{name}: must be True or False, and is {errors.shown(getattr(self, name))}")
         errors.one_of("lora.quantize", self.quantize, quantized.KINDS)
 
     @property
@@ -130,7 +138,7 @@ def _names(field: str, value: Any) -> Any:
     """Returns names as a tuple, and a regex as it is; refuses other values."""
     if value is None and field == "target_modules":
         return None
-    if isinstance(value, str) and field != "modules_to_save":
+    if isinstance(value, str) and field not in ("target_parameters", "modules_to_save"):
         if value != ALL_LINEAR:
             errors.regex(f"lora.{field}", value)
         return value

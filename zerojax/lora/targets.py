@@ -14,7 +14,8 @@ from zerojax.models.family import EXPERT
 from zerojax.ops import quantized
 from zerojax.tree import PyTree
 
-A, B, KERNEL = settings.A, settings.B, "kernel"
+A, B, MAGNITUDE, KERNEL = settings.A, settings.B, settings.MAGNITUDE, "kernel"
+ENDS = (A, B, MAGNITUDE)
 BESIDE = "_adapter"  # ends the name of what holds the adapters of experts, beside their matrices
 
 
@@ -23,6 +24,9 @@ class LinearModule(NamedTuple):
 
     `stack` has the dims before these in the stored kernel, which count the layers of a stack (`nn.scan`, `nn.vmap`) or experts.
     `is_experts`: it is the matrices of a mixture's experts (`models.experts.Experts`), and its path is that of the stacked weight itself.
+    `is_embedding`: it is a table of which rows are read, float[inputs, outputs]; with `is_output` it is the output projection too.
+    `parameters`: the paths of the weights of a mixture that it is, where `target_parameters` mean it; two have one A. Its own path ends
+    with a name of `models.experts.JOINED`, or is that of the weight.
     """
 
     name: str
@@ -31,6 +35,13 @@ class LinearModule(NamedTuple):
     is_output: bool = False
     stack: tuple[int, ...] = ()
     is_experts: bool = False
+    is_embedding: bool = False
+    parameters: tuple[str, ...] = ()
+
+    @property
+    def has_no_module(self) -> bool:
+        """Returns whether its weight is an array of a mixture, so that its adapter is added to the weight."""
+        return self.is_experts or bool(self.parameters)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,27 +81,35 @@ class Targets:
         return tuple(
             path
             for path, found in self.linear.items()
-            if not found.is_output and self.kernel(path) not in self.saved and quantized.takes(found.shape)
+            if not (found.is_output or found.is_embedding or found.parameters)
+            and self.kernels(path)[0] not in self.saved
+            and quantized.takes(found.shape)
         )
 
     @property
     def coded(self) -> dict[str, int]:
         """Returns the paths of quantized kernels, and how many of a kernel's dims count its stack."""
-        return {self.kernel(path): len(self.linear[path].stack) for path in self.quantized}
+        return {self.kernels(path)[0]: len(self.linear[path].stack) for path in self.quantized}
 
-    def kernel(self, path: str) -> str:
-        """Returns the path of a module's kernel."""
-        return path if self.linear[path].is_experts else f"{path}/{KERNEL}"
+    def kernels(self, path: str) -> tuple[str, ...]:
+        """Returns the paths of a module's kernel; an adapter of `parameters` may have two."""
+        found = self.linear[path]
+        if found.has_no_module:
+            return found.parameters or (path,)
+        return (f"{path}/{'embedding' if found.is_embedding else KERNEL}",)
 
     def adapter(self, path: str) -> str:
-        """Returns the path below which a module's adapter has its two weights."""
-        return f"{path}{BESIDE}" if self.linear[path].is_experts else path
+        """Returns the path below which a module's adapter has its weights."""
+        return f"{path}{BESIDE}" if self.linear[path].has_no_module else path
 
-    def shapes(self, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of an adapter's two weights: A float[inputs, r] and B float[r, outputs]; one for each layer of a stack."""
-        inputs, outputs = self.linear[path].sizes
-        rank, stack = self.rank(path), self.linear[path].stack
-        return (*stack, inputs, rank), (*stack, rank, outputs)
+    def shapes(self, path: str) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of an adapter's weights, one for each layer of a stack: A float[inputs, r], B float[r, outputs] and with DoRA
+        the magnitude float[outputs]. The outputs of `parameters` keep their dims."""
+        found, rank = self.linear[path], self.rank(path)
+        inputs, outputs = found.sizes
+        ends = found.shape[found.inputs :] if found.parameters else (outputs,)
+        shapes = {A: (*found.stack, inputs, rank), B: (*found.stack, rank, *ends)}
+        return shapes | ({MAGNITUDE: (*found.stack, outputs)} if self.lora.dora else {})
 
     def rank(self, path: str) -> int:
         """Returns the rank of a module's adapter."""
@@ -118,13 +137,16 @@ def choose(
     Raises:
       UserError: a name means no linear module; the line lists those that there are.
     """
-    adapted = tuple(path for path, found in linear.items() if _is_meant(lora, found))
-    known = dict.fromkeys(found.name.rpartition(".")[2] for found in linear.values())
+    adapted = tuple(path for path, found in linear.items() if is_meant(lora, found))
+    own = modules(linear)
+    known = dict.fromkeys(found.name.rpartition(".")[2] for found in own.values())
     wanted = lora.target_modules
     for end in wanted if isinstance(wanted, tuple) else ():
-        if not any(settings.ends_with(name, end) for found in linear.values() for name in found.names):
+        if not any(settings.ends_with(name, end) for found in own.values() for name in found.names):
             way_out = errors.choose(end, known)
             raise UserError(f"lora.target_modules: {end!r} names no linear module of this model; {way_out}")
+    check_parameters(lora, linear)
+    _check_apart(linear, adapted)
     if not adapted:
         told = (
             f"{errors.shown(wanted)} without {errors.shown(lora.exclude_modules)}"
@@ -136,7 +158,7 @@ def choose(
             ways += "; a text is one regex, so give several names as a list"
         raise UserError(f"lora.target_modules: {told} means no linear module of this model; known: {ways}")
     if lora.exclude_modules and not any(
-        settings.matches(lora.exclude_modules, name) for found in linear.values() for name in found.names
+        settings.matches(lora.exclude_modules, name) for found in own.values() for name in found.names
     ):
         told, ways = errors.shown(lora.exclude_modules), ", ".join(known)
         warnings.warn(
@@ -154,26 +176,86 @@ def choose(
         saved += [path for path in found if path not in saved]
     chosen = Targets(lora, linear, adapted, tuple(saved))
     for path in adapted:
-        if chosen.kernel(path) in saved:
+        if any(kernel in saved for kernel in chosen.kernels(path)):
             raise UserError(
                 f"lora.modules_to_save: {linear[path].name} is also in lora.target_modules, and a module is trained in full or by an "
                 "adapter; name it in one of them, or in exclude_modules"
             )
-    check_dropout(chosen)
+    check_experts(chosen)
     return chosen
 
 
-def check_dropout(chosen: Targets) -> None:
-    """Refuses dropout in adapters of experts, which PEFT has not either: its adapters of stacked experts are added to the weights."""
-    found = next((chosen.linear[path].name for path in chosen.adapted if chosen.linear[path].is_experts), None)
-    if found and chosen.lora.dropout:
-        raise UserError(
-            f"lora.dropout: is {chosen.lora.dropout}, and {found} is of experts, whose adapters have none, as in PEFT; set lora.dropout to "
-            "0, or name the experts in exclude_modules"
-        )
+def modules(linear: Mapping[str, LinearModule]) -> dict[str, LinearModule]:
+    """Returns those that `target_modules` can mean."""
+    return {path: found for path, found in linear.items() if not found.parameters}
 
 
-def _is_meant(lora: settings.Lora, found: LinearModule) -> bool:
+def check_experts(chosen: Targets) -> None:
+    """Refuses dropout and magnitudes in adapters of experts, which PEFT has not either: its adapters of them are added to the weights."""
+    found = next((chosen.linear[path].name for path in chosen.adapted if chosen.linear[path].has_no_module), None)
+    for name, value in (("dropout", chosen.lora.dropout), ("dora", chosen.lora.dora)):
+        if found and value:
+            raise UserError(
+                f"lora.{name}: is {value}, and {found} is of experts, whose adapters have none, as in PEFT; set lora.{name} to "
+                f"{type(value)(0)}, or name no experts, or name them in exclude_modules"
+            )
+
+
+def check_parameters(lora: settings.Lora, linear: Mapping[str, LinearModule]) -> None:
+    """Refuses a name in `target_parameters` that means no weight."""
+    known = [found.name for found in linear.values() if found.parameters]
+    for end in lora.target_parameters:
+        if not any(settings.ends_with(name, end) for name in known):
+            names = dict.fromkeys(_last(name) for name in known)
+            way_out = (
+                errors.choose(end, names)
+                if known
+                else "leave it out: the model has no mixture that takes such adapters"
+            )
+            raise UserError(f"lora.target_parameters: {end!r} names no weight of a mixture of this model; {way_out}")
+
+
+def ends(names: Iterable[str], linear: Mapping[str, LinearModule]) -> tuple[str, ...]:
+    """Returns the shortest `target_parameters` that mean these names and no others."""
+    names = list(names)
+    others = [found.name for found in linear.values() if found.parameters and found.name not in names]
+    short = dict.fromkeys(map(_last, names))
+    return tuple(sorted(names if any(settings.matches(tuple(short), other) for other in others) else short))
+
+
+def _check_apart(linear: Mapping[str, LinearModule], adapted: Iterable[str]) -> None:
+    """Refuses an adapter of experts beside one of each expert's modules."""
+    owner: dict[str, str] = {}
+    for path in adapted:
+        for weight in linear[path].parameters or (path,):
+            if weight in owner:
+                raise UserError(
+                    f"lora.target_parameters: {linear[owner[weight]].name} and {linear[path].name} have the same weights, and these get "
+                    "one adapter; name the experts in target_modules, or in target_parameters and exclude_modules"
+                )
+            owner[weight] = path
+
+
+def _last(name: str) -> str:
+    """Returns the shortest end of a weight's name that PEFT's users give."""
+    parts = name.split(".")
+    return ".".join(parts[-2:] if parts[-1] == "weight" else parts[-1:])
+
+
+def check_merge(chosen: Targets) -> None:
+    """Refuses to merge an adapter into an embedding that is the output projection too, which it would change."""
+    for path in chosen.adapted:
+        if chosen.linear[path].is_embedding and chosen.linear[path].is_output:
+            raise UserError(
+                f"lora.target_modules: {chosen.linear[path].name} has an adapter, and is the output projection too, which has none, so no "
+                "merged weight is both; keep the adapter apart (config.export.format=peft), or train it in full (modules_to_save)"
+            )
+
+
+def is_meant(lora: settings.Lora, found: LinearModule) -> bool:
+    """Returns whether the settings mean a module. Refuses those that mean some experts of a stack."""
+    if found.parameters:
+        return settings.matches(lora.target_parameters, found.name)
     means = [_means(lora, found, name) for name in found.names]
     if any(means) != all(means):
         given = (
@@ -195,9 +277,10 @@ def _is_meant(lora: settings.Lora, found: LinearModule) -> bool:
 
 def _means(lora: settings.Lora, found: LinearModule, name: str) -> bool:
     wanted = lora.target_modules
-    is_meant = (
-        not found.is_output if wanted is None or wanted == settings.ALL_LINEAR else settings.matches(wanted, name)
-    )
+    if wanted is None or wanted == settings.ALL_LINEAR:
+        is_meant = not (found.is_output or found.is_embedding)
+    else:
+        is_meant = settings.matches(wanted, name)
     return is_meant and not settings.matches(lora.exclude_modules, name)
 
 

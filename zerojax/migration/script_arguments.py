@@ -34,7 +34,9 @@ ADAPTERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("lora_modules_to_save", "additional_target", "modules_to_save"), ("lora.modules_to_save", MODULES)
     ),
+    **dict.fromkeys(("lora_target_parameters", "target_parameters"), ("lora.target_parameters", MODULES)),
     "use_rslora": ("lora.rslora", FLAG),
+    "use_dora": ("lora.dora", FLAG),
 }
 _ALL_LINEAR = "lora_target_linear"
 _ADAPTERS = ("lora", "qlora")  # values of `adapter`
@@ -49,6 +51,7 @@ ALIASES: Mapping[str, str] = {
     "sample_packing": "packing",
     "lora_model_dir": "adapter_name_or_path",
     "peft_use_rslora": "use_rslora",
+    "peft_use_dora": "use_dora",
     "rl_beta": "pref_beta",
     "dpo_beta": "pref_beta",
     "wandb_name": "run_name",

@@ -16,6 +16,9 @@ from zerojax.ops import expert_matrices, experts
 
 # The name under which each call gives its `ops.experts.Routing`, in Linen's collection "intermediates"
 ROUTING = "routing"
+ROUTER = "router"  # its weight
+# An adapter of stacked matrices as one weight, which has another name than that of each expert's own module -> these matrices
+JOINED = {"gate_and_up": ("gate", "up"), "down_of_all": ("down",)}
 
 
 class Experts(nn.Module):
@@ -59,14 +62,14 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         (*kept, dim), (router, inner, out) = x_BTD.shape, map(nn.initializers.normal, self.stddevs)
-        router_DE = self.param("router", router, (dim, self.num_experts))
+        router_DE = self.param(ROUTER, router, (dim, self.num_experts))
         count, zeros = self.num_experts, nn.initializers.zeros
         activation: Any = layers.ACTIVATIONS[self.activation]
         biases = None
         if self.clamp is None and not self.is_fused:
             gate_EDF, up_EDF = (self._matrices(name, inner, (count, dim, self.width)) for name in ("gate", "up"))
         else:
-            gate_EDF, up_EDF = self.param("gate_up", inner, (count, dim, self.width, 2)), None
+            gate_EDF, up_EDF = self._stored("gate_up", inner, (count, dim, self.width, 2)), None
             activation = functools.partial(_gated, activation)
         if self.clamp is not None:
             biases = (
@@ -94,9 +97,12 @@ class Experts(nn.Module):
         return y_TD.reshape(*kept, dim)
 
     def _matrices(self, name: str, init: Any, shape: tuple[int, ...]) -> expert_matrices.Matrices:
-        found: Any = self.get_variable("params", name)
-        stored = found if isinstance(found, expert_matrices.StoredMatrices) else self.param(name, init, shape)
+        stored = self._stored(name, init, shape)
         return stored if self.form is None else self.form(name, stored)
+
+    def _stored(self, name: str, init: Any, shape: tuple[int, ...]) -> expert_matrices.Matrices:
+        found: Any = self.get_variable("params", name)
+        return found if isinstance(found, expert_matrices.StoredMatrices) else self.param(name, init, shape)
 
 
 def _gated(activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -44,15 +44,16 @@ class Tensor(NamedTuple):
         [outputs, inputs]. A leaf with 0 inputs is stored in its own order.
       inputs_first: the matrix is stored as [inputs, outputs], as in GPT-2's files.
       form: of a leaf with 0 inputs: "same" shape, "flat" (one dim), "row" (one dim more, of size 1, before the others), "pairs" (the
-        last two dims are one), or "stack" (matrices of experts, [experts, inputs, outputs...] here and [experts, outputs, inputs] there,
-        with the last of several dims of outputs first).
+        last two dims are one), "stack" (matrices of experts, [experts, inputs, outputs...] here and [experts, outputs, inputs] there,
+        with the last of several dims of outputs first), or of PEFT's adapters of stacked experts "experts_a" ([experts, inputs, rank]
+        here, [experts rank, inputs] there) and "experts_b" ([experts, rank, outputs...] here, [outputs, rank experts] there)
       is_optional: files may lack it; it is then 0, or drawn.
       drawn: the standard deviation of the numbers that it then has.
     """
 
     name: str
     inputs: int = 0
-    form: Literal["same", "flat", "row", "pairs", "stack"] = "same"
+    form: Literal["same", "flat", "row", "pairs", "stack", "experts_a", "experts_b"] = "same"
     is_optional: bool = False
     drawn: float = 0.0
     inputs_first: bool = False
@@ -78,6 +79,8 @@ class HuggingFace:
         "" for none.
       renamed: pairs (regex in a name of a tensor, what it is now), for names in old files.
       adapted: (config) -> the ends of names of the modules that get adapters by default, as in PEFT.
+      parameters: (config) -> {path of weights of a mixture that get one adapter: (their name in transformers, our paths)}. Experts are
+        stacked there and the router is no linear module, so PEFT adapts them as `target_parameters`.
       saved: the ends of names of the modules that are trained in full beside adapters, as in PEFT.
       repeated: (config) -> {name of a tensor: name of the one that it repeats}. Files that are written hold both, since transformers draws
         the first one anew where it is missing.
@@ -93,6 +96,7 @@ class HuggingFace:
     read: Callable[[Mapping[str, Any], Collection[str]], Any]
     copies: Callable[[Mapping[str, Any]], Mapping[str, str]]
     adapted: Callable[[Any], tuple[str, ...]]
+    parameters: Callable[[Any], Mapping[str, tuple[str, tuple[str, ...]]]] = lambda config: {}
     repeated: Callable[[Any], Mapping[str, str]] = lambda config: {}
     ignored: str = ""
     further: Callable[[Mapping[str, Any]], str] = lambda raw: ""

@@ -16,8 +16,9 @@ WEIGHTS: Table = (
     (r"/(q|k|v|gate|up)/bias", ("model",)),
     (r"/(o|down)/(kernel|lora_a)", ("model",)),
     (r"/experts/(gate|up)(/|_adapter/lora_b|$)", ("expert", None, "model")),  # [experts, inputs, width]
-    (r"/experts/down(/|_adapter/lora_a|$)", ("expert", "model")),
-    (r"/experts/\w+_adapter/", ("expert",)),
+    (r"/experts/down(/|(_of_all)?_adapter/lora_a|$)", ("expert", "model")),
+    (r"/experts/gate_and_up_adapter/lora_b", ("expert", None, None, "model")),  # [experts, rank, 2, width]
+    (r"/experts/(?!router)\w+_adapter/", ("expert",)),
     # [inputs, parts, heads or width, ...]; scales of a quantized one are [inputs, blocks], which run over parts too
     (r"/(qkv|gate_up)/kernel(?!/scales)", (None, None, "model")),
     (r"/(qkv|gate_up)/bias", (None, "model")),

@@ -35,9 +35,10 @@ class StoredMatrices:
     """Matrices that are no array.
 
     Attributes:
-      kernel: float[E, K, N], or what `quantized.quantize` returns of each of them.
+      kernel: float[E, K, N], or what `quantized.quantize` returns of each of them. N may be several dims until `flat`.
       a, b: float[E, K, r] and float[E, r, N]; None without adapters.
       scale: of the adapters.
+      part: of adapters for several matrices, with b float[E, r, matrices, N], the number of these; None for those of one.
       in_fp8: whether rows are multiplied by `kernel` in fp8.
       known: `kernel` in fp8, where it came so; its values are not read then.
     """
@@ -46,6 +47,7 @@ class StoredMatrices:
     a: jax.Array | None = None
     b: jax.Array | None = None
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    part: int | None = dataclasses.field(default=None, metadata={"static": True})
     in_fp8: bool = dataclasses.field(default=False, metadata={"static": True})
     known: fp8.EightBits | None = None
 
@@ -80,7 +82,22 @@ def _multiplied(x_RK: jax.Array, matrices: Matrices, sizes_E: jax.Array) -> jax.
         return y_RN
     with jax.named_scope("lora"):
         low_Rr = residuals.of_matmul(_grouped(x_RK, matrices.a.astype(x_RK.dtype), sizes_E)) * matrices.scale
-        return (y_RN + _grouped(low_Rr.astype(x_RK.dtype), matrices.b.astype(x_RK.dtype), sizes_E)).astype(x_RK.dtype)
+        return (y_RN + _grouped(low_Rr.astype(x_RK.dtype), _b(matrices).astype(x_RK.dtype), sizes_E)).astype(x_RK.dtype)
+
+
+def with_adapter(matrices: Matrices, a: jax.Array, b: jax.Array, scale: float, part: int | None) -> StoredMatrices:
+    """Returns matrices with an adapter; see `StoredMatrices`."""
+    stored = matrices if isinstance(matrices, StoredMatrices) else StoredMatrices(matrices)
+    return dataclasses.replace(stored, a=a, b=b, scale=scale, part=part)
+
+
+def flat(matrices: Matrices) -> Matrices:
+    """Returns matrices of which N is one dim."""
+    if not isinstance(matrices, StoredMatrices):
+        return matrices.reshape(*matrices.shape[:2], -1)
+    assert matrices.b is not None and matrices.part is None
+    kernel, b = (array.reshape(*array.shape[:2], -1) for array in (matrices.kernel, matrices.b))
+    return dataclasses.replace(matrices, kernel=kernel, b=b)
 
 
 def in_fp8(matrices: Matrices, known: fp8.EightBits | None) -> StoredMatrices:
@@ -95,7 +112,12 @@ def merged(matrices: Matrices) -> jax.Array:
         return matrices
     if matrices.a is None or matrices.b is None:
         return _kernel(matrices, jnp.float32)
-    return _kernel(matrices, matrices.a.dtype) + matrices.scale * (matrices.a @ matrices.b)
+    return _kernel(matrices, matrices.a.dtype) + matrices.scale * (matrices.a @ _b(matrices))
+
+
+def _b(matrices: StoredMatrices) -> jax.Array:
+    assert matrices.b is not None
+    return matrices.b if matrices.part is None else matrices.b[:, :, matrices.part]
 
 
 def _kernel(matrices: StoredMatrices, dtype: DTypeLike) -> jax.Array:

@@ -343,8 +343,8 @@ def _hidden(call: _Travel, part: _Part, gate: Matrices, inner: Matrices | None) 
             gate_SF, up_SF = (multiply(x_SD, matrices, part.sizes_e) for matrices in (gate, inner))
             hidden_SF = call.activation(gate_SF) * up_SF
         else:
-            assert isinstance(gate, jax.Array) and not isinstance(inner, expert_matrices.StoredMatrices)
-            both_SG = multiply(x_SD, gate.reshape(*gate.shape[:2], -1), part.sizes_e)
+            assert not isinstance(inner, expert_matrices.StoredMatrices)
+            both_SG = multiply(x_SD, expert_matrices.flat(gate), part.sizes_e)
             both_SF2 = both_SG.reshape(-1, *gate.shape[2:])
             if inner is not None:
                 both_SF2 = (both_SF2 + _of_rows(inner, part)).astype(both_SF2.dtype)

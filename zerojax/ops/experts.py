@@ -144,7 +144,7 @@ def apply(
     Args:
       x_TD: the tokens.
       routing: from `route`.
-      gate_EDF, up_EDF, down_EFD: the matrices, arrays or `expert_matrices.StoredMatrices`. Without `up_EDF` the first is both, an array
+      gate_EDF, up_EDF, down_EFD: the matrices, arrays or `expert_matrices.StoredMatrices`. Without `up_EDF` the first is both,
         [E, D, F, 2], which is one matmul; its entries alternate.
       activation: of the gate; without `up_EDF` a function of gate and up.
       capacity: the most tokens of an expert; later ones skip it (`kept`). None: no token skips one. Where devices have tokens of their
@@ -187,8 +187,7 @@ def apply(
         of_both, of_down = biases or (None, None)
         added = functools.partial(_with_bias, expert_R[order_R])
         if up_EDF is None:
-            assert isinstance(gate_EDF, jax.Array)
-            flat_EDG = gate_EDF.reshape(*gate_EDF.shape[:2], -1)
+            flat_EDG = expert_matrices.flat(gate_EDF)
             both_RF2 = added(multiply(x_RD, flat_EDG, sizes_E).reshape(-1, *gate_EDF.shape[2:]), of_both)
             hidden_RF = activation(both_RF2[..., 0], both_RF2[..., 1])
         else:
@@ -208,7 +207,8 @@ def _of_each_token(
     biases: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
     """Returns the same of all experts on all tokens, which shows a reader of the trace that no token reads another."""
-    gate_EDF, down_EFD = map(expert_matrices.merged, (gate, down))
+    gate_EDF, down_EFD = expert_matrices.merged(expert_matrices.flat(gate)), expert_matrices.merged(down)
+    gate_EDF = gate_EDF.reshape(gate.shape)
     of_both, of_down = biases or (0, 0)
     chosen_TKE = jax.nn.one_hot(routing.experts_TK, len(gate_EDF), dtype=x_TD.dtype)
     if up is None:

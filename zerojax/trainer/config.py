@@ -449,7 +449,9 @@ def make_lora(group: settings.LoraSettings) -> lora_lib.Lora:
         dropout=group.dropout,
         target_modules=_modules(group.target_modules) or None,
         exclude_modules=_modules(group.exclude_modules),
+        target_parameters=tuple(_modules(group.target_parameters)),
         rslora=group.rslora,
+        dora=group.dora,
         modules_to_save=tuple(_modules(group.modules_to_save)),
         quantize=group.quantize,
     )
@@ -482,10 +484,10 @@ def _check_lora(config: settings.Config) -> None:
     if not group.is_on:
         return
     with errors.below("config."):
-        if any(not re.fullmatch(r"[\w.]+", name) for name in _modules(group.modules_to_save)):
-            raise UserError(
-                f"lora.modules_to_save: must be names with commas between them, and is {errors.shown(group.modules_to_save)}"
-            )
+        for name in ("modules_to_save", "target_parameters"):
+            value = getattr(group, name)
+            if any(not re.fullmatch(r"[\w.]+", part) for part in _modules(value)):
+                raise UserError(f"lora.{name}: must be names with commas between them, and is {errors.shown(value)}")
         make_lora(dataclasses.replace(group, r=group.r or 1))
 
 

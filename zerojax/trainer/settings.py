@@ -260,8 +260,9 @@ class ModelSettings:
         "all tokens")
     ring: bool = setting(False, ANY, "with mesh.model, a module's activations travel along a ring beside its own matmuls, where the axis "
         "divides a device's examples",
-        beside("mesh.model"), if_on(lambda c: not c.policy.has_fp8 and (c.lora.quantize == "none" or not c.lora.is_on),
-        "modules in fp8, and with quantized weights, run for all examples at once"))
+        beside("mesh.model"),
+        if_on(lambda c: not c.policy.has_fp8 and not (c.lora.is_on and (c.lora.quantize != "none" or c.lora.dora)),
+        "modules in fp8, with quantized weights, and with DoRA, run for all examples at once"))
     offload: str = setting("", ANY, "a regex of modules whose outputs, and of layers whose inputs, are offloaded to host memory until "
         "the backward pass")
     tile_tokens: int = setting(0, NOT_NEGATIVE,
@@ -313,7 +314,11 @@ class LoraSettings:
         'ends of names of modules in transformers, with commas ("q_proj,v_proj"); a regex of full names; "all-linear": all but the output'
         " projection; \"\": the family's usual ones (PEFT's), or those of init_from")
     exclude_modules: str = setting("", ANY, "those that get no adapter, in the same form")
+    target_parameters: str = setting("", ANY,
+        'ends of names of weights of a mixture, with commas ("gate_up_proj,down_proj,gate.weight"): stacked experts and the router, as '
+        "PEFT adapts them")
     rslora: bool = setting(False, ANY, "True: alpha / sqrt(r)")
+    dora: bool = setting(False, ANY, "True: a trained magnitude for each output of an adapted module (DoRA)")
     modules_to_save: str = setting("", ANY, 'ends of names of modules that are trained in full, with commas ("lm_head")')
     init_from: str = setting("", ANY, "a folder of PEFT, or a name on the hub: the adapters that the run starts from")
     quantize: str = setting("none", quantized.KINDS, 'how frozen kernels are stored: "none", "int8", "nf4" (QLoRA)')

@@ -89,7 +89,9 @@ class Weights:
         found = {} if opened is None else peft.read_leaves(opened, wanted)
         found |= self._drawn({path: like for path, like in wanted.items() if path not in found}, key)
         if chosen is not None:
-            found |= adapted_lib.draw({path: like for path, like in wanted.items() if path not in found}, chosen, key)
+            fresh = {path: like for path, like in wanted.items() if path not in found}
+            found |= adapted_lib.draw(fresh, chosen, key)
+            found |= adapted_lib.magnitudes(fresh, chosen, found)
         return tree.map_with_path(lambda path, _: found[path], abstract)
 
     def count_line(self, partition: partition_lib.Partition) -> str:
@@ -107,7 +109,7 @@ class Weights:
         parts = family_lib.parts_to_initialise(self.family.parts, self.model)
         for number, (name, (module, inputs)) in enumerate(parts.items()):
             own = {path.removeprefix(f"{name}/"): like for path, like in wanted.items() if path.startswith(f"{name}/")}
-            likes = {path: like for path, like in own.items() if path.rpartition("/")[2] not in (targets.A, targets.B)}
+            likes = {path: like for path, like in own.items() if path.rpartition("/")[2] not in targets.ENDS}
             if likes:
                 inside = {
                     path.removeprefix(f"{name}/"): dims for path, dims in coded.items() if path.startswith(f"{name}/")
@@ -129,7 +131,11 @@ def choose(
     Raises:
       UserError: a name means no module, or the adapters' folder and the group contradict each other. The line names the config key.
     """
-    return Weights(family, model, source, _adapted(config.lora, family, model), config.seed)
+    adapted = _adapted(config.lora, family, model)
+    if adapted is not None and (config.export.format == "huggingface" or config.export.deltas_every):
+        with errors.below("config."):
+            targets.check_merge(adapted.chosen)
+    return Weights(family, model, source, adapted, config.seed)
 
 
 def _adapted(group: settings_lib.LoraSettings, family: family_lib.Family, model: ModelConfig) -> Adapted | None:
@@ -160,7 +166,16 @@ def _check_same(
             named = peft.choose(dataclasses.replace(own, target_modules=given.target_modules), family, model)
         if set(named.adapted) == set(chosen.adapted):
             given = dataclasses.replace(given, target_modules=own.target_modules)
-    for name in ("r", "alpha", "target_modules", "exclude_modules", "rslora", "modules_to_save"):
+    for name in (
+        "r",
+        "alpha",
+        "target_modules",
+        "exclude_modules",
+        "target_parameters",
+        "rslora",
+        "dora",
+        "modules_to_save",
+    ):
         value, known = getattr(given, name), getattr(own, name)
         is_given = bool(getattr(group, name))
         same = (

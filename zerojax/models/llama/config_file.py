@@ -597,7 +597,9 @@ def _read_windows(f: config_json.Fields, kind: str) -> tuple[int, ...]:
 def _windows_by_type(f: config_json.Fields, kind: str, layers: int) -> tuple[int, ...]:
     """Reads the windows of classes that have one in the layers that `layer_types` names, or else in every so many."""
     types, known = f.raw.get("layer_types"), {"full_attention": False, "sliding_attention": True}
-    if types is None:
+    if types is None and kind == "ministral":
+        has_window = [f.raw.get("sliding_window", 4096) is not None] * layers
+    elif types is None:
         every = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4}.get(kind) or f.count("sliding_window_pattern", 6)
         has_window = [(layer + 1) % every != 0 for layer in range(layers)]
         if kind == "smollm3":

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zerojax.models import family, parallel, rope
+from zerojax.models import experts, family, parallel, rope
 from zerojax.models.family import Tensor
 from zerojax.models.llama import config_file, delta, model, one_row, published
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, Norms
@@ -206,6 +206,24 @@ def _adapted(config: LlamaConfig) -> tuple[str, ...]:
     return ("qkv_proj",) if config.heads.is_fused else ("q_proj", "v_proj")
 
 
+def _parameters(config: LlamaConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Returns what PEFT adapts of a mixture as parameters, by path (`HuggingFace.parameters`)."""
+    mixture = config.mixture
+    if mixture is None or mixture.is_fused:
+        return {}
+    ours, theirs = "layer_{}/mlp/experts", "model.layers.{}.mlp"
+    joined = experts.JOINED if mixture.clamp is None else {"gate_up": ("gate_up",), "down": ("down",)}
+    found = {
+        name: (end, own) for (name, own), end in zip(joined.items(), ("experts.gate_up_proj", "experts.down_proj"))
+    }
+    if config.model_type != "phimoe":  # where the router is a linear module
+        found[experts.ROUTER] = ("gate.weight" if mixture.clamp is None else "router.weight", (experts.ROUTER,))
+    return {
+        f"{ours}/{name}": (f"{theirs}.{end}", tuple(f"{ours}/{part}" for part in own))
+        for name, (end, own) in found.items()
+    }
+
+
 FAMILY = family.Family(
     presets=PRESETS,
     parts=model.parts,
@@ -230,6 +248,7 @@ FAMILY = family.Family(
         write=config_file.write,
         read=config_file.read,
         adapted=_adapted,
+        parameters=_parameters,
         copies=_copies,
         ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
         prefix="model.",
@@ -241,7 +260,7 @@ FAMILY = family.Family(
         weights=(
             *parallel.WEIGHTS,
             (r"positions/embedding|attention/sinks|logits_bias/bias", ("model",)),
-            (r"/experts/gate_up$", ("expert", None, "model")),  # [experts, inputs, width, 2]
+            (r"/experts/gate_up(_adapter/lora_b)?$", ("expert", None, "model")),  # [experts, inputs, width, 2]
             (r"/experts/gate_up_bias", ("expert", "model")),
             (r"/experts/down_bias", ("expert",)),
             (r"/attention/(q_b|kv_b)/(kernel|lora_b)", (None, "model")),  # [rank, heads, width]

@@ -205,6 +205,7 @@ ROWS: dict[str, ModelType] = {
         ),
         ("hidden_act", _TANH), names={"rms_norm_eps": "norm_epsilon"} | dict.fromkeys(_BIASES, "use_bias"),
     ),
+    "ministral": ModelType("MinistralForCausalLM", {}, ("layer_types", *_WINDOW), _told(131072, 8)),
     "ministral3": ModelType(
         "Ministral3ForCausalLM", {}, ("llama_4_scaling_beta", *_WINDOW),
         _told(262144, 8, head_dim=128, rms_norm_eps=1e-5, sliding_window=None),
