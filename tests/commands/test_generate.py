@@ -63,6 +63,15 @@ def test_prompts_of_unequal_length_are_continued_as_each_alone(spoken, command):
     assert command(spoken, "--prompt", "four", "--max_new_tokens", 5)[1] == lines[1] + "\n"
 
 
+def test_prompts_are_read_by_the_tokenizer_of_the_adapters_folder_where_it_has_one(spoken, tmp_path, command):
+    model, adapter = golden_models.FOLDER / "qwen2", tmp_path / "adapter"
+    shutil.copytree(model / "rslora", adapter)
+    shutil.copy(spoken / "tokenizer.json", adapter)
+    asked = ["--prompt", "one two three", "--max_new_tokens", 5, "--adapter"]
+    found = command(model, *asked, adapter)
+    assert found == command(spoken, *asked, model / "rslora") and found[1].startswith("one two three w")
+
+
 def test_answers_of_a_file_in_batches_are_those_of_its_prompts_and_stand_beside_the_labels(spoken, tmp_path, command):
     asked = ["one two three", "four", "two two"]
     found = command(spoken, *(word for text in asked for word in ("--prompt", text)), "--max_new_tokens", 5)[1]

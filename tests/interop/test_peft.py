@@ -9,16 +9,20 @@ import shutil
 import golden_models
 import jax
 import numpy as np
+import optax
 import pytest
 import runs
 import safetensors.numpy
+from flax.training import train_state
 
 import zerojax
+from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import merged, peft, regexes, tensor_files
 from zerojax.models import families
+from zerojax.zero.blocks import tensor_parallel
 
 LOGITS, LOSS = 2e-5, 1e-5  # as in tests/interop/test_pretrained.py
 # (model, adapter, stage): every model and both kinds of scale at a stage, and both stages of two models
@@ -545,3 +549,42 @@ def test_an_interrupted_or_repeated_export_leaves_a_whole_folder(tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == [peft.CONFIG, peft.WEIGHTS, tensor_files.CHECKSUMS]
     assert not list(tmp_path.glob(".*"))
     assert dict(tree.flatten(loaded.params))
+
+
+def two_steps(kind, stage, **mesh):
+    """Returns losses and norms of two steps, and the adapters after them."""
+    made = zerojax.make_mesh(**mesh) if mesh else zerojax.make_mesh(devices=jax.devices()[:1])
+    folder = golden_models.FOLDER / kind
+    loaded = zerojax.load_huggingface(folder.parent, stage=stage, min_size=64, adapter=folder, mesh=made)
+    known = np.load(folder / "expected.npz")
+    batch = {name: np.tile(known[name], (3, 1))[:8] for name in ("input_ids", "labels")}
+    shapes = {path: leaf.shape for path, leaf in tree.flatten({"params": loaded.params})}
+    rows, _ = tensor_parallel.overrides(loaded.family.parallel.weights, shapes, mesh_lib.completed(made))
+    tx = optax.sgd(0.5)
+    init = lambda _: train_state.TrainState.create(apply_fn=None, params=loaded.params, tx=tx)  # noqa: E731
+    options = {"stage": stage, "min_size": 64, "trainable": loaded.trainable, "overrides": rows}
+    state, partition = zerojax.shard_train_state(init, jax.random.key(0), mesh=made, **options)
+    how = {"reduce_dtype": np.float32, "blocks": loaded.blocks} if stage else {}
+    step = zerojax.make_train_step(lambda params, batch, *_: loaded.loss(params, batch), partition, **how)
+    found = []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        found += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    after = {path: np.asarray(leaf) for path, leaf in tree.flatten(state.params) if "lora" in path}
+    return found, after
+
+
+@pytest.mark.parametrize(
+    "kind, mesh",
+    [
+        ("mixtral/fused", {"expert": 4}),
+        pytest.param("gptoss/fused", {"expert": 2, "model": 2}, marks=runs.LONG),
+        pytest.param("mixtral/fused", {"expert": 2, "model": 2}, marks=runs.LONG),
+        pytest.param("llama/dora_head", {"model": 2}, marks=runs.LONG),
+    ],
+)
+def test_adapters_train_over_devices_as_on_one(kind, mesh):
+    expected, found = two_steps(kind, 0), two_steps(kind, 3, **mesh)
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-5)
+    for path, leaf in expected[1].items():
+        np.testing.assert_allclose(found[1][path], leaf, atol=2e-5, err_msg=path)

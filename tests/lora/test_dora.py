@@ -119,11 +119,11 @@ def test_norms_of_sharded_weights_are_those_of_one_device(quantize):
 
 def test_dropped_inputs_are_those_of_what_is_added_as_in_peft():
     """With W = 1, B = 0 and a magnitude of 2 the output is x + dropped(x)."""
-    net, x = nn.Dense(16, use_bias=False), jnp.asarray(Y.reshape(-1, 16))
+    net, x = nn.Sequential([nn.Dense(16, use_bias=False)]), jnp.asarray(Y.reshape(-1, 16))
     lora = zerojax.Lora(r=2, dora=True, dropout=0.5)
     run = lambda params, x: net.apply({"params": params}, x)  # noqa: E731
-    params = zerojax.add_lora({"kernel": jnp.eye(16)}, lora, jax.random.key(0), run, x)
-    params["lora_magnitude"] = 2 * params["lora_magnitude"]
+    params = zerojax.add_lora({"layers_0": {"kernel": jnp.eye(16)}}, lora, jax.random.key(0), run, x)
+    params["layers_0"]["lora_magnitude"] *= 2
     np.testing.assert_allclose(zerojax.with_lora(run, lora)(params, x), 2 * x, rtol=F32)
     added = zerojax.with_lora(run, lora, key=lambda x: jax.random.key(1))(params, x) - x
     is_dropped = np.abs(added) < F32

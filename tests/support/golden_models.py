@@ -11,7 +11,7 @@ from zerojax.interop import pretrained
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 NAMES = ("llama", "qwen2", "t5", "bart")
 DECODERS = ("gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "gpt2", "mamba2")
-DECODERS += ("seedoss", "exaone4", "olmo3", "glm4", "ernie45", "cohere2", "starcoder2", "ministral3")
+DECODERS += ("seedoss", "exaone4", "olmo3", "glm4", "ernie45", "cohere2", "starcoder2", "ministral3", "ministral")
 MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "gptoss", "deepseekv3")
 MIXTURES += ("granitemoe", "deepseekv2", "glm4moe", "ernie45moe", "minimaxm2", "phimoe", "qwen3next")
 CLASSIFIERS = ("bert", "roberta", "xlmroberta", "distilbert", "modernbert")

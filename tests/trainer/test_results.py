@@ -97,6 +97,10 @@ def test_an_export_carries_the_tokenizer_of_the_run_and_that_of_the_models_folde
         for name in ("config.json", "generation_config.json", "tokenizer.json")
     )
     assert written == tokenizer.file(begins=True)
+    adapted = program.build(runs.config(**settings | {"export__format": "peft"}, lora__r=2, zero__stage=0, seq_len=64))
+    results.export(adapted, state_lib.first(adapted), tmp_path / "adapter", tokenizer)
+    of_adapter = tmp_path / "adapter" / "tokenizer.json"
+    assert not of_adapter.exists() if is_own else json.loads(of_adapter.read_text()) == written
     end = 2 if is_own else tokenizer.bos_id
     assert config["eos_token_id"] == generation["eos_token_id"] == end and config["hidden_size"] == 64
 

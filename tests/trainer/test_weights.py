@@ -15,6 +15,7 @@ import zerojax
 from zerojax import roles, tree
 from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
+from zerojax.ops import quantized
 from zerojax.trainer import program, results, resume
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.checks import host
@@ -236,6 +237,31 @@ def test_targets_that_mean_the_modules_of_a_folder_by_other_names_are_no_contrad
 def test_settings_that_do_not_fit_are_refused_in_one_line(changes, message):
     with pytest.raises(UserError, match=f"^{message}"):
         build(**changes)
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_magnitudes_begin_as_the_norms_of_the_kernels_as_they_are_stored(quantize):
+    changes = {"lora__dora": True, "lora__target_modules": "q_proj,down_proj,embed_tokens", "lora__quantize": quantize}
+    found, other = (own(first(zero__stage=stage, **changes)[1]) for stage in (0, 3))
+    kernels = {path.removesuffix("/lora_magnitude"): leaf for path, leaf in found.items() if "magnitude" in path}
+    assert len(kernels) == 5
+    for module, magnitude in kernels.items():
+        np.testing.assert_allclose(other[f"{module}/lora_magnitude"], magnitude, rtol=1e-5)
+        parts = {path.rpartition("/")[2]: leaf for path, leaf in found.items() if path.startswith(f"{module}/kernel/")}
+        kernel = quantized.dequantize(parts, np.float32) if parts else found.get(f"{module}/kernel")
+        kernel = found[f"{module}/embedding"] if kernel is None else kernel
+        columns = np.asarray(kernel, np.float32).reshape(-1, magnitude.size)
+        np.testing.assert_allclose(magnitude, np.linalg.norm(columns, axis=0), rtol=1e-5)
+
+
+def test_an_adapter_of_a_tied_embedding_cannot_be_exported_merged():
+    changes = {"init_from": str(golden_models.FOLDER / "qwen2"), "lora__target_modules": "embed_tokens"}
+    build(**changes, export__format="peft")
+    for export in ({"export__format": "huggingface"}, {"export__deltas_every": 1}):
+        with pytest.raises(
+            UserError, match=r"^config.lora.target_modules: model.embed_tokens has an adapter, and is the"
+        ):
+            build(**changes, **export)
 
 
 @pytest.mark.parametrize("saved", ["", "lm_head"])

@@ -68,7 +68,7 @@ def _generate() -> None:
         return _answer_file(given)
     arrays = _read(given.ids) if given.ids else None
     given.folder = hub.fetched(given.folder)
-    tokenizer = _tokenizer(given.folder) if given.prompt and pathlib.Path(given.folder).is_dir() else None
+    tokenizer = _tokenizer(given) if given.prompt and pathlib.Path(given.folder).is_dir() else None
     loaded = _load(given)
     if loaded.family.is_classifier:
         return _classify(loaded, tokenizer, arrays, given)
@@ -161,7 +161,7 @@ def _answer_file(given: argparse.Namespace) -> None:
     source = records.Files(given.file, "--file")
     given.folder = hub.fetched(given.folder)
     folder = folder_lib.open_folder(given.folder)
-    tokenizer = tokenizer_lib.load_tokenizer(str(_tokenizer_file(given.folder)))
+    tokenizer = tokenizer_lib.load_tokenizer(str(_tokenizer_file(given)))
     # A decoder's prompt that is too long is cut.
     is_writer = not folder.family.is_classifier
     new_tokens = _new_tokens(folder, given, 1, how.answer_len or NEW_TOKENS) if is_writer else 1
@@ -308,16 +308,20 @@ def _note(line: str, kind: str = "note: ") -> None:
         print(f"zerojax: {kind}{line}", file=sys.stderr, flush=True)
 
 
-def _tokenizer_file(folder: str) -> pathlib.Path:
-    path = pathlib.Path(folder) / TOKENIZER
+def _tokenizer_file(given: argparse.Namespace) -> pathlib.Path:
+    """Returns the tokenizer's file: that of the adapter's folder, if the run that wrote it had another one than the model."""
+    own = pathlib.Path(given.adapter or "") / TOKENIZER
+    if given.adapter and own.is_file():
+        return own
+    path = pathlib.Path(given.folder) / TOKENIZER
     folder_lib.check_folder(path.parent)
     if not path.is_file():
         raise UserError(f"{path}: is missing, so texts cannot be read; save the tokenizer there, or give --ids")
     return path
 
 
-def _tokenizer(folder: str) -> Any:
-    path = _tokenizer_file(folder)
+def _tokenizer(given: argparse.Namespace) -> Any:
+    path = _tokenizer_file(given)
     return tokenizer_lib.read_model(path, f"{path}:")
 
 

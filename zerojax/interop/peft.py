@@ -442,6 +442,7 @@ def export(
     path: str | os.PathLike[str],
     *,
     base: str | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a folder that PEFT's `from_pretrained` reads. All processes must call it; the first one writes.
 
@@ -452,6 +453,7 @@ def export(
       family, model: the model's family and its config.
       path: the folder; files of an earlier adapter in it are replaced.
       base: the folder of the model, for the config; None for none.
+      tokenizer: the contents of a tokenizer.json that the folder of the model has not; None for none.
 
     Raises:
       UserError: a weight is missing or of another shape, or the disk is full.
@@ -476,12 +478,15 @@ def export(
             (partial / CONFIG).write_text(
                 json.dumps(config_of(chosen, family, model, base), indent=2, sort_keys=True) + "\n"
             )
+            texts = {} if tokenizer is None else {huggingface.TOKENIZER: tokenizer}
+            for name, content in texts.items():
+                (partial / name).write_text(json.dumps(content, indent=2) + "\n")
             tensor_files.write_checksums(partial)
             path.mkdir(exist_ok=True)
             # So that a kill leaves no new weights beside what tells of old ones
             for name in (CONFIG, tensor_files.CHECKSUMS):
                 (path / name).unlink(missing_ok=True)
-            for name in (WEIGHTS, tensor_files.CHECKSUMS, CONFIG):
+            for name in (WEIGHTS, *texts, tensor_files.CHECKSUMS, CONFIG):
                 os.replace(partial / name, path / name)
             partial.rmdir()
 

@@ -65,7 +65,12 @@ def export(
     source = None if weights.source is None else weights.source.path
     if weights.adapted is not None and program.config.export.format == "peft":
         base = None if source is None else hub.name_of(source)
-        peft.export(params, weights.adapted.chosen, weights.family, weights.model, folder, base=base)
+        own = (
+            None
+            if source is None or _is_its_own(program, tokenizer)
+            else _of_tokenizer(program, tokenizer)["tokenizer"]
+        )
+        peft.export(params, weights.adapted.chosen, weights.family, weights.model, folder, base=base, tokenizer=own)
         return
     if weights.adapted is not None:
         params = merged.of_params(params, weights.adapted.chosen)

@@ -22,6 +22,7 @@ from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import quantized
 from zerojax.tree import Leaf, PyTree
+from zerojax.zero.blocks import intercept as intercept_lib
 from zerojax.zero.blocks import tensor_parallel
 
 FORMATS = (quantized.NONE, quantized.INT8, quantized.FP8, quantized.NF4)
@@ -216,23 +217,23 @@ def experts_on_shards(family: family_lib.Family, params: PyTree, mesh: Mesh) -> 
         # Inside a `jax.shard_map` the weights are others, which a step's hooks have gathered.
         if spec is None or not is_own or jax.sharding.get_abstract_mesh().manual_axes:
             return call(*args, **kwargs)
-        variables, path = dict(module.variables), "/".join(module.path)
+        params, path = dict(module.variables["params"]), "/".join(module.path)
         own_specs = lambda name, _: specs.only(spec(f"{path}/{name}"), axes)  # noqa: E731
-        specs_of = tree.map_with_path(own_specs, dict(variables["params"]))
+        specs_of = tree.map_with_path(own_specs, params)
         if module.width % ways or not any(specs.axes(own) for own in jax.tree.leaves(specs_of)):
             return call(*args, **kwargs)
         alone = module.clone(parent=None, width=module.width // ways)
 
-        def on_device(own: dict[str, jax.Array], others: PyTree, x: jax.Array) -> jax.Array:
+        def on_device(own: dict[str, Any], x: jax.Array) -> jax.Array:
             if DOWN_BIAS in own:  # all devices add to the sum
                 own = {**own, DOWN_BIAS: jnp.where(jax.lax.axis_index(axes) == 0, own[DOWN_BIAS], 0)}
-            y: Any = alone.apply({**others, "params": own}, x)
+            with intercept_lib.bound(alone, module.path, own) as bound:  # adapters find their scale by the path
+                y: Any = bound(x)
             return jax.lax.psum(y.astype(jnp.float32), axes).astype(y.dtype)
 
-        others = {name: held for name, held in variables.items() if name not in ("params", "intermediates")}
-        how: dict[str, Any] = {"in_specs": (specs_of, P(), P()), "out_specs": P(), "check_vma": False}
+        how: dict[str, Any] = {"in_specs": (specs_of, P()), "out_specs": P(), "check_vma": False}
         run = jax.shard_map(on_device, mesh=mesh, axis_names={*axes}, **how)
-        return run(dict(variables["params"]), others, *args)
+        return run(params, *args)
 
     with nn.intercept_methods(intercept):
         yield
