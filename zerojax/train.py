@@ -349,7 +349,7 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     fingerprints = {**streams.fingerprints(), **program.fingerprints}
     start = resume.find(program, saver, streams, fingerprints, folder)
     disk_space.check(program, folder, step=start.step, saved=len(saver.steps()))
-    if pairs is not None and pairs.has_pairs and start.saved is not None:
+    if pairs is not None and examples.has_reference(config) and start.saved is not None:
         reference.restore(pairs, folder)
     return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs, rollouts)
 
@@ -567,8 +567,8 @@ def _first_state(
     held = display.human(state_bytes.measured_bytes(state, jax.local_devices()[0]))
     counted = f"{held} of state on each device, counted from its arrays; ready after {seconds:.1f} s"
     recorder.say(f"starts at step {start.step} of {config.steps}; {counted}")
-    if pairs is not None and pairs.has_pairs and start.saved is None:
-        recorder.say(f"the reference is the model at step {start.step}: log-probabilities of both answers of all pairs")
+    if pairs is not None and examples.has_reference(config) and start.saved is None:
+        recorder.say(f"the reference is the model at step {start.step}: log-probabilities of the answers of all pairs")
         reference.make(program, pairs, state.params, folder)
     again = _is_unevaluated(start)
     recorder.open(is_over=not goes_on and not again, is_unevaluated=again)

@@ -5,11 +5,13 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import preferences_by_numpy
 import pytest
 import runs
 
 from zerojax.data import tokenizer
 from zerojax.errors import UserError
+from zerojax.ops import preferences
 from zerojax.trainer import examples, program
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import state as state_lib
@@ -51,7 +53,7 @@ def opened(pairs_file, **changes):
 
 
 def plain_log_probs(built, params, pairs):
-    """Returns float32[pairs, 2] by all logits of one answer after the other."""
+    """Returns float32[pairs, answers] by all logits of one answer after the other."""
 
     is_pair = built.family.is_encoder_decoder
 
@@ -67,20 +69,39 @@ def plain_log_probs(built, params, pairs):
         inputs = {"inputs": example.inputs[None]} if is_pair else {}
         return float(summed(params, inputs, np.pad(tokens, after)[None], np.pad(example.labeled, after)))
 
-    return np.array([[of_answer(answers.examples[number]) for answers in pairs._both] for number in range(len(pairs))])
+    return np.array(
+        [[of_answer(answers.examples[number]) for answers in pairs.answers] for number in range(len(pairs))]
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"zero__stage": 3, "grad_accum": 2, "mesh__replica": 2, "global_batch_size": 16, "lora__r": 4},
+        {"zero__stage": 2, "dpo__loss": "kto", "dpo__undesirable": 1.5},
         pytest.param({"zero__stage": 0}, marks=runs.LONG),
+        pytest.param({"zero__stage": 1, "model__preset": "bart_test", "dpo__loss": "kto"}, marks=runs.LONG),
+        pytest.param(
+            {"zero__stage": 3, "grad_accum": 2, "global_batch_size": 16, "dpo__loss": "orpo"}, marks=runs.LONG
+        ),
+        pytest.param({"zero__stage": 3, "dpo__loss": "simpo"}, marks=runs.LONG),
         pytest.param({"zero__stage": 2, "model__preset": "bart_test"}, marks=runs.LONG),
         pytest.param({"zero__stage": 1, "mesh__model": 2, "model__preset": "t5_test"}, marks=runs.LONG),
         pytest.param({"mesh__pipe": 2, "model__num_layers": 2, "grad_accum": 2}, marks=runs.LONG),
         pytest.param({"offload__optimizer": "host", "offload__params": "host"}, marks=runs.LONG),
     ],
-    ids=["stage 3, LoRA, two passes", "stage 0", "stage 2, BART", "T5, tensor parallel", "pipeline", "offload"],
+    ids=[
+        "stage 3, LoRA, two passes",
+        "KTO",
+        "stage 0",
+        "KTO, BART",
+        "ORPO, two passes",
+        "SimPO",
+        "stage 2, BART",
+        "T5, tensor parallel",
+        "pipeline",
+        "offload",
+    ],
 )
 def test_the_loss_is_the_equations_mean_over_all_pairs(pairs_file, cache_dir, tmp_path, changes):
     built, streams, found = opened(pairs_file, **changes)
@@ -94,17 +115,26 @@ def test_the_loss_is_the_equations_mean_over_all_pairs(pairs_file, cache_dir, tm
     drawn = np.random.default_rng(0).normal(size=own.shape).astype(np.float32)
     for split in (found.train, found.held_out):
         split.reference[:] += drawn
-    margins = BETA * ((own - own - drawn) @ [1, -1])
-    terms = np.log1p(np.exp(-margins))
-    np.testing.assert_allclose(program.held_out_loss(built, streams, state.params), terms.mean(), rtol=ROUNDING)
+    chosen, size = built.config.dpo, built.sizes.global_batch_size
+    fields = {name: getattr(chosen, name) for name in preferences.READS[chosen.loss]}
+    labels = [[one.labeled.sum() for one in answers.examples] for answers in found.train.answers]
+    arrays = own, found.train.reference, np.stack(labels, axis=1)
+
+    def terms(numbers):
+        return preferences_by_numpy.losses(chosen.loss, *(array[numbers] for array in arrays), **fields)
+
+    wanted = np.concatenate([terms(slice(at, at + size)) for at in range(0, len(own), size)]).mean()
+    np.testing.assert_allclose(program.held_out_loss(built, streams, state.params), wanted, rtol=ROUNDING)
 
     batch = streams.next()
-    bits = np.asarray(batch["reference"]).reshape(-1, 2).view(np.float32)
+    bits = np.asarray(batch["reference"]).reshape(size, -1).view(np.float32)
     read = [int(np.abs(found.train.reference - row).sum(axis=1).argmin()) for row in bits]
     _, metrics = built.train_step(state, batch)
-    np.testing.assert_allclose(metrics["loss"], terms[read].mean(), rtol=ROUNDING)
-    np.testing.assert_allclose(metrics["reward_margin"], margins[read].mean(), rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(metrics["reward_accuracy"], (margins[read] > 0).mean(), rtol=ROUNDING)
+    np.testing.assert_allclose(metrics["loss"], terms(read).mean(), rtol=ROUNDING)
+    if preferences.LOSSES[chosen.loss].has_reference:
+        margins = BETA * (-drawn @ ([1, -1, 0][: drawn.shape[1]]))
+        np.testing.assert_allclose(metrics["reward_margin"], margins[read].mean(), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(metrics["reward_accuracy"], (margins[read] > 0).mean(), rtol=ROUNDING)
     streams.close()
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ratios_by_numpy
 import runs
 
 from zerojax.trainer import program, rewarded
@@ -11,7 +12,7 @@ from zerojax.trainer import state as state_lib
 from zerojax.zero.update import padding
 
 ROUNDING = 2e-5  # the same float32 sums in another order
-CLIP, KL = 0.2, 0.5
+KL = 0.5
 TASK = {"data__task": "grpo", "data__answer_len": 8, "seq_len": 24, "global_batch_size": 16, "data__train_file": "none"}
 
 
@@ -26,10 +27,11 @@ TASK = {"data__task": "grpo", "data__answer_len": 8, "seq_len": 24, "global_batc
             "grpo__kl": KL,
             "checkpoint__every": 0,
         },
+        {"zero__stage": 2, "grad_accum": 2, "grpo__variant": "dapo", "grpo__inner_steps": 2, "checkpoint__every": 0},
         pytest.param({"zero__stage": 1, "mesh__model": 2}, marks=runs.LONG),
         pytest.param({"zero__stage": 2, "model__preset": "bart_test", "grpo__inner_steps": 2}, marks=runs.LONG),
     ],
-    ids=["stage 3, LoRA, two passes", "stage 1, tensor parallel", "stage 2, BART"],
+    ids=["stage 3, LoRA, two passes", "stage 2, DAPO, two passes", "stage 1, tensor parallel", "stage 2, BART"],
 )
 def test_the_loss_is_the_equations_mean_over_all_answers(cache_dir, changes):
     built = program.build(runs.config(**TASK, **changes), tokenizer_vocab=320)
@@ -52,12 +54,11 @@ def test_the_loss_is_the_equations_mean_over_all_answers(cache_dir, changes):
         if name in floats:
             floats[name] = (own + 0.3 * floats[name]).astype(np.float32)
     batch |= {name: array.view(np.int32) for name, array in floats.items() if name in rewarded.OF_ANSWER}
-    ratio = np.exp(own - floats.get(rewarded.OLD, own))
     gain = floats.get(rewarded.REFERENCE, own) - own
-    advantage = floats[rewarded.ADVANTAGE]
-    terms = -np.minimum(ratio * advantage, np.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage)
-    terms = terms + KL * (np.exp(gain) - gain - 1)
-    wanted = np.mean((terms * counts).sum(axis=1) / counts.sum(axis=1))
+    drift, chosen = KL * (np.exp(gain) - gain - 1), built.config.grpo
+    bounds = chosen.clip, chosen.clip_high
+    of_answers = own, floats.get(rewarded.OLD, own), floats[rewarded.ADVANTAGE][:, 0], counts
+    wanted = ratios_by_numpy.loss(chosen.variant, *of_answers, TASK["data__answer_len"], *bounds, drift)
     like = built.abstract_batch
     placed = {name: jax.device_put(a.reshape(like[name].shape), like[name].sharding) for name, a in batch.items()}
     _, metrics = built.train_step(state, placed)

@@ -391,7 +391,11 @@ def _stage(draft: Draft) -> None:
         elif str(draft.get("pref_loss", "sigmoid")) in PREFERENCES:
             _put(draft, "pref_loss", "dpo.loss", TEXT)
         else:
-            draft.say("pref_loss", UNSUPPORTED, f"config.dpo.loss is {' or '.join(PREFERENCES)}")
+            draft.say(
+                "pref_loss",
+                UNSUPPORTED,
+                "config.dpo.loss has sigmoid, ipo, kto, orpo and simpo; set it with its config.dpo.beta",
+            )
     elif name:
         draft.say(name, UNSUPPORTED, "config.data.task has what is learned: supervised, of preferences, or of rewards")
     if name == "stage" and "seq_len" not in draft.settings:

@@ -1,42 +1,133 @@
-"""Losses of answers that are compared with each other. This module holds their equations.
+"""Losses of answers that are compared with each other. This module holds a table of them.
 
-With the reward r = beta * (log p(answer) - log p_reference(answer)) and the margin m = r(chosen) - r(rejected), a pair's loss is
-
-    sigmoid   -(1 - e) log sigmoid(m) - e log sigmoid(-m)     DPO, arXiv:2305.18290, equation 7; e is the label smoothing
-    ipo       (m / beta - 1 / (2 beta))^2                      arXiv:2310.12036, equation 17
-
-A token of a rewarded answer has the clipped ratio of PPO (arXiv:1707.06347, equation 7) and an estimate of the divergence from a reference
-(arXiv:2402.03300, equation 4).
+An answer's log-probability is log p, and log q that under the reference; n is the number of its tokens. A pair has a chosen answer, c,
+and a rejected one, r. A row of LOSSES gives each answer a reward, and each pair a loss of its rewards.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from zerojax import mesh as mesh_lib
+
 SIGMOID, IPO = "sigmoid", "ipo"
+_SURE = -1e-6  # the largest mean log-probability of which odds are taken
 
 
-def sigmoid(margin: jax.Array, beta: float, label_smoothing: float) -> jax.Array:
-    """Returns the loss of each pair; `beta` is in the margin already."""
-    return -(1 - label_smoothing) * jax.nn.log_sigmoid(margin) - label_smoothing * jax.nn.log_sigmoid(-margin)
+class Answers(NamedTuple):
+    """The answers of pairs: the chosen one, the rejected one, and of a loss that `compares` three a chosen one to another prompt."""
+
+    log_probs: jax.Array  # float32[pairs, answers]
+    reference: jax.Array  # float32[pairs, answers]
+    tokens: jax.Array  # float32[pairs, answers]
+    counts: jax.Array  # float32[pairs], 0 for pairs that only fill a batch
+
+    @property
+    def means(self) -> jax.Array:
+        """Returns the mean log-probability of the tokens of each answer."""
+        return self.log_probs / jnp.maximum(self.tokens, 1)
 
 
-def ipo(margin: jax.Array, beta: float, label_smoothing: float) -> jax.Array:
-    """Returns the loss of each pair. There is no smoothing."""
-    return jnp.square(margin / beta - 1 / (2 * beta))
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss of pairs. Its fields have the names of settings."""
+
+    has_reference: ClassVar[bool] = True
+    compares: ClassVar[int] = 2  # answers
+
+    beta: float = 0.1
+
+    def rewards(self, found: Answers) -> jax.Array:
+        """Returns beta (log p - log q), float32[pairs, answers]."""
+        return self.beta * (found.log_probs - found.reference)
+
+    def terms(self, rewards: jax.Array, found: Answers) -> jax.Array:
+        """Returns the loss of each pair, float32[pairs]."""
+        raise NotImplementedError
 
 
-# name -> (margin: float32[pairs], beta, label_smoothing) -> float32[pairs]
-LOSSES: Mapping[str, Callable[[jax.Array, float, float], jax.Array]] = {SIGMOID: sigmoid, IPO: ipo}
+@dataclasses.dataclass(frozen=True)
+class Sigmoid(Loss):
+    """DPO, arXiv:2305.18290, equation 7: -(1 - e) log sigmoid(m) - e log sigmoid(-m) of the margin m, with the label smoothing e."""
+
+    label_smoothing: float = 0.0
+
+    def terms(self, rewards: jax.Array, found: Answers) -> jax.Array:
+        margin, smoothing = _margin(rewards), self.label_smoothing
+        return -(1 - smoothing) * jax.nn.log_sigmoid(margin) - smoothing * jax.nn.log_sigmoid(-margin)
 
 
-def clipped(ratio: jax.Array, advantage: jax.Array, clip: float) -> tuple[jax.Array, jax.Array]:
-    """Returns -min(r A, clip(r, 1 - c, 1 + c) A) of tokens, and 1 where the bound took effect, float32 both."""
-    free, bound = ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage
-    return -jnp.minimum(free, bound), (bound < free).astype(jnp.float32)
+class Ipo(Loss):
+    """arXiv:2310.12036, equation 17: (m / beta - 1 / (2 beta))^2."""
+
+    def terms(self, rewards: jax.Array, found: Answers) -> jax.Array:
+        return jnp.square(_margin(rewards) / self.beta - 1 / (2 * self.beta))
 
 
-def drift(gain: jax.Array) -> jax.Array:
-    """Returns exp(q) - q - 1, never below 0, of q: the reference's log-probability less the model's."""
-    return jnp.expm1(gain) - gain
+@dataclasses.dataclass(frozen=True)
+class Kto(Loss):
+    """arXiv:2402.01306, equation 8: the mean of a (1 - sigmoid(r_c - z)) and b (1 - sigmoid(z - r_r)), where z is the mean reward of
+    answers to other prompts, 0 or more, of all devices' pairs in a pass; no gradient flows through it."""
+
+    compares = 3
+
+    desirable: float = 1.0  # a
+    undesirable: float = 1.0  # b
+
+    def terms(self, rewards: jax.Array, found: Answers) -> jax.Array:
+        sums = jnp.stack([jnp.sum(rewards[:, 2] * found.counts), jnp.sum(found.counts)])
+        axes = mesh_lib.around(mesh_lib.SUMMED)
+        total, count = jax.lax.psum(sums, axes) if axes else sums
+        z = jax.lax.stop_gradient(jnp.maximum(total / jnp.maximum(count, 1), 0))
+        good, bad = jax.nn.sigmoid(z - rewards[:, 0]), jax.nn.sigmoid(rewards[:, 1] - z)
+        return (self.desirable * good + self.undesirable * bad) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Orpo(Loss):
+    """arXiv:2403.07691, equations 6 and 7: -log p_c / n - beta log sigmoid(o_c - o_r), with the log-odds o of the mean log-probability."""
+
+    has_reference = False
+
+    def rewards(self, found: Answers) -> jax.Array:
+        """Returns beta log p / n."""
+        return self.beta * found.means
+
+    def terms(self, rewards: jax.Array, found: Answers) -> jax.Array:
+        means = jnp.minimum(found.means, _SURE)
+        odds = means - jnp.log(-jnp.expm1(means))
+        return -found.means[:, 0] - self.beta * jax.nn.log_sigmoid(_margin(odds))
+
+
+@dataclasses.dataclass(frozen=True)
+class Simpo(Loss):
+    """arXiv:2405.14734, equation 6: -log sigmoid(m - gamma), with rewards beta log p / n."""
+
+    has_reference = False
+
+    beta: float = 2.0
+    gamma: float = 1.0
+
+    def rewards(self, found: Answers) -> jax.Array:
+        """Returns beta log p / n."""
+        return self.beta * found.means
+
+    def terms(self, rewards: jax.Array, found: Answers) -> jax.Array:
+        return -jax.nn.log_sigmoid(_margin(rewards) - self.gamma)
+
+
+LOSSES: Mapping[str, type[Loss]] = {SIGMOID: Sigmoid, IPO: Ipo, "kto": Kto, "orpo": Orpo, "simpo": Simpo}
+# name -> the settings that it reads
+READS = {name: tuple(field.name for field in dataclasses.fields(loss)) for name, loss in LOSSES.items()}
+
+
+def make(name: str, given: Mapping[str, float]) -> Loss:
+    """Returns the loss of a name, with those of the given fields that it reads."""
+    return LOSSES[name](**{field: given[field] for field in READS[name]})
+
+
+def _margin(rewards: jax.Array) -> jax.Array:
+    return rewards[:, 0] - rewards[:, 1]

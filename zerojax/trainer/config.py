@@ -21,7 +21,6 @@ from zerojax.errors import UserError
 from zerojax.interop import hub
 from zerojax.lora import settings as lora_lib
 from zerojax.ops import tiles
-from zerojax.optim import registry
 from zerojax.trainer import ranges, settings, trackers
 from zerojax.zero import stages
 from zerojax.zero.fp8 import modules as fp8_lib
@@ -76,11 +75,10 @@ def from_dict(raw: Mapping[str, Any]) -> settings.Config:
     make_fp8(config)
     make_wires(config)
     _check_lora(config)
-    chosen = config.optimizer
-    decay = registry.own_weight_decay(chosen.name) if chosen.weight_decay == settings.OWN else chosen.weight_decay
+    own = settings.own_values(config).items()
     found = {
+        **{place: number for place, number in own if settings.lookup(config, place) == settings.OWN},
         "data.tokenizer": _tokenizer(config),
-        "optimizer.weight_decay": decay,
         "model": _for_long_texts(config.model),
     }
     return settings.changed(config, found)

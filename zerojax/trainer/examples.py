@@ -13,6 +13,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.interop import pretrained
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
+from zerojax.ops import preferences
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import rewarded
 from zerojax.trainer import settings as settings_lib
@@ -105,7 +106,18 @@ def row(config: settings_lib.Config, family: family_lib.Family, model: ModelConf
     found = rows.lengths(shape, packs=_packs(data))
     if data.task == tasks.GRPO:
         return objectives.integers(rewarded.lengths(config, found))
-    return objectives.integers(rows.of_pair(found) if data.task == tasks.DPO else found)
+    several = compared(config)
+    return objectives.integers(found if several == 1 else rows.of_pair(found, several))
+
+
+def compared(config: settings_lib.Config) -> int:
+    """Returns the answers that a run's row has beside each other."""
+    return preferences.LOSSES[config.dpo.loss].compares if config.data.task == tasks.DPO else 1
+
+
+def has_reference(config: settings_lib.Config) -> bool:
+    """Returns whether a run compares log-probabilities of its pairs with those under its first weights."""
+    return config.data.task == tasks.DPO and preferences.LOSSES[config.dpo.loss].has_reference
 
 
 def _packs(data: settings_lib.DataSettings) -> bool:
@@ -137,6 +149,7 @@ def load(
         packs=_packs(config.data),
         folder=folder_of(config, tokenizer),
         cache=cache,
+        compared=compared(config),
     )
 
 

@@ -177,8 +177,8 @@ def row(config: settings_lib.Config, family: family_lib.Family, model: ModelConf
 
 
 def lengths_of_answer(config: settings_lib.Config, found: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns the lengths of the arrays of one answer of a row, which holds both of a pair."""
-    count = tasks.ANSWERS.get(config.data.task, 1)
+    """Returns the lengths of the arrays of one answer of a row, which holds all of a pair."""
+    count = rows.answers(found)
     return {name: length if name in rows.PROMPT else length // count for name, length in found.items()}
 
 

@@ -26,25 +26,31 @@ Batch = Mapping[str, jax.Array]
 def log_probs(
     family: family_lib.Family, model: ModelConfig, params: PyTree, batch: Batch, *keys: jax.Array
 ) -> jax.Array:
-    """Returns the log-probabilities of both answers of pairs: float32[pairs, 2], the chosen one first."""
+    """Returns the log-probabilities of the answers of pairs: float32[pairs, answers], the chosen one first."""
+    pairs, count = batch[rows.REFERENCE].shape
 
     def apart(name: str, array: jax.Array) -> jax.Array:
-        return jnp.repeat(array, 2, axis=0) if name in rows.PROMPT else array.reshape(2 * len(array), -1)
+        return jnp.repeat(array, count, axis=0) if name in rows.PROMPT else array.reshape(count * pairs, -1)
 
     answers = {name: apart(name, array) for name, array in batch.items() if name != rows.REFERENCE}
-    return -jnp.sum(family.loss(model, params, answers, *keys, by_token=True), axis=-1).reshape(-1, 2)
+    return -jnp.sum(family.loss(model, params, answers, *keys, by_token=True), axis=-1).reshape(-1, count)
 
 
 def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:
     """Returns f(params, batch, *keys) -> (the mean over pairs, metrics); see `ops.preferences`. Pairs without labels do not count."""
-    chosen = config.dpo
+    chosen = preferences.make(config.dpo.loss, vars(config.dpo))
 
     def of_pairs(params: PyTree, batch: Batch, *keys: jax.Array) -> tuple[outputs.Mean, dict[str, Any]]:
         reference = jax.lax.bitcast_convert_type(batch[rows.REFERENCE], jnp.float32)
-        rewards = chosen.beta * (log_probs(family, model, params, batch, *keys) - reference)
-        margin = rewards[:, 0] - rewards[:, 1]
-        terms = preferences.LOSSES[chosen.loss](margin, chosen.beta, chosen.label_smoothing)
-        counts = jnp.any(parts.labeled(batch) > 0, axis=-1).astype(jnp.float32)
+        labels = batch["labeled"].reshape(*reference.shape, -1) > 0  # no answer's first token is one
+        found = preferences.Answers(
+            log_probs(family, model, params, batch, *keys),
+            reference,
+            jnp.sum(labels, axis=-1, dtype=jnp.float32),
+            counts := jnp.any(parts.labeled(batch) > 0, axis=-1).astype(jnp.float32),
+        )
+        rewards = chosen.rewards(found)
+        margin, terms = rewards[:, 0] - rewards[:, 1], chosen.terms(rewards, found)
 
         def mean(terms: jax.Array) -> outputs.Mean:
             return outputs.Mean(jnp.sum(terms * counts), jnp.sum(counts))

@@ -21,7 +21,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, mixture, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import splits, tasks
+from zerojax.data.pairs import rows, splits
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.launch import watch
@@ -113,8 +113,8 @@ class Program:
 
     @property
     def tokens_per_step(self) -> int:
-        """Returns the tokens of a batch; both answers of a pair count."""
-        return self.sizes.global_batch_size * self.config.seq_len * tasks.ANSWERS.get(self.config.data.task, 1)
+        """Returns the tokens of a batch; all answers of a pair count."""
+        return self.sizes.global_batch_size * self.config.seq_len * rows.answers(self.lengths)
 
     @property
     def flops_per_token(self) -> float:

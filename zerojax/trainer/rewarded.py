@@ -1,11 +1,7 @@
 """The loss of rewarded answers. This module holds what the task `grpo` adds to a step (arXiv:2402.03300, equations 3 and 4).
 
-With the ratio r of a token's probability to that when the answer was drawn, the advantage A of its answer, and the log-probability q of the
-model without adapters less the token's own, an answer's loss is the mean over its tokens of
-
-    -min(r A, clip(r, 1 - c, 1 + c) A) + kl (exp(q) - q - 1)
-
-and a batch's is the mean over its answers.
+The term of a token is that of `config.grpo.variant` (`ops.ratios`) and kl (exp(q) - q - 1), with the log-probability q of the model without
+adapters less the token's own. The variant also says of what the loss is the mean.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +13,7 @@ import jax.numpy as jnp
 from zerojax.data import parts
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
-from zerojax.ops import preferences
+from zerojax.ops import ratios
 from zerojax.trainer import settings as settings_lib
 from zerojax.tree import PyTree
 from zerojax.zero.sharded_batch import outputs
@@ -36,25 +32,25 @@ def lengths(config: settings_lib.Config, of_rows: Mapping[str, int]) -> dict[str
 
 
 def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:
-    """Returns f(params, batch, *keys) -> (the mean over answers, metrics)."""
-    chosen = config.grpo
+    """Returns f(params, batch, *keys) -> (the loss of the variant, metrics)."""
+    chosen, most = config.grpo, config.data.answer_len
+    variant = ratios.VARIANTS[chosen.variant](chosen.clip, chosen.clip_high)
 
     def of_answers(params: PyTree, batch: Mapping[str, jax.Array], *keys: jax.Array) -> tuple[Any, dict[str, Any]]:
         read = {name: array for name, array in batch.items() if name not in OF_ANSWER}
         log_probs = -family.loss(model, params, read, *keys, by_token=True)
         own = {name: jax.lax.bitcast_convert_type(batch[name], jnp.float32) for name in OF_ANSWER if name in batch}
         counts = (parts.labeled(batch) > 0).astype(jnp.float32)
-        ratio = jnp.exp(log_probs - own.get(OLD, jax.lax.stop_gradient(log_probs)))
-        terms, is_clipped = preferences.clipped(ratio, own[ADVANTAGE], chosen.clip)
-        drift = preferences.drift(own.get(REFERENCE, jax.lax.stop_gradient(log_probs)) - log_probs)
+        ratio = variant.ratio(log_probs - own.get(OLD, jax.lax.stop_gradient(log_probs)), counts)
+        terms, is_clipped = variant.clipped(ratio, own[ADVANTAGE])
+        drift = ratios.drift(own.get(REFERENCE, jax.lax.stop_gradient(log_probs)) - log_probs)
 
         def mean(values: jax.Array, weights: jax.Array) -> outputs.Mean:
             return outputs.Mean(jnp.sum(values * weights), jnp.sum(weights))
 
-        each = jnp.sum((terms + chosen.kl * drift) * counts, axis=1) / jnp.maximum(jnp.sum(counts, axis=1), 1)
-        metrics = {"reward": mean(own[REWARD][:, 0], jnp.ones(len(each)))}
+        metrics = {"reward": mean(own[REWARD][:, 0], jnp.ones(len(counts)))}
         metrics |= {"clipped": mean(is_clipped, counts)} if OLD in own else {}
         metrics |= {"kl": mean(drift, counts)} if REFERENCE in own else {}
-        return mean(each, jnp.ones(len(each))), metrics
+        return mean(*variant.weighted(terms + chosen.kl * drift, counts, most)), metrics
 
     return of_answers

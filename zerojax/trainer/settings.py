@@ -22,7 +22,7 @@ from zerojax.data.pairs import spans, tasks, templates
 from zerojax.interop import huggingface
 from zerojax.launch import devices
 from zerojax.models import families
-from zerojax.ops import fp8, preferences, quantized
+from zerojax.ops import fp8, preferences, quantized, ratios
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import stages
 from zerojax.zero.blocks import block_settings, remat
@@ -152,6 +152,13 @@ def of_optimizer(config: "Config", place: str) -> str:
     chosen, name = config.optimizer.name, place.removeprefix("optimizer.")
     is_read = name not in registry.READ_BY_SOME or name in (*registry.READS[chosen], "weight_decay")
     return "" if is_read else f"the optimizer {chosen} does not read it"
+
+
+def of_loss(config: "Config", place: str) -> str:
+    """Returns the reason not to read what other losses of pairs read."""
+    chosen = config.dpo.loss
+    is_read = place.removeprefix("dpo.") in ("loss", *preferences.READS[chosen])
+    return "" if is_read else f"config.dpo.loss={chosen} does not read it"
 
 
 # fmt: off
@@ -439,11 +446,15 @@ class DataSettings:
 class DpoSettings:
     """What is learned of two answers, the task "dpo" (docs/fine_tuning.md)."""
 
-    beta: float = setting(0.1, POSITIVE, "rewards are this times the gain of log-probability over the weights that the run starts from")
-    loss: str = setting("sigmoid", tuple(preferences.LOSSES), '"sigmoid": DPO; "ipo": a squared distance to a margin of 1 / (2 beta)')
+    beta: float = setting(-1.0, POSITIVE.or_minus_one("the loss's own"), "rewards are this times the gain of log-probability over the "
+        "weights that the run starts from, or of orpo and simpo the mean log-probability of a token; -1: 0.1, of simpo 2")
+    loss: str = setting("sigmoid", tuple(preferences.LOSSES), '"sigmoid": DPO; "ipo": a squared distance to a margin of 1 / (2 beta); '
+        '"kto": each answer alone; without a reference "orpo", which learns the chosen one too, and "simpo"')
     label_smoothing: float = setting(0.0, SHARE.up_to(0.5, "more would prefer the rejected answers"),
-        "of \"sigmoid\": the share of pairs that are taken to be in the wrong order",
-        if_on(lambda c: c.dpo.loss == preferences.SIGMOID, "config.dpo.loss={c.dpo.loss} does not read it"))
+        'of "sigmoid": the share of pairs that are taken to be in the wrong order')
+    desirable: float = setting(1.0, NOT_NEGATIVE, 'of "kto": the weight of chosen answers')
+    undesirable: float = setting(1.0, NOT_NEGATIVE, "and of rejected ones")
+    gamma: float = setting(1.0, NOT_NEGATIVE, 'of "simpo": the margin of rewards that is asked for')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -456,8 +467,14 @@ class GrpoSettings:
     group: int = setting(8, POSITIVE.at_least(2, "an answer is compared with others to its prompt"),
         "answers to a prompt; config.global_batch_size counts answers")
     inner_steps: int = setting(1, POSITIVE, "steps on the same answers")
-    clip: float = setting(0.2, SHARE,
-        "with inner steps: the ratio of a token's probability to that when it was drawn counts up to 1 +- this", beside("grpo.inner_steps"))
+    variant: str = setting("grpo", tuple(ratios.VARIANTS),
+        '"grpo"; "dr_grpo": no deviation; "dapo": the mean over tokens, more room above; "gspo": one ratio for an answer; "rloo": each '
+        "answer less the others")
+    clip: float = setting(-1.0, SHARE.or_minus_one("the variant's own"),
+        "with inner steps: the ratio of a probability to that when it was drawn counts down to 1 less this; -1: 0.2, of gspo 0.0003",
+        beside("grpo.inner_steps"))
+    clip_high: float = setting(-1.0, NOT_NEGATIVE.or_minus_one("the variant's own"),
+        "and up to 1 and this; -1: as grpo.clip, of dapo 0.28, of gspo 0.0004", beside("grpo.inner_steps"))
     kl: float = setting(0.0, NOT_NEGATIVE, "with adapters: the weight of the divergence from the model without them")
 
 
@@ -572,7 +589,7 @@ class Config:
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings, metadata={"unread": (of_optimizer,)})
     loss_scale: LossScaleSettings = dataclasses.field(default_factory=LossScaleSettings)
     data: DataSettings = dataclasses.field(default_factory=DataSettings, metadata={"unread": (of_task,)})
-    dpo: DpoSettings = dataclasses.field(default_factory=DpoSettings, metadata={"unread": (of_task,)})
+    dpo: DpoSettings = dataclasses.field(default_factory=DpoSettings, metadata={"unread": (of_task, of_loss)})
     grpo: GrpoSettings = dataclasses.field(default_factory=GrpoSettings, metadata={"unread": (of_task,)})
     evaluate: EvaluateSettings = dataclasses.field(default_factory=EvaluateSettings, metadata={"unread": (EVALUATED, of_task)})
     checkpoint: CheckpointSettings = dataclasses.field(default_factory=CheckpointSettings)
@@ -629,8 +646,18 @@ def why_unread(config: "Config", place: str) -> str:
 def told(config: "Config", place: str, why: str) -> list[str]:
     """Returns a line about a setting that has no effect for a reason, if there is one and it asks for something else than its default."""
     value, default = lookup(config, place), table()[place].default
-    is_told = why and value not in (default, OFF.get(place, default))
+    is_told = why and value not in (default, OFF.get(place, default), own_values(config).get(place, default))
     return [f"config.{place}={value!r} has no effect: {why}"] if is_told else []
+
+
+def own_values(config: "Config") -> dict[str, float]:
+    """Returns the numbers that OWN stands for, since a choice has its own: {dotted place: number}."""
+    bounds = vars(ratios.VARIANTS[config.grpo.variant]())
+    return {
+        "optimizer.weight_decay": registry.own_weight_decay(config.optimizer.name),
+        "dpo.beta": preferences.LOSSES[config.dpo.loss].beta,
+        **{f"grpo.{name}": bounds[name] for name in ("clip", "clip_high")},
+    }
 
 
 def changed(config: "Config", values: Mapping[str, Any]) -> "Config":

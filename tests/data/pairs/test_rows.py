@@ -58,11 +58,27 @@ def test_a_pair_is_both_rows_of_one_prompt_beside_each_other(form):
     made.reference[:] = np.arange(18, dtype=np.float32).reshape(9, 2) / 7
     for number in (0, 8, 9):
         found, a, b = made.arrays(number), one.arrays(number), other.arrays(number)
-        assert {name: len(array) for name, array in found.items()} == rows.of_pair(rows.lengths(form, packs=False))
+        assert {name: len(array) for name, array in found.items()} == rows.of_pair(rows.lengths(form, packs=False), 2)
         for name in a:
             wanted = a[name] if name in ("inputs", "mask") else np.concatenate([a[name], b[name]])
             np.testing.assert_array_equal(found[name], wanted)
         np.testing.assert_array_equal(found["reference"].view(np.float32), made.reference[number % 9])
+
+
+@pytest.mark.parametrize("form", [ONE, PAIR], ids=["decoder", "encoder-decoder"])
+def test_a_third_answer_is_that_of_the_next_example_to_this_ones_prompt(form):
+    given = examples(form)
+    made = rows.Pairs(given, given, form, 3)
+    for number in (0, 8):
+        own, other, third = given[number], given[(number + 1) % 9], made.answers[2].examples[number]
+        if form.is_encoder_decoder:
+            assert third[:3] == (own.inputs, other.targets, other.labeled)
+            continue
+        wanted = [*own.inputs[: own.prompt], *other.inputs[other.prompt :]]
+        assert third.inputs.tolist() == wanted[:17]
+        assert third.labeled[: own.prompt].sum() == 0 and third.labeled[own.prompt :].all()
+    found = made.arrays(3)
+    assert {name: len(array) for name, array in found.items()} == rows.of_pair(rows.lengths(form, packs=False), 3)
 
 
 def test_an_encoder_decoders_row_is_padded_with_a_mask():

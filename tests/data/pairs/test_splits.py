@@ -37,7 +37,7 @@ def test_pairs_with_two_equal_answers_are_counted(tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     places = batches.Places("", "", "", "", str(tmp_path / "pairs.jsonl"), "")
     settings = dataclasses.replace(SETTINGS, task="dpo", rejected="{other}")
-    notes = splits.load(places, BYTES, settings, FORM, packs=False, folder=None).notes
+    notes = splits.load(places, BYTES, settings, FORM, packs=False, folder=None, compared=2).notes
     assert any("2 of 3 pairs have two equal answers" in note for note in notes)
 
 

@@ -62,10 +62,10 @@ def opened(prompts_file, devices=8, **changes):
         return built, rollouts.Rollouts(built, BYTES, found, streams)
 
 
-def test_advantages_are_rewards_in_units_of_their_groups_deviation():
-    found = rollouts.advantages(np.array([0, 1, 0, 1, 5, 5, 5, 5], np.float32), 4)
+def test_advantages_are_those_of_each_group_of_neighbours():
+    found = rollouts.advantages(np.array([0, 1, 0, 1, 5, 5, 5, 5], np.float32), 4, "grpo")
     np.testing.assert_allclose(found, [-1, 1, -1, 1, 0, 0, 0, 0], rtol=1e-3)
-    np.testing.assert_allclose(rollouts.advantages(np.array([-3e38, 3e38], np.float32), 2), [-1, 1], rtol=1e-3)
+    np.testing.assert_allclose(rollouts.advantages(np.array([-3e38, 3e38], np.float32), 2, "grpo"), [-1, 1], rtol=1e-3)
 
 
 @pytest.mark.parametrize(

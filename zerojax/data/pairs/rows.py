@@ -9,8 +9,8 @@ The arrays of a row are int32. Of a decoder, with `length` = seq_len + 1:
 Of an encoder-decoder: inputs[seq_len], mask[seq_len] (0 for padding), targets[answer_len + 1], labeled[answer_len + 1]. Of a classifier:
 inputs[seq_len], mask[seq_len], labels[1] (the number of the class), labeled[1].
 
-A pair of answers has the arrays of the chosen one, each followed by that of the rejected one (but inputs and mask, which both
-share), and reference[2], see `Pairs`.
+A pair of answers has the arrays of the chosen one, each followed by those of the other answers (but inputs and mask, which all
+share), and reference[answers], see `Pairs`.
 """
 
 import functools
@@ -78,32 +78,61 @@ def filled(examples: Sequence[tasks.Example], form: tasks.RowForm, lengths: Mapp
 
 
 class Pairs(Rows):
-    """The rows of a split whose prompts have two answers each.
+    """The rows of a split whose prompts have two answers each, or three, of which the last is the chosen one of the next example.
 
     Args:
       chosen, rejected: the same examples with either answer.
       form: the form of the model's rows.
+      answers: of a row, 2 or 3.
 
     Attributes:
-      reference: float32[rows, 2], the log-probabilities of both answers under the weights that the run starts from. Rows hold their bits.
+      reference: float32[rows, answers], the log-probabilities of the answers under the run's first weights. Rows hold their bits.
     """
 
-    def __init__(self, chosen: Sequence[tasks.Example], rejected: Sequence[tasks.Example], form: tasks.RowForm):
+    def __init__(
+        self,
+        chosen: Sequence[tasks.Example],
+        rejected: Sequence[tasks.Example],
+        form: tasks.RowForm,
+        answers: int = 2,
+    ):
         super().__init__(chosen, form, packs=False)
-        self._both = Rows(chosen, form, packs=False), Rows(rejected, form, packs=False)
-        self.reference = np.zeros((len(chosen), 2), np.float32)
+        several = [chosen, rejected]
+        if answers > len(several):
+            following = [*chosen[1:], *chosen[:1]]
+            several.append([_answered(other, example, form) for other, example in zip(following, chosen)])
+        self.answers = [Rows(examples, form, packs=False) for examples in several]
+        self.reference = np.zeros((len(chosen), answers), np.float32)
 
     def arrays(self, number: int) -> dict[str, np.ndarray]:
         """Returns the arrays of a pair. Pairs after the last are like the first, without labels."""
-        one, other = (answers.arrays(number) for answers in self._both)
-        found = {name: array if name in PROMPT else np.append(array, other[name]) for name, array in one.items()}
+        several = [answers.arrays(number) for answers in self.answers]
+        found = {
+            name: array if name in PROMPT else np.concatenate([one[name] for one in several])
+            for name, array in several[0].items()
+        }
         return {**found, REFERENCE: self.reference[number if number < len(self) else 0].view(np.int32)}
 
 
-def of_pair(lengths: Mapping[str, int]) -> dict[str, int]:
+def _answered(other: tasks.Example, example: tasks.Example, form: tasks.RowForm) -> tasks.Example:
+    """Returns the prompt of an example with the last answer of another, of which the end is cut where the row has no room."""
+    if form.reads_prompt:
+        return example._replace(targets=other.targets, labeled=other.labeled)
+    own, answer = slice(example.prompt), slice(other.prompt, None)
+    tokens = np.concatenate([example.inputs[own], other.inputs[answer]])[: form.seq_len + 1]
+    labeled = np.concatenate([np.zeros(example.prompt, bool), other.labeled[answer]])[: form.seq_len + 1]
+    return example._replace(inputs=tokens, labeled=labeled)
+
+
+def of_pair(lengths: Mapping[str, int], answers: int) -> dict[str, int]:
     """Returns the lengths of the arrays of a pair, by name, from those of rows with one answer."""
-    found = {name: length if name in PROMPT else 2 * length for name, length in lengths.items()}
-    return {**found, REFERENCE: 2}
+    found = {name: length if name in PROMPT else answers * length for name, length in lengths.items()}
+    return {**found, REFERENCE: answers}
+
+
+def answers(lengths: Mapping[str, int]) -> int:
+    """Returns the number of answers of a row, from the lengths of its arrays."""
+    return lengths.get(REFERENCE, 1)
 
 
 def lengths(form: tasks.RowForm, *, packs: bool) -> dict[str, int]:

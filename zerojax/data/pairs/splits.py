@@ -87,6 +87,7 @@ def load(
     packs: bool,
     folder: pathlib.Path | None,
     cache: pathlib.Path | None = None,
+    compared: int = 1,
 ) -> Splits:
     """Reads and encodes the examples of both splits. All processes must call it.
 
@@ -95,6 +96,7 @@ def load(
       tokenizer, settings, form, folder: see `tasks.encode`.
       packs: see `rows.Rows`.
       cache: a folder for encoded examples; None for none.
+      compared: the answers of a row; see `rows.Pairs`.
 
     Raises:
       UserError: a file or a split cannot be read, an example is damaged, both splits share examples, or processes read different ones.
@@ -114,7 +116,7 @@ def load(
     def with_others(encoded: tasks.Encoded, source: source_lib.Source, name: str) -> tuple[rows.Rows, str]:
         """Returns the rows of a split and their fingerprint."""
         own = encoded.fingerprint()
-        if tasks.ANSWERS.get(settings.task, 1) == 1:
+        if compared == 1:
             return rows.Rows(encoded.examples, form, packs=packs), own
         others = encode(source, name=name, answer="rejected")
         notes.extend(note for note in others.notes if note not in notes)
@@ -124,7 +126,7 @@ def load(
             notes.append(
                 f"{name}: {alike} of {len(others.examples)} pairs have two equal answers, of which nothing is learned"
             )
-        return rows.Pairs(encoded.examples, others.examples, form), own + others.fingerprint()
+        return rows.Pairs(encoded.examples, others.examples, form, compared), own + others.fingerprint()
 
     source, name = places.open(True), _named(places, True)
     held_source = places.open(False) if places.has_held_out else None

@@ -33,7 +33,7 @@ class Task(NamedTuple):
     """A task of a run."""
 
     reads: tuple[str, ...]  # the settings, or groups of them, that not every task reads
-    compared: int = 0  # of a task that compares answers: how many are beside each other in a row
+    compares: bool = False  # whether it compares answers
 
 
 _TEMPLATES = ("data.prompt", "data.answer", "data.labels")
@@ -44,10 +44,10 @@ TASKS: Mapping[str, Task] = {
     SEQ2SEQ: Task((*_TEMPLATES, *_ROWS, "data.pack", *_LOSS, _ASKED)),
     CLASSIFICATION: Task((*_TEMPLATES, *_ROWS, "data.pack", *_LOSS, _ASKED)),
     CHAT: Task(("data.messages", *_ROWS, "data.pack", *_LOSS, _ASKED)),
-    DPO: Task((*_TEMPLATES, "data.rejected", *_ROWS, *_LOSS, "dpo"), compared=2),
-    GRPO: Task((*_TEMPLATES, *_ROWS, _ASKED, "grpo"), compared=1),
+    DPO: Task((*_TEMPLATES, "data.rejected", *_ROWS, *_LOSS, "dpo"), compares=True),
+    GRPO: Task((*_TEMPLATES, *_ROWS, _ASKED, "grpo"), compares=True),
 }
-ANSWERS = {name: task.compared for name, task in TASKS.items() if task.compared}
+ANSWERS = tuple(name for name, task in TASKS.items() if task.compares)
 
 
 @dataclasses.dataclass(frozen=True)

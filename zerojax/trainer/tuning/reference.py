@@ -74,7 +74,7 @@ def _splits(pairs: splits.Splits) -> Iterator[tuple[str, rows.Pairs]]:
 
 
 def _program(program: program_lib.Program) -> Callable[[PyTree, dict[str, jax.Array]], jax.Array]:
-    """Returns (params, batch) -> float32[pairs, 2]."""
+    """Returns (params, batch) -> float32[pairs, answers]."""
     family, model, partition = program.family, program.model, program.forward.partition
     compute_dtype = program.config.policy.compute_dtype
     how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, model)}

@@ -1,9 +1,8 @@
 """Asks the model in training, and makes batches of its answers. This module holds what the task `grpo` does between two steps.
 
 The engine reads the weights of the state as they are, sharded as they are: a weight is gathered where it is used, as in a step. A group of
-answers to one prompt is rewarded, and each answer's advantage is its reward less the group's mean, divided by the group's standard
-deviation (arXiv:2402.03300, section 4.1). Prompts and draws depend on the seed and the step alone, so a run that resumes asks the same.
-All processes ask the same; process 0 rewards the answers, and its numbers are those of all.
+answers to one prompt is rewarded, and `config.grpo.variant` makes advantages of that. Prompts and draws depend on the seed and the step
+alone, so a run that resumes asks the same. All processes ask the same; process 0 rewards the answers, and its numbers are those of all.
 """
 
 import math
@@ -27,6 +26,7 @@ from zerojax.inference.engine import requests
 from zerojax.launch import processes
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
+from zerojax.ops import ratios
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import examples, rewarded
 from zerojax.trainer import program as program_lib
@@ -34,8 +34,6 @@ from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.tuning import answers
 from zerojax.tree import PyTree
 from zerojax.zero.blocks import where_used
-
-SMALLEST = 1e-4  # added to a group's standard deviation
 
 
 class _Model(NamedTuple):
@@ -132,7 +130,7 @@ class Rollouts:
         batch = {name: np.stack([one[name] for one in arrays]) for name in arrays[0]}
         batch |= {
             rewarded.REWARD: _bits(scores[:, None]),
-            rewarded.ADVANTAGE: _bits(advantages(scores, group)[:, None]),
+            rewarded.ADVANTAGE: _bits(advantages(scores, group, config.grpo.variant)[:, None]),
         }
         return self._with_log_probs(batch, params)
 
@@ -189,11 +187,10 @@ class Rollouts:
         return self._engine
 
 
-def advantages(scores: np.ndarray, group: int) -> np.ndarray:
-    """Returns float32[answers]: rewards less the mean of their group, divided by its standard deviation; groups are neighbours."""
+def advantages(scores: np.ndarray, group: int, variant: str) -> np.ndarray:
+    """Returns float32[answers] as a row of `ratios.VARIANTS` makes them of rewards; groups are neighbours."""
     groups = scores.reshape(-1, group).astype(np.float64)  # a square of a large reward has no float32
-    centred = groups - groups.mean(axis=1, keepdims=True)
-    return (centred / (groups.std(axis=1, keepdims=True) + SMALLEST)).astype(np.float32).ravel()
+    return ratios.VARIANTS[variant]().advantages(groups).astype(np.float32).ravel()
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
