@@ -9,9 +9,8 @@
 `text` writes documents of the files of the packages beside this Python, one in a hundred of them held out, and a tokenizer of 8,192 tokens.
 `train` trains rows with `zerojax train`, `--together` of them at once; a row that is done is not run again. Rows differ from `seed0` as
 their settings below say; with one seed they have the same first weights and text. `ids` writes the batches of seed 0 and first weights,
-in the form of transformers, for the peer. `judge` prints a table. The band is the difference between the highest and the lowest seed in the
-mean loss of the last third of the steps. A row is within it if it differs from seed0 by at most the band there, and by at most 0.5% in
-held-out loss.
+in the form of transformers, for the peer. `judge` prints a table. A band is the difference between the highest and the lowest seed, in the
+mean loss of the last third of the steps and in the held-out loss. A row is within the bands if it differs from seed0 by no more in both.
 """
 
 import argparse
@@ -280,18 +279,16 @@ def judge(options: argparse.Namespace) -> None:
     ends = {name: statistics.fmean(row["loss"][last]) for name, row in rows.items()}
     held_out = {name: row["held_out"][steps] for name, row in rows.items()}
     seeds = [name for name in SEEDS if name in rows]
-    band = max(ends[name] for name in seeds) - min(ends[name] for name in seeds)
-    print(f"\nthe last third is {steps // 3} steps; the band is {band:.4f}\n")
+    bands = [max(one[name] for name in seeds) - min(one[name] for name in seeds) for one in (ends, held_out)]
+    print(f"\nthe last third is {steps // 3} steps; the bands are {bands[0]:.4f} and, held out, {bands[1]:.4f}\n")
     print(
         "| row | loss, last third | minus seed0 | held out | minus seed0 | within | tokens/s |\n|---|---|---|---|---|---|---|"
     )
     for name, row in rows.items():
-        gap, held_out_gap = ends[name] - ends["seed0"], held_out[name] - held_out["seed0"]
-        within = abs(gap) <= band and abs(held_out_gap) <= 0.005 * held_out["seed0"]
-        print(
-            f"| {name} | {ends[name]:.4f} | {gap:+.4f} | {held_out[name]:.4f} | {held_out_gap:+.4f} | "
-            f" {'yes' if within else 'no'} | {row['tokens_per_second']:.0f} |"
-        )
+        gaps = [one[name] - one["seed0"] for one in (ends, held_out)]
+        within = "" if name in seeds else "yes" if all(abs(gap) <= band for gap, band in zip(gaps, bands)) else "no"
+        cells = f"{ends[name]:.4f} | {gaps[0]:+.4f} | {held_out[name]:.4f} | {gaps[1]:+.4f} ({gaps[1] / held_out['seed0']:+.2%})"
+        print(f"| {name} | {cells} | {within} | {row['tokens_per_second']:.0f} |")
     if options.raw:
         options.raw.write_text(json.dumps({name: _rounded(row) for name, row in rows.items()}, indent=None) + "\n")
     if options.picture:

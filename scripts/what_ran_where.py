@@ -59,8 +59,9 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"[{pathlib.Path(path).name}]({path.removeprefix('docs/')})" if path.startswith(RAW) else f"`{path}`"
         for path in row.proof.split()
     ]
-    folder = "" if row.page.startswith(("reliability", "multi_host", "offload")) else "benchmarks/"
-    page = f"[{row.page.partition('#')[0]}]({folder}{row.page})" if row.page else ""
+    name = row.page.partition("#")[0]
+    folder = "" if (ROOT / "docs" / name).exists() else "benchmarks/"
+    page = f"[{name}]({folder}{row.page})" if name else ""
     by = ", ".join(shown) or ("no raw file" if row.gpus.isdigit() else "")
     return row.feature, row.beside, row.gpus, row.machine, row.date, by, page
 
