@@ -38,7 +38,7 @@ def tensors_of(name):
 # Golden models of a family that has others: they have its weights, and other positions.
 OTHER_POSITIONS = {"llamadynamic", "phi3long"}
 # Trainer's rule decays vectors of recurrent layers, which their authors spare.
-RECURRENT = {"mamba2", "qwen3next"}
+RECURRENT = {"mamba2", "qwen3next", *golden_models.HYBRIDS}
 
 
 def test_all_golden_models_are_compared():

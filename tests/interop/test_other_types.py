@@ -87,6 +87,7 @@ def test_a_type_that_reads_images_too_names_its_text_model(tmp_path):
         ("gemma3", "gemma3", "model.language_model.", ""),
         ("ministral3", "mistral3", "language_model.model.", "language_model.lm_head.weight"),
         ("ministral3", "mistral3", "model.language_model.", "lm_head.weight"),
+        ("qwen35", "qwen3_5", "model.language_model.", "lm_head.weight"),
     ],
 )
 def test_of_a_folder_that_reads_images_too_the_text_model_is_taken_in_one_line(tmp_path, name, kind, prefix, head):

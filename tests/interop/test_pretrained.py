@@ -102,7 +102,7 @@ def test_a_batch_without_what_a_model_reads_is_refused():
         decoder.read_adapter(b"x")
 
 
-OTHERS = golden_models.DECODERS + golden_models.MIXTURES + golden_models.ENCODER_DECODERS
+OTHERS = golden_models.DECODERS + golden_models.MIXTURES + golden_models.HYBRIDS + golden_models.ENCODER_DECODERS
 # What these do, exaone4, qwen2moe, the norms of qwen3, bart, pegasus, and mbart under tensor parallelism do by default.
 AGAIN = ("mixtral", "olmoe", "qwen3moe", "marian", "mbart", "seedoss", "olmo3")
 TENSOR = ("gemma2", "deepseekv3")  # the others are long tests

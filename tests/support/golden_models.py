@@ -14,9 +14,10 @@ DECODERS = ("gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", 
 DECODERS += ("seedoss", "exaone4", "olmo3", "glm4", "ernie45", "cohere2", "starcoder2", "ministral3", "ministral")
 MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "gptoss", "deepseekv3")
 MIXTURES += ("granitemoe", "deepseekv2", "glm4moe", "ernie45moe", "minimaxm2", "phimoe", "qwen3next")
+HYBRIDS = ("qwen35", "qwen35moe", "granitehybrid", "nemotronh", "lfm2")
 CLASSIFIERS = ("bert", "roberta", "xlmroberta", "distilbert", "modernbert")
 ENCODER_DECODERS = ("mbart", "pegasus", "marian")
-GENERATORS = (*NAMES, *DECODERS, *MIXTURES, *ENCODER_DECODERS)
+GENERATORS = (*NAMES, *DECODERS, *MIXTURES, *HYBRIDS, *ENCODER_DECODERS)
 
 
 def expected(name: str) -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
 """Reads fields of a config.json that others wrote. This module checks their types, and names a wrong one in one line."""
 
+import math
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -67,6 +68,16 @@ class Fields:
         if not isinstance(found, list) or len(found) != length or not all(map(_is_positive, found)):
             raise self.refuse(name, f"{length} numbers above 0")
         return tuple(map(float, found))
+
+    def bounds(self, name: str) -> tuple[float, float]:
+        """Returns the least and the largest of what a field bounds, by default 0 and infinity."""
+        value = self._value(name, [0.0, math.inf])
+        if isinstance(value, list):  # as JSON has no infinity, newer files name it
+            value = [math.inf if part == {"__float__": "Infinity"} else part for part in value]
+        is_of_numbers = isinstance(value, list) and all(type(part) in (int, float) for part in value)
+        if not is_of_numbers or len(value) != 2 or not 0 <= value[0] <= value[1]:
+            raise self.refuse(name, "two numbers, at least 0, of which the second is the larger")
+        return float(value[0]), float(value[1])
 
     def flag(self, name: str, default: bool) -> bool:
         """Returns true or false. A missing or null field has the default."""

@@ -40,6 +40,8 @@ class Experts(nn.Module):
       clamp: (limit, slope) of the activation of gpt-oss, `clamped_gate`; gate and up are then one array "gate_up" [E, D, F, 2], and both
         matmuls have biases. None: `activation`, without biases.
       is_fused: gate and up are one array also without `clamp`.
+      is_gated: an expert is what is said above; else it is down(activation(up(x))).
+      latent_dim: experts read a projection of that width, and their sum is projected back; 0: none is.
       stddevs: of the initial router, gate and up, and down.
       form: f(name, matrices) -> the form in which rows are multiplied by them; None: that in which they are stored.
     """
@@ -56,6 +58,8 @@ class Experts(nn.Module):
     has_router_bias: bool = False
     clamp: tuple[float, float] | None = None
     is_fused: bool = False
+    is_gated: bool = True
+    latent_dim: int = 0
     stddevs: tuple[float, float, float] = (0.02, 0.02, 0.02)
     form: Callable[[str, expert_matrices.Matrices], expert_matrices.Matrices] | None = None
 
@@ -65,11 +69,13 @@ class Experts(nn.Module):
         router_DE = self.param(ROUTER, router, (dim, self.num_experts))
         count, zeros = self.num_experts, nn.initializers.zeros
         activation: Any = layers.ACTIVATIONS[self.activation]
-        biases = None
-        if self.clamp is None and not self.is_fused:
-            gate_EDF, up_EDF = (self._matrices(name, inner, (count, dim, self.width)) for name in ("gate", "up"))
+        biases, read = None, self.latent_dim or dim
+        if not self.is_gated:
+            gate_EDF, up_EDF = self._matrices("up", inner, (count, read, self.width)), None
+        elif self.clamp is None and not self.is_fused:
+            gate_EDF, up_EDF = (self._matrices(name, inner, (count, read, self.width)) for name in ("gate", "up"))
         else:
-            gate_EDF, up_EDF = self._stored("gate_up", inner, (count, dim, self.width, 2)), None
+            gate_EDF, up_EDF = self._stored("gate_up", inner, (count, read, self.width, 2)), None
             activation = functools.partial(_gated, activation)
         if self.clamp is not None:
             biases = (
@@ -77,7 +83,7 @@ class Experts(nn.Module):
                 self.param("down_bias", zeros, (count, dim)),
             )
             activation = functools.partial(clamped_gate, *self.clamp)
-        down_EFD = self._matrices("down", out, (count, self.width, dim))
+        down_EFD = self._matrices("down", out, (count, self.width, read))
         x_TD = x_BTD.reshape(-1, dim)
         settings = dict(self.router)
         if self.has_bias:
@@ -93,7 +99,11 @@ class Experts(nn.Module):
         room = None
         if self.capacity_factor:
             room = experts.capacity(len(x_TD), self.top_k, count, self.capacity_factor)
+        if self.latent_dim:
+            x_TD = layers.Linear((read,), name="to_latent")(x_TD)
         y_TD = experts.apply(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation, capacity=room, biases=biases)
+        if self.latent_dim:
+            y_TD = layers.Linear((dim,), stddev=self.stddevs[2], name="from_latent")(y_TD)
         return y_TD.reshape(*kept, dim)
 
     def _matrices(self, name: str, init: Any, shape: tuple[int, ...]) -> expert_matrices.Matrices:

@@ -10,6 +10,7 @@ from zerojax.models.t5 import family as t5
 
 FAMILIES: tuple[family.Family, ...] = (
     llama.FAMILY,
+    llama.NEMOTRON,
     gpt2.FAMILY,
     t5.FAMILY,
     bart.FAMILY,

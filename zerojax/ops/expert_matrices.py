@@ -93,6 +93,8 @@ def with_adapter(matrices: Matrices, a: jax.Array, b: jax.Array, scale: float, p
 
 def flat(matrices: Matrices) -> Matrices:
     """Returns matrices of which N is one dim."""
+    if len(matrices.shape) == 3:
+        return matrices
     if not isinstance(matrices, StoredMatrices):
         return matrices.reshape(*matrices.shape[:2], -1)
     assert matrices.b is not None and matrices.part is None

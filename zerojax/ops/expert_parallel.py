@@ -342,6 +342,8 @@ def _hidden(call: _Travel, part: _Part, gate: Matrices, inner: Matrices | None) 
             assert inner is not None
             gate_SF, up_SF = (multiply(x_SD, matrices, part.sizes_e) for matrices in (gate, inner))
             hidden_SF = call.activation(gate_SF) * up_SF
+        elif len(gate.shape) == 3:
+            hidden_SF = call.activation(multiply(x_SD, gate, part.sizes_e))
         else:
             assert not isinstance(inner, expert_matrices.StoredMatrices)
             both_SG = multiply(x_SD, expert_matrices.flat(gate), part.sizes_e)

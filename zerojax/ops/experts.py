@@ -145,8 +145,8 @@ def apply(
       x_TD: the tokens.
       routing: from `route`.
       gate_EDF, up_EDF, down_EFD: the matrices, arrays or `expert_matrices.StoredMatrices`. Without `up_EDF` the first is both,
-        [E, D, F, 2], which is one matmul; its entries alternate.
-      activation: of the gate; without `up_EDF` a function of gate and up.
+        [E, D, F, 2], which is one matmul; its entries alternate. Or it is [E, D, F], of experts down(activation(gate(x))).
+      activation: of the gate; with one array of both a function of gate and up.
       capacity: the most tokens of an expert; later ones skip it (`kept`). None: no token skips one. Where devices have tokens of their
         own it is that of a device's.
       biases: float[E, F, 2] and [E, D], of both matmuls, without `up_EDF`; None for none.
@@ -186,7 +186,9 @@ def apply(
         weight_R1 = expert_parallel.moved(weights_TK.reshape(-1), order_R, place_R)[:, None]
         of_both, of_down = biases or (None, None)
         added = functools.partial(_with_bias, expert_R[order_R])
-        if up_EDF is None:
+        if up_EDF is None and len(gate_EDF.shape) == 3:
+            hidden_RF = activation(multiply(x_RD, gate_EDF, sizes_E))
+        elif up_EDF is None:
             flat_EDG = expert_matrices.flat(gate_EDF)
             both_RF2 = added(multiply(x_RD, flat_EDG, sizes_E).reshape(-1, *gate_EDF.shape[2:]), of_both)
             hidden_RF = activation(both_RF2[..., 0], both_RF2[..., 1])
@@ -211,7 +213,9 @@ def _of_each_token(
     gate_EDF = gate_EDF.reshape(gate.shape)
     of_both, of_down = biases or (0, 0)
     chosen_TKE = jax.nn.one_hot(routing.experts_TK, len(gate_EDF), dtype=x_TD.dtype)
-    if up is None:
+    if up is None and gate_EDF.ndim == 3:
+        hidden_TEF = activation(jnp.einsum("td,edf->tef", x_TD, gate_EDF))
+    elif up is None:
         both_TEF2 = jnp.einsum("td,edfn->tefn", x_TD, gate_EDF) + of_both
         hidden_TEF = activation(both_TEF2[..., 0], both_TEF2[..., 1])
     else:

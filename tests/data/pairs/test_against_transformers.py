@@ -250,10 +250,12 @@ def test_a_long_conversation_loses_its_beginning_and_what_follows_its_last_answe
 # {golden family: the kind of its tokenizer, and the class that tokenizer_config.json names}. Marian's tokenizers have no tokenizer.json.
 FAMILIES = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3"), ("byte_fallback", "GemmaTokenizer")),
-    **dict.fromkeys(("qwen2", "qwen2moe", "qwen3moe", "qwen3next"), ("byte_level", "Qwen2Tokenizer")),
-    **dict.fromkeys(("granite", "granitemoe", "minimaxm2", "olmo2"), ("gpt2", "GPT2Tokenizer")),
     **dict.fromkeys(
-        ("gptoss", "smollm3", "seedoss", "exaone4", "olmo3", "glm4", "glm4moe", "modernbert"),
+        ("qwen2", "qwen2moe", "qwen3moe", "qwen3next", "qwen35", "qwen35moe"), ("byte_level", "Qwen2Tokenizer")
+    ),
+    **dict.fromkeys(("granite", "granitehybrid", "granitemoe", "minimaxm2", "olmo2"), ("gpt2", "GPT2Tokenizer")),
+    **dict.fromkeys(
+        ("gptoss", "smollm3", "seedoss", "exaone4", "olmo3", "glm4", "glm4moe", "modernbert", "nemotronh", "lfm2"),
         ("byte_level", "PreTrainedTokenizerFast"),
     ),
     **dict.fromkeys(("llama", "llamadynamic", "mixtral"), ("prepend", "LlamaTokenizer")),

@@ -24,6 +24,10 @@ def test_the_written_config_of_every_row_is_read_back(name):
         ours = getattr(getattr(shape, part), field)
         assert getattr(getattr(found, part), field) == pytest.approx(ours, rel=1e-9)
         same = same.changed(**{part: {field: ours}})
+    assert [found.is_recurrent(i) for i in range(8)] == [shape.is_recurrent(i) for i in range(8)]
+    if found.recurrent is not None:
+        assert shape.recurrent is not None
+        same = same.changed(recurrent={"pattern": shape.recurrent.pattern})
     assert same == shape
 
 

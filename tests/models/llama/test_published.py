@@ -14,6 +14,13 @@ PUBLISHED = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_next_80b_a3b": 79_674_391_296,  # by its shapes; the model card says 80B
+    "qwen3_5_9b": 8_953_803_264,  # as transformers 5.24 counts its class's own sizes
+    "qwen3_5_35b_a3b": 34_660_610_688,
+    "granite4_h_tiny": 6_939_037_248,
+    "lfm2_1.2b": 1_170_340_608,
+    "nemotron_nano_9b_v2": 8_888_227_328,
+    "nemotron_nano_12b_v2": 12_310_001_152,
+    "nemotron3_nano_30b_a3b": 31_577_937_344 + 23 * 128,
     "olmoe_1b_7b": 6_919_161_856,
     "deepseek_v3": 671_026_404_352 + 58 * 256,  # transformers counts no biases of the choice
     "kimi_k2": 1_026_408_209_408 + 60 * 384,
@@ -63,13 +70,15 @@ PUBLISHED = {
     "gpt2_large": 774_030_080,
     "gpt2_xl": 1_557_611_200,
 }
-SHAPES = published.PRESETS | gpt2.PRESETS
+NEMOTRON = {name: shape for name, shape in published.NEMOTRON.items() if shape.vocab_size}
+SHAPES = published.PRESETS | gpt2.PRESETS | NEMOTRON
 
 
 # Presets of an architecture whose first one is counted by default.
 AGAIN = {
     "mixtral_8x22b", "qwen3_235b_a22b", "moonlight_16b_a3b", "gpt_oss_120b", "gemma_7b", "gemma2_9b", "gemma2_27b", "gemma3_4b",
     "phi3_medium", "olmo2_13b", "olmo3_32b", "exaone4_1b", "kimi_k2", "glm4_32b", "deepseek_v2", "glm4_5", "granite3_3b_a800m",
+    "qwen3_5_35b_a3b", "nemotron_nano_9b_v2", "nemotron3_nano_30b_a3b",
     "starcoder2_7b", "starcoder2_15b", "ministral3_8b", "ministral3_14b", "granite3_8b", "gpt2_medium", "gpt2_large", "gpt2_xl",
 }  # fmt: skip
 

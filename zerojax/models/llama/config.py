@@ -7,11 +7,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zerojax.models.llama import delta, mla
+from zerojax.models.llama import convolution, delta, mla
+from zerojax.models.mamba2 import mixer
 from zerojax.models.rope import Rope, Rotation, Scaling
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
 from zerojax.ops import experts as experts_lib
+
+Recurrent = delta.Delta | mixer.Scan | convolution.Convolution
+Branches = Literal["both", "alone", "mlp"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +103,7 @@ class MixtureForm:
       clamp: (limit, slope) of the activation of gpt-oss's experts (`experts.clamped_gate`), which have biases, as their router has; None:
         they are down(activation(gate) * up) without biases.
       is_fused: gate and up of all experts are one array, as they always are with `clamp`.
+      latent_dim: the width of what experts read and return, between a projection before them and one after; 0: that of the embedding.
     """
 
     experts: int
@@ -117,6 +122,7 @@ class MixtureForm:
     counts_choices: bool = False
     clamp: tuple[float, float] | None = None
     is_fused: bool = False
+    latent_dim: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +147,8 @@ class LlamaConfig:
     Attributes:
       mixture: None: no layer's MLP is a mixture of experts.
       recurrent: layers that have a recurrence in place of attention; None: none has.
+      branches: the residual branches of each layer: "both", attention (or a recurrence) "alone", or the "mlp" alone; () for all layers
+        both. Fewer than there are layers are repeated.
       has_logits_bias: each token's logit has a bias, once it is scaled and bounded.
       has_positions: each of the `max_seq_len` positions has an embedding, and nothing is rotated.
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
@@ -161,7 +169,8 @@ class LlamaConfig:
     norms: Norms = Norms()
     mlp: MLPForm = MLPForm()
     mixture: MixtureForm | None = None
-    recurrent: delta.Delta | None = None
+    recurrent: Recurrent | None = None
+    branches: tuple[Branches, ...] = ()
     scales: Scales = Scales()
     tie_embeddings: bool = False
     has_logits_bias: bool = False
@@ -179,6 +188,14 @@ class LlamaConfig:
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer's MLP is a mixture of experts."""
         return self.mixture is not None and layer not in self.mixture.dense_layers
+
+    def branches_of(self, layer: int) -> Branches:
+        """Returns the residual branches of a layer."""
+        return self.branches[layer % len(self.branches)] if self.branches else "both"
+
+    def attends(self, layer: int) -> bool:
+        """Returns whether a layer has attention."""
+        return self.branches_of(layer) != "mlp" and not self.is_recurrent(layer)
 
     def is_recurrent(self, layer: int) -> bool:
         """Returns whether a layer has a recurrence in place of attention."""
@@ -203,7 +220,13 @@ class LlamaConfig:
 
     def kind_of(self, layer: int) -> tuple[Any, ...]:
         """Returns what two layers have in common that take equal time."""
-        return self.has_experts(layer), self.window_of(layer), self.rope_of(layer), self.is_recurrent(layer)
+        return (
+            self.has_experts(layer),
+            self.window_of(layer),
+            self.rope_of(layer),
+            self.is_recurrent(layer),
+            self.branches_of(layer),
+        )
 
     @property
     def residual_stddev(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from zerojax.models import config_json, rope
-from zerojax.models.llama import delta, mla
+from zerojax.models.llama import hybrid_fields, mla
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Scales
 from zerojax.models.llama.model_types import ROWS
 
@@ -18,7 +18,6 @@ PARTS = {
     "norms": Norms,
     "mlp": MLPForm,
     "mixture": MixtureForm,
-    "recurrent": delta.Delta,
     "scales": Scales,
 }
 Found = Mapping[str, Mapping[str, Any]]  # name of a part -> its fields
@@ -90,7 +89,9 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         "qkv_bias": lambda: {"qkv_bias": heads.qkv_bias},
         "lm_head_bias": lambda: {"lm_head_bias": c.has_logits_bias},
         "attention_out_bias": lambda: {"attention_out_bias": heads.o_bias},
-        "linear_num_key_heads": lambda: _write_delta(c),
+        "position_embedding_type": lambda: {"position_embedding_type": "nope" if c.rotation.layers else "rope"},
+        "shared_intermediate_size": lambda: {"shared_intermediate_size": c.mlp_dim if m is None else m.shared_dim},
+        **dict.fromkeys(hybrid_fields.READ, lambda: hybrid_fields.write(c)),
     }
     if m is not None:
         own |= {
@@ -114,6 +115,8 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         found |= _write_latent(heads.latent)
     if m is not None:
         found |= {"num_experts_per_tok": m.per_token, "norm_topk_prob": m.is_normalised}
+    elif "shared_intermediate_size" in row.reads:
+        found |= {"num_local_experts": 0, "num_experts_per_tok": 0}
     scaling = c.rotation.scaling
     if c.rotation.in_windows is not None:
         del found["rope_theta"]
@@ -151,19 +154,6 @@ def _write_latent(shape: mla.Latent) -> dict[str, Any]:
         "qk_rope_head_dim": shape.rotary_dim,
         "v_head_dim": shape.value_dim,
         "rope_interleave": shape.is_interleaved,
-    }
-
-
-def _write_delta(config: LlamaConfig) -> dict[str, Any]:
-    shape, kinds = config.recurrent, ("full_attention", "linear_attention")
-    assert shape is not None
-    return {
-        "layer_types": [kinds[config.is_recurrent(layer)] for layer in range(config.num_layers)],
-        "linear_num_key_heads": shape.groups,
-        "linear_num_value_heads": shape.heads,
-        "linear_key_head_dim": shape.key_dim,
-        "linear_value_head_dim": shape.value_dim,
-        "linear_conv_kernel_dim": shape.window,
     }
 
 
@@ -217,6 +207,7 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
     """Returns the config of a config.json; see `family.HuggingFace`."""
     kind = config_json.Fields(raw).choice("model_type", ROWS, "")
     row = ROWS[kind]
+    raw = hybrid_fields.completed(raw) if kind == "nemotron_h" else raw
     f = config_json.Fields({**row.defaults, **raw}, names=row.names)
     heads, has_biases = (
         f.count("num_attention_heads"),
@@ -240,18 +231,24 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         own,
         {"rotation": ropes},
         _read_multipliers(f, row.reads),
-        _read_experts(f, row.reads),
-        {"recurrent": _read_delta(f)} if "linear_num_key_heads" in row.reads else {},
-        row.parts,
+        mixture := _read_experts(f, row.reads),
+        {name: fixed for name, fixed in row.parts.items() if name != "mixture" or name in mixture},
     ]
     if latent is not None:
         parts.append({"heads": _read_latent_heads(f, latent)})
+    if kind == "qwen3_5_moe_text" and any(name.endswith("mlp.experts.gate_up_proj") for name in names):
+        parts.append({"mixture": {"is_fused": True}})
     if "use_qk_norm" in row.reads and f.flag("use_qk_norm", False):
         parts.append({"heads": {"norm": "each"}})
+    recurrent = next((hybrid_fields.read(f, field) for field in hybrid_fields.READ if field in row.reads), None)
+    if "position_embedding_type" in row.reads and f.raw.get("position_embedding_type") != "rope":
+        parts.append({"rotation": {"layers": (False,)}})
     if "attention_out_bias" in row.reads:
         parts.append({"heads": {"o_bias": f.flag("attention_out_bias", False)}})
     if kind == "cohere2" or (kind == "exaone4" and f.raw["sliding_window"] is not None):
         parts.append({"rotation": {"layers": tuple(map(bool, windows)) or (False,)}})
+    if kind == "nemotron_h" and f.flag("tie_word_embeddings", False) and HEAD not in names:
+        raise f.refuse("tie_word_embeddings", f"false where no {HEAD} is in the files, as the class ties none")
     found = LlamaConfig(
         f.count("vocab_size"),
         f.depth("num_hidden_layers"),
@@ -259,8 +256,10 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         heads,
         f.count("num_key_value_heads", heads),
         head_dim,
-        f.count("intermediate_size"),
+        hybrid_fields.mlp_dim(f, row.reads),
         f.count("max_position_embeddings"),
+        recurrent=recurrent,
+        branches=hybrid_fields.branches(f) if kind == "nemotron_h" else (),
         has_logits_bias="lm_head_bias" in row.reads and f.flag("lm_head_bias", False),
         tie_embeddings=f.flag("tie_word_embeddings", False) and HEAD not in names,
         model_type=kind,
@@ -297,31 +296,6 @@ def _read_latent(f: config_json.Fields) -> mla.Latent:
         value_dim=f.count("v_head_dim", 128),
         is_interleaved="rope_interleave" not in ROWS[f.raw["model_type"]].reads or f.flag("rope_interleave", True),
     )
-
-
-def _read_delta(f: config_json.Fields) -> dict[str, Any]:
-    """Reads the shape of layers of the gated delta rule, and which layers these are."""
-    layers, told = f.depth("num_hidden_layers"), f.raw.get("layer_types")
-    known = {"full_attention": False, "linear_attention": True}
-    if told is None:
-        every = f.count("full_attention_interval", 4)
-        pattern = tuple((layer + 1) % every != 0 for layer in range(layers))
-    elif not isinstance(told, list) or len(told) != layers or not {*map(str, told)} <= {*known}:
-        raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
-    else:
-        pattern = tuple(known[name] for name in told)
-    period = next(size for size in range(1, layers + 1) if all(pattern[i] == pattern[i % size] for i in range(layers)))
-    groups, heads = f.count("linear_num_key_heads", 16), f.count("linear_num_value_heads", 32)
-    if heads % groups:
-        raise f.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads={groups}")
-    return {
-        "groups": groups,
-        "heads": heads,
-        "key_dim": f.count("linear_key_head_dim", 128),
-        "value_dim": f.count("linear_value_head_dim", 128),
-        "window": f.count("linear_conv_kernel_dim", 4),
-        "pattern": pattern[:period],
-    }
 
 
 def _read_latent_heads(f: config_json.Fields, latent: mla.Latent) -> dict[str, Any]:
@@ -407,10 +381,17 @@ def _read_multipliers(f: config_json.Fields, reads: Collection[str]) -> Found:
 
 def _read_experts(f: config_json.Fields, reads: Collection[str]) -> Found:
     """Reads the mixture of experts of the rows that have one."""
+    if "mamba_num_heads" in reads:
+        dense = hybrid_fields.dense_layers(f)
+        if len(dense) == f.depth("num_hidden_layers"):
+            return {}
+        shared, latent = f.count("moe_shared_expert_intermediate_size"), f.raw.get("moe_latent_size")
+        own = {"shared_dim": shared, "dense_layers": dense, "latent_dim": f.count("moe_latent_size") if latent else 0}
+        return {"mixture": _read_groups(f, reads) | own}
     if "n_routed_experts" in reads:
         return {"mixture": _read_groups(f, reads)}
     count = next((name for name in ("num_local_experts", "num_experts") if name in reads), None)
-    if count is None:
+    if count is None or ("shared_intermediate_size" in reads and f.raw.get(count) == 0):
         return {}
     # The name that transformers 5 writes for some
     count = "num_local_experts" if "num_local_experts" in f.raw else count
@@ -440,8 +421,9 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> Found:
             raise f.refuse("num_experts_per_tok", "2, as the router takes no other number")
     if found["per_token"] > found["experts"]:
         raise f.refuse("num_experts_per_tok", f"at most {count}={found['experts']}")
-    if "shared_expert_intermediate_size" in reads:
-        found["shared_dim"] = f.count("shared_expert_intermediate_size")
+    for name in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if name in reads:
+            found["shared_dim"] = f.count(name)
     if "swiglu_limit" in reads:
         found["clamp"] = f.number("swiglu_limit", 7.0), f.number("swiglu_alpha", 1.702)
     heads = {"qkv_bias": f.flag("qkv_bias", True)} if "qkv_bias" in reads else {}

@@ -1,6 +1,6 @@
 """Gated DeltaNet (arXiv:2412.06464), as layers of hybrids have it in place of attention. This module holds its weights and its state.
 
-A projection makes queries, keys, values and a gate; heads of values that share a head of keys are its group. A short convolution runs over
+Projections make queries, keys, values and a gate; heads of values that share a head of keys are its group. A short convolution runs over
 queries, keys and values, and SiLU. Queries and keys have length 1. A token's beta is a sigmoid, and its decay exp(-exp(A) softplus(a + dt))
 (`ops.recurrence`). Each head's result is normalised and gated. Decays and states are float32.
 
@@ -8,6 +8,7 @@ Shapes: B batch, T length, D embed, G groups, H heads of values, K width of a ke
 """
 
 import dataclasses
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -27,14 +28,21 @@ class Delta:
       groups, heads: of keys, and of values.
       key_dim, value_dim: of a head.
       window: tokens that the convolution sees.
+      activation: after the convolution.
+      is_fused: two projections make all that is read of a token, group by group; else four make queries with keys and values, gates, betas
+        and decays.
       pattern: for each layer, whether it is recurrent. Fewer than there are layers are repeated.
     """
+
+    NAME: ClassVar[str] = "delta"  # of the module in a layer
 
     groups: int
     heads: int
     key_dim: int
     value_dim: int
     window: int = 4
+    activation: str = "silu"
+    is_fused: bool = True
     pattern: tuple[bool, ...] = (True, True, True, False)
 
     @property
@@ -51,13 +59,16 @@ class Delta:
         """Returns the operations of a layer's recurrence for a token, in a forward pass."""
         return recurrence.flops(self.groups, self.heads, self.key_dim, self.value_dim, is_delta=True)
 
+    def branch(self, embed_dim: int, norm_eps: float, stddev: float) -> nn.Module:
+        """Returns a layer's branch; `stddev` is of the initial output kernel."""
+        return GatedDelta(self, embed_dim, norm_eps, stddev, name=self.NAME)
+
 
 class GatedDelta(nn.Module):
-    """A layer's branch. `activation` follows the convolution, and `stddev` is of the initial output kernel."""
+    """A layer's branch; `stddev` is of the initial output kernel."""
 
     shape: Delta
     embed_dim: int
-    activation: str
     norm_eps: float
     stddev: float
 
@@ -74,33 +85,41 @@ class GatedDelta(nn.Module):
         s, (batch, length) = self.shape, x_BTD.shape[:2]
         held, counts_B, mask_BT = decoding.recurrent(past, mask_BT, length)
         x_BTD = x_BTD if mask_BT is None else jnp.where(mask_BT[..., None], x_BTD, 0)
-        values = s.heads // s.groups * s.value_dim
-        parts = layers.Linear((s.groups, 2 * (s.key_dim + values)), name="qkvz")(x_BTD)
-        *of_conv, z_BTGX = jnp.split(parts, (s.key_dim, 2 * s.key_dim, 2 * s.key_dim + values), axis=-1)
-        beta_BTGR, a_BTGR = jnp.split(layers.Linear((s.groups, 2 * s.heads // s.groups), name="ba")(x_BTD), 2, axis=-1)
-        x_BTC = jnp.concatenate([part.reshape(batch, length, -1) for part in of_conv], axis=-1)
+        x_BTC, z_BTX, beta_BTX, a_BTX = self._projected(x_BTD)
         convolve = layers.ShortConvolution(s.window, name="conv")
         x_BTC, inputs = convolve(x_BTC, held[1], segments_BT=segments_BT, counts_B=counts_B)
-        q_BTX, k_BTX, v_BTX = jnp.split(
-            layers.ACTIVATIONS[self.activation](x_BTC), (s.sizes[0], 2 * s.sizes[0]), axis=-1
-        )
+        q_BTX, k_BTX, v_BTX = jnp.split(layers.ACTIVATIONS[s.activation](x_BTC), (s.sizes[0], 2 * s.sizes[0]), axis=-1)
         q_BTGK, k_BTGK = (_of_length_1(each.reshape(batch, length, s.groups, s.key_dim)) for each in (q_BTX, k_BTX))
         log_a_H = self.param("A_log", _first_decays, (s.heads,)).astype(jnp.float32)
         dt_bias_H = self.param("dt_bias", nn.initializers.ones, (s.heads,)).astype(jnp.float32)
-        a_BTH = a_BTGR.reshape(batch, length, -1).astype(jnp.float32)
+        a_BTH = a_BTX.reshape(batch, length, -1).astype(jnp.float32)
         terms = recurrence.Terms(
             q_BTGK * s.key_dim**-0.5,
             k_BTGK,
             v_BTX.reshape(batch, length, s.heads, s.value_dim),
             -jnp.exp(log_a_H) * nn.softplus(a_BTH + dt_bias_H),
-            nn.sigmoid(beta_BTGR.reshape(batch, length, -1).astype(jnp.float32)),
+            nn.sigmoid(beta_BTX.reshape(batch, length, -1).astype(jnp.float32)),
         )
         with jax.named_scope("recurrence"):
             y_BTHV, state = recurrence.go_on(terms, held[0], mask_BT=mask_BT, segments_BT=segments_BT)
         y_BTHV = layers.RMSNorm(self.norm_eps, name="norm")(y_BTHV)
-        y_BTHV *= nn.silu(z_BTGX.reshape(y_BTHV.shape).astype(jnp.float32))
+        y_BTHV *= nn.silu(z_BTX.reshape(y_BTHV.shape).astype(jnp.float32))
         out = layers.Linear((self.embed_dim,), contracted=2, stddev=self.stddev, name="out")
         return out(y_BTHV.astype(x_BTD.dtype)), None if past is None else (state, inputs)
+
+    @nn.nowrap
+    def _projected(self, x_BTD: jax.Array) -> list[jax.Array]:
+        """Returns the input of the convolution, float[B, T, C], and gates, betas and decays, each float[B, T, ...]."""
+        s = self.shape
+        if not s.is_fused:
+            widths = {"keys": sum(s.sizes), "z": s.sizes[2], "b": s.heads, "a": s.heads}
+            return [layers.Linear((width,), name=name)(x_BTD) for name, width in widths.items()]
+        values = s.heads // s.groups * s.value_dim
+        parts = layers.Linear((s.groups, 2 * (s.key_dim + values)), name="qkvz")(x_BTD)
+        *of_conv, z_BTGX = jnp.split(parts, (s.key_dim, 2 * s.key_dim, 2 * s.key_dim + values), axis=-1)
+        both = layers.Linear((s.groups, 2 * s.heads // s.groups), name="ba")(x_BTD)
+        x_BTC = jnp.concatenate([part.reshape(*x_BTD.shape[:2], -1) for part in of_conv], axis=-1)
+        return [x_BTC, z_BTGX, *jnp.split(both, 2, axis=-1)]
 
 
 def _of_length_1(x_BTGK: jax.Array) -> jax.Array:

@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from zerojax.models import experts, family, parallel, rope
 from zerojax.models.family import Tensor
 from zerojax.models.llama import config_file, delta, model, one_row, published
-from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, Norms
+from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, Norms, Recurrent
 from zerojax.models.llama.config_file import HEAD
+from zerojax.models.llama.convolution import Convolution
 from zerojax.models.llama.model_types import ROWS
 
 # The rotary base of 500,000 supports up to 32,768 positions (arXiv:2407.21783, section 3.2).
@@ -30,6 +32,13 @@ PRESETS: dict[str, LlamaConfig] = {
         mixture=MixtureForm(4, 2, 32, shared_dim=32),
         recurrent=delta.Delta(2, 4, 16, 16, pattern=(True, False)),
         model_type="qwen3_next",
+    ),
+    "lfm2_test": dataclasses.replace(
+        _TEST,
+        heads=Heads(norm="each"),
+        recurrent=Convolution(64, pattern=(True, False)),
+        tie_embeddings=True,
+        model_type="lfm2",
     ),
     "tiny": LlamaConfig(0, 4, 128, 4, 2, 32, 384, 2048),
     "llama3_1b": _llama3(16, 2048, 32, 8, 64, 8192),
@@ -58,6 +67,29 @@ PRESETS: dict[str, LlamaConfig] = {
 }
 
 EMBED = "model.embed_tokens.weight"
+# model_type -> pairs (regex in a usual name of a tensor, what its files have there)
+RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "granitemoehybrid": (
+        (r"\.(mlp|block_sparse_moe\.shared_experts)\.gate_up_proj", ".shared_mlp.input_linear"),
+        (r"\.(mlp|block_sparse_moe\.shared_experts)\.down_proj", ".shared_mlp.output_linear"),
+    ),
+    "lfm2": (
+        (r"^model\.norm\.", "model.embedding_norm."),
+        (r"\.input_layernorm", ".operator_norm"),
+        (r"\.post_attention_layernorm", ".ffn_norm"),
+        (r"\.mlp\.gate_proj", ".feed_forward.w1"),
+        (r"\.mlp\.up_proj", ".feed_forward.w3"),
+        (r"\.mlp\.down_proj", ".feed_forward.w2"),
+        (r"self_attn\.o_proj", "self_attn.out_proj"),
+        (r"\.(q|k)_norm", r".\1_layernorm"),
+    ),
+    "nemotron_h": (
+        (r"^model\.embed_tokens", "backbone.embeddings"),
+        (r"^model\.norm\.", "backbone.norm_f."),
+        (r"^model\.(layers\.\{\}\.)(input|post_attention)_layernorm", r"backbone.\1norm"),
+        (r"^model\.(layers\.\{\}\.)(self_attn|mlp|mamba)\.", r"backbone.\1mixer."),
+    ),
+}
 
 
 def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
@@ -86,14 +118,16 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
             for name in ("q_norm", "k_norm")
         }
     if c.recurrent is not None:
-        found |= _delta_tensors("model.layers.{}.linear_attn")
+        found |= _recurrent_tensors(c, c.recurrent)
     found |= {"layer_{}/attention/sinks": Tensor(f"{attention}.sinks")} if c.heads.has_sinks else {}
     found |= _expert_tensors(c, c.mixture) if c.mixture is not None else {}
     names = {name: f"{name}_proj" for name in ("gate_up", "gate", "up", "down")}
-    if not c.mlp.is_gated:
+    if c.model_type == "starcoder2":
         names = {"up": "c_fc", "down": "c_proj"}
     for ours, theirs in names.items():
         found |= _linear(f"layer_{{}}/mlp/{ours}", f"{mlp}.{theirs}", 1, c.mlp.has_biases)
+    for pattern, name in RENAMED.get(c.model_type, ()):
+        found = {place: own._replace(name=re.sub(pattern, name, own.name)) for place, own in found.items()}
     return found
 
 
@@ -109,31 +143,41 @@ def _expert_tensors(config: LlamaConfig, mixture: MixtureForm) -> dict[str, Tens
             found[place] = found[place]._replace(form="pairs")
         router = {"router": Tensor(f"{mlp}.router.weight", 1), "router_bias": Tensor(f"{mlp}.router.bias")}
         return found | {f"layer_{{}}/mlp/experts/{name}": tensor for name, tensor in router.items()}
-    is_mixtral = config.model_type in ("mixtral", "granitemoe", "minimax_m2", "phimoe")
+    is_mixtral = config.model_type in ("mixtral", "granitemoe", "granitemoehybrid", "minimax_m2", "phimoe")
     mlp = f"model.layers.{{}}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
     names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {"layer_{}/mlp/experts/router": Tensor(f"{mlp}.gate.weight", 1)}
     for ours, theirs in zip(("gate", "up", "down"), names):
         found[f"layer_{{}}/mlp/experts/{ours}"] = Tensor(f"{mlp}.experts.{{expert}}.{theirs}.weight", 1)
-        shared = "shared_expert" if mixture.is_shared_gated else "shared_experts"
+    shared = "shared_expert" if mixture.is_shared_gated else "shared_experts"
+    for ours in ("gate", "up", "gate_up", "down"):
         found |= _linear(f"layer_{{}}/mlp/shared/{ours}", f"{mlp}.{shared}.{ours}_proj", 1, config.mlp.has_biases)
+    for ours, theirs in (("to", "fc1"), ("from", "fc2")):
+        found |= _linear(f"layer_{{}}/mlp/experts/{ours}_latent", f"{mlp}.{theirs}_latent_proj", 1, False)
     bias = {"minimax_m2": "", "ernie4_5_moe": "moe_statics."}.get(config.model_type, "gate.")
     form: Literal["row", "same"] = "row" if config.model_type == "ernie4_5_moe" else "same"
     found["layer_{}/mlp/experts/choice_bias"] = Tensor(f"{mlp}.{bias}e_score_correction_bias", form=form)
-    if mixture.is_fused:
+    if mixture.is_fused and not is_mixtral:
+        for ours in ("gate_up", "down"):
+            found[f"layer_{{}}/mlp/experts/{ours}"] = Tensor(f"{mlp}.experts.{ours}_proj", form="stack")
+    elif mixture.is_fused:
         found["layer_{}/mlp/experts/router"] = Tensor(f"{mlp}.router.layer.weight", 1)
         for ours, theirs in (("gate_up", "input_linear"), ("down", "output_linear")):
             found[f"layer_{{}}/mlp/experts/{ours}"] = Tensor(f"{mlp}.{theirs}.weight", form="stack")
     return found | _linear("layer_{}/mlp/shared_gate", f"{mlp}.shared_expert_gate", 1, False)
 
 
-def _delta_tensors(place: str) -> dict[str, Tensor]:
-    found = {f"layer_{{}}/delta/{name}": Tensor(f"{place}.{name}") for name in ("A_log", "dt_bias")}
-    found |= {"layer_{}/delta/conv/weight": Tensor(f"{place}.conv1d.weight")}
-    found |= {"layer_{}/delta/norm/scale": Tensor(f"{place}.norm.weight")}
-    for ours, theirs, inputs in (("qkvz", "in_proj_qkvz", 1), ("ba", "in_proj_ba", 1), ("out", "out_proj", 2)):
-        found |= _linear(f"layer_{{}}/delta/{ours}", f"{place}.{theirs}", inputs, False)
-    return found
+def _recurrent_tensors(config: LlamaConfig, shape: Recurrent) -> dict[str, Tensor]:
+    ours, conv = f"layer_{{}}/{shape.NAME}", "conv" if isinstance(shape, Convolution) else "conv1d"
+    theirs = "model.layers.{}." + {"delta": "linear_attn", "convolution": "conv"}.get(shape.NAME, shape.NAME)
+    found = {f"{ours}/{name}": Tensor(f"{theirs}.{name}") for name in ("A_log", "dt_bias", "D")}
+    found |= {f"{ours}/conv/{name}": Tensor(f"{theirs}.{conv}.{name}") for name in ("weight", "bias")}
+    found |= {f"{ours}/norm/scale": Tensor(f"{theirs}.norm.weight")}
+    names = {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "keys": "in_proj_qkv", "z": "in_proj_z", "b": "in_proj_b"}
+    names |= {"a": "in_proj_a", "in_proj": "in_proj", "out_proj": "out_proj"}
+    for own, name in names.items():
+        found |= _linear(f"{ours}/{own}", f"{theirs}.{name}", 1, not isinstance(shape, delta.Delta) and shape.has_bias)
+    return found | _linear(f"{ours}/out", f"{theirs}.out_proj", 2, False)
 
 
 def _latent_tensors(config: LlamaConfig, attention: str) -> dict[str, Tensor]:
@@ -188,7 +232,7 @@ def _copies(raw: Mapping[str, Any]) -> dict[str, str]:
 def _further(raw: Mapping[str, Any]) -> str:
     """Returns the names of layers after the last one of DeepSeek-V3's relatives, which predict tokens further ahead (arXiv:2412.19437,
     section 2.2)."""
-    if raw.get("model_type") == "qwen3_next":
+    if raw.get("model_type") in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"):
         return r"mtp\..*"
     layers, count = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers")
     if (
@@ -243,7 +287,7 @@ FAMILY = family.Family(
     attention=("xla", "cudnn", "splash"),
     flops_per_token=_flops_per_token,
     huggingface=family.HuggingFace(
-        architectures={kind: row.classes for kind, row in ROWS.items()},
+        architectures={kind: row.classes for kind, row in ROWS.items() if kind != "nemotron_h"},
         tensors=_tensors,
         write=config_file.write,
         read=config_file.read,
@@ -265,7 +309,8 @@ FAMILY = family.Family(
             (r"/experts/down_bias", ("expert",)),
             (r"/attention/(q_b|kv_b)/(kernel|lora_b)", (None, "model")),  # [rank, heads, width]
             (r"/attention/(q_a|kv_a)/(kernel|bias)", (None,)),
-            (r"/delta/(?!norm)", (None,)),  # its convolution runs over queries, keys and values of all heads
+            (r"/(delta|mamba|convolution)/(?!norm)", (None,)),  # a convolution runs over parts of unlike sizes
+            (r"/(to|from)_latent/kernel", (None,)),
         ),
         activations=(
             *parallel.HEADS,
@@ -274,10 +319,20 @@ FAMILY = family.Family(
             (r".*/attention/(q_b|kv_b)", (None, None, "model")),
             (r".*/attention/(q_a|kv_a)(_norm)?", parallel.ALL_TOKENS),
             (r"layer_\d+/(attention|mlp)", parallel.TOKENS, parallel.ALL_TOKENS, parallel.OF_RINGS),
-            (r"layer_\d+/delta", parallel.TOKENS, parallel.ALL_TOKENS),
-            (r".*/delta/(qkvz|ba|conv|norm)", parallel.ALL_TOKENS),
+            (r"layer_\d+/(delta|mamba|convolution)", parallel.TOKENS, parallel.ALL_TOKENS),
+            (r".*/(delta|mamba|convolution)/(qkvz|ba|keys|z|b|a|in_proj|conv|norm)", parallel.ALL_TOKENS),
+            (r".*/(to|from)_latent", parallel.ALL_TOKENS),
             (r"layer_\d+/mlp/(experts|shared|shared_gate)", parallel.TOKENS, parallel.ALL_TOKENS),
             (r"embed|positions|norm|layer_\d+(/(attention|mlp)(_post)?_norm)?", parallel.TOKENS),
         ),
+    ),
+)
+
+# Nemotron-H: the same decoder, under other names
+NEMOTRON = dataclasses.replace(
+    FAMILY,
+    presets=published.NEMOTRON,
+    huggingface=dataclasses.replace(
+        FAMILY.huggingface, architectures={"nemotron_h": ROWS["nemotron_h"].classes}, prefix="backbone."
     ),
 )

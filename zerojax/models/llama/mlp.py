@@ -63,6 +63,8 @@ class Mixture(nn.Module):
             has_router_bias=m.clamp is not None,
             clamp=m.clamp,
             is_fused=m.is_fused,
+            is_gated=c.mlp.is_gated,
+            latent_dim=m.latent_dim,
             stddevs=stddevs,
             name="experts",
         )(x_BTD)

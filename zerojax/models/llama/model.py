@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from zerojax.errors import UserError
 from zerojax.models import decoding, family, layers, rope
-from zerojax.models.llama import attention, delta, mla, mlp, text_lengths
-from zerojax.models.llama.config import LlamaConfig
+from zerojax.models.llama import attention, mla, mlp, text_lengths
+from zerojax.models.llama.config import Branches, LlamaConfig
 from zerojax.ops import residuals, softcap, tiles
 from zerojax.ops import tokens as tokens_lib
 from zerojax.tree import PyTree
@@ -36,6 +36,7 @@ class Layer(nn.Module):
     rotation: rope.Rope | None = None
     has_experts: bool = False
     is_recurrent: bool = False
+    branches: Branches = "both"
 
     @nn.compact
     def __call__(
@@ -59,19 +60,23 @@ class Layer(nn.Module):
             row, or with a past of the text up to these tokens.
         """
         c = self.config
-        before, after = self._norms("attention")
-        lengths = {} if lengths_BT is None else {"lengths_BT": lengths_BT}
-        read_BTD = before(x_BTD)
-        y_BTD, keys = self._attention()(read_BTD, mask_BT, past, segments_BT, positions_BT, **lengths)
-        second = (mlp.Mixture if self.has_experts else mlp.MLP)(c, name="mlp")
+        keys: attention.Keys = ()
+        second = (mlp.Mixture if self.has_experts else mlp.MLP)(c, name="mlp") if self.branches != "alone" else None
         tile = 0 if self.is_initializing() else c.tile_tokens
-        if c.norms.places == "shared":
-            x_BTD = residuals.in_place(x_BTD + after(y_BTD)) + after(tiles.over_tiles(second, read_BTD, tile))
-            return x_BTD if past is None else (x_BTD, keys)
-        x_BTD = residuals.in_place(x_BTD + after(y_BTD))
-        norm, mlp_after = self._norms("mlp")
-        branch = lambda x_BTD: x_BTD + mlp_after(second(norm(x_BTD)))  # noqa: E731
-        x_BTD = tiles.over_tiles(branch, x_BTD, tile) if tile else branch(x_BTD)
+        if self.branches != "mlp":
+            before, after = self._norms("attention")
+            lengths = {} if lengths_BT is None else {"lengths_BT": lengths_BT}
+            read_BTD = before(x_BTD)
+            y_BTD, keys = self._attention()(read_BTD, mask_BT, past, segments_BT, positions_BT, **lengths)
+            x_BTD = residuals.in_place(x_BTD + after(y_BTD))
+            if c.norms.places == "shared":
+                assert second is not None
+                x_BTD += after(tiles.over_tiles(second, read_BTD, tile))
+                return x_BTD if past is None else (x_BTD, keys)
+        if second is not None:
+            norm, mlp_after = self._norms("mlp")
+            branch = lambda x_BTD: x_BTD + mlp_after(second(norm(x_BTD)))  # noqa: E731
+            x_BTD = tiles.over_tiles(branch, x_BTD, tile) if tile else branch(x_BTD)
         return x_BTD if past is None else (x_BTD, keys)
 
     @nn.nowrap
@@ -79,9 +84,7 @@ class Layer(nn.Module):
         c = self.config
         if self.is_recurrent:
             assert c.recurrent is not None
-            return delta.GatedDelta(
-                c.recurrent, c.embed_dim, c.mlp.activation, c.norms.eps, c.residual_stddev, name="delta"
-            )
+            return c.recurrent.branch(c.embed_dim, c.norms.eps, c.residual_stddev)
         if c.heads.latent is None:
             return attention.Attention(c, self.window, self.rotation, name="attention")
         assert self.rotation is not None and not self.window, "latent attention is rotated and has no window"
@@ -268,7 +271,8 @@ def caches(config: LlamaConfig) -> PyTree:
     c, latent = config, config.heads.latent
     keys: tuple[decoding.Held, ...] = (decoding.Held((c.num_kv_heads, c.head_dim)),) * 2
     held = keys if latent is None else (decoding.Held((1, latent.rank + latent.rotary_dim)),)
-    return [c.recurrent.caches() if c.recurrent and c.is_recurrent(i) else held for i in range(c.num_layers)]
+    recurrent = c.recurrent.caches() if c.recurrent is not None else ()
+    return [held if c.attends(i) else recurrent if c.is_recurrent(i) else () for i in range(c.num_layers)]
 
 
 def make_norm(config: LlamaConfig, name: str | None = None) -> nn.Module:
@@ -301,14 +305,16 @@ def parts(config: LlamaConfig) -> family.Parts:
     found: family.Parts = {"embed": (embed, tokens)}
     if c.has_positions:
         found["positions"] = (layers.Embed(c.max_seq_len, c.embed_dim, embedding_init=embed.embedding_init), tokens)
-    found |= {
-        f"layer_{i}": (Layer(c, c.window_of(i), c.rope_of(i), c.has_experts(i), c.is_recurrent(i)), states)
-        for i in range(c.num_layers)
-    }
+    found |= {f"layer_{i}": (_layer(c, i), states) for i in range(c.num_layers)}
     found["norm"] = (make_norm(c), states)
     if c.has_logits_bias:
         found["logits_bias"] = (layers.LogitsBias(c.vocab_size, is_trained=True), ())
     return found if c.tie_embeddings else found | {"head": (layers.Head(c.embed_dim, c.vocab_size), states)}
+
+
+def _layer(config: LlamaConfig, i: int) -> Layer:
+    c = config
+    return Layer(c, c.window_of(i), c.rope_of(i), c.has_experts(i), c.is_recurrent(i), c.branches_of(i))
 
 
 def count_params(config: LlamaConfig) -> int:
@@ -326,9 +332,9 @@ def flops_per_token(config: LlamaConfig, seq_len: int, per_weight: float = 6.0) 
     if (m := c.mixture) is not None:  # a token multiplies the weights of its experts alone
         skipped = sum(map(c.has_experts, range(c.num_layers))) * (m.experts - m.per_token)
         biases = 0 if m.clamp is None else 2 * m.width + c.embed_dim
-        used -= skipped * (3 * c.embed_dim * m.width + biases)
+        used -= skipped * ((3 if c.mlp.is_gated else 2) * (m.latent_dim or c.embed_dim) * m.width + biases)
     recurrent = [layer for layer in range(c.num_layers) if c.is_recurrent(layer)]
-    attending = [layer for layer in range(c.num_layers) if not c.is_recurrent(layer)]
+    attending = [layer for layer in range(c.num_layers) if c.attends(layer)]
     spans = [min(c.window_of(layer) or seq_len, seq_len) for layer in attending]
     seen = sum(2 * span - span**2 / seq_len for span in spans)  # twice the mean over a row's tokens
     width = c.head_dim if c.heads.latent is None else (c.head_dim + c.heads.latent.value_dim) / 2

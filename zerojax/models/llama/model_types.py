@@ -38,6 +38,7 @@ _GEMMA = {"norms": {"offset": 1.0, "places": "both"}}
 _GEMMA_READS = ("attention_bias", "use_bidirectional_attention", "query_pre_attn_scalar", "layer_types")
 _INTERLEAVED: Any = {"rotation": {"is_interleaved": True}}
 _AFTER: Any = {"norms": {"places": "after"}}
+_NEXT: Any = {"heads": {"norm": "each", "is_gated": True}, "norms": {"offset": 1.0}}
 _TANH = "gelu_pytorch_tanh"
 _GELU = ("hidden_activation", _TANH)
 
@@ -123,7 +124,7 @@ ROWS: dict[str, ModelType] = {
         _told(32768, 4, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8),
     ),
     "qwen3_next": ModelType(
-        "Qwen3NextForCausalLM", {"heads": {"norm": "each", "is_gated": True}, "norms": {"offset": 1.0}},
+        "Qwen3NextForCausalLM", _NEXT,
         (
             "attention_bias", "num_experts", "moe_intermediate_size", "shared_expert_intermediate_size",
             "partial_rotary_factor", "linear_num_key_heads",
@@ -131,6 +132,21 @@ ROWS: dict[str, ModelType] = {
         _told(
             32768, 2, head_dim=256, partial_rotary_factor=0.25, moe_intermediate_size=512, num_experts=512,
             shared_expert_intermediate_size=512, num_experts_per_tok=10, norm_topk_prob=True,
+        ),
+    ),
+    "qwen3_5_text": ModelType(
+        "Qwen3_5ForCausalLM", _NEXT, ("attention_bias", "partial_rotary_factor", "linear_num_key_heads"),
+        _told(32768, 4, head_dim=256, partial_rotary_factor=0.25),
+    ),
+    "qwen3_5_moe_text": ModelType(
+        "Qwen3_5MoeForCausalLM", {**_NEXT, "mixture": {"is_normalised": True, "dense_layers": ()}},
+        (
+            "attention_bias", "num_experts", "moe_intermediate_size", "shared_expert_intermediate_size",
+            "partial_rotary_factor", "linear_num_key_heads",
+        ),
+        _told(
+            32768, 2, head_dim=256, partial_rotary_factor=0.25, intermediate_size=512, moe_intermediate_size=512,
+            num_experts=256, shared_expert_intermediate_size=512, num_experts_per_tok=8,
         ),
     ),
     "olmoe": ModelType(
@@ -222,6 +238,34 @@ ROWS: dict[str, ModelType] = {
         "GraniteMoeForCausalLM", {"mixture": {"is_fused": True, "is_normalised": True}},
         ("attention_bias", "attention_multiplier", "num_local_experts"),
         _told(2048, None, num_local_experts=8, num_experts_per_tok=2),
+    ),
+    "granitemoehybrid": ModelType(
+        "GraniteMoeHybridForCausalLM",
+        {"mixture": {"is_fused": True, "is_normalised": True, "is_shared_gated": False}, "mlp": {"is_fused": True}},
+        (
+            "attention_bias", "attention_multiplier", "num_local_experts", "position_embedding_type",
+            "shared_intermediate_size", "mamba_n_heads",
+        ),
+        _told(
+            2048, None, intermediate_size=11008, num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=1024,
+        ),
+    ),
+    "nemotron_h": ModelType(
+        "NemotronHForCausalLM",
+        {"mixture": _BALANCED, "mlp": {"is_gated": False}, "rotation": {"layers": (False,)}},
+        ("mlp_bias", "n_routed_experts", "mamba_num_heads"),
+        _told(
+            4096, 8, vocab_size=131072, hidden_size=4096, num_attention_heads=32, head_dim=128, intermediate_size=21504,
+            layer_norm_epsilon=1e-5, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=0,
+            moe_intermediate_size=7688, moe_shared_expert_intermediate_size=7688, norm_topk_prob=True,
+            routed_scaling_factor=1.0,
+        ),
+        ("mlp_hidden_act", "relu2"), names={"rms_norm_eps": "layer_norm_epsilon"},
+    ),
+    "lfm2": ModelType(
+        "Lfm2ForCausalLM", {"heads": _EACH, "mlp": {"activation": "silu"}}, ("conv_L_cache",),
+        _told(128000, 8, norm_eps=1e-5, rope_theta=1e6, tie_word_embeddings=True),
+        names={"rms_norm_eps": "norm_eps", "intermediate_size": "block_ff_dim", "tie_word_embeddings": "tie_embedding"},
     ),
     "granite": ModelType("GraniteForCausalLM", {}, (*_BIASES, "attention_multiplier"), _told(2048)),
     "smollm3": ModelType(

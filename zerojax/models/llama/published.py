@@ -11,8 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Scales
+from zerojax.models.llama.convolution import Convolution
 from zerojax.models.llama.delta import Delta
+from zerojax.models.llama.hybrid_fields import shortest
 from zerojax.models.llama.mla import Latent
+from zerojax.models.mamba2.mixer import Scan
 from zerojax.models.rope import Rope, Rotation, Scaling
 
 _NEAR, _ALL = 4096, 0
@@ -32,6 +35,41 @@ def _gemma(
 def _granite(*sizes: int, theta: float, scale: float, logits: float) -> LlamaConfig:  # Granite 3.1
     own = {"rotation": Rotation(theta), "heads": Heads(scale=scale), "scales": Scales(12.0, 0.22, logits)}
     return _MAKE(*sizes, max_seq_len=131072, tie_embeddings=True, model_type="granite", **own)
+
+
+def _convolved(layers: int, *attending: int) -> tuple[bool, ...]:
+    """Returns the pattern of a hybrid whose layers of these numbers attend."""
+    return shortest([layer not in attending for layer in range(layers)])
+
+
+_BALANCED: Any = {"is_shared_gated": False, "score": "sigmoid", "has_choice_bias": True}
+
+
+def _nemotron(
+    letters: str,
+    num_words: int,
+    *sizes: int | Scan,
+    length: int = 131072,
+    mixture: MixtureForm | None = None,
+) -> LlamaConfig:
+    """Returns the config of a Nemotron-H; `letters` are those of its layers."""
+    *others, scan = sizes
+    assert isinstance(scan, Scan)
+    if mixture is not None:
+        dense = tuple(i for i, letter in enumerate(letters) if letter != "E")
+        mixture = dataclasses.replace(mixture, dense_layers=dense)
+    return _MAKE(
+        num_words,
+        len(letters),
+        *others,
+        max_seq_len=length,
+        rotation=Rotation(1e4, layers=(False,)),
+        mlp=MLPForm("relu2", is_gated=False),
+        mixture=mixture,
+        recurrent=dataclasses.replace(scan, steps=(1e-3, math.inf), pattern=shortest([one == "M" for one in letters])),
+        branches=shortest(["mlp" if letter in "-E" else "alone" for letter in letters]),
+        model_type="nemotron_h",
+    )
 
 
 # What the rows of a class have in common.
@@ -169,6 +207,27 @@ PRESETS: dict[str, LlamaConfig] = {
         heads=Heads(norm="each", is_gated=True), norms=Norms(eps=1e-6, offset=1.0),
         mixture=MixtureForm(512, 10, 512, shared_dim=512), recurrent=Delta(16, 32, 128, 128), model_type="qwen3_next",
     ),
+    "qwen3_5_9b": LlamaConfig(
+        248320, 32, 4096, 16, 4, 256, 12288, max_seq_len=262144, rotation=Rotation(1e7, dims=64),
+        heads=Heads(norm="each", is_gated=True), norms=Norms(eps=1e-6, offset=1.0),
+        recurrent=Delta(16, 32, 128, 128, is_fused=False), model_type="qwen3_5_text",
+    ),
+    "qwen3_5_35b_a3b": LlamaConfig(
+        248320, 40, 2048, 16, 2, 256, 512, max_seq_len=262144, rotation=Rotation(1e7, dims=64),
+        heads=Heads(norm="each", is_gated=True), norms=Norms(eps=1e-6, offset=1.0),
+        mixture=MixtureForm(256, 8, 512, shared_dim=512), recurrent=Delta(16, 32, 128, 128, is_fused=False),
+        model_type="qwen3_5_moe_text",
+    ),
+    "granite4_h_tiny": LlamaConfig(
+        100352, 40, 1536, 12, 4, 128, 512, max_seq_len=131072, rotation=Rotation(1e4, layers=(False,)),
+        heads=Heads(scale=1 / 128), mlp=MLPForm(is_fused=True), scales=Scales(12.0, 0.22, 1 / 6), tie_embeddings=True,
+        mixture=MixtureForm(64, 6, 512, shared_dim=1024, is_shared_gated=False, is_fused=True),
+        recurrent=Scan(48, pattern=(True,) * 5 + (False,) + (True,) * 4), model_type="granitemoehybrid",
+    ),
+    "lfm2_1.2b": LlamaConfig(
+        65536, 16, 2048, 32, 8, 64, 8192, max_seq_len=128000, rotation=Rotation(1e6), heads=Heads(norm="each"),
+        recurrent=Convolution(2048, pattern=_convolved(16, 2, 5, 8, 10, 12, 14)), tie_embeddings=True, model_type="lfm2",
+    ),
     "olmoe_1b_7b": LlamaConfig(  # arXiv:2409.02060, table 10
         50304, 16, 2048, 16, 16, 128, 1024, max_seq_len=4096, rotation=Rotation(1e4), heads=Heads(norm="joint"),
         mixture=MixtureForm(64, 8, 1024, is_normalised=False), model_type="olmoe",
@@ -230,6 +289,55 @@ PRESETS: dict[str, LlamaConfig] = {
     "smollm3_3b": LlamaConfig(
         128256, 36, 2048, 16, 4, 128, 11008, max_seq_len=65536, norms=_EPS, tie_embeddings=True,
         rotation=Rotation(5e6, layers=(True, True, True, False)), model_type="smollm3",
+    ),
+}
+# fmt: on
+
+# Nemotron-H (arXiv:2504.03624): a letter for each layer, M for Mamba-2, * for attention, - for an MLP and E for a mixture.
+NEMOTRON: dict[str, LlamaConfig] = {
+    "nemotron_test": _nemotron(
+        "ME*-",
+        0,
+        64,
+        4,
+        2,
+        16,
+        128,
+        Scan(4, 32, 16, 2),
+        length=512,
+        mixture=MixtureForm(4, 2, 32, shared_dim=48, latent_dim=32, **_BALANCED),
+    ),
+    "nemotron_nano_9b_v2": _nemotron(  # arXiv:2508.14444
+        "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        131072,
+        4480,
+        40,
+        8,
+        128,
+        15680,
+        Scan(128, 80, 128, 8),
+    ),
+    "nemotron_nano_12b_v2": _nemotron(
+        "M-M-M-M*-" * 6 + "M-M-M-M-",
+        131072,
+        5120,
+        40,
+        8,
+        128,
+        20480,
+        Scan(128, 80, 128, 8),
+    ),
+    "nemotron3_nano_30b_a3b": _nemotron(
+        "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME",
+        131072,
+        2688,
+        32,
+        2,
+        128,
+        1856,
+        Scan(64, 64, 128, 8),
+        length=262144,
+        mixture=MixtureForm(128, 6, 1856, shared_dim=3712, scale=2.5, **_BALANCED),
     ),
 }
 # fmt: on
