@@ -24,7 +24,7 @@ from zerojax.errors import UserError
 from zerojax.optim import fused, master_weights
 from zerojax.zero import shard_state, stages, step
 from zerojax.zero.host import storage
-from zerojax.zero.offload import step_by_block, step_groups
+from zerojax.zero.offload import state_stream, step_by_block
 
 NET = Net(2)
 SPECS = [("", P(("replica", "data")))]  # all leaves count examples, though the loss reads one factor
@@ -249,14 +249,14 @@ def clipped_late(limit: float) -> optax.GradientTransformation:
 
 
 def test_a_late_norm_clips_by_the_norm_of_the_step_before_and_the_first_by_its_own(monkeypatch):
-    limit, sent, update = 0.05, [], step_groups.StepGroups.update
+    limit, sent, update = 0.05, [], state_stream.StepGroups.update
 
     def noted(groups: Any, index: int, handed: Any) -> None:
         if groups._waiting and groups._waiting[0][0] <= index:
             sent.append(index)
         update(groups, index, handed)
 
-    monkeypatch.setattr(step_groups.StepGroups, "update", noted)
+    monkeypatch.setattr(state_stream.StepGroups, "update", noted)
     rows, state, _ = run(None, tx=optax.chain(clipped_late(limit), optax.sgd(0.5, momentum=0.9)), accum=2)
     own_rows, own_state, _ = run(LATE, tx=optax.sgd(0.5, momentum=0.9), accum=2, clip_norm=limit, saved=2)
     norms = [float(row["grad_norm"]) for row in rows]

@@ -31,7 +31,7 @@ from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero.blocks import block_settings
 from zerojax.zero.host import memory_kind, selection, settings
-from zerojax.zero.offload import fetched_params, last_program, late_norm, state_stream, step_groups
+from zerojax.zero.offload import fetched_params, last_program, late_norm, state_stream
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import arguments, inputs
 from zerojax.zero.step_programs import arrivals, blocks, cut, one_pass
@@ -188,7 +188,7 @@ class BlockwiseStep:
         due = [max(over_at[w] for w in group.weights) if is_early else last for group in self.updates.groups]
         old = [leaves[n] for n in form.opt_state]
         weights = {path: leaves[form.params[path]] for path in self.updates.weights}
-        groups = step_groups.StepGroups(
+        groups = state_stream.StepGroups(
             self.stream, list(old), weights, due, is_early=is_early, is_first=is_first, is_serial=is_serial
         )
         # The first step of all builds attention's programs, and copies might begin meanwhile; see `streamed_step`.

@@ -18,7 +18,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
-from zerojax.zero.offload import state_stream, step_groups
+from zerojax.zero.offload import state_stream
 from zerojax.zero.sharded_batch import arguments
 
 
@@ -42,7 +42,7 @@ class StreamedStep:
                 jax.tree.leaves(state.opt_state),
                 lambda params: dict(zip(self.updates.names, jax.tree.leaves(params))),
             )
-            groups = step_groups.StepGroups(self.stream, old, by_name(state.params), most=self.ahead)
+            groups = state_stream.StepGroups(self.stream, old, by_name(state.params), most=self.ahead)
             if self._is_loaded:
                 groups.load()
             new_state, metrics, handed = self.gradients(self.updates.rest.of(state), batch)

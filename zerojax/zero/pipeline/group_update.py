@@ -16,7 +16,7 @@ from zerojax.optim import fused, locality, pieces
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero.gradients import accumulate
-from zerojax.zero.offload import state_stream, step_groups
+from zerojax.zero.offload import state_stream
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.pipeline import state
 from zerojax.zero.step_programs import one_pass
@@ -144,13 +144,13 @@ class GroupUpdate:
         own, of_groups = [sums[path] for path in self.trained], [[*part.values()] for part in squares]
         return self._squares.lower(self.abstract, own, count), self._apply.lower(self.abstract, self._grads, of_groups)
 
-    def begin(self, leaves: Mapping[str, Any]) -> step_groups.StepGroups | None:
+    def begin(self, leaves: Mapping[str, Any]) -> state_stream.StepGroups | None:
         """Returns the groups of a step's state in host memory or on a disk, of which reading begins; `leaves` are given by path."""
         if self.stream is None:
             return None
         params = {path: leaves[path] for path in self.stream.updates.weights}
         held = [leaves[path] for path in self._positions]
-        return step_groups.StepGroups(self.stream, held, params, most=self.stream.ahead)
+        return state_stream.StepGroups(self.stream, held, params, most=self.stream.ahead)
 
     def squares(self, read: list[jax.Array], sums: Mapping[str, jax.Array], count: Any) -> Any:
         """Returns the mean gradients and their sums of squares, by path, from sums over passes; `count` as of `accumulate.averaged`."""
@@ -166,7 +166,7 @@ class GroupUpdate:
         return dict(zip(self.reads, new)), metrics, handed and handed._replace(grads=dict(grads))
 
     def streamed(
-        self, leaves: dict[str, Any], groups: step_groups.StepGroups | None, handed: updates_lib.Handed | None
+        self, leaves: dict[str, Any], groups: state_stream.StepGroups | None, handed: updates_lib.Handed | None
     ) -> Iterator[None]:
         """Sends the updates of the groups of `begin`, yields after each, and replaces the leaves, by path."""
         if groups is None or handed is None:

@@ -17,7 +17,7 @@ from zerojax.tree import PyTree
 from zerojax.zero.blocks import block_settings
 from zerojax.zero.pipeline import segments
 from zerojax.zero.sharded_batch import inputs
-from zerojax.zero.step_programs import blocks, one_pass
+from zerojax.zero.step_programs import blocks, one_pass, programs
 from zerojax.zero.weights import gather
 from zerojax.zero.weights import partition as partition_lib
 
@@ -31,7 +31,7 @@ class Trace:
     values: Mapping[int, Any]  # the abstract inputs of `inner`, by number
     # where each comes from: "0/" params, "1/" the batch, "2/" the state, "3" the number of the pass; by number
     paths: Mapping[int, str]
-    constants: Mapping[int, np.ndarray]  # the inputs of `inner` that are arrays of the trace, by number
+    constants: Mapping[int, Any]  # the inputs of `inner` that are arrays and random keys of the trace, by number
 
     @property
     def inner(self) -> Any:
@@ -122,18 +122,13 @@ class Pass:
             runner=blocks.NestedBlocks,
             at_once=self.reduction.at_once,
         )
-        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
-        (call,) = traced.jaxpr.eqns
-        leaves, names = jax.tree.leaves(args), [path for path, _ in tree.flatten(args)]
-        source = dict(zip(traced.jaxpr.invars, zip(leaves, names)))
-        consts = dict(zip(traced.jaxpr.constvars, traced.consts))
-        values: dict[int, Any] = {}
-        paths: dict[int, str] = {}
-        constants: dict[int, np.ndarray] = {}
-        for number, var in enumerate(call.invars):
-            if var in source:
-                values[number], paths[number] = source[var]
-            else:
-                own = constants[number] = np.asarray(consts[var])
-                values[number] = jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=NamedSharding(mesh, P()))
-        return Trace(call, jax.tree.structure(shapes), values, paths, constants)
+        trace = programs.MappedTrace(run, *args)
+        names = [path for path, _ in tree.flatten(args)]
+        taken = dict(enumerate(trace.number_of[var] for var in trace.call.invars))
+        return Trace(
+            trace.call,
+            trace.structure,
+            {number: trace.values[own] for number, own in taken.items()},
+            {number: names[own] for number, own in taken.items() if own < len(names)},
+            {number: trace.constants[own] for number, own in taken.items() if own in trace.constants},
+        )

@@ -56,14 +56,14 @@ class StageProgram:
 class StagePrograms:
     """The programs for one shape of a micro-batch. Values have the numbers of the traces, which are equal on all groups."""
 
-    programs: Mapping[tuple[str, int], StageProgram]  # by kind and stage
+    programs: dict[tuple[str, int], StageProgram]  # by kind and stage
     paths: Mapping[int, str]  # where a value comes from that no program makes, as of `passes.Trace`, by number
-    constants: Mapping[int, np.ndarray]  # the values that are arrays of the trace, by number
-    readers: Mapping[int, Sequence[int]]  # the groups that read a value, by number; the first one gets all of `kept`
+    constants: Mapping[int, Any]  # the values that are arrays and random keys of the trace, by number
+    readers: dict[int, Sequence[int]]  # the groups that read a value, by number; the first one gets all of `kept`
     metrics: Any  # the tree of the metrics, with `passes.Result`s
     weight: int | None  # the number of the weight of a micro-batch among those of a step; None if they count alike
-    kept: Collection[int]  # the numbers of what a micro-batch leaves: its weight and its metrics
-    values: Mapping[int, jax.ShapeDtypeStruct]  # all values, abstract, as some group holds them, by number
+    kept: set[int]  # the numbers of what a micro-batch leaves: its weight and its metrics
+    values: dict[int, jax.ShapeDtypeStruct]  # all values, abstract, as some group holds them, by number
 
     def nbytes(self, number: int) -> int:
         """Returns the bytes of a value on each device of a group."""
@@ -103,41 +103,24 @@ def compiled(
             "return metrics alone, or set `pipe=1`"
         )
     grads, weight = traces[0].grads(cuts[0]), aux["weight"].number if "weight" in aux else None
-    values, found = dict(traces[0].values), {}
-    order = [
-        *((FORWARD, stage) for stage in range(placed.stages)),
-        *((BACKWARD, n) for n in reversed(range(placed.stages))),
-        *((WEIGHTS, n) for n in range(placed.stages)),
-    ]
-    order = [key for key in order if key in cuts[0].segments]
     results = [weight, *(result.number for result in jax.tree.leaves(aux["metrics"], is_leaf=passes.is_result))]
-    kept = {number for number in results if number is not None}
-    for key in order:
-        group = key[1] % count
-        own = cuts[group]
-        read_elsewhere = {n for other, numbers in own.reads.items() if other != key for n in numbers} | kept
-        leaving = {number for number in values_of(own, key) if {*_groups(own, number, count, kept)} - {group}}
-        found[key] = _program(
-            of_groups[group % len(of_groups)],
-            traces[group],
-            own,
-            key,
-            placed,
-            group,
-            grads,
-            weight,
-            read_elsewhere,
-            leaving,
-            values,
-            options,
-            alike,
-        )
-    weighing = {own.group for own in found.values() if own.weight is not None}
-    readers = {
-        number: sorted({*_groups(cuts[0], number, count, kept), *(weighing if number == weight else ())})
-        for number in values
-    }
-    return StagePrograms(found, traces[0].paths, traces[0].constants, readers, aux["metrics"], weight, kept, values)
+    kept, known = {number for number in results if number is not None}, dict(traces[0].values)
+    found = StagePrograms({}, traces[0].paths, traces[0].constants, {}, aux["metrics"], weight, kept, known)
+    backward = [(BACKWARD, stage) for stage in reversed(range(placed.stages))]
+    for key in (
+        *((FORWARD, n) for n in range(placed.stages)),
+        *backward,
+        *((WEIGHTS, n) for n in range(placed.stages)),
+    ):
+        if key in cuts[0].segments:
+            group = key[1] % count
+            of_group = of_groups[group % len(of_groups)], traces[group], cuts[group]
+            found.programs[key] = _program(found, *of_group, key, placed, grads, options, alike)
+    weighing = {own.group for own in found.programs.values() if own.weight is not None}
+    for number in known:
+        groups = _groups(cuts[0], number, count, kept)
+        found.readers[number] = sorted({*groups, *(weighing if number == weight else ())})
+    return found
 
 
 def values_of(cut: segments.Segments, key: tuple[str, int]) -> list[int]:
@@ -151,23 +134,22 @@ def _groups(cut: segments.Segments, number: int, count: int, kept: Collection[in
 
 
 def _program(
+    before: StagePrograms,
     of_group: passes.Pass,
     trace: passes.Trace,
     found: segments.Segments,
     key: tuple[str, int],
     placed: state.Placed,
-    group: int,
     grads: Mapping[str, int],
-    weight: int | None,
-    read_elsewhere: set[int],
-    leaving: set[int],
-    values: dict[int, Any],
     options: Mapping[str, Any],
     alike: dict[str, jax.stages.Compiled] | None,
 ) -> StageProgram:
-    """Compiles one program, and adds the abstract values that it returns to `values`."""
-    part, reads = found.segments[key].part, found.reads[key]
-    mesh, writes = of_group.partition.mesh, values_of(found, key)
+    """Compiles one program, and adds the abstract values that it returns to those `before` it."""
+    part, reads, count = found.segments[key].part, found.reads[key], len(placed.groups)
+    mesh, writes, group = of_group.partition.mesh, values_of(found, key), key[1] % count
+    weight, values = before.weight, before.values
+    read_elsewhere = before.kept.union(*(numbers for other, numbers in found.reads.items() if other != key))
+    leaving = {number for number in writes if _groups(found, number, count, before.kept) - {group}}
     own = dict(sorted((path, number) for path, number in grads.items() if number in writes))
     kept = [number for number in writes if number in read_elsewhere or number not in own.values()]
     far = {number for number, var in zip(writes, part.writes) if var.aval.memory_space == jax.memory.Space.Host}

@@ -164,12 +164,10 @@ class PipelineStep:
         handed: dict[int, Any] = {}
         for group in self._here:
             new, of_update, handed[group] = self.updates[group].apply(read[group], done[group][0], squares[group])
-            for path, leaf in new.items():
-                (
-                    shared[path].append(leaf)
-                    if self.placed.homes[path] == state.EVERYWHERE
-                    else leaves.update({path: leaf})
-                )
+            everywhere = {path for path in new if self.placed.homes[path] == state.EVERYWHERE}
+            leaves |= {path: leaf for path, leaf in new.items() if path not in everywhere}
+            for path in everywhere:
+                shared[path].append(new[path])
         leaves |= {path: state.joined(parts, self._mesh) for path, parts in shared.items()}
         del done
         for _ in itertools.zip_longest(
@@ -314,11 +312,8 @@ class PipelineStep:
         batches = [dict(tree.flatten(micro)) for micro in micros]
         for number, group in ((number, group) for number, groups in found.readers.items() for group in groups):
             root, _, path = found.paths.get(number, "").partition("/")
-            path, mesh, is_here = (
-                f"params/{path}" if root == "0" else path,
-                self._meshes[group],
-                self.travel.here[group],
-            )
+            mesh, is_here = self._meshes[group], self.travel.here[group]
+            path = f"params/{path}" if root == "0" else path
             home = self.placed.homes[path] if root in ("0", "2") else group
             own: list[Any] = []  # for each micro-batch, or for all
             if home not in (group, state.EVERYWHERE):

@@ -90,16 +90,9 @@ def cut(
       in_order: f(parts in the order of the trace) -> the parts that become programs.
     """
     late, source = late or {}, source or arrivals_lib.ArgumentSource()
-    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
-    (call,) = traced.jaxpr.eqns
-    assert call.primitive.name == "shard_map", call.primitive.name
+    trace = MappedTrace(run, *args)
+    traced, call, values, given, number_of = trace.closed, trace.call, trace.values, trace.constants, trace.number_of
     mapped, inner = Mapped(call), call.params["jaxpr"]
-    values: list[Any] = jax.tree.leaves(args)
-    closed_over = [array if tree.is_key(array) else np.asarray(array) for array in traced.consts]
-    given = dict(enumerate(closed_over, len(values)))
-    values += [jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=mapped.replicated) for own in given.values()]
-    number_of = {var: number for number, var in enumerate([*traced.jaxpr.invars, *traced.jaxpr.constvars])}
-    number_of |= {var: number_of[outer] for var, outer in zip(inner.invars, call.invars)}
     parts = in_order(cut_lib.cut(inner, {var for var, number in number_of.items() if number in late}))
     has_ahead = any(blocks.GATHER in part.also for part in parts)
     known: operations.Known = {}
@@ -140,7 +133,7 @@ def cut(
         arrivals=arrivals,
         constants=given,
         results=results,
-        structure=jax.tree.structure(shapes),
+        structure=trace.structure,
         trace=traced,
         in_flight=arrivals.ahead if has_ahead else 0,
         is_serial=mapped.is_emulated and has_ahead,
@@ -160,6 +153,34 @@ def _differing(described: Sequence[tuple[Any, list[int]]]) -> list[tuple[Any, tu
         (key, places[key], np.array([integers[place] & 0xFFFFFFFF for place in places[key]], np.uint32))
         for key, integers in described
     ]
+
+
+class MappedTrace:
+    """The trace of a function that is one `jax.shard_map` of its arguments.
+
+    Attributes:
+      closed: the trace.
+      call: its only equation.
+      structure: the tree of its results.
+      values: the abstract values that are there before it runs: leaves of the arguments, then arrays and keys that it closes over.
+      constants: the latter, by number.
+      number_of: the numbers of these values, by their variables in the trace and in the mapped function.
+    """
+
+    def __init__(self, run: Callable[..., Any], *args: Any):
+        self.closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+        (self.call,) = self.closed.jaxpr.eqns
+        assert self.call.primitive.name == "shard_map", self.call.primitive.name
+        self.structure: Any = jax.tree.structure(shapes)
+        self.values: list[Any] = jax.tree.leaves(args)
+        closed_over = [array if tree.is_key(array) else np.asarray(array) for array in self.closed.consts]
+        self.constants: dict[int, Any] = dict(enumerate(closed_over, len(self.values)))
+        replicated = NamedSharding(self.call.params["mesh"], P())
+        self.values += [jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=replicated) for own in closed_over]
+        outer = [*self.closed.jaxpr.invars, *self.closed.jaxpr.constvars]
+        self.number_of: dict[Any, int] = {var: number for number, var in enumerate(outer)}
+        inner = self.call.params["jaxpr"].invars
+        self.number_of |= {var: self.number_of[own] for var, own in zip(inner, self.call.invars)}
 
 
 class Mapped:
