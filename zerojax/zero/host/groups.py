@@ -158,7 +158,7 @@ class Division:
     def _rest(self) -> Rest:
         apart = set(self.weights)
         own = [name for name in self._numbers if name not in apart]
-        frozen = self._frozen_but(own)
+        frozen = self.partition.training(own)
         state = self.partition.abstract_state
         opt_state = self._initialised(frozen.trainable_part(state.params))
         reduced = tree.map_with_path(lambda path, _: self.leaves[self._position[path]], opt_state)
@@ -218,17 +218,6 @@ class Division:
         """Returns a tree like the params with these leaves, by path, and optax.MaskedNode() in place of the others."""
         leaves = [values.get(name, _MASKED) for name in self.names]
         return jax.tree.unflatten(jax.tree.structure(self.partition.abstract_state.params), leaves)
-
-    def _frozen_but(self, weights: Sequence[str]) -> partition_lib.Partition:
-        """Returns the partition with all but these weights frozen."""
-        trained = set(weights)
-        return dataclasses.replace(
-            self.partition,
-            placements={
-                path: dataclasses.replace(found, trainable=path in trained)
-                for path, found in self.partition.placements.items()
-            },
-        )
 
 
 _MASKED: Any = optax.MaskedNode()

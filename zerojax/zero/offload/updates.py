@@ -350,7 +350,7 @@ class Updates(groups_lib.Division):
                 "opt_state": jax.tree.unflatten(item.structure(), [held[n] for n in item.order]),
             }
         )
-        update = update_lib.make(self._frozen_but([item.weight]))
+        update = update_lib.make(self.partition.training([item.weight]))
         finite = scalars[1] if self._may_skip else None
         with jax.named_scope("update"):
             after = update(before, before, self._only({item.weight: grad}), scalars[0], finite, number[None])

@@ -25,11 +25,10 @@ def of(found: segments.Segments, jaxpr: jex.Jaxpr) -> segments.Segments:
     for key, own in found.segments.items():
         if key[0] != BACKWARD:
             continue
-        read = {var for other, seg in found.segments.items() if other != key for var in seg.part.reads}
-        written = _WrittenOut(own.part)
-        early, late = _divided(written, {var for var in own.part.writes if var in read}, arguments)
-        made[key] = dataclasses.replace(own, part=written.part(BACKWARD, *early))
-        made[WEIGHTS, own.stage] = segments.Segment(WEIGHTS, own.stage, written.part(WEIGHTS, *late))
+        read = {var for other, seg in found.segments.items() if other != key for var in seg.reads}
+        written = _WrittenOut(own)
+        early, late = _divided(written, {var for var in own.writes if var in read}, arguments)
+        made[key], made[WEIGHTS, key[1]] = written.part(BACKWARD, *early), written.part(WEIGHTS, *late)
         for eqn in written.eqns:
             for var in eqn.outvars:
                 numbers.setdefault(var, len(numbers))

@@ -74,13 +74,9 @@ class GroupUpdate:
         self._structures |= {"opt_state": jax.tree.structure(opt_state), "rest": jax.tree.structure(blank)}
         abstract = self._state(known)
         partition = dataclasses.replace(
-            whole,
+            whole.training(self.trained),
             abstract_state=abstract,
             shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
-            placements={
-                path: dataclasses.replace(found, trainable=path in self.trained)
-                for path, found in whole.placements.items()
-            },
             on_host=whole.on_host.intersection(path for path, _ in tree.flatten(abstract)),
         )
         own = update_lib.Own(partition, tuple(n for n, path in enumerate(trained) if path in self.trained))

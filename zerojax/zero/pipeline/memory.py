@@ -54,15 +54,9 @@ def of_groups(
             held_state[group] += found.nbytes(number) * (
                 path[:2] in ("0/", "2/") and home not in (group, state.EVERYWHERE)
             )
-    sums = [
-        sum(
-            tree.shard_bytes(own)
-            for program in found.programs.values()
-            for own in program.sums.values()
-            if program.group == group
-        )
-        for group in groups
-    ]
+    sums = [0] * len(groups)
+    for program in found.programs.values():
+        sums[program.group] += sum(map(tree.shard_bytes, program.sums.values()))
     batch = 2 * micros * sum(found.nbytes(number) for number, path in found.paths.items() if path.startswith("1/"))
     held, most, peak, moved, kept, most_kept = ([0] * len(groups) for _ in range(6))
     written = {number for program in found.programs.values() for number in program.writes}
@@ -83,16 +77,7 @@ def of_groups(
             moved[group] += sum(map(found.nbytes, move.numbers))
         take(own.writes, 1)
         take(dropped, -1)
-    return [
-        GroupMemory(
-            held_state[group] + sums[group] + max(batch + max(peak[group], most[group]), updates[group]),
-            held_state[group],
-            sums[group],
-            batch,
-            most[group],
-            moved[group],
-            host[group],
-            most_kept[group],
-        )
-        for group in groups
-    ]
+    used = [max(batch + max(both), of_update) for *both, of_update in zip(peak, most, updates)]
+    peaks = [sum(of_group) for of_group in zip(held_state, sums, used)]
+    columns = peaks, held_state, sums, [batch] * len(groups), most, moved, host, most_kept
+    return [GroupMemory(*of_group) for of_group in zip(*columns)]

@@ -29,19 +29,12 @@ from zerojax.zero.step_programs import blocks, cut
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Segment:
-    """What a stage does in one pass of a micro-batch."""
-
-    kind: str  # one of `order.PASSES`
-    stage: int  # its number
-    part: cut.StepPart  # the operations, with what they read and write
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Segments:
     """A pass, cut."""
 
-    segments: Mapping[tuple[str, int], Segment]  # by (kind, stage)
+    segments: Mapping[
+        tuple[str, int], cut.StepPart
+    ]  # what a stage does in one pass, by the kind of `order.PASSES` and the stage
     results: Sequence[Any]  # for each result of the trace its variable or literal
     number_of: Mapping[Any, int]  # the number of each variable; those of equal traces are equal
     stage_of_call: Sequence[int]  # of each call of a block
@@ -49,7 +42,12 @@ class Segments:
     @functools.cached_property
     def reads(self) -> dict[tuple[str, int], list[int]]:
         """Returns the numbers of what each segment reads."""
-        return {key: [self.number_of[var] for var in own.part.reads] for key, own in self.segments.items()}
+        return {key: [self.number_of[var] for var in own.reads] for key, own in self.segments.items()}
+
+    @functools.cached_property
+    def writes(self) -> dict[tuple[str, int], list[int]]:
+        """Returns the numbers of what each segment makes."""
+        return {key: [self.number_of[var] for var in own.writes] for key, own in self.segments.items()}
 
     @property
     def stages(self) -> int:
@@ -58,10 +56,7 @@ class Segments:
 
     def writer(self, number: int) -> int | None:
         """Returns the stage that makes a variable, or None."""
-        return next(
-            (own.stage for own in self.segments.values() for var in own.part.writes if self.number_of[var] == number),
-            None,
-        )
+        return next((stage for (_, stage), numbers in self.writes.items() if number in numbers), None)
 
     def readers(self, number: int) -> list[int]:
         """Returns the stages that read a variable."""
@@ -220,7 +215,7 @@ class _Places:
         for key, own in eqns.items():
             needed = set().union(*(read[other] for other in keys if other != key))
             writes = {var for var in needed if self._place.get(var) == key}.union(wanted[key])
-            found[key] = Segment(*key, cut.part_of(key[0], own, writes))
+            found[key] = cut.part_of(key[0], own, writes)
         order = [*self._jaxpr.invars, *self._jaxpr.constvars, *(var for eqn in self._eqns for var in eqn.outvars)]
         return Segments(found, results, {var: number for number, var in enumerate(order)}, ())
 

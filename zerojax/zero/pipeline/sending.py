@@ -12,6 +12,7 @@ from zerojax.zero.pipeline.order import Op
 from zerojax.zero.step_programs import schedule
 
 ALL = -1  # the micro-batch of what all micro-batches read alike
+STEP = -1  # the number of the state's count of steps
 
 
 class Name(NamedTuple):
@@ -37,11 +38,6 @@ def name(found: stage_programs.StagePrograms, number: int, micro: int, group: in
     """Returns the name of a value."""
     is_alike = number in found.constants or found.paths.get(number, "")[:2] in ("0/", "2/")
     return Name(number, ALL if is_alike else micro, group)
-
-
-def step_of(group: int) -> str:
-    """Returns the name of the state's number of steps on a group."""
-    return f"step on {group}"
 
 
 def of(
@@ -75,7 +71,7 @@ def of(
         writes: list[Any] = []
         if target == program.group:
             reads += [*program.sums, *names([] if program.weight is None else [program.weight], target)]
-            reads += [step_of(target)] if program.is_seeded else []
+            reads += [Name(STEP, ALL, target)] if program.is_seeded else []
             writes = [*names(program.writes, target), *program.sums]
         elif target in of_process:
             writes = names(numbers, target)

@@ -37,13 +37,7 @@ class StageProgram:
     part: cut.StepPart  # its operations in the trace
 
     def on_values(self, micro: jax.Array, stage: int, *arrays: jax.Array) -> list[jax.Array]:
-        """Runs the pass of a micro-batch.
-
-        Args:
-          micro: int32[], its number.
-          stage: the number of the stage.
-          *arrays: what `run` takes, one after the other, and in the place of a seed the number of the step.
-        """
+        """Runs the pass of a micro-batch. `arrays` are what `run` takes, one by one, with the number of the step in the place of a seed."""
         rest = iter(arrays)
         read, sums = ([next(rest) for _ in own] for own in (self.reads, self.sums))
         factor = None if self.weight is None else next(rest)
@@ -123,11 +117,6 @@ def compiled(
     return found
 
 
-def values_of(cut: segments.Segments, key: tuple[str, int]) -> list[int]:
-    """Returns the numbers of what a segment makes."""
-    return [cut.number_of[var] for var in cut.segments[key].part.writes]
-
-
 def _groups(cut: segments.Segments, number: int, count: int, kept: Collection[int]) -> set[int]:
     """Returns the groups that read a value; the first one gets what a micro-batch leaves."""
     return {stage % count for stage in cut.readers(number)} | ({0} if number in kept else set())
@@ -145,8 +134,8 @@ def _program(
     alike: dict[str, jax.stages.Compiled] | None,
 ) -> StageProgram:
     """Compiles one program, and adds the abstract values that it returns to those `before` it."""
-    part, reads, count = found.segments[key].part, found.reads[key], len(placed.groups)
-    mesh, writes, group = of_group.partition.mesh, values_of(found, key), key[1] % count
+    part, reads, count = found.segments[key], found.reads[key], len(placed.groups)
+    mesh, writes, group = of_group.partition.mesh, found.writes[key], key[1] % count
     weight, values = before.weight, before.values
     read_elsewhere = before.kept.union(*(numbers for other, numbers in found.reads.items() if other != key))
     leaving = {number for number in writes if _groups(found, number, count, before.kept) - {group}}

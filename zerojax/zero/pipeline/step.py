@@ -133,7 +133,7 @@ class PipelineStep:
         self._meshes = [group.mesh for group in groups]
         self.travel = self.placed.travel
         self._here = [group for group, is_here in enumerate(self.travel.here) if is_here]
-        self._prepare = jax.jit(functools.partial(_micro_batches, layout, of_groups[0].compute_dtype))
+        self._prepare = jax.jit(functools.partial(layout.micro_batches, of_groups[0].compute_dtype))
         self.updates = [
             group_update.GroupUpdate(self.placed, number, own.reduction, scaling, clip, donate=donate)
             for number, own in enumerate(of_groups)
@@ -231,11 +231,14 @@ class PipelineStep:
         moves, order = self._orders[found]
 
         def done(index: int, values: dict[Any, Any]) -> None:
-            (_, _, micro), _, target, _ = moves[index]
-            if target is None:
-                named = lambda number: values[sending.name(found, number, micro, 0)]  # noqa: E731
-                totals.add(jax.tree.map(functools.partial(_value, named), found.metrics, is_leaf=passes.is_result))
-                totals.weights += [] if found.weight is None else [named(found.weight)]
+            def value(own: passes.Result) -> jax.Array:
+                if own.number is None:
+                    return jnp.asarray(own.atom.val, own.atom.aval.dtype)
+                return values[sending.name(found, own.number, moves[index].op.micro, 0)]
+
+            if moves[index].target is None:
+                totals.add(jax.tree.map(value, found.metrics, is_leaf=passes.is_result))
+                totals.weights += [] if found.weight is None else [value(passes.Result(found.weight, None))]
 
         values = self._given(found, leaves, micros)
         order.run(values, done)
@@ -263,7 +266,8 @@ class PipelineStep:
         if found.weight is None:
             return metrics, dict.fromkeys(self._here, count)
         if self.travel.is_one:
-            return metrics, {group: self._moved(weight, group) for group in self._here}
+            on = {group: NamedSharding(self._meshes[group], state.spec(weight)) for group in self._here}
+            return metrics, {group: jax.device_put(weight, sharding) for group, sharding in on.items()}
         return metrics, {group: state.view(weight, self._meshes[group]) for group in self._here}
 
     def _shared_totals(self, found: stage_programs.StagePrograms, metrics: PyTree, weight: Any, count: int) -> Any:
@@ -308,7 +312,9 @@ class PipelineStep:
         values: dict[Any, Any] = {path: zero for group in self._here for path, zero in self._zeros[group]().items()}
         for group in self._here:
             step, mesh = leaves.get("step"), self._meshes[group]
-            values[sending.step_of(group)] = self._number(0, group) if step is None else state.view(step, mesh)
+            values[sending.Name(sending.STEP, sending.ALL, group)] = (
+                self._number(0, group) if step is None else state.view(step, mesh)
+            )
         batches = [dict(tree.flatten(micro)) for micro in micros]
         for number, group in ((number, group) for number, groups in found.readers.items() for group in groups):
             root, _, path = found.paths.get(number, "").partition("/")
@@ -342,16 +348,3 @@ class PipelineStep:
         if key not in self._numbers:
             self._numbers[key] = jax.device_put(np.int32(number), NamedSharding(self._meshes[group], P()))
         return self._numbers[key]
-
-    def _moved(self, x: jax.Array, group: int) -> jax.Array:
-        return jax.device_put(x, NamedSharding(self._meshes[group], state.spec(x)))
-
-
-def _value(named: Callable[[int], jax.Array], own: passes.Result) -> jax.Array:
-    return jnp.asarray(own.atom.val, own.atom.aval.dtype) if own.number is None else named(own.number)
-
-
-def _micro_batches(layout: inputs.Layout, dtype: DTypeLike, batch: PyTree) -> list[Any]:
-    """Returns the micro-batches of a batch, each sharded over the devices of a group and equal on all groups."""
-    placed = layout.place(batch, dtype)
-    return [layout.micro_batch(placed, number) for number in range(layout.passes)]

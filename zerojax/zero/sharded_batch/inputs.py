@@ -82,6 +82,11 @@ class Layout:
         micro = placed if self.passes == 1 else jax.tree.map(lambda leaf: leaf[number], placed)
         return jax.lax.with_sharding_constraint(micro, self.of_one_pass.shardings(micro))
 
+    def micro_batches(self, dtype: DTypeLike | None, batch: PyTree) -> list[PyTree]:
+        """Returns the batches of all passes; see `place`."""
+        placed = self.place(batch, dtype)
+        return [self.micro_batch(placed, number) for number in range(self.passes)]
+
     def shardings(self, batch: PyTree) -> PyTree:
         """Returns the shardings of a batch that was placed."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(batch), is_leaf=is_spec)

@@ -161,16 +161,10 @@ def _with_names(part: StepPart, names: Mapping[Any, Any]) -> StepPart:
 
 def _renamed(parts: Iterable[StepPart]) -> list[StepPart]:
     """Returns parts that read the original of each variable that a part returns as it came in."""
-    original: dict[Any, Any] = {}
-
-    def of(atom: traces.Atom) -> traces.Atom:
-        return original.get(atom, atom) if traces.is_var(atom) else atom
-
-    named = []
+    original, named = dict[Any, Any](), []
     for part in parts:
-        calls = [dataclasses.replace(call, arguments=[of(atom) for atom in call.arguments]) for call in part.calls]
-        named.append(dataclasses.replace(part, calls=calls))
-        original |= {var: of(same) for var, same in part.same.items()}
+        named.append(_with_names(part, original))
+        original |= {var: original.get(same, same) for var, same in part.same.items()}
     return named
 
 

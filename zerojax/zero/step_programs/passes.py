@@ -150,22 +150,15 @@ class Passes:
             micro = self._batch.of_one_pass.abstract(micro)
             number = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
             state = jax.tree.map(self.source.used, tree.abstract(state))
-            leaves = tree.flatten((state.params, micro, state, number))
+            args = state.params, micro, state, number
+            leaves = tree.flatten(args)
             froms = {"0": "state/params", "1": "batch", "2": "state", "3": "pass"}
             paths = [path.replace(path[0], froms[path[0]], 1) for path, _ in leaves]
             names = [path.removeprefix("state/") for path in paths]
             late = {n: name for n, name in enumerate(names) if name in self.source.paths}
-            cut = programs.cut(
-                self._one_pass,
-                state.params,
-                micro,
-                state,
-                number,
-                late=late,
-                source=self.source,
-                compiler_options={**(self._options or {}), **(compiler_options or {})},
-                in_order=self._in_order,
-            )
+            options = {**(self._options or {}), **(compiler_options or {})}
+            how: dict[str, Any] = {"late": late, "source": self.source, "compiler_options": options}
+            cut = programs.cut(self._one_pass, *args, in_order=self._in_order, **how)
             (_, aux), grads = jax.tree.unflatten(cut.structure, cut.results)
             self._cuts[key] = PassPrograms(
                 schedule.Schedule(cut),

@@ -297,13 +297,9 @@ class Mapped:
 
     def _own(self, reads: Sequence[Any], values: Mapping[int, Any]) -> dict[Any, Any]:
         """Returns what a device has of each variable."""
-        found = {}
-        for number, var in enumerate(reads):
-            if number not in values:
-                found[var] = jnp.zeros(var.aval.shape, var.aval.dtype)
-            else:
-                found[var] = values[number] if var in self._plain else values[number][0]
-        return found
+        own = lambda number, var: values[number] if var in self._plain else values[number][0]  # noqa: E731
+        empty = lambda var: jnp.zeros(var.aval.shape, var.aval.dtype)  # noqa: E731
+        return {var: own(number, var) if number in values else empty(var) for number, var in enumerate(reads)}
 
     def _stacked_if_own(self, writes: Sequence[Any], found: Sequence[Any]) -> list[Any]:
         return [value if var in self._out_specs else value[None] for var, value in zip(writes, found)]

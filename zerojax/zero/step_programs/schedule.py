@@ -36,14 +36,14 @@ class Order:
     """Programs in the order in which they are sent.
 
     Args:
-      programs: as the attribute.
+      programs: in this order.
       nbytes: f(name) -> the bytes of a value on one device.
       kept: the names of values that stay to the end of a run.
       again: for each program the names of what arrives again for a later one.
       is_serial: whether each program ends before the next is sent.
 
     Attributes:
-      programs: in this order.
+      programs: as the argument.
       last: the last program that reads or writes a value, by its name, if the value does not stay.
       dropped: for each program the names of what it is the last to read, or what arrives again.
       ahead: for each program how many of its devices' before it may run when it is sent, and the same for the end of a run.
@@ -59,9 +59,8 @@ class Order:
         is_serial: bool = False,
     ):
         self.programs, self._is_serial = programs, is_serial
-        self.last = {name: index for index, own in enumerate(programs) for name in (*own.reads, *own.writes)}
-        for name in kept:
-            self.last.pop(name, None)
+        named = ((name, index) for index, own in enumerate(programs) for name in (*own.reads, *own.writes))
+        self.last = {name: index for name, index in named if name not in kept}
         self.dropped = [
             [name for name in dict.fromkeys((*own.reads, *own.writes)) if self.last.get(name) == index]
             for index, own in enumerate(programs)

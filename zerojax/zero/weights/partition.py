@@ -7,7 +7,7 @@ two parts. It differentiates and updates the `trainable_part`; `with_frozen` add
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -129,6 +129,12 @@ class Partition:
     def frozen(self) -> frozenset[str]:
         """Returns the paths of the weights that are not trained."""
         return frozenset(path for path, weight in self.placements.items() if not weight.trainable)
+
+    def training(self, weights: Collection[str]) -> "Partition":
+        """Returns the same with all weights frozen but these, by path."""
+        kept = frozenset(weights)
+        placements = {path: dataclasses.replace(own, trainable=path in kept) for path, own in self.placements.items()}
+        return dataclasses.replace(self, placements=placements)
 
     def trainable_part(self, params: PyTree) -> PyTree:
         """Returns params, or a tree like them, with `optax.MaskedNode()` (a node without leaves) for each frozen weight."""
