@@ -32,9 +32,7 @@ from zerojax.zero.step_programs import blocks, cut
 class Segments:
     """A pass, cut."""
 
-    segments: Mapping[
-        tuple[str, int], cut.StepPart
-    ]  # what a stage does in one pass, by the kind of `order.PASSES` and the stage
+    segments: Mapping[tuple[str, int], cut.StepPart]  # by (one of `order.PASSES`, stage)
     results: Sequence[Any]  # for each result of the trace its variable or literal
     number_of: Mapping[Any, int]  # the number of each variable; those of equal traces are equal
     stage_of_call: Sequence[int]  # of each call of a block

@@ -28,9 +28,7 @@ class Move(NamedTuple):
 
     op: Op  # the pass
     program: stage_programs.StageProgram  # its program
-    target: (
-        int | None
-    )  # the group that runs it, or that what it made is sent to; None: the pass was the last of its micro-batch
+    target: int | None  # the group that runs it, or that it is sent to; None for the end of a micro-batch
     numbers: Sequence[int]  # of what it reads, sends, or leaves
 
 

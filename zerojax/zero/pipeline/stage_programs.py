@@ -100,16 +100,16 @@ def compiled(
     results = [weight, *(result.number for result in jax.tree.leaves(aux["metrics"], is_leaf=passes.is_result))]
     kept, known = {number for number in results if number is not None}, dict(traces[0].values)
     found = StagePrograms({}, traces[0].paths, traces[0].constants, {}, aux["metrics"], weight, kept, known)
-    backward = [(BACKWARD, stage) for stage in reversed(range(placed.stages))]
-    for key in (
-        *((FORWARD, n) for n in range(placed.stages)),
-        *backward,
-        *((WEIGHTS, n) for n in range(placed.stages)),
-    ):
-        if key in cuts[0].segments:
-            group = key[1] % count
-            of_group = of_groups[group % len(of_groups)], traces[group], cuts[group]
-            found.programs[key] = _program(found, *of_group, key, placed, grads, options, alike)
+    stages = range(placed.stages)
+    keys = [
+        *((FORWARD, n) for n in stages),
+        *((BACKWARD, n) for n in reversed(stages)),
+        *((WEIGHTS, n) for n in stages),
+    ]
+    for key in filter(cuts[0].segments.__contains__, keys):
+        group = key[1] % count
+        of_group = of_groups[group % len(of_groups)], traces[group], cuts[group]
+        found.programs[key] = _program(found, *of_group, key, placed, grads, options, alike)
     weighing = {own.group for own in found.programs.values() if own.weight is not None}
     for number in known:
         groups = _groups(cuts[0], number, count, kept)

@@ -311,10 +311,8 @@ class PipelineStep:
         """Returns what programs read and none makes, by name: sums that are 0, the state, micro-batches, and arrays of the trace."""
         values: dict[Any, Any] = {path: zero for group in self._here for path, zero in self._zeros[group]().items()}
         for group in self._here:
-            step, mesh = leaves.get("step"), self._meshes[group]
-            values[sending.Name(sending.STEP, sending.ALL, group)] = (
-                self._number(0, group) if step is None else state.view(step, mesh)
-            )
+            step = state.view(leaves["step"], self._meshes[group]) if "step" in leaves else self._number(0, group)
+            values[sending.Name(sending.STEP, sending.ALL, group)] = step
         batches = [dict(tree.flatten(micro)) for micro in micros]
         for number, group in ((number, group) for number, groups in found.readers.items() for group in groups):
             root, _, path = found.paths.get(number, "").partition("/")

@@ -108,6 +108,28 @@ class PassPrograms:
         return {path: max(index, read.get(path, 0)) for path, index in self.ready_at.items()}
 
 
+class Totals:
+    """What the passes of a step add up beside their gradients.
+
+    Attributes:
+      metrics: the sum of their `outputs.terms`; None before the first.
+      weights: how much each pass counts; none if they count alike.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: Any = None
+        self.weights: list[jax.Array] = []
+
+    def add(self, metrics: PyTree) -> None:
+        """Adds the metrics of a pass."""
+        self.metrics = metrics if self.metrics is None else _added_metrics(self.metrics, metrics)
+
+    @property
+    def weight(self) -> jax.Array | None:
+        """Returns how much the passes count together; None if they count alike."""
+        return sum(self.weights[1:], self.weights[0]) if self.weights else None
+
+
 class Passes:
     """The passes of a step.
 
@@ -189,8 +211,8 @@ class Passes:
             is_last = number == self.count - 1
             index = self._on_device(number)
             micro = prepared if self.count == 1 else self._take(prepared, index)
-            own = seed(getattr(state, "step", 0), index) if self.in_16_bits and not is_last else None
-            done = functools.partial(self._done, found, sums, totals, ready if is_last else None, sent, own)
+            rounding = seed(getattr(state, "step", 0), index) if self.in_16_bits and not is_last else None
+            done = functools.partial(self._done, found, sums, totals, ready if is_last else None, sent, rounding)
             follows = arrivals.STEP if is_last else arrivals.PASS
             (_, aux), _ = found.schedule(params, micro, state, index, done=done, follows=follows)
             fields, metrics = aux.get("state", {}), aux["metrics"]
@@ -202,7 +224,7 @@ class Passes:
         self,
         found: PassPrograms,
         sums: dict[str, jax.Array],
-        totals: "Totals",
+        totals: Totals,
         ready: Ready | None,
         sent: Callable[[int], None],
         seed: jax.Array | None,
@@ -230,7 +252,7 @@ class Passes:
         self,
         found: PassPrograms,
         sums: dict[str, jax.Array],
-        totals: "Totals",
+        totals: Totals,
         grads: dict[str, jax.Array],
         seed: jax.Array | None,
         *,
@@ -289,28 +311,6 @@ _added_metrics = jax.jit(accumulate.added_terms)
 seed = jax.jit(rounded.seed)
 _averaged = jax.jit(accumulate.averaged, donate_argnums=0)  # by a weight that is an array
 _divided = jax.jit(accumulate.averaged, donate_argnums=0, static_argnums=1)
-
-
-class Totals:
-    """What the passes of a step add up beside their gradients.
-
-    Attributes:
-      metrics: the sum of their `outputs.terms`; None before the first.
-      weights: how much each pass counts; none if they count alike.
-    """
-
-    def __init__(self) -> None:
-        self.metrics: Any = None
-        self.weights: list[jax.Array] = []
-
-    def add(self, metrics: PyTree) -> None:
-        """Adds the metrics of a pass."""
-        self.metrics = metrics if self.metrics is None else _added_metrics(self.metrics, metrics)
-
-    @property
-    def weight(self) -> jax.Array | None:
-        """Returns how much the passes count together; None if they count alike."""
-        return sum(self.weights[1:], self.weights[0]) if self.weights else None
 
 
 @functools.partial(jax.jit, static_argnums=1)
