@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 
+import programs
 import pytest
 
 from zerojax import configs, display
@@ -24,7 +25,7 @@ def run(monkeypatch, run_main, tmp_path):
     def call(*flags, answers=None):
         told = iter(answers or ())
         monkeypatch.setattr(sys.stdin, "isatty", lambda: answers is not None, raising=False)
-        monkeypatch.setattr("builtins.input", lambda prompt: print(prompt) or next(told))
+        monkeypatch.setattr(config, "_line", lambda prompt: print(prompt) or next(told))
         printed = run_main(config, "--out", tmp_path / "mine.py", *flags)
         names = {}
         if (tmp_path / "mine.py").exists():
@@ -314,3 +315,43 @@ def test_axes_between_hosts_are_written_where_they_are_clearly_faster(run, monke
     assert (status, errors) == (0, "") and ("The config takes other" in out) == (expected[3] is not None)
     assert (written.mesh.pipe, written.mesh.replica, written.grad_accum) == expected[:3]
     assert expected[3] in (None, written.zero.stage)
+
+
+# Asks forty times on a terminal of its own, and types Ctrl-C, or sends the signal, as soon as the question is there.
+HURRIED = """
+import os, pty, signal, time
+from zerojax.commands import config
+
+hung = 0
+for number in range(40):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        print("typed", config._line("question: "), flush=True)
+        os._exit(0)
+    said = b""
+    while b"question: " not in said:
+        said += os.read(terminal, 99)
+    if number == 0:
+        os.write(terminal, b"word\\n")
+        while b"typed word" not in said:
+            said += os.read(terminal, 99)
+    elif number % 2:
+        os.write(terminal, b"\\x03")
+    else:
+        os.kill(pid, signal.SIGINT)
+    deadline = time.monotonic() + 2
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.002)
+    if not ended[0]:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    hung += not ended[0] or os.waitstatus_to_exitcode(ended[1]) != (130 if number else 0)
+    os.close(terminal)
+print("hung", hung)
+"""
+
+
+def test_ctrl_c_acts_at_once_also_just_as_a_question_appears():
+    done = programs.python(HURRIED, JAX_PLATFORMS="cpu")
+    assert (done.returncode, done.stdout) == (0, "hung 0\n"), done.stderr

@@ -82,8 +82,10 @@ def test_a_deepspeed_config_file_decides_alone_and_its_keys_follow():
     said = lines(found)
     assert said["deepspeed_config.zero_stage"].verdict == keys.NO_EFFECT
     assert said["ds.json: zero_optimization.stage"].verdict == keys.TAKEN
-    lacking = translated({"distributed_type": "DEEPSPEED", "deepspeed_config": block})
-    assert lines(lacking)["deepspeed_config.deepspeed_config_file"].verdict == keys.UNSUPPORTED
+    with pytest.raises(
+        UserError, match=r"deepspeed_config_file: is 'ds.json', which decides the stage.*put it beside this file"
+    ):
+        translated({"distributed_type": "DEEPSPEED", "deepspeed_config": block})
 
 
 def test_groups_of_another_kind_of_run_have_no_effect():

@@ -131,6 +131,14 @@ def test_what_no_run_has_beside_another_is_told_and_left_out(extra, params, lost
     assert {verdict(file, f"zero_optimization.{name}").verdict for name in lost} == {keys.UNSUPPORTED}
 
 
+def test_a_hosts_copy_is_told_to_need_several_hosts_where_the_number_of_devices_is_not_known():
+    content = {**BASE, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
+    told = verdict(content, "zero_optimization.zero_hpz_partition_size").text
+    assert "one host of 4 refuses both" in told and settings(content)["wire.host_devices"] == 4
+    assert "one host" not in str(translate.translate(content, devices=8).lines)
+    assert not [place for place in translate.translate(content, devices=4).settings if place.startswith("wire.")]
+
+
 @pytest.mark.parametrize("folder, told", [("/disk", keys.TAKEN), ("/other", keys.UNSUPPORTED)])
 def test_one_folder_holds_what_is_on_a_disk(folder, told):
     on_disk = {"device": "nvme", "nvme_path": "/disk"}

@@ -58,6 +58,11 @@ BAD = {
         "--config.seq_len=1",
     ],
     "--format: only --serve uses it": ["--target=cpu", "--topology=1x4", "--format=int8"],
+    "--picture plan.gif9: no picture is written as .gif9; name a PNG file": [
+        "--target=cpu",
+        "--topology=1x8",
+        "--picture=plan.gif9",
+    ],
     "--rates: is empty; name a file": ["--target=cpu", "--topology=1x8", "--rates="],
     "config.zero.stage": ["--target=cpu", "--topology=1x8", "--config.zero.stage=4"],
 }

@@ -1,11 +1,13 @@
 """Checks what a plan's picture shows, at any size of a model. This module tests zerojax.plan.picture."""
 
 import dataclasses
+import re
 
 import pytest
 
 from zerojax import roles
 from zerojax.clock import kernels, walk
+from zerojax.errors import UserError
 from zerojax.plan import picture, targets
 from zerojax.plan.offload import streams
 from zerojax.zero.offload import step_by_block
@@ -94,3 +96,15 @@ def test_the_peak_of_temporaries_is_marked_and_named(plan, tmp_path, monkeypatch
     assert mark.get_xdata()[0] == plan.buffers.peak_position and mark.get_label().startswith("the most: ")
     most = max(map(sum, zip(*plan.buffers.curve.by_role.values())))
     assert temporaries.get_ylim()[0] == 0 and mark.get_ydata()[0] == pytest.approx(most / 2**10)
+
+
+def test_a_path_that_no_picture_can_have_is_refused_before_a_step_is_compiled(tmp_path):
+    for path, words in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "plan.gif9", "no picture is written as .gif9"),
+        ("/proc/x.png", "cannot"),
+    ):
+        with pytest.raises(UserError, match=f"^--picture {re.escape(str(path))}: {words}"):
+            picture.check(str(path))
+    picture.check(str(tmp_path / "new" / "plan"))  # to which matplotlib adds .png
+    picture.check(str(tmp_path / "plan.PDF"))

@@ -166,3 +166,20 @@ def test_stages_of_a_pipeline_and_programs_of_blocks_are_not_asked_for_together(
     partition = zerojax.partition_state(state, mesh=zerojax.make_mesh(pipe=2), stage=3, min_size=0, pipeline=pipeline)
     with pytest.raises(UserError, match=r"^programs: is 'kinds', and the stages of .pipe."):
         zerojax.make_train_step(loss_fn, partition, sums=zerojax.Sums(F32, grad_accum=2))
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        (
+            {"expert_load": 1.5, "reduce_dtype": F32},
+            "expert_load: has no effect, because no weight is sharded over `expert`",
+        ),
+        ({"expert_load": 1.5, "expert_parts": 2}, "expert_load, expert_parts: have no effect"),
+        ({"cast_batch": "weights"}, "cast_batch: has no effect, because nothing is cast without compute_dtype"),
+        ({"batch": zerojax.BatchLayout(cast_batch=False)}, "cast_batch: has no effect"),
+    ],
+)
+def test_what_nothing_reads_is_warned_of(how, line):
+    with pytest.warns(UserWarning, match=line):
+        zerojax.make_train_step(loss_fn, state_and_partition(), **how)

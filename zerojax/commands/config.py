@@ -10,9 +10,12 @@ import dataclasses
 import difflib
 import itertools
 import math
+import os
 import pathlib
 import re
+import select
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
@@ -313,7 +316,7 @@ def _answer(question: Question, flag: str | None, default: str, number: str) -> 
         return question.check(default if flag is None else flag)
     while True:
         try:
-            answer = input(_wrapped(f"{number} {question.text} [{default}]: ")).strip()
+            answer = _line(_wrapped(f"{number} {question.text} [{default}]: ")).strip()
         except EOFError as error:
             say("")
             left = f"the input ended at the question of the {question.name}"  # begins with no name of a setting: it is not asked again
@@ -322,6 +325,24 @@ def _answer(question: Question, flag: str | None, default: str, number: str) -> 
             return question.check(answer or default)
         except UserError as error:
             say(f"  {error}")
+
+
+def _line(prompt: str) -> str:
+    """Returns what is typed. Ctrl-C just after the prompt would wait for a key inside of `input`, whose read has not begun; a pipe, which
+    Python fills as the signal comes, ends the wait here."""
+    if not sys.stdin.isatty():
+        return input(prompt)
+    print(prompt, end="", flush=True)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        select.select([sys.stdin, reader], [], [])
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
+    return input()
 
 
 def _wrapped(question: str) -> str:

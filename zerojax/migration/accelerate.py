@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax import tree
+from zerojax import errors, tree
 from zerojax.errors import UserError
 from zerojax.migration import accelerate_keys, translate
 from zerojax.migration import draft as draft_lib
@@ -59,7 +59,7 @@ def translate_accelerate(
       version: of DeepSpeed, whose defaults hold for absent keys.
 
     Raises:
-      UserError: a value has a wrong type or is not known.
+      UserError: a value has a wrong type or is not known, or the `deepspeed_config_file` is not there.
     """
     draft = Draft(content, accelerate_keys.KEYS, canonical=accelerate_keys.canonical)
     devices = draft.whole("num_processes")
@@ -143,14 +143,16 @@ def _with_deepspeed(
 ) -> Translation:
     """Returns the translation of the DeepSpeed config that an Accelerate config holds, or of the file that it names."""
     named = draft.get(f"{_DS}.deepspeed_config_file")
-    if named is not None and deepspeed is not None:
-        more = _of_file(draft, content, deepspeed, str(named), devices, version)
-    else:
-        if named is not None:
-            why = "the file is not there; translate it, and take its settings"
-            draft.say(f"{_DS}.deepspeed_config_file", keys_lib.UNSUPPORTED, why)
-        more = ()
+    more: tuple[Line, ...] = ()
+    if named is None:
         _of_keys(draft, devices, version)
+    elif deepspeed is None:
+        raise UserError(
+            f"{_DS}.deepspeed_config_file: is {errors.shown(named)}, which decides the stage, the precision and the batch, and no "
+            "such file can be read here; put it beside this file, or correct its path"
+        )
+    else:
+        more = _of_file(draft, content, deepspeed, str(named), devices, version)
     _fp8(draft, content)
     _mesh(draft)
     _unread(draft, content, _FSDP, "Accelerate reads it with distributed_type FSDP alone")

@@ -266,6 +266,10 @@ def _wires(draft: Draft, devices: int | None) -> None:
     if spans:
         draft.put("wire.second_copy", True, names["hpz_partition_size"])
         draft.put("wire.host_devices", size, names["hpz_partition_size"])
+        if devices is None:
+            found = draft_lib.shown({"wire.second_copy": True, "wire.host_devices": size})
+            why = f"the file does not tell how many there are: one host of {size} refuses both, and int4 gradients, so omit them there"
+            draft.say(names["hpz_partition_size"], keys_lib.TAKEN, f"{found}, for more than {size} devices; {why}")
     elif size > 1:
         draft.say(
             names["hpz_partition_size"], keys_lib.NO_EFFECT, "all devices are one host, whose weights are one copy"

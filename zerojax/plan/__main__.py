@@ -213,6 +213,8 @@ def _plan(config: settings_lib.Config) -> None:
         )
     if _HOST_GBPS.value is not None and (config.offload.optimizer, config.offload.params) == ("none", "none"):
         raise UserError("--host_gbps: nothing is offloaded; set offload.optimizer to 'host', or omit --host_gbps")
+    if _PICTURE.value:
+        picture.check(_PICTURE.value)
     cluster = scale.read(_CLUSTER.value) if _CLUSTER.value else None
     host_rate, disk_rate = (None if flag.value is None else flag.value * 1e9 for flag in (_HOST_GBPS, _DISK_GBPS))
     _say(f"compiling the step for {_TARGET.value}, which may take minutes")

@@ -1,11 +1,13 @@
 """Draws a plan's memory, when the stages of a pipeline run, and the foretold time of a step. This module writes one PNG."""
 
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax import display, roles
+from zerojax import display, files, roles
 from zerojax.clock import kernels, walk
+from zerojax.errors import UserError
 from zerojax.plan import pipelines, step_plan
 from zerojax.zero.pipeline import order as order_lib
 
@@ -41,6 +43,22 @@ _NUMBERED = 64  # passes of a group, above which their numbers are not readable
 _NEAR = 0.25  # the part of the device's memory from which on a peak is drawn below its limit; a smaller bar could not be read
 _BESIDE = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}  # where a legend lies outside of the data
 _BELOW = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.15), "ncols": 6}
+
+
+def check(path: str) -> None:
+    """Checks, before a step is compiled, that `draw` can write a picture there.
+
+    Raises:
+      UserError: the path is a folder, cannot be written, or ends as no picture's name.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    files.check_replaceable(path, "--picture")
+    forms, form = FigureCanvasBase.get_supported_filetypes(), pathlib.Path(path).suffix.removeprefix(".").lower()
+    if form and form not in forms:
+        raise UserError(
+            f"--picture {path}: no picture is written as .{form}; name a PNG file, or one of {', '.join(sorted(forms))}"
+        )
 
 
 def draw(plan: step_plan.Plan, path: str | os.PathLike[str]) -> None:

@@ -1,6 +1,7 @@
 """Holds what a train step is told, as values, and reads their short forms. This module says what each needs of a step."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -202,4 +203,13 @@ def read(
     elif single.fp8 is not None and single.fp8.dtype is not None:
         dtype = signatures.with_fields(single.fp8, **({} if dtype is None else {"dtype": dtype})).dtype
     fp8, dtype = single.fp8, precision.floating("compute_dtype", dtype)
+    idle = [name for name in ("expert_load", "expert_parts") if name in fields]
+    if idle and not any(weight.is_experts for weight in partition.placements.values()):
+        warnings.warn(
+            f"{', '.join(idle)}: {'have' if idle[1:] else 'has'} no effect, because no weight is sharded over `expert`; name the axis in "
+            'overrides, as in overrides=[("experts/(gate|up|down)$", PartitionSpec("expert"))], or omit this',
+            stacklevel=3,
+        )
+    if dtype is None and layout.cast_batch is not True:
+        warnings.warn("cast_batch: has no effect, because nothing is cast without compute_dtype; omit it", stacklevel=3)
     return Values(dtype, fp8, chosen, summed, layout, [*single.rows(), *rows])
