@@ -32,7 +32,7 @@ COMMANDS = {
     "configs": ("zerojax.commands.configs", "Lists the configs that --config knows by name."),
     "completion": ("zerojax.commands.completion", "Prints a script with which bash or zsh completes this command."),
     "show": ("zerojax.commands.show", "Prints the card of a run, or compares two runs."),
-    "verify": ("zerojax.commands.verify", "Proves that all stages and offloads give the same losses here."),
+    "verify": ("zerojax.commands.verify", "Proves that all stages, offloads and axes give the same losses here."),
     "verify-checkpoint": ("zerojax.commands.verify_checkpoint", "Checks the files of a run's checkpoints."),
 }
 

@@ -1,8 +1,10 @@
-"""Proves on this machine that all stages and offloads give the same losses. This module is the command line `zerojax verify`.
+"""Proves on this machine that all stages, offloads and axes give the same losses. This module is the command line `zerojax verify`.
 
-zerojax verify --config configs/zero3.py                            stages 0 to 3, and offload to the host
+zerojax verify --config configs/zero3.py                            stages 0 to 3, offload to the host, each axis of the mesh
 zerojax verify --config configs/llama3_8b.py --config.model.num_layers=4 --steps 8
 zerojax verify --config configs/zero3.py --only 0,3,3+optimizer     some settings alone
+zerojax verify --against cpu                                        the losses of another machine, which the package ships
+zerojax verify --config configs/zero3.py --save losses.json         keep 100 steps; later, or elsewhere: --against losses.json
 """
 
 import argparse
@@ -20,7 +22,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax import display, errors
+from zerojax import display, errors, files
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.launch import early, schedulers
@@ -28,10 +30,15 @@ from zerojax.trainer import command, metrics
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.card import document
+from zerojax.trainer.card import past as past_lib
 from zerojax.zero import stages
 from zerojax.zero.host import settings as offload_lib
 
-_USAGE = "zerojax verify --config FILE [--config.KEY=VALUE ...] [--steps N] [--only 0,3] [--keep DIR] [--json]"
+_USAGE = (
+    "zerojax verify (--config FILE [--config.KEY=VALUE ...] [--steps N] [--save FILE] | --against FILE) [--only 0,3] "
+    "[--keep DIR] [--json]"
+)
+STEPS, KEPT_STEPS = 5, 100  # by default, and of those that are saved
 SAME, DIFFERS, NOT_HERE, FAILED = "same", "differs", "cannot run here", "failed"
 QUIET = {  # what a run writes and measures beside its steps is not compared
     "epochs": 0.0,
@@ -64,11 +71,15 @@ TOLERANCES = {
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A stage and what is offloaded there. `name` is as in --only: "3", "3+optimizer", "3+params", "3+nvme"."""
+    """A stage, and what is offloaded or the size of an axis there.
+
+    Attributes:
+      name: as in --only: "3", "3+optimizer", "3+params", "3+model=2".
+      changes: {place: value} of the config.
+    """
 
     name: str
-    stage: int
-    offload: Mapping[str, Any]
+    changes: Mapping[str, Any]
 
 
 @dataclasses.dataclass
@@ -76,11 +87,11 @@ class Verified:
     """What a setting's run gave.
 
     Attributes:
-      setting: the stage and the offload.
+      setting: what it ran with.
       verdict: "same", "differs", "cannot run here" (refused, or too large) or "failed".
       line: the reason, if it did not run.
       losses, norms: of each step.
-      loss_difference, norm_difference: the largest relative differences to the first setting that ran; None if nothing was compared.
+      loss_difference, norm_difference: the largest relative differences to what it is compared with; None if nothing was compared.
       card: the run card.
     """
 
@@ -100,42 +111,58 @@ def main() -> int:
     if early.listens_for(signal.SIGTERM):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the run in progress too
     given, rest = _parse(sys.argv[1:])
+    past = past_lib.read(given.against) if given.against else None
+    sys.argv[1:] = rest = [*(past.flags if past else ()), *rest]  # which the config's flags are read from too
     config = config_lib.from_dict(command.parse(["zerojax verify", *rest]))
     started = schedulers.find()
     if started.cluster or started.method:
         raise UserError(f"verify: is started as one of several processes by {started.name}; start it once, on one host")
-    wanted = _chosen(settings(config), given.only)
-    changes = {**QUIET, "steps": given.steps, "optimizer.warmup_steps": min(config.optimizer.warmup_steps, given.steps)}
+    steps = len(past.losses) if past else given.steps or (KEPT_STEPS if given.save else STEPS)
+    wanted = _chosen(settings(config), given.only, least=1 if past else 2)
+    changes = {**QUIET, "steps": steps, "optimizer.warmup_steps": min(config.optimizer.warmup_steps, steps)}
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(given.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="zerojax-verify-")))
         changes |= {} if config.data.dir else {"data.dir": str(folder / "datasets")}
         outcomes = _run_all(wanted, rest, changes, folder)
     devices = next((outcome.card["devices"] for outcome in outcomes if outcome.card), {"platform": "cpu"})
-    tolerance, why = tolerance_of(config, devices["platform"])
-    compare(outcomes, tolerance)
-    print(
-        json.dumps(as_json(outcomes, given.steps, tolerance, why), indent=1)
-        if given.json
-        else text(outcomes, given.steps, tolerance, why)
-    )
-    return 0 if is_proven(outcomes) else 1
+    platforms = {devices["platform"], *([past.devices["platform"]] if past else ())}
+    tolerance, why = max(tolerance_of(config, platform) for platform in platforms)
+    first = _as_run(past, given.against) if past else next((one for one in outcomes if one.losses), None)
+    compare(outcomes, tolerance, first)
+    is_right = is_proven(outcomes, 1 if past else 2)
+    shown = as_json if given.json else text
+    found = shown(outcomes, first, is_right, steps, tolerance, why)
+    print(json.dumps(found, indent=1) if given.json else found)
+    if given.save and is_right and first:
+        _save(given.save, settings_lib.changed(config, changes), first, outcomes)
+    elif given.save:
+        print(f"zerojax: --save: {given.save} is not written, since the settings do not agree", file=sys.stderr)
+    return 0 if is_right else 1
 
 
 def settings(config: settings_lib.Config) -> list[Setting]:
-    """Returns the settings to compare: each stage, offload to the host at the last one, and the config's own offload."""
-    plain = {name: getattr(offload_lib.Offload(), name) for name in vars(config.offload)}
-    last = max(stages.STAGES)
-    host = {**plain, "optimizer": offload_lib.HOST}
-    own = {name: getattr(config.offload, name) for name in plain}
-    found = [
-        *(Setting(str(stage), stage, plain) for stage in stages.STAGES),
-        Setting(f"{last}+optimizer", last, host),
-        Setting(f"{last}+params", last, {**host, "params": offload_lib.HOST}),
-    ]
-    if own not in [setting.offload for setting in found if setting.stage == config.zero.stage]:
-        kinds = [f"{part}:{own[part]}" for part in offload_lib.PARTS if own[part] != offload_lib.NONE]
-        found.append(Setting(f"{config.zero.stage}+{'+'.join(kinds)}", config.zero.stage, own))
-    return found
+    """Returns the settings to compare: each stage; at the last one offload to the host, and each axis; and the config's own offload.
+
+    An axis has size 2 there, or 1 if the config's own is above 1. Devices that are left are along `data`.
+    """
+    places = [f"offload.{name}" for name in vars(config.offload)]
+    plain = {place: getattr(offload_lib.Offload(), place.partition(".")[2]) for place in places}
+    own = {place: getattr(config.offload, place.partition(".")[2]) for place in places}
+    by_stage = {str(stage): {"zero.stage": stage, **plain} for stage in stages.STAGES}
+    last, top = list(by_stage.items())[-1]
+    host = {**top, "offload.optimizer": offload_lib.HOST}
+    axes = {axis: 1 if size > 1 else 2 for axis, size in vars(config.mesh).items() if axis != "data"}
+    found = {
+        **by_stage,
+        f"{last}+optimizer": host,
+        f"{last}+params": {**host, "offload.params": offload_lib.HOST},
+        **{f"{last}+{axis}={size}": {**top, "mesh.data": -1, f"mesh.{axis}": size} for axis, size in axes.items()},
+    }
+    if {"zero.stage": config.zero.stage, **own} not in found.values():
+        kinds = [f"{part}:{own[f'offload.{part}']}" for part in offload_lib.PARTS]
+        kinds = [kind for kind in kinds if not kind.endswith(f":{offload_lib.NONE}")]
+        found[f"{config.zero.stage}+{'+'.join(kinds)}"] = {"zero.stage": config.zero.stage, **own}
+    return [Setting(name, changes) for name, changes in found.items()]
 
 
 def tolerance_of(config: settings_lib.Config, platform: str) -> tuple[float, str]:
@@ -151,29 +178,38 @@ def tolerance_of(config: settings_lib.Config, platform: str) -> tuple[float, str
     return max(TOLERANCES[name] for name, is_rounded in rounds.items() if is_rounded)
 
 
-def compare(outcomes: Sequence[Verified], tolerance: float) -> None:
-    """Compares the losses and gradient norms of each run with those of the first one, step by step, and sets the verdicts."""
-    ran = [outcome for outcome in outcomes if outcome.verdict == SAME]
-    for outcome in ran[1:]:
-        losses, norms = (
-            [_difference(a, b) for a, b in zip(*pair, strict=True)]
-            for pair in ((outcome.losses, ran[0].losses), (outcome.norms, ran[0].norms))
-        )
-        outcome.loss_difference, outcome.norm_difference = max(losses), max(norms)
-        is_same = losses[0] <= FORWARD * tolerance and max(losses) <= tolerance and max(norms) <= NORM * tolerance
-        outcome.verdict = SAME if is_same else DIFFERS
+def compare(outcomes: Sequence[Verified], tolerance: float, first: Verified | None) -> None:
+    """Compares the losses and gradient norms of each run with those of `first`, step by step, and sets the verdicts and their lines."""
+    for outcome in outcomes:
+        if outcome.verdict != SAME or outcome is first or first is None:
+            continue
+        largest, lines = {}, []
+        for name, factor in (("losses", 1.0), ("norms", NORM)):
+            pairs = [*zip(getattr(outcome, name), getattr(first, name), strict=True)]
+            differences = [_difference(*pair) for pair in pairs]
+            allowed = [tolerance * factor] * len(pairs)
+            allowed[0] *= FORWARD if name == "losses" else 1.0
+            above = [step for step, found in enumerate(differences) if found > allowed[step]]
+            largest[name] = max(differences)
+            lines += [
+                f"{name} from step {step + 1} on: {pairs[step][0]:.9g} for {pairs[step][1]:.9g}" for step in above[:1]
+            ]
+        outcome.loss_difference, outcome.norm_difference = largest["losses"], largest["norms"]
+        outcome.verdict, outcome.line = (DIFFERS, "; ".join(lines)) if lines else (SAME, "")
 
 
-def is_proven(outcomes: Sequence[Verified]) -> bool:
-    """Returns whether two settings or more ran, and all that ran gave the same losses."""
+def is_proven(outcomes: Sequence[Verified], least: int) -> bool:
+    """Returns whether `least` settings or more gave the same losses, and none gave others or crashed."""
     verdicts = [outcome.verdict for outcome in outcomes]
-    return verdicts.count(SAME) > 1 and not {DIFFERS, FAILED} & {*verdicts}
+    return verdicts.count(SAME) >= least and not {DIFFERS, FAILED} & {*verdicts}
 
 
-def text(outcomes: Sequence[Verified], steps: int, tolerance: float, why: str) -> str:
+def text(
+    outcomes: Sequence[Verified], first: Verified | None, is_right: bool, steps: int, tolerance: float, why: str
+) -> str:
     """Returns the table, the tolerance and the verdict."""
-    reference = next((outcome.setting.name for outcome in outcomes if outcome.losses), "-")
-    title = f"{steps} steps, each setting in a process of its own, against setting {reference}"
+    reference = first.setting.name if first else "-"
+    title = f"{steps} steps, each setting in a process of its own, against {reference}"
     measured = ("losses differ by", "gradient norms", "planned peak", "measured peak", "tokens/s")
     table = display.table(title, ("setting", *measured, "losses"), ("setting", "losses"))
     for outcome in outcomes:
@@ -193,23 +229,45 @@ def text(outcomes: Sequence[Verified], steps: int, tolerance: float, why: str) -
     lines.append(
         f"allowed: {tolerance:.1e} of a loss, since {why}; a tenth of it at step 1, before any update; ten times as much of a norm"
     )
-    return "\n".join([*lines, _verdict(outcomes, reference)])
+    return "\n".join([*lines, _verdict(outcomes, reference, is_right)])
 
 
-def as_json(outcomes: Sequence[Verified], steps: int, tolerance: float, why: str) -> dict[str, Any]:
+def as_json(
+    outcomes: Sequence[Verified], first: Verified | None, is_right: bool, steps: int, tolerance: float, why: str
+) -> dict[str, Any]:
     """Returns the same as JSON."""
     rows = [
         {
             **{name: value for name, value in vars(outcome).items() if name not in ("setting", "card")},
             "setting": outcome.setting.name,
-            "stage": outcome.setting.stage,
+            "stage": outcome.setting.changes["zero.stage"],
             **{
                 key: outcome.card.get(key) for key in ("planned_peak_bytes", "measured_peak_bytes", "tokens_per_second")
             },
         }
         for outcome in outcomes
     ]
-    return {"schema": 1, "ok": is_proven(outcomes), "steps": steps, "tolerance": tolerance, "why": why, "rows": rows}
+    about = {
+        "ok": is_right,
+        "against": first and first.setting.name,
+        "steps": steps,
+        "tolerance": tolerance,
+        "why": why,
+    }
+    return {"schema": 1, **about, "rows": rows}
+
+
+def _as_run(past: past_lib.Past, place: str) -> Verified:
+    """Returns a past run in the form of one of these."""
+    return Verified(Setting(f"{place} ({past.machine})", {}), losses=past.losses, norms=past.norms)
+
+
+def _save(path: str, config: settings_lib.Config, first: Verified, outcomes: Sequence[Verified]) -> None:
+    """Keeps the losses of the first setting that ran, which are those of all."""
+    kept = past_lib.differing(settings_lib.changed(config, {"data.dir": "", **first.setting.changes}))
+    same = [outcome.setting.name for outcome in outcomes if outcome.verdict == SAME]
+    card = first.card
+    past_lib.write(path, past_lib.Past(kept, first.losses, first.norms, card["devices"], card["versions"], same))
 
 
 def _run_all(
@@ -224,10 +282,9 @@ def _run_all(
     for number, setting in enumerate(wanted):
         if sys.stderr.isatty():
             print(f"setting {setting.name}: {number + 1} of {len(wanted)}", file=sys.stderr, flush=True)
-        offload = {f"offload.{name}": value for name, value in setting.offload.items()}
-        every = {**changes, "zero.stage": setting.stage, **offload}
+        every = {**changes, **setting.changes}
         flags = [*rest, *(f"--config.{place}={value}" for place, value in every.items())]
-        outcome = _run(setting, flags, folder / f"setting-{setting.name.replace('+', '-').replace(':', '-')}")
+        outcome = _run(setting, flags, folder / f"setting-{re.sub('[+:=]', '-', setting.name)}")
         if not outcomes and outcome.verdict == NOT_HERE and not outcome.line.startswith("out of "):
             raise UserError(outcome.line)
         outcomes.append(outcome)
@@ -262,18 +319,18 @@ def _train(words: Sequence[str]) -> tuple[int, str]:
     return run.returncode, err
 
 
-def _chosen(known: Sequence[Setting], only: str | None) -> list[Setting]:
+def _chosen(known: Sequence[Setting], only: str | None, least: int) -> list[Setting]:
     """Returns the settings of --only, in the order of the table.
 
     Raises:
-      UserError: a name is unknown, or fewer than two are left.
+      UserError: a name is unknown, or fewer than `least` are left.
     """
     names = [setting.name for setting in known]
     wanted = names if only is None else [word.strip() for word in only.split(",")]
     for word in wanted:
         if word not in names:
             raise UserError(f"--only: {word!r} is no setting; {errors.choose(word, names)}")
-    if len({*wanted}) < 2:
+    if len({*wanted}) < least:
         raise UserError(
             f"--only: names {wanted[0]!r} alone, and losses are compared between two settings or more; add one"
         )
@@ -296,27 +353,51 @@ def _share(value: float | None) -> str:
     return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
-def _verdict(outcomes: Sequence[Verified], reference: str) -> str:
+def _verdict(outcomes: Sequence[Verified], reference: str, is_right: bool) -> str:
     count = {
         verdict: sum(outcome.verdict == verdict for outcome in outcomes)
         for verdict in (SAME, DIFFERS, NOT_HERE, FAILED)
     }
     rest = "".join(f"; {count[name]} {name}" for name in (DIFFERS, FAILED, NOT_HERE) if count[name])
-    if count[SAME] < 2 and not count[DIFFERS]:
+    if not is_right and not count[DIFFERS] + count[FAILED]:
         return f"nothing is proven: {count[SAME]} settings ran{rest}"
-    return f"{count[SAME]} of {len(outcomes)} settings give the losses of setting {reference}{rest}"
+    return f"{count[SAME]} of {len(outcomes)} settings give the losses of {reference}{rest}"
 
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = arguments.OneLineParser("zerojax verify", _USAGE, doc=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--steps", type=_steps, default=5, help="steps of each run (5); the first two are not timed")
-    add("--only", metavar="SETTINGS", help="some of 0,1,2,3,3+optimizer,3+params")
+    add(
+        "--steps",
+        type=_steps,
+        help=f"steps of each run ({STEPS}; {KEPT_STEPS} with --save); the first two are not timed",
+    )
+    add(
+        "--only",
+        metavar="SETTINGS",
+        help="some of 0,1,2,3,3+optimizer,3+params,3+replica=2,3+context=2,3+model=2,3+expert=2,3+pipe=2",
+    )
+    add("--save", metavar="FILE", help="keep the losses and norms, the machine and the versions")
+    add(
+        "--against",
+        metavar="FILE",
+        help=f"compare with kept ones, or with those of {', '.join(past_lib.names())}, which the package has",
+    )
     add("--keep", metavar="DIR", help="keep the runs in a new folder; default: they are removed")
     add("--json", action="store_true", help="print JSON")
     given, rest = parser.parse_known_args(words)
     if given.keep is not None and os.path.lexists(given.keep):
         raise UserError(f"--keep: {given.keep!r} exists, and a run would resume there; name a new folder")
+    if given.save is not None:
+        files.check_replaceable(given.save, "--save")
+    if given.against is not None:
+        others = {
+            "--steps": given.steps,
+            "--save": given.save,
+            "--config": any(re.match("--config(=|$)", word) for word in rest),
+        }
+        for name in [name for name, is_given in others.items() if is_given]:
+            raise UserError(f"{name}: --against takes it from its file; omit {name}")
     return given, rest
 
 
