@@ -1,12 +1,15 @@
 """Disturbs runs of `zerojax launch` over real ssh until they end, and compares their losses with those of an undisturbed run.
 
     python scripts/soak_launch.py --faults 50 --hosts 2 --devices 4
+    python scripts/soak_launch.py --faults 20 --steps 3000 --spread --kinds "kill,kill 0,stop,cut,disk" --out soak.json
 
-This script needs root: the hosts are network namespaces (scripts/ssh_hosts.py). Faults: kill -9 of a process, of process 0, of an agent, of
-an ssh client; kill -STOP of a process; the cut of a host's network; SIGTERM to a process; a main thread that sleeps for ever, at once or
-when it next begins to read data, to evaluate or to save; and, if asked for by `--kinds gone`, a host that is cut until the run goes on
-without it. Each fault must be named within 60 s, the run must resume by itself, no process may be left, and the losses must be equal bit
-for bit (within RTOL after `gone`). Each fault is one line; the status is 1 if any went wrong.
+This script needs root: the hosts are network namespaces (scripts/ssh_hosts.py). Faults: kill -9 of a process, of process 0, of an agent,
+of an ssh client; kill -STOP of a process; the cut of a host's network; a full disk; SIGTERM to a process; a main thread that sleeps for
+ever, at once or when it next begins to read data, to evaluate or to save; and, if asked for by `--kinds gone`, a host that is cut until
+the run goes on without it. Each fault must be named within 60 s, the run must resume by itself (after a full disk by the same command,
+once there is space), no process may be left, and the losses must be equal bit for bit (within RTOL after `gone`). Each fault is one line;
+the status is 1 if any went wrong. With --spread one run has all faults, at even distances. --out writes them, the seconds until the next
+new step, and what the host memory of processes grew by.
 """
 
 import argparse
@@ -24,12 +27,14 @@ import threading
 import time
 
 import bench_child  # in this folder
+import numpy as np
 import ssh_hosts
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMED_SECONDS, RESUMED_SECONDS = 60.0, 240.0
 HANGS = ("hang", "hang data", "hang evaluation", "hang checkpoint")
-KINDS = ("kill", "kill 0", "stop", "cut", "agent", "ssh", "term", *HANGS)
+DISK = "disk"
+KINDS = ("kill", "kill 0", "stop", "cut", "agent", "ssh", "term", DISK, *HANGS)
 GONE, RTOL = "gone", 2e-3  # another number of devices sums in another order, and the difference grows with the steps
 SETTINGS = (
     "model.preset=test model.num_layers=1 model.remat=none precision=fp32 seq_len=32 global_batch_size=24 log_every=1 "
@@ -59,6 +64,9 @@ def sleep():
 
 signal.signal(signal.SIGUSR2, hang)
 """
+DISK_MB = 256  # of the file system of all runs
+SAMPLE_SECONDS = 1.0  # between two looks at the memory
+SETTLED = 50  # steps of a process after which its memory is judged: it has compiled, evaluated and saved
 LIMITS = "quiet=60,step=60"  # seconds after which a hang that was named ends the run; the default is 240
 
 
@@ -85,15 +93,33 @@ class Run:
         ]
         env = {**os.environ, "PYTHONPATH": bench_child.python_path(self.hang.parent), "JAX_PLATFORMS": "cpu"}
         env.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
-        log = open(folder.with_suffix(".out"), "w")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [*launch, *options, "--", *train], cwd=ROOT, env=env, stdout=log, stderr=subprocess.PIPE, text=True
-        )
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._command, self._env = [*launch, *options, "--", *train], env
+        self.memory: list[tuple[str, int, int, int]] = []  # (what, pid, step, bytes)
+        self.start()
+        threading.Thread(target=self._watch_memory, daemon=True).start()
 
-    def _listen(self) -> None:
-        for line in self.process.stderr:
+    def start(self) -> None:
+        """Starts the command, again if it has ended."""
+        with open(f"{self.folder}.out", "a") as log:
+            self.process = subprocess.Popen(
+                self._command, cwd=ROOT, env=self._env, stdout=log, stderr=subprocess.PIPE, text=True
+            )
+        threading.Thread(target=self._listen, args=[self.process], daemon=True).start()
+
+    def _listen(self, process: subprocess.Popen) -> None:
+        for line in process.stderr:
             self.said.append((time.monotonic(), line.rstrip()))
+
+    def _watch_memory(self) -> None:
+        while True:
+            step = self.step()
+            named = {pid: f"process {rank}" for rank, pid in self.processes().items()}
+            for pid, what in {**named, self.process.pid: "launcher"}.items():
+                with contextlib.suppress(OSError, StopIteration):
+                    lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
+                    (kib,) = [line.split()[1] for line in lines if line.startswith("VmRSS")]
+                    self.memory.append((what, pid, step, int(kib) * 1024))
+            time.sleep(SAMPLE_SECONDS)
 
     def step(self) -> int:
         """Returns the last step in the log."""
@@ -169,6 +195,11 @@ def strike(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) ->
         os.kill(ranks[rank], signal.SIGUSR2)
         where += f", step \\d+ \\({phase or '.*'}\\) (gives no sign of life|stands still|has )"
         return f"hang of rank {rank} ({phase or 'at once'})", where
+    if kind == DISK:
+        with filler(run).open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(2**16))
+        return "a full disk", r"No space left|disk is full|free some space"
     if kind in ("cut", GONE):
         made.cut(rank)
         return f"network cut of {host}", lost
@@ -183,22 +214,22 @@ def strike(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) ->
     return f"kill -9 of the ssh client of {host}", lost
 
 
-def disturb(run: Run, made: ssh_hosts.Hosts, kinds: list[str], chance: random.Random) -> list[str]:
-    """Does harm after harm while the run lasts. Returns the faults that went wrong."""
-    wrong = []
+def disturb(run: Run, made: ssh_hosts.Hosts, kinds: list[str], chance: random.Random, every: int = 0) -> list[dict]:
+    """Does harm after harm while the run lasts, or every so many steps. Returns what each fault did."""
+    found, count = [], 0
     while kinds and not run.is_over():
-        before = run.step()
-        wait_for(lambda at=before: run.is_over() or run.step() > at + 3, RESUMED_SECONDS)
+        due = max(run.step() + 3, count * every)
+        wait_for(lambda at=due: run.is_over() or run.step() > at, 3600 if every else RESUMED_SECONDS)
         time.sleep(chance.random() * 2)
         if run.is_over() or len(run.processes()) < len(made.names):
             continue
-        if fault := strike_and_wait(run, made, kinds.pop(), chance):
-            wrong.append(fault)
-    return wrong
+        count += 1
+        found.append(strike_and_wait(run, made, kinds.pop(), chance))
+    return found
 
 
-def strike_and_wait(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) -> str:
-    """Does harm, and waits until it is named and the run resumes. Returns what went wrong, or ""."""
+def strike_and_wait(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) -> dict:
+    """Does harm, and waits until it is named and the run resumes. Returns what it did; `is_right` tells whether all went well."""
     heard, step = len(run.said), run.step()
     old = set(run.processes().values())
     began = time.monotonic()
@@ -217,19 +248,63 @@ def strike_and_wait(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.R
     named = wait_for(hears, NAMED_SECONDS)
     if kind != GONE:
         made.mend_all()
+    if kind == DISK:
+        wait_for(run.is_over, NAMED_SECONDS)
+        filler(run).unlink()
+        run.start()
     resumed = named and wait_for(resumes, RESUMED_SECONDS)
     if kind == GONE:
         wait_for(lambda: run.is_over() or run.step() > step + 10, RESUMED_SECONDS)
         made.mend_all()
     left = [pid for pid in old if pathlib.Path(f"/proc/{pid}").exists()]
-    verdict = "ok" if resumed and not left else f"WRONG named={bool(named)} resumed={bool(resumed)} left={left}"
+    reached = run.step()  # which the old processes may have logged after the blow
+    went_on = resumed and wait_for(lambda: run.is_over() or run.step() > reached, RESUMED_SECONDS)
+    seconds = time.monotonic() - began
+    verdict = "ok" if went_on and not left else f"WRONG named={bool(named)} resumed={bool(resumed)} left={left}"
     when = (
         f"named after {named[0] - began:.1f} s"
         if named
         else f"not named; said: {[line for _, line in run.said[heard:]]}"
     )
-    print(f"{what} at step {step}: {when}, {verdict}", flush=True)
-    return "" if verdict == "ok" else what
+    print(f"{what} at step {step}: {when}, next new step after {seconds:.1f} s, {verdict}", flush=True)
+    times = {"named_s": named and round(named[0] - began, 1), "next_step_s": round(seconds, 1)}
+    return {"kind": kind, "what": what, "step": step, **times, "is_right": verdict == "ok"}
+
+
+def filler(run: Run) -> pathlib.Path:
+    """Returns the file that takes all space of the runs' disk."""
+    return run.folder.parent / "filler"
+
+
+def growth(memory: list[tuple[str, int, int, int]]) -> dict[str, dict[str, float]]:
+    """Returns by how many bytes a step the memory of a process grew: a line with one slope, and an intercept for each process.
+
+    Args:
+      memory: (what, pid, step, bytes) of each look. Those of the first SETTLED steps of a trainer are left out.
+    """
+    found = {}
+    for kind in ("launcher", "process"):
+        by_pid: dict[int, list[tuple[int, int]]] = {}
+        for what, pid, step, nbytes in memory:
+            if what.startswith(kind):
+                by_pid.setdefault(pid, []).append((step, nbytes))
+        settled = SETTLED if kind == "process" else 0
+        points = [[(x, y) for x, y in looks if x >= looks[0][0] + settled] for looks in by_pid.values()]
+        lives = [np.asarray(looks, float) - np.mean(looks, 0) for looks in points if len(looks) > 2]
+        if lives and (spread := sum((life[:, 0] ** 2).sum() for life in lives)):
+            slope = sum((life[:, 0] * life[:, 1]).sum() for life in lives) / spread
+            rest = sum(((life[:, 1] - slope * life[:, 0]) ** 2).sum() for life in lives)
+            freedom = sum(map(len, lives)) - len(lives) - 1
+            error = (rest / freedom / spread) ** 0.5 if freedom > 0 else float("inf")
+            largest = max(y for looks in by_pid.values() for _, y in looks)
+            found[kind] = {
+                "bytes_per_step": round(slope, 1),
+                "standard_error": round(error, 1),
+                "lives": len(lives),
+                "looks": sum(map(len, lives)),
+                "largest_bytes": largest,
+            }
+    return found
 
 
 def one_run(
@@ -239,13 +314,15 @@ def one_run(
     expected: dict,
     todo: list[str],
     chance: random.Random,
-) -> list[str]:
-    """Disturbs a run until it ends. Returns what went wrong."""
+) -> tuple[list[str], dict]:
+    """Disturbs a run until it ends. Returns what went wrong, and what --out writes."""
     is_refit = GONE in todo
     more = ["--min_nodes=1", "--rejoin_seconds=15"] if is_refit else []
     more += ["--max_restarts=1000", f"--log_dir={folder}.logs", f"--limits={LIMITS}"]
     run = Run(made, folder, given.devices, given.steps, *more)
-    wrong = disturb(run, made, todo, chance)
+    every = given.steps // (len(todo) + 1) if given.spread else 0
+    faults = disturb(run, made, todo, chance, every)
+    wrong = [fault["what"] for fault in faults if not fault["is_right"]]
     status = run.process.wait(3600)
     same = is_same(losses(run.folder), expected, RTOL if is_refit else 0.0)
     orphans = wait_for(lambda: not pids(str(run.folder)), 10) is None
@@ -254,7 +331,8 @@ def one_run(
     print(f"{folder.name}: status {status}, {outcome}", flush=True)
     if status or not same or orphans:
         wrong.append(f"{folder}: {[line for _, line in run.said[-20:]]}")
-    return wrong
+    about = {"status": status, "losses": words, "orphans": orphans, "faults": faults, "memory": growth(run.memory)}
+    return wrong, about
 
 
 def is_same(found: dict, expected: dict, rtol: float) -> bool:
@@ -273,6 +351,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300, help="of each run")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--spread", action="store_true", help="all faults in one run, at even distances")
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file of what was found")
     parser.add_argument("--limit_s", type=float, default=1e9, help="no further run after so many seconds")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -282,17 +362,35 @@ def main() -> int:
     kinds = given.kinds.split(",")
     todo = [kinds[index % len(kinds)] for index in range(given.faults)]
     chance.shuffle(todo)
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="soak-"))
-    with ssh_hosts.hosts(given.hosts, 1) as made:
+    folder, runs = pathlib.Path(tempfile.mkdtemp(prefix="soak-")), []
+    with disk_of(folder) if DISK in kinds else contextlib.nullcontext(), ssh_hosts.hosts(given.hosts, 1) as made:
         calm = Run(made, folder / "calm", given.devices, given.steps)
         if calm.process.wait():
             sys.exit(f"the undisturbed run failed: {calm.said}")
-        expected = losses(calm.folder)
+        expected, about = losses(calm.folder), {"memory": growth(calm.memory)}
+        about["seconds"] = round(time.monotonic() - began, 1)
+        print(f"calm: {json.dumps(about)}", flush=True)
         while todo and time.monotonic() - began < given.limit_s:
-            wrong += one_run(given, made, folder / f"run{len(todo)}", expected, todo, chance)
+            failed, found = one_run(given, made, folder / f"run{len(todo)}", expected, todo, chance)
+            wrong += failed
+            runs.append(found)
             print(f"{given.faults - len(todo)} faults in {time.monotonic() - began:.0f} s", flush=True)
     print(f"{given.faults - len(todo)} faults, {len(wrong)} wrong" + "".join(f"\n  {line}" for line in wrong))
+    if given.out:
+        settings = {name: getattr(given, name) for name in ("hosts", "devices", "steps", "kinds", "seed", "spread")}
+        found = {"settings": settings, "undisturbed": about, "wrong": len(wrong), "runs": runs}
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if wrong else 0
+
+
+@contextlib.contextmanager
+def disk_of(folder: pathlib.Path):
+    """Gives a folder a file system of DISK_MB of its own."""
+    ssh_hosts.run("mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "soak", str(folder))
+    try:
+        yield
+    finally:
+        ssh_hosts.run("umount", "--lazy", str(folder))
 
 
 if __name__ == "__main__":
