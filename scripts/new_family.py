@@ -82,7 +82,10 @@ def main() -> None:
     folder = pathlib.Path(given.folder or given.type)
     if given.folder and not folder.exists():
         subprocess.run([given.torch, __file__, *sys.argv[1:], "--make"], check=True)
-    rows = compare(folder, given.known)
+    try:
+        rows = compare(folder, given.known)
+    except ValueError as error:  # a UserError is one
+        sys.exit(f"{folder}: is not read: {error}")
     width = max(len(row.what) for row in rows)
     for row in rows:
         print(f"{row.what:{width}}  {'same' if row.is_right else 'DIFFERS'}  {row.found}")
@@ -138,10 +141,11 @@ def make(kind: str, folder: pathlib.Path, auto: str, settings: Mapping[str, Any]
     found = model(**given, use_cache=False)
     found.loss.backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    prompt = given["attention_mask"] if is_pair else torch.ones_like(given["input_ids"])
-    generated = model.generate(
-        given["input_ids"], attention_mask=prompt, max_new_tokens=NEW, do_sample=False, num_beams=1
-    )
+    prompts = given["input_ids"], given["attention_mask"]
+    if not is_pair:
+        prompts = tuple(array[:, : min(LENGTHS)] for array in prompts)
+    how = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 1}
+    generated = model.generate(prompts[0], attention_mask=prompts[1], **how)
     np.savez(
         folder / "expected.npz",
         **tensors,
@@ -184,10 +188,13 @@ def compare(folder: pathlib.Path, known: str = "") -> list[Row]:
         away = abs(float(loss) / float(expected["loss"]) - 1)
         rows.append(Row("loss", f"{away:.1e} of at most {LOSS:.1e}", away <= LOSS))
         rows.append(_gradients(loaded, grads, expected))
-        prompt = batch["attention_mask"] if is_pair else None
-        found = np.asarray(loaded.generator(max_new_tokens=NEW)(loaded.params, batch["input_ids"], prompt))
-        wanted = expected["generated"][:, -found.shape[1] :]
-        rows.append(Row("tokens", f"{np.sum(found == wanted)} of {wanted.size}", np.array_equal(found, wanted)))
+        wanted = expected["generated"]
+        prompts = (batch["input_ids"], batch["attention_mask"])
+        if not is_pair:
+            prompts = (batch["input_ids"][:, : wanted.shape[1] - NEW],)
+        found = np.asarray(loaded.generator(max_new_tokens=NEW)(loaded.params, *prompts))
+        number = int(np.sum(found[:, -NEW:] == wanted[:, -NEW:]))
+        rows.append(Row("tokens", f"{number} of {wanted[:, -NEW:].size}", np.array_equal(found, wanted)))
         zerojax.export_huggingface(loaded.params, loaded, pathlib.Path(temporary) / "export")
         rows.append(_exported(source, pathlib.Path(temporary) / "export"))
         how, names = loaded.family.huggingface, loaded.folder.entries

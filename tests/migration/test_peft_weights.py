@@ -13,11 +13,13 @@ ADAPTER = {  # name in the model -> name in PEFT's folder
     "a.q_proj.lora_magnitude_vector.default.weight": "a.q_proj.lora_magnitude_vector",
     "embed.lora_embedding_A.default": "embed.lora_embedding_A",
     "norm.modules_to_save.default.weight": "norm.weight",
+    "experts.base_layer.lora_A.default.weight": "experts.base_layer.lora_A.weight",
 }
 MODEL = {  # name in the model -> name in the model's folder
     "a.q_proj.base_layer.weight": "a.q_proj.weight",
     "norm.original_module.weight": "norm.weight",
     "a.k_proj.weight": "a.k_proj.weight",
+    "experts.base_layer.base_layer.down_proj": "experts.down_proj",
 }
 
 

@@ -17,6 +17,7 @@ TELLING = {
     "packing": True,
     "neat_packing": True,
     "use_rslora": True,
+    "use_dora": True,
     "model_name_or_path": "opt/model",
 }
 

@@ -49,6 +49,20 @@ def test_zeros_stay_zeros_and_bits_are_as_told(kind):
     assert jax.tree.map(lambda leaf: leaf.shape, quantized.abstract((4, 128), kind)) == jax.tree.map(jnp.shape, stored)
 
 
+def test_values_of_mxfp4_are_kept_and_others_rounded_to_the_nearest():
+    values = np.concatenate([quantized.MXFP4_VALUES, quantized.MXFP4_VALUES[::-1]])
+    kernel = np.moveaxis(np.stack([2.0**-40 * values, 8 * values, 0 * values]).reshape(1, 3, 32), 1, 2)
+    stored = quantized.quantize(jnp.asarray(kernel, jnp.float32), "mxfp4")
+    assert {name: leaf.shape for name, leaf in stored.items()} == {"mxfp4": (1, 3, 16), "exponents": (1, 3, 1)}
+    assert quantized.shape_of(stored) == kernel.shape == (1, 32, 3)
+    np.testing.assert_array_equal(quantized.dequantize(stored, jnp.float32), kernel)
+    rounded = quantized.quantize(
+        jnp.asarray([4.0, 5.1, 4.9, 0.2, -0.3, 2.6, 7.9, *[0] * 25]).reshape(1, 32, 1), "mxfp4"
+    )
+    found = quantized.dequantize(rounded, jnp.bfloat16)[0, :7, 0]
+    np.testing.assert_array_equal(np.asarray(found, np.float32), [4, 6, 4, 0, -0.5, 3, 6])
+
+
 def test_a_kernel_whose_rows_are_no_whole_blocks_is_not_taken():
     assert not quantized.takes((64,)) and not quantized.takes((64, 96)) and quantized.takes((3, 4, 16))
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax import tree
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import layout, peft
+from zerojax.interop import layout, mxfp4, peft
 from zerojax.lora import adapters, targets
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
@@ -95,10 +95,17 @@ def read(
         likes = {path: jax.ShapeDtypeStruct(k.shape, stored[path], sharding=k.sharding) for path, k in kernels.items()}
         return folder_lib.read_leaves(folder, tensors, likes)
 
-    found |= quantize(wanted, chosen, read_kernels)
+    packed = [path for path in chosen.coded if isinstance(folder.entries.get(tensors[path].name), mxfp4.PackedEntry)]
+    for path in packed if chosen.lora.quantize == quantized.MXFP4 else ():
+        parts = {name: wanted.get(f"{path}/{name}") for name in quantized.parts_of(quantized.MXFP4)}
+        parts = {name: like for name, like in parts.items() if hasattr(like, "sharding")}
+        read = folder_lib.read_packed(folder, tensors[path], parts)
+        found |= {f"{path}/{name}": leaf for name, leaf in read.items()}
+    others = {path: like for path, like in wanted.items() if path not in found}
+    found |= quantize(others, chosen, read_kernels)
     if adapter is None:
         found |= draw(wanted, chosen, key)
-        found |= magnitudes(wanted, chosen, found)
+        found |= magnitudes(wanted, chosen, found, lambda likes: read(likes, folder, chosen))
     return tree.map_with_path(lambda path, _: found[path], abstract)
 
 
@@ -115,7 +122,7 @@ def quantize(
       make: f(abstract kernels by path) -> the kernels, on the device.
     """
     kind = chosen.lora.quantize
-    found_at = {chosen.kernels(path)[0]: chosen.linear[path] for path in chosen.quantized}
+    dims, found_at = chosen.coded, {chosen.kernels(path)[0]: chosen.linear[path] for path in chosen.quantized}
     kernels = {path: one for path, one in found_at.items() if f"{path}/{kind}" in wanted}
     likes = {
         path: _kernel_like((*one.stack, *one.shape), wanted[f"{path}/{kind}"], kind) for path, one in kernels.items()
@@ -123,9 +130,9 @@ def quantize(
     found: dict[str, jax.Array] = {}
     for run in tree.runs(likes, lambda path: tree.nbytes(likes[path]), MOST_BYTES):
         for path, kernel in make({path: likes[path] for path in run}).items():
-            parts = {name: wanted[f"{path}/{name}"] for name in (kind, quantized.SCALES)}
+            parts = {name: wanted[f"{path}/{name}"] for name in quantized.parts_of(kind)}
             stored = tuple((part.shape, part.sharding) for part in parts.values())
-            made = _quantizer(kind, stored, len(kernels[path].stack))(kernel)
+            made = _quantizer(kind, stored, dims[path])(kernel)
             found |= {f"{path}/{name}": jax.device_put(made[name], part.sharding) for name, part in parts.items()}
         jax.block_until_ready(list(found.values()))
     return found
@@ -146,11 +153,18 @@ def draw(wanted: Mapping[str, Any], chosen: targets.Targets, key: jax.Array | No
 
 
 def magnitudes(
-    wanted: Mapping[str, Any], chosen: targets.Targets, found: Mapping[str, jax.Array]
+    wanted: Mapping[str, Any],
+    chosen: targets.Targets,
+    found: Mapping[str, jax.Array],
+    make: Callable[[PyTree], PyTree],
 ) -> dict[str, jax.Array]:
     """Returns the first magnitudes of DoRA among the abstract leaves `wanted`, by path: the norms of the kernels' columns.
 
-    `found` has the kernels, as they are stored.
+    Args:
+      wanted: abstract leaves with shardings, by path.
+      chosen: the adapters.
+      found: kernels that are there, as they are stored, by path.
+      make: f(abstract leaves) -> the leaves, for others, of one module at a time.
     """
     made = {}
     for module in chosen.adapted:
@@ -158,10 +172,23 @@ def magnitudes(
         if path in wanted:
             like, one, (kernel,) = wanted[path], chosen.linear[module], chosen.kernels(module)
             kind = chosen.lora.quantize if kernel in chosen.coded else ""
-            parts = {name: found[f"{kernel}/{name}"] for name in (kind, quantized.SCALES)} if kind else found[kernel]
             own = _Norms((*one.stack, *one.shape), kind, len(one.stack), chosen.shapes(module)[targets.MAGNITUDE])
+            stored = {"": own.likes} if not kind else own.likes
+            missing = {
+                f"{kernel}/{name}".rstrip("/"): _over_all(part, like.sharding.mesh) for name, part in stored.items()
+            }
+            missing = {} if missing.keys() <= found.keys() else missing
+            leaves = dict(tree.flatten(make(tree.nested(missing)))) if missing else found
+            parts = {name: leaves[f"{kernel}/{name}"] for name in stored} if kind else leaves[kernel]
             made[path] = jax.device_put(_norms(own, like.shape, like.dtype, like.sharding)(parts), like.sharding)
     return made
+
+
+def _over_all(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Returns an abstract leaf that all devices share, along its first dim that they divide."""
+    dim = next((dim for dim, size in enumerate(leaf.shape) if size % mesh.size == 0), None)
+    spec = P() if dim is None else P(*[None] * dim, mesh.axis_names)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
 
 class _Norms(NamedTuple):
@@ -172,14 +199,18 @@ class _Norms(NamedTuple):
     dims: int
     shape: tuple[int, ...]
 
+    @property
+    def likes(self) -> Any:
+        """Returns the kernel as it is stored, abstract."""
+        plain = jax.ShapeDtypeStruct(self.kernel, jnp.float32)
+        return adapters.abstract_stack(self.kernel, self.kind, self.dims) if self.kind else plain
+
 
 @functools.lru_cache
 def _norms(own: _Norms, padded: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding) -> Callable[..., jax.Array]:
     def run(parts: Any) -> jax.Array:
-        plain_like = jax.ShapeDtypeStruct(own.kernel, jnp.float32)
-        likes = adapters.abstract_stack(own.kernel, own.kind, own.dims) if own.kind else plain_like
         # Without what the partition pads
-        plain = jax.tree.map(lambda leaf, like: leaf[tuple(map(slice, like.shape))], parts, likes)
+        plain = jax.tree.map(lambda leaf, like: leaf[tuple(map(slice, like.shape))], parts, own.likes)
         return _fit(adapters.magnitude(plain, own.shape, own.dims).astype(dtype), padded)
 
     return jax.jit(run, out_shardings=memory_kind.on_device(sharding))
@@ -189,6 +220,8 @@ def _kernel_like(shape: tuple[int, ...], codes: Any, kind: str) -> jax.ShapeDtyp
     """Returns a quantized kernel as it is read: sharded as its codes, or replicated where these are padded."""
     is_padded = quantized.shape_of({kind: codes}) != shape
     spec = P() if is_padded else codes.sharding.spec
+    if kind == quantized.MXFP4:  # whose codes have other dims, but for the first
+        spec = P() if codes.shape[0] != shape[0] else P(*codes.sharding.spec[:1])
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(codes.sharding.mesh, spec))
 
 
@@ -198,9 +231,9 @@ def _quantizer(
 ) -> Callable[[jax.Array], dict[str, jax.Array]]:
     def run(kernel: jax.Array) -> dict[str, jax.Array]:
         parts = adapters.quantize_stack(kernel, kind, dims)
-        return {name: _fit(parts[name], shape) for name, (shape, _) in zip((kind, quantized.SCALES), likes)}
+        return {name: _fit(parts[name], shape) for name, (shape, _) in zip(names, likes)}
 
-    names = (kind, quantized.SCALES)
+    names = quantized.parts_of(kind)
     return jax.jit(
         run, out_shardings={name: memory_kind.on_device(sharding) for name, (_, sharding) in zip(names, likes)}
     )

@@ -227,6 +227,20 @@ def read_leaves(
         return {path: future.result() for path, future in reading.items()}
 
 
+def read_packed(folder: Folder, tensor: layout.ModelTensor, parts: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Reads a matrix that the files hold in MXFP4 as it is (`mxfp4.read_packed`), into the shardings of `parts`, by their names."""
+    check_files(folder)
+    entry, budget = folder.entries[tensor.name], _Budget(MOST_BYTES)
+    assert isinstance(entry, mxfp4.PackedEntry)
+
+    def read(name: str, *given: Any) -> np.ndarray:
+        return mxfp4.read_packed(entry, name, tensor.leaf_shape, given[2])
+
+    return {
+        name: _read_leaf(functools.partial(read, name), folder, tensor, like, budget) for name, like in parts.items()
+    }
+
+
 def check_files(source: TensorFiles) -> None:
     """Compares the files with the checksums beside them, if any, before the first reading. Each process compares some of them.
 

@@ -75,7 +75,7 @@ def of_params(params: PyTree, chosen: targets.Targets) -> PyTree:
     return tree.nested(leaves)
 
 
-def _arrays(adapter: adapters.Adapter | None) -> list[Any]:
+def _arrays(adapter: adapters.KernelAdapter | None) -> list[Any]:
     return [] if adapter is None else [part for part in (adapter.a, adapter.b, adapter.magnitude) if part is not None]
 
 
@@ -96,7 +96,7 @@ def _make(scale: float, parts: tuple[Any, ...], dtype: np.dtype) -> np.ndarray:
     kernel, *given = jax.device_put(parts, jax.local_devices()[0])
     shape = quantized.shape_of(kernel) if quantized.is_quantized(kernel) else kernel.shape
     found = np.empty(shape, dtype)
-    adapter = adapters.Adapter(*given[:2], scale, *given[2:]) if given else None
+    adapter = adapters.KernelAdapter(*given[:2], scale, *given[2:]) if given else None
     size = max(1, MOST_WEIGHTS // math.prod(shape[1:]))
     blocks = [functools.partial(_rows, start=at, size=min(size, shape[0] - at)) for at in range(0, shape[0], size)]
 
@@ -141,7 +141,7 @@ def _float32(kernel: Any) -> jax.Array:
 def _merge(scale: float) -> Callable[..., jax.Array]:
     def run(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         a = a.reshape(*kernel.shape[: int(b.ndim > 2)], -1, a.shape[-1])
-        return adapters.merged(kernel, adapters.Adapter(a, b, scale))
+        return adapters.merged(kernel, adapters.KernelAdapter(a, b, scale))
 
     return jax.jit(run)
 

@@ -16,11 +16,11 @@ from numpy.typing import DTypeLike
 
 from zerojax.errors import UserError
 from zerojax.interop import tensor_files
+from zerojax.ops import quantized
 
 METHOD, DTYPE = "mxfp4", "MXFP4"  # in a config's quantization_config, and in an entry
-GROUP = 32  # neighbours that share a scale
-_HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # 1 bit of mantissa, 2 of exponent
-_VALUES = np.concatenate([_HALF, -_HALF])
+GROUP = quantized.GROUP  # neighbours that share a scale
+_VALUES = quantized.MXFP4_VALUES
 _PAIRS = np.stack([_VALUES[np.arange(256) & 15], _VALUES[np.arange(256) >> 4]], axis=1)  # of each byte: float32[256, 2]
 
 
@@ -62,6 +62,28 @@ def joined(entries: Mapping[str, tensor_files.Entry]) -> dict[str, tensor_files.
             )
         del found[name], found[f"{matrix}_scales"]
         found[matrix] = PackedEntry(blocks.file, DTYPE, (count, groups * GROUP, outputs), blocks.start, scales)
+    return found
+
+
+def read_packed(packed: PackedEntry, name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+    """Reads a slice of the codes or the exponents, as `ops.quantized` has them: uint8. What lies beyond them is 0.
+
+    Args:
+      packed: the matrix.
+      name: "mxfp4" or "exponents".
+      shape: that of the leaf of floats, [experts, inputs, outputs...].
+      index: a slice with start and stop for each dim of the codes or the exponents.
+    """
+    count, inputs, *outputs = shape
+    entry, width = (packed.scales, inputs // GROUP) if name == quantized.EXPONENTS else (packed, inputs // 2)
+    found = np.zeros([part.stop - part.start for part in index], np.uint8)
+    size = math.prod(outputs) * width
+    for place, expert in enumerate(range(index[0].start, min(index[0].stop, count))):
+        with tensor_files.mapped(entry.file, entry.start + expert * size, size) as content:
+            whole = np.frombuffer(content, np.uint8).reshape(*outputs, width)
+            own = whole[tuple(index[1:])].copy()
+            del whole  # a map in use cannot be closed
+        found[(place, *map(slice, own.shape))] = own
     return found
 
 

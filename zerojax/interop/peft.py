@@ -124,6 +124,7 @@ def start(
         opened.chosen, lora=dataclasses.replace(own, dropout=given.dropout if lora else own.dropout)
     )
     targets.check_experts(chosen)
+    targets.check_quantized(chosen)
     return opened, chosen
 
 

@@ -32,7 +32,7 @@ def shapes(targets: targets_lib.Targets) -> dict[str, tuple[int, ...]]:
     return found
 
 
-class Adapter(NamedTuple):
+class KernelAdapter(NamedTuple):
     """The adapter of one kernel: float[*stack, inputs, r], float[*stack, r, outputs], its factor, and float[*stack, outputs] with DoRA."""
 
     a: Any
@@ -133,7 +133,7 @@ def abstract_stack(shape: tuple[int, ...], kind: str, dims: int) -> dict[str, ja
     return jax.eval_shape(lambda kernel: quantize_stack(kernel, kind, dims), jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
-def merged(kernel: Any, adapter: Adapter) -> Any:
+def merged(kernel: Any, adapter: KernelAdapter) -> Any:
     """Returns kernel + scale * A B in float32, as the kernel's shape; with DoRA each column has the norm that is its magnitude."""
     *stack, inputs, rank = adapter.a.shape
     a, b = adapter.a.astype(jnp.float32), adapter.b.astype(jnp.float32).reshape(*stack, rank, -1)
@@ -153,7 +153,7 @@ def factor(magnitude: jax.Array, squares: jax.Array) -> jax.Array:
     return jnp.where(is_any, magnitude.astype(jnp.float32) / jnp.sqrt(jnp.where(is_any, squares, 1)), 0)
 
 
-def split(params: PyTree, targets: targets_lib.Targets) -> tuple[dict[str, Any], dict[str, Adapter]]:
+def split(params: PyTree, targets: targets_lib.Targets) -> tuple[dict[str, Any], dict[str, KernelAdapter]]:
     """Returns the weights of the model itself by path, quantized kernels as nodes, and the adapters by the path of their kernel.
 
     Raises:
@@ -170,7 +170,7 @@ def split(params: PyTree, targets: targets_lib.Targets) -> tuple[dict[str, Any],
             parts.setdefault(module, {})[name] = leaf
         else:
             own[path] = leaf
-    found: dict[str, Adapter] = {}
+    found: dict[str, KernelAdapter] = {}
     for path in targets.adapted:
         leaves = parts.get(targets.adapter(path), {})
         if leaves.keys() != targets.shapes(path).keys():
@@ -179,12 +179,12 @@ def split(params: PyTree, targets: targets_lib.Targets) -> tuple[dict[str, Any],
     return own, found
 
 
-def of_kernels(path: str, leaves: Mapping[str, Any], targets: targets_lib.Targets) -> dict[str, Adapter]:
+def of_kernels(path: str, leaves: Mapping[str, Any], targets: targets_lib.Targets) -> dict[str, KernelAdapter]:
     """Returns the adapters of a module's kernels, by path, from its weights."""
     kernels, b = targets.kernels(path), leaves[B]
     parts = [b] if len(kernels) == 1 else [b[:, :, number] for number in range(len(kernels))]
     scale, magnitude = targets.scale(path), leaves.get(MAGNITUDE)
-    return {kernel: Adapter(leaves[A], part, scale, magnitude) for kernel, part in zip(kernels, parts)}
+    return {kernel: KernelAdapter(leaves[A], part, scale, magnitude) for kernel, part in zip(kernels, parts)}
 
 
 def merge(params: PyTree, targets: targets_lib.Targets) -> dict[str, Any]:

@@ -184,13 +184,12 @@ class _Interceptor:
         bias = scope.get_variable("params", "bias") if scope.has_variable("params", "bias") else 0
         plain = y - bias
         if seen is not x:
-            again = _linear(module, seen, kernel, inputs) if is_coded else call(seen, *args[1:])
-            plain = again - bias
+            plain = multiply(seen, kernel, inputs, y.dtype, None)
         return with_magnitude(y, plain, seen, kernel, adapter)
 
-    def _adapter(self, module: nn.Module) -> adapters.Adapter:
+    def _adapter(self, module: nn.Module) -> adapters.KernelAdapter:
         a, b, magnitude = (module.get_variable("params", name) for name in (A, B, MAGNITUDE))
-        return adapters.Adapter(a, b, scale := self._scale("/".join(module.path)), magnitude if scale else None)
+        return adapters.KernelAdapter(a, b, scale := self._scale("/".join(module.path)), magnitude if scale else None)
 
     def _looked_up(self, module: nn.Module, numbers: jax.Array, y: jax.Array) -> jax.Array:
         """Returns what an embedding with an adapter returns, without dropout, as in PEFT."""
@@ -211,14 +210,14 @@ class _Interceptor:
         def beside(variables: PyTree) -> PyTree:
             params = dict(variables["params"])
             pairs = {name: params.pop(name) for name in [*params] if name.endswith(targets_lib.BESIDE)}
-            for name in expert_matrices.NAMES:
-                if quantized.is_quantized(params.get(name)):
+            for name in params:
+                if quantized.is_quantized(params[name]):
                     params[name] = expert_matrices.StoredMatrices(params[name])
             for beside, pair in pairs.items():
                 name = beside.removesuffix(targets_lib.BESIDE)
                 a, b, scale = pair[A], pair[B], self._scale("/".join((*module.path, name)))
                 if name == experts.ROUTER:
-                    adapter = adapters.Adapter(a, b, scale)
+                    adapter = adapters.KernelAdapter(a, b, scale)
                     params[name] = adapters.merged(params[name], adapter).astype(params[name].dtype)
                 else:
                     own = experts.JOINED.get(name, (name,))
@@ -257,7 +256,7 @@ class _Interceptor:
             if quantized.is_quantized(kernel):
                 kernel = quantized.dequantize(kernel, kernel[quantized.SCALES].dtype)
             if a is not None:
-                adapter = adapters.Adapter(a, b, scale := self._scale(path), magnitude if scale else None)
+                adapter = adapters.KernelAdapter(a, b, scale := self._scale(path), magnitude if scale else None)
                 kernel = adapters.merged(kernel, adapter).astype(kernel.dtype)
             return {**variables, "params": {**params, KERNEL: kernel}}
 
@@ -279,7 +278,7 @@ def output(x: jax.Array, a: jax.Array, b: jax.Array, scale: float, shape: tuple[
 
 
 def with_magnitude(
-    y: jax.Array, plain: jax.Array, seen: jax.Array, kernel: Any, adapter: adapters.Adapter
+    y: jax.Array, plain: jax.Array, seen: jax.Array, kernel: Any, adapter: adapters.KernelAdapter
 ) -> jax.Array:
     """Returns the output of a linear module with DoRA.
 
@@ -297,7 +296,7 @@ def with_magnitude(
     return (y + (by - 1) * plain + by * low).astype(y.dtype)
 
 
-def share(kernel: jax.Array, adapter: adapters.Adapter) -> jax.Array:
+def share(kernel: jax.Array, adapter: adapters.KernelAdapter) -> jax.Array:
     """Returns magnitude / ||W + scale B A||, float32[outputs], the norms over inputs. They have no gradient, and W + scale B A is not made:
 
     ||W + s A B||^2 = ||W||^2 + 2 s sum_r B (A^T W) + s^2 sum_r B ((A^T A) B)        of each output, with A [inputs, r], B [r, outputs]
@@ -389,20 +388,18 @@ def _linear(module: nn.Module, x: jax.Array, stored: Mapping[str, jax.Array], in
     return multiply(x, stored, inputs, getattr(module, "dtype", None), bias)
 
 
-def multiply(
-    x: jax.Array, stored: Mapping[str, jax.Array], inputs: int, dtype: DTypeLike | None, bias: jax.Array | None
-) -> jax.Array:
+def multiply(x: jax.Array, stored: Any, inputs: int, dtype: DTypeLike | None, bias: jax.Array | None) -> jax.Array:
     """Returns what a linear module with a quantized kernel returns.
 
     Args:
       x: float[..., inputs].
-      stored: the kernel; see `ops.quantized`.
+      stored: the kernel, an array or quantized; see `ops.quantized`.
       inputs: the number of dims of x that are contracted.
       dtype: of the result; None: that of x.
       bias: added to the result; None for none.
     """
     dtype = dtype or x.dtype
-    kernel = quantized.dequantize(stored, dtype)
+    kernel = quantized.dequantize(stored, dtype) if quantized.is_quantized(stored) else stored.astype(dtype)
     kept, features = x.shape[: x.ndim - inputs], kernel.shape[inputs:]
     y = x.astype(dtype).reshape(*kept, -1) @ kernel.reshape(math.prod(kernel.shape[:inputs]), -1)
     y = y.reshape(*kept, *features)

@@ -66,7 +66,7 @@ def _adapted(cls: type) -> type:
         bias = getattr(self, "bias", None)
         plain = again if bias is None else again - bias[...]
         kernel = _stored(self) if is_coded else self.kernel[...]
-        return linen.with_magnitude(y, plain, seen, kernel, adapters.Adapter(a, b, self.lora_scale, magnitude))
+        return linen.with_magnitude(y, plain, seen, kernel, adapters.KernelAdapter(a, b, self.lora_scale, magnitude))
 
     return type(f"Adapted{cls.__name__}", (cls,), {"__call__": call, "__doc__": cls.__doc__})
 

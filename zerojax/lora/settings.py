@@ -37,7 +37,8 @@ class Lora:
         The magnitude is trained; the norm has no gradient (section 4.3).
       modules_to_save: ends of names of modules that are trained in full.
       rank_pattern, alpha_pattern: {regex for the end of a name: value}, or pairs: another r or alpha for these modules.
-      quantize: how the kernels of frozen linear modules are stored: "none" (as they are), "int8" or "nf4" (QLoRA, arXiv:2305.14314).
+      quantize: how the kernels of frozen linear modules are stored: "none" (as they are), "int8" or "nf4" (QLoRA, arXiv:2305.14314); or
+        "mxfp4": gpt-oss's experts alone, as its files hold them.
     """
 
     r: int = 8

@@ -75,9 +75,13 @@ class Targets:
 
     @property
     def quantized(self) -> tuple[str, ...]:
-        """Returns the paths of the modules whose kernels are quantized: linear ones that are frozen and no output."""
+        """Returns the paths of the modules whose kernels are quantized: linear ones that are frozen and no output; in mxfp4 the stacked
+        experts that are one weight in files."""
         if self.lora.quantize == quantized.NONE:
             return ()
+        if self.lora.quantize == quantized.MXFP4:
+            own = {path: found for path, found in self.linear.items() if found.parameters == (path,) and found.stack}
+            return tuple(path for path, found in own.items() if found.shape[0] % quantized.GROUP == 0)
         return tuple(
             path
             for path, found in self.linear.items()
@@ -89,7 +93,8 @@ class Targets:
     @property
     def coded(self) -> dict[str, int]:
         """Returns the paths of quantized kernels, and how many of a kernel's dims count its stack."""
-        return {self.kernels(path)[0]: len(self.linear[path].stack) for path in self.quantized}
+        is_stack = self.lora.quantize == quantized.MXFP4  # which quantizes all of a stack at once
+        return {self.kernels(path)[0]: 0 if is_stack else len(self.linear[path].stack) for path in self.quantized}
 
     def kernels(self, path: str) -> tuple[str, ...]:
         """Returns the paths of a module's kernel; an adapter of `parameters` may have two."""
@@ -182,7 +187,16 @@ def choose(
                 "adapter; name it in one of them, or in exclude_modules"
             )
     check_experts(chosen)
+    check_quantized(chosen)
     return chosen
+
+
+def check_quantized(chosen: Targets) -> None:
+    """Refuses mxfp4 for a model without experts that it takes."""
+    if chosen.lora.quantize == quantized.MXFP4 and not chosen.quantized:
+        raise UserError(
+            "lora.quantize: 'mxfp4' is the form of gpt-oss's experts, and this model has none of theirs; choose 'nf4' or 'int8'"
+        )
 
 
 def modules(linear: Mapping[str, LinearModule]) -> dict[str, LinearModule]:
@@ -248,7 +262,7 @@ def check_merge(chosen: Targets) -> None:
         if chosen.linear[path].is_embedding and chosen.linear[path].is_output:
             raise UserError(
                 f"lora.target_modules: {chosen.linear[path].name} has an adapter, and is the output projection too, which has none, so no "
-                "merged weight is both; keep the adapter apart (config.export.format=peft), or train it in full (modules_to_save)"
+                "merged weight is both; write the adapter alone, as a folder of PEFT, or train it in full (modules_to_save)"
             )
 
 

@@ -97,9 +97,13 @@ def flat(matrices: Matrices) -> Matrices:
         return matrices
     if not isinstance(matrices, StoredMatrices):
         return matrices.reshape(*matrices.shape[:2], -1)
-    assert matrices.b is not None and matrices.part is None
-    kernel, b = (array.reshape(*array.shape[:2], -1) for array in (matrices.kernel, matrices.b))
-    return dataclasses.replace(matrices, kernel=kernel, b=b)
+    assert matrices.part is None
+    kernel, b = matrices.kernel, matrices.b
+    if quantized.is_quantized(kernel):  # in mxfp4, with the inputs last
+        kernel = jax.tree.map(lambda part: part.reshape(part.shape[0], -1, part.shape[-1]), kernel)
+    else:
+        kernel = kernel.reshape(*kernel.shape[:2], -1)
+    return dataclasses.replace(matrices, kernel=kernel, b=None if b is None else b.reshape(*b.shape[:2], -1))
 
 
 def in_fp8(matrices: Matrices, known: fp8.EightBits | None) -> StoredMatrices:

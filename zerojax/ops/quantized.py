@@ -6,6 +6,10 @@
 - "fp8": the values of e4m3, divided by 448.
 - "nf4": 16 values, the quantiles of a normal distribution, with an exact 0 (QLoRA, arXiv:2305.14314, section 3 and appendix E).
 
+- "mxfp4": 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, with a power of two as the scale of 32 inputs (OCP Microscaling Formats v1.0),
+  as files of gpt-oss hold its experts: kernels float[experts, inputs, outputs...] alone, with codes uint8[experts, outputs..., inputs / 2]
+  and exponents uint8[experts, outputs..., inputs / 32], biased by 127. 4.25 bits a weight.
+
 Two nf4 codes share a byte. Scales are bfloat16, rounded up before the codes are chosen, so no weight exceeds its block's scale: 4.25 bits a
 weight, and 8.25 with int8 and fp8. A block lies within one row of the kernel's first dim, so a kernel sharded on that dim is quantized
 locally.
@@ -21,14 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-NONE, INT8, FP8, NF4 = "none", "int8", "fp8", "nf4"
-KINDS = (NONE, INT8, NF4)  # of frozen weights in training
+NONE, INT8, FP8, NF4, MXFP4 = "none", "int8", "fp8", "nf4", "mxfp4"
+KINDS = (NONE, INT8, NF4, MXFP4)  # of frozen weights in training
 TOP = {INT8: 127, FP8: 448}  # the largest code of 8 bits: the weight that is its block's scale
-SCALES = "scales"
+SCALES, EXPONENTS = "scales", "exponents"
 TRANSPOSED = (
     "transposed"  # the scales of a matrix [K, N / 64] as [N / 64, K], beside them, for kernels that read them so
 )
-BLOCK = 64
+BLOCK, GROUP = 64, 32  # weights of a scale; inputs of one of mxfp4
 # The values of QLoRA's appendix E.
 CODE_BOOK = np.array(
     (
@@ -38,6 +42,9 @@ CODE_BOOK = np.array(
     ),
     np.float32,
 )  # fmt: skip
+_HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # 1 bit of mantissa, 2 of exponent
+MXFP4_VALUES = np.concatenate([_HALF, -_HALF])
+_HALVES = (_HALF[1:] + _HALF[:-1]) / 2
 _BETWEEN = (CODE_BOOK[1:] + CODE_BOOK[:-1]) / 2  # codes change here
 
 
@@ -49,8 +56,10 @@ def takes(shape: tuple[int, ...]) -> bool:
 def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
     """Returns a kernel float[rows, ...] as {kind: codes, "scales": bfloat16[rows, weights of a row / 64]}.
 
-    Codes are int8 or float8_e4m3fn of the kernel's shape, or uint8 with half of its last dim.
+    Codes are int8 or float8_e4m3fn of the kernel's shape, or uint8 with half of its last dim. For mxfp4 see the module's docstring.
     """
+    if kind == MXFP4:
+        return _to_mxfp4(kernel.astype(jnp.float32))
     rows = kernel.astype(jnp.float32).reshape(kernel.shape[0], -1, BLOCK)
     scales = _rounded_up(jnp.max(jnp.abs(rows), axis=-1))
     normed = rows / jnp.where(scales == 0, 1, scales).astype(jnp.float32)[..., None]
@@ -72,6 +81,8 @@ def dequantize(stored: Mapping[str, jax.Array], dtype: DTypeLike) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _dequantize(stored: dict[str, jax.Array], dtype: DTypeLike) -> jax.Array:
     shape, kind = shape_of(stored), kind_of(stored)
+    if kind == MXFP4:
+        return _of_mxfp4(stored[MXFP4], stored[EXPONENTS]).astype(dtype)
     scales = stored[SCALES].astype(jnp.float32)
     # Scales get the kernel's shape, and not the kernel that of blocks: devices that share a kernel may cut it within a block. And the
     # compiler knows of fewer ways to shard the dims if they are one in between.
@@ -87,6 +98,29 @@ def _dequantize(stored: dict[str, jax.Array], dtype: DTypeLike) -> jax.Array:
     return (values * scales).astype(dtype)
 
 
+def _to_mxfp4(kernel: jax.Array) -> dict[str, jax.Array]:
+    """Rounds each weight to the nearest value. The largest of a group has the largest exponent of a value, 2, so 7 of 4 becomes 6."""
+    moved = jnp.moveaxis(kernel, 1, -1)
+    groups = moved.reshape(*moved.shape[:-1], -1, GROUP)
+    bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(groups), axis=-1), jnp.uint32)
+    exponents = jnp.maximum(bits >> 23, 3) - 2
+    values = groups / _power(exponents)[..., None]
+    codes = jnp.sum(jnp.abs(values)[..., None] > _HALVES, axis=-1, dtype=jnp.uint8) | jnp.where(values < 0, 8, 0)
+    pairs = codes.reshape(*moved.shape[:-1], -1, 2).astype(jnp.uint8)
+    return {MXFP4: pairs[..., 0] | (pairs[..., 1] << 4), EXPONENTS: exponents.astype(jnp.uint8)}
+
+
+def _of_mxfp4(packed: jax.Array, exponents: jax.Array) -> jax.Array:
+    codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    values = jnp.asarray(MXFP4_VALUES).at[codes].get(mode="promise_in_bounds")
+    return jnp.moveaxis(values * jnp.repeat(_power(exponents.astype(jnp.uint32)), GROUP, axis=-1), -1, 1)
+
+
+def _power(exponents: jax.Array) -> jax.Array:
+    """Returns 2^(exponent - 127), float32, exactly; 0 of the exponent 0."""
+    return jax.lax.bitcast_convert_type(exponents.astype(jnp.uint32) << 23, jnp.float32)
+
+
 def _forward(stored: dict[str, jax.Array], dtype: DTypeLike) -> tuple[jax.Array, dict[str, None]]:
     return _dequantize(stored, dtype), dict.fromkeys(stored)
 
@@ -100,18 +134,27 @@ _dequantize.defvjp(_forward, _backward)
 
 def is_quantized(node: Any) -> bool:
     """Returns whether a node of a weight tree is a quantized kernel."""
-    return isinstance(node, Mapping) and SCALES in node and not {INT8, FP8, NF4}.isdisjoint(node)
+    is_node = isinstance(node, Mapping)
+    return is_node and (EXPONENTS in node or (SCALES in node and not {INT8, FP8, NF4}.isdisjoint(node)))
+
+
+def parts_of(kind: str) -> tuple[str, str]:
+    """Returns the names of what `quantize` returns: of the codes, and of the scales."""
+    return kind, EXPONENTS if kind == MXFP4 else SCALES
 
 
 def kind_of(stored: Mapping[str, Any]) -> str:
     """Returns the kind of a kernel that is stored."""
-    return next(kind for kind in (INT8, FP8, NF4) if kind in stored)
+    return next(kind for kind in (INT8, FP8, NF4, MXFP4) if kind in stored)
 
 
 def shape_of(stored: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns the shape of the kernel that is stored."""
     if kind_of(stored) in TOP:
         return tuple(stored[kind_of(stored)].shape)
+    if kind_of(stored) == MXFP4:
+        count, *outputs, half = stored[MXFP4].shape
+        return (count, 2 * half, *outputs)
     *rows, last = stored[NF4].shape
     return (*rows, 2 * last)
 

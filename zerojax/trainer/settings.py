@@ -328,7 +328,8 @@ class LoraSettings:
     dora: bool = setting(False, ANY, "True: a trained magnitude for each output of an adapted module (DoRA)")
     modules_to_save: str = setting("", ANY, 'ends of names of modules that are trained in full, with commas ("lm_head")')
     init_from: str = setting("", ANY, "a folder of PEFT, or a name on the hub: the adapters that the run starts from")
-    quantize: str = setting("none", quantized.KINDS, 'how frozen kernels are stored: "none", "int8", "nf4" (QLoRA)')
+    quantize: str = setting("none", quantized.KINDS, 'how frozen kernels are stored: "none", "int8", "nf4" (QLoRA); "mxfp4": '
+        "gpt-oss's experts alone, as its files hold them")
     frozen_dtype: str = setting("auto", ("auto", *huggingface.DTYPES),
         "of other frozen weights: \"fp32\", \"bf16\", \"fp16\"; \"auto\": as in config.init_from, or the precision's")
 

@@ -91,7 +91,7 @@ class Weights:
         if chosen is not None:
             fresh = {path: like for path, like in wanted.items() if path not in found}
             found |= adapted_lib.draw(fresh, chosen, key)
-            found |= adapted_lib.magnitudes(fresh, chosen, found)
+            found |= adapted_lib.magnitudes(fresh, chosen, found, self._made_here)
         return tree.map_with_path(lambda path, _: found[path], abstract)
 
     def count_line(self, partition: partition_lib.Partition) -> str:

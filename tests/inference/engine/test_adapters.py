@@ -4,8 +4,10 @@ import golden_models
 import jax
 import numpy as np
 import pytest
+import runs
 import small_engine
 
+import zerojax
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import weights
@@ -31,6 +33,20 @@ def test_rows_of_one_batch_get_the_tokens_of_pefts_models_with_their_own_adapter
     for request, wanted in [*asked, (again, asked[-2][1])]:
         assert request.tokens and request.tokens == wanted[: len(request.tokens)].tolist()
     assert not any(request.reused for request, _ in asked) and len({tuple(r.tokens) for r, _ in asked}) > 3
+
+
+@pytest.mark.filterwarnings("ignore:mesh:UserWarning")
+@pytest.mark.parametrize("kind", runs.cases(["llama/lora", "llama/dora", "mixtral/fused"], long=["llama/dora"]))
+def test_a_model_that_was_loaded_with_an_adapter_gives_pefts_tokens_over_devices_that_share_kernels(kind):
+    folder = golden_models.FOLDER / kind
+    expected = dict(np.load(folder / "expected.npz"))
+    mesh, (prompts, wanted) = zerojax.make_mesh(model=2), (expected["input_ids"], expected["generated"])
+    loaded = zerojax.load_huggingface(folder.parent, mesh=mesh, stage=0, adapter=folder)
+    own = engine_lib.Engine(loaded, slots=2, max_len=48, chunk=16)
+    asked = [own.submit(prompt.tolist(), max_tokens=12) for prompt in prompts]
+    own.run()
+    for request, answer in zip(asked, wanted[:, prompts.shape[1] :].tolist()):
+        assert request.tokens and request.tokens == answer[: len(request.tokens)]
 
 
 @pytest.mark.long

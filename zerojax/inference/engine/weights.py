@@ -27,6 +27,7 @@ from zerojax.zero.blocks import tensor_parallel
 
 FORMATS = (quantized.NONE, quantized.INT8, quantized.FP8, quantized.NF4)
 KERNEL = "kernel"
+LORA = {"lora_a"}  # beside a kernel, of a model that was loaded with an adapter
 DOWN_BIAS = "down_bias"  # of experts
 MOST_ROWS = narrow.MOST_ROWS  # of a matmul whose kernel is read as it is stored
 
@@ -186,8 +187,8 @@ def matmuls(implementation: str | None, is_sharded: bool = False) -> Iterator[No
         is_coded = quantized.is_quantized(stored)
         if context.method_name == "setup":
             return None if is_coded else call(*args, **kwargs)
-        if context.method_name != "__call__":
-            return call(*args, **kwargs)
+        if context.method_name != "__call__" or LORA & scope.variables()["params"].keys():
+            return call(*args, **kwargs)  # by what runs the adapter that the model was loaded with
         x = args[0]
         contracted = 1 if is_head else module.contracted
         y = multiply(x, stored, contracted, implementation, keeps_plain=not is_sharded)
@@ -220,7 +221,10 @@ def experts_on_shards(family: family_lib.Family, params: PyTree, mesh: Mesh) -> 
         params, path = dict(module.variables["params"]), "/".join(module.path)
         own_specs = lambda name, _: specs.only(spec(f"{path}/{name}"), axes)  # noqa: E731
         specs_of = tree.map_with_path(own_specs, params)
-        if module.width % ways or not any(specs.axes(own) for own in jax.tree.leaves(specs_of)):
+        is_cut = any(
+            name.endswith(quantized.EXPONENTS) for name, _ in tree.flatten(params)
+        )  # within groups of 32 inputs
+        if is_cut or module.width % ways or not any(specs.axes(own) for own in jax.tree.leaves(specs_of)):
             return call(*args, **kwargs)
         alone = module.clone(parent=None, width=module.width // ways)
 

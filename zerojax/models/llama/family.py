@@ -302,9 +302,13 @@ FAMILY = family.Family(
     ),
     parallel=parallel.Parallel(
         weights=(
+            # In MXFP4: [experts, width, 2, inputs / 2] and [experts, outputs, width / 2], and their exponents
+            (r"/experts/gate_up/(mxfp4|exponents)", ("expert", "model")),
+            (r"/experts/down/mxfp4", ("expert", None, "model")),
+            (r"/experts/down/exponents", ("expert",)),  # of 32 inputs each, which few axes divide
+            (r"/experts/gate_up(_adapter/lora_b)?$", ("expert", None, "model")),  # [experts, inputs, width, 2]
             *parallel.WEIGHTS,
             (r"positions/embedding|attention/sinks|logits_bias/bias", ("model",)),
-            (r"/experts/gate_up(_adapter/lora_b)?$", ("expert", None, "model")),  # [experts, inputs, width, 2]
             (r"/experts/gate_up_bias", ("expert", "model")),
             (r"/experts/down_bias", ("expert",)),
             (r"/attention/(q_b|kv_b)/(kernel|lora_b)", (None, "model")),  # [rank, heads, width]
