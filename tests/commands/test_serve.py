@@ -333,6 +333,27 @@ def test_weights_in_host_memory_are_served(commands):
             assert list(map(int, choice["text"].split())) == row[length : length + 12].tolist()
 
 
+def test_replicas_answer_alike_and_the_end_of_one_is_no_end(commands):
+    body = {"model": "llama", "prompt": [5, 6], "max_tokens": 5, "temperature": 0}
+    with started(commands, "--replicas", 2, JAX_PLATFORMS="cpu") as (process, url):
+        ask = lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT).json()["choices"][0]["text"]  # noqa: E731
+        ready = lambda: httpx.get(f"{url}/health").json()["ready"]  # noqa: E731
+        until(lambda: ready() == 2)
+        texts = {ask() for _ in range(2)}
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        texts |= {ask() for _ in range(2)}
+        until(lambda: "starting it again" in process.out and ready() == 2)
+        process.kill(signal.SIGTERM)
+        assert process.wait().status == 0 and len(texts) == process.out.count("is served at") == 1
+
+
+def until(is_so):
+    ends = time.monotonic() + LIMIT
+    while not is_so():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
 @pytest.mark.long
 def test_a_launcher_starts_both_again_when_one_is_killed_and_both_drain(commands):
     words = [sys.executable, "-m", "zerojax.commands.launch", "--num_gpus=2", "--max_restarts=1", "--", sys.executable]
@@ -403,6 +424,8 @@ WRONG = {
     "qwen2: holds no adapter_config.json": (LLAMA, "--adapter", f"x={golden_models.FOLDER / 'qwen2'}"),
     "--slots: must be 1 or more, and is 0": (LLAMA, "--slots", 0),
     "--max_seconds: must be above 0, and is nan": (LLAMA, "--max_seconds", "nan"),
+    "--replicas: must be auto or from 1 to 64, and is 'x'": (LLAMA, "--replicas", "x"),
+    "--replicas auto: takes a GPU or more for each": (LLAMA, "--replicas", "auto"),
     "--key_file nowhere: cannot be read": (LLAMA, "--key_file", "nowhere"),
     "--tensor_parallel: is 64, and there are 8 devices": (LLAMA, "--tensor_parallel", 64),
     "--weights host: streams them to one device": (LLAMA, "--weights", "host", "--tensor_parallel", 2),

@@ -14,12 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from zerojax import display, files
 from zerojax import mesh as mesh_lib
+from zerojax.cluster import agent
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
@@ -31,9 +32,14 @@ from zerojax.serve import followers
 from zerojax.serve import tokenizer as words_lib
 from zerojax.zero.host import settings
 
+if TYPE_CHECKING:
+    from zerojax.serve import app
+
 KEY = "ZEROJAX_API_KEY"
+AUTO = "auto"  # as many replicas as there are GPUs for
 DEVICE, HOST = "device", "host"  # where weights are
 NEEDED = ("starlette", "uvicorn", "h11")
+MOST_REPLICAS = 64
 _LAST = 5.0  # seconds in which the engine's thread ends
 
 
@@ -55,6 +61,8 @@ def _serve() -> int:
     from zerojax.serve import app, server  # which import them
 
     key, cluster = _key(given.key_file), _cluster(given)
+    if given.replicas != "1":
+        return _serve_replicas(given, key, cluster)
     joined_by = given.coordinator, given.num_processes, given.process_id
     kept = program_cache.begin(is_one_host=processes.are_here(*joined_by))
     devices.emulate_cpu_devices(given.emulate_devices)
@@ -64,12 +72,7 @@ def _serve() -> int:
     devices.start()
     bound = server.bind(given.host, given.port)  # before the model is read, which takes a while
     with contextlib.closing(bound):
-        if not server.is_loopback(bound) and not key:
-            print(
-                f"zerojax: warning: {given.host} is reached by other machines, and there is no API key; set {KEY}, or name a --key_file",
-                file=sys.stderr,
-                flush=True,
-            )
+        _warn_of_reach(given, is_far=not server.is_loopback(bound), key=key)
         began, leader = time.monotonic(), followers.Leader(processes.order)
 
         def make(wait_for: Callable[[str], None]) -> app.Service:
@@ -78,15 +81,12 @@ def _serve() -> int:
                 _say(line)
 
             engine, words, name, adapters = _model(given, cluster, tell, kept)
-            limits = app.Limits(
-                given.queue, given.max_seconds, given.max_body, min(given.max_seconds, app.Limits.body_seconds)
-            )
             service = app.Service(
                 engine,
                 words,
                 name=name,
                 adapters=adapters,
-                limits=limits,
+                limits=_limits(given),
                 key=key,
                 names=server.names(given.host, bound),
                 tell=(lambda actions: None) if cluster is None else leader.tell,
@@ -107,6 +107,69 @@ def _serve() -> int:
         leader.end()
         processes.leave(0)
     return 0
+
+
+def _serve_replicas(given: argparse.Namespace, key: str, cluster: processes.Cluster | None) -> int:
+    """Serves by several processes of this command, each with GPUs of its own."""
+    from zerojax.serve import replicas, server
+
+    if cluster is not None:
+        raise UserError(
+            "--replicas: are processes of this machine alone, and several processes serve together here; omit one of both, or start a "
+            "server on each host"
+        )
+    each, names = given.tensor_parallel or 1, agent.gpus(os.environ)
+    count = len(names) // each if given.replicas == AUTO else int(given.replicas)
+    if given.replicas == AUTO and not count:
+        raise UserError(f"--replicas {AUTO}: takes a GPU or more for each, and there are {len(names)}; give a number")
+    if names and count * each > len(names):
+        raise UserError(f"--replicas: {count} of {each} GPUs each need {count * each}, and there are {len(names)}")
+    # Of an argument that is given twice the last one counts
+    words = [*sys.argv[1:], "--replicas", "1", "--host", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-m", "zerojax", "serve", *words]
+    own = [replicas.Replica(n, command, e, _say) for n, e in enumerate(replicas.environments(count, names, each))]
+    bound, began = server.bind(given.host, given.port), time.monotonic()
+    with contextlib.closing(bound):
+        _warn_of_reach(given, is_far=not server.is_loopback(bound), key=key)
+        router = replicas.Router(
+            own,
+            name=given.name or pathlib.Path(given.folder).resolve().name,
+            limits=_limits(given),
+            names=server.names(given.host, bound),
+            has_key=bool(key),
+        )
+
+        def make(wait_for: Callable[[str], None]) -> replicas.Router:
+            router.start(wait_for)
+            return router
+
+        def on_start(router: replicas.Router) -> None:
+            _say(f"the first replica is ready after {time.monotonic() - began:.1f} s")
+            _say(f"zerojax: {router.name} is served at {server.url(bound)}")
+
+        try:
+            server.serve(make, bound, on_start)
+        finally:
+            router.stop(_LAST)
+    if router.failure:
+        ending.leave(1, f"zerojax: {router.failure}")
+    return 0
+
+
+def _limits(given: argparse.Namespace) -> "app.Limits":
+    from zerojax.serve import app
+
+    seconds = min(given.max_seconds, app.Limits.body_seconds)
+    return app.Limits(given.queue, given.max_seconds, given.max_body, seconds)
+
+
+def _warn_of_reach(given: argparse.Namespace, *, is_far: bool, key: str) -> None:
+    if is_far and not key:
+        print(
+            f"zerojax: warning: {given.host} is reached by other machines, and there is no API key; set {KEY}, or name a --key_file",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _cluster(given: argparse.Namespace) -> processes.Cluster | None:
@@ -264,6 +327,11 @@ def _parse(words: list[str]) -> argparse.Namespace:
         type=int,
         help="devices over which the weights are sharded (1; with several processes all of theirs)",
     )
+    add(
+        "--replicas",
+        default="1",
+        help="engines behind this port, each with GPUs of its own; auto: as many as there are GPUs for (1)",
+    )
     add("--queue", type=int, default=64, help="answers that may wait for a slot; more are refused with 429 (64)")
     add("--max_seconds", type=float, default=600.0, help="for an answer, with its wait (600)")
     add("--max_body", type=int, default=4 * 2**20, help="bytes of a request (4 MiB)")
@@ -287,6 +355,8 @@ def _parse(words: list[str]) -> argparse.Namespace:
     for name in ("slots", "max_len", "max_inputs", "chunk", "tensor_parallel", "max_body", "emulate_devices"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise UserError(f"--{name}: must be 1 or more, and is {getattr(given, name)}")
+    if given.replicas != AUTO and not (given.replicas.isdecimal() and 1 <= int(given.replicas) <= MOST_REPLICAS):
+        raise UserError(f"--replicas: must be {AUTO} or from 1 to {MOST_REPLICAS}, and is {given.replicas!r}")
     if given.host_fraction is not None and given.weights != HOST:
         raise UserError("--host_fraction: is of --weights host; give both, or omit it")
     given.host_fraction = 1.0 if given.host_fraction is None else given.host_fraction

@@ -131,7 +131,7 @@ class Service:
             path = request.scope["route"].path
             try:
                 if not self._key:
-                    self._check_host(request)
+                    check_host(request, self._names)
                 elif needs_key:
                     self._check_key(request)
                 response = await answer(request)
@@ -152,17 +152,6 @@ class Service:
         path = errors.shown(request.url.path, 80)
         line = f"{request.method[:20]} {path}: " + ("is not there" if error.status_code == 404 else error.detail)
         return refusal(NotAnswered(error.status_code, line, code="not_found"), error.headers)
-
-    def _check_host(self, request: http.Request) -> None:
-        """Refuses a name that is not this machine's. Programs may send no name; browsers always do."""
-        host = request.headers.get("host", "localhost").strip().lower()
-        name = re.sub(r":[0-9]*$", "", host).removeprefix("[").removesuffix("]").removesuffix(".")
-        with contextlib.suppress(ValueError):
-            ipaddress.ip_address(name)
-            return
-        if name not in self._names and not name.endswith(".localhost"):
-            line = f"Host: {errors.shown(host, 80)} is no name of this machine, and the server has no API key; use its address"
-            raise NotAnswered(403, f"{line}, or give the server a key", code="unknown_host")
 
     def _check_key(self, request: http.Request) -> None:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
@@ -210,7 +199,7 @@ class Service:
     async def _answer(self, request: http.Request, *, is_chat: bool) -> Response:
         began = time.monotonic()
         self._check_takes()
-        asked = asked_lib.read(await self._body(request), is_chat=is_chat)
+        asked = asked_lib.read(await body_of(request, self._limits), is_chat=is_chat)
         self._check_model(asked.model)
         if (count := max(1, len(asked.prompts)) * asked.n) > self._most:
             name = "n" if asked.n > 1 else "prompt"
@@ -268,28 +257,6 @@ class Service:
             raise NotAnswered(503, f"the engine failed ({self._worker.failure})", code="engine_failed")
         if self.is_draining:
             raise NotAnswered(503, "the server is to end and takes no new requests", code="draining")
-
-    async def _body(self, request: http.Request) -> bytes:
-        """Returns a request's body."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != JSON:  # which a page of another site cannot send unasked
-            raise NotAnswered(415, f"send Content-Type: {JSON}, and not {errors.shown(kind, 60)}", code="content_type")
-        most = self._limits.body_bytes
-        too_large = NotAnswered(413, f"the body has more than {most} bytes; shorten it", code="body_too_large")
-        length = request.headers.get("content-length", "")
-        if length.isdecimal() and len(length) < 20 and int(length) > most:
-            raise too_large
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > most:
-                        raise too_large
-        except TimeoutError as error:
-            line = f"the body did not come within {self._limits.body_seconds:g} s"
-            raise NotAnswered(408, line, code="body_too_slow") from error
-        return bytes(body)
 
     async def _ids(self, asked: asked_lib.Wanted, *, is_chat: bool) -> list[Sequence[int]]:
         """Returns the token ids of all prompts. Long texts take a while, so another thread reads them."""
@@ -413,12 +380,57 @@ class _Stream(StreamingResponse):
             await self._events.aclose()
 
 
-async def _until_gone(request: http.Request, call: _Answering) -> None:
-    """Waits until the client is gone, and says so."""
+async def until_gone(request: http.Request) -> None:
+    """Waits until the client of a request whose body was read is gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def _until_gone(request: http.Request, call: _Answering) -> None:
+    """Waits until the client is gone, and says so."""
+    await until_gone(request)
     call.is_gone = True
     call.wake(None)
+
+
+def check_host(request: http.Request, names: Collection[str]) -> None:
+    """Refuses a name that is not this machine's. Programs may send no name; browsers always do."""
+    host = request.headers.get("host", "localhost").strip().lower()
+    name = re.sub(r":[0-9]*$", "", host).removeprefix("[").removesuffix("]").removesuffix(".")
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return
+    if name not in names and not name.endswith(".localhost"):
+        line = (
+            f"Host: {errors.shown(host, 80)} is no name of this machine, and the server has no API key; use its address"
+        )
+        raise NotAnswered(403, f"{line}, or give the server a key", code="unknown_host")
+
+
+async def body_of(request: http.Request, limits: Limits) -> bytes:
+    """Returns a request's body.
+
+    Raises:
+      NotAnswered: it is no JSON by its header, too large, or too slow.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != JSON:  # which a page of another site cannot send unasked
+        raise NotAnswered(415, f"send Content-Type: {JSON}, and not {errors.shown(kind, 60)}", code="content_type")
+    too_large = NotAnswered(413, f"the body has more than {limits.body_bytes} bytes; shorten it", code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and len(length) < 20 and int(length) > limits.body_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body_bytes:
+                    raise too_large
+    except TimeoutError as error:
+        line = f"the body did not come within {limits.body_seconds:g} s"
+        raise NotAnswered(408, line, code="body_too_slow") from error
+    return bytes(body)
 
 
 def _told_fault(place: str, error: Exception) -> str:

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 from uvicorn.protocols.http import h11_impl
@@ -20,12 +20,33 @@ from uvicorn.protocols.http import h11_impl
 from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.launch import early, ending
-from zerojax.serve import app as app_lib
 from zerojax.serve import starting as starting_lib
 
 HEADER_SECONDS = 10.0  # in which a request's headers must have come
 CONNECTIONS = 1024  # at once
 _TICK = 0.05  # seconds between looks whether all answers have ended
+
+
+class Served(Protocol):
+    """What is served.
+
+    Attributes:
+      failure: why nothing is answered any more, in one line; "" while it is.
+      is_draining: whether new requests are refused.
+      active: answers that have not ended.
+    """
+
+    is_draining: bool
+    active: int
+
+    @property
+    def failure(self) -> str: ...
+
+    def app(self) -> Any:
+        """Returns the application."""
+
+
+Service = TypeVar("Service", bound=Served)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -76,10 +97,10 @@ def names(host: str, bound: socket.socket) -> set[str]:
 
 
 def serve(
-    make: Callable[[Callable[[str], None]], app_lib.Service],
+    make: Callable[[Callable[[str], None]], Service],
     bound: socket.socket,
-    on_start: Callable[[app_lib.Service], None],
-) -> app_lib.Service:
+    on_start: Callable[[Service], None],
+) -> Service:
     """Makes a service and serves it until a signal, or until its engine fails. Returns the service.
 
     Args:
@@ -113,10 +134,10 @@ def made(app: starting_lib.Application) -> "_Server":
 
 
 async def _serve(
-    make: Callable[[Callable[[str], None]], app_lib.Service],
+    make: Callable[[Callable[[str], None]], Service],
     bound: socket.socket,
-    on_start: Callable[[app_lib.Service], None],
-) -> app_lib.Service:
+    on_start: Callable[[Service], None],
+) -> Service:
     loop, former = asyncio.get_running_loop(), {}
     starting = starting_lib.Starting()
     server, service = made(starting), None

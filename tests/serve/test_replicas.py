@@ -1,0 +1,213 @@
+"""Passes requests on to small processes that stand for replicas. This module tests zerojax.serve.replicas."""
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from zerojax.serve import app, replicas, server
+from zerojax.serve.requests import NotAnswered
+
+LIMIT = 60  # seconds; what takes longer hangs
+# Answers with its number and process, as a stream that never ends where a request asks for one, and 429 for the prompt "full".
+STANDS_IN = """
+import http.server, json, os, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *_): pass
+    def answer(self, status, kind, body):
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_GET(self):
+        self.answer(200, "text/plain", b'# HELP a b\\na 1\\nc{d="e"} 2\\n')
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if asked.get("prompt") == "full" and sys.argv[1] == "0":
+            return self.answer(429, "application/json", b"{}")
+        if not asked.get("stream"):
+            time.sleep(asked.get("seconds", 0))
+            return self.answer(200, "application/json", json.dumps([int(sys.argv[1]), os.getpid()]).encode())
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        try:
+            while True:
+                part = f"data: {os.getpid()}\\n\\n".encode()
+                self.wfile.write(b"%x\\r\\n%s\\r\\n" % (len(part), part))
+                time.sleep(0.01)
+        except OSError:
+            print("nobody reads", flush=True)
+own = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(f"zerojax: it is served at http://127.0.0.1:{own.server_port}", flush=True)
+own.serve_forever()
+"""
+
+
+def made(count, code=STANDS_IN, lines=None):
+    tell = (lambda line: None) if lines is None else lines.append
+    return [replicas.Replica(n, [sys.executable, "-c", code, str(n)], dict(os.environ), tell) for n in range(count)]
+
+
+@contextlib.contextmanager
+def served(count, lines=None):
+    """Gives the router of stand-ins and a client of it, when all are ready."""
+    router = replicas.Router(made(count, lines=lines), name="it", limits=app.Limits())
+    router.start(lambda line: None)
+    until(lambda: all(replica.port for replica in router.replicas))
+    listening = server.made(router.app())
+    with server.bind("127.0.0.1", 0) as bound:
+        thread = threading.Thread(target=lambda: asyncio.run(listening.serve([bound])))
+        thread.start()
+        try:
+            until(lambda: listening.started)
+            with httpx.Client(base_url=server.url(bound), timeout=LIMIT) as client:
+                yield router, client
+        finally:
+            listening.should_exit = True
+            router.stop(LIMIT)
+            thread.join(LIMIT)
+
+
+def until(is_so):
+    ends = time.monotonic() + LIMIT
+    while not is_so():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def blocks_of(text):
+    return list(replicas._blocks(json.dumps({"prompt": text}).encode()))
+
+
+def test_the_replica_with_the_fewest_answers_is_chosen_or_one_that_knows_more():
+    own = made(3)
+    router = replicas.Router(own, name="it", limits=app.Limits())
+    with pytest.raises(NotAnswered, match="no replica is ready"):
+        router.choose([])
+    own[0].port = own[1].port = 1
+    own[0].active = 1
+    assert router.choose([]) is own[1]
+    text = "a" * 5000
+    own[0].learn(blocks_of(text))
+    assert own[0].knows(blocks_of(text + "b" * 5000)) == own[0].knows(blocks_of(text)) - 0 > 8
+    assert own[0].knows(blocks_of("b" + text)) == 0
+    assert router.choose(blocks_of(text + "more")) is own[0]
+    own[0].active = replicas.SLACK + 1
+    assert router.choose(blocks_of(text)) is own[1]
+    assert router.choose(blocks_of(text), [own[1]]) is own[0]
+    own[0].active = 0
+    assert {router.choose([]).number for _ in range(4)} == {0, 1}  # in turn
+
+
+def test_what_is_remembered_of_a_replica_is_bounded(monkeypatch):
+    monkeypatch.setattr(replicas, "MOST_BLOCKS", 10)
+    (own,) = made(1)
+    for number in range(5):
+        own.learn(blocks_of(f"{number}" * 3000))
+    assert len(own._known) == 10 and own.knows(blocks_of("4" * 3000)) == 5 and own.knows(blocks_of("0" * 3000)) == 0
+
+
+def test_one_that_is_killed_is_told_and_started_again_while_the_others_answer():
+    lines = []
+    with served(2, lines) as (router, client):
+        ask = lambda **more: client.post("/v1/completions", json={"prompt": "a", **more})  # noqa: E731
+        assert {ask().json()[0] for _ in range(4)} == {0, 1}
+        assert client.get("/health").json() == {"status": "ok", "replicas": 2, "ready": 2}
+        with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as stream:
+            events = stream.iter_lines()
+            victim = int(next(events).removeprefix("data: "))
+            number = next(r.number for r in router.replicas if r.active)
+            os.kill(victim, signal.SIGKILL)
+            told = json.loads([line for line in events if line.startswith("data: {")][-1].removeprefix("data: "))
+        assert told["error"]["code"] == "replica_ended" and f"replica {number} " in told["error"]["message"]
+        assert ask().json()[0] in (0, 1)
+        until(lambda: router.replicas[number].starts == 2 and router.replicas[number].port)
+        assert {ask().json()[0] for _ in range(4)} == {0, 1} and router.active == 0
+        # A request of which nothing came back goes to another one
+        slow = threading.Thread(target=lambda: found.append(ask(seconds=1).json()[1]))
+        found: list[int] = []
+        slow.start()
+        until(lambda: any(r.active for r in router.replicas))
+        busy = next(r for r in router.replicas if r.active)
+        gone = busy._process.pid
+        os.kill(gone, signal.SIGKILL)
+        slow.join(LIMIT)
+        assert found and found[0] != gone
+    assert any(line == f"[replica {number}] ended with status -9; starting it again" for line in lines)
+
+
+def test_a_full_queue_goes_on_to_another_and_counts_have_their_replica():
+    with served(2) as (router, client):
+        assert {client.post("/v1/completions", json={"prompt": "full"}).json()[0] for _ in range(4)} == {1}
+        counts = client.get("/metrics").text.splitlines()
+        assert counts.count("# HELP a b") == 1 and 'a{replica="1"} 1' in counts and 'c{replica="0",d="e"} 2' in counts
+        assert 'zerojax_replica_starts_total{replica="0"} 1' in counts
+        for headers, status in (({"host": "evil.example"}, 403), ({"content-type": "text/plain"}, 415)):
+            assert client.post("/v1/completions", content=b"{}", headers=headers).status_code == status
+        router.is_draining = True
+        assert client.post("/v1/completions", json={}).status_code == client.get("/health").status_code == 503
+
+
+def test_a_client_that_leaves_is_left_by_the_replica_too():
+    lines = []
+    with served(1, lines) as (router, client):
+        with client.stream("POST", "/v1/completions", json={"stream": True}) as stream:
+            next(stream.iter_lines())
+        until(lambda: any("nobody reads" in line for line in lines))
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json={"seconds": 5}, timeout=0.3)
+        until(lambda: router.active == 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone ends a process with its parent")
+def test_replicas_end_with_the_server_that_is_killed():
+    code = f"""
+import time
+from zerojax.serve import replicas
+own = replicas.Replica(0, {[sys.executable, "-c", STANDS_IN, "0"]!r}, dict({{}}), lambda line: None)
+own.start()
+while not own.port:
+    time.sleep(0.01)
+print(own._process.pid, flush=True)
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server_process:
+        replica = int(server_process.stdout.readline())
+        server_process.kill()
+    until(lambda: not pathlib.Path(f"/proc/{replica}").exists() or "(zombie)" in state(replica))
+
+
+def state(process):
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{process}/status").read_text()
+    return "(zombie)"
+
+
+@pytest.mark.parametrize("status, starts", [(2, 1), (1, replicas.STARTS)])
+def test_a_replica_that_cannot_start_is_given_up(monkeypatch, status, starts):
+    """With status 2 what it was told is wrong, so that it is not tried again."""
+    monkeypatch.setattr(replicas, "_PAUSE", 0.0)
+    router = replicas.Router(made(2, f"import sys; sys.exit({status})"), name="it", limits=app.Limits())
+    router.start(lambda line: None)
+    assert router.failure and [replica.starts for replica in router.replicas] == [starts, starts]
+
+
+def test_gpus_are_divided_over_replicas():
+    own = replicas.environments(2, ["0", "2", "3", "5"], 2)
+    assert [environ["CUDA_VISIBLE_DEVICES"] for environ in own] == ["0,2", "3,5"]
+    assert all("CUDA_VISIBLE_DEVICES" not in e for e in replicas.environments(2, [], 1)) or os.environ.get(
+        "CUDA_VISIBLE_DEVICES"
+    )

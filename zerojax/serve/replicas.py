@@ -1,0 +1,425 @@
+"""Serves a model by several engines behind one port. This module runs a process for each and passes requests on to them.
+
+A replica is another `zerojax serve` on a port of this machine alone, with devices of its own. A request goes to the one that read the most
+of its beginning before, among those with the fewest answers or at most `SLACK` more: their caches hold that beginning (`Engine.reuses`).
+A replica that ends is started again while the others answer. Of what it was answering, a request of which nothing had come back goes to
+another one, and a stream ends with an error. A request goes on to another one too where a replica's queue is full.
+"""
+
+import asyncio
+import collections
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import h11
+from starlette import requests as http
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from zerojax import bounded
+from zerojax.serve import app as app_lib
+from zerojax.serve import responses
+from zerojax.serve.requests import NotAnswered
+
+SLACK = 2  # answers more than the fewest that a replica may have and yet be chosen for what it knows
+BLOCK, MOST_BLOCKS = (
+    512,
+    1 << 14,
+)  # letters of a text that are known or not, and blocks that are remembered of a replica
+STARTS = 5  # that may fail one after the other before a replica is given up
+_PAUSE = 1.0  # seconds before a start that follows a failed one
+_READY = re.compile(r" is served at http://127\.0\.0\.1:(\d+)$")
+# Replaces itself by the command, which ends when this process does (PR_SET_PDEATHSIG = 1; Linux alone has it).
+_STARTER = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+_KEPT = ("content-type", "authorization", "accept")  # headers that a replica reads
+_CHUNK = 1 << 16  # bytes
+
+
+class Replica:
+    """A process that serves, which is started again when it ends.
+
+    Args:
+      number: from 0.
+      command, environ: of the process, which prints its address as `zerojax serve` does.
+      tell: is called with each line that it prints.
+
+    Attributes:
+      port: on which it answers; 0 while it does not.
+      active: requests that were passed on to it and have not ended.
+      starts: how often it was started.
+      is_lost: whether it is not started again.
+    """
+
+    def __init__(
+        self, number: int, command: Sequence[str], environ: Mapping[str, str], tell: Callable[[str], None] = print
+    ):
+        self.number, self._command, self._environ, self._tell = number, command, environ, tell
+        self.port, self.active, self.starts, self.is_lost = 0, 0, 0, False
+        self._known: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+        self._process: subprocess.Popen[str] | None = None
+        self._is_ending, self._thread = False, threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Starts the process."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Lets the process answer what it has, and end."""
+        self._is_ending = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the process has ended, and kills it after `seconds`."""
+        self._thread.join(seconds)
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    def knows(self, blocks: Sequence[bytes]) -> int:
+        """Returns how many of the first blocks of a text it read before."""
+        return next((n for n, block in enumerate(blocks) if block not in self._known), len(blocks))
+
+    def learn(self, blocks: Sequence[bytes]) -> None:
+        """Remembers the blocks of a text that it reads."""
+        for block in blocks:
+            self._known[block] = None
+            self._known.move_to_end(block)
+        while len(self._known) > MOST_BLOCKS:
+            self._known.popitem(last=False)
+
+    def _run(self) -> None:
+        failed = 0
+        while not self._is_ending:
+            self.starts += 1
+            began = self.starts
+            with subprocess.Popen(
+                [sys.executable, "-c", _STARTER, str(os.getpid()), *self._command],
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # a Ctrl-C is the server's, which tells its replicas
+            ) as self._process:
+                if self._is_ending:  # told before there was a process
+                    self._process.send_signal(signal.SIGTERM)
+                assert self._process.stdout is not None
+                for line in self._process.stdout:
+                    if found := _READY.search(line.rstrip()):  # an address that nobody else is to use
+                        self.port = int(found[1])
+                    else:
+                        self._tell(f"[replica {self.number}] {line.rstrip()}")
+            was_ready, self.port = bool(self.port), 0
+            self._known.clear()
+            failed = 0 if was_ready else failed + 1
+            if self._is_ending:
+                return
+            status = self._process.returncode
+            ended = f"[replica {self.number}] ended with status {status}"
+            if failed >= STARTS or (status == 2 and not was_ready and began == 1):  # what it was told is wrong
+                self.is_lost = True
+                return self._tell(f"{ended}, and is not started again")
+            self._tell(f"{ended}; starting it again")
+            time.sleep(_PAUSE if failed else 0)
+
+
+class Router:
+    """The replicas as one service, with the attributes of `app.Service` that `server.serve` reads.
+
+    Args:
+      replicas: not started yet.
+      name: the model's.
+      limits: of requests.
+      names, has_key: as of `app.Service`; replicas check the key.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        name: str,
+        limits: app_lib.Limits,
+        names: Collection[str] = (),
+        has_key: bool = False,
+    ):
+        self.replicas, self.name, self._limits, self._has_key = replicas, name, limits, has_key
+        self._names = {"localhost", *names}
+        self._turn, self.is_draining, self.active = 0, False, 0
+
+    @property
+    def failure(self) -> str:
+        """Returns why nothing is answered any more; "" while it can be."""
+        return "no replica can be started" if all(replica.is_lost for replica in self.replicas) else ""
+
+    def start(self, wait_for: Callable[[str], None]) -> None:
+        """Starts the replicas, and waits until one is ready or none can be."""
+        for replica in self.replicas:
+            replica.start()
+        while not self.failure and not any(replica.port for replica in self.replicas):
+            wait_for(f"the first of {len(self.replicas)} replicas")
+            time.sleep(0.05)
+
+    def stop(self, seconds: float) -> None:
+        """Ends the replicas."""
+        for replica in self.replicas:
+            replica.end()
+        until = time.monotonic() + seconds
+        for replica in self.replicas:
+            replica.wait(max(0.0, until - time.monotonic()))
+
+    def app(self) -> Any:
+        """Returns the application."""
+        routes = [
+            Route("/health", self._guarded(self._health)),
+            Route("/metrics", self._guarded(self._metrics)),
+            Route("/{path:path}", self._guarded(self._passed_on), methods=["GET", "POST"]),
+        ]
+        return Starlette(routes=routes)
+
+    def _guarded(self, answer: Callable[[http.Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+        async def route(request: http.Request) -> Response:
+            try:
+                if not self._has_key:
+                    app_lib.check_host(request, self._names)
+                return await answer(request)
+            except NotAnswered as error:
+                return app_lib.refusal(error)
+            except http.ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
+
+        return route
+
+    async def _health(self, request: http.Request) -> Response:
+        ready = sum(bool(replica.port) for replica in self.replicas)
+        status = "draining" if self.is_draining else "ok" if ready else "starting"
+        return JSONResponse(
+            {"status": status, "replicas": len(self.replicas), "ready": ready}, 200 if status == "ok" else 503
+        )
+
+    async def _metrics(self, request: http.Request) -> Response:
+        """Returns what the replicas count, each with its number, and the starts of each."""
+        found: dict[str, None] = {}  # in order, a line once
+        for replica in [one for one in self.replicas if one.port]:
+            with contextlib.suppress(_Gone):
+                answer = await _asked(replica.port, "GET", "/metrics", request.headers, b"")
+                text = (await answer.whole()).decode()
+                if answer.status == 401:
+                    raise NotAnswered(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
+                found |= dict.fromkeys(_numbered(line, replica.number) for line in text.splitlines())
+        for replica in self.replicas:
+            found[f'zerojax_replica_starts_total{{replica="{replica.number}"}} {replica.starts}'] = None
+        return PlainTextResponse("\n".join(found) + "\n", media_type="text/plain; version=0.0.4")
+
+    async def _passed_on(self, request: http.Request) -> Response:
+        """Returns a replica's answer."""
+        if self.is_draining:
+            raise NotAnswered(503, "the server is to end and takes no new requests", code="draining")
+        body = await app_lib.body_of(request, self._limits) if request.method == "POST" else b""
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        blocks, tried, refused = list(_blocks(body)), set[Replica](), None
+        while True:
+            try:
+                replica = self.choose(blocks, tried)
+            except NotAnswered:
+                if refused is not None:
+                    return refused
+                raise
+            tried.add(replica)
+            replica.learn(blocks)
+            self._begin(replica)
+            is_passed = False
+            try:
+                begun = asyncio.ensure_future(_asked(replica.port, request.method, path, request.headers, body))
+                answer = await _unless_gone(request, begun)
+                if answer.headers.get("content-type", "").startswith("text/event-stream"):
+                    is_passed = True
+                    return _Stream(answer, replica.number, functools.partial(self._over, replica))
+                whole = await _unless_gone(request, asyncio.ensure_future(answer.whole()))
+                refused = Response(whole, answer.status, answer.headers)
+                if answer.status not in (429, 503):  # its queue is full, or it ends
+                    return refused
+            except _Gone:  # another one is asked
+                pass
+            finally:
+                if not is_passed:
+                    self._over(replica)
+
+    def choose(self, blocks: Sequence[bytes], tried: Collection[Replica] = ()) -> Replica:
+        """Returns the replica for a text.
+
+        Raises:
+          NotAnswered: none is ready that was not tried.
+        """
+        ready = [replica for replica in self.replicas if replica.port and replica not in tried]
+        if not ready:
+            raise NotAnswered(503, "no replica is ready; ask again later", code="starting")
+        fewest = min(replica.active for replica in ready)
+        near = [replica for replica in ready if replica.active <= fewest + SLACK]
+        self._turn += 1
+        turn = lambda replica: (replica.number - self._turn) % len(self.replicas)  # noqa: E731
+        return min(near, key=lambda replica: (-replica.knows(blocks), replica.active, turn(replica)))
+
+    def _begin(self, replica: Replica) -> None:
+        replica.active, self.active = replica.active + 1, self.active + 1
+
+    def _over(self, replica: Replica) -> None:
+        replica.active, self.active = replica.active - 1, self.active - 1
+
+
+class _Gone(Exception):
+    """A replica ended, or closed its connection, before its answer was whole."""
+
+
+class _Answer:
+    """An answer that has begun.
+
+    Attributes:
+      status, headers: of HTTP.
+    """
+
+    def __init__(self, begun: h11.Response, connection: h11.Connection, streams: tuple[Any, Any]):
+        self.status, self._connection, (self._reader, self._writer) = begun.status_code, connection, streams
+        self.headers = {name.decode(): value.decode("latin-1") for name, value in begun.headers}
+        for name in ("connection", "transfer-encoding", "content-length", "date"):
+            self.headers.pop(name, None)
+
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        """Yields the body. Raises _Gone if it is cut."""
+        while not isinstance(event := await _next(self._connection, self._reader), h11.EndOfMessage):
+            yield bytes(event.data)
+
+    async def whole(self) -> bytes:
+        """Returns the body. Raises _Gone if it is cut."""
+        try:
+            return b"".join([part async for part in self.parts()])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the connection, by which an answer that has not ended is cancelled."""
+        self._writer.close()
+
+
+async def _asked(port: int, method: str, path: str, headers: Mapping[str, str], body: bytes) -> _Answer:
+    """Asks a replica. Raises _Gone if it ends before it answers."""
+    kept = [(name, headers[name]) for name in _KEPT if name in headers]
+    sent = [("host", "localhost"), ("connection", "close"), ("content-length", str(len(body))), *kept]
+    connection = h11.Connection(h11.CLIENT)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError as error:
+        raise _Gone from error
+    try:
+        events = [h11.Request(method=method, target=path, headers=sent), h11.Data(body), h11.EndOfMessage()]
+        writer.write(b"".join(filter(None, map(connection.send, events))))
+        begun = await _next(connection, reader)
+        return _Answer(begun, connection, (reader, writer))
+    except BaseException:
+        writer.close()
+        raise
+
+
+async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> Any:
+    """Returns the next part of an answer. Raises _Gone if the connection ends."""
+    try:
+        while (event := connection.next_event()) is h11.NEED_DATA:
+            connection.receive_data(await reader.read(_CHUNK))
+    except (OSError, h11.RemoteProtocolError) as error:
+        raise _Gone from error
+    if isinstance(event, h11.ConnectionClosed):
+        raise _Gone
+    return event
+
+
+async def _unless_gone(request: http.Request, answer: "asyncio.Future[Any]") -> Any:
+    """Returns what is awaited. Raises ClientDisconnect if the client goes first."""
+    gone = asyncio.ensure_future(app_lib.until_gone(request))
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        raise http.ClientDisconnect
+    finally:
+        gone.cancel()
+        if not answer.done():
+            answer.cancel()
+
+
+class _Stream(StreamingResponse):
+    """A stream of a replica, whose end is told if the replica ends first. Calls `on_end` whatever happens."""
+
+    def __init__(self, answer: _Answer, number: int, on_end: Callable[[], None]):
+        super().__init__(self._parts(), answer.status, answer.headers)
+        self._answer, self._number, self._on_end = answer, number, on_end
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+            self._on_end()
+
+    async def _parts(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async for part in self._answer.parts():
+                yield part
+        except _Gone:
+            line = f"replica {self._number} ended while it answered; ask again"
+            yield b"\n\n" + responses.event(responses.error(502, line, None, "replica_ended"))
+
+
+def _blocks(body: bytes) -> Iterator[bytes]:
+    """Yields for each full block of a request's text the hash of the text up to its end."""
+    try:
+        found = bounded.parse_json(body, is_strict=True)
+    except ValueError:
+        return  # a replica says what is wrong
+    if not isinstance(found, Mapping):
+        return
+    text = repr((found.get("model"), found.get("tools"), found.get("messages"), found.get("prompt"))).encode()
+    digest = hashlib.sha256()
+    for start in range(0, len(text) - BLOCK + 1, BLOCK):
+        digest.update(text[start : start + BLOCK])
+        yield digest.digest()[:16]
+
+
+def _numbered(line: str, number: int) -> str:
+    """Returns a line of Prometheus' format with the number of its replica."""
+    name, is_labelled, rest = line.partition("{")
+    if line.startswith("#") or not line:
+        return line
+    if is_labelled:
+        return f'{name}{{replica="{number}",{rest}'
+    name, _, value = line.partition(" ")
+    return f'{name}{{replica="{number}"}} {value}'
+
+
+def environments(count: int, names: Sequence[str], each: int) -> list[dict[str, str]]:
+    """Returns the variables of each replica: of GPUs, those of its own.
+
+    Args:
+      count: replicas.
+      names: of the GPUs; none on a host without.
+      each: GPUs of a replica.
+    """
+    own = [names[each * number : each * (number + 1)] for number in range(count)]
+    return [{**os.environ} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}) for gpus in own]
