@@ -26,7 +26,9 @@ _ADAPTERS = (
     (re.compile(r"\.(lora_embedding_[AB])\.(?P<name>[^.]+)"), r".\1"),
     (re.compile(r"\.modules_to_save\.(?P<name>[^.]+)\.(.+)"), r".\2"),
 )
-_FROZEN = re.compile(r"(\.(base_layer|original_module))+\.")  # PEFT wraps stacked experts once for each of their weights
+_FROZEN = re.compile(
+    r"(\.(base_layer|original_module))+\."
+)  # PEFT wraps stacked experts once for each of their weights
 
 
 class Divided(NamedTuple):

@@ -252,7 +252,7 @@ class Router:
                 answer = await _unless_gone(request, begun)
                 if answer.headers.get("content-type", "").startswith("text/event-stream"):
                     is_passed = True
-                    return _Stream(answer, replica.number, functools.partial(self._over, replica))
+                    return _PassedOn(answer, replica.number, functools.partial(self._over, replica))
                 whole = await _unless_gone(request, asyncio.ensure_future(answer.whole()))
                 refused = Response(whole, answer.status, answer.headers)
                 if answer.status not in (429, 503):  # its queue is full, or it ends
@@ -364,7 +364,7 @@ async def _unless_gone(request: http.Request, answer: "asyncio.Future[Any]") -> 
             answer.cancel()
 
 
-class _Stream(StreamingResponse):
+class _PassedOn(StreamingResponse):
     """A stream of a replica, whose end is told if the replica ends first. Calls `on_end` whatever happens."""
 
     def __init__(self, answer: _Answer, number: int, on_end: Callable[[], None]):

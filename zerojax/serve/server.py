@@ -27,7 +27,7 @@ CONNECTIONS = 1024  # at once
 _TICK = 0.05  # seconds between looks whether all answers have ended
 
 
-class Served(Protocol):
+class Servable(Protocol):
     """What is served.
 
     Attributes:
@@ -46,7 +46,7 @@ class Served(Protocol):
         """Returns the application."""
 
 
-Service = TypeVar("Service", bound=Served)
+Service = TypeVar("Service", bound=Servable)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -139,7 +139,7 @@ def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> User
     if plan is None:
         return UserError(f"{SHORT}: {way_out}")
     needs = f"the step needs {display.human(plan.peak)}"
-    if plan.fits and mesh_lib.platform(program.mesh) != "cpu":
+    if plan.usable is not None and plan.fits and mesh_lib.platform(program.mesh) != "cpu":
         may = f"{needs} of the {display.human(plan.usable)} that JAX may take of this device"
         return UserError(
             f"{SHORT}: {may}: another process holds memory there (nvidia-smi names it), or what runs beside the step needs "
