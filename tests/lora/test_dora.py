@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, traverse_util
 from flax.training import train_state
 
 import zerojax
@@ -142,3 +142,12 @@ def test_an_nnx_model_has_the_same_magnitudes_and_outputs():
     both = kernel + 3 * linear.lora_a[...] @ linear.lora_b[...]
     scaled = 1.5 * jnp.linalg.norm(kernel, axis=0) / jnp.linalg.norm(both, axis=0) * both
     np.testing.assert_allclose(linear(x), x @ scaled + jnp.arange(8.0), atol=1e-4)
+
+
+def test_an_adapter_of_no_share_is_off_with_its_magnitude():
+    params = changed(weights())
+    plain = {name: leaf for name, leaf in traverse_util.flatten_dict(params).items() if "lora" not in name[-1]}
+    with linen.applied(lambda path: 0.0):
+        found = apply(params, X)
+    np.testing.assert_allclose(found, apply(traverse_util.unflatten_dict(plain), X), atol=F32)
+    assert np.abs(found - zerojax.with_lora(apply, LORA)(params, X)).max() > 0.1

@@ -99,8 +99,8 @@ def read(
     for path in packed if chosen.lora.quantize == quantized.MXFP4 else ():
         parts = {name: wanted.get(f"{path}/{name}") for name in quantized.parts_of(quantized.MXFP4)}
         parts = {name: like for name, like in parts.items() if hasattr(like, "sharding")}
-        read = folder_lib.read_packed(folder, tensors[path], parts)
-        found |= {f"{path}/{name}": leaf for name, leaf in read.items()}
+        as_stored = folder_lib.read_packed(folder, tensors[path], parts)
+        found |= {f"{path}/{name}": leaf for name, leaf in as_stored.items()}
     others = {path: like for path, like in wanted.items() if path not in found}
     found |= quantize(others, chosen, read_kernels)
     if adapter is None:

@@ -96,7 +96,8 @@ def _make(scale: float, parts: tuple[Any, ...], dtype: np.dtype) -> np.ndarray:
     kernel, *given = jax.device_put(parts, jax.local_devices()[0])
     shape = quantized.shape_of(kernel) if quantized.is_quantized(kernel) else kernel.shape
     found = np.empty(shape, dtype)
-    adapter = adapters.KernelAdapter(*given[:2], scale, *given[2:]) if given else None
+    a, b, magnitude = [*given, None, None, None][:3]
+    adapter = adapters.KernelAdapter(a, b, scale, magnitude) if given else None
     size = max(1, MOST_WEIGHTS // math.prod(shape[1:]))
     blocks = [functools.partial(_rows, start=at, size=min(size, shape[0] - at)) for at in range(0, shape[0], size)]
 

@@ -83,7 +83,7 @@ def read_packed(packed: PackedEntry, name: str, shape: Sequence[int], index: Seq
             whole = np.frombuffer(content, np.uint8).reshape(*outputs, width)
             own = whole[tuple(index[1:])].copy()
             del whole  # a map in use cannot be closed
-        found[(place, *map(slice, own.shape))] = own
+        found[place][tuple(map(slice, own.shape))] = own
     return found
 
 

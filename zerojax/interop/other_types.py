@@ -54,6 +54,7 @@ _WITHOUT_EFFECT = {
     "qk_head_dim",
     "quantization_config",
     "residual_dropout",
+    "router_aux_loss_coef",
     "tie_word_embeddings",
     "tokenizer_class",
     "torch_dtype",

@@ -26,7 +26,7 @@ from zerojax.tree import PyTree
 
 def shapes(targets: targets_lib.Targets) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each adapter's weights, by path."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for path in targets.adapted:
         found |= {f"{targets.adapter(path)}/{end}": shape for end, shape in targets.shapes(path).items()}
     return found

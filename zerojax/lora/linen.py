@@ -188,12 +188,14 @@ class _Interceptor:
         return with_magnitude(y, plain, seen, kernel, adapter)
 
     def _adapter(self, module: nn.Module) -> adapters.KernelAdapter:
-        a, b, magnitude = (module.get_variable("params", name) for name in (A, B, MAGNITUDE))
+        found: list[Any] = [module.get_variable("params", name) for name in (A, B, MAGNITUDE)]
+        a, b, magnitude = found
         return adapters.KernelAdapter(a, b, scale := self._scale("/".join(module.path)), magnitude if scale else None)
 
     def _looked_up(self, module: nn.Module, numbers: jax.Array, y: jax.Array) -> jax.Array:
         """Returns what an embedding with an adapter returns, without dropout, as in PEFT."""
-        adapter, table = self._adapter(module), module.get_variable("params", EMBEDDING)
+        adapter = self._adapter(module)
+        table: Any = module.get_variable("params", EMBEDDING)
         with jax.named_scope("lora"):
             rows = embedding.embedding_lookup(adapter.a.astype(y.dtype), numbers)
             y = y + (rows * adapter.scale) @ adapter.b.astype(y.dtype)

@@ -59,14 +59,15 @@ def _adapted(cls: type) -> type:
         if not hasattr(self, A):
             return y
         seen = self.lora_dropout(x)
-        a, b, magnitude = (getattr(self, name)[...] if hasattr(self, name) else None for name in (A, B, MAGNITUDE))
-        if magnitude is None:
+        a, b = getattr(self, A)[...], getattr(self, B)[...]
+        if not hasattr(self, MAGNITUDE):
             return (y + linen.output(seen, a, b, self.lora_scale, y.shape)).astype(y.dtype)
         again = y if seen is x else _coded(self, seen) if is_coded else cls.__call__(self, seen, *args, **kwargs)
         bias = getattr(self, "bias", None)
         plain = again if bias is None else again - bias[...]
         kernel = _stored(self) if is_coded else self.kernel[...]
-        return linen.with_magnitude(y, plain, seen, kernel, adapters.KernelAdapter(a, b, self.lora_scale, magnitude))
+        adapter = adapters.KernelAdapter(a, b, self.lora_scale, getattr(self, MAGNITUDE)[...])
+        return linen.with_magnitude(y, plain, seen, kernel, adapter)
 
     return type(f"Adapted{cls.__name__}", (cls,), {"__call__": call, "__doc__": cls.__doc__})
 

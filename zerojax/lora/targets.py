@@ -207,11 +207,11 @@ def modules(linear: Mapping[str, LinearModule]) -> dict[str, LinearModule]:
 def check_experts(chosen: Targets) -> None:
     """Refuses dropout and magnitudes in adapters of experts, which PEFT has not either: its adapters of them are added to the weights."""
     found = next((chosen.linear[path].name for path in chosen.adapted if chosen.linear[path].has_no_module), None)
-    for name, value in (("dropout", chosen.lora.dropout), ("dora", chosen.lora.dora)):
+    for name, value, off in (("dropout", chosen.lora.dropout, "0"), ("dora", chosen.lora.dora, "False")):
         if found and value:
             raise UserError(
                 f"lora.{name}: is {value}, and {found} is of experts, whose adapters have none, as in PEFT; set lora.{name} to "
-                f"{type(value)(0)}, or name no experts, or name them in exclude_modules"
+                f"{off}, or name no experts, or name them in exclude_modules"
             )
 
 

@@ -94,7 +94,8 @@ def publish(
     if weights.adapted is not None:
         chosen = weights.adapted.chosen
         params = merged.of_params(params, chosen)
-        changing = None if is_first else {*map(chosen.kernel, chosen.adapted), *chosen.saved}
+        adapted = (kernel for path in chosen.adapted for kernel in chosen.kernels(path))
+        changing = None if is_first else {*adapted, *chosen.saved}
     return deltas.publish(
         params,
         weights.family,
