@@ -3,9 +3,23 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from block_nets import Net, abstract, parts
 
 from zerojax.zero.step_programs import programs, schedule
+
+
+def test_an_order_drops_what_is_read_no_more_and_waits_for_the_devices_that_are_far_behind(monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda array: waited.append(float(array)))
+    add = lambda *arrays: [sum(arrays)]  # noqa: E731
+    chain = [schedule.Sent(add, [n, "kept"], [n + 1]) for n in range(4)]
+    beside = schedule.Sent(add, [0], ["sent"], devices=None)
+    order = schedule.Order([*chain, beside], lambda name: 4, kept=["kept"])
+    held, values = [], {0: jnp.float32(1), "kept": jnp.float32(1)}
+    order.run(values, lambda index, values: held.append(set(values) - {"kept"}))
+    assert held == [{0, 1}, {0, 1, 2}, {0, 2, 3}, {0, 3, 4}, {0, "sent"}]
+    assert set(values) == {"kept"} and waited == [2, 3], "for all but the last two"
 
 
 def test_a_result_that_is_taken_as_it_comes_is_not_held():
