@@ -57,7 +57,7 @@ class Program:
       family, model: the model's family, and its config.
       sizes: the three batch sizes.
       partition: the shardings of the train state.
-      baseline: the same run's shardings at stage 0, for comparison.
+      at_stage_0: () -> `baseline`.
       row: the arrays of a batch's rows, as the run's task declares them.
       abstract_batch: a training batch of such rows with shardings: {name: array[(accum,) batch, length, ...]}.
       train_step: (state, batch) -> (state, metrics).
@@ -78,7 +78,7 @@ class Program:
     tx: optax.GradientTransformation
     create: Callable[[Any], Any]
     partition: partition_lib.Partition
-    baseline: partition_lib.Partition
+    at_stage_0: Callable[[], partition_lib.Partition]
     row: objectives.Row
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     train_step: Callable[..., Any]
@@ -87,6 +87,11 @@ class Program:
     weights: weights_lib.Weights
     copy_dtype: Any
     loss_scale: loss_scale_lib.LossScale | None
+
+    @functools.cached_property
+    def baseline(self) -> partition_lib.Partition:
+        """Returns the same run's shardings at stage 0, for comparison."""
+        return self.at_stage_0()
 
     @property
     def objective(self) -> objectives.Objective:
@@ -228,7 +233,8 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         tx=tx,
         create=functools.partial(create, unsent_grads=partition.abstract_state.unsent_grads),
         partition=partition,
-        baseline=_baseline(
+        at_stage_0=functools.partial(
+            _baseline,
             params,
             create,
             policy if weights.adapted is None else None,
