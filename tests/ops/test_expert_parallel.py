@@ -14,13 +14,13 @@ F32 = 2e-5  # float32 sums of some hundred terms, in another order
 WAYS, TOKENS, DIM, WIDTH, EXPERTS, TOP = 4, 8, 16, 12, 8, 3
 
 
-def apart(load, x, logits, *matrices):
+def apart(load, parts, x, logits, *matrices):
     """Returns what each of four devices makes of its tokens, with two experts a device."""
     mesh = mesh_lib.make_mesh(expert=WAYS, devices=jax.devices()[:WAYS])
 
     def on_device(x, logits, *matrices):
         with expert_parallel.used():
-            shares = [expert_parallel.Stack(own, ("expert",), (P(),), load) for own in matrices]
+            shares = [expert_parallel.Stack(own, ("expert",), (P(),), load, parts) for own in matrices]
             seen = [expert_parallel.add(str(number), share) for number, share in enumerate(shares)]
             return experts.apply(x, experts.route(logits, TOP), *seen)
 
@@ -29,8 +29,11 @@ def apart(load, x, logits, *matrices):
     return run(x, logits, *matrices)
 
 
-@pytest.mark.parametrize("load", runs.cases([1.0, 4.0], long=[4.0]))
-def test_results_and_gradients_do_not_depend_on_where_experts_live_nor_on_the_load(load):
+CASES = {"two parts": (1.0, 2), "one part": (1.0, 1), "room for all": (4.0, 1)}
+
+
+@pytest.mark.parametrize("name", runs.cases(CASES, long=[*CASES][1:]))
+def test_results_and_gradients_do_not_depend_on_where_experts_live_nor_on_the_load(name):
     random = np.random.default_rng(0)
     shapes = (WAYS * TOKENS, DIM), (EXPERTS, DIM, WIDTH), (EXPERTS, DIM, WIDTH), (EXPERTS, WIDTH, DIM)
     x, *matrices = (random.normal(size=shape).astype(np.float32) for shape in shapes)
@@ -46,7 +49,7 @@ def test_results_and_gradients_do_not_depend_on_where_experts_live_nor_on_the_lo
         def squares(run):
             return lambda *arrays: jnp.sum(run(*arrays) ** 2)
 
-        runs_ = (lambda *arrays: apart(load, *arrays), all_here)
+        runs_ = (lambda *arrays: apart(*CASES[name], *arrays), all_here)
         return [(run(*arrays), jax.grad(squares(run), argnums=(0, 1, 2, 3, 4))(*arrays)) for run in runs_]
 
     program = jax.jit(both)

@@ -7,10 +7,10 @@ the same way, and one brings the rows again, which are not kept.
     rows --all-to-all--> sorted by expert --grouped matmuls--> sorted back --all-to-all--> added up by token
 
 The room is `load` times what a balanced router sends, so memory and bytes do not depend on the router. No row is lost where one sends
-more: further rounds take what is left, as many as the fullest buffer of all devices needs, so that every device takes part in each. Their
-backward pass is written by hand: it computes a round again, and keeps nothing of it. On CPUs one round has room for all that is left
-(`Stack.loops`). A row's weight travels with it and multiplies between the matmuls, since down(w h) = w down(h): then no result is read in
-the backward pass, and none is sent again.
+more: further rounds of smaller rooms take what is left, as many as the fullest buffer of all devices needs, so that every device takes part
+in each. Their backward pass is written by hand: it computes a round again, and keeps nothing of it. On CPUs one round has room for all that
+is left (`Stack.loops`). A row's weight travels with it and multiplies between the matmuls, since down(w h) = w down(h): then no result is
+read in the backward pass, and none is sent again.
 
 Shapes: T tokens, D embed, E experts, K experts of a token, R = T K rows, N devices, e = E / N experts of a device, S = N room rows
 that a device sends and gets in a round.
@@ -34,6 +34,7 @@ from zerojax.ops.expert_matrices import Matrices, multiply
 from zerojax.tree import PyTree
 
 LOAD = 1.5  # a room, over what a balanced router sends
+FEWER = 3  # times as many rows as a further round's room has the first one's: few are left
 ALL = (
     "overrides: gate, up and down of experts are all to be sharded over `expert`, with their biases, adapters and codes, and some are not; "
     "name all, or use a mesh without `expert`"
@@ -130,8 +131,8 @@ def cost(
 
 @dataclasses.dataclass(frozen=True)
 class _Travel:
-    """What all rounds of a mixture share; `share` is the share of a bias that each device along the axes of `_width` adds, and `begin` the
-    first row for a device in round 0."""
+    """What rounds of a mixture share; `share` is the share of a bias that each device along the axes of `_width` adds, `begin` the first
+    row for a device in round 0, and `loops` as of the `Stack`."""
 
     axes: tuple[str, ...]
     ways: int
@@ -141,6 +142,7 @@ class _Travel:
     has_up: bool
     share: float = 1.0
     begin: int = 0
+    loops: bool = False
 
     def sides(self, first: Matrices, second: Matrices, *rest: Matrices) -> tuple[tuple, tuple]:
         """Returns what comes before the activation, gate with up or with the bias of both, and what after it, down with its bias."""
@@ -169,10 +171,10 @@ class _Seats(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The seats of each part of the tokens, and the rounds that the fullest room of all devices needs: int32[]."""
+    """The seats of each part of the tokens, and the most rows that a device has of a part for another one: int32[]."""
 
     seats: tuple[_Seats, ...]
-    rounds: jax.Array
+    fullest: jax.Array
 
 
 def apply(
@@ -210,7 +212,8 @@ def apply(
         plan = _plan(call, jnp.split(experts_TK, parts), own)
         further_TD, first_TD = None, x_TD
         if call.room < most:
-            rest = call if gate.loops else dataclasses.replace(call, room=most - call.room, begin=call.room)
+            left = -(-call.room // FEWER) if gate.loops else most - call.room
+            rest = dataclasses.replace(call, room=left, begin=call.room, loops=gate.loops)
             further_TD = _later(rest, plan, x_TD, weights_TK, *matrices)
             # Backward, further rounds follow the first one, which then keeps nothing beside them.
             first_TD, further_TD = _backward_in_turn(x_TD, further_TD)
@@ -248,7 +251,7 @@ def _plan(call: _Travel, experts_TK: Sequence[jax.Array], own: int) -> _Plan:
     here = jnp.take(of_all, jax.lax.axis_index(call.axes), axis=2)
     fullest = jnp.max(jnp.sum(of_all, axis=3))
     seats = [_seats(part.reshape(-1), sizes, here[:, i]) for i, (part, sizes) in enumerate(zip(experts_TK, sizes_E))]
-    return _Plan(tuple(seats), -(-fullest // call.room))
+    return _Plan(tuple(seats), fullest)
 
 
 def _seats(expert_R: jax.Array, sizes_E: jax.Array, here_Ne: jax.Array) -> _Seats:
@@ -389,19 +392,35 @@ def _later(call: _Travel, plan: _Plan, x_TD: jax.Array, *arrays: Any) -> jax.Arr
 
     def add(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, y_TD = carry
-        return number + 1, y_TD + _round(call, plan, number, x_TD, *arrays)
+        return number + 1, y_TD + _further(call, plan, number, x_TD, *arrays)
 
     return _repeated(call, plan, add, jnp.zeros(x_TD.shape, jnp.float32))
+
+
+def _further(
+    call: _Travel, plan: _Plan, number: jax.Array, x_TD: jax.Array, weights_TK: jax.Array, *matrices: Matrices
+) -> jax.Array:
+    """Returns what a turn of the loop over further rounds adds to each token, one part of the tokens a turn: float32[T, D]."""
+    count = len(plan.seats)
+    if not call.loops:
+        return _round(call, plan, number, x_TD, weights_TK, *matrices)
+    begin, length = number % count * (len(x_TD) // count), len(x_TD) // count
+    seats = jax.tree.map(lambda *parts: jnp.stack(parts)[number % count], *plan.seats)
+    x, weights = (jax.lax.dynamic_slice_in_dim(values, begin, length) for values in (x_TD, weights_TK))
+    y = _round(call, plan._replace(seats=(seats,)), number // count, x, weights, *matrices)
+    return jax.lax.dynamic_update_slice_in_dim(jnp.zeros(x_TD.shape, jnp.float32), y, begin, 0)
 
 
 def _repeated(
     call: _Travel, plan: _Plan, add: Callable[[tuple[jax.Array, Any]], tuple[jax.Array, Any]], sums: Any
 ) -> Any:
-    """Returns `sums` after all rounds but the first; `add` takes and returns the number of a round, and sums."""
+    """Returns `sums` after all turns of the loop over further rounds; `add` takes and returns the number of a turn, and sums."""
+    begun = jnp.zeros_like(plan.fullest), sums
     with jax.named_scope(roles.FURTHER_ROUNDS):
-        if call.begin:
-            return add((jnp.zeros_like(plan.rounds), sums))[1]
-        return jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, add, (jnp.ones_like(plan.rounds), sums))[1]
+        if not call.loops:
+            return add(begun)[1]
+        turns = len(plan.seats) * -(-jnp.maximum(plan.fullest - call.begin, 0) // call.room)
+        return jax.lax.while_loop(lambda carry: carry[0] < turns, add, begun)[1]
 
 
 def _later_backward(call: _Travel, saved: tuple[_Plan, tuple[Any, ...]], d_TD: jax.Array) -> tuple[Any, ...]:
@@ -413,7 +432,7 @@ def _later_backward(call: _Travel, saved: tuple[_Plan, tuple[Any, ...]], d_TD: j
     def round_of(number: jax.Array, *arrays: jax.Array) -> jax.Array:
         own = dict(zip(learned, arrays))
         both = jax.tree.unflatten(structure, [own.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return _round(call, plan, number, *both)
+        return _further(call, plan, number, *both)
 
     def add(carry: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
         number, sums = carry

@@ -59,6 +59,7 @@ class Exchange:
       theory: bytes of the rooms (`ops.expert_parallel.cost`). A balanced router fills the `load`-th part of them.
       received, beside: bytes of the program's all-to-alls, and of those with a matmul or attention beside them.
       further: seconds that a step takes more, by the clock, if one further exchange follows in each mixture and pass; None if unknown.
+      parts: of the tokens, which travel one after the other.
     """
 
     load: float
@@ -66,6 +67,7 @@ class Exchange:
     received: int = 0
     beside: int = 0
     further: float | None = None
+    parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,7 +318,7 @@ def _exchange(
     theory: Exchange, sent: ledger.Ledger, foretold: walk.StepTime | None, rates: rates_lib.GpuRates | None
 ) -> Exchange:
     """Returns the theory with what a program does."""
-    again = None if foretold is None else _foretold(rates, sent.mesh, sent.flow, further=1)
+    again = None if foretold is None else _foretold(rates, sent.mesh, sent.flow, further=theory.parts)
     beside = [row for row in sent.exchanged if row.is_async and findings.has_arithmetic(row)]
     return dataclasses.replace(
         theory,

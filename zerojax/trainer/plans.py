@@ -103,7 +103,8 @@ def exchange_of(program: program_lib.Program) -> step_plan.Exchange | None:
         parts=config.experts.parts,
         again=config.model.remat != "none",
     )
-    return step_plan.Exchange(config.experts.load, program.sizes.grad_accum * len(stacks) * sum(once.values()))
+    received = program.sizes.grad_accum * len(stacks) * sum(once.values())
+    return step_plan.Exchange(config.experts.load, received, parts=config.experts.parts)
 
 
 def search_config(
