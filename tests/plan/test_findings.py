@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import tree
+from zerojax.clock import kernels, rates, walk
 from zerojax.hlo import buffers
 from zerojax.plan import bound, findings, ledger, targets
 from zerojax.zero.weights import gather
@@ -285,6 +286,32 @@ def test_tokens_that_travel_to_their_experts_beside_no_matmul_are_named():
     assert listed({"matmul": 2}, {}, {"elementwise": 3}) == [
         "tokens travel to their experts with no matmul beside them"
     ]
+
+
+@pytest.mark.parametrize(("shorter", "free"), [(0.02, 0.05), (0.02, 0.0), (0.001, 0.05)])
+def test_experts_that_would_be_faster_gathered_are_named(monkeypatch, shorter, free):
+    found, _ = staged(3)
+    sent = {
+        "kind": "all-to-all",
+        "axes": ("expert",),
+        "role": "activations",
+        "is_async": True,
+        "overlaps": {"matmul": 1},
+    }
+    rows = moved(found.rows[0], 1, op_name="layer_0/expert_parallel/all_to_all", nbytes=100, **sent)
+    (path, weight), *_ = found.weights.items()
+    apart = {path: dataclasses.replace(weight, apart=8, used=(2**20, 8))}
+    without = walk.StepTime(0.1 - shorter, {kernels.MATMUL: free, walk.EXPOSED: 0.0}, {kernels.COLLECTIVE: 0.0})
+    monkeypatch.setattr(walk, "walk", lambda *_, **__: without)
+    gathered = rates.of("h200").seconds(
+        kernels.KernelWork("collective", "all-gather", nbytes=8 * 7 * 2**23, group=(*range(8),))
+    )
+    assert 0.001 < gathered < 0.01
+    known = {"foretold": walk.StepTime(0.1, dict.fromkeys(walk.PARTS, 0.0), {}, (None,)), "rates": rates.of("h200")}
+    of = dataclasses.replace(found, rows=rows, weights=apart)
+    listed = [f for f in findings.findings(of, compute_dtype=jnp.bfloat16, **known) if "gathered experts" in f.rule]
+    expected = shorter - max(0.0, gathered - free)
+    assert [f.seconds for f in listed] == ([pytest.approx(expected)] if expected > findings.PAYS * 0.1 else [])
 
 
 def test_a_ragged_product_that_xla_makes_dense_is_named():

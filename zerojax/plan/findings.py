@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 
 from zerojax import display, roles, tree
 from zerojax import mesh as mesh_lib
+from zerojax.clock import kernels, walk
 from zerojax.clock import rates as rates_lib
-from zerojax.clock import walk
 from zerojax.hlo import buffers, collectives, parameters, syntax
 from zerojax.ops import tiles
 from zerojax.plan import attribution, matmuls
@@ -80,8 +80,13 @@ class Case:
 
     def saved(self, rows: Sequence[ledger_lib.Row], left: float) -> float:
         """Returns by how many seconds a step would be shorter if so much were left of what collectives send of these rows; 0 if unknown."""
+        shorter = self.shorter(rows, left)
+        return 0.0 if self.foretold is None or shorter is None else max(0.0, self.foretold.seconds - shorter.seconds)
+
+    def shorter(self, rows: Sequence[ledger_lib.Row], left: float) -> walk.StepTime | None:
+        """Returns the time of such a step; None if it is unknown."""
         if self.foretold is None or self.rates is None or not self.foretold.spans:
-            return 0.0
+            return None
         fewer, all_of = dict[tuple[str, str], float](), dict[tuple[str, str], float]()
         for found, own in ((fewer, rows), (all_of, self.rows)):
             for row in own:
@@ -90,8 +95,7 @@ class Case:
         sent = {key: max(0.0, 1 - (1 - left) * nbytes / all_of[key]) for key, nbytes in fewer.items() if nbytes}
         mesh = self.ledger.mesh
         per_host = bound_lib.per_host(mesh)
-        shorter = walk.walk(self.ledger.flow, self.rates, mesh.size, per_host, known=self.known, sent=sent)
-        return max(0.0, self.foretold.seconds - shorter.seconds)
+        return walk.walk(self.ledger.flow, self.rates, mesh.size, per_host, known=self.known, sent=sent)
 
     @property
     def rows(self) -> tuple[ledger_lib.Row, ...]:
@@ -455,6 +459,33 @@ def tokens_travel_alone(case: Case) -> Iterable[Finding]:
     )
 
 
+def experts_gathered_are_faster(case: Case) -> Iterable[Finding]:
+    """Finds experts on several devices whose tokens cost more time than gathered weights would, which travel beside matmuls."""
+    apart = {path: weight for path, weight in case.ledger.weights.items() if weight.apart > 1}
+    shorter = case.shorter(case.ledger.exchanged, 0.0) if apart and case.ledger.exchanged else None
+    if case.is_cpu or shorter is None or case.foretold is None or case.rates is None:
+        return
+    further = {path: case.passes * weight.size * (weight.apart - 1) for path, weight in apart.items()}
+    # Both passes would gather them in the compute dtype, and sums of gradients are float32.
+    nbytes = sum(further.values()) * (8 if case.is_16_bit else 12)
+    mesh = case.ledger.mesh
+    work = kernels.KernelWork(kernels.COLLECTIVE, "all-gather", nbytes=nbytes, group=tuple(range(mesh.size)))
+    per_host = bound_lib.per_host(mesh)
+    gathered = case.rates.seconds(work, per_host if per_host < mesh.size else 0)
+    free = shorter.parts[kernels.MATMUL] + shorter.parts[walk.EXPOSED] - shorter.busy.get(kernels.COLLECTIVE, 0.0)
+    seconds = case.foretold.seconds - shorter.seconds - max(0.0, gathered - max(0.0, free))
+    if seconds < PAYS * case.foretold.seconds:
+        return
+    yield Finding(
+        "gathered experts would be faster than tokens that travel to theirs",
+        _listed(further),
+        f"each device receives {display.human(sum(row.nbytes for row in case.ledger.exchanged))} of tokens in a step; gathering the "
+        f"experts and summing their gradients takes {display.human(nbytes)}, beside matmuls",
+        "omit `expert` from the mesh (mesh.expert=1), if the memory allows: a device then holds all experts of two layers at a time",
+        seconds=seconds,
+    )
+
+
 _RAGGED = re.compile(r"\bragged_dot\w*")
 _TWIN = re.compile(r"\bgrouped_twin\b")  # `pallas_kernels.grouped.TWIN`
 
@@ -593,6 +624,7 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     all_tokens_at_once,
     hops_exposed,
     tokens_travel_alone,
+    experts_gathered_are_faster,
     every_expert_over_all_rows,
     activations_leave_the_host,
     layers_wait_for_examples,
