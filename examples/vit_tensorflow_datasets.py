@@ -134,6 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     args = parser.parse_args(argv)
     devices_lib.emulate_cpu_devices(8)
+    tfds.disable_progress_bar()
     with tempfile.TemporaryDirectory() as data_dir:
         batch = next(batches(data_dir))
         print(*(plan(zerojax.make_mesh(), batch, stage) for stage in (0, 3)), sep="\n")

@@ -244,6 +244,10 @@ def test_a_robot_policy_of_two_experts_has_the_losses_of_one_device(lora, monkey
     found, _ = example.train(3, lora)
     np.testing.assert_allclose(found, expected, rtol=LOSS_TOLERANCE)
     assert found[-1] < found[0]
+    if lora:
+        assert re.fullmatch(
+            r"stage 3: peak \S+ KiB on each device; .* unknown", example.plan(zerojax.make_mesh(), lora)
+        )
 
 
 def test_a_diffusion_transformer_of_equinox_has_the_losses_of_one_device(monkeypatch):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
+import numpy as np
 
 from zerojax import traces
 
@@ -180,7 +180,7 @@ class _TraceReader:
             known.update(zip(eqn.outvars, self._results(found, eqn, reads, around)))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _results(self, found: list[Operation], eqn: jex.JaxprEqn, reads: list[Any], around: Sequence[Any]) -> Any:
+    def _results(self, found: list[Operation], eqn: Any, reads: list[Any], around: Sequence[Any]) -> Any:
         values = [value for value in reads if isinstance(value, TraceValue)]
         blocks = {value.block for value in values} - {None, OUTSIDE}
         inner, name, inside = traces.called(eqn), eqn.primitive.name, None
@@ -239,6 +239,8 @@ def _is_uniform(value: Any) -> bool:
 def _is_elementwise(eqn: Any, weight: TraceValue) -> bool:
     """Returns whether an operation makes each element of its results of one of a weight."""
     inner = traces.called(eqn) if eqn.primitive.name in traces.INLINED else None
+    if inner is not None and any(map(np.ndim, traces.constants(inner))):
+        return False
     eqns = [eqn] if inner is None else [*traces.equations(inner)]
     names = {own.primitive.name for own in eqns} - (traces.INLINED if inner is not None else set())
     shapes = {var.aval.shape for own in (*eqns, eqn) for var in own.outvars}
