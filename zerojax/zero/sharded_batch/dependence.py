@@ -345,8 +345,16 @@ class TracedLoss:
             eqn = frame.makers[atom]
             if eqn.primitive.name in (_DRAWS, "axis_index"):
                 raise Depends
-            results = traces.bind(eqn, [self._value(frame, part, known, done) for part in eqn.invars])
-            done.update(zip([(frame, var) for var in eqn.outvars], results))
+            value = functools.partial(self._value, frame, known=known, done=done)
+            if eqn.primitive.name == "scan":
+                values = [
+                    value(part) if is_read or tree.is_key(part.aval) else jnp.zeros(part.aval.shape, part.aval.dtype)
+                    for part, is_read in _read_by(eqn, atom)
+                ]
+                done[frame, atom] = traces.bind(eqn, values)[eqn.outvars.index(atom)]
+            else:
+                results = traces.bind(eqn, [value(part) for part in eqn.invars])
+                done.update(zip([(frame, var) for var in eqn.outvars], results))
         return done[frame, atom]
 
     def _kind(self, frame: traces.Frame, atom: traces.Atom, old: int | None) -> str:
@@ -370,7 +378,7 @@ class TracedLoss:
             return SAME if is_whole else self._by_shape(frame, atom) or STATISTIC
         if name in (_DRAWS, "axis_index"):
             return self._by_shape(frame, atom) or STATISTIC
-        given = _read_by(eqn, atom) if name == "scan" else eqn.invars
+        given = [part for part, is_read in _read_by(eqn, atom) if is_read] if name == "scan" else eqn.invars
         kinds = [self._kind(frame, part, old) for part in given]
         if set(kinds) <= {SAME}:
             return SAME
@@ -431,8 +439,8 @@ class TracedLoss:
         return isinstance(atom, jex.Literal) and not np.any(np.asarray(atom.val))
 
 
-def _read_by(scan: jex.JaxprEqn, result: Any) -> list[Any]:
-    """Returns the operands of a scan that one of its results needs; all if it needs a drawn number too."""
+def _read_by(scan: jex.JaxprEqn, result: Any) -> list[tuple[Any, bool]]:
+    """Returns the operands of a scan, and whether one of its results needs each; it needs all if it needs a drawn number."""
     body, (constants, carried) = traces.opened(scan.params["jaxpr"])[0], traces.scan_counts(scan)
     wanted, before = [var is result for var in scan.outvars], None
     while wanted != before:
@@ -440,7 +448,7 @@ def _read_by(scan: jex.JaxprEqn, result: Any) -> list[Any]:
         inside, is_read = partial_eval.dce_jaxpr(body, wanted)
         wanted = [own or (n < carried and is_read[constants + n]) for n, own in enumerate(wanted)]
     draws = any(eqn.primitive.name in (_DRAWS, "axis_index") for eqn in traces.equations(inside))
-    return [part for part, is_needed in zip(scan.invars, is_read) if is_needed or draws]
+    return [(part, is_needed or draws) for part, is_needed in zip(scan.invars, is_read)]
 
 
 def _is_integer(atom: Any) -> bool:
