@@ -257,7 +257,7 @@ def as_json(
     return {"schema": 1, **about, "rows": rows}
 
 
-def _as_run(past: past_lib.Past, place: str) -> Verified:
+def _as_run(past: past_lib.PastRun, place: str) -> Verified:
     """Returns a past run in the form of one of these."""
     return Verified(Setting(f"{place} ({past.machine})", {}), losses=past.losses, norms=past.norms)
 
@@ -267,7 +267,7 @@ def _save(path: str, config: settings_lib.Config, first: Verified, outcomes: Seq
     kept = past_lib.differing(settings_lib.changed(config, {"data.dir": "", **first.setting.changes}))
     same = [outcome.setting.name for outcome in outcomes if outcome.verdict == SAME]
     card = first.card
-    past_lib.write(path, past_lib.Past(kept, first.losses, first.norms, card["devices"], card["versions"], same))
+    past_lib.write(path, past_lib.PastRun(kept, first.losses, first.norms, card["devices"], card["versions"], same))
 
 
 def _run_all(

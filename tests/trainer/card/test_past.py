@@ -12,7 +12,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer.card import past
 
 DEVICES, VERSIONS = {"platform": "cpu", "kind": "cpu", "count": 4}, {"jax": "0.10.2"}
-KEPT = past.Past({"steps": 2, "metrics.to": []}, [1 / 3, 0.25], [1.0, 2.0], DEVICES, VERSIONS, ["0", "3"])
+KEPT = past.PastRun({"steps": 2, "metrics.to": []}, [1 / 3, 0.25], [1.0, 2.0], DEVICES, VERSIONS, ["0", "3"])
 
 
 def test_numbers_come_back_with_the_digits_of_a_float32(tmp_path):
@@ -25,7 +25,7 @@ def test_numbers_come_back_with_the_digits_of_a_float32(tmp_path):
 
 def test_the_flags_of_kept_settings_give_the_same_config(monkeypatch):
     config = runs.config(metrics__to=(), zero__stage=2, zero__overrides=(("a|b", ("data", None)),))
-    kept = past.Past(json.loads(json.dumps(past.differing(config))), [1.0], [1.0], DEVICES, VERSIONS, [])
+    kept = past.PastRun(json.loads(json.dumps(past.differing(config))), [1.0], [1.0], DEVICES, VERSIONS, [])
     assert "steps" in kept.config and "zero.min_size" not in kept.config
     words = ["zerojax verify", *kept.flags]
     monkeypatch.setattr(sys, "argv", words)
@@ -59,6 +59,6 @@ def test_what_is_not_as_written_is_refused_with_its_name(tmp_path, change, words
 
 def test_losses_that_are_missing_or_not_finite_are_refused(tmp_path):
     for losses in ([], [1.0], [1.0, float("inf")]):
-        past.write(tmp_path / "kept.json", past.Past({}, losses, [1.0, 2.0], DEVICES, VERSIONS, []))
+        past.write(tmp_path / "kept.json", past.PastRun({}, losses, [1.0, 2.0], DEVICES, VERSIONS, []))
         with pytest.raises(UserError, match=r"lacks losses or norms|is not JSON"):
             past.read(str(tmp_path / "kept.json"))

@@ -13,9 +13,9 @@ def test_an_order_drops_what_is_read_no_more_and_waits_for_the_devices_that_are_
     waited = []
     monkeypatch.setattr(jax, "block_until_ready", lambda array: waited.append(float(array)))
     add = lambda *arrays: [sum(arrays)]  # noqa: E731
-    chain = [schedule.Sent(add, [n, "kept"], [n + 1]) for n in range(4)]
-    beside = schedule.Sent(add, [0], ["sent"], devices=None)
-    order = schedule.Order([*chain, beside], lambda name: 4, kept=["kept"])
+    chain = [schedule.SentProgram(add, [n, "kept"], [n + 1]) for n in range(4)]
+    beside = schedule.SentProgram(add, [0], ["sent"], devices=None)
+    order = schedule.ProgramOrder([*chain, beside], lambda name: 4, kept=["kept"])
     held, values = [], {0: jnp.float32(1), "kept": jnp.float32(1)}
     order.run(values, lambda index, values: held.append(set(values) - {"kept"}))
     assert held == [{0, 1}, {0, 1, 2}, {0, 2, 3}, {0, 3, 4}, {0, "sent"}]

@@ -23,7 +23,7 @@ DIGITS = 9  # of a number: a float32 has no more
 
 
 @dataclasses.dataclass(frozen=True)
-class Past:
+class PastRun:
     """What a run gave.
 
     Attributes:
@@ -68,7 +68,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def write(path: str, past: Past) -> None:
+def write(path: str, past: PastRun) -> None:
     """Replaces a file.
 
     Raises:
@@ -81,7 +81,7 @@ def write(path: str, past: Past) -> None:
         files.replace(path, json.dumps(values, indent=1) + "\n")
 
 
-def read(place: str) -> Past:
+def read(place: str) -> PastRun:
     """Reads a file, or one that the package ships, by its name.
 
     Raises:
@@ -100,7 +100,8 @@ def read(place: str) -> Past:
         raise UserError(f"{path}: holds no losses of a past run that this version reads; write it again with --save")
     if checksums.CRC32 not in found or checksums.is_altered(found):
         raise UserError(f"{path}: is altered (its checksum differs); write it again with --save")
-    past = Past(**{field.name: found.get(field.name) for field in dataclasses.fields(Past)})
+    fields: dict[str, Any] = {field.name: found.get(field.name) for field in dataclasses.fields(PastRun)}
+    past = PastRun(**fields)
     if not past.losses or len(past.losses) != len(past.norms) or not all(map(math.isfinite, past.losses)):
         raise UserError(f"{path}: lacks losses or norms of some steps; write it again with --save")
     return past

@@ -46,7 +46,7 @@ def of(
     run: Callable[[Move], Any] = lambda move: None,
     *,
     is_serial: bool = False,
-) -> tuple[list[Move], schedule.Order]:
+) -> tuple[list[Move], schedule.ProgramOrder]:
     """Returns what a process sends, and its order.
 
     Args:
@@ -55,7 +55,7 @@ def of(
       due: of `order.due`, where what passes made is sent when they have ended; None: at once.
       here: the groups of this process; None: all.
       run: f(move) -> f(*what it reads) -> what it writes.
-      is_serial: as of `schedule.Order`.
+      is_serial: as of `schedule.ProgramOrder`.
     """
     moves, programs = [], []
     of_process = {program.group for program in found.programs.values()} if here is None else {*here}
@@ -75,10 +75,10 @@ def of(
             writes = names(numbers, target)
         moves.append(move)
         devices = target if target == program.group else None
-        programs.append(schedule.Sent(run(move), reads, writes, devices=devices))
+        programs.append(schedule.SentProgram(run(move), reads, writes, devices=devices))
     sums = {path for program in found.programs.values() for path in program.sums}
     size = lambda name: found.nbytes(name.number) if isinstance(name, Name) else math.inf  # noqa: E731
-    return moves, schedule.Order(programs, size, sums, is_serial=is_serial)
+    return moves, schedule.ProgramOrder(programs, size, sums, is_serial=is_serial)
 
 
 def _moves(

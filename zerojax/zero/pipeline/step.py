@@ -140,7 +140,7 @@ class PipelineStep:
         ]
         self._zeros = [self._maker_of_zeros(number) for number in range(len(groups))]
         self._programs: dict[Any, stage_programs.StagePrograms] = {}
-        self._orders: dict[stage_programs.StagePrograms, tuple[list[sending.Move], schedule.Order]] = {}
+        self._orders: dict[stage_programs.StagePrograms, tuple[list[sending.Move], schedule.ProgramOrder]] = {}
         self._numbers: dict[tuple[int, int], jax.Array] = {}
 
     def __call__(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:

@@ -22,7 +22,7 @@ from zerojax.zero.step_programs.arrivals import NOTHING, STEP
 Done = Callable[[int, Sequence[int], dict[int, Any]], None]
 
 
-class Sent(NamedTuple):
+class SentProgram(NamedTuple):
     """A program in an order. Values have names; in a `CutStep` they are numbers."""
 
     run: Callable[..., Sequence[Any]]  # f(*what it reads, *what arrives with it) -> what it writes
@@ -32,7 +32,7 @@ class Sent(NamedTuple):
     devices: Hashable = 0  # those that run it, one program after the other; None: the sender does not wait for it
 
 
-class Order:
+class ProgramOrder:
     """Programs in the order in which they are sent.
 
     Args:
@@ -51,8 +51,8 @@ class Order:
 
     def __init__(
         self,
-        programs: Sequence[Sent],
-        nbytes: Callable[[Any], int],
+        programs: Sequence[SentProgram],
+        nbytes: Callable[[Any], float],
         kept: Collection[Hashable] = (),
         again: Sequence[Collection[Hashable]] = (),
         *,
@@ -118,9 +118,9 @@ class Schedule:
     def __init__(self, cut: programs_lib.CutStep):
         self.cut, late = cut, cut.arrivals.late
         results = {number for number in cut.results if isinstance(number, int)}
-        sent = [Sent(own.run, own.reads, own.writes, own.rider.gives) for own in cut.programs]
+        sent = [SentProgram(own.run, own.reads, own.writes, own.rider.gives) for own in cut.programs]
         again = [cut.arrivals.dropped(index) for index in range(len(sent))]
-        self.order = Order(sent, cut.nbytes, results.difference(late), again, is_serial=cut.is_serial)
+        self.order = ProgramOrder(sent, cut.nbytes, results.difference(late), again, is_serial=cut.is_serial)
         read = results.union(*(own.reads for own in sent))
         self._resident = [n for n in range(cut.arguments) if n not in late and n in read]
         self._constants: dict[int, jax.Array] | None = None
