@@ -48,8 +48,15 @@ class Net(nn.Module):
         return x
 
 
-def lowered(monkeypatch, claims: bool, net: nn.Module, stage: int = 3, wrap=lambda loss, params: (loss, params), **how):
+def lowered(monkeypatch, claims: bool, net: nn.Module, **how):
     """Returns the lowered step of a net whose layers claim to be alike, or not; `traced` has the layers that were traced for it."""
+    step, *args = made(monkeypatch, claims, net, **how)
+    traced.clear()
+    return step.lower(*args)
+
+
+def made(monkeypatch, claims: bool, net: nn.Module, stage: int = 3, wrap=lambda loss, params: (loss, params), **how):
+    """Returns the step, and its arguments."""
     monkeypatch.setattr(Layer, alike.CLAIM, claims, raising=False)
 
     def loss_fn(params, batch, state):
@@ -65,8 +72,7 @@ def lowered(monkeypatch, claims: bool, net: nn.Module, stage: int = 3, wrap=lamb
     how = {"blocks": r"layer_\d", "compute_dtype": jnp.bfloat16, "reduce_dtype": jnp.float32, **how}
     how["batch_specs"] = [("", zerojax.batch_sharding(mesh).spec)]  # otherwise the loss is read first
     step = zerojax.make_train_step(loss, partition, **how)
-    traced.clear()
-    return step.lower(partition.abstract_state, {"x": x, "mask": jax.ShapeDtypeStruct((8,), jnp.bfloat16)})
+    return step, partition.abstract_state, {"x": x, "mask": jax.ShapeDtypeStruct((8,), jnp.bfloat16)}
 
 
 def with_adapters(loss, params):
@@ -131,6 +137,18 @@ def test_blocks_whose_wire_notes_which_weights_are_read_are_each_traced(monkeypa
 
 class Unhashable(float):
     __hash__ = None
+
+
+def test_a_program_for_each_kind_is_the_same_where_blocks_are_traced_once(monkeypatch):
+    found = {}
+    for claims in (False, True):
+        step, *args = made(monkeypatch, claims, Net(), programs="kinds")
+        traced.clear()
+        programs = step.one_pass(*args).schedule.cut.programs
+        expected = "01" if claims else "0123"
+        assert sorted(set(traced)) == [f"layer_{number}" for number in expected]
+        found[claims] = [(program.name, program.run.cost_analysis().get("flops")) for program in programs]
+    assert len(found[True]) > 2 * LAYERS and found[True] == found[False]
 
 
 def test_the_claim_of_a_block_that_reads_an_array_of_the_loss_changes_nothing(monkeypatch):
