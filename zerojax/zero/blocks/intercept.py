@@ -204,7 +204,8 @@ class Interceptor:
         return not self.entered or (moves and bool(self.with_unknown or self._lists(paths)))
 
     def _lists(self, paths: Sequence[str]) -> set[str]:
-        return block_settings.lists(paths, self._pattern) - self.entered
+        uncalled = {tree.block_of(path, self._pattern) for path in paths} - {None} - self.entered
+        return block_settings.lists(paths, self._pattern) & uncalled if uncalled else set()
 
     def check_found(self, paths: Sequence[str], *, moves: bool) -> None:
         """Raises a UserError for a regex that matched nothing, and warns of weights that stay gathered."""
@@ -219,8 +220,7 @@ class Interceptor:
                 f"nn.remat around it; they are gathered before it and stay gathered until the backward pass has used them{nested}",
                 stacklevel=2,
             )
-        uncalled = self._lists(paths)
-        if moves and uncalled:
+        if moves and (uncalled := self._lists(paths)):
             name = min(uncalled)
             warnings.warn(
                 f"blocks: {name} is a list of modules, which nothing calls, so all of them are gathered at a time; write '{name}/\\d+' in "
