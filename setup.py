@@ -8,7 +8,13 @@ setuptools.setup(
     packages=[*setuptools.find_packages(include=["zerojax*", "pallas_kernels*"]), CONFIGS],
     package_dir={CONFIGS: "configs"},
     package_data={
-        "zerojax": ["py.typed", "plan/target_configs/*.txtpb", "clock/tables/*.json", "trainer/card/pasts/*.json"],
+        "zerojax": [
+            "py.typed",
+            "commands/completion.sh",
+            "plan/target_configs/*.txtpb",
+            "clock/tables/*.json",
+            "trainer/card/pasts/*.json",
+        ],
         "pallas_kernels": ["py.typed"],
         CONFIGS: ["*.json", "*.jsonl", "*/*.json"],
     },
