@@ -452,7 +452,8 @@ def _canonical(
         for name in [name for name in found if re.fullmatch(pattern, name)]:
             if original in found and tensor_files.is_equal(found[name], found[original]):
                 del found[name]
-    found = {name: entry for name, entry in found.items() if not (table.ignored and re.fullmatch(table.ignored, name))}
+    for pattern in filter(None, (table.ignored, table.unused(raw))):
+        found = {name: entry for name, entry in found.items() if not re.fullmatch(pattern, name)}
     further = table.further(raw)
     left = {name: entry for name, entry in found.items() if not (further and re.fullmatch(further, name))}
     if len(left) < len(found):

@@ -47,7 +47,7 @@ class ModelTensor(NamedTuple):
             "same": ours,
             "flat": (math.prod(ours),),
             "row": (1, *ours),
-            "pairs": (*ours[:-2], math.prod(ours[-2:])),
+            **dict.fromkeys(("pairs", "halves"), (*ours[:-2], math.prod(ours[-2:]))),
             "stack": (ours[0], math.prod(ours[2:]), *ours[1:2]),
             "experts_a": (ours[0] * ours[-1], *ours[1:2]),
             "experts_b": (math.prod(ours[2:]), math.prod(ours[:2])),
@@ -69,6 +69,8 @@ class ModelTensor(NamedTuple):
             return 0, 2, 1
         if self.entry.form == "experts_b":
             return ndim - 1, ndim - 2, *range(ndim - 2)
+        if self.entry.form == "halves":
+            return *range(ndim - 2), ndim - 1, ndim - 2
         return tuple((dim - inputs) % ndim for dim in range(ndim))
 
     @property
@@ -78,6 +80,8 @@ class ModelTensor(NamedTuple):
             return self.leaf_shape[0], *self.leaf_shape[:0:-1]
         if self.entry.form in ("experts_a", "experts_b"):
             return tuple(self.source_index(self.leaf_shape))
+        if self.entry.form == "halves":
+            return *self.leaf_shape[:-2], *self.leaf_shape[:-3:-1]
         return (*self.leaf_shape[self._moved :], *self.leaf_shape[: self._moved])
 
     def source_index(self, index: Sequence[Any]) -> list[Any]:
@@ -88,6 +92,8 @@ class ModelTensor(NamedTuple):
             return [index[0], index[2], index[1]]
         if self.entry.form == "experts_b":
             return [*index[2:], index[1], index[0]]
+        if self.entry.form == "halves":
+            return [*index[:-2], *index[:-3:-1]]
         return [*index[self._moved :], *index[: self._moved]]
 
     def to_theirs(self, leaf: np.ndarray) -> np.ndarray:

@@ -26,10 +26,13 @@ TEXT_MODELS: Mapping[str, str] = {
 READ_FOR_TEXT: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"tie_word_embeddings": True, "vocab_size": 262208, "num_attention_heads": 8},
     "mistral3": {"tie_word_embeddings": True},
+    "gemma3n": {"tie_word_embeddings": True},
+    "gemma4": {"tie_word_embeddings": True},
+    "llama4": {},
     "qwen3_5": {},
     "qwen3_5_moe": {},
 }
-_OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*"
+_OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector|visual|vision_model|audio_tower|embed_vision|embed_audio|vision_embedder)\..*"
 _OF_ALL = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 _SEES_LATER = ("paligemma",)  # types whose text model sees later tokens, and whose config.json need not say so
 # Fields of a config.json that change no logits: names, tokens, and what is for training or for generation.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from zerojax.ops import attention, context_attention, sinks, tokens
+from zerojax.ops import attention, attention_chunks, context_attention, sinks, tokens
 from zerojax.tree import PyTree
 
 
@@ -181,6 +181,8 @@ def attend(
     way: context_attention.Way | None = None,
     cap: float = 0.0,
     sinks_H: jax.Array | None = None,
+    chunk: int = 0,
+    adds: bool = True,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns causal self-attention float[B, T, H, N], and the keys and values with those of these tokens.
 
@@ -193,8 +195,13 @@ def attend(
       window, cap: see `ops.attention.attend`.
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
       sinks_H: of the heads (`ops.sinks`), without a bias and a cap; None for none.
+      chunk: tokens see those of their chunk alone (`ops.attention_chunks`), without a bias, a window, a way and sinks; 0: all.
+      adds: the cache has no keys and values of these tokens yet; else it has, and those given are read in a first call alone.
     """
     new = (k_BTKN,) if v_BTKN is None else (k_BTKN, v_BTKN)
+    if chunk and is_first(past, q_BTHN.shape[1]):
+        y_BTHN = attention_chunks.attend(q_BTHN, k_BTKN, new[-1], kernel, chunk, scale=scale, cap=cap)
+        return y_BTHN, past.add(*new) if adds else past.keys
     if is_first(past, q_BTHN.shape[1]):
         y_BTHN = tokens.attend(
             q_BTHN,
@@ -209,15 +216,19 @@ def attend(
             cap=cap,
             sinks_H=sinks_H,
         )
-        return y_BTHN, past.add(*new)
-    keys, step = past.add(*new), past.step
+        return y_BTHN, past.add(*new) if adds else past.keys
+    keys, step = past.add(*new) if adds else past.keys, past.step
     attend_masked = functools.partial(attention.attend, is_causal=False, bias=bias, scale=scale, cap=cap)
     if sinks_H is not None:
         attend_masked = functools.partial(sinks.attend, sinks_H=sinks_H, is_causal=False, scale=scale)
     seen_keys = keys[0], keys[-1]
+    near_BTS: Any = None
+    if chunk:
+        near_BTS = step.positions_BT[:, :, None] // chunk == step.slot_positions_BS[:, None] // chunk
     if q_BTHN.shape[1] > 1:
         distance_BTS = step.positions_BT[:, :, None] - step.slot_positions_BS[:, None]
         seen = (distance_BTS >= 0) & (distance_BTS < (window or distance_BTS.shape[2]))
+        seen = seen if near_BTS is None else seen & near_BTS
         y_BTHN = attend_masked(q_BTHN, *seen_keys, "xla", mask=seen)
         return y_BTHN, keys
     if (
@@ -225,10 +236,11 @@ def attend(
         and bias is None
         and not cap
         and sinks_H is None
+        and not chunk
         and attention.token_kernel_can_run(q_BTHN, keys[0])
     ):
         return attention.attend_token(q_BTHN, *seen_keys, step.ends_B, scale=scale, window=window), keys
-    seen_BS = step.is_text_BS
+    seen_BS = step.is_text_BS if near_BTS is None else step.is_text_BS & near_BTS[:, 0]
     if window:
         seen_BS &= step.positions_BT - step.slot_positions_BS < window
     y_BTHN = attend_masked(q_BTHN, *seen_keys, "xla", mask=seen_BS)

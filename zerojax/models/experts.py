@@ -41,6 +41,7 @@ class Experts(nn.Module):
         matmuls have biases. None: `activation`, without biases.
       is_fused: gate and up are one array also without `clamp`.
       is_gated: an expert is what is said above; else it is down(activation(up(x))).
+      scales_inputs: a token's weight multiplies what its experts read.
       latent_dim: experts read a projection of that width, and their sum is projected back; 0: none is.
       stddevs: of the initial router, gate and up, and down.
       form: f(name, matrices) -> the form in which rows are multiplied by them; None: that in which they are stored.
@@ -60,6 +61,7 @@ class Experts(nn.Module):
     is_fused: bool = False
     is_gated: bool = True
     latent_dim: int = 0
+    scales_inputs: bool = False
     stddevs: tuple[float, float, float] = (0.02, 0.02, 0.02)
     form: Callable[[str, expert_matrices.Matrices], expert_matrices.Matrices] | None = None
 
@@ -101,7 +103,8 @@ class Experts(nn.Module):
             room = experts.capacity(len(x_TD), self.top_k, count, self.capacity_factor)
         if self.latent_dim:
             x_TD = layers.Linear((read,), name="to_latent")(x_TD)
-        y_TD = experts.apply(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation, capacity=room, biases=biases)
+        given: dict[str, Any] = {"capacity": room, "biases": biases, "scales_inputs": self.scales_inputs}
+        y_TD = experts.apply(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation, **given)
         if self.latent_dim:
             y_TD = layers.Linear((dim,), stddev=self.stddevs[2], name="from_latent")(y_TD)
         return y_TD.reshape(*kept, dim)

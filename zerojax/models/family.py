@@ -44,16 +44,17 @@ class Tensor(NamedTuple):
         [outputs, inputs]. A leaf with 0 inputs is stored in its own order.
       inputs_first: the matrix is stored as [inputs, outputs], as in GPT-2's files.
       form: of a leaf with 0 inputs: "same" shape, "flat" (one dim), "row" (one dim more, of size 1, before the others), "pairs" (the
-        last two dims are one), "stack" (matrices of experts, [experts, inputs, outputs...] here and [experts, outputs, inputs] there,
-        with the last of several dims of outputs first), or of PEFT's adapters of stacked experts "experts_a" ([experts, inputs, rank]
-        here, [experts rank, inputs] there) and "experts_b" ([experts, rank, outputs...] here, [outputs, rank experts] there)
+        last two dims are one), "halves" (these are, with the last of them first), "stack" (matrices of experts, [experts, inputs,
+        outputs...] here and [experts, outputs, inputs] there, with the last of several dims of outputs first), or of PEFT's adapters of
+        stacked experts "experts_a" ([experts, inputs, rank] here, [experts rank, inputs] there) and "experts_b" ([experts, rank,
+        outputs...] here, [outputs, rank experts] there)
       is_optional: files may lack it; it is then 0, or drawn.
       drawn: the standard deviation of the numbers that it then has.
     """
 
     name: str
     inputs: int = 0
-    form: Literal["same", "flat", "row", "pairs", "stack", "experts_a", "experts_b"] = "same"
+    form: Literal["same", "flat", "row", "pairs", "halves", "stack", "experts_a", "experts_b"] = "same"
     is_optional: bool = False
     drawn: float = 0.0
     inputs_first: bool = False
@@ -75,6 +76,7 @@ class HuggingFace:
       copies: (contents of config.json) -> {regex over names of tensors: name of the tensor that they repeat}. Files may hold such copies of
         tied weights.
       ignored: a regex over names of tensors that hold no weights of the model, "" for none.
+      unused: (contents of config.json) -> one over names of weights that no layer of such a model reads, "" for none.
       further: (contents of config.json) -> a regex over names of tensors of modules that predict tokens further ahead, which are not read;
         "" for none.
       renamed: pairs (regex in a name of a tensor, what it is now), for names in old files.
@@ -99,6 +101,7 @@ class HuggingFace:
     parameters: Callable[[Any], Mapping[str, tuple[str, tuple[str, ...]]]] = lambda config: {}
     repeated: Callable[[Any], Mapping[str, str]] = lambda config: {}
     ignored: str = ""
+    unused: Callable[[Mapping[str, Any]], str] = lambda raw: ""
     further: Callable[[Mapping[str, Any]], str] = lambda raw: ""
     renamed: tuple[tuple[str, str], ...] = ()
     saved: tuple[str, ...] = ()

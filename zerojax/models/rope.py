@@ -21,7 +21,7 @@ class Scaling:
         (arXiv:2407.21783). "yarn" divides pairs that turn less than `low_factor` times in `original_length` tokens, keeps those that turn
         more than `high_factor` times, and blends between, by the number of the pair (arXiv:2309.00071, section 3.2). "dynamic" raises the
         base in texts longer than `original_length` (NTK-aware scaling). "longrope" divides each pair by a number of its own
-        (arXiv:2402.13753).
+        (arXiv:2402.13753). "proportional" divides all frequencies, and turns the first `low_factor` share of pairs alone.
       factor: the stretch.
       low_factor, high_factor, original_length: see `kind`; "linear" does not read them.
       attention_factor: multiplies rotated queries and keys.
@@ -30,7 +30,7 @@ class Scaling:
         have the same.
     """
 
-    kind: Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
+    kind: Literal["linear", "llama3", "yarn", "dynamic", "longrope", "proportional"]
     factor: float
     low_factor: float = 1.0
     high_factor: float = 4.0
@@ -101,6 +101,8 @@ def frequencies(
     stretched_F = frequency_F / scaling.factor
     if scaling.kind == "linear":
         return stretched_F
+    if scaling.kind == "proportional":
+        return jnp.where(jnp.arange(half) < int(scaling.low_factor * head_dim // 2), stretched_F, 0.0)
     if scaling.kind == "yarn":
         kept_F = _kept_by_yarn(head_dim, theta, scaling)
         return (1 - kept_F) * stretched_F + kept_F * frequency_F

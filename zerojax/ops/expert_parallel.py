@@ -143,6 +143,7 @@ class _Travel:
     share: float = 1.0
     begin: int = 0
     loops: bool = False
+    scales_inputs: bool = False
 
     def sides(self, first: Matrices, second: Matrices, *rest: Matrices) -> tuple[tuple, tuple]:
         """Returns what comes before the activation, gate with up or with the bias of both, and what after it, down with its bias."""
@@ -188,6 +189,7 @@ def apply(
     *,
     capacity: int | None = None,
     biases: tuple[Stack, Stack] | None = None,
+    scales_inputs: bool = False,
 ) -> jax.Array:
     """Returns `experts.apply` of this device's tokens: float[T, D].
 
@@ -196,7 +198,7 @@ def apply(
       experts_TK: int32, their experts; E for one that a token skips.
       weights_TK: float32.
       gate, up, down, biases: this device's experts.
-      activation: as of `experts.apply`.
+      activation, scales_inputs: as of `experts.apply`.
       capacity: the most rows of an expert of one device; None: any.
     """
     ways, own = jax.lax.axis_size(gate.axes), gate.shard.shape[0]
@@ -207,6 +209,7 @@ def apply(
     width = _width(gate, up, down)
     share = 1.0 / mesh_lib.size(jax.sharding.get_abstract_mesh(), width)
     call = _Travel(gate.axes, ways, length, ways * length / rows, activation, up is not None, share)
+    call = dataclasses.replace(call, scales_inputs=scales_inputs)
 
     def on_shards(x_TD: jax.Array, experts_TK: jax.Array, weights_TK: jax.Array, *matrices: Matrices) -> jax.Array:
         plan = _plan(call, jnp.split(experts_TK, parts), own)
@@ -340,6 +343,8 @@ def _arrived(call: _Travel, seats: _Seats, number: int | jax.Array, x_TD: jax.Ar
 def _hidden(call: _Travel, part: _Part, gate: Matrices, inner: Matrices | None) -> jax.Array:
     """Returns what this device's experts make of its rows before their last matmul, times the rows' weights: float[S, F]."""
     x_SD, weight_S = (moved(values, part.order_S, part.back_S) for values in (part.x_SD, part.weight_S))
+    if call.scales_inputs:
+        x_SD, weight_S = (x_SD * weight_S[:, None]).astype(x_SD.dtype), jnp.ones_like(weight_S)
     with _room(call):
         if call.has_up:
             assert inner is not None

@@ -138,6 +138,7 @@ def apply(
     *,
     capacity: int | None = None,
     biases: tuple[jax.Array, jax.Array] | None = None,
+    scales_inputs: bool = False,
 ) -> jax.Array:
     """Returns the weighted sum of each token's experts, down(activation(gate(x)) * up(x)): float[T, D].
 
@@ -150,12 +151,14 @@ def apply(
       capacity: the most tokens of an expert; later ones skip it (`kept`). None: no token skips one. Where devices have tokens of their
         own it is that of a device's.
       biases: float[E, F, 2] and [E, D], of both matmuls, without `up_EDF`; None for none.
+      scales_inputs: a row's weight multiplies what its expert reads, which is the same as multiplying gate(x) and up(x), and not what it
+        returns (Llama 4). Without biases.
 
     Raises:
       UserError: some of the arrays are sharded over the mesh axis `expert`, and others are not.
     """
     if traces.is_read() and capacity is None:
-        return _of_each_token(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation, biases)
+        return _of_each_token(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation, biases, scales_inputs)
     given = [array for array in (gate_EDF, up_EDF, down_EFD, *(biases or ())) if array is not None]
     taken = list(map(expert_parallel.take, given))
     stacks = [stack for stack in taken if stack is not None]
@@ -169,7 +172,16 @@ def apply(
         gate, down, *own = stacks
         own_biases = (own[0], own[1]) if own else None
         return expert_parallel.apply(
-            x_TD, experts_TK, routing.weights_TK, gate, up, down, activation, capacity=capacity, biases=own_biases
+            x_TD,
+            experts_TK,
+            routing.weights_TK,
+            gate,
+            up,
+            down,
+            activation,
+            capacity=capacity,
+            biases=own_biases,
+            scales_inputs=scales_inputs,
         )
     (tokens, top_k), experts = routing.experts_TK.shape, gate_EDF.shape[0]
     expert_R = routing.experts_TK.reshape(-1)
@@ -184,6 +196,8 @@ def apply(
         place_TK = place_R.reshape(tokens, top_k)
         x_RD = expert_parallel.spread(x_TD, order_R, place_TK)
         weight_R1 = expert_parallel.moved(weights_TK.reshape(-1), order_R, place_R)[:, None]
+        if scales_inputs:
+            x_RD, weight_R1 = (x_RD * weight_R1).astype(x_TD.dtype), jnp.ones((), jnp.float32)
         of_both, of_down = biases or (None, None)
         added = functools.partial(_with_bias, expert_R[order_R])
         if up_EDF is None and len(gate_EDF.shape) == 3:
@@ -207,22 +221,27 @@ def _of_each_token(
     down: Matrices,
     activation: Callable,
     biases: tuple[jax.Array, jax.Array] | None,
+    scales_inputs: bool,
 ) -> jax.Array:
     """Returns the same of all experts on all tokens, which shows a reader of the trace that no token reads another."""
     gate_EDF, down_EFD = expert_matrices.merged(expert_matrices.flat(gate)), expert_matrices.merged(down)
     gate_EDF = gate_EDF.reshape(gate.shape)
     of_both, of_down = biases or (0, 0)
     chosen_TKE = jax.nn.one_hot(routing.experts_TK, len(gate_EDF), dtype=x_TD.dtype)
+    weights_TK, x_TED = routing.weights_TK, jnp.broadcast_to(x_TD[:, None], (len(x_TD), len(gate_EDF), x_TD.shape[1]))
+    if scales_inputs:
+        x_TED = x_TED * jnp.einsum("tke,tk->te", chosen_TKE, weights_TK)[..., None]
+        weights_TK = jnp.ones_like(weights_TK)
     if up is None and gate_EDF.ndim == 3:
-        hidden_TEF = activation(jnp.einsum("td,edf->tef", x_TD, gate_EDF))
+        hidden_TEF = activation(jnp.einsum("ted,edf->tef", x_TED, gate_EDF))
     elif up is None:
-        both_TEF2 = jnp.einsum("td,edfn->tefn", x_TD, gate_EDF) + of_both
+        both_TEF2 = jnp.einsum("ted,edfn->tefn", x_TED, gate_EDF) + of_both
         hidden_TEF = activation(both_TEF2[..., 0], both_TEF2[..., 1])
     else:
-        up_TEF = jnp.einsum("td,edf->tef", x_TD, expert_matrices.merged(up))
-        hidden_TEF = activation(jnp.einsum("td,edf->tef", x_TD, gate_EDF)) * up_TEF
+        up_TEF = jnp.einsum("ted,edf->tef", x_TED, expert_matrices.merged(up))
+        hidden_TEF = activation(jnp.einsum("ted,edf->tef", x_TED, gate_EDF)) * up_TEF
     y_TED = jnp.einsum("tef,efd->ted", hidden_TEF, down_EFD) + of_down
-    return jnp.einsum("ted,tke,tk->td", y_TED, chosen_TKE, routing.weights_TK).astype(x_TD.dtype)
+    return jnp.einsum("ted,tke,tk->td", y_TED, chosen_TKE, weights_TK).astype(x_TD.dtype)
 
 
 def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:

@@ -199,6 +199,13 @@ def _axis() -> specs.Entry:
     return specs.entry(mesh_lib.sharded(jax.sharding.get_abstract_mesh(), mesh_lib.around(mesh_lib.TOKENS)))
 
 
+def in_texts(segments_BT: jax.Array) -> jax.Array:
+    """Returns the positions of tokens in their texts, int32[B, T], of rows that hold several, one after the other (`segments_BT`)."""
+    index_T = jnp.arange(segments_BT.shape[1])
+    is_first = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
+    return index_T - jax.lax.cummax(jnp.where(is_first, index_T, 0), axis=1)
+
+
 def gathered(array_BT: jax.Array) -> jax.Array:
     """Returns the tokens of all devices beside each other, [B, L], inside `jax.shard_map`."""
     return jax.lax.all_gather(array_BT, _axis(), axis=1, tiled=True)

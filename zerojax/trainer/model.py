@@ -197,6 +197,7 @@ def way(
         (family.is_classifier, "the head of a classifier reads a text's first token and"),
         (decoding.is_recurrent(family.caches(model)), "a recurrent layer reads a row's tokens one after the other and"),
         (has_sinks(model), "attention with sinks"),
+        (bool(getattr(getattr(model, "heads", None), "chunks", ())), "attention in chunks"),
     )
     for is_so, reads in reasons:
         if is_so:

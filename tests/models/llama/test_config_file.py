@@ -79,3 +79,11 @@ def test_fields_that_a_class_does_not_read_change_nothing(name):
     reads |= {"residual_multiplier"} if "attention_multiplier" in reads else set()
     odd = {field: value for field, value in others.items() if field not in reads}
     assert len(odd) >= 5 and table.read(raw | odd, ()) == table.read({k: v for k, v in raw.items() if k not in odd}, ())
+
+
+def test_windows_of_olmo3_have_the_base_of_its_class():
+    shape = published.PRESETS["olmo3_7b"]
+    table = llama.FAMILY.huggingface
+    written = {name: value for name, value in table.write(shape).items() if name != "rope_parameters"}
+    found = table.read(written | {"rope_theta": 1e4, "rope_local_base_freq": 300.0}, ())
+    assert found.rotation.theta == 1e4 and found.rope_of(0).theta == 5e5

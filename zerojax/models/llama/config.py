@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zerojax.models.llama import convolution, delta, mla
+from zerojax.models.llama import convolution, delta, layer_inputs, mla
+from zerojax.models.llama.altup import AltUp
 from zerojax.models.mamba2 import mixer
 from zerojax.models.rope import Rope, Rotation, Scaling
 from zerojax.ops import attention as attention_lib
@@ -16,6 +17,7 @@ from zerojax.ops import experts as experts_lib
 
 Recurrent = delta.Delta | mixer.Scan | convolution.Convolution
 Branches = Literal["both", "alone", "mlp"]
+Keys = Literal["own", "given", "shared"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +27,18 @@ class Heads:
     Attributes:
       qkv_bias, o_bias: whether these projections have biases.
       is_fused: queries, keys and values are one projection.
-      norm: queries and keys are normalised before they are rotated: in "each" head, "joint" over all heads, or "" for not at all.
+      norm: queries and keys are normalised before they are rotated: in "each" head, "joint" over all heads, or "" for not at all. "unit":
+        in each head, without a weight, once they are rotated, and not in layers without rotation.
       windows: for each layer, the number of tokens that a query sees, with its own (0: all before it); () for all layers 0. Fewer
         than there are layers are repeated.
+      chunks: for each layer, the tokens of a chunk, of which alone a query sees those before it (0: a text is one); as `windows`.
       scale: multiplies the scores; 0: 1 / sqrt(head_dim).
       growth: (b, length): a query at position p of its text is multiplied by 1 + b log(1 + floor(p / length)) once it is rotated; None:
         it is not.
+      grows_unrotated: that is so in layers without rotation alone, with p + 1 in place of p.
       cap: bounds the scores by a softcap; 0 for no bound.
+      has_value_norm: values are normalised in each head, without a weight.
+      values_are_keys: in layers without a window the projection of keys makes the values too.
       has_sinks: whether each head has a sink (`ops.sinks`).
       is_gated: what a head gives is multiplied by a sigmoid of the token's state, dim by dim.
       latent: the shape of latent attention (`mla`); None: attention is grouped. `head_dim` is then that of queries and keys.
@@ -40,11 +47,15 @@ class Heads:
     qkv_bias: bool = False
     o_bias: bool = False
     is_fused: bool = False
-    norm: Literal["", "each", "joint"] = ""
+    norm: Literal["", "each", "joint", "unit"] = ""
     windows: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
     scale: float = 0.0
     growth: tuple[float, int] | None = None
+    grows_unrotated: bool = False
     cap: float = 0.0
+    has_value_norm: bool = False
+    values_are_keys: bool = False
     has_sinks: bool = False
     is_gated: bool = False
     latent: mla.Latent | None = None
@@ -77,12 +88,25 @@ class MLPForm:
       is_gated: it is down(activation(gate) * up), and otherwise down(activation(up)).
       is_fused: gate and up are one projection.
       has_biases: whether its projections have biases.
+      sparsity: the share of a token's gates that become 0, if they are drawn from a normal distribution: those below its quantile, which
+        is subtracted from the others.
     """
 
     activation: str = "silu"
     is_gated: bool = True
     is_fused: bool = False
     has_biases: bool = False
+    sparsity: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of a layer that are not those of all; the fields are those of `LlamaConfig` and `MLPForm`."""
+
+    head_dim: int
+    num_kv_heads: int
+    mlp_dim: int
+    sparsity: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +116,7 @@ class MixtureForm:
     Attributes:
       experts, per_token: their number, and that of a token's.
       width: of an expert.
+      scales_inputs: a token's weight multiplies what its expert reads, and not what it returns.
       shared_dim: the width of an expert that all tokens take; 0 for none.
       is_shared_gated: whether that one has a weight of its own.
       dense_layers: the numbers of layers whose MLP is no mixture.
@@ -123,6 +148,7 @@ class MixtureForm:
     clamp: tuple[float, float] | None = None
     is_fused: bool = False
     latent_dim: int = 0
+    scales_inputs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +175,12 @@ class LlamaConfig:
       recurrent: layers that have a recurrence in place of attention; None: none has.
       branches: the residual branches of each layer: "both", attention (or a recurrence) "alone", or the "mlp" alone; () for all layers
         both. Fewer than there are layers are repeated.
+      sizes: of each layer; () where all layers have those of the config. Fewer than there are layers are repeated.
+      sharing_layers: so many of the last layers have no keys and values of their own, but those of the last layer before them that has a
+        window, or none, as they.
+      inputs: of each layer beside the embedding; None: none has.
+      altup: residual streams, of which layers run on one; None: there is one.
+      has_layer_scale: a weight without a gradient multiplies the result of each layer.
       has_logits_bias: each token's logit has a bias, once it is scaled and bounded.
       has_positions: each of the `max_seq_len` positions has an embedding, and nothing is rotated.
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
@@ -171,6 +203,11 @@ class LlamaConfig:
     mixture: MixtureForm | None = None
     recurrent: Recurrent | None = None
     branches: tuple[Branches, ...] = ()
+    sizes: tuple[Sizes, ...] = ()
+    sharing_layers: int = 0
+    inputs: layer_inputs.Inputs | None = None
+    altup: AltUp | None = None
+    has_layer_scale: bool = False
     scales: Scales = Scales()
     tie_embeddings: bool = False
     has_logits_bias: bool = False
@@ -197,6 +234,29 @@ class LlamaConfig:
         """Returns whether a layer has attention."""
         return self.branches_of(layer) != "mlp" and not self.is_recurrent(layer)
 
+    def of_layer(self, layer: int) -> "LlamaConfig":
+        """Returns the config of a layer, whose sizes are its own."""
+        if not self.sizes:
+            return self
+        own = self.sizes[layer % len(self.sizes)]
+        mlp = dataclasses.replace(self.mlp, sparsity=own.sparsity)
+        found = dataclasses.replace(self, mlp=mlp, mlp_dim=own.mlp_dim, sizes=())
+        return dataclasses.replace(found, head_dim=own.head_dim, num_kv_heads=own.num_kv_heads)
+
+    def source_of(self, layer: int) -> int | None:
+        """Returns the layer whose keys and values a layer has; None for its own."""
+        first = self.num_layers - self.sharing_layers
+        if layer < first:
+            return None
+        has_window = self.window_of(layer) > 0
+        return max(i for i in range(first) if (self.window_of(i) > 0) == has_window)
+
+    def keys_of(self, layer: int) -> Keys:
+        """Returns whether a layer has keys and values of its own, and gives them to others, or shares those of another."""
+        if self.source_of(layer) is not None:
+            return "shared"
+        return "given" if layer in map(self.source_of, range(self.num_layers)) else "own"
+
     def is_recurrent(self, layer: int) -> bool:
         """Returns whether a layer has a recurrence in place of attention."""
         return self.recurrent is not None and self.recurrent.pattern[layer % len(self.recurrent.pattern)]
@@ -205,6 +265,11 @@ class LlamaConfig:
         """Returns the window of a layer."""
         windows = self.heads.windows
         return windows[layer % len(windows)] if windows else 0
+
+    def chunk_of(self, layer: int) -> int:
+        """Returns the tokens of a layer's chunk; 0 if it has none."""
+        chunks = self.heads.chunks
+        return chunks[layer % len(chunks)] if chunks else 0
 
     def rope_of(self, layer: int) -> Rope | None:
         """Returns the rotation of a layer's queries and keys; None if they are not rotated."""
@@ -222,7 +287,7 @@ class LlamaConfig:
         """Returns what two layers have in common that take equal time."""
         return (
             self.has_experts(layer),
-            self.window_of(layer),
+            (self.window_of(layer), self.chunk_of(layer)),
             self.rope_of(layer),
             self.is_recurrent(layer),
             self.branches_of(layer),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from zerojax.models import config_json, rope
-from zerojax.models.llama import hybrid_fields, mla
+from zerojax.models.llama import gemma_fields, hybrid_fields, mla
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Scales
 from zerojax.models.llama.model_types import ROWS
 
@@ -24,6 +24,10 @@ Found = Mapping[str, Mapping[str, Any]]  # name of a part -> its fields
 _YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 # Where a config.json tells none.
 _ROPES: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_text": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "gpt_oss": {**_YARN, "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
     "ministral3": {
         **_YARN,
@@ -86,6 +90,8 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         "no_rope_layers": lambda: {"no_rope_layers": [int(c.rope_of(i) is not None) for i in range(c.num_layers)]},
         "partial_rotary_factor": lambda: {"partial_rotary_factor": (c.rotation.dims or c.head_dim) / c.head_dim},
         "layer_types": lambda: {"layer_types": kinds},
+        "attention_chunk_size": lambda: _write_chunks(c),
+        "num_kv_shared_layers": lambda: gemma_fields.write(c),
         "qkv_bias": lambda: {"qkv_bias": heads.qkv_bias},
         "lm_head_bias": lambda: {"lm_head_bias": c.has_logits_bias},
         "attention_out_bias": lambda: {"attention_out_bias": heads.o_bias},
@@ -126,7 +132,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         }
     elif scaling is not None or c.model_type in _ROPES:
         found["rope_scaling"] = _write_scaling(scaling)
-        if heads.growth is not None:
+        if heads.growth is not None and not heads.grows_unrotated:
             found["rope_scaling"] |= dict(
                 zip(("llama_4_scaling_beta", "original_max_position_embeddings"), heads.growth)
             )
@@ -143,6 +149,21 @@ def write(config: LlamaConfig) -> dict[str, Any]:
     elif c.model_type in ("mistral", "ministral3") or (c.model_type == "exaone4" and not c.rotation.layers):
         found["sliding_window"] = None  # else the class has a window of its own
     return {row.names.get(name, name): value for name, value in found.items()}
+
+
+def _write_chunks(config: LlamaConfig) -> dict[str, Any]:
+    c, m, growth = config, config.mixture, config.heads.growth
+    chunks = [c.chunk_of(layer) for layer in range(c.num_layers)]
+    found: dict[str, Any] = {
+        "layer_types": ["chunked_attention" if chunk else "full_attention" for chunk in chunks],
+        "attention_chunk_size": max(chunks) or None,
+        "use_qk_norm": c.heads.norm == "unit",
+        "attn_temperature_tuning": growth is not None,
+        "intermediate_size_mlp": c.mlp_dim,
+        "intermediate_size": c.mlp_dim if m is None else m.width,
+        "moe_layers": [layer for layer in range(c.num_layers) if c.has_experts(layer)],
+    }
+    return found if growth is None else found | {"attn_scale": growth[0], "floor_scale": growth[1]}
 
 
 def _write_latent(shape: mla.Latent) -> dict[str, Any]:
@@ -188,6 +209,8 @@ def _write_scaling(scaling: rope.Scaling | None) -> dict[str, Any]:
     if scaling is None:
         return {"rope_type": "default"}
     found: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "proportional":
+        return found | {"partial_rotary_factor": scaling.low_factor}
     if scaling.kind in ("linear", "dynamic"):
         return found
     found["original_max_position_embeddings"] = scaling.original_length
@@ -239,7 +262,9 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
     if kind == "qwen3_5_moe_text" and any(name.endswith("mlp.experts.gate_up_proj") for name in names):
         parts.append({"mixture": {"is_fused": True}})
     if "use_qk_norm" in row.reads and f.flag("use_qk_norm", False):
-        parts.append({"heads": {"norm": "each"}})
+        parts.append({"heads": {"norm": "unit" if kind == "llama4_text" else "each"}})
+    if "attention_chunk_size" in row.reads:
+        parts.append({"heads": _read_chunks(f, _read_rotated(f))})
     recurrent = next((hybrid_fields.read(f, field) for field in hybrid_fields.READ if field in row.reads), None)
     if "position_embedding_type" in row.reads and f.raw.get("position_embedding_type") != "rope":
         parts.append({"rotation": {"layers": (False,)}})
@@ -249,20 +274,26 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         parts.append({"rotation": {"layers": tuple(map(bool, windows)) or (False,)}})
     if kind == "nemotron_h" and f.flag("tie_word_embeddings", False) and HEAD not in names:
         raise f.refuse("tie_word_embeddings", f"false where no {HEAD} is in the files, as the class ties none")
+    kv_heads = f.count("num_key_value_heads", heads)
+    others: dict[str, Any] = (
+        gemma_fields.read(f, windows, head_dim, kv_heads)
+        if "num_kv_shared_layers" in row.reads
+        else {"mlp_dim": hybrid_fields.mlp_dim(f, row.reads)}
+    )
     found = LlamaConfig(
         f.count("vocab_size"),
         f.depth("num_hidden_layers"),
         f.count("hidden_size"),
         heads,
-        f.count("num_key_value_heads", heads),
+        kv_heads,
         head_dim,
-        hybrid_fields.mlp_dim(f, row.reads),
-        f.count("max_position_embeddings"),
+        max_seq_len=f.count("max_position_embeddings"),
         recurrent=recurrent,
         branches=hybrid_fields.branches(f) if kind == "nemotron_h" else (),
         has_logits_bias="lm_head_bias" in row.reads and f.flag("lm_head_bias", False),
         tie_embeddings=f.flag("tie_word_embeddings", False) and HEAD not in names,
         model_type=kind,
+        **others,
         **_made(*parts),
     )
     if latent is not None:
@@ -348,6 +379,13 @@ def _head_dim(f: config_json.Fields, kind: str) -> int:
 
 def _read_multipliers(f: config_json.Fields, reads: Collection[str]) -> Found:
     """Reads what Gemma and Granite multiply and bound, and which layers of SmolLM3 are not rotated."""
+    if "num_kv_shared_layers" in reads:
+        cap = 0.0 if f.raw.get("final_logit_softcapping") is None else f.number("final_logit_softcapping")
+        is_equal = f.raw["model_type"] == "gemma4_text" and f.flag("attention_k_eq_v", False)
+        return {
+            "scales": {"embed": f.count("hidden_size") ** 0.5, "logits_cap": cap},
+            "heads": {"values_are_keys": is_equal},
+        }
     if "use_bidirectional_attention" in reads:
         if f.flag("use_bidirectional_attention", False):
             raise f.refuse("use_bidirectional_attention", "false, since a decoder's tokens see no later ones")
@@ -413,6 +451,8 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> Found:
         "is_normalised": f.flag("norm_topk_prob", False) or f.raw["model_type"] in ("mixtral", "gpt_oss"),
         "dense_layers": tuple(i for i in range(layers) if (i + 1) % step or i in only),
     }
+    if "intermediate_size_mlp" in reads:
+        found |= _read_moe_layers(f, layers)
     if "moe_layer_interval" in reads:
         found |= _read_interval(f, layers)
     if "router_jitter_noise" in reads:
@@ -428,6 +468,16 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> Found:
         found["clamp"] = f.number("swiglu_limit", 7.0), f.number("swiglu_alpha", 1.702)
     heads = {"qkv_bias": f.flag("qkv_bias", True)} if "qkv_bias" in reads else {}
     return {"mixture": found, "heads": heads}
+
+
+def _read_moe_layers(f: config_json.Fields, layers: int) -> dict[str, Any]:
+    """Reads which layers of Llama 4 are mixtures."""
+    own, step = f.raw.get("moe_layers"), f.count("interleave_moe_layer_step", 1)
+    own = list(range(step - 1, layers, step)) if own is None else own
+    if not isinstance(own, list) or not {*map(str, own)} <= {*map(str, range(layers))}:
+        raise f.refuse("moe_layers", f"a list of numbers of layers from 0 to {layers - 1}")
+    shared = f.count("intermediate_size")
+    return {"dense_layers": tuple(i for i in range(layers) if i not in own), "shared_dim": shared}
 
 
 def _read_interval(f: config_json.Fields, layers: int) -> dict[str, Any]:
@@ -456,9 +506,25 @@ def _read_rotated(f: config_json.Fields) -> tuple[bool, ...]:
     if told is None:
         interval = f.count("no_rope_layer_interval", 4)
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if told == [] and "attention_chunk_size" in ROWS[f.raw["model_type"]].reads:
+        return _read_rotated(config_json.Fields({**f.raw, "no_rope_layers": None}))
     if not isinstance(told, list) or len(told) < layers or not {*map(str, told)} <= {"0", "1", "True", "False"}:
         raise f.refuse("no_rope_layers", f"{layers} of 0 (not rotated) or 1")
     return tuple(bool(is_rotated) for is_rotated in told[:layers])
+
+
+def _read_chunks(f: config_json.Fields, rotated: tuple[bool, ...]) -> dict[str, Any]:
+    """Reads which layers of Llama 4 attend in chunks, and how queries of layers without rotation grow."""
+    size = f.count("attention_chunk_size") if f.raw["attention_chunk_size"] is not None else 0
+    known = {"full_attention": 0, "chunked_attention": size} if size else {"full_attention": 0}
+    if f.raw.get("layer_types") is None:
+        chunks = [size * is_rotated for is_rotated in rotated]
+    else:
+        chunks = hybrid_fields.kinds(f, "layer_types", known)
+    found: dict[str, Any] = {"chunks": hybrid_fields.shortest(chunks) if any(chunks) else ()}
+    if f.flag("attn_temperature_tuning", True):
+        found["growth"] = f.number("attn_scale", 0.1), f.count("floor_scale", 8192)
+    return found
 
 
 def _read_ropes(f: config_json.Fields, head_dim: int, *, nested: bool) -> dict[str, Any]:
@@ -466,8 +532,15 @@ def _read_ropes(f: config_json.Fields, head_dim: int, *, nested: bool) -> dict[s
     group = _rope_group(f)
     theta = f.number("rope_theta", 10000.0)
     if nested:  # a rotation for layers with a window, and one for the others
-        local = f.number("rope_local_base_freq", 10000.0)
+        kind = f.raw["model_type"]
+        # OLMo 3's class reads no such field, and has that base whatever the file says
+        local = (
+            ROWS[kind].defaults["rope_local_base_freq"] if kind == "olmo3" else f.number("rope_local_base_freq", 1e4)
+        )
+        if kind == "gemma4_text" and f.raw.get("rope_scaling"):
+            raise f.refuse("rope_scaling", "absent, as the class reads rope_parameters alone")
         is_new = bool(f.raw.get("rope_parameters")) and not f.raw.get("rope_scaling")
+        is_new = is_new or kind == "gemma4_text"
         full, near = (
             (group.group("full_attention"), group.group("sliding_attention")) if is_new else (group, f.group(""))
         )
@@ -500,12 +573,14 @@ def _read_rope(f: config_json.Fields, group: config_json.Fields, theta: float, h
     theta, share = group.number("rope_theta", theta), f.number("partial_rotary_factor", usual)
     share = group.number("partial_rotary_factor", share)  # as transformers: the group's, where both are told
     dims = int(head_dim * share)
+    name = "rope_type" if "rope_type" in group.raw else "type"
+    if f.raw["model_type"] == "gemma4_text" and group.raw.get(name) == "proportional":
+        return rope.Rope(theta, rope.Scaling("proportional", group.number("factor", 1.0), share)), 0
     if share != 1 and (not is_part or dims % 2 or not 0 < dims <= head_dim):
         raise (group if "partial_rotary_factor" in group.raw else f).refuse(
             "partial_rotary_factor", f"a share of {head_dim} dims that gives pairs" if is_part else "1"
         )
     rotary = 0 if dims == head_dim else dims
-    name = "rope_type" if "rope_type" in group.raw else "type"
     if is_phi:
         kind = group.choice(name, ("default", "longrope", "su", "yarn"), "default")
         kind = kind if kind == "default" else "longrope"
@@ -582,7 +657,9 @@ def _windows_by_type(f: config_json.Fields, kind: str, layers: int) -> tuple[int
     if types is None and kind == "ministral":
         has_window = [f.raw.get("sliding_window", 4096) is not None] * layers
     elif types is None:
-        every = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4}.get(kind) or f.count("sliding_window_pattern", 6)
+        every = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4, "gemma3n_text": 5, "gemma4_text": 6}.get(kind) or f.count(
+            "sliding_window_pattern", 6
+        )
         has_window = [(layer + 1) % every != 0 for layer in range(layers)]
         if kind == "smollm3":
             is_read = f.flag("use_sliding_window", False) and f.raw["sliding_window"] is not None
@@ -591,4 +668,6 @@ def _windows_by_type(f: config_json.Fields, kind: str, layers: int) -> tuple[int
         raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
     else:
         has_window = [known[name] for name in types]
+    if kind == "gemma4_text":  # as its class has it, whatever the types say
+        has_window[-1] = False
     return tuple(f.count("sliding_window") if has else 0 for has in has_window) if any(has_window) else ()

@@ -8,15 +8,28 @@ from typing import Any, Literal
 
 from zerojax.models import experts, family, parallel, rope
 from zerojax.models.family import Tensor
-from zerojax.models.llama import config_file, delta, model, one_row, published
-from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, Norms, Recurrent
+from zerojax.models.llama import altup, config_file, delta, model, one_row, published
+from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Recurrent, Scales, Sizes
 from zerojax.models.llama.config_file import HEAD
 from zerojax.models.llama.convolution import Convolution
+from zerojax.models.llama.layer_inputs import Inputs
 from zerojax.models.llama.model_types import ROWS
 
 # The rotary base of 500,000 supports up to 32,768 positions (arXiv:2407.21783, section 3.2).
 _llama3 = functools.partial(LlamaConfig, 128256, max_seq_len=32768)
 _TEST = LlamaConfig(0, 2, 64, 4, 2, 16, 128, 512)
+_GEMMA = dataclasses.replace(
+    _TEST,
+    num_layers=4,
+    rotation=rope.Rotation(1e6, rope.Scaling("proportional", 1.0, 0.25), in_windows=rope.Rope(1e4)),
+    heads=Heads(norm="each", windows=(8, 0), scale=1.0, has_value_norm=True),
+    norms=Norms(eps=1e-6, places="both"),
+    mlp=MLPForm("gelu_pytorch_tanh"),
+    scales=Scales(8.0),
+    sharing_layers=2,
+    inputs=Inputs(8, 320),
+    tie_embeddings=True,
+)
 
 # The sizes of the layers, the embedding, heads of queries, heads of keys and values, a head and the MLPForm, after that of the vocabulary.
 PRESETS: dict[str, LlamaConfig] = {
@@ -39,6 +52,23 @@ PRESETS: dict[str, LlamaConfig] = {
         recurrent=Convolution(64, pattern=(True, False)),
         tie_embeddings=True,
         model_type="lfm2",
+    ),
+    "llama4_test": dataclasses.replace(
+        _TEST,
+        rotation=rope.Rotation(is_interleaved=True, layers=(True, False)),
+        heads=Heads(norm="unit", chunks=(8, 0), growth=(0.1, 4), grows_unrotated=True),
+        mixture=MixtureForm(4, 1, 32, 32, False, (0,), False, "sigmoid", is_fused=True, scales_inputs=True),
+        model_type="llama4_text",
+    ),
+    "gemma4_test": dataclasses.replace(
+        _GEMMA, sizes=(Sizes(16, 2, 128), Sizes(32, 1, 128)), has_layer_scale=True, model_type="gemma4_text"
+    ),
+    "gemma3n_test": dataclasses.replace(
+        _GEMMA,
+        rotation=rope.Rotation(1e6, in_windows=rope.Rope(1e4)),
+        sizes=(Sizes(16, 2, 128, 0.5), Sizes(16, 2, 128)),
+        altup=altup.AltUp(2, 0, 8),
+        model_type="gemma3n_text",
     ),
     "tiny": LlamaConfig(0, 4, 128, 4, 2, 32, 384, 2048),
     "llama3_1b": _llama3(16, 2048, 32, 8, 64, 8192),
@@ -83,6 +113,11 @@ RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
         (r"self_attn\.o_proj", "self_attn.out_proj"),
         (r"\.(q|k)_norm", r".\1_layernorm"),
     ),
+    "llama4_text": (
+        (r"\.mlp\.gate\.", ".feed_forward.router."),
+        (r"\.mlp\.shared_experts", ".feed_forward.shared_expert"),
+        (r"\.mlp\.", ".feed_forward."),
+    ),
     "nemotron_h": (
         (r"^model\.embed_tokens", "backbone.embeddings"),
         (r"^model\.norm\.", "backbone.norm_f."),
@@ -111,7 +146,7 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
     for name in () if c.heads.latent is not None else ("qkv",) if c.heads.is_fused else ("q", "k", "v"):
         found |= _linear(f"layer_{{}}/attention/{name}", f"{attention}.{name}_proj", 1, c.heads.qkv_bias)
     found |= _linear("layer_{}/attention/o", f"{attention}.o_proj", 2, c.heads.o_bias)
-    if c.heads.norm:
+    if c.heads.norm in ("each", "joint"):
         form: Literal["flat", "same"] = "flat" if c.heads.norm == "joint" else "same"
         found |= {
             f"layer_{{}}/attention/{name}/scale": Tensor(f"{attention}.{name}.weight", form=form)
@@ -126,6 +161,7 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
         names = {"up": "c_fc", "down": "c_proj"}
     for ours, theirs in names.items():
         found |= _linear(f"layer_{{}}/mlp/{ours}", f"{mlp}.{theirs}", 1, c.mlp.has_biases)
+    found |= _gemma_tensors() if c.altup is not None or c.inputs is not None or c.has_layer_scale else {}
     for pattern, name in RENAMED.get(c.model_type, ()):
         found = {place: own._replace(name=re.sub(pattern, name, own.name)) for place, own in found.items()}
     return found
@@ -157,7 +193,10 @@ def _expert_tensors(config: LlamaConfig, mixture: MixtureForm) -> dict[str, Tens
     bias = {"minimax_m2": "", "ernie4_5_moe": "moe_statics."}.get(config.model_type, "gate.")
     form: Literal["row", "same"] = "row" if config.model_type == "ernie4_5_moe" else "same"
     found["layer_{}/mlp/experts/choice_bias"] = Tensor(f"{mlp}.{bias}e_score_correction_bias", form=form)
-    if mixture.is_fused and not is_mixtral:
+    if mixture.scales_inputs:
+        found["layer_{}/mlp/experts/gate_up"] = Tensor(f"{mlp}.experts.gate_up_proj", form="halves")
+        found["layer_{}/mlp/experts/down"] = Tensor(f"{mlp}.experts.down_proj")
+    elif mixture.is_fused and not is_mixtral:
         for ours in ("gate_up", "down"):
             found[f"layer_{{}}/mlp/experts/{ours}"] = Tensor(f"{mlp}.experts.{ours}_proj", form="stack")
     elif mixture.is_fused:
@@ -165,6 +204,32 @@ def _expert_tensors(config: LlamaConfig, mixture: MixtureForm) -> dict[str, Tens
         for ours, theirs in (("gate_up", "input_linear"), ("down", "output_linear")):
             found[f"layer_{{}}/mlp/experts/{ours}"] = Tensor(f"{mlp}.{theirs}.weight", form="stack")
     return found | _linear("layer_{}/mlp/shared_gate", f"{mlp}.shared_expert_gate", 1, False)
+
+
+def _gemma_tensors() -> dict[str, Tensor]:
+    """Returns the names of what Gemma 3n and 4 have beside Gemma 3's weights."""
+    layer = "model.layers.{}"
+    names = {
+        "inputs/to_input": "per_layer_input_gate",
+        "inputs/from_input": "per_layer_projection",
+        "altup/router": "altup.modality_router",
+        "altup/predicting": "altup.prediction_coefs",
+        "altup/correcting": "altup.correction_coefs",
+        "laurel/left": "laurel.linear_left",
+        "laurel/right": "laurel.linear_right",
+    }
+    found = {f"layer_{{}}/{ours}/kernel": Tensor(f"{layer}.{theirs}.weight", 1) for ours, theirs in names.items()}
+    norms = {"inputs": "post_per_layer_input_norm", "altup": "altup.router_norm", "laurel": "laurel.post_laurel_norm"}
+    found |= {f"layer_{{}}/{ours}/norm/scale": Tensor(f"{layer}.{theirs}.weight") for ours, theirs in norms.items()}
+    return found | {
+        "layer_{}/altup/correct_scale": Tensor(f"{layer}.altup.correct_output_scale"),
+        "layer_{}/layer_scale": Tensor(f"{layer}.layer_scalar"),
+        "layer_inputs/embed/embedding": Tensor("model.embed_tokens_per_layer.weight"),
+        "layer_inputs/project/kernel": Tensor("model.per_layer_model_projection.weight", 1),
+        "layer_inputs/norm/scale": Tensor("model.per_layer_projection_norm.weight"),
+        "altup_in/stream_{}/kernel": Tensor("model.altup_projections.{}.weight", 1),
+        "altup_out/stream_{}/kernel": Tensor("model.altup_unembed_projections.{}.weight", 1),
+    }
 
 
 def _recurrent_tensors(config: LlamaConfig, shape: Recurrent) -> dict[str, Tensor]:
@@ -227,6 +292,15 @@ def _copies(raw: Mapping[str, Any]) -> dict[str, str]:
     row = ROWS.get(raw.get("model_type", ""))
     is_tied = raw.get("tie_word_embeddings", row is not None and row.defaults.get("tie_word_embeddings"))
     return {HEAD: EMBED} if is_tied else {}
+
+
+def _unused(raw: Mapping[str, Any]) -> str:
+    """Returns the names of keys and values of layers that share those of others."""
+    layers, sharing = raw.get("num_hidden_layers"), raw.get("num_kv_shared_layers")
+    if not isinstance(layers, int) or not isinstance(sharing, int) or not 0 < sharing < layers <= 1000:
+        return ""
+    numbers = "|".join(map(str, range(layers - sharing, layers)))
+    return rf"model\.layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\..*"
 
 
 def _further(raw: Mapping[str, Any]) -> str:
@@ -295,6 +369,7 @@ FAMILY = family.Family(
         parameters=_parameters,
         copies=_copies,
         ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+        unused=_unused,
         prefix="model.",
         outside=(HEAD, "lm_head.bias"),
         further=_further,
@@ -315,6 +390,7 @@ FAMILY = family.Family(
             (r"/attention/(q_a|kv_a)/(kernel|bias)", (None,)),
             (r"/(delta|mamba|convolution)/(?!norm)", (None,)),  # a convolution runs over parts of unlike sizes
             (r"/(to|from)_latent/kernel", (None,)),
+            (r"/(inputs|laurel|altup)/(?!norm)|layer_scale|altup_(in|out)/|layer_inputs/project", (None,)),
         ),
         activations=(
             *parallel.HEADS,
@@ -326,6 +402,8 @@ FAMILY = family.Family(
             (r"layer_\d+/(delta|mamba|convolution)", parallel.TOKENS, parallel.ALL_TOKENS),
             (r".*/(delta|mamba|convolution)/(qkvz|ba|keys|z|b|a|in_proj|conv|norm)", parallel.ALL_TOKENS),
             (r".*/(to|from)_latent", parallel.ALL_TOKENS),
+            (r"(layer_inputs|altup_in|altup_out)(/(embed|project|norm|stream_\d+))?", parallel.TOKENS),
+            (r"layer_\d+/(inputs|laurel|altup)(/\w+)?", parallel.TOKENS),
             (r"layer_\d+/mlp/(experts|shared|shared_gate)", parallel.TOKENS, parallel.ALL_TOKENS),
             (r"embed|positions|norm|layer_\d+(/(attention|mlp)(_post)?_norm)?", parallel.TOKENS),
         ),

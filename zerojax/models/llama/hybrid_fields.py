@@ -133,7 +133,7 @@ def mlp_dim(f: config_json.Fields, reads: Collection[str]) -> int:
     """Returns the width of the MLP: of Granite's hybrids without experts that of the shared expert, of LFM2 one that is made of others."""
     if "shared_intermediate_size" in reads and f.raw.get("num_local_experts") == 0:
         return f.count("shared_intermediate_size")
-    width = f.count("intermediate_size")
+    width = f.count("intermediate_size_mlp" if "intermediate_size_mlp" in reads else "intermediate_size")
     if "conv_L_cache" not in reads or not f.flag("block_auto_adjust_ff_dim", True):
         return width
     width, part = int(2 * width / 3), f.count("block_multiple_of", 256)

@@ -4,9 +4,11 @@ Shapes: B batch, T length, D embed, F the MLP's width.
 """
 
 import dataclasses
+import statistics
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from zerojax.models import experts, layers
 from zerojax.models.llama.config import LlamaConfig
@@ -28,8 +30,17 @@ class MLP(nn.Module):
             both_BTXF = layers.Linear((2, c.mlp_dim), use_bias=c.mlp.has_biases, name="gate_up")(x_BTD)
             return down(activation(both_BTXF[:, :, 0]) * both_BTXF[:, :, 1])
         gate_BTF = layers.Linear((c.mlp_dim,), use_bias=c.mlp.has_biases, name="gate")(x_BTD)
+        if c.mlp.sparsity:
+            gate_BTF = _largest(gate_BTF, c.mlp.sparsity)
         up_BTF = layers.Linear((c.mlp_dim,), use_bias=c.mlp.has_biases, name="up")(x_BTD)
         return down(activation(gate_BTF) * up_BTF)
+
+
+def _largest(gate_BTF: jax.Array, sparsity: float) -> jax.Array:
+    """Returns the gates less the quantile of a normal distribution with their mean and deviation, and 0 for those below it."""
+    mean_BT1, deviation_BT1 = (f(gate_BTF, axis=-1, keepdims=True) for f in (jnp.mean, jnp.std))
+    quantile = jnp.asarray(statistics.NormalDist().inv_cdf(sparsity), gate_BTF.dtype)
+    return nn.relu(gate_BTF - (mean_BT1 + deviation_BT1 * quantile))
 
 
 class Mixture(nn.Module):
@@ -65,6 +76,7 @@ class Mixture(nn.Module):
             is_fused=m.is_fused,
             is_gated=c.mlp.is_gated,
             latent_dim=m.latent_dim,
+            scales_inputs=m.scales_inputs,
             stddevs=stddevs,
             name="experts",
         )(x_BTD)

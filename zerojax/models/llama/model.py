@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from zerojax.errors import UserError
 from zerojax.models import decoding, family, layers, rope
-from zerojax.models.llama import attention, mla, mlp, text_lengths
-from zerojax.models.llama.config import Branches, LlamaConfig
+from zerojax.models.llama import altup, attention, layer_inputs, mla, mlp, text_lengths
+from zerojax.models.llama.config import Branches, Keys, LlamaConfig
 from zerojax.ops import residuals, softcap, tiles
 from zerojax.ops import tokens as tokens_lib
 from zerojax.tree import PyTree
@@ -37,6 +37,8 @@ class Layer(nn.Module):
     has_experts: bool = False
     is_recurrent: bool = False
     branches: Branches = "both"
+    chunk: int = 0
+    keys: Keys = "own"
 
     @nn.compact
     def __call__(
@@ -47,8 +49,11 @@ class Layer(nn.Module):
         segments_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
         lengths_BT: jax.Array | None = None,
+        input_BTP: jax.Array | None = None,
+        shared: attention.Keys = None,
     ) -> jax.Array | tuple[jax.Array, attention.Keys]:
-        """Returns float[B, T, D] and, if there is a past, the layer's keys and values after these tokens.
+        """Returns float[B, T, D], or [B, T, S, D] of several streams, and, if there is a past, the layer's keys and values after these
+        tokens, or without one those of these tokens if it gives them to others.
 
         Args:
           x_BTD: the tokens' states.
@@ -58,17 +63,29 @@ class Layer(nn.Module):
           positions_BT: of the tokens in their rows; None: 0, 1, ...
           lengths_BT: int32[B, T] or [B, 1], the tokens of the text that a token belongs to, where rotations depend on it; None: of the
             row, or with a past of the text up to these tokens.
+          input_BTP: of this layer (`layer_inputs`).
+          shared: keys and values of another layer, where this one has none and there is no past.
         """
         c = self.config
         keys: attention.Keys = ()
+        if c.altup is not None:
+            streams = altup.Streams(c.altup, c.embed_dim, c.norms.eps, name="altup")
+            if x_BTD.ndim == 3:  # where it is initialised
+                x_BTD = jnp.stack([x_BTD] * c.altup.streams, axis=2)
+            predicted_BTSD = streams.predict(x_BTD)
+            x_BTD = predicted_BTSD[:, :, c.altup.active]
         second = (mlp.Mixture if self.has_experts else mlp.MLP)(c, name="mlp") if self.branches != "alone" else None
         tile = 0 if self.is_initializing() else c.tile_tokens
         if self.branches != "mlp":
             before, after = self._norms("attention")
-            lengths = {} if lengths_BT is None else {"lengths_BT": lengths_BT}
+            given: dict[str, Any] = {"lengths_BT": lengths_BT, "shared": shared}
+            given = {name: own for name, own in given.items() if own is not None and not self.is_recurrent}
             read_BTD = before(x_BTD)
-            y_BTD, keys = self._attention()(read_BTD, mask_BT, past, segments_BT, positions_BT, **lengths)
+            y_BTD, keys = self._attention()(read_BTD, mask_BT, past, segments_BT, positions_BT, **given)
             x_BTD = residuals.in_place(x_BTD + after(y_BTD))
+            if c.altup is not None:
+                beside_BTD = altup.LowRankResidual(c.altup.rank, c.norms.eps, name="laurel")(read_BTD)
+                x_BTD = (x_BTD + beside_BTD) * jnp.asarray(2**-0.5, x_BTD.dtype)
             if c.norms.places == "shared":
                 assert second is not None
                 x_BTD += after(tiles.over_tiles(second, read_BTD, tile))
@@ -77,7 +94,26 @@ class Layer(nn.Module):
             norm, mlp_after = self._norms("mlp")
             branch = lambda x_BTD: x_BTD + mlp_after(second(norm(x_BTD)))  # noqa: E731
             x_BTD = tiles.over_tiles(branch, x_BTD, tile) if tile else branch(x_BTD)
-        return x_BTD if past is None else (x_BTD, keys)
+        active_BTD = x_BTD
+        if c.altup is not None:
+            x_BTD, active_BTD = streams.correct(predicted_BTSD, x_BTD)
+        if c.inputs is not None:
+            added_BTD = self._of_input(active_BTD, input_BTP)
+            x_BTD = x_BTD + added_BTD if c.altup is None else x_BTD.at[:, :, 1:].add(added_BTD[:, :, None])
+        if c.has_layer_scale:
+            x_BTD *= jax.lax.stop_gradient(self.param("layer_scale", nn.initializers.ones, (1,)))
+        return x_BTD if past is None and self.keys != "given" else (x_BTD, keys)
+
+    @nn.nowrap
+    def _of_input(self, x_BTD: jax.Array, input_BTP: jax.Array | None) -> jax.Array:
+        c = self.config
+        assert c.inputs is not None and (input_BTP is not None or self.is_initializing()), "the input of a layer"
+        if input_BTP is None:
+            input_BTP = jnp.zeros((*x_BTD.shape[:2], c.inputs.width), x_BTD.dtype)
+        branch = layer_inputs.InputBranch(
+            c.inputs.width, c.mlp.activation, c.norms.eps, c.residual_stddev, name="inputs"
+        )
+        return branch(x_BTD, input_BTP)
 
     @nn.nowrap
     def _attention(self) -> nn.Module:
@@ -86,7 +122,7 @@ class Layer(nn.Module):
             assert c.recurrent is not None
             return c.recurrent.branch(c.embed_dim, c.norms.eps, c.residual_stddev)
         if c.heads.latent is None:
-            return attention.Attention(c, self.window, self.rotation, name="attention")
+            return attention.Attention(c, self.window, self.rotation, self.chunk, self.keys, name="attention")
         assert self.rotation is not None and not self.window, "latent attention is rotated and has no window"
         scale = c.heads.scale or c.head_dim**-0.5
         return mla.LatentAttention(
@@ -143,9 +179,15 @@ class Llama(nn.Module):
         }
         seen = {name: array for name, array in given.items() if array is not None}
         x_BTD = self._embedded(tokens_BT, own_BT)
-        for layer in self.layer:
-            x_BTD = layer(x_BTD, **seen)
-        return self.norm(x_BTD)
+        given_by: dict[int, Any] = {}
+        inputs, x_BTD = self._inputs(x_BTD, tokens_BT), self._spread(x_BTD)
+        for number, (layer, own) in enumerate(zip(self.layer, inputs)):
+            source = self.config.source_of(number)
+            own |= {} if source is None else {"shared": given_by[source]}
+            x_BTD = layer(x_BTD, **seen, **own)
+            if isinstance(x_BTD, tuple):
+                x_BTD, given_by[number] = x_BTD
+        return self.norm(self._joined(x_BTD))
 
     def __call__(self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array:
         """Returns logits: float32[B, T, V] from tokens int32[B, T]. `mask_BT` is False for padding."""
@@ -164,23 +206,45 @@ class Llama(nn.Module):
         if c.by_length:
             step = step._replace(positions_BT=jnp.minimum(step.positions_BT, lengths_B[:, None] - 1))
         x_BTD = self._embedded(tokens_BT, step.positions_BT)
-        x_BTD, after = self._through(x_BTD, decoding.empty(caches(c), batch, slots, x_BTD.dtype), step)
+        x_BTD, after = self._through(tokens_BT, x_BTD, decoding.empty(caches(c), batch, slots, x_BTD.dtype), step)
         return self._logits(self.norm(layers.at_last(x_BTD, lengths_B)))[:, 0], after
 
     def extend(self, caches: PyTree, step: decoding.Step, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the logits after one more token a row, int32[B], or several, int32[B, T]: float32[B, V], and every layer's keys and
         values."""
-        x_BTD = self._embedded(tokens.reshape(len(tokens), -1), step.positions_BT)
-        x_BTD, caches = self._through(x_BTD, caches, step)
+        tokens_BT = tokens.reshape(len(tokens), -1)
+        x_BTD = self._embedded(tokens_BT, step.positions_BT)
+        x_BTD, caches = self._through(tokens_BT, x_BTD, caches, step)
         return self._logits(self.norm(step.last(x_BTD)))[:, 0], caches
 
     @nn.nowrap
-    def _through(self, x_BTD: jax.Array, caches: PyTree, step: decoding.Step) -> tuple[jax.Array, list]:
-        after = []
-        for layer, keys in zip(self.layer, caches):
-            x_BTD, keys = layer(x_BTD, None, decoding.Past(keys, step))
-            after.append(keys)
-        return x_BTD, after
+    def _through(
+        self, tokens_BT: jax.Array, x_BTD: jax.Array, caches: PyTree, step: decoding.Step
+    ) -> tuple[jax.Array, list]:
+        after: list[Any] = []
+        inputs, x_BTD = self._inputs(x_BTD, tokens_BT), self._spread(x_BTD)
+        for number, (layer, keys, own) in enumerate(zip(self.layer, caches, inputs)):
+            source = self.config.source_of(number)
+            held = keys if source is None else after[source]
+            x_BTD, held = layer(x_BTD, None, decoding.Past(held, step), **own)
+            after.append(held if source is None else keys)
+        return self._joined(x_BTD), after
+
+    @nn.nowrap
+    def _inputs(self, x_BTD: jax.Array, tokens_BT: jax.Array) -> list[dict[str, Any]]:
+        """Returns for each layer the argument that is its input, if layers have one."""
+        if self.config.inputs is None:
+            return [{} for _ in self.layer]
+        inputs_BTLP = self.layer_inputs(x_BTD, tokens_BT)
+        return [{"input_BTP": inputs_BTLP[:, :, number]} for number in range(len(self.layer))]
+
+    @nn.nowrap
+    def _spread(self, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD if self.config.altup is None else self.altup_in(x_BTD)
+
+    @nn.nowrap
+    def _joined(self, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD if self.config.altup is None else self.altup_out(x_BTD)
 
     @nn.nowrap
     def _embedded(self, tokens_BT: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
@@ -269,10 +333,18 @@ extend = functools.partial(decoding.extend, Llama)
 def caches(config: LlamaConfig) -> PyTree:
     """Returns what every layer remembers: of each token keys and values, or what latent attention has in place of both; or a state."""
     c, latent = config, config.heads.latent
-    keys: tuple[decoding.Held, ...] = (decoding.Held((c.num_kv_heads, c.head_dim)),) * 2
-    held = keys if latent is None else (decoding.Held((1, latent.rank + latent.rotary_dim)),)
     recurrent = c.recurrent.caches() if c.recurrent is not None else ()
-    return [held if c.attends(i) else recurrent if c.is_recurrent(i) else () for i in range(c.num_layers)]
+
+    def held(layer: int) -> tuple[decoding.Held, ...]:
+        if c.is_recurrent(layer):
+            return recurrent
+        if not c.attends(layer) or c.source_of(layer) is not None:
+            return ()
+        own = c.of_layer(layer)
+        keys: tuple[decoding.Held, ...] = (decoding.Held((own.num_kv_heads, own.head_dim)),) * 2
+        return keys if latent is None else (decoding.Held((1, latent.rank + latent.rotary_dim)),)
+
+    return list(map(held, range(c.num_layers)))
 
 
 def make_norm(config: LlamaConfig, name: str | None = None) -> nn.Module:
@@ -291,9 +363,7 @@ def _positions_in_texts(
             "pack: texts whose positions have embeddings or multiply queries are in one row, which is sharded over `context`, so that a "
             "device does not know where they begin; set `pack=False` or `context=1`"
         )
-    index_T = jnp.arange(segments_BT.shape[1])
-    is_first = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
-    return index_T - jax.lax.cummax(jnp.where(is_first, index_T, 0), axis=1)
+    return tokens_lib.in_texts(segments_BT)
 
 
 def parts(config: LlamaConfig) -> family.Parts:
@@ -306,6 +376,13 @@ def parts(config: LlamaConfig) -> family.Parts:
     if c.has_positions:
         found["positions"] = (layers.Embed(c.max_seq_len, c.embed_dim, embedding_init=embed.embedding_init), tokens)
     found |= {f"layer_{i}": (_layer(c, i), states) for i in range(c.num_layers)}
+    if c.inputs is not None:
+        found["layer_inputs"] = (layer_inputs.LayerInputs(c.inputs, c.num_layers, c.norms.eps), states)
+    if c.altup is not None:
+        found |= {
+            "altup_in": (altup.Spread(c.altup.streams), states),
+            "altup_out": (altup.Joined(c.altup.streams), states),
+        }
     found["norm"] = (make_norm(c), states)
     if c.has_logits_bias:
         found["logits_bias"] = (layers.LogitsBias(c.vocab_size, is_trained=True), ())
@@ -314,7 +391,8 @@ def parts(config: LlamaConfig) -> family.Parts:
 
 def _layer(config: LlamaConfig, i: int) -> Layer:
     c = config
-    return Layer(c, c.window_of(i), c.rope_of(i), c.has_experts(i), c.is_recurrent(i), c.branches_of(i))
+    kind = c.has_experts(i), c.is_recurrent(i), c.branches_of(i), c.chunk_of(i), c.keys_of(i)
+    return Layer(c.of_layer(i), c.window_of(i), c.rope_of(i), *kind)
 
 
 def count_params(config: LlamaConfig) -> int:
@@ -329,14 +407,17 @@ def flops_per_token(config: LlamaConfig, seq_len: int, per_weight: float = 6.0) 
     c = config
     used = count_params(c) - (0 if c.tie_embeddings else c.vocab_size * c.embed_dim)
     used -= c.max_seq_len * c.embed_dim if c.has_positions else 0
+    used -= c.inputs.vocab_size * c.inputs.width * c.num_layers if c.inputs is not None else 0
     if (m := c.mixture) is not None:  # a token multiplies the weights of its experts alone
         skipped = sum(map(c.has_experts, range(c.num_layers))) * (m.experts - m.per_token)
         biases = 0 if m.clamp is None else 2 * m.width + c.embed_dim
         used -= skipped * ((3 if c.mlp.is_gated else 2) * (m.latent_dim or c.embed_dim) * m.width + biases)
     recurrent = [layer for layer in range(c.num_layers) if c.is_recurrent(layer)]
     attending = [layer for layer in range(c.num_layers) if c.attends(layer)]
-    spans = [min(c.window_of(layer) or seq_len, seq_len) for layer in attending]
-    seen = sum(2 * span - span**2 / seq_len for span in spans)  # twice the mean over a row's tokens
-    width = c.head_dim if c.heads.latent is None else (c.head_dim + c.heads.latent.value_dim) / 2
+    seen = 0.0
+    for layer in attending:
+        span = min(c.window_of(layer) or c.chunk_of(layer) or seq_len, seq_len)
+        width = c.of_layer(layer).head_dim if c.heads.latent is None else (c.head_dim + c.heads.latent.value_dim) / 2
+        seen += width * (2 * span - span**2 / seq_len)  # twice the mean over a row's tokens
     inside = 3.0 * len(recurrent) * c.recurrent.flops() if c.recurrent is not None else 0.0
-    return per_weight * used + 6.0 * c.num_heads * width * seen + inside
+    return per_weight * used + 6.0 * c.num_heads * seen + inside

@@ -36,6 +36,7 @@ _EACH: Any = {"norm": "each"}  # of heads
 _JOINT: Any = {"norm": "joint"}
 _GEMMA = {"norms": {"offset": 1.0, "places": "both"}}
 _GEMMA_READS = ("attention_bias", "use_bidirectional_attention", "query_pre_attn_scalar", "layer_types")
+_NEW_GEMMA: Any = {"norms": {"places": "both"}, "heads": {"norm": "each", "scale": 1.0, "has_value_norm": True}}
 _INTERLEAVED: Any = {"rotation": {"is_interleaved": True}}
 _AFTER: Any = {"norms": {"places": "after"}}
 _NEXT: Any = {"heads": {"norm": "each", "is_gated": True}, "norms": {"offset": 1.0}}
@@ -80,6 +81,21 @@ ROWS: dict[str, ModelType] = {
     "gemma3_text": ModelType(
         "Gemma3ForCausalLM", _GEMMA | {"heads": _EACH}, (*_GEMMA_READS, "rope_local_base_freq"),
         _gemma(131072, rope_theta=1e6, rope_local_base_freq=1e4), _GELU,
+    ),
+    "gemma3n_text": ModelType(
+        "Gemma3nForCausalLM", _NEW_GEMMA, ("attention_bias", "layer_types", "rope_local_base_freq", "num_kv_shared_layers"),
+        _gemma(
+            32768, kv_heads=2, rope_theta=1e6, rope_local_base_freq=1e4, sliding_window=512, final_logit_softcapping=30.0,
+            intermediate_size=16384, vocab_size_per_layer_input=262144, hidden_size_per_layer_input=256, num_kv_shared_layers=15,
+            altup_num_inputs=4, altup_active_idx=0, laurel_rank=64,
+        ), _GELU,
+    ),
+    "gemma4_text": ModelType(
+        "Gemma4ForCausalLM", _NEW_GEMMA, ("attention_bias", "layer_types", "rope_local_base_freq", "num_kv_shared_layers"),
+        _gemma(
+            131072, rope_theta=1e6, rope_local_base_freq=1e4, sliding_window=512, intermediate_size=9216,
+            vocab_size_per_layer_input=262144, hidden_size_per_layer_input=256, num_kv_shared_layers=0,
+        ), _GELU,
     ),
     "phi3": ModelType(
         "Phi3ForCausalLM", {"heads": {"is_fused": True}, "mlp": {"is_fused": True}}, ("partial_rotary_factor", *_WINDOW),
@@ -222,6 +238,19 @@ ROWS: dict[str, ModelType] = {
         ("hidden_act", _TANH), names={"rms_norm_eps": "norm_epsilon"} | dict.fromkeys(_BIASES, "use_bias"),
     ),
     "ministral": ModelType("MinistralForCausalLM", {}, ("layer_types", *_WINDOW), _told(131072, 8)),
+    "llama4_text": ModelType(
+        "Llama4ForCausalLM",
+        {
+            "heads": {"grows_unrotated": True},
+            "mixture": {"score": "sigmoid", "is_normalised": False, "is_shared_gated": False, "is_fused": True, "scales_inputs": True},
+            **_INTERLEAVED,
+        },
+        ("attention_bias", "num_local_experts", "intermediate_size_mlp", "no_rope_layers", "use_qk_norm", "attention_chunk_size"),
+        _told(
+            131072, 8, head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, num_local_experts=16, num_experts_per_tok=1,
+            intermediate_size=8192, intermediate_size_mlp=16384, attention_chunk_size=8192, use_qk_norm=True,
+        ),
+    ),
     "ministral3": ModelType(
         "Ministral3ForCausalLM", {}, ("llama_4_scaling_beta", *_WINDOW),
         _told(262144, 8, head_dim=128, rms_norm_eps=1e-5, sliding_window=None),

@@ -46,6 +46,7 @@ def takes(config: LlamaConfig, params: PyTree, ways: int) -> bool:
         and not c.has_logits_bias
         and c.mixture is None
         and c.recurrent is None
+        and not (c.sizes or c.branches or c.sharing_layers or c.inputs or c.altup or c.has_layer_scale)
         and not any(c.heads.windows)
     )
     if not is_plain:
