@@ -190,6 +190,9 @@ class _Traced:
             return numbers.setdefault(key, len(numbers))
 
         def apply(eqn: jex.JaxprEqn, inputs: list[int]) -> list[int]:
+            # JAX 0.12 leaves calls of `jax.jit(inline=True)` in, as of bias corrections
+            if (called := traces.called(eqn)) is not None:
+                return traces.run(called, inputs, apply, constant)
             consts = [id(const) for inner in traces.programs(eqn) for const in traces.constants(inner)]
             made = number(eqn.primitive.name, str(eqn.params), *consts, *inputs)
             return [number(made, n, str(var.aval)) for n, var in enumerate(eqn.outvars)]
