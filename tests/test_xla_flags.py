@@ -52,3 +52,12 @@ def test_options_in_a_file_are_read_and_kept(monkeypatch, tmp_path):
     xla_flags.make_deterministic()
     assert xla_flags.is_deterministic()
     assert os.environ["XLA_FLAGS"].startswith("--xla_force_host_platform_device_count=3")
+
+
+@pytest.mark.parametrize("value", ["", "--xla_allow_excess_precision=true", "--xla_b"])
+def test_roundings_are_kept_once_that_is_asked_for(monkeypatch, value):
+    monkeypatch.setenv("XLA_FLAGS", value)
+    assert not xla_flags.keeps_roundings()
+    xla_flags.keep_roundings()
+    assert xla_flags.keeps_roundings()
+    assert os.environ["XLA_FLAGS"].startswith(value)

@@ -99,6 +99,8 @@ def main() -> None:
             start_up.settle_environment()
             if config.deterministic:
                 xla_flags.make_deterministic()
+            if config.keeps_roundings:
+                xla_flags.keep_roundings()
             start_up.take_memory(targets.USABLE, mapped=config.offload.params != offload_settings.NONE)
             emulated = devices.emulate_cpu_devices(config.emulate_devices)
             processes.initialize(*_joined_by())
@@ -221,6 +223,7 @@ def _take_steps(
                     "compiling the program of the answers",
                     recorder,
                 ),
+                beside=dict if rollouts is None else lambda: rollouts.told,
                 is_unevaluated=_is_unevaluated(start),
             )
     if not end.is_stopped and (skipped := health.summary()):
@@ -306,6 +309,12 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
         raise UserError(
             f"config.deterministic: XLA reads its options when JAX starts; set {option} before Python starts"
         )
+    if config.keeps_roundings and not xla_flags.keeps_roundings():
+        option = "XLA_FLAGS=--xla_allow_excess_precision=false"
+        raise UserError(
+            f"config.grpo.exact: XLA leaves roundings to 16 bits out, in each program others; set {option} before Python starts, or "
+            "--config.precision=fp32"
+        )
     for line in effects.unread(config):
         say(line)
     start_up.wake_devices()
@@ -341,7 +350,7 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     keep = config.checkpoint
     rollouts = None
     if pairs is not None and config.data.task == tasks.GRPO:
-        rollouts = rollouts_lib.Rollouts(program, tokenizer, pairs, streams)
+        rollouts = rollouts_lib.Rollouts(program, tokenizer, pairs, streams, say)
     saver = checkpointer.Checkpointer(
         folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best, run_id=processes.run_id()
     )

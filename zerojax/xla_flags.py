@@ -3,7 +3,7 @@ refuses settings of JAX with which programs do not run.
 
 XLA reads XLA_FLAGS when it starts, and applies it to every program of the process. Options that a library passes with one program override
 it silently. So a library that passes options must know which ones the user has set, and XLA does not report them. Only
-`make_deterministic` adds to the variable.
+`make_deterministic` and `keep_roundings` add to the variable.
 """
 
 import os
@@ -26,6 +26,8 @@ ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 # Either takes no kernel by its time and none whose additions have no order; the first turns on the second
 _DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 
+_EXCESS = "xla_allow_excess_precision"
+
 # JAX's settings for the search of errors -> the values with which programs do not run
 NO_JIT = {"jax_disable_jit": (True,)}  # nothing is sharded without `jit`
 NO_LEAKS = {"jax_check_tracer_leaks": (True,)}  # a pipeline keeps the trace of its loss
@@ -38,16 +40,35 @@ def names() -> frozenset[str]:
 
 def is_deterministic() -> bool:
     """Returns whether XLA_FLAGS make programs on GPUs give the same bits each time."""
-    given = _given()
-    # The last value of an option holds, and an option without a value is on
-    values = (re.findall(rf"--{name}(?:=(\w+))?(?!\w)", given)[-1:] for name in _DETERMINISTIC)
-    return any(value.lower() in ("", "1", "true") for found in values for value in found)
+    return any(_value(name) in ("", "1", "true") for name in _DETERMINISTIC)
 
 
 def make_deterministic() -> None:
     """Makes programs on GPUs give the same bits each time, at a cost in speed. Must run before the first use of a device."""
     if not is_deterministic():
-        os.environ["XLA_FLAGS"] = f"{_given()} --{_DETERMINISTIC[0]}=true".strip()
+        _add(f"{_DETERMINISTIC[0]}=true")
+
+
+def keeps_roundings() -> bool:
+    """Returns whether XLA_FLAGS make programs round to 16 bits wherever they are written to."""
+    return _value(_EXCESS) in ("0", "false")
+
+
+def keep_roundings() -> None:
+    """Makes programs round to 16 bits wherever they are written to: else XLA leaves roundings out, in each program others. Must run before
+    the first use of a device."""
+    if not keeps_roundings():
+        _add(f"{_EXCESS}=false")
+
+
+def _value(name: str) -> str | None:
+    """Returns the value of an option, in lower case, "" where it has none, None where it is not set. The last one holds."""
+    found = re.findall(rf"--{name}(?:=(\w+))?(?!\w)", _given())
+    return found[-1].lower() if found else None
+
+
+def _add(option: str) -> None:
+    os.environ["XLA_FLAGS"] = f"{_given()} --{option}".strip()
 
 
 def num_cpu_devices() -> int:

@@ -83,6 +83,22 @@ def test_the_loss_of_each_token_is_autodiff_for_any_chunk(batch, length, chunk, 
     assert_close(value_and_grads(by_token, inputs), value_and_grads(plain, inputs), 20 * ROUNDING)  # sums, no means
 
 
+def test_tokens_are_drawn_by_the_scores_and_have_the_loss_of_each_token_bit_for_bit():
+    hidden, kernel, _ = make_inputs(batch=3, length=5)
+    bits, bias = np.random.default_rng(0).integers(-(2**31), 2**31, (3, 5)), arrays.normal(3, (VOCAB,), jnp.float32)
+    bits = bits.astype(np.int32)
+    how = {"bias": bias, "cap": 2.0, "chunk_tokens": 4}
+    drawn, terms = losses.token_draws(hidden, kernel, bits, **how)
+    np.testing.assert_array_equal(terms, losses.token_losses(hidden, kernel, drawn, **how))
+    scores = softcap.softcap(hidden @ kernel, 2.0) + bias
+    wanted = [
+        jax.random.categorical(jax.random.key(seed), row)
+        for seed, row in zip(bits.view(np.uint32).ravel(), scores.reshape(15, -1))
+    ]
+    np.testing.assert_array_equal(drawn.ravel(), wanted)
+    assert len(set(np.asarray(drawn).ravel().tolist())) > 1
+
+
 def test_one_pass_keeps_no_more_logits_than_a_chunk():
     hidden, kernel, labels = make_inputs(batch=4, length=32)
     one_pass = functools.partial(losses.one_pass_cross_entropy, chunk_tokens=8)

@@ -2,6 +2,7 @@
 
 import importlib
 
+import pytest
 import runs
 
 from zerojax import train
@@ -9,8 +10,9 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics
 
 
-def trained(name, folder, devices):
+def trained(name, folder, devices, **changes):
     raw = importlib.import_module(f"configs.{name}").get_config()
+    raw.update_from_flattened_dict(changes)
     raw.metrics.to = ()
     with runs.on_devices(devices):
         train.train(config_lib.from_dict(raw), folder)
@@ -25,8 +27,16 @@ def test_dpos_margin_rises(cache_dir, tmp_path):
 
 
 @runs.LONG
-def test_grpo_learns_from_chance_to_nine_in_ten(cache_dir, tmp_path):
-    lines = trained("grpo_tiny", tmp_path, 1)
+@pytest.mark.parametrize("variant", ["grpo", "rloo"])
+def test_grpo_learns_from_chance_to_nine_in_ten(cache_dir, tmp_path, variant):
+    lines = trained("grpo_tiny", tmp_path, 1, **{"grpo.variant": variant})
     rewards = [line["reward"] for line in lines if "loss" in line]
     shares = [line["eval_exact_match"] for line in lines if "eval_exact_match" in line]
     assert rewards[0] < 0.02 and rewards[-1] > 0.9 and shares[-1] >= 0.9
+
+
+@runs.LONG
+def test_a_calculator_is_called_from_chance_to_nearly_always(cache_dir, tmp_path):
+    lines = [line for line in trained("calculator_tiny", tmp_path, 1) if "loss" in line]
+    assert lines[0]["turns"] < 1.1 and lines[-1]["turns"] > 1.9
+    assert lines[0]["reward"] < 0.1 and lines[-1]["reward"] > 1.4

@@ -273,11 +273,12 @@ class Head(nn.Module):
         return _LOSSES[by_token](x_BTD, self.kernel, labels_BT, bias=bias_V, ignored=ignored, cap=cap)
 
 
-BESIDE = "beside"  # of `by_token`
+BESIDE, DRAWS = "beside", "draws"  # of `by_token`
 _LOSSES = {
     False: losses.one_pass_cross_entropy,
     True: losses.token_losses,
     BESIDE: losses.one_pass_and_terms,
+    DRAWS: losses.token_draws,
 }
 
 
@@ -311,7 +312,8 @@ def next_loss(
       bias_V: of the logits.
       cap: bounds the logits before the bias (`ops.softcap`); 0 for no bound.
       by_token: returns the cross-entropy of each label instead, float32[B, T], 0 of ignored ones. BESIDE: both, in this order, with no
-        gradient through the second.
+        gradient through the second. DRAWS: a token drawn after each, int32[B, T], and its cross-entropy; labels are bits that seed
+        the draws.
     """
     with jax.named_scope("loss"):
         if isinstance(head, Head):

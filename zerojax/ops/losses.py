@@ -69,14 +69,46 @@ def token_losses(
 
     @jax.checkpoint
     def one_chunk(h: jax.Array, y: jax.Array) -> jax.Array:
-        logits = softcap.softcap(jnp.dot(h, kernel, preferred_element_type=jnp.float32), cap)
-        logits = logits if bias is None else logits + bias.astype(jnp.float32)
-        hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)  # no look-up: columns may be sharded
-        return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(hit, logits, 0), axis=-1)
+        return _terms(_logits(h, kernel, bias, cap), y)
 
     h, y = chunks.cut(hidden, labels, -(-labels.size // chunk_tokens))
     terms = jax.lax.map(lambda part: one_chunk(*part), (h, y)).reshape(-1)[: labels.size].reshape(labels.shape)
     return terms if ignored is None else jnp.where(labels == ignored, 0, terms)
+
+
+def token_draws(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    ignored: int | None = None,
+    cap: float = 0.0,
+    chunk_tokens: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a token drawn after each, int32[batch, length], and what `token_losses` is of it, float32[batch, length], by the same logits.
+
+    It takes the arguments of `token_losses`, but `labels` are bits that seed each draw, and none is ignored.
+    """
+
+    def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits, seeds = _logits(part[0], kernel, bias, cap), jax.lax.bitcast_convert_type(part[1], jnp.uint32)
+        drawn = jax.vmap(lambda seed, row: jax.random.categorical(jax.random.key(seed), row))(seeds, logits)
+        return drawn, _terms(logits, drawn)
+
+    found = jax.lax.map(one_chunk, chunks.cut(hidden, labels, -(-labels.size // chunk_tokens)))
+    drawn, terms = (part.reshape(-1)[: labels.size].reshape(labels.shape) for part in found)
+    return drawn.astype(jnp.int32), terms
+
+
+def _logits(h: jax.Array, kernel: jax.Array, bias: jax.Array | None, cap: float) -> jax.Array:
+    logits = softcap.softcap(jnp.dot(h, kernel, preferred_element_type=jnp.float32), cap)
+    return logits if bias is None else logits + bias.astype(jnp.float32)
+
+
+def _terms(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    hit = labels[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)  # no look-up: columns may be sharded
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(hit, logits, 0), axis=-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))

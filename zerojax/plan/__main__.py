@@ -70,6 +70,8 @@ def main() -> None:
         config = config_lib.from_dict(command.parse(sys.argv))
         if config.deterministic:
             xla_flags.make_deterministic()
+        if config.keeps_roundings:
+            xla_flags.keep_roundings()
         _prepare(config)
         with setting_names.of_config():
             if _SERVE.value:

@@ -94,6 +94,7 @@ def run(
     stop: signals.StopSignal,
     patience: patience_lib.EarlyStop,
     next_batch: Callable[[int, State], Any] | None = None,
+    beside: Callable[[], Mapping[str, float]] = dict,
     publish: Callable[[int, State], None] = lambda step, state: None,
     is_unevaluated: bool = False,
 ) -> End:
@@ -105,6 +106,7 @@ def run(
       evaluate: (step, params) -> the held-out loss, which it records, or None if nothing is held out. Raises `signals.Stopped` to give up.
       patience: ends the run after evaluations without a lower loss. A step with the lowest loss so far is then saved.
       next_batch: (step, state before it) -> its batch; None: the next of `streams`.
+      beside: returns metrics of the step whose batch was made last, which the host measured.
       publish: (step, state after it); called when due.
       is_unevaluated: whether the evaluation at `step` was given up.
 
@@ -139,6 +141,7 @@ def run(
         assert plan is not None
         with jax.profiler.StepTraceAnnotation("train", step_num=step), recorder.away():
             state, numbers = plan.compiled(state, batch)
+        numbers |= beside()
         if profile.holds(step):
             numbers["profiled"] = 1  # slower than other steps, so timings leave it out
         if step == settled:

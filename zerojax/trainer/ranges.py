@@ -93,15 +93,17 @@ def _check_answers(config: settings.Config) -> None:
     if config.policy.has_fp8:
         wrong["precision"] = "fp8 rounds the log-probabilities too much that are compared"
     if task == tasks.GRPO:
-        wrong |= {
-            "epochs": "rollouts have no epochs",
-            "offload.params": "the engine reads weights on the devices for each token",
-            "mesh.pipe": "the engine runs all layers on every device",
-            "mesh.expert": "the engine gathers experts",
-        }
+        wrong |= {"epochs": "rollouts have no epochs", "mesh.pipe": "the engine runs all layers on every device"}
+        if not config.grpo.exact:
+            wrong["offload.params"] = "the engine reads weights on the devices for each token"
+            wrong["mesh.expert"] = "the engine gathers experts"
     _refuse(config, f"the task {task}", wrong)
     if task != tasks.GRPO:
         return
+    if config.grpo.exact:
+        dropped = dict.fromkeys(("model.dropout", "lora.dropout"), "a step drops what rollouts keep")
+        sums = {"mesh.model": "a step adds up in another order than rollouts"}
+        _refuse(config, "config.grpo.exact=True", sums | dropped)
     if config.grpo.kl and (not config.lora.is_on or config.lora.modules_to_save):
         raise UserError(
             f"config.grpo.kl: is {config.grpo.kl}, and its reference is the model without adapters, of which no copy is kept; set it to 0, "

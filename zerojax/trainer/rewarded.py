@@ -1,7 +1,8 @@
 """The loss of rewarded answers. This module holds what the task `grpo` adds to a step (arXiv:2402.03300, equations 3 and 4).
 
 The term of a token is that of `config.grpo.variant` (`ops.ratios`) and kl (exp(q) - q - 1), with the log-probability q of the model without
-adapters less the token's own. The variant also says of what the loss is the mean.
+adapters less the token's own. The variant also says of what the loss is the mean. The gap between the log-probabilities of the program that
+drew the tokens and those of training, by the same weights, is a metric.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +20,9 @@ from zerojax.tree import PyTree
 from zerojax.zero.sharded_batch import outputs
 
 # Arrays of a batch that hold bits of float32: of an answer, and of its tokens.
-REWARD, ADVANTAGE, OLD, REFERENCE = "reward", "advantage", "old", "reference"
-OF_ANSWER = (REWARD, ADVANTAGE, OLD, REFERENCE)
+REWARD, ADVANTAGE, DRAWN, OLD, REFERENCE = "reward", "advantage", "drawn", "old", "reference"
+OF_ANSWER = (REWARD, ADVANTAGE, DRAWN, OLD, REFERENCE)
+WIDE = 0.01  # of a gap between log-probabilities: a share of tokens above it is a metric
 
 
 def lengths(config: settings_lib.Config, of_rows: Mapping[str, int]) -> dict[str, int]:
@@ -28,12 +30,13 @@ def lengths(config: settings_lib.Config, of_rows: Mapping[str, int]) -> dict[str
     tokens = of_rows["labeled"] - 1
     old = {OLD: tokens} if config.grpo.inner_steps > 1 else {}
     reference = {REFERENCE: tokens} if config.grpo.kl else {}
-    return {**of_rows, REWARD: 1, ADVANTAGE: 1, **old, **reference}
+    return {**of_rows, REWARD: 1, ADVANTAGE: 1, DRAWN: tokens, **old, **reference}
 
 
 def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:
     """Returns f(params, batch, *keys) -> (the loss of the variant, metrics)."""
-    chosen, most = config.grpo, config.data.answer_len
+    chosen = config.grpo
+    most = config.data.answer_len * (chosen.turns if chosen.environment else 1)
     variant = ratios.VARIANTS[chosen.variant](chosen.clip, chosen.clip_high)
 
     def of_answers(params: PyTree, batch: Mapping[str, jax.Array], *keys: jax.Array) -> tuple[Any, dict[str, Any]]:
@@ -48,7 +51,13 @@ def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelCon
         def mean(values: jax.Array, weights: jax.Array) -> outputs.Mean:
             return outputs.Mean(jnp.sum(values * weights), jnp.sum(weights))
 
-        metrics = {"reward": mean(own[REWARD][:, 0], jnp.ones(len(counts)))}
+        gap = jnp.abs(own.get(OLD, log_probs) - own[DRAWN]) * counts
+        metrics = {
+            "reward": mean(own[REWARD][:, 0], jnp.ones(len(counts))),
+            "gap_mean": mean(gap, counts),
+            "gap_max": outputs.Max(jnp.max(gap)),
+            "gap_share": mean(gap > WIDE, counts),
+        }
         metrics |= {"clipped": mean(is_clipped, counts)} if OLD in own else {}
         metrics |= {"kl": mean(drift, counts)} if REFERENCE in own else {}
         return mean(*variant.weighted(terms + chosen.kl * drift, counts, most)), metrics

@@ -38,6 +38,7 @@ KEYS = {
     "text": "config.sample.prompt",
     "data_dir": "config.data.dir",
     "reward": "config.grpo.reward",
+    "environment": "config.grpo.environment",
     "first": "config.profile.start",
     "count": "config.profile.steps",
     "target": "--target",

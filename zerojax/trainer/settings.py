@@ -477,6 +477,14 @@ class GrpoSettings:
     clip_high: float = setting(-1.0, NOT_NEGATIVE.or_minus_one("the variant's own"),
         "and up to 1 and this; -1: as grpo.clip, of dapo 0.28, of gspo 0.0004", beside("grpo.inner_steps"))
     kl: float = setting(0.0, NOT_NEGATIVE, "with adapters: the weight of the divergence from the model without them")
+    environment: str = setting("", ANY, 'what speaks between answers: "calculator" (an example), or "module:function" of the messages so '
+        'far, which returns (messages or None, reward); "": an answer ends its conversation')
+    turns: int = setting(4, POSITIVE.up_to(1024, "each is read with all before it"), "answers of a conversation, at most",
+        beside("grpo.environment"))
+    time_limit: float = setting(30.0, POSITIVE.up_to(1e6, "a run would hang"),
+        "seconds that the environment may take for a message, else the conversation ends", beside("grpo.environment"))
+    exact: bool = setting(False, ANY, "True: answers are drawn by the forward pass of training, so that log-probabilities are equal bit "
+        "for bit; a token costs a forward pass of the whole batch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -603,6 +611,11 @@ class Config:
     def policy(self) -> precision_lib.Precision:
         """Returns the dtypes of the precision."""
         return precision_lib.PRECISIONS[self.precision]
+
+    @property
+    def keeps_roundings(self) -> bool:
+        """Returns whether programs must round alike: those of exact rollouts in 16 bits."""
+        return self.data.task == tasks.GRPO and self.grpo.exact and self.precision != "fp32"
 
     @property
     def length(self) -> str:

@@ -82,6 +82,10 @@ NEW = {
     "grpo.clip": (0.2,),
     "grpo.clip_high": (-1.0,),
     "grpo.kl": (0.0,),
+    "grpo.environment": ("",),
+    "grpo.turns": (4,),
+    "grpo.time_limit": (30.0,),
+    "grpo.exact": (False,),
     "optimizer.momentum": (0.95,),
     "optimizer.adamw_on": ("",),
 }

@@ -3,12 +3,13 @@
 import dataclasses
 import re
 
+import chats
 import numpy as np
 import pytest
 import tokenizers
 
 from zerojax.data import tokenizer
-from zerojax.data.pairs import tasks
+from zerojax.data.pairs import tasks, templates
 from zerojax.errors import UserError
 
 BYTES = tokenizer.load_tokenizer("bytes")
@@ -343,3 +344,26 @@ def test_another_label_is_another_fingerprint():
     other = [{"text": "one", "label": "yes"}, {"text": "two", "label": "oh"}]
     assert encode(EXAMPLES, ONE).fingerprint() != encode(other, ONE).fingerprint()
     assert np.array_equal(encode(EXAMPLES, ONE).examples[1].inputs, encode(EXAMPLES, ONE).examples[1].inputs)
+
+
+@pytest.mark.parametrize("kind", ["plain", "chatml"])
+def test_what_follows_a_drawn_answer_is_what_a_conversation_has_there(tmp_path, kind):
+    own, folder, ends = BYTES, None, [END]
+    if kind == "chatml":
+        folder = chats.write(tmp_path / "chat", "byte_level", chats.CHATML)
+        own = tokenizer.load_tokenizer(str(folder / "tokenizer.json"))
+        ends = own.encode_special("<|im_end|>").tolist()
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, ("what", "it is", "and", "good"))]
+    form = tasks.RowForm(False, 200, 8, 0, ends[0], None, tuple(ends))
+    settings = dataclasses.replace(CHAT, chat_template="auto")
+    (found,) = tasks.encode([{"messages": messages}], own, settings, form, name="file", folder=folder).examples
+    chat, _ = templates.chat_of(folder, "auto")
+    for cut in (False, True):
+        before = found.inputs[: found.prompt].tolist()
+        last = 1 if cut else ends[0]
+        following = tasks.following(chat, own, ends[0], messages[2:3], last)
+        assert before[-len(following) :] == following
+        first = np.flatnonzero(found.labeled)
+        begins = first[first < found.prompt][-1] + 1  # after the first answer, whose end is learned
+        assert len(before) - len(following) == begins - cut

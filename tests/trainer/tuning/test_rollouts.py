@@ -21,7 +21,7 @@ from zerojax.models import family
 from zerojax.trainer import examples, program, rewarded
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import rollouts
+from zerojax.trainer.tuning import conversations, drawing, rollouts
 
 BYTES = tokenizer.load_tokenizer("bytes")
 ROUNDING = 1e-4  # of log-probabilities: a cache and a full pass sum in another order
@@ -42,6 +42,11 @@ TASK = {
 def long(prompt, answer, label):
     """Returns a reward that differs between random answers."""
     return sum(map(ord, answer)) % 97 / 97
+
+
+def echo(messages):
+    """Returns a message, and a reward of 2."""
+    return [{"role": "tool", "content": "#"}], 2.0
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +111,43 @@ def test_answers_are_drawn_by_the_weights_as_they_are_and_are_the_same_on_one_de
         )
 
 
+def test_weights_gathered_once_draw_the_same_answers_and_are_freed(prompts_file, cache_dir, monkeypatch):
+    found, told = [], []
+    for free in (None, 1):
+        monkeypatch.setattr(drawing, "_free", lambda free=free: free)
+        built, asked = opened(prompts_file, 4, zero__stage=3)
+        drawer, state = asked._drawer, state_lib.first(built)
+        monkeypatch.setattr(drawer, "_tell", told.append)
+        with mock.patch.object(drawer, "release", wraps=drawer.release) as released:
+            for step in (1, 3):
+                batch = asked.next(step, state.params)
+                found.append({name: np.asarray(array) for name, array in batch.items()})
+        held = jax.tree.leaves(drawer._engine._params)
+        assert released.call_count == 2 and all(leaf.is_deleted() == (free is None) for leaf in held)
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    for one, other in zip(found[:2], found[2:]):
+        for name in ("tokens", "labeled", rewarded.ADVANTAGE):
+            np.testing.assert_array_equal(one[name], other[name], name)
+    once, each = told
+    assert "gathered once a step" in once and "gathered for each token" in each and "1 B are free" in each
+
+
+def test_a_run_with_an_environment_learns_the_models_tokens_alone(prompts_file, cache_dir):
+    """The environment's letters are read, are no label, and have no log-probability; rewards add up."""
+    built, asked = opened(prompts_file, 2, grpo__environment=f"{__name__}:echo", grpo__turns=3, seq_len=24, lora__r=4)
+    state = state_lib.first(built)
+    batch = {name: np.asarray(array).reshape(8, -1) for name, array in asked.next(1, state.params).items()}
+    for row, tokens in enumerate(batch["tokens"]):
+        own, drawn = batch["labeled"][row] > 0, batch[rewarded.DRAWN][row].view(np.float32)
+        said = np.flatnonzero(tokens == ord("#"))
+        assert len(said) >= 2 and not own[said].any() and not own[0]
+        assert ((drawn < 0) == own[1:]).all()
+    assert asked.told["turns"] == 3 and asked.told["late"] == 0
+    assert asked.told["rollout_tokens_per_second"] > 0 and asked.told["rollout_seconds"] > 0
+    rewards = batch[rewarded.REWARD].view(np.float32)
+    assert (rewards >= 3 * 2).all() and (rewards < 3 * 2 + 1).all()
+
+
 def test_the_reference_is_the_model_without_adapters_and_the_old_one_is_that_with_them(prompts_file, cache_dir):
     """Of adapters that have learned something, against all logits of the model without and of merged kernels."""
     built, asked = opened(prompts_file, 1, lora__r=4, grpo__kl=0.1, zero__stage=0, grad_accum=2)
@@ -126,6 +168,45 @@ def test_the_reference_is_the_model_without_adapters_and_the_old_one_is_that_wit
     assert np.abs(apart[counts]).min() > 1e-2, "another model would show"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero__stage": 3, "grad_accum": 2, "lora__r": 4},
+        pytest.param({"zero__stage": 1, "model__preset": "moe_test"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 3, "model__preset": "moe_test", "mesh__expert": 2}, marks=runs.LONG),
+        pytest.param({"offload__optimizer": "host", "offload__params": "host"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 2, "model__preset": "t5_test"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 3, "model__preset": "mamba2_test"}, marks=runs.LONG),
+    ],
+    ids=["LoRA, two passes", "experts", "experts on several devices", "offload", "T5", "Mamba-2"],
+)
+def test_exact_rollouts_have_the_log_probabilities_of_training_and_others_are_told(prompts_file, cache_dir, changes):
+    """The gap is 0 with exact rollouts, rounding with the engine, and jumps where one weight of the rollouts is off."""
+    found = {}
+    of_engine = () if {"mesh__expert", "offload__params"} & {*changes} else (("engine", False), ("wrong", False))
+    for name, exact in (("exact", True), *of_engine):
+        built, asked = opened(prompts_file, 4, **{"grpo__inner_steps": 1, **changes, "grpo__exact": exact})
+        state = state_lib.first(built)
+        off = {"wrong": 2.0}.get(name, 0.0)
+        path = max(path for path, leaf in tree.flatten(state.params) if leaf.ndim == 2 and "lora" not in path)
+        moved = lambda at, leaf, path=path, off=off: leaf.at[0, 0].add(off) if off and at == path else leaf  # noqa: E731
+        asked._drawer.renew(tree.map_with_path(moved, state.params))
+        with mock.patch.object(asked._drawer, "renew"):
+            batch = asked.next(1, state.params)
+        counts = np.asarray(batch["labeled"]).reshape(8, -1)[:, 1:] > 0
+        drawn = np.asarray(batch[rewarded.DRAWN]).view(np.float32).reshape(8, -1)
+        assert (drawn[counts] < 0).all() and (drawn[~counts] == 0).all()
+        _, metrics = built.train_step(state, batch)
+        found[name] = [float(metrics[f"gap_{kind}"]) for kind in ("mean", "max", "share")]
+    assert found["exact"] == [0.0, 0.0, 0.0]
+    if not of_engine:
+        return
+    mean, largest, share = found["engine"]
+    assert 0 < mean < largest < ROUNDING and share == 0
+    mean, largest, share = found["wrong"]
+    assert rewarded.WIDE < mean < largest and share > 0.1
+
+
 def test_tokens_that_a_model_always_gives_are_no_labels():
     """The first of an answer to no text, and the last of one that is as long as it may be."""
     special = family.SpecialTokens(start=9, forced_first=7, forced_last=2)
@@ -135,8 +216,10 @@ def test_tokens_that_a_model_always_gives_are_no_labels():
         (False, [1, 4], [7, 2], [False, False, True, True]),
         (True, [4], [7, 5, 2], [False, False, True, False]),
     ):
-        own = types.SimpleNamespace(_prompts=[np.array(prompt, np.int32)], _special=special, _is_pair=is_pair)
-        example = rollouts.Rollouts._example(own, 0, types.SimpleNamespace(tokens=new, most=3))
+        own, answer = types.SimpleNamespace(_special=special, _is_pair=is_pair), drawing.Answer(0, prompt, 0, 3, new)
+        talk = conversations.Conversation(0, [], [*prompt], [False] * len(prompt), [])
+        talk.add(new, [0.0] * len(new), rollouts.Rollouts._learned(own, answer).tolist())
+        example = rollouts.Rollouts._example(own, talk)
         assert example.labeled.tolist() == labeled
         assert (example.targets if is_pair else example.inputs).tolist() == ([9] if is_pair else prompt) + new
 
@@ -202,6 +285,13 @@ def test_a_reward_that_fails_on_the_first_process_ends_both(prompts_file, comman
         ({"steps": 3}, "config.steps: is 3, .* set --config.steps=4"),
         ({"precision": "fp8"}, "config.precision: is 'fp8'"),
         ({"epochs": 1.0}, "config.epochs: is 1.0"),
+        ({"grpo__exact": True, "mesh__model": 2}, "config.mesh.model: is 2"),
+        ({"grpo__exact": True, "lora__r": 2, "lora__dropout": 0.1}, "config.lora.dropout: is 0.1"),
+        ({"grpo__environment": "none"}, "config.grpo.environment: must be one of calculator, or module:function"),
+        (
+            {"grpo__environment": "calculator", "model__preset": "t5_test"},
+            "config.grpo.environment: is calculator, and an",
+        ),
     ],
 )
 def test_what_does_not_go_with_rollouts_is_refused(prompts_file, changes, words):

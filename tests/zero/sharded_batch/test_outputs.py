@@ -87,6 +87,7 @@ def loss_fn(params, batch, state):
         "right": right.sum(),
         "masked": zerojax.Mean(jnp.sum(right * batch["mask"]), batch["mask"].sum()),
         "weight": zerojax.Sum(batch["mask"].sum()),
+        "largest": outputs.Max(terms.max()),
         "accuracy": right.mean(),
         "step": state.step,
         "noise": jax.random.normal(own),
@@ -107,13 +108,15 @@ def on_one_device(steps):
             return loss.total / loss.weight, aux
 
         (loss, aux), grads = jax.jit(jax.value_and_grad(of_params, has_aux=True))(state.params)
-        plain = jax.tree.map(read, aux, is_leaf=lambda node: isinstance(node, (zerojax.Mean, zerojax.Sum)))
+        plain = jax.tree.map(read, aux, is_leaf=outputs.is_term)
         found.append({**plain["metrics"], "loss": loss})
         state = state.replace(**plain["state"]).apply_gradients(grads=grads)
     return state, found
 
 
 def read(node):
+    if isinstance(node, outputs.Max):
+        return node.value
     return node.total / node.weight if isinstance(node, zerojax.Mean) else getattr(node, "total", node)
 
 
@@ -159,7 +162,7 @@ def test_passes_are_weighed_by_their_weights_and_their_counts_add_up(reduce_dtyp
     whole, wanted = on_one_device(1)
     state, train_step = shard(make_state(), 3, reduce_dtype=reduce_dtype, grad_accum=2)
     state, metrics = train_step(state, jax.tree.map(lambda leaf: leaf.reshape(2, 8, *leaf.shape[1:]), BATCH))
-    for name in ("loss", "right", "masked", "weight", "accuracy", "step"):
+    for name in ("loss", "right", "masked", "weight", "largest", "accuracy", "step"):
         np.testing.assert_allclose(metrics[name], wanted[0][name], rtol=1e-6, err_msg=name)
     for found, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(whole.params)):
         np.testing.assert_allclose(found, expected, atol=ROUNDING)

@@ -9,7 +9,8 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ def regex(prompt: str, answer: str, label: str) -> float:
     return re.fullmatch(label, answer.strip()) is not None
 
 
-_MOST = float(np.finfo(np.float32).max)
+MOST = float(np.finfo(np.float32).max)
 REWARDS: Mapping[str, Reward] = {"exact": exact, "letters": letters, "regex": regex}
 
 
@@ -45,31 +46,49 @@ def find(name: str) -> Reward:
     Raises:
       UserError: there is none. The line begins with "reward".
     """
-    if name in REWARDS:
-        return REWARDS[name]
+    return found("reward", name, REWARDS, ("a prompt", "an answer", "a label"), ("", "", ""))
+
+
+def found(setting: str, name: str, table: Mapping[str, Any], takes: Sequence[str], example: Sequence[Any]) -> Any:
+    """Returns a row of a table of functions, or the function that "module:function" names; modules of the current folder are found too.
+
+    Args:
+      setting: what names it, for errors.
+      name: of a row, or "module:function".
+      table: the rows.
+      takes: the function's arguments, in words.
+      example: values of the arguments.
+
+    Raises:
+      UserError: there is none, or it takes other arguments. The line begins with `setting`.
+    """
+    if name in table:
+        return table[name]
     module, _, function = name.partition(":")
     if not module or not function:
-        raise UserError(f"reward: must be one of {', '.join(REWARDS)}, or module:function, and is {errors.shown(name)}")
+        raise UserError(
+            f"{setting}: must be one of {', '.join(table)}, or module:function, and is {errors.shown(name)}"
+        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), function)
+        own = getattr(importlib.import_module(module), function)
     except Exception as error:  # a module of a user may raise anything
         raise UserError(
-            f"reward: {name} cannot be imported ({errors.one_line(error)}); name a function of a module that Python finds from here"
+            f"{setting}: {name} cannot be imported ({errors.one_line(error)}); name a function of a module that Python finds from here"
         ) from error
-    if not callable(found):
-        raise UserError(f"reward: {name} is no function; name one of (prompt, answer, label)")
+    words = f"{', '.join(takes[:-1])} and {takes[-1]}" if len(takes) > 1 else takes[0]
+    if not callable(own):
+        raise UserError(f"{setting}: {name} is no function; name one of {words}")
     try:
-        inspect.signature(found).bind("", "", "")
+        inspect.signature(own).bind(*example)
     except TypeError as error:
         raise UserError(
-            f"reward: {name} cannot be called with a prompt, an answer and a label ({errors.one_line(error)}); take these three, each a "
-            f"text, and return a number"
+            f"{setting}: {name} cannot be called with {words} ({errors.one_line(error)}); take these alone"
         ) from error
     except ValueError:  # a function of C without a signature
         pass
-    return found
+    return own
 
 
 def score(reward: Reward, name: str, prompt: str, answer: str, label: str) -> float:
@@ -79,11 +98,11 @@ def score(reward: Reward, name: str, prompt: str, answer: str, label: str) -> fl
       UserError: the function fails, or gives no number that is finite in float32.
     """
     try:
-        found = float(reward(prompt, answer, label))
+        number = float(reward(prompt, answer, label))
     except Exception as error:
         raise UserError(
             f"reward: {name} failed for the answer {errors.shown(answer)} ({errors.one_line(error)}); mend it"
         ) from error
-    if not abs(found) <= _MOST:
-        raise UserError(f"reward: {name} gave {found} for the answer {errors.shown(answer)}; mend it")
-    return found
+    if not abs(number) <= MOST:
+        raise UserError(f"reward: {name} gave {number} for the answer {errors.shown(answer)}; mend it")
+    return number

@@ -26,6 +26,7 @@ from zerojax.errors import UserError
 TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO = "text", "seq2seq", "classification", "chat", "dpo", "grpo"
 BETWEEN_WORDS = " \n\t"
 _NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # fields of examples that are no text
+_SAID = "zq9"  # stands for an answer that was drawn
 _WORD = "a"  # stands for the first word of an answer that is not known
 
 
@@ -770,6 +771,27 @@ def chat_ends(chat: templates.JinjaChat, tokenizer: tokenizer_lib.Tokenizer) -> 
         return ()
     ids = tokenizer.encode_special(text[begin:end]).tolist()
     return tuple([token for token in ids if token in tokenizer.special_ids][-1:])
+
+
+def following(
+    chat: templates.Chat, tokenizer: tokenizer_lib.Tokenizer, end: int, messages: Sequence[templates.Message], last: int
+) -> list[int]:
+    """Returns the tokens of messages after an answer, with what begins the next answer.
+
+    Args:
+      chat: writes conversations.
+      tokenizer: encodes them.
+      end: ends an answer in the plain template.
+      messages: after the answer.
+      last: the answer's last token: where it is the one that ends an answer, that is not repeated.
+    """
+    talk = [{"role": templates.USER, "content": "a"}, {"role": templates.ASSISTANT, "content": _SAID}]
+    text = chat([*talk, *messages], True).partition(_SAID)[2]
+    if isinstance(chat, templates.JinjaChat):
+        ids = tokenizer.encode_special(text).tolist()
+    else:
+        ids = [end, *tokenizer.encode(text).tolist()]
+    return ids[1:] if ids[:1] == [last] else ids
 
 
 def _places(tokenizer: tokenizer_lib.Tokenizer) -> spans.Places:

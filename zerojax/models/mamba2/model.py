@@ -137,13 +137,15 @@ class Mamba2(nn.Module):
         tokens: jax.Array,
         segments: jax.Array | None = None,
         labeled: jax.Array | None = None,
+        labels_BT: jax.Array | None = None,
         by_token: bool | str = False,
     ) -> Any:
-        """Returns the mean next-token loss: float32[] from tokens int32[B, T + 1], of whose shape the others are.
+        """Returns the mean next-token loss: float32[] from tokens int32[B, T + 1], of whose shape the others are, or int32[B, T] with
+        `labels_BT`.
 
         With `by_token` it returns the loss of each token, float32[B, T]; see `layers.next_loss`. Rows may be padded at their ends.
         """
-        tokens_BT, labels_BT, ignored = layers.read_and_labels(tokens, labeled)
+        tokens_BT, labels_BT, ignored = layers.read_and_labels(tokens, labeled, labels_BT)
         x_BTD = self.hidden(tokens_BT, {"segments_BT": None if segments is None else segments[:, :-1]})
         return layers.next_loss(self._head(), x_BTD, labels_BT, ignored, by_token=by_token)
 
@@ -157,7 +159,7 @@ def loss(
     by_token: bool | str = False,
 ) -> Any:
     """Returns the mean loss of the next tokens, or the loss of each. There is no dropout, for which `key` would be."""
-    arrays = (batch["tokens"], batch.get("segments"), batch.get("labeled"), by_token)
+    arrays = (batch["tokens"], *map(batch.get, ("segments", "labeled", "labels")), by_token)
     return Mamba2(config).apply({"params": params}, *arrays, method="loss")
 
 

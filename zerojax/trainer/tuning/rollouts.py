@@ -1,28 +1,26 @@
 """Asks the model in training, and makes batches of its answers. This module holds what the task `grpo` does between two steps.
 
-The engine reads the weights of the state as they are, sharded as they are: a weight is gathered where it is used, as in a step. A group of
-answers to one prompt is rewarded, and `config.grpo.variant` makes advantages of that. Prompts and draws depend on the seed and the step
-alone, so a run that resumes asks the same. All processes ask the same; process 0 rewards the answers, and its numbers are those of all.
+Answers are drawn by the weights of the state as they are, sharded as they are (`drawing`), one to a prompt or several with what the
+user's environment says between them (`conversations`). A group of them is rewarded, and `config.grpo.variant` makes advantages of that.
+Prompts and draws depend on the seed and the step alone, so a run that resumes asks the same. All processes ask the same; process 0 rewards
+the answers, and its numbers are those of all.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax.data import batches, feed
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import rewards, rows, splits, tasks
+from zerojax.data.pairs import environments, rewards, rows, splits, tasks, templates
 from zerojax.errors import UserError
 from zerojax.inference import generate
-from zerojax.inference.engine import engine as engine_lib
-from zerojax.inference.engine import requests
 from zerojax.launch import processes
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
@@ -31,20 +29,9 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import examples, rewarded
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.tuning import answers
+from zerojax.trainer.tuning import answers, conversations, drawing
 from zerojax.tree import PyTree
-from zerojax.zero.blocks import where_used
-
-
-class _Model(NamedTuple):
-    """What the engine reads of a model."""
-
-    family: family_lib.Family
-    config: Any
-    special: family_lib.SpecialTokens
-    partition: Any
-    params: PyTree
-    adapters: Any
+from zerojax.zero.offload import fetched_params
 
 
 def check(config: settings_lib.Config, pairs: splits.Splits) -> None:
@@ -55,6 +42,15 @@ def check(config: settings_lib.Config, pairs: splits.Splits) -> None:
     """
     config_lib.batch_sizes(config, mesh_lib.ways(mesh_lib.make_mesh(**vars(config.mesh))))
     rewards.find(config.grpo.reward)
+    if config.grpo.environment:
+        environments.find(config.grpo.environment)
+        if pairs.form.is_encoder_decoder or jax.process_count() > 1:
+            why = (
+                "an encoder reads one prompt"
+                if pairs.form.is_encoder_decoder
+                else "threads of several processes differ"
+            )
+            raise UserError(f"config.grpo.environment: is {config.grpo.environment}, and {why}; omit it")
     longest = max(map(len, tasks.prompts(pairs.train.examples, pairs.form)))
     if not pairs.form.is_encoder_decoder and longest > config.seq_len + 1 - config.data.answer_len:
         raise UserError(
@@ -72,13 +68,15 @@ class Rollouts:
         tokenizer: tokenizer_lib.Tokenizer,
         pairs: splits.Splits,
         streams: feed.Feed,
+        tell: Callable[[str], object] = lambda line: None,
     ):
         self._reward = rewards.find(program.config.grpo.reward)
         self._program, self._tokenizer, self._pairs, self._streams = program, tokenizer, pairs, streams
         self._special = examples.special_tokens(program.family, program.weights.source, tokenizer, pairs.stops)
         self._prompts = list(tasks.prompts(pairs.train.examples, pairs.form))
         self._is_pair = program.family.is_encoder_decoder
-        self._engine: engine_lib.Engine | None = None
+        drawer = drawing.ByTraining if program.config.grpo.exact else drawing.ByEngine
+        self._drawer: drawing.Drawer = drawer(program, self._special, tell)
         adapted, bare = program.weights.adapted, program.family
         if adapted is not None:
             bare = families_lora.with_adapters(program.weights.family, adapted.chosen, 0)
@@ -86,11 +84,13 @@ class Rollouts:
             rewarded.OLD: _log_probs(program, program.family),
             rewarded.REFERENCE: _log_probs(program, bare),
         }
+        self._rules = self._made_rules()
         self._made: tuple[int, feed.Batch] | None = None
+        self.told: dict[str, float] = {}  # of the last step: the seconds of its phases, and what was drawn
 
     def next(self, step: int, params: PyTree) -> feed.Batch:
         """Returns the batch of a step, counted from 1: answers of `params`, or of the weights some inner steps before."""
-        number = (step - 1) // self._program.config.grpo.inner_steps
+        number, self.told = (step - 1) // self._program.config.grpo.inner_steps, {}
         if self._made is None or self._made[0] != number:
             self._made = number, self._ask(number, params)
         return self._made[1]
@@ -103,51 +103,85 @@ class Rollouts:
             batches.shuffled(first + at, size=len(self._prompts), seed=config.seed) for at in range(count // group)
         ]
         numbers = [index for index in picked for _ in range(group)]
-        engine = self._renewed(params)
-        asked = [
-            engine.submit(
-                self._prompts[index].tolist(),
-                temperature=1.0,
-                seed=config.seed,
-                stream=(number * count + at) % 2**32,
-                max_tokens=config.data.answer_len,
-            )
-            for at, index in enumerate(numbers)
-        ]
-        engine.run()
-        text = self._tokenizer.decode
-        told = [answers.text_of(self._tokenizer, self._special.stops, np.asarray(request.tokens)) for request in asked]
+        jax.block_until_ready(params)  # the phases of this step begin when the one before has ended
+        clock = _Clock()
+        self._drawer.renew(params)
+        prompts = [self._prompts[index] for index in numbers]
+        texts = [self._tokenizer.decode(ids) for ids in prompts]
+        talks = conversations.run(self._drawer, prompts, texts, number * count, self._rules)
+        self._drawer.release()
+        clock.lap("rollout_seconds")
         labels = [self._pairs.train.examples[index].answer.strip() for index in numbers]
         scores = np.zeros(count, np.float32)
         if processes.is_primary():
-            for row, (index, answer, label) in enumerate(zip(numbers, told, labels)):
-                prompt = text(self._prompts[index])
-                scores[row] = rewards.score(self._reward, config.grpo.reward, prompt, answer, label)
+            for row, (talk, text, label) in enumerate(zip(talks, texts, labels)):
+                own = rewards.score(self._reward, config.grpo.reward, text, talk.messages[-1]["content"], label)
+                scores[row] = own + talk.reward
         scores = np.asarray(multihost_utils.broadcast_one_to_all(scores))
-        made = [self._example(index, request) for index, request in zip(numbers, asked)]
-        by_row = rows.Rows(made, self._pairs.form, packs=False)
+        clock.lap("reward_seconds")
+        by_row = rows.Rows([self._example(talk) for talk in talks], self._pairs.form, packs=False)
         arrays = [by_row.arrays(row) for row in range(count)]
         batch = {name: np.stack([one[name] for one in arrays]) for name in arrays[0]}
         batch |= {
+            rewarded.DRAWN: _bits(_drawn(talks, self._program.lengths[rewarded.DRAWN], begins_at_answer=self._is_pair)),
             rewarded.REWARD: _bits(scores[:, None]),
             rewarded.ADVANTAGE: _bits(advantages(scores, group, config.grpo.variant)[:, None]),
         }
-        return self._with_log_probs(batch, params)
+        made = self._with_log_probs(batch, params)
+        clock.lap("log_prob_seconds")
+        self.told = self._told(talks, clock)
+        return made
 
-    def _example(self, index: int, request: requests.Request) -> tasks.Example:
-        """Returns an answer as a labeled example. Tokens that are always the same are no labels."""
-        prompt, new = self._prompts[index], np.asarray(request.tokens, np.int32)
-        labeled = np.ones(len(new), bool)
-        if self._special.forced_first is not None and (self._is_pair or len(prompt) == 1):
-            labeled[0] = False
-        if self._special.forced_last is not None and len(new) == request.most:
-            labeled[-1] = False
-        if self._is_pair:
-            return tasks.Example(
-                prompt, np.append(np.int32(self._special.start), new), np.append(False, labeled), 0, ""
-            )
-        tokens = np.concatenate([prompt, new]).astype(np.int32)
-        return tasks.Example(tokens, tokens[:0], np.append(np.zeros(len(prompt), bool), labeled), len(prompt), "")
+    def _told(self, talks: Sequence[conversations.Conversation], clock: "_Clock") -> dict[str, float]:
+        """Returns the metrics of a batch that the host knows."""
+        drawn = sum(len(talk.learned) - talk.learned.count(False) for talk in talks)
+        found = {**clock.seconds, "rollout_tokens_per_second": drawn / clock.seconds["rollout_seconds"]}
+        if self._rules.environment is not None:
+            found["turns"] = sum(talk.answers for talk in talks) / len(talks)
+            found["late"] = sum(talk.is_late for talk in talks) / len(talks)
+        return found
+
+    def _made_rules(self) -> conversations.Rules:
+        """Returns how conversations go on."""
+        config, form, tokenizer = self._program.config, self._pairs.form, self._tokenizer
+        chosen = config.grpo
+
+        def follow(messages: Sequence[templates.Message], last: int) -> list[int]:
+            return tokenizer.encode("".join(message["content"] for message in messages)).tolist()
+
+        if chosen.environment and self._pairs.template:
+            folder = examples.folder_of(config, tokenizer)
+            chat, _ = templates.chat_of(folder, config.data.chat_template, self._pairs.settings.now)
+            follow = functools.partial(tasks.following, chat, tokenizer, form.end)
+        return conversations.Rules(
+            environments.find(chosen.environment) if chosen.environment else None,
+            chosen.environment,
+            chosen.turns if chosen.environment else 1,
+            chosen.time_limit,
+            config.data.answer_len,
+            config.seq_len + 1,
+            lambda tokens: answers.text_of(tokenizer, self._special.stops, np.asarray(tokens)),
+            follow,
+            self._learned,
+        )
+
+    def _learned(self, answer: drawing.Answer) -> np.ndarray:
+        """Returns whether each token of an answer is learned, which those are not that are always the same."""
+        found = np.ones(len(answer.tokens), bool)
+        if self._special.forced_first is not None and (self._is_pair or len(answer.prompt) == 1):
+            found[0] = False
+        if self._special.forced_last is not None and len(answer.tokens) == answer.most:
+            found[-1] = False
+        return found
+
+    def _example(self, talk: conversations.Conversation) -> tasks.Example:
+        """Returns a conversation as a labeled example."""
+        tokens, labeled = np.asarray(talk.tokens, np.int32), np.asarray(talk.learned)
+        if not self._is_pair:
+            return tasks.Example(tokens, tokens[:0], labeled, talk.begin, "")
+        prompt, answer = np.split(tokens, [talk.begin])
+        targets = np.append(np.int32(self._special.start), answer)
+        return tasks.Example(prompt, targets, np.append(False, labeled[talk.begin :]), 0, "")
 
     def _with_log_probs(self, batch: Mapping[str, np.ndarray], params: PyTree) -> feed.Batch:
         """Returns the batch on the devices, with the log-probabilities that its loss reads."""
@@ -163,34 +197,36 @@ class Rollouts:
             found[name] = _bits(np.concatenate(parts))
         return self._streams.placed(found)
 
-    def _renewed(self, params: PyTree) -> engine_lib.Engine:
-        """Returns the engine with these weights."""
-        if self._engine is not None:
-            self._engine.renew(params)
-            return self._engine
-        program, config = self._program, self._program.config
-        ways, group = mesh_lib.size(program.mesh, mesh_lib.SUMMED), config.grpo.group
-        is_pair, answer = self._is_pair, config.data.answer_len
-        model = _Model(program.family, program.model, self._special, program.partition, params, program.weights.adapted)
-        self._engine = engine_lib.Engine(
-            model,
-            params,
-            is_gathered=True,
-            dtype=config.policy.compute_dtype,
-            slots=program.sizes.global_batch_size,
-            max_len=answer + 1 if is_pair else config.seq_len + 1,
-            max_inputs=config.seq_len,
-            chunk=config.seq_len,
-            together=math.lcm(group, ways),
-            prefill_tokens=program.sizes.global_batch_size * config.seq_len,
-        )
-        return self._engine
-
 
 def advantages(scores: np.ndarray, group: int, variant: str) -> np.ndarray:
     """Returns float32[answers] as a row of `ratios.VARIANTS` makes them of rewards; groups are neighbours."""
     groups = scores.reshape(-1, group).astype(np.float64)  # a square of a large reward has no float32
     return ratios.VARIANTS[variant]().advantages(groups).astype(np.float32).ravel()
+
+
+def _drawn(talks: Sequence[conversations.Conversation], length: int, *, begins_at_answer: bool) -> np.ndarray:
+    """Returns the log-probabilities with which tokens were drawn, at the places of their labels: float32[answers, length].
+
+    The first label is the token after the first, or the first of an answer that has an array of its own.
+    """
+    found = np.zeros((len(talks), length), np.float32)
+    for row, talk in zip(found, talks):
+        own = talk.log_probs[talk.begin if begins_at_answer else 1 :]
+        row[: len(own)] = own
+    return found
+
+
+class _Clock:
+    """Measures phases, one after the other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Notes the seconds since the last lap."""
+        now = time.perf_counter()
+        self.seconds[name], self._began = now - self._began, now
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
@@ -200,12 +236,10 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 def _log_probs(program: program_lib.Program, family: family_lib.Family) -> Callable[..., jax.Array]:
     """Returns f(params, batch) -> the log-probabilities of labels, float32[rows, tokens]."""
-    partition, model = program.partition, program.model
-    how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, model), "remat": "full"}
+    model, dtype = program.model, program.config.policy.compute_dtype
+    how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, model)}
 
     def of_rows(params: PyTree, batch: feed.Batch) -> jax.Array:
         return -family.loss(model, params, batch, by_token=True)
 
-    dtype = program.config.policy.compute_dtype
-    sharded = where_used.where_used(of_rows, partition.placements, compute_dtype=dtype, **how)
-    return jax.jit(sharded, out_shardings=NamedSharding(partition.mesh, P()))
+    return fetched_params.on_all(of_rows, program.partition, compute_dtype=dtype, **how)

@@ -172,12 +172,13 @@ def averaged(sums: PyTree, count: jax.Array | int) -> PyTree:
 
 def added_terms(sums: PyTree, new: PyTree) -> PyTree:
     """Returns the sum of two passes' `outputs.terms`."""
-    return jax.tree.map(
-        lambda total, term: term if isinstance(term, outputs.Same) else jax.tree.map(jnp.add, total, term),
-        sums,
-        new,
-        is_leaf=outputs.is_term,
-    )
+
+    def added(total: Any, term: Any) -> Any:
+        if isinstance(term, outputs.Same):
+            return term
+        return jax.tree.map(jnp.maximum if isinstance(term, outputs.Max) else jnp.add, total, term)
+
+    return jax.tree.map(added, sums, new, is_leaf=outputs.is_term)
 
 
 def divided_terms(sums: PyTree, passes: int) -> PyTree:

@@ -6,6 +6,7 @@ is one value:
 
     Mean(total, weight)           sum of totals / sum of weights
     Sum(total)                    sum of totals
+    Max(value)                    of metrics: the largest value
     floating, complex             the mean over devices (of metrics also over passes)
     integer, reads no example     the value for the whole batch: a step, a count of calls, the number of rows, a split random key
     integer, a sum over examples  the sum: a metric is added over devices and passes, in the state what is added to the old value is
@@ -70,6 +71,18 @@ class Sum:
     total: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Max:
+    """A metric that is the largest of the values over devices and passes.
+
+    Attributes:
+      value: float[], the largest of the examples that the loss function sees.
+    """
+
+    value: Any
+
+
 Value = Mean | Sum | jax.Array  # of a loss
 # Metrics of a step that a loss function may not return, but the loss itself.
 _OWN = ("loss", "grad_norm", "clipped_norm", "loss_scale", "skipped_steps", "overflow_leaf", "is_exhausted")
@@ -111,14 +124,15 @@ def with_aux(loss_fn: Callable[..., Any], scale: Callable[[Any], Any]) -> Callab
 
 
 def terms(metrics: PyTree, before: State, program: Callable[[], dependence.TracedLoss], passes: int) -> PyTree:
-    """Returns metrics of one of `passes` as terms that can be added over passes and devices: floating arrays, `Mean`, `Sum`, `Same`."""
+    """Returns metrics of one of `passes` as terms that can be put together over passes and devices: floating arrays, `Mean`, `Sum`, `Max`,
+    `Same`."""
 
     def term(path: str, leaf: Leaf) -> Leaf:
         name = f"metrics/{path}"
         if any(map(jnp.ndim, jax.tree.leaves(leaf))):
             dependence.refuse_rows(name, leaf, program())
         leaf = jax.tree.map(lambda part: without_gradient(jnp.asarray(part)), leaf)
-        if is_total(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if is_term(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf
         kind = program().kind(name)
         if kind == dependence.SAME and not (passes > 1 and program().reads(name)):
@@ -130,14 +144,14 @@ def terms(metrics: PyTree, before: State, program: Callable[[], dependence.Trace
             f"loss_fn: returned {name}, {type_of(leaf)}, which differs between devices or passes and is no sum over examples; {WAY_OUT}"
         )
 
-    return tree.map_with_path(term, metrics, is_leaf=is_total)
+    return tree.map_with_path(term, metrics, is_leaf=is_term)
 
 
 def values(metrics: PyTree) -> PyTree:
     """Returns the values of metrics given as `terms` of all devices."""
 
     def of_term(term: Leaf) -> Leaf:
-        return term.value if isinstance(term, Same) else value(term)
+        return term.value if isinstance(term, Max | Same) else value(term)
 
     return jax.tree.map(of_term, metrics, is_leaf=is_term)
 
@@ -148,6 +162,8 @@ def of_all_devices(metrics: PyTree) -> PyTree:
     def added_up(term: Leaf) -> Leaf:
         if isinstance(term, Same):
             return term
+        if isinstance(term, Max):
+            return Max(jax.lax.pmax(term.value, mesh_lib.SUMMED))
         return psum(term) if is_total(term) else jax.lax.pmean(term, mesh_lib.SUMMED)
 
     return jax.tree.map(added_up, metrics, is_leaf=is_term)
@@ -284,7 +300,7 @@ def without_gradient(leaf: Leaf) -> Leaf:
 
 def is_term(node: PyTree) -> bool:
     """Returns whether a node of `terms` is one that is no array."""
-    return is_total(node) or isinstance(node, Same)
+    return is_total(node) or isinstance(node, Max | Same)
 
 
 def type_of(value: Any) -> str:

@@ -1,0 +1,311 @@
+"""Draws answers from the model in training. This module holds the two ways: the engine, and the forward pass of training.
+
+The engine keeps what it has read, so a token costs one row of each matmul. Its sums have another order than those of a training step, so
+its log-probabilities differ a little from training's. The forward pass of training (`config.grpo.exact`) reads all rows anew for each
+token: an answer of n tokens costs n forward passes of the batch, and its log-probabilities are those of the training step, bit for bit.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import display, precision, tree
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+from zerojax.inference import generate
+from zerojax.inference.engine import engine as engine_lib
+from zerojax.inference.engine import requests
+from zerojax.models import family as family_lib
+from zerojax.models import layers
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import program as program_lib
+from zerojax.tree import PyTree
+from zerojax.zero import stages
+from zerojax.zero.gradients import forward_only
+from zerojax.zero.host import selection
+from zerojax.zero.offload import fetched_params
+from zerojax.zero.update import padding
+
+FREE = 0.5  # of a device's free bytes, which gathered weights may take: caches and what programs compute need the rest
+
+
+@dataclasses.dataclass
+class Answer:
+    """An answer so far.
+
+    Attributes:
+      row: of the batch, whose only answer it is.
+      prompt: what is answered.
+      stream: tells its draws apart from those of other answers.
+      most: the most tokens that it may have.
+      tokens: those that it has, with the one that ended it.
+      log_probs: of each of them, by the program that drew it.
+      is_done: whether it has ended.
+    """
+
+    row: int
+    prompt: Sequence[int]
+    stream: int
+    most: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    is_done: bool = False
+
+
+class Drawer(Protocol):
+    """Draws answers at temperature 1. A draw depends on the seed, the stream and the token's number alone."""
+
+    def renew(self, params: PyTree) -> None:
+        """Draws from now on by these weights. Nothing may be asked still."""
+
+    def submit(self, answer: Answer) -> None:
+        """Asks for an answer, of which `step` draws the tokens."""
+
+    def step(self) -> bool:
+        """Adds tokens to the answers that are asked for, and returns whether one is not done."""
+
+    def release(self) -> None:
+        """Frees what was made of the weights. Nothing may be asked still, and `renew` comes before the next answer."""
+
+
+class _Model(NamedTuple):
+    """What the engine reads of a model."""
+
+    family: family_lib.Family
+    config: Any
+    special: family_lib.SpecialTokens
+    partition: Any
+    params: PyTree
+    adapters: Any
+
+
+class ByEngine:
+    """Draws by the engine.
+
+    Where the state's weights are sharded, they are gathered once in the compute dtype, and freed before the update. If they do not fit,
+    the engine reads them as they are, and gathers each where it is used, for each token.
+
+    Args:
+      program: of the run.
+      special: the tokens that begin and end texts.
+      tell: prints a line.
+    """
+
+    def __init__(
+        self,
+        program: program_lib.Program,
+        special: family_lib.SpecialTokens,
+        tell: Callable[[str], object] = lambda line: None,
+    ):
+        self._program, self._special, self._tell = program, special, tell
+        self._engine: engine_lib.Engine | None = None
+        self._asked: list[tuple[Answer, requests.Request]] = []
+        self._gather: Callable[[PyTree], PyTree] | None = None
+        self._gathered: PyTree = ()
+
+    def renew(self, params: PyTree) -> None:
+        """See `Drawer`."""
+        if self._engine is None:
+            self._gather = _gather(self._program, self._tell)
+        if self._gather is not None:
+            params = self._gathered = self._gather(params)
+        if self._engine is None:
+            self._engine = self._made(params)
+        else:
+            self._engine.renew(params)
+
+    def release(self) -> None:
+        """See `Drawer`."""
+        for leaf in jax.tree.leaves(self._gathered):
+            leaf.delete()
+        self._gathered = ()
+
+    def submit(self, answer: Answer) -> None:
+        """See `Drawer`."""
+        assert self._engine is not None
+        how: dict[str, Any] = {"temperature": 1.0, "seed": self._program.config.seed, "logprobs": 0}
+        request = self._engine.submit(answer.prompt, stream=answer.stream, max_tokens=answer.most, **how)
+        self._asked.append((answer, request))
+
+    def step(self) -> bool:
+        """See `Drawer`."""
+        assert self._engine is not None
+        goes_on = self._engine.step()
+        for answer, request in self._asked:
+            if request.finish:
+                answer.tokens, answer.is_done = list(request.tokens), True
+                answer.log_probs = [found.own for found in request.logprobs]
+        self._asked = [asked for asked in self._asked if not asked[0].is_done]
+        return goes_on or bool(self._asked)
+
+    def _made(self, params: PyTree) -> engine_lib.Engine:
+        program, config = self._program, self._program.config
+        is_pair, answer = program.family.is_encoder_decoder, config.data.answer_len
+        ways, count = mesh_lib.size(program.mesh, mesh_lib.SUMMED), program.sizes.global_batch_size
+        partition = program.partition if self._gather is None else program.baseline
+        model = _Model(program.family, program.model, self._special, partition, params, program.weights.adapted)
+        return engine_lib.Engine(
+            model,
+            params,
+            is_gathered=True,
+            dtype=config.policy.compute_dtype,
+            slots=count,
+            max_len=answer + 1 if is_pair else config.seq_len + 1,
+            max_inputs=config.seq_len,
+            chunk=config.seq_len,
+            together=math.lcm(config.grpo.group, ways),
+            prefill_tokens=count * config.seq_len,
+        )
+
+
+class ByTraining:
+    """Draws by the forward pass of training, on rows of the same shapes as those of a step.
+
+    Args:
+      program: of the run.
+      special: the tokens that begin and end texts.
+
+    Raises:
+      UserError: the positions of a text depend on its length.
+    """
+
+    def __init__(
+        self,
+        program: program_lib.Program,
+        special: family_lib.SpecialTokens,
+        tell: Callable[[str], object] = lambda line: None,
+    ):
+        stretch, seq_len = program.family.stretch(program.model), program.config.seq_len
+        if stretch is not None and seq_len > stretch.after:
+            raise UserError(
+                f"config.grpo.exact: the positions of a text of more than {stretch.after} tokens depend on its length, which grows with "
+                f"its answer; set it to False, or --config.seq_len={stretch.after}"
+            )
+        self._program, self._special = program, special
+        self._draws, self._params = _draws(program), None
+        self._asked: dict[int, Answer] = {}  # by row: each stays where the step has it
+
+    def renew(self, params: PyTree) -> None:
+        """See `Drawer`."""
+        self._params = params
+
+    def submit(self, answer: Answer) -> None:
+        """See `Drawer`."""
+        self._asked[answer.row] = answer
+
+    def release(self) -> None:
+        """See `Drawer`."""
+
+    def step(self) -> bool:
+        """See `Drawer`."""
+        size = self._program.sizes.rows
+        for number in sorted({row // size for row in self._asked}):
+            self._add({row % size: answer for row, answer in self._asked.items() if row // size == number})
+        self._asked = {row: answer for row, answer in self._asked.items() if not answer.is_done}
+        return bool(self._asked)
+
+    def _add(self, answers: Mapping[int, Answer]) -> None:
+        """Adds a token to each of some answers, by their rows of a pass."""
+        arrays, is_pair = self._arrays(answers), self._program.family.is_encoder_decoder
+        rows = generate.sharded_rows(arrays, self._program.mesh)
+        drawn, losses = map(np.asarray, self._draws(self._params, rows))
+        for row, answer in answers.items():
+            place, number = _last(answer, is_pair=is_pair), len(answer.tokens)
+            token = int(drawn[row, place])
+            if self._special.forced_last is not None and number == answer.most - 1:
+                token = self._special.forced_last
+            if self._special.forced_first is not None and place == 0:
+                token = self._special.forced_first
+            answer.tokens.append(token)
+            answer.log_probs.append(-float(losses[row, place]))
+            answer.is_done = token in self._special.stops or len(answer.tokens) == answer.most
+
+    def _arrays(self, answers: Mapping[int, Answer]) -> dict[str, np.ndarray]:
+        """Returns what a pass reads of some answers, with the bits of the draw after the last token of each."""
+        lengths, is_pair = self._program.lengths, self._program.family.is_encoder_decoder
+        text = "targets" if is_pair else "tokens"
+        shapes = {text: lengths[text] - 1, "labels": lengths[text] - 1}
+        shapes |= {name: lengths[name] for name in ("inputs", "mask") if is_pair}
+        found = {name: np.zeros((self._program.sizes.rows, length), np.int32) for name, length in shapes.items()}
+        if is_pair:
+            found["mask"][:, 0] = 1  # of rows without an answer too
+        for row, answer in answers.items():
+            begin = [self._special.start] if is_pair else answer.prompt
+            words = [*begin, *answer.tokens]
+            found[text][row, : len(words)] = words
+            if is_pair:
+                found["inputs"][row, : len(answer.prompt)], found["mask"][row, : len(answer.prompt)] = answer.prompt, 1
+            sequence = np.random.SeedSequence([self._program.config.seed, answer.stream, len(answer.tokens)])
+            found["labels"][row, len(words) - 1] = sequence.generate_state(1).view(np.int32)[0]
+        return found
+
+
+def _gather(program: program_lib.Program, tell: Callable[[str], object]) -> Callable[[PyTree], PyTree] | None:
+    """Returns f(params) -> copies of them, gathered on each device, in the compute dtype; None where that changes nothing or does not fit.
+
+    Weights that travel packed are gathered where they are used, as in a step, which rounds them.
+    """
+    config, dtype = program.config, program.config.policy.compute_dtype
+    if not stages.STAGES[config.zero.stage].params or config_lib.make_wires(config).is_on or program.mesh.size == 1:
+        return None
+
+    def cast(params: PyTree) -> PyTree:
+        whole = padding.unpad({"params": params}, program.partition)["params"]
+        # Copies, also of what is replicated: they are deleted.
+        return jax.tree.map(jnp.copy, precision.cast_floating(whole, dtype))
+
+    shardings = program.baseline.shardings.params
+    found = jax.eval_shape(cast, program.partition.abstract_state.params)
+    placed = jax.tree.map(
+        lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own), found, shardings
+    )
+    taken, free = sum(map(tree.shard_bytes, jax.tree.leaves(placed))), _free()
+    if free is not None and taken > free * FREE:
+        tell(
+            f"answers are drawn by weights that are gathered for each token: gathered once they take {display.human(taken)} of a device, "
+            f"of which {display.human(free)} are free"
+        )
+        return None
+    tell(
+        f"answers are drawn by weights gathered once a step, {display.human(taken)} on each device, freed before the update"
+    )
+    return jax.jit(cast, out_shardings=shardings)
+
+
+def _free() -> int | None:
+    """Returns the free bytes of process 0's first device, None where its backend does not report them. All processes must call it."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    own = stats.get("bytes_limit", -1) - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else -1
+    # In two words: JAX would make a large integer one of 32 bits.
+    high, low = (int(word) for word in multihost_utils.broadcast_one_to_all(np.array(divmod(own, 2**20), np.int32)))
+    return None if high < 0 else high * 2**20 + low
+
+
+def _last(answer: Answer, *, is_pair: bool) -> int:
+    """Returns the place of an answer's last token in the text that the model reads."""
+    return len(answer.tokens) + (0 if is_pair else len(answer.prompt) - 1)
+
+
+def _draws(program: program_lib.Program) -> Callable[[PyTree, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
+    """Returns f(params, batch) -> a token after each token of the batch's text, and its loss, int32 and float32[rows, length]."""
+    family, model, partition = program.family, program.model, program.partition
+    how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, model)}
+
+    def of_rows(params: PyTree, batch: Mapping[str, jax.Array]) -> Any:
+        return family.loss(model, params, batch, by_token=layers.DRAWS)
+
+    how |= {"compute_dtype": program.config.policy.compute_dtype}
+    if selection.are_params_on_host(partition):
+        by_row: Callable[..., Any] = fetched_params.by_row(of_rows, partition, **how)
+    else:
+        by_row = jax.jit(forward_only.by_row(of_rows, partition, **how))
+    replicated = jax.jit(lambda found: found, out_shardings=NamedSharding(partition.mesh, P()))
+    return lambda params, batch: replicated(by_row(params, (batch,)))
