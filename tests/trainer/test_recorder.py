@@ -62,6 +62,16 @@ def test_a_record_holds_the_times_of_its_step(opened, tmp_path):
     assert 0 <= record["host_seconds"] <= record["step_seconds"]
 
 
+def test_what_makes_a_steps_batch_is_told_apart_from_its_training(opened, tmp_path):
+    for step, before in ((1, {}), (3, {"rollout_seconds": -3.0, "log_prob_seconds": -1.0})):
+        opened.push(step, numbers() | before)
+        opened.flush()
+    plain, made = metrics.read(tmp_path)
+    assert "train_seconds" not in plain
+    assert made["train_seconds"] == pytest.approx(made["step_seconds"] + 4.0)
+    assert made["train_tokens_per_second"] == pytest.approx(100 / made["train_seconds"])
+
+
 def test_two_results_that_are_read_at_once_do_not_make_a_step_fast(opened, tmp_path):
     opened._clock = 0.0
     for step, arrived in enumerate((3.0, 4.0, 5.0, 7.0, 7.001, 8.0), 1):

@@ -178,7 +178,7 @@ def row(config: settings_lib.Config, family: family_lib.Family, model: ModelConf
 
 def lengths_of_answer(config: settings_lib.Config, found: Mapping[str, int]) -> Mapping[str, int]:
     """Returns the lengths of the arrays of one answer of a row, which holds all of a pair."""
-    count = rows.answers(found)
+    count = examples.compared(config)
     return {name: length if name in rows.PROMPT else length // count for name, length in found.items()}
 
 

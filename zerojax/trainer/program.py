@@ -21,7 +21,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, mixture, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import rows, splits
+from zerojax.data.pairs import splits
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.launch import watch
@@ -32,9 +32,9 @@ from zerojax.ops import context_attention, token_order
 from zerojax.optim import balance, master_weights, registry, schedules
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import examples, ranges, setting_names, steps
 from zerojax.trainer import forward as forward_lib
 from zerojax.trainer import model as model_lib
-from zerojax.trainer import ranges, setting_names, steps
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import weights as weights_lib
 from zerojax.tree import PyTree
@@ -119,7 +119,7 @@ class Program:
     @property
     def tokens_per_step(self) -> int:
         """Returns the tokens of a batch; all answers of a pair count."""
-        return self.sizes.global_batch_size * self.config.seq_len * rows.answers(self.lengths)
+        return self.sizes.global_batch_size * self.config.seq_len * examples.compared(self.config)
 
     @property
     def flops_per_token(self) -> float:

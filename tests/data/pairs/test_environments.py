@@ -14,7 +14,7 @@ def test_the_calculator_answers_one_call_with_the_value_of_the_prompt():
     assert found == [{"role": "tool", "content": "3"}] and reward == 0.5
     assert environments.calculator([ASKED, {**CALL, "content": "3"}]) == (None, 0.0)
     assert environments.calculator([ASKED, CALL, *found, {**CALL, "content": "3"}]) == (None, 0.0)
-    assert environments.calculator([ASKED, CALL, *found, dict(CALL)]) == (None, 0.0)
+    assert environments.calculator([ASKED, CALL, *found, dict(CALL)]) == (None, -0.5)
 
 
 @pytest.mark.parametrize("text", ["2**9", "__import__('os')", "1.5+1", "7//0", "(", "True+1"])

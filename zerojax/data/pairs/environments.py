@@ -29,10 +29,15 @@ _OPERATORS = {
 
 
 def calculator(messages: list[templates.Message]) -> Found:
-    """Answers the first "?" with the value of the prompt, whole numbers with + - * // % and a "=" behind them, and rewards it with 0.5."""
+    """Answers the first "?" with the value of the prompt, whole numbers with + - * // % and a "=" behind them, and rewards it with 0.5.
+
+    A second one costs as much, so that a model which always asks learns to say what it heard.
+    """
     calls = [message for message in messages if message["content"].strip() == CALL]
-    if len(calls) != 1 or messages[-1] is not calls[0]:
+    if not calls or messages[-1] is not calls[-1]:
         return None, 0.0
+    if len(calls) > 1:
+        return None, -_OF_CALL
     return [{"role": "tool", "content": str(value(messages[0]["content"].strip().removesuffix("=")))}], _OF_CALL
 
 

@@ -130,11 +130,6 @@ def of_pair(lengths: Mapping[str, int], answers: int) -> dict[str, int]:
     return {**found, REFERENCE: answers}
 
 
-def answers(lengths: Mapping[str, int]) -> int:
-    """Returns the number of answers of a row, from the lengths of its arrays."""
-    return lengths.get(REFERENCE, 1)
-
-
 def lengths(form: tasks.RowForm, *, packs: bool) -> dict[str, int]:
     """Returns the lengths of a row's arrays, by name."""
     if form.classes:

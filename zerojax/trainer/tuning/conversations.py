@@ -1,4 +1,4 @@
-"""Draws conversations with a model in training: its answers, and what the user's environment says between them.
+"""Draws conversations with a model in training. This module puts what the user's environment says between its answers.
 
 A conversation whose answer is done waits for its environment, which runs in a thread, while tokens of other conversations are drawn. Only
 the model's tokens are learned.
@@ -74,7 +74,7 @@ class Rules:
     room: int
     text_of: Callable[[Sequence[int]], str]
     follow: Callable[[Sequence[templates.Message], int], list[int]]
-    learned: Callable[[drawing.Answer], np.ndarray]
+    learned: Callable[[drawing.DrawnAnswer], np.ndarray]
 
 
 def run(
@@ -108,7 +108,7 @@ class _Round:
             )
             for row, (ids, text) in enumerate(zip(prompts, texts))
         ]
-        self._drawn: list[tuple[Conversation, drawing.Answer]] = []
+        self._drawn: list[tuple[Conversation, drawing.DrawnAnswer]] = []
         self._asked: dict[int, float] = {}  # row -> the time until which its environment may answer
         self._said: queue.SimpleQueue[tuple[int, environments.Found | UserError]] = queue.SimpleQueue()
 
@@ -129,12 +129,12 @@ class _Round:
         """Asks for the next answer of a conversation."""
         rules, prompt = self._rules, list(talk.tokens)
         stream = ((self._first + talk.row) * rules.turns + talk.answers) % 2**32
-        answer = drawing.Answer(talk.row, prompt, stream, rules.answer)
+        answer = drawing.DrawnAnswer(talk.row, prompt, stream, rules.answer)
         talk.answers += 1
         self._drawn.append((talk, answer))
         self._drawer.submit(answer)
 
-    def _answered(self, talk: Conversation, answer: drawing.Answer) -> None:
+    def _answered(self, talk: Conversation, answer: drawing.DrawnAnswer) -> None:
         """Adds an answer to its conversation, and asks the environment, if there is one."""
         rules = self._rules
         talk.add(answer.tokens, answer.log_probs, rules.learned(answer).tolist())

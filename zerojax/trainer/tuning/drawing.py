@@ -38,7 +38,7 @@ FREE = 0.5  # of a device's free bytes, which gathered weights may take: caches 
 
 
 @dataclasses.dataclass
-class Answer:
+class DrawnAnswer:
     """An answer so far.
 
     Attributes:
@@ -66,7 +66,7 @@ class Drawer(Protocol):
     def renew(self, params: PyTree) -> None:
         """Draws from now on by these weights. Nothing may be asked still."""
 
-    def submit(self, answer: Answer) -> None:
+    def submit(self, answer: DrawnAnswer) -> None:
         """Asks for an answer, of which `step` draws the tokens."""
 
     def step(self) -> bool:
@@ -107,7 +107,7 @@ class ByEngine:
     ):
         self._program, self._special, self._tell = program, special, tell
         self._engine: engine_lib.Engine | None = None
-        self._asked: list[tuple[Answer, requests.Request]] = []
+        self._asked: list[tuple[DrawnAnswer, requests.Request]] = []
         self._gather: Callable[[PyTree], PyTree] | None = None
         self._gathered: PyTree = ()
 
@@ -128,7 +128,7 @@ class ByEngine:
             leaf.delete()
         self._gathered = ()
 
-    def submit(self, answer: Answer) -> None:
+    def submit(self, answer: DrawnAnswer) -> None:
         """See `Drawer`."""
         assert self._engine is not None
         how: dict[str, Any] = {"temperature": 1.0, "seed": self._program.config.seed, "logprobs": 0}
@@ -191,13 +191,13 @@ class ByTraining:
             )
         self._program, self._special = program, special
         self._draws, self._params = _draws(program), None
-        self._asked: dict[int, Answer] = {}  # by row: each stays where the step has it
+        self._asked: dict[int, DrawnAnswer] = {}  # by row: each stays where the step has it
 
     def renew(self, params: PyTree) -> None:
         """See `Drawer`."""
         self._params = params
 
-    def submit(self, answer: Answer) -> None:
+    def submit(self, answer: DrawnAnswer) -> None:
         """See `Drawer`."""
         self._asked[answer.row] = answer
 
@@ -212,7 +212,7 @@ class ByTraining:
         self._asked = {row: answer for row, answer in self._asked.items() if not answer.is_done}
         return bool(self._asked)
 
-    def _add(self, answers: Mapping[int, Answer]) -> None:
+    def _add(self, answers: Mapping[int, DrawnAnswer]) -> None:
         """Adds a token to each of some answers, by their rows of a pass."""
         arrays, is_pair = self._arrays(answers), self._program.family.is_encoder_decoder
         rows = generate.sharded_rows(arrays, self._program.mesh)
@@ -228,7 +228,7 @@ class ByTraining:
             answer.log_probs.append(-float(losses[row, place]))
             answer.is_done = token in self._special.stops or len(answer.tokens) == answer.most
 
-    def _arrays(self, answers: Mapping[int, Answer]) -> dict[str, np.ndarray]:
+    def _arrays(self, answers: Mapping[int, DrawnAnswer]) -> dict[str, np.ndarray]:
         """Returns what a pass reads of some answers, with the bits of the draw after the last token of each."""
         lengths, is_pair = self._program.lengths, self._program.family.is_encoder_decoder
         text = "targets" if is_pair else "tokens"
@@ -289,7 +289,7 @@ def _free() -> int | None:
     return None if high < 0 else high * 2**20 + low
 
 
-def _last(answer: Answer, *, is_pair: bool) -> int:
+def _last(answer: DrawnAnswer, *, is_pair: bool) -> int:
     """Returns the place of an answer's last token in the text that the model reads."""
     return len(answer.tokens) + (0 if is_pair else len(answer.prompt) - 1)
 
