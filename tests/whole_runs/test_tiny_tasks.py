@@ -39,4 +39,4 @@ def test_grpo_learns_from_chance_to_nine_in_ten(cache_dir, tmp_path, variant):
 def test_a_calculator_is_called_from_chance_to_nearly_always(cache_dir, tmp_path):
     lines = [line for line in trained("calculator_tiny", tmp_path, 1) if "loss" in line]
     assert lines[0]["turns"] < 1.1 and lines[-1]["turns"] > 1.9
-    assert lines[0]["reward"] < 0.1 and lines[-1]["reward"] > 1.4
+    assert lines[0]["reward"] < 0.1 and lines[-1]["reward"] > 1.2
