@@ -165,7 +165,7 @@ class Rollouts:
             self._learned,
         )
 
-    def _learned(self, answer: drawing.Answer) -> np.ndarray:
+    def _learned(self, answer: drawing.DrawnAnswer) -> np.ndarray:
         """Returns whether each token of an answer is learned, which those are not that are always the same."""
         found = np.ones(len(answer.tokens), bool)
         if self._special.forced_first is not None and (self._is_pair or len(answer.prompt) == 1):
