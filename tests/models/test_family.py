@@ -89,7 +89,8 @@ def test_every_layer_is_a_block_and_the_head_is_a_head(family):
 def test_every_weight_has_a_name_at_hugging_face_and_none_has_two(family):
     table, names = family.huggingface.tensors(small(family)), {}
     for path, _ in tree.flatten(family_lib.abstract_params(family.parts, small(family))):
-        names[path] = table[re.sub(r"_\d+/", "_{}/", path)].name.format(*re.findall(r"_(\d+)/", path))
+        name = table[re.sub(r"_\d+/", "_{}/", path)].name
+        names[path] = name.format(*re.findall(r"_(\d+)/", path), expert="{expert}")
     assert len(set(names.values())) == len(names)
 
 
@@ -114,7 +115,9 @@ def test_shapes_and_operations_are_counted_on_any_device_whatever_the_attention_
 
 
 def test_the_written_config_is_read_back(family):
-    for config in (small(family), dataclasses.replace(small(family), tie_embeddings=not small(family).tie_embeddings)):
+    config = small(family)
+    other = dataclasses.replace(config, tie_embeddings=not config.tie_embeddings)
+    for config in (config,) if "nemotron_test" in family.presets else (config, other):  # whose class ties none
         table = family.huggingface
         weights = {
             re.sub(r"_\d+/", "_{}/", p) for p, _ in tree.flatten(family_lib.abstract_params(family.parts, config))

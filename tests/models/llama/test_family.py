@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import runs
 
+from zerojax.errors import UserError
 from zerojax.models.llama import family as presets
 from zerojax.models.llama import model as llama
 from zerojax.models.llama.config import Heads
@@ -39,11 +40,18 @@ AGAIN = {"mixtral_8x22b", "qwen3_235b_a22b", "moonlight_16b_a3b", "gpt_oss_120b"
 @pytest.mark.parametrize("name", runs.cases(presets.PRESETS, long=AGAIN))
 def test_every_preset_runs(name):
     shape = presets.PRESETS[name]
-    shape = dataclasses.replace(shape, vocab_size=shape.vocab_size or 257, num_layers=2)
+    layers = shape.num_layers if shape.sharing_layers else 2
+    shape = dataclasses.replace(shape, vocab_size=shape.vocab_size or 257, num_layers=layers)
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
     logits, _ = jax.eval_shape(llama.Llama(shape).init_with_output, jax.random.key(0), tokens)
     assert logits.shape == (2, 16, shape.vocab_size) and logits.dtype == jnp.float32
     assert shape.num_heads % shape.num_kv_heads == 0
+
+
+def test_a_layer_that_shares_the_keys_of_none_is_refused():
+    shape = dataclasses.replace(presets.PRESETS["gemma3n_test"], vocab_size=257)
+    with pytest.raises(UserError, match="num_layers: is 2, and the last 2 "):
+        llama.parts(dataclasses.replace(shape, num_layers=2, sharing_layers=2))
 
 
 def test_windows_are_counted_in_operations():

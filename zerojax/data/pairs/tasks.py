@@ -787,10 +787,10 @@ def following(
     """
     talk = [{"role": templates.USER, "content": "a"}, {"role": templates.ASSISTANT, "content": _SAID}]
     text = chat([*talk, *messages], True).partition(_SAID)[2]
-    if isinstance(chat, templates.JinjaChat):
-        ids = tokenizer.encode_special(text).tolist()
-    else:
-        ids = [end, *tokenizer.encode(text).tolist()]
+    own, said = [], tokenizer.encode_special
+    if not isinstance(chat, templates.JinjaChat):
+        own, said = [end], tokenizer.encode
+    ids = [*own, *said(text).tolist()]
     return ids[1:] if ids[:1] == [last] else ids
 
 

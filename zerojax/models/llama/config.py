@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from zerojax.errors import UserError
 from zerojax.models.llama import convolution, delta, layer_inputs, mla
 from zerojax.models.llama.altup import AltUp
 from zerojax.models.mamba2 import mixer
@@ -249,7 +250,13 @@ class LlamaConfig:
         if layer < first:
             return None
         has_window = self.window_of(layer) > 0
-        return max(i for i in range(first) if (self.window_of(i) > 0) == has_window)
+        found = max((i for i in range(first) if (self.window_of(i) > 0) == has_window), default=None)
+        if found is None:
+            raise UserError(
+                f"num_layers: is {self.num_layers}, and the last {self.sharing_layers} have the keys and values of a layer before them "
+                f"{'with' if has_window else 'without'} a window, which is not there; take more layers"
+            )
+        return found
 
     def keys_of(self, layer: int) -> Keys:
         """Returns whether a layer has keys and values of its own, and gives them to others, or shares those of another."""

@@ -108,7 +108,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
                 "mlp_only_layers": list(m.dense_layers),
             },
             "shared_expert_intermediate_size": lambda: {"shared_expert_intermediate_size": m.shared_dim},
-            "n_routed_experts": lambda: _write_groups(m),
+            "n_routed_experts": lambda: _write_groups(m, c.num_layers),
             "topk_method": lambda: {"topk_method": "group_limited_greedy" if m.groups[0] > 1 else "greedy"},
             "use_qk_norm": lambda: {"use_qk_norm": heads.norm == "each"},
             "moe_layer_interval": lambda: _write_interval(m, c.num_layers),
@@ -178,7 +178,7 @@ def _write_latent(shape: mla.Latent) -> dict[str, Any]:
     }
 
 
-def _write_groups(mixture: MixtureForm) -> dict[str, Any]:
+def _write_groups(mixture: MixtureForm, layers: int) -> dict[str, Any]:
     """Returns the fields of a mixture of DeepSeek's."""
     m = mixture
     return {
@@ -188,7 +188,7 @@ def _write_groups(mixture: MixtureForm) -> dict[str, Any]:
         "n_group": m.groups[0],
         "topk_group": m.groups[1],
         "routed_scaling_factor": m.scale,
-        "first_k_dense_replace": len(m.dense_layers),
+        "first_k_dense_replace": sum(layer < layers for layer in m.dense_layers),
     }
 
 
