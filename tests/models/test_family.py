@@ -115,9 +115,9 @@ def test_shapes_and_operations_are_counted_on_any_device_whatever_the_attention_
 
 
 def test_the_written_config_is_read_back(family):
-    config = small(family)
-    other = dataclasses.replace(config, tie_embeddings=not config.tie_embeddings)
-    for config in (config,) if "nemotron_test" in family.presets else (config, other):  # whose class ties none
+    first = small(family)
+    other = dataclasses.replace(first, tie_embeddings=not first.tie_embeddings)
+    for config in (first,) if "nemotron_test" in family.presets else (first, other):  # whose class ties none
         table = family.huggingface
         weights = {
             re.sub(r"_\d+/", "_{}/", p) for p, _ in tree.flatten(family_lib.abstract_params(family.parts, config))

@@ -8,7 +8,8 @@ import runs
 
 from zerojax.errors import UserError
 from zerojax.models import family as family_lib
-from zerojax.models.mamba2 import family, mixer, model
+from zerojax.models import scan_mixer
+from zerojax.models.mamba2 import family, model
 
 # Counted by hand from the shapes of the published weights.
 PUBLISHED = {"mamba2_130m": 128_989_632}
@@ -22,7 +23,7 @@ def test_a_preset_has_its_published_number_of_weights():
 @pytest.mark.parametrize("steps", [(0.0, math.inf), (0.001, 0.1)])
 def test_the_written_config_is_read_back(steps):
     config = dataclasses.replace(
-        family.PRESETS["mamba2_370m"], scan=mixer.Scan(32, 64, 128, 2, 3, steps, has_bias=True)
+        family.PRESETS["mamba2_370m"], scan=scan_mixer.Scan(32, 64, 128, 2, 3, steps, has_bias=True)
     )
     table = family.FAMILY.huggingface
     assert table.read(table.write(config), ()) == config

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from zerojax.models import family as family_lib
-from zerojax.models.mamba2 import family, mixer, model
+from zerojax.models import scan_mixer
+from zerojax.models.mamba2 import family, model
 
 ROUNDING = 1e-5  # float32 sums in another order
 CONFIG = dataclasses.replace(
-    family.PRESETS["mamba2_test"], vocab_size=61, scan=mixer.Scan(4, 32, 16, 2, steps=(0.01, 0.5), has_bias=True)
+    family.PRESETS["mamba2_test"], vocab_size=61, scan=scan_mixer.Scan(4, 32, 16, 2, steps=(0.01, 0.5), has_bias=True)
 )
 
 

@@ -37,7 +37,7 @@ class AltUp:
     has_scale: bool = True
 
 
-class Streams(nn.Module):
+class ResidualStreams(nn.Module):
     """The prediction and the correction of a layer's streams."""
 
     shape: AltUp

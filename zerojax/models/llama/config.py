@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from zerojax.errors import UserError
+from zerojax.models import scan_mixer
 from zerojax.models.llama import convolution, delta, layer_inputs, mla
 from zerojax.models.llama.altup import AltUp
-from zerojax.models.mamba2 import mixer
 from zerojax.models.rope import Rope, Rotation, Scaling
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
 from zerojax.ops import experts as experts_lib
 
-Recurrent = delta.Delta | mixer.Scan | convolution.Convolution
+Recurrent = delta.Delta | scan_mixer.Scan | convolution.Convolution
 Branches = Literal["both", "alone", "mlp"]
 Keys = Literal["own", "given", "shared"]
 

@@ -4,10 +4,9 @@ recurrence, by the name of a field that its classes alone have."""
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from zerojax.models import config_json
+from zerojax.models import config_json, scan_mixer
 from zerojax.models.llama import convolution, delta
 from zerojax.models.llama.config import Branches, LlamaConfig, Recurrent
-from zerojax.models.mamba2 import mixer
 
 _OLD = {"mamba": "linear_attention", "attention": "full_attention"}  # names of older files
 _BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}  # of Nemotron-H
@@ -76,7 +75,7 @@ def _read_delta(f: config_json.Fields) -> delta.Delta:
     )
 
 
-def _read_scan(f: config_json.Fields) -> mixer.Scan:
+def _read_scan(f: config_json.Fields) -> scan_mixer.Scan:
     has_types = f.raw.get("layer_types") is not None
     pattern = kinds(f, "layer_types", {"full_attention": False, "linear_attention": True}) if has_types else [True]
     inner, heads = int(f.number("mamba_expand", 2) * f.count("hidden_size")), f.count("mamba_n_heads", 128)
@@ -85,7 +84,7 @@ def _read_scan(f: config_json.Fields) -> mixer.Scan:
         raise f.refuse(
             "mamba_n_heads", f"such that mamba_n_heads * mamba_d_head is mamba_expand * hidden_size = {inner}"
         )
-    found = mixer.Scan(
+    found = scan_mixer.Scan(
         heads,
         width,
         f.count("mamba_d_state", 256),
@@ -100,9 +99,9 @@ def _read_scan(f: config_json.Fields) -> mixer.Scan:
     return _grouped(f, found, "mamba_n_groups")
 
 
-def _read_nemotron(f: config_json.Fields) -> mixer.Scan:
+def _read_nemotron(f: config_json.Fields) -> scan_mixer.Scan:
     pattern = kinds(f, "layers_block_type", {name: name == "linear_attention" for name in _BLOCKS.values()})
-    found = mixer.Scan(
+    found = scan_mixer.Scan(
         f.count("mamba_num_heads", 128),
         f.count("mamba_head_dim", 64),
         f.count("ssm_state_size", 128),
@@ -142,7 +141,7 @@ def mlp_dim(f: config_json.Fields, reads: Collection[str]) -> int:
     return -(-int(f.number("block_ffn_dim_multiplier", 1.0) * width) // part) * part
 
 
-def _grouped(f: config_json.Fields, found: mixer.Scan, name: str) -> mixer.Scan:
+def _grouped(f: config_json.Fields, found: scan_mixer.Scan, name: str) -> scan_mixer.Scan:
     if found.heads % found.groups:
         raise f.refuse(name, f"a divisor of {found.heads} heads")
     return found

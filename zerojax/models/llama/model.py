@@ -69,7 +69,7 @@ class Layer(nn.Module):
         c = self.config
         keys: attention.Keys = ()
         if c.altup is not None:
-            streams = altup.Streams(c.altup, c.embed_dim, c.norms.eps, name="altup")
+            streams = altup.ResidualStreams(c.altup, c.embed_dim, c.norms.eps, name="altup")
             if x_BTD.ndim == 3:  # where it is initialised
                 x_BTD = jnp.stack([x_BTD] * c.altup.streams, axis=2)
             predicted_BTSD = streams.predict(x_BTD)

@@ -15,8 +15,8 @@ from zerojax.models.llama.convolution import Convolution
 from zerojax.models.llama.delta import Delta
 from zerojax.models.llama.hybrid_fields import shortest
 from zerojax.models.llama.mla import Latent
-from zerojax.models.mamba2.mixer import Scan
 from zerojax.models.rope import Rope, Rotation, Scaling
+from zerojax.models.scan_mixer import Scan
 
 _NEAR, _ALL = 4096, 0
 _YARN_40 = 0.1 * math.log(40) + 1  # of DeepSeek-V3's scores, squared

@@ -6,8 +6,8 @@ from typing import Any
 from zerojax.models import config_json, family, parallel
 from zerojax.models.family import Tensor
 from zerojax.models.mamba2 import model
-from zerojax.models.mamba2.mixer import Scan
 from zerojax.models.mamba2.model import Mamba2Config
+from zerojax.models.scan_mixer import Scan
 
 
 def _published(layers: int, embed_dim: int, heads: int) -> Mamba2Config:

@@ -14,8 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from zerojax.models import decoding, family, layers
-from zerojax.models.mamba2 import mixer
+from zerojax.models import decoding, family, layers, scan_mixer
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
 from zerojax.tree import PyTree
@@ -35,7 +34,7 @@ class Mamba2Config:
     vocab_size: int
     num_layers: int
     embed_dim: int
-    scan: mixer.Scan
+    scan: scan_mixer.Scan
     norm_eps: float = 1e-5
     has_float32_residual: bool = True
     tie_embeddings: bool = False
@@ -78,7 +77,7 @@ class Mamba2Layer(nn.Module):
           past: the tokens before these.
         """
         c = self.config
-        branch = mixer.Mixer(c.scan, c.embed_dim, c.norm_eps, 0.02 / c.num_layers**0.5, name="mixer")
+        branch = scan_mixer.Mixer(c.scan, c.embed_dim, c.norm_eps, 0.02 / c.num_layers**0.5, name="mixer")
         y_BTD, held = branch(layers.RMSNorm(c.norm_eps, name="norm")(x_BTD), mask_BT, past, segments_BT)
         x_BTD += y_BTD.astype(x_BTD.dtype)
         return x_BTD if past is None else (x_BTD, held)

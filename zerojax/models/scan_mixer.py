@@ -1,4 +1,4 @@
-"""The recurrent branch of a layer of Mamba-2 (arXiv:2405.21060). This module holds its shape, its weights and its state.
+"""The recurrent branch of a layer of Mamba-2 (arXiv:2405.21060), also in hybrids. This module holds its shape, its weights and its state.
 
 A projection makes a gate, the values, keys and queries of all heads, and their steps dt. A short convolution runs over values, keys and
 queries. With A < 0 of a head, its state decays by exp(dt A) at each token, and its values are scaled by dt (`ops.recurrence`). Norms,
