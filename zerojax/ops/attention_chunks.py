@@ -1,6 +1,6 @@
 """Causal attention in chunks: a token sees the tokens before it in its chunk, and none of another. This module computes it.
 
-The chunks of a text are so many tokens each, from its first one on (Llama 4). So a text that begins with a chunk is a batch of shorter
+The chunks of a text are so many tokens each, from its first one on. So a text that begins with a chunk is a batch of shorter
 texts, one a chunk, and the scores of others are never made. Where texts begin amid rows, a mask says what a token sees.
 
 Shapes: B batch, T length, H query heads, K key and value heads, N head dim.

@@ -152,7 +152,7 @@ def apply(
         own it is that of a device's.
       biases: float[E, F, 2] and [E, D], of both matmuls, without `up_EDF`; None for none.
       scales_inputs: a row's weight multiplies what its expert reads, which is the same as multiplying gate(x) and up(x), and not what it
-        returns (Llama 4). Without biases.
+        returns. Without biases.
 
     Raises:
       UserError: some of the arrays are sharded over the mesh axis `expert`, and others are not.
