@@ -82,7 +82,7 @@ def test_answers_are_the_engines_and_a_stream_has_the_same_text():
 
 
 def test_a_chat_has_its_own_form(monkeypatch):
-    monkeypatch.setattr(tokenizer.Words, "conversation", lambda self, messages: [9, 11, 40])
+    monkeypatch.setattr(tokenizer.Words, "conversation", lambda self, messages, tools: [9, 11, 40])
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "x"}],
@@ -187,7 +187,7 @@ def test_bodies_and_answers_have_limits_and_what_ends_takes_nothing_new(monkeypa
         counts = (await client.get("/metrics")).text
         assert "zerojax_cancelled_total 2\n" in counts
         # Its answer has several tokens, and those that were cancelled have none.
-        assert "zerojax_first_token_seconds_count 1\n" in counts
+        assert "zerojax_first_token_seconds_count 1\n" in counts and "zerojax_queue_seconds_count 1\n" in counts
         service.is_draining = True
         assert (await client.get("/health")).status_code == 503
         assert (await client.post("/v1/completions", json=ASK)).json()["error"]["code"] == "draining"

@@ -47,7 +47,23 @@ def test_prompts_and_messages_have_all_forms_of_openai():
         assert read(prompt=prompt).prompts == found
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     listed = [{"role": "developer", "content": "s", "name": None}, {"role": "user", "content": parts}]
-    assert read(True, messages=listed).messages == [("system", "s"), ("user", "ab")]
+    wanted = [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
+    assert read(True, messages=listed).messages == wanted
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ASKED = {"role": "user", "content": "x"}
+CALLED = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "3"}
+
+
+def test_calls_have_tables_as_chat_templates_read_them_and_results_the_name_of_their_tool():
+    found = read(True, messages=[ASKED, CALLED, RESULT], tools=[TOOL], tool_choice="auto", parallel_tool_calls=True)
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert found.messages[1:] == [{"role": "assistant", "content": "", "tool_calls": [call]}, {**RESULT, "name": "add"}]
+    assert found.tools == [TOOL] and read(True, tools=[TOOL]).tools == [TOOL]
+    assert read(True, tools=[TOOL], tool_choice="none").tools == read(True, tools=None).tools == []
 
 
 @pytest.mark.parametrize("name", reading.NEUTRAL)
@@ -91,10 +107,41 @@ def test_a_wrong_field_is_named(line):
     assert line in error.value.message and error.value.status == 400
 
 
+def with_(arguments):
+    return {**CALL, "function": {"name": "add", "arguments": arguments}}
+
+
+def test_tools_that_cannot_be_offered_as_asked_are_refused():
+    def tool(**function):
+        return {**TOOL, "function": TOOL["function"] | function}
+
+    for line, fields in (
+        ("tools: must be [{", {"tools": {}}),
+        ('tools[0]: must be {"type": "function"', {"tools": [3]}),
+        ("tools[1]: the name 'add' is there twice", {"tools": [TOOL, TOOL]}),
+        ("tools[0]: the name 'a b' must have up to 64", {"tools": [tool(name="a b")]}),
+        ("tools[0]: parameters: must be a JSON schema", {"tools": [tool(parameters=3)]}),
+        ("tools[0]: strict binds arguments to a schema, which is not applied", {"tools": [tool(strict=True)]}),
+        ("tool_choice: is 'required', and no answer is bound to a call", {"tools": [TOOL], "tool_choice": "required"}),
+        ("tool_choice: is {", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}),
+        ("parallel_tool_calls: is False, which is not applied", {"tools": [TOOL], "parallel_tool_calls": False}),
+    ):
+        with pytest.raises(reading.NotAnswered) as error:
+            read(True, **fields)
+        assert line in error.value.message and error.value.status == 400
+
+
 def test_a_wrong_conversation_is_named():
     for line, messages in (
         ("messages: must be", []),
-        ("messages[0]: role must be one of", [{"role": "tool", "content": "x", "tool_call_id": "1"}]),
+        ("messages[0]: role must be one of", [{"role": "function", "content": "x"}]),
+        ("messages[0]: tool_call_id must be the id of a call before it, and is 'c1'", [RESULT, ASKED]),
+        ("messages[1]: tool_call_id must be", [CALLED, {**RESULT, "tool_call_id": "c2"}]),
+        ("messages[0]: has 'tool_call_id'", [{**ASKED, "tool_call_id": "c1"}]),
+        ("messages[0].tool_calls: must be", [{**CALLED, "tool_calls": [1]}]),
+        ("messages[0].tool_calls: arguments must be a text of JSON", [{**CALLED, "tool_calls": [with_("{")]}]),
+        ("messages[0].tool_calls: arguments: must be a JSON object", [{**CALLED, "tool_calls": [with_("3")]}]),
+        ("messages[0].tool_calls: arguments: must be a text", [{**CALLED, "tool_calls": [with_({})]}]),
         ("messages[0]: content must be", [{"role": "user", "content": 3}]),
         ("messages[0]: content must be", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
         ("messages[0]: has 'tool_calls'", [{"role": "user", "content": "x", "tool_calls": [1]}]),

@@ -3,10 +3,12 @@
 import json
 import shutil
 
+import chats
 import golden_models
 import numpy as np
 import pytest
 import tokenizers
+from tool_templates import ARGUMENTS, TALKS
 
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
@@ -115,3 +117,62 @@ def test_without_a_template_a_conversation_is_that_of_the_task_chat(spoken):
     assert 1 not in found[10:14]  # "</s>" as letters
     with pytest.raises(UserError, match="own"):
         of(spoken, "own")
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": json.loads(ARGUMENTS)}}
+    ],
+}
+ASKED = [{"role": "user", "content": "x"}, CALLED, {"role": "tool", "content": 'is "3"', "name": "add"}]
+
+
+def talking(folder, template):
+    """Returns the words of a model whose tokenizer has every byte, and the mark of Mistral's calls as a special token."""
+    shutil.copytree(golden_models.FOLDER / "qwen2", folder)
+    chats.write(folder / "words", "byte_level", template)
+    for path in (folder / "words").iterdir():
+        path.replace(folder / path.name)
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.add_special_tokens(["[TOOL_CALLS]"])
+    made.save(str(folder / "tokenizer.json"))
+    return of(folder)
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_tools_are_offered_as_transformers_offers_them_and_marks_of_calls_are_text(name, tmp_path):
+    import transformers  # takes a second, of each process that collects tests
+
+    talk, folder = TALKS[name], tmp_path / "model"
+    made = talking(folder, talk.template)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    text = theirs.apply_chat_template(ASKED, tools=[ADD], add_generation_prompt=True, tokenize=False)
+    assert '"properties"' in text and "</tool_call> é" in text
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert made.conversation(ASKED, [ADD]) == model.encode(text, add_special_tokens=False).ids
+    ids = model.encode(f"<s>one {talk.call}{talk.then}", add_special_tokens=False).ids
+    assert made.text_of(ids) == f"one {talk.call}{talk.then}"
+
+
+def test_what_a_template_does_not_write_is_refused_and_never_left_out(tmp_path):
+    plain = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    no_results = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}"
+    cases = {
+        "tools: the chat template writes no tools": (plain, ASKED[:1], [ADD]),
+        "tools: the chat template writes calls in a form that is not read": (no_results, ASKED[:1], [ADD]),
+        "messages: the chat template writes no tool_calls": (plain, ASKED, []),
+        "messages: the chat template writes no message of role tool": (no_results, ASKED, []),
+    }
+    for number, (line, (template, messages, tools)) in enumerate(cases.items()):
+        with pytest.raises(UserError, match=line):
+            talking(tmp_path / str(number), template).conversation(messages, tools)
+
+
+def test_the_plain_template_writes_no_tools(spoken):
+    with pytest.raises(UserError, match="tools: the chat template writes no tools"):
+        of(spoken).conversation(ASKED[:1], [ADD])
+    with pytest.raises(UserError, match="messages: the chat template writes no tool_calls"):
+        of(spoken).conversation(ASKED)

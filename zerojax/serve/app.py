@@ -13,6 +13,7 @@ One thread runs the event loop, and the engine has another. The engine's thread 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hmac
 import ipaddress
 import re
@@ -37,6 +38,7 @@ from zerojax.serve import counts as counts_lib
 from zerojax.serve import page, responses
 from zerojax.serve import requests as asked_lib
 from zerojax.serve import tokenizer as words_lib
+from zerojax.serve import tools as tools_lib
 from zerojax.serve import worker as worker_lib
 from zerojax.serve.requests import NotAnswered
 
@@ -218,7 +220,18 @@ class Service:
         if self.active + len(listed) > self._most:
             line = f"{self.active} answers run or wait, and at most {self._most} do; ask again later"
             raise NotAnswered(429, line, code="queue_full")
-        writer = responses.Writer(self._words, asked.model, is_chat=is_chat, prompts=len(prompts), choices=listed)
+        make_reader = None
+        if asked.tools and (form := self._words.call_form):
+            names = {tool["function"]["name"] for tool in asked.tools}
+            make_reader = functools.partial(tools_lib.Reader, form, names)
+        writer = responses.Writer(
+            self._words,
+            asked.model,
+            is_chat=is_chat,
+            prompts=len(prompts),
+            choices=listed,
+            make_reader=make_reader,
+        )
         self._begin(call)
         if asked.is_streamed:
             events = self._events(call, writer, asked.tells_usage)
@@ -263,7 +276,7 @@ class Service:
 
         def encode() -> list[Sequence[int]]:
             if is_chat:
-                return [self._words.conversation(asked.messages)]
+                return [self._words.conversation(asked.messages, asked.tools)]
             return [self._words.ids_of(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
 
         try:
@@ -291,6 +304,8 @@ class Service:
             self._counts.add("prompt_tokens_total", len(request.prompt))
             self._counts.add("reused_tokens_total", request.reused)
             self._counts.add("generated_tokens_total", len(request.tokens))
+            if request.begun is not None:
+                self._counts.time("queue_seconds", request.begun - call.began)
         self._counts.time("request_seconds", time.monotonic() - call.began)
 
     def _wake_all(self) -> None:

@@ -15,6 +15,7 @@ _HELP = {
     "waiting": ("gauge", "Answers that wait for a slot."),
     "slots": ("gauge", "Answers that can have a slot at once."),
     "draining": ("gauge", "1 when the server refuses new requests because it is to end."),
+    "queue_seconds": ("histogram", "Time from a request to a slot, of each answer."),
     "first_token_seconds": ("histogram", "Time from a request to its first token."),
     "request_seconds": ("histogram", "Time from a request to its end."),
 }

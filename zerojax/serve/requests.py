@@ -5,6 +5,7 @@ asked for. Ranges of settings of generation are those of `inference.engine.reque
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,9 @@ from zerojax.errors import UserError
 MOST_STOPS, LONGEST_STOP = 16, 1000  # stop strings, and letters of one
 MOST_CHOICES = 128  # answers to a prompt
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat's answer may fill the rest of the text
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}  # of messages, beside role and content
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")  # of a tool
 
 
 class NotAnswered(Exception):
@@ -50,7 +53,8 @@ class Wanted:
 
     model: str  # the name
     prompts: list[str | list[int]]  # of a completion, each a text or token ids
-    messages: list[tuple[str, str]]  # (role, content), of a chat
+    messages: list[dict[str, Any]]  # of a chat; arguments of calls are tables, as chat templates read them
+    tools: list[dict[str, Any]]  # that the answer may call, in OpenAI's form
     settings: dict[str, Any]  # of generation, by the names of `requests.RequestSettings`
     seed: int | None  # of the draws; None: any
     n: int  # answers to each prompt
@@ -112,6 +116,7 @@ def _asked(given: dict[str, Any], *, is_chat: bool) -> Wanted:
         model=given["model"],
         prompts=given.get("prompt", []),
         messages=given.get("messages", []),
+        tools=given.get("tools", []) if given.get("tool_choice") != "none" else [],
         settings=settings,
         seed=None if "seed" not in given else given["seed"] % 2**32,  # OpenAI's have 64 bits
         n=n,
@@ -184,11 +189,12 @@ def _prompts(name: str, value: object) -> list[str | list[int]]:
     return [_text(name, part) if isinstance(part, str) else list(_ids(name, part)) for part in value]
 
 
-def _messages(name: str, value: object) -> list[tuple[str, str]]:
+def _messages(name: str, value: object) -> list[dict[str, Any]]:
     form = '[{"role": ..., "content": ...}, ...]'
     if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
         raise _wrong(name, form, value)
-    found = []
+    found: list[dict[str, Any]] = []
+    asked: dict[str, str] = {}  # names of tools by the ids of calls
     for number, message in enumerate(value):
         place = f"{name}[{number}]"
         given = {key: part for key, part in message.items() if part is not None}
@@ -197,11 +203,43 @@ def _messages(name: str, value: object) -> list[tuple[str, str]]:
             raise NotAnswered(
                 400, f"{place}: role must be one of {', '.join(ROLES)}, and is {errors.shown(role, 60)}", name
             )
-        if unknown := [key for key in given if key not in ("role", "content") and given[key] not in ([], "")]:
+        fields = ("role", "content", *FIELDS.get(role, ()))
+        if unknown := [key for key in given if key not in fields and given[key] not in ([], "")]:
             raise NotAnswered(400, f"{place}: has {errors.shown(unknown[0], 60)}, which is not applied; omit it", name)
-        found.append((ROLES[role], _content(place, given.get("content", ""), name)))
-    if found[-1][0] == "assistant":
+        own: dict[str, Any] = {"role": ROLES[role], "content": _content(place, given.get("content", ""), name)}
+        if calls := given.get("tool_calls"):
+            own["tool_calls"] = _calls(f"{place}.tool_calls", calls)
+            asked |= {call["id"]: call["function"]["name"] for call in own["tool_calls"]}
+        if role == "tool":
+            own |= {key: _text(f"{place}.{key}", given[key]) for key in FIELDS[role] if key in given}
+            if own.get("tool_call_id") not in asked:
+                line = f"{place}: tool_call_id must be the id of a call before it, and is {errors.shown(given.get('tool_call_id'), 60)}"
+                raise NotAnswered(400, line, name)
+            own.setdefault("name", asked[own["tool_call_id"]])  # Hermes' templates need it
+        found.append(own)
+    if found[-1]["role"] == "assistant":
         raise NotAnswered(400, f"{name}: the last one is the assistant's, and an answer follows another's", name)
+    return found
+
+
+def _calls(place: str, value: object) -> list[dict[str, Any]]:
+    """Returns calls of tools, whose arguments were texts of JSON."""
+    form = '[{"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}, ...]'
+    found = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+            raise _wrong(place, form, value)
+        text = _text(f"{place}: arguments", function.get("arguments"))
+        try:
+            arguments = bounded.parse_json(text, is_strict=True)
+        except ValueError as error:
+            line = f"{place}: arguments must be a text of JSON ({errors.one_line(error, 160)})"
+            raise NotAnswered(400, line, "messages") from error
+        if not isinstance(arguments, Mapping):
+            raise _wrong(f"{place}: arguments", "a JSON object, as a text", text)
+        own = {"name": _text(f"{place}: name", function.get("name")), "arguments": arguments}
+        found.append({"id": _text(f"{place}: id", call.get("id")), "type": "function", "function": own})
     return found
 
 
@@ -216,6 +254,38 @@ def _content(place: str, value: object, name: str) -> str:
             raise NotAnswered(400, line, name, "invalid_type")
         texts.append(_text(name, part["text"]))
     return "".join(texts)
+
+
+def _tools(name: str, value: object) -> list[dict[str, Any]]:
+    form = '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}, ...]'
+    if not isinstance(value, list):
+        raise _wrong(name, form, value)
+    names = set()
+    for number, tool in enumerate(value):
+        place = f"{name}[{number}]"
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or tool.get("type") != "function":
+            raise _wrong(place, form[1:-6], tool)
+        own = _text(f"{place}: name", function.get("name"))
+        if not _NAME.fullmatch(own) or own in names:
+            rule = "is there twice" if own in names else "must have up to 64 letters, digits, and _ . -"
+            raise NotAnswered(400, f"{place}: the name {errors.shown(own, 60)} {rule}", name)
+        if not isinstance(function.get("parameters"), Mapping | None):
+            raise _wrong(f"{place}: parameters", "a JSON schema", function["parameters"])
+        if function.get("strict"):
+            line = f"{place}: strict binds arguments to a schema, which is not applied; omit it"
+            raise NotAnswered(400, line, name, "unsupported_parameter")
+        names.add(own)
+    return value
+
+
+def _tool_choice(name: str, value: object) -> str:
+    if value not in ("none", "auto"):
+        line = (
+            f'{name}: is {errors.shown(value, 60)}, and no answer is bound to a call; omit it, or give "auto" or "none"'
+        )
+        raise NotAnswered(400, line, name, "unsupported_parameter")
+    return str(value)
 
 
 def _stream_options(name: str, value: object) -> Mapping[str, bool]:
@@ -262,6 +332,8 @@ COMMON: dict[str, Reader] = {
 }
 CHAT: dict[str, Reader] = {
     "messages": _messages,
+    "tools": _tools,
+    "tool_choice": _tool_choice,
     "max_completion_tokens": _whole,
     "logprobs": _flag,
     "top_logprobs": _whole,
@@ -276,15 +348,13 @@ NEUTRAL: dict[str, Any] = {
     "prompt_cache_retention": None,
     "prediction": None,
     "service_tier": None,
-    "parallel_tool_calls": None,
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "logit_bias": {},
     "best_of": 1,
     "echo": False,
     "suffix": "",
-    "tools": [],
-    "tool_choice": "none",
+    "parallel_tool_calls": True,
     "functions": [],
     "function_call": "none",
     "reasoning_effort": "none",

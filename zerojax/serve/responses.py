@@ -4,11 +4,12 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerojax.inference.engine import detokenizer, requests
 from zerojax.serve import tokenizer as words_lib
+from zerojax.serve import tools as tools_lib
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -20,17 +21,27 @@ class Sent:
     Attributes:
       request: the engine's.
       index: its number.
+      reader: of calls of tools; None where none were offered.
       letters, tokens: how many of its text and of its tokens were sent.
       offset: the letters of the tokens that were sent.
       is_told: whether its end was sent.
+      calls: how many were sent.
     """
 
     request: requests.Request
     index: int
+    reader: tools_lib.Reader | None = None
     letters: int = 0
     tokens: int = 0
     offset: int = 0
     is_told: bool = False
+    calls: int = 0
+
+    @property
+    def finish(self) -> str:
+        """Returns why it ended in OpenAI's words; "" before."""
+        found = self.request.finish
+        return "tool_calls" if self.calls and found == requests.STOP else found
 
 
 class Writer:
@@ -42,13 +53,22 @@ class Writer:
       is_chat: whether it is a chat's.
       prompts: how many prompts were asked.
       choices: the answers to all prompts.
+      make_reader: returns what reads an answer's calls of tools; None where none were offered.
     """
 
     def __init__(
-        self, words: words_lib.Words, model: str, *, is_chat: bool, prompts: int, choices: Sequence[requests.Request]
+        self,
+        words: words_lib.Words,
+        model: str,
+        *,
+        is_chat: bool,
+        prompts: int,
+        choices: Sequence[requests.Request],
+        make_reader: Callable[[], tools_lib.Reader] | None = None,
     ):
         self._words, self._is_chat, self._prompts = words, is_chat, prompts
-        self.choices = [Sent(request, index) for index, request in enumerate(choices)]
+        readers = [None if make_reader is None else make_reader() for _ in choices]
+        self.choices = [Sent(*each) for each in zip(choices, range(len(choices)), readers)]
         name = "chatcmpl" if is_chat else "cmpl"
         self._head = {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -57,12 +77,13 @@ class Writer:
         kind = "chat.completion" if self._is_chat else "text_completion"
         listed = []
         for choice in self.choices:
-            text, logprobs = self._next(choice)
+            text, calls, logprobs = self._next(choice, is_over=True)
             form: dict[str, Any] = {"text": text}
             if self._is_chat:
                 form = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            reason = choice.request.finish
-            listed.append({"index": choice.index, **form, "logprobs": logprobs, "finish_reason": reason})
+            if calls:
+                form["message"] |= {"content": text or None, "tool_calls": [call.described() for call in calls]}
+            listed.append({"index": choice.index, **form, "logprobs": logprobs, "finish_reason": choice.finish})
         return {**self._head, "object": kind, "choices": listed, "usage": self.usage()}
 
     def begin(self, *, has_usage: bool) -> list[dict[str, Any]]:
@@ -78,15 +99,19 @@ class Writer:
         for choice in self.choices:
             if choice.is_told:
                 continue
-            finish = choice.request.finish  # before the text, of which then nothing is missing
-            text, logprobs = self._next(choice)
-            if not text and not finish and not logprobs:
+            is_over, before = bool(choice.request.finish), choice.calls  # first, so that then no text is missing
+            text, calls, logprobs = self._next(choice, is_over=is_over)
+            if not text and not calls and not is_over and not logprobs:
                 continue
-            choice.is_told = bool(finish)
+            choice.is_told = is_over
             form: dict[str, Any] = {"text": text}
             if self._is_chat:
                 form = {"delta": {"content": text} if text else {}}
-            values = {"index": choice.index, **form, "logprobs": logprobs, "finish_reason": finish or None}
+            if calls:
+                told = [{"index": number, **call.described()} for number, call in enumerate(calls, before)]
+                form["delta"]["tool_calls"] = told
+            reason = choice.finish if is_over else None
+            values = {"index": choice.index, **form, "logprobs": logprobs, "finish_reason": reason}
             found.append(self._chunk([values], has_usage))
         return found
 
@@ -107,20 +132,23 @@ class Writer:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices} | ({"usage": None} if has_usage else {})
 
-    def _next(self, choice: Sent) -> tuple[str, dict[str, Any] | None]:
-        """Returns the text that was not sent yet, and the logarithms of the tokens that were not; None if none were asked for."""
+    def _next(self, choice: Sent, *, is_over: bool) -> tuple[str, list[tools_lib.Call], dict[str, Any] | None]:
+        """Returns the text, the calls and the logarithms of the tokens that were not sent yet; None if no logarithms were asked for."""
         request, before = choice.request, choice.letters
-        text = request.settled[before:]
+        text, calls = request.settled[before:], []
         choice.letters += len(text)
+        if choice.reader is not None:
+            text, calls = choice.reader.add(text, is_over=is_over)
+            choice.calls += len(calls)
         if text and not before and not self._is_chat:  # it goes on with the prompt
             text = self._words.before(request.tokens[0]) + text
         if request.settings.logprobs is None:
-            return text, None
+            return text, calls, None
         known = list(zip(request.tokens, request.logprobs))[choice.tokens :]
         choice.tokens += len(known)
         if not known and not text:
-            return text, None
-        return text, self._chat_logprobs(known) if self._is_chat else self._logprobs(choice, known)
+            return text, calls, None
+        return text, calls, self._chat_logprobs(known) if self._is_chat else self._logprobs(choice, known)
 
     def _chat_logprobs(self, known: Sequence[tuple[int, requests.LogProb]]) -> dict[str, Any]:
         def told(token: int, logarithm: float) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """Turns texts and conversations into token ids, and ids into text. This module reads the tokenizer of a model's folder, if it has one."""
 
+import contextlib
 import functools
+import itertools
+import json
 import pathlib
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerojax.data import tokenizer as tokenizer_lib
@@ -12,9 +15,11 @@ from zerojax.data.pairs import tasks, templates
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import pretrained
+from zerojax.serve import tools as tools_lib
 
 TOKENIZER = "tokenizer.json"
 _IDS = re.compile(r"\s*[0-9]{1,9}(\s+[0-9]{1,9})*\s*", re.ASCII)
+_WAY_OUT = "omit them, or give the tokenizer a chat template that does (chat_template.jinja)"
 _LONGEST = 1 << 24  # tokens of a conversation; the engine refuses those that do not fit
 
 
@@ -46,8 +51,10 @@ class Words:
         int, ...
     ] = ()  # tokens that end an answer of a conversation, beside those that the model's configs name
 
-    def conversation(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Returns the ids of a conversation (role, content), after which an answer begins. Raises UserError if it has none."""
+    call_form: tools_lib.Form | None = None  # in which the chat template writes calls of tools
+
+    def conversation(self, messages: templates.Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Returns the ids of a conversation that offers tools, after which an answer begins. Raises UserError if it has none."""
         raise UserError("messages: the model's folder has no tokenizer.json; ask /v1/completions with token ids")
 
 
@@ -68,16 +75,24 @@ class TokenizerWords(Words):
         self._chat, self.note = templates.chat_of(folder.path, chat_template)
         self.chat_template = "plain" if self._chat is templates.plain_chat else "own"
         self._lock = threading.Lock()
+        self._marks: dict[int, str] = {}  # special tokens that are text
         if isinstance(self._chat, templates.JinjaChat):
             self.chat_ends = tasks.chat_ends(self._chat, self._tokenizer)
+            with contextlib.suppress(UserError):  # which a conversation gets
+                self.call_form = tools_lib.form_of(self._chat.source({templates.TOOLS: [{}]}))
+            known = {self._model.token_to_id(mark): mark for mark in (self.call_form.texts if self.call_form else ())}
+            self._marks = {token: mark for token, mark in known.items() if token in self._tokenizer.special_ids}
 
     def ids_of(self, text: str) -> list[int]:
         """Returns the ids of a prompt with those that the tokenizer adds. Raises UserError if there are none."""
         return _some(self._encode(text, adds_special=True), "prompt")
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Returns the text of an answer's ids, without special tokens."""
-        return self._decode(ids)
+        """Returns the text of an answer's ids, without special tokens but for those that mark calls of tools."""
+        if self._marks.keys().isdisjoint(ids):
+            return self._decode(ids)
+        parts = itertools.groupby(ids, self._marks.get)
+        return "".join(mark * len([*part]) if mark else self._decode([*part]) for mark, part in parts)
 
     def name_of(self, token: int) -> str:
         """Returns the text of one token, also of a special one, with the space that some tokenizers leave out where a text begins."""
@@ -91,19 +106,33 @@ class TokenizerWords(Words):
         alone = self.text_of([token])
         return " " if self.text_of([token, token]) == f"{alone} {alone}" else ""
 
-    def conversation(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Returns the ids of a conversation (role, content), after which an answer begins.
+    def conversation(self, messages: templates.Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Returns the ids of a conversation that offers tools, after which an answer begins.
 
         Raises:
-          UserError: the template refuses it, or it has no token.
+          UserError: the template refuses it or leaves out tools, calls or their results, or it has no token.
         """
-        if self._chat is templates.plain_chat:
+        own, given = self._chat, {templates.TOOLS: list(tools)} if tools else {}
+        listed = [message for message in messages if isinstance(message, Mapping)]
+        calls = any(message.get(templates.TOOL_CALLS) for message in listed)
+        for name, field, is_there in (("tools", templates.TOOLS, tools), ("messages", templates.TOOL_CALLS, calls)):
+            if is_there and not (isinstance(own, templates.JinjaChat) and own.reads(field, given)):
+                raise UserError(f"{name}: the chat template writes no {field}; {_WAY_OUT}")
+        if tools and self.call_form is None:
+            known = ", ".join(tools_lib.FORMS)
+            raise UserError(
+                f"tools: the chat template writes calls in a form that is not read (known: {known}); omit them"
+            )
+        if not isinstance(own, templates.JinjaChat):
             return _some(self._plain(messages), "messages")
         with self._lock:  # the template's process answers one question after the other
-            text = self._chat(messages, True)
+            text = own.render(messages, is_answered=True, given=given).text
+        for result in (message["content"] for message in listed if message["role"] == templates.TOOL):
+            if result.strip() not in text and json.dumps(result, ensure_ascii=False)[1:-1] not in text:
+                raise UserError(f"messages: the chat template writes no message of role tool; {_WAY_OUT}")
         return _some(self._encode(text, adds_special=False), "messages")
 
-    def _plain(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def _plain(self, messages: templates.Messages) -> list[int]:
         """Returns the ids as the task `chat` of the trainer makes them, with an end after each answer."""
         tokenizer = self._tokenizer
         special = pretrained.special_tokens(self._folder)
@@ -120,7 +149,7 @@ class TokenizerWords(Words):
             stops=stops,
         )
         settings = tasks.TaskSettings(tasks.CHAT, "", "", (), "messages", "plain")
-        example: dict[str, Any] = {"messages": [{"role": role, "content": content} for role, content in messages]}
+        example: dict[str, Any] = {"messages": [templates.tabled(message) for message in messages]}
         asked = tasks.ask([example], tokenizer, settings, form, name="messages")
         return asked.prompts[0].tolist()
 

@@ -32,7 +32,7 @@ from zerojax.errors import UserError
 
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _WHOLE = re.compile(r"\s*-?[0-9]{1,9}\s*")  # a number in a table of texts
-USER, ASSISTANT = "user", "assistant"
+USER, ASSISTANT, TOOL = "user", "assistant", "tool"
 AUTO = "auto"
 CHOICES = (AUTO, "own", "plain")  # of chat templates
 ROLES = {"human": USER, "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}  # other names for a role
@@ -289,7 +289,7 @@ def plain_chat(messages: Messages, is_answered: bool) -> str:
     Raises:
       UserError: a message has what the plain template does not write.
     """
-    listed = [_tabled(message) for message in messages]
+    listed = [tabled(message) for message in messages]
     for message in listed:
         for name in (*REASONING, TOOL_CALLS):
             if message.get(name):
@@ -308,7 +308,8 @@ def plain_source(begin: str, end: str) -> str:
     )
 
 
-def _tabled(message: Message | tuple[str, str]) -> Message:
+def tabled(message: Message | tuple[str, str]) -> Message:
+    """Returns a message as a table."""
     return message if isinstance(message, Mapping) else {"role": message[0], "content": message[1]}
 
 
@@ -391,7 +392,11 @@ class JinjaChat:
 
     def reads(self, name: str, given: Mapping[str, Any]) -> bool:
         """Returns whether the template names a field or a variable anywhere."""
-        return re.search(rf"\b{name}\b", self.sources[self._chosen(given)]) is not None
+        return re.search(rf"\b{name}\b", self.source(given)) is not None
+
+    def source(self, given: Mapping[str, Any]) -> str:
+        """Returns the template for a conversation with these variables."""
+        return self.sources[self._chosen(given)]
 
     def _chosen(self, given: Mapping[str, Any]) -> str:
         """Returns the name of the template for a conversation."""
@@ -428,7 +433,7 @@ class JinjaChat:
         Raises:
           UserError: the template refuses the conversation or fails.
         """
-        listed = [_aliased(_tabled(message)) for message in messages]
+        listed = [_aliased(tabled(message)) for message in messages]
         if self._process.poll() is not None:  # an earlier conversation took more time or memory than there is
             self._end()
             self._start()

@@ -12,6 +12,7 @@ its most tokens runs on to the end of the next step; those tokens are dropped.
 import collections
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -376,7 +377,7 @@ class Engine:
                 request, request.prompt, text, shared, source, used=self._clock, adapter=adapter
             )
             self._measure(slot)
-            request.reused = shared
+            request.reused, request.begun = shared, time.monotonic()
             values = (
                 False,
                 request.most,

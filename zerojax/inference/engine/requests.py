@@ -99,6 +99,7 @@ class Request:
       finish: why it ended: "stop", "length" or "cancelled"; "" before.
       reused: the tokens of the prompt whose keys and values were found in a cache.
       so_far: the text that `text` is taken from.
+      begun: when it got a slot, by the monotonic clock; None before.
     """
 
     prompt: np.ndarray
@@ -111,6 +112,7 @@ class Request:
     finish: str = ""
     reused: int = 0
     so_far: detokenizer.Growing | None = None
+    begun: float | None = None
 
     @property
     def settled(self) -> str:
