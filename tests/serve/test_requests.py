@@ -39,7 +39,10 @@ def test_fields_become_settings_of_the_engine_and_what_is_null_is_not_given():
     requests.RequestSettings(**found.settings)
     chat = read(True, max_completion_tokens=5, logprobs=True, top_logprobs=2)
     assert chat.settings == {"max_tokens": 5, "logprobs": 2, "temperature": 1.0}
-    assert read(True).settings == {"temperature": 1.0}
+    assert read(True).settings == read(True, response_format={"type": "text"}).settings == {"temperature": 1.0}
+    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}
+    assert read(True, response_format=named).settings["grammar"] == '{"type": "array"}'
+    assert read(True, response_format={"type": "json_object"}).settings["grammar"] == '{"type": "object"}'
 
 
 def test_prompts_and_messages_have_all_forms_of_openai():
@@ -124,6 +127,9 @@ def test_tools_that_cannot_be_offered_as_asked_are_refused():
         ("tools[0]: strict binds arguments to a schema, which is not applied", {"tools": [tool(strict=True)]}),
         ("tool_choice: is 'required', and no answer is bound to a call", {"tools": [TOOL], "tool_choice": "required"}),
         ("tool_choice: is {", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}),
+        ("response_format: binds the whole answer", {"tools": [TOOL], "response_format": {"type": "json_object"}}),
+        ("response_format: must be {", {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}),
+        ("response_format: must be {", {"response_format": {"type": "xml"}}),
         ("parallel_tool_calls: is False, which is not applied", {"tools": [TOOL], "parallel_tool_calls": False}),
     ):
         with pytest.raises(reading.NotAnswered) as error:

@@ -14,7 +14,7 @@ NAMES = {"add"}
 
 def read(form, text, cuts=()):
     """Returns the text and the calls of an answer that comes in parts."""
-    reader = tools.Reader(tools.FORMS[form], NAMES)
+    reader = tools.CallReader(tools.FORMS[form], NAMES)
     told, calls = "", []
     for begin, end in zip((0, *cuts), (*cuts, len(text))):
         new, own = reader.add(text[begin:end], is_over=False)
@@ -65,16 +65,16 @@ def test_what_is_no_complete_call_of_an_offered_tool_stays_text(name):
 
 
 def test_a_call_of_hermes_is_told_at_once_and_text_before_what_may_begin_one():
-    reader = tools.Reader(tools.FORMS["Hermes"], NAMES)
+    reader = tools.CallReader(tools.FORMS["Hermes"], NAMES)
     assert reader.add("It is <", is_over=False) == ("It is", [])
     assert reader.add(" 3. <tool", is_over=False) == (" < 3.", [])
     assert reader.add('_call>{"name": "add", "arguments": "{}"}</tool_call', is_over=False) == ("", [])
-    assert reader.add("> and", is_over=False) == (" and", [tools.Call("add", "{}")])
+    assert reader.add("> and", is_over=False) == (" and", [tools.ToolCall("add", "{}")])
     assert reader.add(" so on", is_over=True) == (" so on", [])
 
 
 def test_a_template_of_another_form_has_none():
     for source in ("{{ tools }}", "<tool_call>\n<function=add>", "<tool_call>add\n<arg_key>", '{"name": 1}'):
         assert tools.form_of(source) is None
-    assert tools.Call("add", "{}").described()["function"] == {"name": "add", "arguments": "{}"}
+    assert tools.ToolCall("add", "{}").described()["function"] == {"name": "add", "arguments": "{}"}
     assert {talk.form for talk in TALKS.values()} == set(tools.FORMS) and tool_templates.ARGUMENTS in TALKS["args"].call

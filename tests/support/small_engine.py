@@ -1,5 +1,6 @@
 """A small decoder for tests of the engine, on one device. This module holds its config, its weights and an engine that tests share."""
 
+import dataclasses
 import functools
 import types
 
@@ -29,16 +30,17 @@ NEW = 12
 LENGTH = 64
 
 
-def model(params=None):
+def model(params=None, vocab_size=CONFIG.vocab_size):
     """Returns a model on one device."""
+    config = dataclasses.replace(CONFIG, vocab_size=vocab_size)
     random = np.random.default_rng(0)
-    shapes = family.abstract_params(DECODER.parts, CONFIG)
+    shapes = family.abstract_params(DECODER.parts, config)
     made = jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.3, leaf.shape), leaf.dtype), shapes)
     mesh = zerojax.make_mesh(devices=jax.devices()[:1])
     partition = stages.partition_state({"params": shapes}, mesh=mesh, stage=0)
     return types.SimpleNamespace(
         family=DECODER,
-        config=CONFIG,
+        config=config,
         special=family.SpecialTokens(stops=(7,)),
         partition=partition,
         params=jax.device_put(params or made, jax.devices()[0]),

@@ -230,7 +230,9 @@ def _model(
     sizes = {name: size for name, size in sizes.items() if size is not None}  # the engine's own
     adapters = {own: loaded.read_adapter(path) for own, path in named.items()}
     tell(f"the weights are read after {time.monotonic() - began:.1f} s; making the engine")
-    engine = engine_lib.Engine(loaded, format=given.format, adapters=adapters, text_of=words.text_of, **sizes)
+    engine = engine_lib.Engine(
+        loaded, format=given.format, adapters=adapters, text_of=words.text_of, grammar_of=words.grammar_of, **sizes
+    )
     if given.warm_up:
         engine.warm_up(lambda number, count: tell(f"compiling the programs, {number} of {count}"))
     return engine, words, name, list(adapters)

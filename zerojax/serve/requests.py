@@ -5,6 +5,7 @@ asked for. Ranges of settings of generation are those of `inference.engine.reque
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,7 +95,7 @@ def read(body: bytes, *, is_chat: bool) -> Wanted:
 
 
 def _asked(given: dict[str, Any], *, is_chat: bool) -> Wanted:
-    settings = {own: given[name] for name, own in _SETTINGS.items() if name in given}
+    settings = {own: given[name] for name, own in _SETTINGS.items() if given.get(name, "") != ""}
     if is_chat:
         if "max_tokens" in given and "max_completion_tokens" in given:
             raise NotAnswered(400, "max_tokens: max_completion_tokens is given too; omit one", "max_tokens")
@@ -103,6 +104,9 @@ def _asked(given: dict[str, Any], *, is_chat: bool) -> Wanted:
         settings.pop("logprobs", None)
         if given.get("logprobs"):
             settings["logprobs"] = given.get("top_logprobs", 0)
+        if "grammar" in settings and given.get("tools") and given.get("tool_choice") != "none":
+            line = "response_format: binds the whole answer, so no tool can be called; omit it, or the tools"
+            raise NotAnswered(400, line, "response_format")
     else:
         settings.setdefault("max_tokens", DEFAULT_TOKENS)
     settings.setdefault("temperature", 1.0)
@@ -226,6 +230,7 @@ def _calls(place: str, value: object) -> list[dict[str, Any]]:
     """Returns calls of tools, whose arguments were texts of JSON."""
     form = '[{"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}, ...]'
     found = []
+    call: Any
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or call.get("type", "function") != "function":
@@ -261,6 +266,7 @@ def _tools(name: str, value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise _wrong(name, form, value)
     names = set()
+    tool: Any
     for number, tool in enumerate(value):
         place = f"{name}[{number}]"
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -286,6 +292,19 @@ def _tool_choice(name: str, value: object) -> str:
         )
         raise NotAnswered(400, line, name, "unsupported_parameter")
     return str(value)
+
+
+def _response_format(name: str, value: object) -> str:
+    """Returns the JSON schema that an answer is bound to, as a text; "" for none."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    schema: Any = {"type": "object"}
+    if isinstance(value, Mapping) and kind == "json_schema":
+        form = value.get("json_schema")
+        schema = form.get("schema") if isinstance(form, Mapping) else None
+    if kind not in ("text", "json_object", "json_schema") or not isinstance(schema, Mapping):
+        form = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+        raise _wrong(name, form, value)
+    return "" if kind == "text" else json.dumps(schema)
 
 
 def _stream_options(name: str, value: object) -> Mapping[str, bool]:
@@ -334,6 +353,7 @@ CHAT: dict[str, Reader] = {
     "messages": _messages,
     "tools": _tools,
     "tool_choice": _tool_choice,
+    "response_format": _response_format,
     "max_completion_tokens": _whole,
     "logprobs": _flag,
     "top_logprobs": _whole,
@@ -363,7 +383,12 @@ NEUTRAL: dict[str, Any] = {
     "modalities": ["text"],
     "store": False,
 }
-_NAMES = {"stop_strings": "stop", "stop_ids": "stop_token_ids", "ignores_end": "ignore_eos"}
+_NAMES = {
+    "stop_strings": "stop",
+    "stop_ids": "stop_token_ids",
+    "ignores_end": "ignore_eos",
+    "grammar": "response_format",
+}
 _SAME = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs")
 # field -> setting of a request
 _SETTINGS = {name: name for name in _SAME} | {"max_completion_tokens": "max_tokens"}

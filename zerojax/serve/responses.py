@@ -30,7 +30,7 @@ class Sent:
 
     request: requests.Request
     index: int
-    reader: tools_lib.Reader | None = None
+    reader: tools_lib.CallReader | None = None
     letters: int = 0
     tokens: int = 0
     offset: int = 0
@@ -64,7 +64,7 @@ class Writer:
         is_chat: bool,
         prompts: int,
         choices: Sequence[requests.Request],
-        make_reader: Callable[[], tools_lib.Reader] | None = None,
+        make_reader: Callable[[], tools_lib.CallReader] | None = None,
     ):
         self._words, self._is_chat, self._prompts = words, is_chat, prompts
         readers = [None if make_reader is None else make_reader() for _ in choices]
@@ -132,10 +132,11 @@ class Writer:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices} | ({"usage": None} if has_usage else {})
 
-    def _next(self, choice: Sent, *, is_over: bool) -> tuple[str, list[tools_lib.Call], dict[str, Any] | None]:
+    def _next(self, choice: Sent, *, is_over: bool) -> tuple[str, list[tools_lib.ToolCall], dict[str, Any] | None]:
         """Returns the text, the calls and the logarithms of the tokens that were not sent yet; None if no logarithms were asked for."""
         request, before = choice.request, choice.letters
-        text, calls = request.settled[before:], []
+        text = request.settled[before:]
+        calls: list[tools_lib.ToolCall] = []
         choice.letters += len(text)
         if choice.reader is not None:
             text, calls = choice.reader.add(text, is_over=is_over)

@@ -15,6 +15,7 @@ from zerojax.data.pairs import tasks, templates
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import pretrained
+from zerojax.serve import grammars
 from zerojax.serve import tools as tools_lib
 
 TOKENIZER = "tokenizer.json"
@@ -51,7 +52,8 @@ class Words:
         int, ...
     ] = ()  # tokens that end an answer of a conversation, beside those that the model's configs name
 
-    call_form: tools_lib.Form | None = None  # in which the chat template writes calls of tools
+    grammar_of: grammars.Schemas | None = None  # for the engine
+    call_form: tools_lib.CallForm | None = None  # in which the chat template writes calls of tools
 
     def conversation(self, messages: templates.Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Returns the ids of a conversation that offers tools, after which an answer begins. Raises UserError if it has none."""
@@ -74,7 +76,7 @@ class TokenizerWords(Words):
         self._folder, self._model = folder, tokenizer_lib.read_model(path, f"{path}:")
         self._chat, self.note = templates.chat_of(folder.path, chat_template)
         self.chat_template = "plain" if self._chat is templates.plain_chat else "own"
-        self._lock = threading.Lock()
+        self._lock, self.grammar_of = threading.Lock(), grammars.Schemas(path)
         self._marks: dict[int, str] = {}  # special tokens that are text
         if isinstance(self._chat, templates.JinjaChat):
             self.chat_ends = tasks.chat_ends(self._chat, self._tokenizer)

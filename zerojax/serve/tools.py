@@ -22,7 +22,7 @@ _QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')
 _BETWEEN = re.compile(r"[;\s]*")
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A call of a tool; `arguments` is a text of JSON."""
 
     name: str
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class CallForm:
     """How a model writes calls.
 
     Attributes:
@@ -57,7 +57,7 @@ class Form:
         )
 
 
-def form_of(source: str) -> Form | None:
+def form_of(source: str) -> CallForm | None:
     """Returns the form of calls that a chat template writes; None for one that is not known."""
     if any(mark in source for mark in _OTHERS):
         return None
@@ -101,16 +101,16 @@ def _pair(value: Any, key: str) -> tuple[Any, Any]:
 
 # The first whose marks are in the template is its form.
 FORMS = {
-    "Hermes": Form((BEGIN,), BEGIN, "</tool_call>", _one),
-    "Mistral with [ARGS]": Form((LIST, ARGS), LIST, "", _named),
-    "Mistral": Form((LIST,), LIST, "", _listed),
-    "Llama 3.1": Form(('{"name": ', '"parameters": '), "", "", _separated),
+    "Hermes": CallForm((BEGIN,), BEGIN, "</tool_call>", _one),
+    "Mistral with [ARGS]": CallForm((LIST, ARGS), LIST, "", _named),
+    "Mistral": CallForm((LIST,), LIST, "", _listed),
+    "Llama 3.1": CallForm(('{"name": ', '"parameters": '), "", "", _separated),
 }
 # What marks a form within <tool_call> that is not JSON: Qwen 3 Coder's and GLM's.
 _OTHERS = ("<function=", "<arg_key>")
 
 
-class Reader:
+class CallReader:
     """Tells text and calls of a growing answer apart. Text that may belong to a call is told when that is known.
 
     Args:
@@ -118,15 +118,16 @@ class Reader:
       names: of the tools that were offered.
     """
 
-    def __init__(self, form: Form, names: Collection[str]):
+    def __init__(self, form: CallForm, names: Collection[str]):
         self._form, self._names = form, names
         self._left, self._space = "", ""  # what is not told yet; spaces after the text, which are dropped before a call
         self._has_begun = self._has_calls = False
 
-    def add(self, text: str, *, is_over: bool) -> tuple[str, list[Call]]:
+    def add(self, text: str, *, is_over: bool) -> tuple[str, list[ToolCall]]:
         """Returns the text and the calls that `text` completes; `is_over`: no more comes."""
         self._left += text
-        told, calls = "", []
+        told = ""
+        calls: list[ToolCall] = []
         while self._left and (found := self._next(is_over)) is not None:
             plain, own, self._left = found
             if own:
@@ -142,7 +143,7 @@ class Reader:
             told, self._space = told + self._space, ""
         return told, calls
 
-    def _next(self, is_over: bool) -> tuple[str, Sequence[Call], str] | None:
+    def _next(self, is_over: bool) -> tuple[str, Sequence[ToolCall], str] | None:
         """Returns (text, calls, what is left), of which text or calls come first; None where more must come."""
         begin, end, left = self._form.begin, self._form.end, self._left
         if not begin and (self._has_begun or left.lstrip()[:1] not in ("", "{")):
@@ -169,7 +170,7 @@ class Reader:
         cut = len(begin) or len(left)
         return left[:cut], (), left[cut:]
 
-    def _read(self, text: str) -> list[Call]:
+    def _read(self, text: str) -> list[ToolCall]:
         """Returns the calls that a text is; [] if it is none."""
         found = []
         try:
@@ -178,7 +179,7 @@ class Reader:
                     arguments = bounded.parse_json(arguments)
                 if name not in self._names or not isinstance(arguments, Mapping):
                     return []
-                found.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+                found.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
         except (ValueError, TypeError):  # a name may be a list
             return []
         return found

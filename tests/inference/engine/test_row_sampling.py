@@ -17,7 +17,7 @@ def of(settings, min_p=0.0):
     temperature, top_k, top_p = map(np.array, zip(*settings))
     rows.temperature[:], rows.top_k[:], rows.top_p[:], rows.min_p[:] = temperature, top_k, top_p, min_p
     rows.seed[:], rows.stream[:] = 3, np.arange(len(settings))
-    return row_sampling.Draws(*map(jnp.asarray, rows))
+    return jax.tree.map(jnp.asarray, rows)
 
 
 def test_each_row_draws_as_a_generator_of_its_settings_does():

@@ -78,6 +78,16 @@ class _Slot:
         """Returns whether the programs that were sent give it all tokens that it may have."""
         return self.request is not None and self.sent >= self.most
 
+    @property
+    def is_bound(self) -> bool:
+        """Returns whether its request has a grammar."""
+        return self.request is not None and self.request.grammar is not None
+
+    @property
+    def waits(self) -> bool:
+        """Returns whether it gets no token before its last one is read, on which its grammar depends."""
+        return self.is_bound and self.request is not None and self.sent > len(self.request.tokens)
+
 
 class Engine:
     """Answers requests.
@@ -98,6 +108,8 @@ class Engine:
       is_gathered: weights stay sharded as they are and are gathered where they are used, for each token. It saves memory, not time.
       adapters: the low-rank adapters that requests name, by their names; see `Pretrained.read_adapter`.
       text_of: f(token ids) -> their text, for stop strings and the requests' `text`.
+      grammar_of: f(`RequestSettings.grammar`, size of the vocabulary, tokens that end a text) -> the grammar; raises UserError for a wrong
+        one.
 
     Raises:
       UserError: an argument is out of range, or does not go with where the weights are.
@@ -121,6 +133,7 @@ class Engine:
         is_gathered: bool = False,
         adapters: Mapping[str, adapters_lib.LowRank] | None = None,
         text_of: Callable[[list[int]], str] | None = None,
+        grammar_of: Callable[[str, int, tuple[int, ...]], requests.Grammar] | None = None,
     ):
         sizes = {"slots": slots, "max_len": max_len, "max_inputs": max_inputs, "chunk": chunk, "together": together}
         sizes["prefill_tokens"] = chunk if prefill_tokens is None else prefill_tokens
@@ -191,6 +204,8 @@ class Engine:
             self._caches, self._rows = self._programs.empty(self._params)
         self._slots = [_Slot() for _ in range(slots)]
         self._draws = draws_lib.Draws.of_rows(slots)
+        self._grammar_of = grammar_of
+        self._allowed = np.full((slots, -(-config.vocab_size // 32)), 2**32 - 1, np.uint32)
         self._sent: draws_lib.Draws | None = None  # the settings on the devices; None: they changed
         self._waiting: collections.deque[requests.Request] = collections.deque()
         # Rows of what is told, their requests, and the most new tokens that these have with it
@@ -328,7 +343,17 @@ class Engine:
                 f"max_tokens: is {chosen.max_tokens}, and after a text of {before} tokens {room} fit; lower it, or raise max_len"
             )
         text = None if self._text_of is None else detokenizer.Growing(self._text_of)
-        return requests.Request(ids.astype(np.int32), chosen, chosen.max_tokens or room, on_change, so_far=text)
+        grammar = self._grammar(chosen) if chosen.grammar else None
+        most = chosen.max_tokens or room
+        return requests.Request(ids.astype(np.int32), chosen, most, on_change, so_far=text, grammar=grammar)
+
+    def _grammar(self, chosen: requests.RequestSettings) -> requests.Grammar:
+        if self._grammar_of is None:
+            raise UserError("grammar: the engine reads none; pass grammar_of, or omit it")
+        if self._special.forced_first is not None or self._special.forced_last is not None:
+            raise UserError("grammar: the model's texts begin or end with tokens of its own; omit it")
+        stops = chosen.stop_ids if chosen.ignores_end else (*self._special.stops, *chosen.stop_ids)
+        return self._grammar_of(chosen.grammar, self._config.vocab_size, stops)
 
     @signatures.checked
     def cancel(self, request: requests.Request) -> None:
@@ -357,7 +382,7 @@ class Engine:
         self._prefill()
         self._decode()
         # The newest tokens are read a step later, if that step has more to send.
-        has_more = any(slot.request is not None and not slot.has_all for slot in self._slots)
+        has_more = any(slot.request is not None and not slot.has_all and not slot.waits for slot in self._slots)
         while self._arrived or len(self._pending) > (1 if has_more else 0):
             self._read()
         return not self.is_idle
@@ -394,8 +419,15 @@ class Engine:
             )
             for array, value in zip(self._draws, values):
                 array[own] = value
+            self._allow(own)
             self._sent = None
             self._see(own, [self._special.start] if self._inputs else request.prompt)
+
+    def _allow(self, number: int) -> None:
+        """Notes the tokens that a slot may get next, if it has a grammar."""
+        request = self._slots[number].request
+        if request is not None and request.grammar is not None:
+            self._allowed[number], self._sent = request.grammar.mask(), None
 
     def _see(self, number: int, words: Sequence[int] | np.ndarray) -> None:
         """Notes the tokens of a text for the penalty of its repetitions, if it has one."""
@@ -530,15 +562,24 @@ class Engine:
 
     def _decode(self) -> None:
         """Adds tokens to every row that is live, if one has room for more."""
-        live = [(number, slot) for number, slot in enumerate(self._slots) if slot.is_live and not slot.has_all]
+        gets = [slot.is_live and not slot.waits for slot in self._slots]
+        live = [(number, slot) for number, slot in enumerate(self._slots) if gets[number] and not slot.has_all]
         if not live:
             return
+        if gets != self._draws.is_live.tolist():
+            self._draws.is_live[:], self._sent = gets, None
+        is_one = any(slot.is_bound for _, slot in live)  # whose next token depends on this one
+        decode, steps = (
+            (self._programs.step, 1)
+            if is_one and self._programs.steps > 1
+            else (self._programs.decode, self._programs.steps)
+        )
         is_plain = all(slot.request is not None and slot.request.settings.is_plain for _, slot in live)
-        self._caches, self._rows, told = self._programs.decode(
+        self._caches, self._rows, told = decode(
             self._params, self._caches, self._rows, self._settings(), is_plain=is_plain
         )
         for _, slot in live:
-            slot.sent += self._programs.steps
+            slot.sent += steps
         self._note(told, [(number, number) for number, _ in live])
 
     def _note(self, told: programs.Told, rows: list[tuple[int, int]]) -> None:
@@ -571,6 +612,8 @@ class Engine:
             request.add(int(told.token[at]), logprob, self._special.stops)
             if request.finish:
                 self._free(request)
+            elif request.grammar is not None:
+                self._allow(next(number for number, slot in enumerate(self._slots) if slot.request is request))
             _tell(request)
 
     def _free(self, request: requests.Request) -> None:
@@ -580,13 +623,15 @@ class Engine:
                 if slot.is_live:
                     slot.text = slot.text + request.tokens[slot.begun : -1]
                 slot.request, slot.is_live, slot.used = None, False, self._clock
+                self._allowed[number] = 2**32 - 1
                 self._draws.is_live[number] = False
                 self._sent = None
 
     def _settings(self) -> draws_lib.Draws:
         """Returns the rows' settings on the devices."""
         if self._sent is None:
-            self._sent = self._put(draws_lib.Draws(*(array.copy() for array in self._draws)))
+            allowed = self._allowed if any(slot.is_bound for slot in self._slots) else None
+            self._sent = self._put(jax.tree.map(np.copy, self._draws._replace(allowed=allowed)))
         return self._sent
 
     def _put(self, arrays: PyTree) -> PyTree:

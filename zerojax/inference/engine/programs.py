@@ -389,9 +389,10 @@ class Programs:
     ) -> Told:
         """Returns the next token of each row, and unless all rows are plain the logarithms that may be asked for."""
         special = self._special
-        token_R = jnp.argmax(scores_RV, axis=-1).astype(jnp.int32)
+        bound_RV = draws_lib.bound(scores_RV, draws)
+        token_R = jnp.argmax(bound_RV, axis=-1).astype(jnp.int32)
         if not is_plain:
-            token_R = draws_lib.draw(scores_RV, draws, counts_R, seen_RV)
+            token_R = draws_lib.draw(bound_RV, draws, counts_R, seen_RV)
         if special.forced_last is not None:
             token_R = jnp.where(counts_R == draws.most - 1, special.forced_last, token_R)
         if special.forced_first is not None:

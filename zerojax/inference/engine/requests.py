@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class RequestSettings:
       ignores_end: whether the model's own tokens of an end do not end the text.
       adapter: the name of the adapter; "" for none.
       logprobs: how many of the likeliest tokens are told with their logarithms, beside the token's own; None: nothing is told.
+      grammar: what the text is bound to, as the engine's `grammar_of` reads it; "" for nothing.
     """
 
     max_tokens: int | None = None
@@ -47,6 +48,7 @@ class RequestSettings:
     ignores_end: bool = False
     logprobs: int | None = None
     adapter: str = ""
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         """Raises UserError for a value that is out of range or of another type."""
@@ -76,6 +78,16 @@ class RequestSettings:
         return not self.temperature and self.repetition_penalty == 1 and self.logprobs is None
 
 
+class Grammar(Protocol):
+    """What a text is bound to."""
+
+    def mask(self) -> np.ndarray:
+        """Returns the tokens that may come next: uint32[vocabulary / 32], a bit for each."""
+
+    def add(self, token: int) -> bool:
+        """Notes a token that came, and returns whether the text is over."""
+
+
 @dataclasses.dataclass
 class LogProb:
     """The logarithms of a token's probability and of the likeliest tokens', of the model's own scores."""
@@ -99,6 +111,7 @@ class Request:
       finish: why it ended: "stop", "length" or "cancelled"; "" before.
       reused: the tokens of the prompt whose keys and values were found in a cache.
       so_far: the text that `text` is taken from.
+      grammar: what its text is bound to; None for nothing.
       begun: when it got a slot, by the monotonic clock; None before.
     """
 
@@ -112,6 +125,7 @@ class Request:
     finish: str = ""
     reused: int = 0
     so_far: detokenizer.Growing | None = None
+    grammar: Grammar | None = None
     begun: float | None = None
 
     @property
@@ -131,7 +145,8 @@ class Request:
             self.logprobs.append(logprob)
         own = self.settings.stop_ids if self.settings.ignores_end else (*stops, *self.settings.stop_ids)
         is_stop = token in own
-        finish = STOP if is_stop else LENGTH if len(self.tokens) >= self.most else ""
+        is_over = self.grammar is not None and not is_stop and self.grammar.add(token)
+        finish = STOP if is_stop or is_over else LENGTH if len(self.tokens) >= self.most else ""
         if self.so_far is not None:
             new = self.so_far.add(self.tokens[:-1] if is_stop else self.tokens, is_end=bool(finish))
             text = self.so_far.text

@@ -12,8 +12,9 @@ import numpy as np
 
 class Draws(NamedTuple):
     """The settings of each row, [B]; see `requests.RequestSettings`. `most` is the most new tokens, `is_live` whether a row gets tokens,
-    `begun` how many the text that is read has, `until` how many it may have before it is read anew (`family.Stretch`), and `adapter` the
-    number of the row's adapter (`adapters`)."""
+    `begun` how many the text that is read has, `until` how many it may have before it is read anew (`family.Stretch`), `adapter` the
+    number of the row's adapter (`adapters`), and `allowed` the tokens that may come next, uint32[B, V / 32] with a bit for each; None
+    where no row is bound to a grammar."""
 
     is_live: jax.Array
     most: jax.Array
@@ -27,6 +28,7 @@ class Draws(NamedTuple):
     seed: jax.Array
     stream: jax.Array
     adapter: jax.Array
+    allowed: jax.Array | None = None
 
     @classmethod
     def of_rows(cls, rows: int) -> "Draws":
@@ -47,6 +49,14 @@ class Draws(NamedTuple):
             whole(0),
         )
         return cls(np.zeros(rows, bool), *settings)  # type: ignore[arg-type]
+
+
+def bound(scores_BV: jax.Array, draws: Draws) -> jax.Array:
+    """Returns the scores, with minus infinity for tokens that may not come."""
+    if draws.allowed is None:
+        return scores_BV
+    bits = (draws.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return jnp.where(bits.reshape(len(scores_BV), -1)[:, : scores_BV.shape[1]] == 1, scores_BV, -jnp.inf)
 
 
 def draw(scores_BV: jax.Array, draws: Draws, counts_B: jax.Array, seen_BV: jax.Array) -> jax.Array:

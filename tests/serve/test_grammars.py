@@ -1,0 +1,106 @@
+"""Binds the answers of a small model with random weights to JSON schemas. This module tests zerojax.serve.grammars."""
+
+import asyncio
+import functools
+import importlib.util
+import json
+
+import chats
+import httpx
+import pytest
+import small_engine
+import tokenizers
+
+from zerojax.errors import UserError
+from zerojax.inference.engine import engine as engine_lib
+from zerojax.serve import app, grammars, tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["é", "no"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+END = 1  # "</s>"
+
+
+@pytest.fixture
+def path(tmp_path):
+    found = tmp_path / "tokenizer.json"
+    found.write_text(chats.file_of("byte_level"))
+    return found
+
+
+def test_a_text_may_have_the_tokens_of_its_schema_and_ends_after_them(path):
+    model = tokenizers.Tokenizer.from_file(str(path))
+    size = model.get_vocab_size() + 40  # of a model's vocabulary, which may be larger
+    made = grammars.Schemas(path)(json.dumps(SCHEMA), size, (END,))
+    ids = model.encode('{"a":7,"b":"é"}', add_special_tokens=False).ids
+    for token in ids:
+        bits = [number for word in made.mask() for number in range(32) if word >> number & 1]
+        mask, is_last = made.mask(), token == ids[-1]
+        allowed = {n for n in range(size) if mask[n // 32] >> (n % 32) & 1}
+        assert len(bits) == len(allowed) and token in allowed and END not in allowed and max(allowed) < size - 40
+        assert made.add(token) == is_last
+    wrong = grammars.Schemas(path)(json.dumps(SCHEMA), size, (END,))
+    (word,) = model.encode("[", add_special_tokens=False).ids
+    assert not wrong.mask()[word // 32] >> (word % 32) & 1
+
+
+def test_a_schema_that_is_not_applied_and_a_library_that_is_not_there_are_told(path, monkeypatch):
+    made = grammars.Schemas(path)
+    for schema in ({"type": "nope"}, {"type": "object", "not": {}}, {"$ref": "http://example.com/x"}):
+        with pytest.raises(UserError, match=r"^grammar: the schema is not applied \(.+\); change it$"):
+            made(json.dumps(schema), 600, (END,))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"grammar: needs llguidance, .*pip install 'zerojax\[serve\]'"):
+        made("{}", 600, (END,))
+
+
+class PathWords(tokenizer.Words):
+    """The words of a tokenizer.json without a model's folder."""
+
+    def __init__(self, path):
+        self._model, self.grammar_of = tokenizers.Tokenizer.from_file(str(path)), grammars.Schemas(path)
+
+    def text_of(self, ids):
+        return self._model.decode(list(ids))
+
+    def conversation(self, messages, tools=()):
+        return [5, 6, 7]
+
+
+def test_answers_of_a_server_are_of_their_schemas_beside_others(path):
+    words = PathWords(path)
+    model = small_engine.model(vocab_size=words._model.get_vocab_size())
+    how = {"slots": 3, "max_len": 512, "chunk": 16, "text_of": words.text_of, "grammar_of": words.grammar_of}
+    service = app.Service(engine_lib.Engine(model, **how), words, name="m", limits=app.Limits())
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "seed": 3, "top_k": 200}
+    named = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+
+    async def test():
+        web = httpx.ASGITransport(service.app())
+        async with httpx.AsyncClient(transport=web, base_url="http://localhost", timeout=120) as client:
+            ask = functools.partial(client.post, "/v1/chat/completions")
+            bound, free = await asyncio.gather(
+                ask(json={**body, "response_format": named, "n": 2}), ask(json={**body, "max_tokens": 20})
+            )
+            for choice in bound.json()["choices"]:
+                found = json.loads(choice["message"]["content"])
+                assert choice["finish_reason"] == "stop" and {*found} == {"a", "b"}
+                assert 0 <= found["a"] <= 99 and found["b"] in ("é", "no")
+            again = await ask(json={**body, "max_tokens": 20, "response_format": {"type": "text"}})
+            assert again.json()["choices"] == free.json()["choices"]
+            (cut,) = (await ask(json={**body, "max_tokens": 3, "response_format": {"type": "json_object"}})).json()[
+                "choices"
+            ]
+            assert cut["message"]["content"].lstrip()[:1] in ("{", "") and cut["finish_reason"] in ("length", "stop")
+            wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "nope"}}}
+            error = (await ask(json={**body, "response_format": wrong})).json()["error"]
+            assert error["param"] == "response_format" and error["message"].startswith("response_format: the schema is")
+
+    service.start()
+    try:
+        asyncio.run(test())
+    finally:
+        service.stop(60)
