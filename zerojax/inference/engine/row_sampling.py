@@ -28,7 +28,7 @@ class Draws(NamedTuple):
     seed: jax.Array
     stream: jax.Array
     adapter: jax.Array
-    allowed: jax.Array | None = None
+    allowed: Any = None  # or an array
 
     @classmethod
     def of_rows(cls, rows: int) -> "Draws":
