@@ -6,7 +6,9 @@
 
 Installing from such a file takes what was resolved, or nothing:
 
-    pip install --require-hashes -r scripts/constraints/serve.txt && pip install --no-deps --no-build-isolation -e .
+    pip install --require-hashes -r scripts/constraints/serve.txt
+
+and docs/security.md says how to build this project itself with known files alone.
 
 The hashes are those of the files that pip chooses for the given Pythons on the machine where the script runs. Another machine
 (macOS, aarch64) makes its own. pip finds its index as it always does; the files name none.

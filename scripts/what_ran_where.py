@@ -16,7 +16,7 @@ RAW = "docs/benchmarks/raw/"
 COLUMNS = ("feature", "with", "GPUs", "machine", "date, code", "shown by", "figures")
 HEAD = """# What has run where
 
-Each feature, and pairs that people combine: on how many GPUs at most it has run, and what shows it. "Emulated" means CPU devices of one
+Features, and pairs that people combine: on how many GPUs at most each has run, and what shows it. "Emulated" means CPU devices of one
 machine alone: tests compare numbers there, and nothing is known of its speed. What is refused is in [limits.md](limits.md#refused). This
 page is made of [ran.tsv](benchmarks/ran.tsv) by `scripts/what_ran_where.py`: add a row there when something ran.
 """

@@ -469,22 +469,22 @@ class GrpoSettings:
         "answers to a prompt; config.global_batch_size counts answers")
     inner_steps: int = setting(1, POSITIVE, "steps on the same answers")
     variant: str = setting("grpo", tuple(ratios.VARIANTS),
-        '"grpo"; "dr_grpo": no deviation; "dapo": the mean over tokens, more room above; "gspo": one ratio for an answer; "rloo": each '
-        "answer less the others")
+        '"grpo"; "dr_grpo": not divided by the deviation; "dapo": the mean over tokens, more room above; "gspo": one ratio for an answer; '
+        '"rloo": the reward less the mean of the others')
     clip: float = setting(-1.0, SHARE.or_minus_one("the variant's own"),
-        "with inner steps: the ratio of a probability to that when it was drawn counts down to 1 less this; -1: 0.2, of gspo 0.0003",
+        "with inner steps: how far below 1 the ratio of a probability to that when it was drawn counts; -1: 0.2, of gspo 0.0003",
         beside("grpo.inner_steps"))
     clip_high: float = setting(-1.0, NOT_NEGATIVE.or_minus_one("the variant's own"),
-        "and up to 1 and this; -1: as grpo.clip, of dapo 0.28, of gspo 0.0004", beside("grpo.inner_steps"))
+        "how far above 1 it counts; -1: as grpo.clip, of dapo 0.28, of gspo 0.0004", beside("grpo.inner_steps"))
     kl: float = setting(0.0, NOT_NEGATIVE, "with adapters: the weight of the divergence from the model without them")
     environment: str = setting("", ANY, 'what speaks between answers: "calculator" (an example), or "module:function" of the messages so '
         'far, which returns (messages or None, reward); "": an answer ends its conversation')
     turns: int = setting(4, POSITIVE.up_to(1024, "each is read with all before it"), "answers of a conversation, at most",
         beside("grpo.environment"))
     time_limit: float = setting(30.0, POSITIVE.up_to(1e6, "a run would hang"),
-        "seconds that the environment may take for a message, else the conversation ends", beside("grpo.environment"))
+        "seconds that one call of the environment may take, else the conversation ends", beside("grpo.environment"))
     exact: bool = setting(False, ANY, "True: answers are drawn by the forward pass of training, so that log-probabilities are equal bit "
-        "for bit; a token costs a forward pass of the whole batch")
+        "for bit (on CPU devices; not measured on GPUs); a token costs a forward pass of the whole batch")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Asks the model in training, and makes batches of its answers. This module holds what the task `grpo` does between two steps.
 
-Answers are drawn by the weights of the state as they are, sharded as they are (`drawing`), one to a prompt or several with what the
+Answers are drawn by the state's weights, gathered once where they fit (`drawing`), one to a prompt or several with what the
 user's environment says between them (`conversations`). A group of them is rewarded, and `config.grpo.variant` makes advantages of that.
 Prompts and draws depend on the seed and the step alone, so a run that resumes asks the same. All processes ask the same; process 0 rewards
 the answers, and its numbers are those of all.
