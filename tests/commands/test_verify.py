@@ -69,7 +69,7 @@ def with_change(name, step, factor):
 
 def test_equal_losses_are_proven_and_each_setting_has_its_flags(call, trained):
     status, out, _ = call(*ARGUMENTS, "--config.optimizer.warmup_steps=20")
-    assert status == 0 and out.endswith("11 of 11 settings give the losses of 0\n") and "1.00 MiB" in out
+    assert status == 0 and out.endswith("11 of 11 settings give the losses of setting 0\n") and "1.00 MiB" in out
     _, started = trained
     assert [(run["--config.zero.stage"], run["--config.offload.params"]) for run in started] == [
         *((str(stage), "none") for stage in range(4)),
@@ -106,7 +106,7 @@ def test_what_rounding_does_not_explain_differs_and_the_status_is_1(call, traine
     assert [row["setting"] for row in found["rows"] if row["verdict"] == "differs"] == ["2"]
     (row,) = [row for row in found["rows"] if row["verdict"] == "differs"]
     assert re.fullmatch(r"(losses|norms) from step \d on: \S+ for [\d.]+", row["line"])
-    assert "10 of 11 settings give the losses of 0; 1 differs" in call(*ARGUMENTS)[1]
+    assert "10 of 11 settings give the losses of setting 0; 1 differs" in call(*ARGUMENTS)[1]
 
 
 def test_rounding_is_allowed(call, trained):
@@ -119,7 +119,7 @@ def test_a_setting_that_cannot_run_here_is_told_and_does_not_fail_the_others(cal
     trained[0]["host"] = (2, "a warning\nzerojax: offload.optimizer: this backend has no host memory\n")
     status, out, _ = call(*ARGUMENTS)
     assert status == 0 and "3+params: offload.optimizer: this backend has no host memory" in out
-    assert out.endswith("8 of 11 settings give the losses of 1; 3 cannot run here\n")
+    assert out.endswith("8 of 11 settings give the losses of setting 1; 3 cannot run here\n")
     trained[0][3] = (-6, "abort\n")
     status, out, _ = call(*ARGUMENTS)
     assert status == 1 and "3: ended with status -6: abort" in out

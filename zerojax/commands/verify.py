@@ -208,7 +208,7 @@ def text(
     outcomes: Sequence[Verified], first: Verified | None, is_right: bool, steps: int, tolerance: float, why: str
 ) -> str:
     """Returns the table, the tolerance and the verdict."""
-    reference = first.setting.name if first else "-"
+    reference = ("setting " if first in outcomes else "") + (first.setting.name if first else "-")
     title = f"{steps} steps, each setting in a process of its own, against {reference}"
     measured = ("losses differ by", "gradient norms", "planned peak", "measured peak", "tokens/s")
     table = display.table(title, ("setting", *measured, "losses"), ("setting", "losses"))
