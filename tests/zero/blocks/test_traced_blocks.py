@@ -311,11 +311,15 @@ def test_a_gpu_gathers_each_unrolled_layer_once_a_pass(monkeypatch):
 
 
 def test_sums_over_the_elements_of_stacks_gather_nothing():
-    for name in ("jax.lax.scan", "nnx.scan"):
-        state, train_step = compiled(penalised(FORMS[name]()), blocks="layers", reduce_dtype=jnp.float32)
+    def of_large(leaf):
+        return jnp.sum(jnp.where(jnp.abs(leaf) > 0.1, jnp.square(leaf), jnp.zeros_like(leaf)))
+
+    for name, penalty in (("jax.lax.scan", of_large), ("nnx.scan", lambda leaf: jnp.sum(jnp.square(leaf)))):
+        make = lambda name=name, penalty=penalty: penalised(FORMS[name](), penalty)  # noqa: E731
+        state, train_step = compiled(make(), blocks="layers", reduce_dtype=jnp.float32)
         shapes = gathered(train_step.lower(state, batch()).compile())
         assert not [shape for shape in shapes if len(shape) == 3 and shape[0] == LAYERS], shapes
-        one = losses(*compiled(penalised(FORMS[name]()), devices=1))
+        one = losses(*compiled(make(), devices=1))
         np.testing.assert_allclose(losses(state, train_step), one, rtol=LAST_PLACES)
 
 
