@@ -203,9 +203,8 @@ class _TraceRun:
             if inside is None:
                 return self._used(value)
             reads, is_scalar = [*map(of, inside.reads)], inside.eqn.primitive.name == "broadcast_in_dim"
-            if (
-                not value.is_uniform
-            ):  # what is uniform is one element, and some operations take arrays of one shape alone
+            if not value.is_uniform:
+                # What is uniform is one element, and some operations take arrays of one shape alone.
                 shapes = [found[0].shape if own.aval.shape else () for own in inside.reads]
                 reads = [*map(jax.numpy.broadcast_to, reads, shapes)]
             known.update(zip(inside.writes, reads if is_scalar else _inlined(inside.eqn, reads)))
