@@ -129,6 +129,20 @@ def test_float_experts_are_rounded_and_other_models_have_none():
         zerojax.load_huggingface(golden_models.FOLDER / "mixtral", stage=0, lora=lora)
 
 
+def test_experts_that_are_trained_in_full_are_not_packed():
+    family = families.PRESETS["gpt_oss_20b"]
+    choose = lambda saved: peft.choose(  # noqa: E731
+        zerojax.Lora(target_modules=("q_proj",), modules_to_save=saved, quantize="mxfp4"),
+        family,
+        family.presets["gpt_oss_20b"],
+    )
+    assert len(choose(()).quantized) == 2 * 24 and len(choose(("layers.0.mlp.experts",)).quantized) == 2 * 23
+    with pytest.raises(
+        UserError, match=r"^lora.quantize: 'mxfp4' is of frozen experts, and lora.modules_to_save trains"
+    ):
+        choose(("experts",))
+
+
 def test_gpt_oss_120b_with_adapters_takes_less_than_half_of_an_h200():
     """114.7 billion weights of experts in 4.25 bits, and 2.2 billion others in bfloat16."""
     family = families.PRESETS["gpt_oss_120b"]

@@ -40,6 +40,13 @@ def test_experts_have_the_names_of_modules_of_their_own_counted_from_0():
     assert LINEAR["head"].names == ("lm_head",)
 
 
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_of_no_adapter_is_told(field):
+    line = rf"^lora.{field}: 'qproj' has no effect: it means no module with an adapter; known: q_proj, o_proj$"
+    with pytest.warns(UserWarning, match=line):
+        chosen(**{field: {"qproj": 4, "o_proj": 2}})
+
+
 @pytest.mark.parametrize("excluded", ["all-linear", ("vision_proj",)])
 def test_an_exclusion_without_effect_is_told(excluded):
     with pytest.warns(UserWarning, match="^lora.exclude_modules: .* has no effect: .* known: q_proj, o_proj, lm_head$"):

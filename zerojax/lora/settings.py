@@ -83,11 +83,11 @@ class Lora:
 
     def rank_of(self, name: str) -> int:
         """Returns the rank of the module of a name."""
-        return next((rank for pattern, rank in self.rank_pattern if _ends(pattern, name)), self.r)
+        return next((rank for pattern, rank in self.rank_pattern if is_at_end(pattern, name)), self.r)
 
     def scale_of(self, name: str) -> float:
         """Returns the factor of the output of the adapter of a name."""
-        alpha = next((alpha for pattern, alpha in self.alpha_pattern if _ends(pattern, name)), self.alpha)
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if is_at_end(pattern, name)), self.alpha)
         rank = self.rank_of(name)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
@@ -131,7 +131,8 @@ def at_end(pattern: str) -> str:
     return rf"(.*\.)?({pattern})$"
 
 
-def _ends(pattern: str, name: str) -> bool:
+def is_at_end(pattern: str, name: str) -> bool:
+    """Returns whether a regex matches the end of a name, from a dot on."""
     return re.match(at_end(pattern), name) is not None
 
 

@@ -81,7 +81,8 @@ class Targets:
             return ()
         if self.lora.quantize == quantized.MXFP4:
             own = {path: found for path, found in self.linear.items() if found.parameters == (path,) and found.stack}
-            return tuple(path for path, found in own.items() if found.shape[0] % quantized.GROUP == 0)
+            frozen = {path: found for path, found in own.items() if path not in self.saved}
+            return tuple(path for path, found in frozen.items() if found.shape[0] % quantized.GROUP == 0)
         return tuple(
             path
             for path, found in self.linear.items()
@@ -170,6 +171,7 @@ def choose(
             f"lora.exclude_modules: {told} has no effect: it means no linear module of this model; known: {ways}",
             stacklevel=2,
         )
+    _warn_of_patterns(lora, linear, adapted)
     saved: list[str] = []
     for end in lora.modules_to_save:
         found = [path for path in weights if settings.is_within(_module_of(path, name_of), end)]
@@ -191,9 +193,25 @@ def choose(
     return chosen
 
 
+def _warn_of_patterns(lora: settings.Lora, linear: Mapping[str, LinearModule], adapted: Iterable[str]) -> None:
+    names = [name for path in adapted for name in linear[path].names]
+    known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern, _ in getattr(lora, field):
+            if not any(settings.is_at_end(pattern, name) for name in names):
+                warnings.warn(
+                    f"lora.{field}: {pattern!r} has no effect: it means no module with an adapter; known: {known}",
+                    stacklevel=3,
+                )
+
+
 def check_quantized(chosen: Targets) -> None:
-    """Refuses mxfp4 for a model without experts that it takes."""
+    """Refuses mxfp4 for a model without frozen experts that it takes."""
     if chosen.lora.quantize == quantized.MXFP4 and not chosen.quantized:
+        if dataclasses.replace(chosen, saved=()).quantized:
+            raise UserError(
+                "lora.quantize: 'mxfp4' is of frozen experts, and lora.modules_to_save trains all of them in full; omit one of the two"
+            )
         raise UserError(
             "lora.quantize: 'mxfp4' is the form of gpt-oss's experts, and this model has none of theirs; choose 'nf4' or 'int8'"
         )

@@ -1,5 +1,7 @@
 """Checks what speaks between answers of a model in training. This module tests zerojax.data.pairs.environments."""
 
+import sys
+
 import pytest
 
 from zerojax.data.pairs import environments
@@ -27,6 +29,7 @@ def test_nothing_but_sums_of_whole_numbers_has_a_value(text):
     "environment",
     [
         lambda messages: 1 / 0,
+        lambda messages: sys.exit(1),
         lambda messages: None,
         lambda messages: ("text", 1.0),
         lambda messages: ([{"role": "tool"}], 1.0),

@@ -83,7 +83,10 @@ def answer(environment: Environment, name: str, messages: Sequence[templates.Mes
         found: Any = environment([dict(message) for message in messages])
         more, reward = found
         reward = float(reward)
-    except Exception as error:  # a function of a user may raise anything
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a function of a user may raise anything, and sys.exit would end its thread alone
         raise UserError(
             f"environment: {name} failed after the answer {errors.shown(messages[-1]['content'])} ({errors.one_line(error)}); mend it"
         ) from error
