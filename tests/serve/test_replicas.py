@@ -28,6 +28,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-type", kind)
         self.send_header("content-length", str(len(body)))
+        self.send_header("asked", self.path)
         self.end_headers()
         self.wfile.write(body)
     def do_GET(self):
@@ -157,6 +158,9 @@ def test_a_full_queue_goes_on_to_another_and_counts_have_their_replica():
         assert 'zerojax_replica_starts_total{replica="0"} 1' in counts
         for headers, status in (({"host": "evil.example"}, 403), ({"content-type": "text/plain"}, 415)):
             assert client.post("/v1/completions", content=b"{}", headers=headers).status_code == status
+        for path in ("/v1/models/a%20b", "/v1/models/%C3%BC", "/%00?a=%20"):
+            found = client.get(path, headers={"authorization": b"Bearer \xfc"})
+            assert (found.status_code, found.headers["asked"]) == (200, path)
         router.is_draining = True
         assert client.post("/v1/completions", json={}).status_code == client.get("/health").status_code == 503
 

@@ -220,7 +220,7 @@ class Router:
         found: dict[str, None] = {}  # in order, a line once
         for replica in [one for one in self.replicas if one.port]:
             with contextlib.suppress(_Gone):
-                answer = await _asked(replica.port, "GET", "/metrics", request.headers, b"")
+                answer = await _asked(replica.port, "GET", b"/metrics", request.headers, b"")
                 text = (await answer.whole()).decode()
                 if answer.status == 401:
                     raise NotAnswered(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
@@ -234,7 +234,9 @@ class Router:
         if self.is_draining:
             raise NotAnswered(503, "the server is to end and takes no new requests", code="draining")
         body = await app_lib.body_of(request, self._limits) if request.method == "POST" else b""
-        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        # As it was sent: in `request.url` escapes of blanks and letters are undone.
+        path, query = request.scope["raw_path"], request.scope["query_string"]
+        path += b"?" + query if query else b""
         blocks, tried, refused = list(_blocks(body)), set[Replica](), None
         while True:
             try:
@@ -319,9 +321,9 @@ class _Answer:
         self._writer.close()
 
 
-async def _asked(port: int, method: str, path: str, headers: Mapping[str, str], body: bytes) -> _Answer:
+async def _asked(port: int, method: str, path: bytes, headers: Mapping[str, str], body: bytes) -> _Answer:
     """Asks a replica. Raises _Gone if it ends before it answers."""
-    kept = [(name, headers[name]) for name in _KEPT if name in headers]
+    kept = [(name, headers[name].encode("latin-1")) for name in _KEPT if name in headers]
     sent = [("host", "localhost"), ("connection", "close"), ("content-length", str(len(body))), *kept]
     connection = h11.Connection(h11.CLIENT)
     try:
