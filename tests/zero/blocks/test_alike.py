@@ -173,3 +173,8 @@ def test_the_claim_of_a_block_that_reads_an_array_of_the_loss_changes_nothing(mo
             return str(error)
 
     assert outcome(False) == outcome(True)
+    step, *args = made(monkeypatch, True, Reads(), programs="kinds")
+    with pytest.raises(
+        zerojax.UserError, match=r"^blocks: .* reads an array that is neither its weight nor its argument"
+    ):
+        step.one_pass(*args)

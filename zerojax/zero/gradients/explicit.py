@@ -31,6 +31,10 @@ from zerojax.zero.weights import gather, placement
 from zerojax.zero.weights import partition as partition_lib
 
 Program = Callable[[], dependence.TracedLoss]
+LEAKED = (
+    "blocks: with reduce_dtype, a module that matches reads an array that is neither its weight nor its argument (a global, or an "
+    "attribute set outside); make it an argument, name other blocks, or omit reduce_dtype"
+)
 
 
 def value_and_grad(
@@ -266,7 +270,4 @@ def leaks_named() -> Iterator[None]:
     try:
         yield
     except jax.errors.UnexpectedTracerError as error:
-        raise UserError(
-            "blocks: with reduce_dtype, a module that matches reads an array that is neither its weight nor its argument (a global, or an "
-            "attribute set outside); make it an argument, name other blocks, or omit reduce_dtype"
-        ) from error
+        raise UserError(LEAKED) from error

@@ -21,8 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import specs, traces, tree
+from zerojax.errors import UserError
 from zerojax.optim import rounded
 from zerojax.tree import PyTree
+from zerojax.zero.gradients import explicit
 from zerojax.zero.step_programs import arrivals as arrivals_lib
 from zerojax.zero.step_programs import blocks, operations
 from zerojax.zero.step_programs import cut as cut_lib
@@ -171,6 +173,8 @@ class MappedTrace:
         self.closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
         (self.call,) = self.closed.jaxpr.eqns
         assert self.call.primitive.name == "shard_map", self.call.primitive.name
+        if any(isinstance(array, jax.core.Tracer) for array in self.closed.consts):  # JAX 0.10 does not refuse it
+            raise UserError(explicit.LEAKED)
         self.structure: Any = jax.tree.structure(shapes)
         self.values: list[Any] = jax.tree.leaves(args)
         closed_over = [array if tree.is_key(array) else np.asarray(array) for array in self.closed.consts]
