@@ -323,8 +323,9 @@ class _Answer:
 
 async def _asked(port: int, method: str, path: bytes, headers: Mapping[str, str], body: bytes) -> _Answer:
     """Asks a replica. Raises _Gone if it ends before it answers."""
-    kept = [(name, headers[name].encode("latin-1")) for name in _KEPT if name in headers]
-    sent = [("host", "localhost"), ("connection", "close"), ("content-length", str(len(body))), *kept]
+    own = {"host": "localhost", "connection": "close", "content-length": str(len(body))}
+    own |= {name: headers[name] for name in _KEPT if name in headers}
+    sent = [(name.encode(), value.encode("latin-1")) for name, value in own.items()]
     connection = h11.Connection(h11.CLIENT)
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
