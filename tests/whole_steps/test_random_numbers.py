@@ -30,7 +30,7 @@ from zerojax.models import families, family
 from zerojax.optim import fused
 from zerojax.trainer import program, steps
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import rollouts
+from zerojax.trainer.tuning import conversations, drawing, rollouts
 from zerojax.zero.gradients import accumulate
 
 TABLE = (runs.ROOT / "docs" / "design.md").read_text().partition("## Random numbers\n")[2].partition("\n## ")[0]
@@ -161,11 +161,14 @@ def chosen_tokens(seed, token):
 def asked(seed, step):
     """Returns the prompts and the settings of what `grpo` asks in a step, two prompts with two answers each."""
     config = runs.config(seed=seed, data__task="grpo", grpo__group=2, data__answer_len=4, data__train_file="none")
-    own = types.SimpleNamespace(_prompts=[np.array([n]) for n in range(300)])
-    own._program = types.SimpleNamespace(config=config, sizes=types.SimpleNamespace(global_batch_size=4))
+    program = types.SimpleNamespace(config=config, sizes=types.SimpleNamespace(global_batch_size=4))
+    drawer = drawing.ByEngine(program, None)
     found: list[Any] = []
-    submit = lambda prompt, **settings: found.append((prompt, settings))  # noqa: E731
-    own._renewed = lambda params: types.SimpleNamespace(submit=submit, run=lambda: next(iter(())))
+    submit = lambda prompt, **settings: found.append((np.array(prompt), settings))  # noqa: E731
+    drawer._engine = types.SimpleNamespace(submit=submit, renew=lambda params: None, step=lambda: next(iter(())))
+    own = types.SimpleNamespace(_prompts=[np.array([n]) for n in range(300)], _drawer=drawer, _program=program)
+    own._tokenizer = types.SimpleNamespace(decode=lambda ids: "")
+    own._rules = conversations.Rules(None, "", 1, 0.0, config.data.answer_len, config.seq_len + 1, None, None, None)
     with pytest.raises(StopIteration):
         rollouts.Rollouts._ask(own, step, None)
     return found

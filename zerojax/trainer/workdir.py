@@ -43,11 +43,15 @@ NEW = {
     "optimizer.weight_decay_on": ("matrices",),
     "optimizer.rates": ("",),
     "optimizer.router_bias_rate": (0.0,),
-    **{f"lora.{name}": ("",) for name in ("target_modules", "exclude_modules", "modules_to_save", "init_from")},
+    **{
+        f"lora.{name}": ("",)
+        for name in ("target_modules", "exclude_modules", "modules_to_save", "init_from", "target_parameters")
+    },
     "lora.r": (0,),
     "lora.alpha": (0.0,),
     "lora.dropout": (0.0,),
     "lora.rslora": (False,),
+    "lora.dora": (False,),
     "lora.quantize": ("none",),
     "lora.frozen_dtype": ("auto",),
     "model.dropout": (0.0,),

@@ -266,7 +266,7 @@ FAMILIES = {
     "deepseekv3": ("byte_level", "LlamaTokenizerFast"),
     "cohere2": ("byte_level", "CohereTokenizer"),
     "ernie45": ("first", "LlamaTokenizer"),
-    "ministral3": ("byte_level", "LlamaTokenizerFast"),
+    **dict.fromkeys(("ministral", "ministral3"), ("byte_level", "LlamaTokenizerFast")),
     "starcoder2": ("gpt2", "GPT2Tokenizer"),
     "gpt2": ("gpt2", "GPT2Tokenizer"),
     **dict.fromkeys(("olmoe", "mamba2"), ("byte_level", "GPTNeoXTokenizer")),
