@@ -411,6 +411,10 @@ CROSSED = {
         {"blocks": r"net/layers/\d+", "shard": {"offload": {"optimizer": "host", "params": "host"}}},
     ),
     "model": (of_equinox, {"blocks": r"net/layers/\d+", "model": 2, "shard": {"overrides": OVER_MODEL}}),
+    "model and data along one dim": (
+        of_equinox,
+        {"blocks": r"net/layers/\d+", "model": 2, "shard": {"overrides": [("up/weight", P(("model", "data")))]}},
+    ),
 }
 
 

@@ -146,7 +146,7 @@ def of_shards(collective: Callable[[jax.Array], jax.Array], placement: Placement
     if not mesh_lib.rest():
         return collective
     entries = [specs.names(entry) for entry in placement.stored.spec]
-    if any(names[:1] and names[0] in mesh_lib.STATE and set(names) & set(mesh_lib.COMPILER) for names in entries):
+    if any({*names} & {*mesh_lib.STATE} and {*names} & {*mesh_lib.COMPILER} for names in entries):
         return collective  # the parts of a device's shard over the compiler's axes are not in a row, and XLA must arrange them
     spec = specs.only(placement.stored.spec, mesh_lib.COMPILER)
     return mesh_lib.manual_over_rest(collective, spec, spec)
