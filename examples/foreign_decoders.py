@@ -11,6 +11,7 @@ jax-bonsai, whose package holds no code yet. `haiku` needs `pip install dm-haiku
 """
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,6 +154,8 @@ def bonsai() -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
 
 def haiku() -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
     """Returns the same of a model of dm-haiku."""
+    if importlib.util.find_spec("haiku") is None:
+        raise SystemExit("--model haiku: dm-haiku is not installed; pip install dm-haiku")
     import haiku as hk
 
     class Layer(hk.Module):

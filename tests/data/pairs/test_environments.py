@@ -34,6 +34,7 @@ def test_nothing_but_sums_of_whole_numbers_has_a_value(text):
         lambda messages: ("text", 1.0),
         lambda messages: ([{"role": "tool"}], 1.0),
         lambda messages: (None, float("inf")),
+        lambda messages: (None, "1.0"),
     ],
 )
 def test_an_environment_that_fails_or_returns_something_else_is_one_line(environment):

@@ -6,6 +6,7 @@ to that of the last answer (`rewards`). It is called in threads, for several con
 """
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -82,7 +83,7 @@ def answer(environment: Environment, name: str, messages: Sequence[templates.Mes
     try:
         found: Any = environment([dict(message) for message in messages])
         more, reward = found
-        reward = float(reward)
+        reward = math.nan if isinstance(reward, str | bytes) else float(reward)
     except (
         Exception,
         SystemExit,
