@@ -32,7 +32,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
     def do_GET(self):
-        self.answer(200, "text/plain", b'# HELP a b\\na 1\\nc{d="e"} 2\\n')
+        self.answer(401 if self.headers.get("authorization") == "Bearer wrong" else 200, "text/plain", b'# HELP a b\\na 1\\nc{d="e"} 2\\n')
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if asked.get("prompt") == "full" and sys.argv[1] == "0":
@@ -156,6 +156,7 @@ def test_a_full_queue_goes_on_to_another_and_counts_have_their_replica():
         counts = client.get("/metrics").text.splitlines()
         assert counts.count("# HELP a b") == 1 and 'a{replica="1"} 1' in counts and 'c{replica="0",d="e"} 2' in counts
         assert 'zerojax_replica_starts_total{replica="0"} 1' in counts
+        assert client.get("/metrics", headers={"authorization": "Bearer wrong"}).status_code == 401
         for headers, status in (({"host": "evil.example"}, 403), ({"content-type": "text/plain"}, 415)):
             assert client.post("/v1/completions", content=b"{}", headers=headers).status_code == status
         for path in ("/v1/models/a%20b", "/v1/models/%C3%BC", "/%00?a=%20"):

@@ -221,10 +221,10 @@ class Router:
         for replica in [one for one in self.replicas if one.port]:
             with contextlib.suppress(_Gone):
                 answer = await _asked(replica.port, "GET", b"/metrics", request.headers, b"")
-                text = (await answer.whole()).decode()
-                if answer.status == 401:
-                    raise NotAnswered(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
-                found |= dict.fromkeys(_numbered(line, replica.number) for line in text.splitlines())
+                whole = await answer.whole()
+                if answer.status == 401:  # the same key is each one's
+                    return Response(whole, answer.status, answer.headers)
+                found |= dict.fromkeys(_numbered(line, replica.number) for line in whole.decode().splitlines())
         for replica in self.replicas:
             found[f'zerojax_replica_starts_total{{replica="{replica.number}"}} {replica.starts}'] = None
         return PlainTextResponse("\n".join(found) + "\n", media_type="text/plain; version=0.0.4")
