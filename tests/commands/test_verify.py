@@ -39,7 +39,7 @@ def trained(monkeypatch):
     """Returns {stage, "host" or an axis: what its run gives}, a list of the flags of each run, and makes runs give it."""
     given, started = {}, []
 
-    def train(words):
+    def train(words, _):
         flags = dict(word.split("=", 1) for word in words)
         started.append(flags)
         on_host = flags["--config.offload.optimizer"] == "host"
@@ -252,7 +252,7 @@ def test_this_machine_gives_the_shipped_losses(call, name):
 
 
 def test_true_runs_of_two_settings_agree(call, commands, monkeypatch):
-    def train(words):
+    def train(words, _):
         command = commands(*words)
         return command.status, command.err
 
@@ -261,6 +261,16 @@ def test_true_runs_of_two_settings_agree(call, commands, monkeypatch):
     rows = json.loads(out)["rows"]
     assert status == 0 and [len({*row["losses"]}) for row in rows] == [3, 3]
     assert rows[1]["loss_difference"] is not None and rows[1]["planned_peak_bytes"] > 0
+
+
+def test_float32_is_compared_in_float32_also_on_gpus(monkeypatch):
+    monkeypatch.delenv(verify.MATMULS, raising=False)
+    assert verify.environment(runs.config())[verify.MATMULS] == "highest"
+    assert verify.tolerance_of(runs.config(), "gpu") == verify.TOLERANCES["fp32"]
+    assert verify.MATMULS not in verify.environment(runs.config(precision="bf16"))
+    monkeypatch.setenv(verify.MATMULS, "tensorfloat32")
+    tolerance, why = verify.tolerance_of(runs.config(), "gpu")
+    assert tolerance == 2.0**-11 and "JAX_DEFAULT_MATMUL_PRECISION=tensorfloat32" in why
 
 
 def test_every_precision_has_a_tolerance():
@@ -272,7 +282,7 @@ def test_every_precision_has_a_tolerance():
     "changes, name",
     [
         ({"accum_dtype": "bf16", "grad_accum": 2}, "bf16"),  # sums of passes are rounded on each device
-        ({"accum_dtype": "bf16"}, "fp32 on CPUs"),  # a step of one pass adds up nothing
+        ({"accum_dtype": "bf16"}, "fp32"),  # a step of one pass adds up nothing
         ({"precision": "fp8", "reduce_dtype": "bf16"}, "fp8"),
         ({"precision": "fp8", "optimizer__moments": "int8"}, "fp8"),
         ({"precision": "fp16", "optimizer__moments": "int8"}, "few bits"),

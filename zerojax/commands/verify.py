@@ -55,10 +55,14 @@ QUIET = {  # what a run writes and measures beside its steps is not compared
 }
 FORWARD = 0.1  # times the tolerance, at step 1: before any update the weights are the same
 NORM = 10.0  # times the tolerance, of a gradient norm: a sum of many small squares
+MATMULS, EXACT_MATMULS = "JAX_DEFAULT_MATMUL_PRECISION", ("highest", "float32")
 # Relative: one last place of what is computed in. Sums over devices have another order at each stage, which flips some last places.
 TOLERANCES = {
-    "fp32 on CPUs": (1e-5, "float32 sums over devices have another order at each stage"),
-    "fp32": (2.0**-11, "matmuls may run in TF32, whose last place another order of sums flips here and there"),
+    "fp32": (1e-5, "float32 sums over devices have another order at each stage"),
+    "tf32": (
+        2.0**-11,
+        "{name}={value} lets matmuls run in TF32, whose last place another order of sums flips here and there",
+    ),
     "fp16": (2.0**-11, "another order of sums flips the last place of some float16 weights and activations"),
     "bf16": (2.0**-8, "another order of sums flips the last place of some bfloat16 weights and activations"),
     "fp8": (
@@ -123,7 +127,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(given.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="zerojax-verify-")))
         changes |= {} if config.data.dir else {"data.dir": str(folder / "datasets")}
-        outcomes = _run_all(wanted, rest, changes, folder)
+        outcomes = _run_all(wanted, rest, changes, folder, environment(config))
     devices = next((outcome.card["devices"] for outcome in outcomes if outcome.card), {"platform": "cpu"})
     platforms = {devices["platform"], *([past.devices["platform"]] if past else ())}
     tolerance, why = max(tolerance_of(config, platform) for platform in platforms)
@@ -165,17 +169,28 @@ def settings(config: settings_lib.Config) -> list[Setting]:
     return [Setting(name, changes) for name, changes in found.items()]
 
 
+def environment(config: settings_lib.Config) -> dict[str, str]:
+    """Returns the variables that runs start with. Float32 matmuls are exact, unless the user says otherwise.
+
+    GPUs would round them to TF32, and equal runs would part within a hundred steps, so that a comparison showed nothing.
+    """
+    exact = {MATMULS: EXACT_MATMULS[0]} if config.precision == "fp32" else {}
+    return {**exact, **os.environ}
+
+
 def tolerance_of(config: settings_lib.Config, platform: str) -> tuple[float, str]:
     """Returns the largest relative difference of losses that rounding explains on a platform, and why."""
-    on_cpus = (config.precision, platform) == ("fp32", "cpu")
+    matmuls = environment(config).get(MATMULS, "")
+    in_tf32 = config.precision == "fp32" and platform != "cpu" and matmuls not in EXACT_MATMULS
     rounds = {
         "few bits": config.optimizer.moments == "int8"
         or config.precision == "bf16_sr"
         or config_lib.make_wires(config).is_on,
         "bf16": config.reduce_dtype == "bf16" or (config.accum_dtype == "bf16" and config.grad_accum != 1),
-        "fp32 on CPUs" if on_cpus else config.precision: config.precision in TOLERANCES,
+        "tf32" if in_tf32 else config.precision: config.precision in TOLERANCES,
     }
-    return max(TOLERANCES[name] for name, is_rounded in rounds.items() if is_rounded)
+    tolerance, why = max(TOLERANCES[name] for name, is_rounded in rounds.items() if is_rounded)
+    return tolerance, why.format(name=MATMULS, value=matmuls)
 
 
 def compare(outcomes: Sequence[Verified], tolerance: float, first: Verified | None) -> None:
@@ -271,7 +286,11 @@ def _save(path: str, config: settings_lib.Config, first: Verified, outcomes: Seq
 
 
 def _run_all(
-    wanted: Sequence[Setting], rest: Sequence[str], changes: Mapping[str, Any], folder: pathlib.Path
+    wanted: Sequence[Setting],
+    rest: Sequence[str],
+    changes: Mapping[str, Any],
+    folder: pathlib.Path,
+    given: Mapping[str, str],
 ) -> list[Verified]:
     """Runs each setting in a process of its own, so that each has all of the device's memory and its own peak.
 
@@ -284,16 +303,16 @@ def _run_all(
             print(f"setting {setting.name}: {number + 1} of {len(wanted)}", file=sys.stderr, flush=True)
         every = {**changes, **setting.changes}
         flags = [*rest, *(f"--config.{place}={value}" for place, value in every.items())]
-        outcome = _run(setting, flags, folder / f"setting-{re.sub('[+:=]', '-', setting.name)}")
+        outcome = _run(setting, flags, folder / f"setting-{re.sub('[+:=]', '-', setting.name)}", given)
         if not outcomes and outcome.verdict == NOT_HERE and not outcome.line.startswith("out of "):
             raise UserError(outcome.line)
         outcomes.append(outcome)
     return outcomes
 
 
-def _run(setting: Setting, flags: Sequence[str], workdir: pathlib.Path) -> Verified:
+def _run(setting: Setting, flags: Sequence[str], workdir: pathlib.Path, given: Mapping[str, str]) -> Verified:
     """Trains with a setting, and returns its losses or the reason why there are none."""
-    status, err = _train([*flags, f"--workdir={workdir}"])
+    status, err = _train([*flags, f"--workdir={workdir}"], given)
     lines = [line for line in err.splitlines() if line.startswith("zerojax: ")]
     if status == 0:
         records = [record for record in metrics.read(workdir) if "loss" in record]
@@ -305,11 +324,11 @@ def _run(setting: Setting, flags: Sequence[str], workdir: pathlib.Path) -> Verif
     return Verified(setting, FAILED, f"ended with status {status}: {why[-1].removeprefix('zerojax: ')}")
 
 
-def _train(words: Sequence[str]) -> tuple[int, str]:
+def _train(words: Sequence[str], given: Mapping[str, str]) -> tuple[int, str]:
     """Runs `python -m zerojax.train`, and returns its status and its stderr. The run ends with this process."""
     started = [sys.executable, "-m", "zerojax.train", *words]
     with subprocess.Popen(
-        started, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        started, env=given, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as run:
         try:
             _, err = run.communicate()
