@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from zerojax.hlo import parameters, syntax
 
@@ -18,6 +19,7 @@ _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _LABEL = re.compile(r"\blinked_from=(\w+)")
 _PASS, _UNTIL = "pass", "until"
+_HERE, _WORD = "\0", "\1"  # marks, which no text of a program has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +75,15 @@ def link(
     values = {number: f"value.{place}" for place, number in enumerate(arguments)}
     for number, (path, array) in arguments.items():
         body.append(_element(values[number], array, "values", index[path]))
+    forms: dict[Any, _Form] = {}
     for place, program in enumerate(programs):
-        body += _instructions(program, f"p{place}", values)
+        body += _instructions(program, f"p{place}", values, forms)
     body.append(syntax.Instruction("again", "tuple", every, (), ""))
     last = {number: f"last.{place}" for place, number in enumerate(arguments)}
     if after:
         entry += [_element(last[number], array, "passes", index[path]) for number, (path, array) in arguments.items()]
     for place, program in enumerate(after, len(programs)):
-        entry += _instructions(program, f"p{place}", last)
+        entry += _instructions(program, f"p{place}", last, forms)
     made = {"main": entry, _PASS: body, _UNTIL: []}
     owners = {f"p{place}": program for place, program in enumerate((*programs, *after))}
     names_of_all = [*made, *(f"{label}.{name}" for label, program in owners.items() for name in program.module.spans)]
@@ -153,20 +156,46 @@ def program_of(module: syntax.Module, instruction: syntax.Instruction) -> tuple[
     return module.owners[label].module.name, instruction.name.removeprefix(f"{label}.")
 
 
-def _instructions(program: LinkedProgram, label: str, values: dict[int, str]) -> list[syntax.Instruction]:
+class _Form(NamedTuple):
+    """What programs of one module have in common, whatever their label and the names of their operations."""
+
+    parameters: list[
+        tuple[str, str, int]
+    ]  # their names, the paths of their arguments, and their numbers in `LinkedProgram.reads`
+    instructions: list[
+        syntax.Instruction
+    ]  # the others, with a mark in place of the label, and marks around words that have names
+
+    @classmethod
+    def of(cls, program: LinkedProgram) -> "_Form":
+        """Returns the form of a program."""
+        marked = dataclasses.replace(program, names={word: f"{_WORD}{word}{_WORD}" for word in program.names})
+        found = []
+        for number, parameter in program.module.entry.parameters.items():
+            path = parameters.path_of(parameter.op_name)
+            argument = re.search(r"/(\d+)$", path)  # values[3]: unread ones are dropped
+            found.append((parameter.name, path, int(argument[1]) if argument else number))
+        own = [one for one in program.module.entry.instructions if one.opcode != "parameter"]
+        return cls(found, [_linked(one, marked, _HERE) for one in own])
+
+
+def _instructions(
+    program: LinkedProgram, label: str, values: dict[int, str], forms: dict[Any, _Form]
+) -> list[syntax.Instruction]:
     """Returns the instructions of a program in a row, and adds what it returns to `values`, by number."""
+    key = id(program.module), program.scope, frozenset(program.names)
+    form = forms[key] if key in forms else forms.setdefault(key, _Form.of(program))
     entry, names, found = program.module.entry, {}, []
-    for number, parameter in entry.parameters.items():
-        path = parameters.path_of(parameter.op_name)
-        argument = re.search(r"/(\d+)$", path)  # values[3]: unread ones are dropped
+    for name, path, number in form.parameters:
         own = program.named.get(path)
-        names[parameter.name] = values[program.reads[int(argument[1]) if argument else number] if own is None else own]
-    for instruction in entry.instructions:
-        if instruction.opcode != "parameter":
-            names[instruction.name] = f"{label}.{instruction.name}"
-            operands = tuple(names.get(operand, operand) for operand in instruction.operands)
-            linked = _linked(instruction, program, label)
-            found.append(dataclasses.replace(linked, name=names[instruction.name], operands=operands))
+        names[name] = values[program.reads[number] if own is None else own]
+    for one in form.instructions:
+        names[one.name] = f"{label}.{one.name}"
+        operands = tuple(names.get(operand, operand) for operand in one.operands)
+        attributes = one.attributes.replace(_HERE, label)
+        for word, own_name in program.names.items():
+            attributes = attributes.replace(f"{_WORD}{word}{_WORD}", own_name)
+        found.append(syntax.Instruction(names[one.name], one.opcode, one.arrays, operands, attributes, one.argument))
     root = entry.root
     if root.opcode == "tuple":
         values.update(zip(program.writes, (names[operand] for operand in root.operands)))

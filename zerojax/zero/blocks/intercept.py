@@ -101,7 +101,7 @@ def by_block(loss_fn: Callable[..., Any], stored: stored_lib.Stored) -> Callable
             if not inside.owns(path):
                 return gather_leaf(path, leaf)
             # XLA drops the gathered weights that only a block reads.
-            gathered = leaf if run is None else gather_leaf(path, leaf)
+            gathered = leaf if run is None else run.gather_owned(path, leaf)
             made[id(gathered)] = gathered, (path, leaf)
             return gathered
 

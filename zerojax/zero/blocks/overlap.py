@@ -237,6 +237,10 @@ class Chain:
         with jax.named_scope(path):
             return placement.wire.outside(path, weight, placement, self._dtype, self._reduction)
 
+    def gather_owned(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
+        """Returns the same of a weight of a block, which gathers it itself unless it reaches the block changed."""
+        return self.gather_leaf(path, weight)
+
     def shard_leaf(self, path: str, weight: gather.ShardAndSink) -> tuple[jax.Array, tuple[str, ...]] | None:
         """Returns this device's shard of a weight and the axes over which sums of it add up; None if they could not."""
         placement = self._find(path, weight.stored)

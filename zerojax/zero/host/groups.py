@@ -203,6 +203,13 @@ class Division:
             start += length
         return items
 
+    def own_state(self, items: Sequence[Item]) -> tuple[Sequence[int], Any]:
+        """Returns the positions of the leaves of the optimizer state of items' weights, and its tree. Several items are full weights."""
+        if len(items) == 1:
+            return items[0].order, items[0].structure()
+        state = self._initialised(self._only({item.weight: self.params[item.weight] for item in items}))
+        return [self._position[path] for path, _ in tree.flatten(state)], jax.tree.structure(state)
+
     def _initialised(self, params: PyTree) -> PyTree:
         """Returns the abstract optimizer state of a part of the weights."""
         try:

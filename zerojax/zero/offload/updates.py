@@ -253,18 +253,13 @@ class Updates(groups_lib.Division):
     def lower(self, items: tuple[groups_lib.Item, ...]) -> jax.stages.Lowered:
         """Lowers a program: ([(param, host, device)], [(grad, shared)], scalars, [(number, start)]) -> [(param, host, device)]."""
 
-        def run(owned: list, read: list, scalars: tuple, seeds: list) -> list[tuple]:
-            every = zip(items, owned, read, seeds)
-            return [
-                self._run(item, param, host, device, grad, shared, scalars, number, start)
-                for item, (param, host, device), (grad, shared), (number, start) in every
-            ]
-
         args = [self._arguments(item) for item in items]
         owned, read, seeds = ([own[part] for own in args] for part in (slice(3), slice(3, 5), slice(6, 8)))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, owned)
         # A param whose master weight is read instead of it gives its memory to the new one, too.
-        jitted = jax.jit(run, donate_argnums=0, out_shardings=shardings, keep_unused=True)
+        jitted = jax.jit(
+            functools.partial(self._run, items), donate_argnums=0, out_shardings=shardings, keep_unused=True
+        )
         return jitted.lower(owned, read, args[0][5], seeds)
 
     def _traced(self, item: groups_lib.Item) -> Any:
@@ -277,7 +272,9 @@ class Updates(groups_lib.Division):
             avals = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(args))
             return item.dim, item.length, tuple(roles), self._kinds[item.weight], found.shape, found.overwritten, avals
         with fused.in_plain_jnp():
-            traced = str(jax.make_jaxpr(functools.partial(self._run, item))(*args))
+            param, host, device, grad, shared, scalars, *seed = args
+            given = [(param, host, device)], [(grad, shared)], scalars, [tuple(seed)]
+            traced = str(jax.make_jaxpr(functools.partial(self._run, (item,)))(*given))
         return traced, tuple(leaf.sharding for leaf in jax.tree.leaves(args))
 
     @functools.cached_property
@@ -323,40 +320,45 @@ class Updates(groups_lib.Division):
         self._grad_dtypes = dict(dtypes)
 
     def _run(
-        self,
-        item: groups_lib.Item,
-        param: jax.Array,
-        host: list,
-        device: list,
-        grad: jax.Array,
-        shared: list,
-        scalars: tuple,
-        number: jax.Array,
-        start: jax.Array,
-    ) -> tuple[jax.Array, list, list]:
-        """Updates one item."""
-        found, whole = self.partition.placements[item.weight], param
-        if item.dim is not None:
-            param, grad = (jax.lax.dynamic_slice_in_dim(x, start, item.length, item.dim) for x in (param, grad))
-        param, grad = (jax.lax.with_sharding_constraint(x, found.update) for x in (param, grad))
-        held = dict(zip((*item.host, *item.device, *item.shared), (*host, *device, *shared)))
+        self, items: Sequence[groups_lib.Item], owned: list, read: list, scalars: tuple, seeds: list
+    ) -> list[tuple[jax.Array, list, list]]:
+        """Updates items, which are of different weights; see `lower`."""
+        params, grads, held = dict[str, jax.Array](), dict[str, jax.Array](), dict[int, Any]()
+        for item, (param, host, device), (grad, shared), (_, start) in zip(items, owned, read, seeds):
+            found = self.partition.placements[item.weight]
+            if item.dim is not None:
+                param, grad = (jax.lax.dynamic_slice_in_dim(x, start, item.length, item.dim) for x in (param, grad))
+            param, grad = (jax.lax.with_sharding_constraint(x, found.update) for x in (param, grad))
+            params[item.weight], grads[item.weight] = param, grad
+            held |= zip((*item.host, *item.device, *item.shared), (*host, *device, *shared))
+        order, structure = self.own_state(items)
         state = self.partition.abstract_state
         blank: dict[str, Any] = {f.name: () for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)}
         before = state.replace(
             **blank
             | {
                 "step": jnp.zeros((), jnp.int32),
-                "params": self._only({item.weight: param}),
-                "opt_state": jax.tree.unflatten(item.structure(), [held[n] for n in item.order]),
+                "params": self._only(params),
+                "opt_state": jax.tree.unflatten(structure, [held[n] for n in order]),
             }
         )
-        update = update_lib.make(self.partition.training([item.weight]))
+        update = update_lib.make(self.partition.training(list(params)))
         finite = scalars[1] if self._may_skip else None
+        numbers = jnp.concatenate([number[None] for number, _ in seeds])
         with jax.named_scope("update"):
-            after = update(before, before, self._only({item.weight: grad}), scalars[0], finite, number[None])
-        held = dict(zip(item.order, jax.tree.leaves(after.opt_state)))
-        (param,) = jax.tree.leaves(after.params)
+            after = update(before, before, self._only(grads), scalars[0], finite, numbers)
+        held |= zip(order, jax.tree.leaves(after.opt_state))
+        new = dict(zip((name for name in self.names if name in params), jax.tree.leaves(after.params), strict=True))
+        return [
+            (
+                self._stored(item, param, new[item.weight], start),
+                *([held[n] for n in own] for own in (item.host, item.device)),
+            )
+            for item, (param, _, _), (_, start) in zip(items, owned, seeds)
+        ]
+
+    def _stored(self, item: groups_lib.Item, whole: jax.Array, param: jax.Array, start: jax.Array) -> jax.Array:
+        """Returns an item's new param as it is stored, in the whole one if it is a piece."""
+        found = self.partition.placements[item.weight]
         param = jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(param, found.update), found.stored)
-        if item.dim is not None:
-            param = jax.lax.dynamic_update_slice_in_dim(whole, param, start, item.dim)
-        return param, [held[n] for n in item.host], [held[n] for n in item.device]
+        return param if item.dim is None else jax.lax.dynamic_update_slice_in_dim(whole, param, start, item.dim)

@@ -17,7 +17,7 @@ import optax
 from zerojax.errors import UserError
 from zerojax.tree import PyTree
 from zerojax.zero.blocks import alike, overlap
-from zerojax.zero.weights import gather
+from zerojax.zero.weights import gather, placement
 
 NAME = "zerojax_block"
 GATHER, REDUCE = "gather", "reduce"
@@ -63,6 +63,16 @@ class AheadBlocks(NestedBlocks):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._functions: dict[alike.FirstBlock, _Functions] = {}
+        self._gathers: dict[placement.Placement, Callable[[gather.ShardAndSink], jax.Array]] = {}
+
+    def gather_owned(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
+        """Returns the same by one nested function for all weights that are sharded alike, which is traced once."""
+        own = self._find(path, weight.stored)
+        if type(own.wire) is not gather.Plain:  # others note the path
+            return self.gather_leaf(path, weight)
+        if own not in self._gathers:
+            self._gathers[own] = jax.jit(functools.partial(self.gather_leaf, path))
+        return self._gathers[own](weight)
 
     def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
         return _block(plan, self._apart(plan), weights, arrays)
