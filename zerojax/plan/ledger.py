@@ -86,7 +86,7 @@ class Ledger:
         """Returns the program's matmuls, with the dtypes in which they run."""
         return matmuls.matmuls(self.flow)
 
-    @property
+    @functools.cached_property
     def params(self) -> int:
         """Returns the number of elements of all weights as one device uses them: the unit of the totals."""
         return sum(weight.size for weight in self.weights.values())

@@ -142,39 +142,65 @@ def extend(
         x_D, squares, counts, after = _launched(c, params, caches, x_D, counts, at, attend, implementation, processors)
         return _scores(c, params, x_D, {"squares": squares}, counts, run), after
     beside: dict[str, Any] = {} if summed else {"squares": one_token.squares_of(x_D, 1)}
+    # One function for all layers, which is traced and lowered once: to lower the kernels of each takes longer than to compile the model.
+    run_layer = jax.jit(functools.partial(_layer, c, scale, summed, run))
     after = []
-    for number, (k_1SJC, v_1SJC) in enumerate(caches):
-        layer = params[f"layer_{number}"]
-        attention, mlp = layer["attention"], layer["mlp"]
-        norm = functools.partial(one_token.Norm, eps=c.norms.eps)
-        x_D, q, (k_SJC, v_SJC), counts = one_token.project(
-            x_D,
-            [weight(attention[name]) for name in ("q", "k", "v")],
-            (k_1SJC[0], v_1SJC[0]),
-            turn,
-            step.slot.reshape(1),
-            norm=norm(layer["attention_norm"]["scale"]),
-            counts=counts,
-            **beside,
-            **run,
-        )
-        keys = k_SJC[None], v_SJC[None]
+    for number, keys in enumerate(caches):
+        at = turn, step.slot.reshape(1), ends_B
+        x_D, beside, counts, keys = run_layer(params[f"layer_{number}"], keys, x_D, beside, counts, at)
         after.append(keys)
-        y_1HC, counts = cached_attention.attend_counted(
-            q.reshape(1, -1, c.head_dim), *keys, ends_B, counts, scale=scale, **run
-        )
-        o = weight(attention["o"], rows=q.shape[0])
-        x_D, beside, counts = _added(x_D, y_1HC.reshape(-1), o, counts, summed, run)
-        x_D, h_F, counts = one_token.gate(
-            x_D,
-            [weight(mlp["gate"]), weight(mlp["up"])],
-            norm=norm(layer["mlp_norm"]["scale"]),
-            counts=counts,
-            **beside,
-            **run,
-        )
-        x_D, beside, counts = _added(x_D, h_F, weight(mlp["down"]), counts, summed, run)
     return _scores(c, params, x_D, beside, counts, run), after
+
+
+def _layer(
+    config: LlamaConfig,
+    scale: float,
+    summed: Callable[[jax.Array], jax.Array] | None,
+    run: Mapping[str, Any],
+    layer: Mapping[str, Any],
+    cache: tuple[jax.Array, jax.Array],
+    x_D: jax.Array,
+    beside: dict[str, Any],
+    counts: jax.Array,
+    at: tuple[jax.Array, jax.Array, jax.Array],
+) -> tuple[jax.Array, dict[str, Any], jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the residual after a layer, what the next norm needs beside it (`_added`), the counters, and the layer's keys and values.
+
+    Args:
+      config, scale, summed, run: the model, the scale of scores, see `extend`, and how kernels run.
+      layer, cache: its weights, and its keys and values.
+      x_D, beside, counts: the residual before it, and the same as returned.
+      at: the cosines and sines, the slot, and the ends of texts.
+    """
+    attention, mlp, (k_1SJC, v_1SJC), (turn, slot, ends_B) = layer["attention"], layer["mlp"], cache, at
+    norm = functools.partial(one_token.Norm, eps=config.norms.eps)
+    x_D, q, (k_SJC, v_SJC), counts = one_token.project(
+        x_D,
+        [weight(attention[name]) for name in ("q", "k", "v")],
+        (k_1SJC[0], v_1SJC[0]),
+        turn,
+        slot,
+        norm=norm(layer["attention_norm"]["scale"]),
+        counts=counts,
+        **beside,
+        **run,
+    )
+    keys = k_SJC[None], v_SJC[None]
+    y_1HC, counts = cached_attention.attend_counted(
+        q.reshape(1, -1, config.head_dim), *keys, ends_B, counts, scale=scale, **run
+    )
+    o = weight(attention["o"], rows=q.shape[0])
+    x_D, beside, counts = _added(x_D, y_1HC.reshape(-1), o, counts, summed, run)
+    x_D, h_F, counts = one_token.gate(
+        x_D,
+        [weight(mlp["gate"]), weight(mlp["up"])],
+        norm=norm(layer["mlp_norm"]["scale"]),
+        counts=counts,
+        **beside,
+        **run,
+    )
+    x_D, beside, counts = _added(x_D, h_F, weight(mlp["down"]), counts, summed, run)
+    return x_D, beside, counts, keys
 
 
 def _launched(
