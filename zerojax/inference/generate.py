@@ -207,9 +207,9 @@ def _make_loop(
     compute_dtype: DTypeLike,
 ) -> Callable[..., jax.Array]:
     """Returns the program that reads the prompts and adds tokens: int32[rows, new_tokens]."""
-    how = {"blocks": family.blocks, "heads": family_lib.heads(family, config), "remat": "full"}
+    how = {"blocks": family.blocks, "heads": family_lib.heads(family, config)}
     start, extend = (
-        where_used.where_used(
+        where_used.forward_only(
             functools.partial(function, config), partition.placements, compute_dtype=compute_dtype, **how
         )
         for function in (family.start, family.extend)

@@ -72,7 +72,7 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     used = {"experts": share, "dense": 1.0, "rows": 0.0}
     active = sum(math.prod(leaf.shape) * used[kind(path, leaf)] for path, leaf in tree.flatten(abstract))
     shape, special = programs.Shape(1, config.seq_len, 0), family_lib.SpecialTokens()
-    made = programs.Programs(family, model, mesh, shape, special, lambda function: function, None, ())
+    made = programs.Programs(family, model, mesh, shape, special, None)
     caches, _ = made.abstract(abstract)
     cache = sum(map(tree.shard_bytes, jax.tree.leaves(caches)))
     held = [jax.tree.leaves(layer) for layer in family.caches(model)]
@@ -170,9 +170,7 @@ def _compiled(
             mesh,
             shape,
             special,
-            lambda function: function,
             kernels,
-            (),
             has_transposed=weights.has_transposed(params),
             steps=steps,
         )

@@ -54,7 +54,6 @@ def programs_of(kind, slots, ways, is_transposed=False, steps=1, config=CONFIG):
         mesh,
         shape,
         special,
-        lambda function: function,
         "pallas",
         (),
         has_transposed=is_transposed,
@@ -190,7 +189,7 @@ def test_prompts_are_read_where_devices_divide_query_heads_and_not_key_heads():
     assert chosen == ["cudnn", "cudnn", "xla"]
     params = weights.abstract(FAMILY, config, shapes, mesh, jnp.bfloat16, "none")
     shape, special = programs.Shape(1, 256, 0), family.SpecialTokens()
-    made = programs.Programs(FAMILY, config, mesh, shape, special, lambda function: function, None, ())
+    made = programs.Programs(FAMILY, config, mesh, shape, special, None)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert made.compiled(params, tokens=128).peak > 0
 
@@ -226,7 +225,7 @@ def test_no_weight_travels_for_a_token_under_tensor_parallelism(case):
     shapes = family.abstract_params(found.parts, config)
     params = weights.abstract(found, config, shapes, mesh, jnp.bfloat16, kind)
     shape, special = programs.Shape(slots, 256, 64 if found.is_encoder_decoder else 0), family.SpecialTokens()
-    made = programs.Programs(found, config, mesh, shape, special, lambda function: function, None, ())
+    made = programs.Programs(found, config, mesh, shape, special, None)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.numpy_rank_promotion("allow"):
         text = made.step.lower(*made._given(params, tokens=0), is_plain=True).compile().as_text()
     moved = [sizes for results in re.findall(MOVED, text) for sizes in re.findall(r"\w+\[([\d,]*)\]", results)]

@@ -34,7 +34,6 @@ from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.ops import attention
 from zerojax.tree import PyTree
-from zerojax.zero.blocks import where_used
 from zerojax.zero.host import selection
 from zerojax.zero.sharded_batch import arguments
 
@@ -166,12 +165,6 @@ class Engine:
             known = weights.linear_modules(family, config, params)
             self._params = adapters_lib.added(self._params, adapters, known, mesh)
 
-        def around(function: Callable[..., Any]) -> Callable[..., Any]:
-            if not is_gathered:
-                return function
-            how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, config), "remat": "full"}
-            return where_used.where_used(function, model.partition.placements, compute_dtype=dtype, **how)
-
         shape = programs.Shape(slots, max_len, self._inputs)
         self._family, self._config, self._special, self._mesh = family, config, model.special, mesh
         self._stretch = family.stretch(config)
@@ -191,12 +184,12 @@ class Engine:
                 mesh,
                 shape,
                 model.special,
-                around,
                 kernels,
                 axes,
                 has_adapters=bool(adapters),
                 has_transposed=weights.has_transposed(self._params),
                 steps=programs.steps_of(self._params, slots, mesh),
+                **({"placements": model.partition.placements, "dtype": dtype} if is_gathered else {}),
             )
         )
         self._adapters = {"": adapters_lib.NONE} | {name: n for n, name in enumerate(adapters or (), 1)}

@@ -14,6 +14,7 @@ Shapes: B slots, R rows of a call, T tokens of a call, V vocabulary.
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import jitted as jitted_lib
 from zerojax import mesh as mesh_lib
@@ -31,6 +33,8 @@ from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.tree import Leaf, PyTree
+from zerojax.zero.blocks import where_used
+from zerojax.zero.weights import placement
 
 # Tokens that a program adds to the only row, at most.
 GROUP = 8
@@ -99,7 +103,8 @@ class Programs:
       mesh: the devices.
       shape: the sizes.
       special: the tokens that begin and end texts.
-      around: wraps a function of the weights, such as `family.extend`, so that it takes them as they are stored.
+      placements: those of the weights, by path, where a program gathers them; {}: they are used as they are stored.
+      dtype: of gathered floating weights; None: as they are.
       kernels: the implementation of kernels; None for none. On several devices those of one row alone run, which know their shards
         (`Family.one_row`): the compiler does not shard a kernel.
       rows_axes: mesh axes over which slots are sharded.
@@ -115,20 +120,24 @@ class Programs:
         mesh: Mesh,
         shape: Shape,
         special: family_lib.SpecialTokens,
-        around: Callable[[Callable[..., Any]], Callable[..., Any]],
         kernels: str | None,
-        rows_axes: tuple[str, ...],
+        rows_axes: tuple[str, ...] = (),
         has_adapters: bool = False,
         has_transposed: bool = False,
         steps: int = 1,
+        placements: Mapping[str, placement.Placement] = types.MappingProxyType({}),
+        dtype: DTypeLike | None = None,
     ):
         self._has_adapters, self.steps = has_adapters, steps
         self._config, self._mesh, self._shape, self._special = config, mesh, shape, special
         self._kernels, self._axes = kernels if mesh.size == 1 else None, rows_axes
         self._row_kernels, self._family, self._held = kernels, family, family.caches(config)
         self._shardings = jax.tree.map(lambda held: NamedSharding(mesh, self._spec(held)), self._held)
+        # Only gathered weights tell a head from other modules. Kernels may run in its place, and then none is called.
+        how = {"blocks": family.blocks, "heads": family_lib.heads(family, config) if placements else ""}
         self._start, self._extend = (
-            around(functools.partial(function, config)) for function in (family.start, family.extend)
+            where_used.forward_only(functools.partial(function, config), placements, compute_dtype=dtype, **how)
+            for function in (family.start, family.extend)
         )
         jitted = functools.partial(jax.jit, donate_argnums=(1, 2))
         self.first: Any = jitted(self._first)

@@ -64,7 +64,7 @@ class StreamedPrograms(programs.Programs):
         special: family_lib.SpecialTokens,
         partition: partition_lib.Partition,
     ):
-        super().__init__(family, config, mesh, shape, special, lambda function: function, None, ())
+        super().__init__(family, config, mesh, shape, special, None)
 
         def start(params: PyTree, inputs: Any, tokens_RT: jax.Array, lengths_R: jax.Array) -> Any:
             return family.start(config, params, inputs, tokens_RT, lengths_R, tokens_RT.shape[1])

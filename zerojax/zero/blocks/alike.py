@@ -11,7 +11,7 @@ Such a class reads neither its name nor what changes between two calls. Like the
 """
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -77,11 +77,11 @@ class SharedPasses:
 
     def as_first(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Returns weights of the block, by path, with the paths of the first one."""
-        return _renamed(weights, self._own, self.first.own)
+        return renamed(weights, self._own, self.first.own)
 
     def as_own(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Returns weights with the paths of the first block with those of this one."""
-        return _renamed(weights, self.first.own, self._own)
+        return renamed(weights, self.first.own, self._own)
 
     def traced(self, run: Any, *args: Any) -> Any:
         """Returns the trace of a compiled function of the first block for these arguments, and notes whether it reads other arrays."""
@@ -141,5 +141,40 @@ class SharedPasses:
         return name if below == name else f"{self._own.path}/{below}"
 
 
-def _renamed(weights: Mapping[str, Any], before: AlikeBlock, after: AlikeBlock) -> dict[str, Any]:
+class ForwardOnly:
+    """Runs blocks that are alike by one nested function, which is traced and lowered once, for a trace that is never differentiated.
+
+    The function around calls a block with what it is called with alone: nothing else that blocks read changes between two calls.
+
+    Args:
+      gather_leaf: f(path, stored) -> used.
+      placement_of: f(path, stored) -> how a weight is sharded; blocks whose weights are sharded otherwise are not alike.
+    """
+
+    def __init__(self, gather_leaf: Callable[[str, Any], Any], placement_of: Callable[[str, Any], Hashable]):
+        self.gather_owned, self._placement_of = gather_leaf, placement_of
+        self._functions: dict[Hashable, tuple[AlikeBlock, Callable[..., Any]]] = {}
+
+    def __call__(
+        self, body: Callable[..., Any], weights: dict[str, Any], arrays: list[Any], policy: Any, own: AlikeBlock | None
+    ) -> Any:
+        def run(weights: dict[str, Any], arrays: list[Any]) -> Any:
+            return body({path: self.gather_owned(path, weight) for path, weight in weights.items()}, *arrays)
+
+        if own is None:
+            return run(weights, arrays)
+        key = (
+            own.kind,
+            *(self._placement_of(*weights_of) for weights_of in sorted(weights.items(), key=lambda pair: pair[0])),
+        )
+        first, shared = self._functions.setdefault(key, (own, jax.jit(run)))
+        return shared(renamed(weights, own, first), arrays)
+
+    def restart(self) -> None:
+        """Forgets the blocks that ran, because the function is traced again."""
+        self._functions.clear()
+
+
+def renamed(weights: Mapping[str, Any], before: AlikeBlock, after: AlikeBlock) -> dict[str, Any]:
+    """Returns weights of a block, by path, with the paths of another."""
     return {after.path + path.removeprefix(before.path): value for path, value in weights.items()}

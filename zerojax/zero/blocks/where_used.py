@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from zerojax import precision, tree
 from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero.blocks import block_settings, intercept, lifted_blocks, nnx_blocks
+from zerojax.zero.blocks import alike, block_settings, intercept, lifted_blocks, nnx_blocks
 from zerojax.zero.blocks import stored as stored_lib
 from zerojax.zero.weights import gather, placement
 from zerojax.zero.weights import partition as partition_lib
@@ -66,6 +66,33 @@ def where_used(
     return with_gathers(loss_fn, placements, how, compute_dtype)
 
 
+def forward_only(
+    function: Callable[..., Any],
+    placements: Mapping[str, placement.Placement],
+    *,
+    compute_dtype: DTypeLike | None = None,
+    blocks: str,
+    heads: str = "",
+) -> Callable[..., Any]:
+    """Returns `where_used` of a function that is never differentiated; blocks that are alike are one nested function of its trace.
+
+    Args:
+      function, placements, compute_dtype, blocks, heads: see `where_used`. Weights without a placement are used as they are.
+    """
+    how, find = block_settings.Blocks(blocks, heads), _finder(placements)
+
+    def gather_leaf(path: str, leaf: Leaf) -> Leaf:
+        found = find(path, leaf)
+        return leaf if found is None else gathered(leaf, found, compute_dtype)
+
+    run = alike.ForwardOnly(gather_leaf, find)
+    return wrap(function, stored_lib.Stored(gather_leaf, how, placement.moves(placements), run=run))
+
+
+def _finder(placements: Mapping[str, placement.Placement]) -> Callable[[str, Any], placement.Placement | None]:
+    return placement.finder(placements, lambda weight: weight.shape, lifted_blocks.of_layer)
+
+
 def with_gathers(
     loss_fn: Loss,
     placements: Mapping[str, placement.Placement],
@@ -73,7 +100,7 @@ def with_gathers(
     compute_dtype: DTypeLike | None = None,
 ) -> Loss:
     """Returns `where_used` of a loss, its settings as one value."""
-    find = placement.finder(placements, lambda weight: weight.shape, lifted_blocks.of_layer)
+    find = _finder(placements)
 
     def gather_leaf(path: str, leaf: Leaf) -> Leaf:
         found = find(path, leaf)

@@ -92,7 +92,7 @@ def on_all(function: Callable[..., Any], partition: partition_lib.Partition, **h
     memory. For `how` see `by_row`."""
     replicated = NamedSharding(partition.mesh, P())
     if not selection.are_params_on_host(partition):
-        whole = where_used.where_used(function, partition.placements, remat="full", **how)
+        whole = where_used.forward_only(function, partition.placements, **how)
         return jax.jit(whole, out_shardings=replicated)
     sharded, replicate = by_row(function, partition, **how), jax.jit(lambda found: found, out_shardings=replicated)
     return lambda params, batch: replicate(sharded(params, (batch,)))
