@@ -309,9 +309,17 @@ def test_experts_that_would_be_faster_gathered_are_named(monkeypatch, shorter, f
     assert 0.001 < gathered < 0.01
     known = {"foretold": walk.StepTime(0.1, dict.fromkeys(walk.PARTS, 0.0), {}, (None,)), "rates": rates.of("h200")}
     of = dataclasses.replace(found, rows=rows, weights=apart)
-    listed = [f for f in findings.findings(of, compute_dtype=jnp.bfloat16, **known) if "gathered experts" in f.rule]
+
+    def listed(**more):
+        every = findings.findings(of, compute_dtype=jnp.bfloat16, **known, **more)
+        return [f for f in every if "gathered experts" in f.rule]
+
     expected = shorter - max(0.0, gathered - free)
-    assert [f.seconds for f in listed] == ([pytest.approx(expected)] if expected > findings.PAYS * 0.1 else [])
+    is_faster = expected > findings.PAYS * 0.1
+    assert [f.seconds for f in listed()] == [pytest.approx(expected)] * is_faster
+    held = 7 * 2**23 * (2 + 4)  # one layer has experts: gathered in bf16, and gradients in float32
+    assert len(listed(free=held)) == is_faster
+    assert not listed(free=held - 1)
 
 
 def test_a_ragged_product_that_xla_makes_dense_is_named():

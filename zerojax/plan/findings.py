@@ -4,6 +4,7 @@ Each rule compares the compiled program with the plan, and never reads the sourc
 To add a rule, write a function of a `Case` and list it in RULES.
 """
 
+import collections
 import dataclasses
 import math
 import re
@@ -23,6 +24,7 @@ from zerojax.ops import tiles
 from zerojax.plan import attribution, matmuls
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import ledger as ledger_lib
+from zerojax.zero.host import groups
 
 SHARE = 0.01  # of the parameters, or of the state's bytes; less is not reported
 EXPOSED = 0.4  # of the bytes of a ring's hops: that of two devices has a third with nothing beside them
@@ -62,6 +64,7 @@ class Case:
       passes: forward and backward passes in a step.
       copies: of activations to host memory.
       at_peak, peak: the temporaries that are alive at the peak, and its bytes.
+      free: bytes of a device's memory that the step's own peak leaves; None if unknown.
       waits: the share of a step in which the groups of a pipeline wait by their schedule alone.
       foretold, rates: the step's time by the clock, and the rates that it read; None if unknown.
     """
@@ -73,6 +76,7 @@ class Case:
     copies: bound_lib.Copies | None = None
     at_peak: Sequence[buffers.Temporary] = ()
     peak: int = 0
+    free: int | None = None
     waits: float = 0.0
     foretold: walk.StepTime | None = None
     rates: rates_lib.GpuRates | None = None
@@ -460,12 +464,22 @@ def tokens_travel_alone(case: Case) -> Iterable[Finding]:
 
 
 def experts_gathered_are_faster(case: Case) -> Iterable[Finding]:
-    """Finds experts on several devices whose tokens cost more time than gathered weights would, which travel beside matmuls."""
+    """Finds experts on several devices whose tokens cost more time than gathered weights would, which travel beside matmuls, and for which
+    the memory has room."""
     apart = {path: weight for path, weight in case.ledger.weights.items() if weight.apart > 1}
     shorter = case.shorter(case.ledger.exchanged, 0.0) if apart and case.ledger.exchanged else None
     if case.is_cpu or shorter is None or case.foretold is None or case.rates is None:
         return
     further = {path: case.passes * weight.size * (weight.apart - 1) for path, weight in apart.items()}
+    of_layers = collections.Counter[str]()
+    for path, weight in apart.items():
+        of_layers[groups.block_of(path)] += weight.size * (weight.apart - 1)
+    # Two layers' weights are gathered at a time, and one layer's gradients not yet summed. The rooms of the exchange, which end, are not
+    # counted.
+    held = sum(of * (2 if case.is_16_bit else 4) for _, of in of_layers.most_common(2)) + 4 * max(of_layers.values())
+    if case.free is not None and held > case.free:
+        return
+    room = "if the memory allows" if case.free is None else f"for which {display.human(case.free)} are free"
     # Both passes would gather them in the compute dtype, and sums of gradients are float32.
     nbytes = sum(further.values()) * (8 if case.is_16_bit else 12)
     mesh = case.ledger.mesh
@@ -481,7 +495,8 @@ def experts_gathered_are_faster(case: Case) -> Iterable[Finding]:
         _listed(further),
         f"each device receives {display.human(sum(row.nbytes for row in case.ledger.exchanged))} of tokens in a step; gathering the "
         f"experts and summing their gradients takes {display.human(nbytes)}, beside matmuls",
-        "omit `expert` from the mesh (mesh.expert=1), if the memory allows: a device then holds all experts of two layers at a time",
+        f"omit `expert` from the mesh (mesh.expert=1), {room}: a device then holds all experts of two layers at a time, and the "
+        f"gradients of those of one, at most {display.human(held)} more",
         seconds=seconds,
     )
 

@@ -120,13 +120,7 @@ class Plan:
     @property
     def peak(self) -> int:
         """Returns the peak of bytes in use on a device."""
-        if self.pipeline is not None:
-            return self.pipeline.peak
-        if self.stream is None:
-            return self.buffers.peak
-        return (
-            self.stream.peak if self.stream.by_block else max(self.buffers.peak + self.stream.before, self.stream.peak)
-        )
+        return _peak(self.buffers, self.stream, self.pipeline)
 
     @property
     def start(self) -> start_lib.StartTimes | None:
@@ -247,7 +241,11 @@ def plan_step(
         clock = None if rates is None else times.Clock(rates, mesh.size, bound_lib.per_host(mesh))
         phases = times.phases(train_step, stream, sent.flow, bound.seconds, state, args[0], activations, clock)
         bound, expected = times.bounded(bound, phases, known), times.of(phases, known) if clock else None
-    foretold = _foretold(rates, mesh, sent.flow) if stream is None and pipeline is None else None
+    # Programs of blocks of which nothing arrives from elsewhere are read as one; beside them run updates, and the host sends them.
+    is_alone = pipeline is None and (stream is None or not (stream.nbytes or stream.fetched))
+    walked = _foretold(rates, mesh, sent.flow) if is_alone and (stream is None or sent.exchanged) else None
+    foretold = walked if stream is None else None
+    peak = _peak(held, stream, pipeline)
     return Plan(
         target=known,
         devices=whole.size,
@@ -265,8 +263,9 @@ def plan_step(
             copies=bound_lib.copies(known, bound, activations[0]),
             at_peak=held.at_peak,
             peak=held.peak,
+            free=None if known.usable is None else known.usable - peak,
             waits=pipeline.theory if pipeline else 0.0,
-            foretold=foretold,
+            foretold=walked,
             rates=rates,
         ),
         departures=departures.departures(sent, passes=passes),
@@ -278,10 +277,19 @@ def plan_step(
         expected=expected,
         foretold=pipeline.time if pipeline else foretold,
         pipeline=pipeline,
-        exchange=None if exchange is None else _exchange(exchange, sent, foretold, rates),
+        exchange=None if exchange is None else _exchange(exchange, sent, walked, rates),
         rates=rates,
         model_seconds=_model_seconds(known, flops_per_token * tokens / whole.size, compute_dtype),
     )
+
+
+def _peak(held: buffers_lib.Buffers, stream: streams.Stream | None, pipeline: pipelines.Pipelined | None) -> int:
+    """Returns the peak of bytes in use on a device; see `Plan`."""
+    if pipeline is not None:
+        return pipeline.peak
+    if stream is None:
+        return held.peak
+    return stream.peak if stream.by_block else max(held.peak + stream.before, stream.peak)
 
 
 def _target(name: str, mesh: Mesh, host_rate: float | None, disk_rate: float | None) -> targets.Target:

@@ -55,6 +55,11 @@ class Stream:
     is_early: bool = False  # whether the groups of a step block by block are updated beside the backward pass
 
     @property
+    def fetched(self) -> int:
+        """Returns the bytes of params that arrive in a step."""
+        return self.by_block.fetched if self.by_block else 0
+
+    @property
     def disk(self) -> int:
         """Returns the bytes on a disk. A step writes as many."""
         params = self.by_block.params if self.by_block and self.params_on_disk else 0
