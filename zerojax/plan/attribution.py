@@ -6,6 +6,7 @@ copy of a weight among the program's inputs. A reduction sums a gradient if it h
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -51,6 +52,7 @@ class Attribution:
         self._turns: dict[str, int] = {}  # where the backward pass of a computation begins; 0 if it has none
         self._by_dims: dict[tuple[int, ...], list[WeightDims]] = {}
         self._by_size: dict[int, list[WeightDims]] = {}
+        self._both: dict[tuple[tuple[int, ...], tuple[int, ...]], list[WeightDims]] = {}  # those with both dims
         # Weights that may stack the weights of several layers.
         self._by_layer: dict[tuple[int, ...], list[WeightDims]] = {}
         for weight in weights.values():
@@ -152,8 +154,10 @@ class Attribution:
         """
         taken, given = _key(part.taken.dims), _key(part.given.dims)
         if taken != given:
-            both = [weight for weight in self._by_dims.get(taken, ()) if weight in self._by_dims.get(given, ())]
-            if both:
+            if (taken, given) not in self._both:
+                others = {weight.path for weight in self._by_dims.get(given, ())}
+                self._both[taken, given] = [own for own in self._by_dims.get(taken, ()) if own.path in others]
+            if both := self._both[taken, given]:
                 return both
         for dims in (part.taken.dims, part.given.dims):
             regrouped = [w for w in self._by_size.get(math.prod(dims), ()) if _regroups(dims, w)]
@@ -165,18 +169,23 @@ class Attribution:
 
     def _named(self, matched: list[WeightDims], part: collectives.Part) -> tuple[str, ...]:
         """Returns the paths that share most modules with the op_name. If several do, dims decide: the same ones, then in the same order."""
-        modules = re.split(r"[/():.]", part.op_name)  # "embed.attend" is a method of the module embed
+        modules = {*re.split(r"[/():.]", part.op_name)}  # "embed.attend" is a method of the module embed
         arrays = part.taken.dims, part.given.dims
 
         def likeness(weight: WeightDims) -> tuple[int, bool, bool]:
             through = sum(module in modules for module in weight.path.split("/")[:-1])
-            known = [weight.used, weight.grad, weight.moments, weight.stored]
-            same = {*map(_key, known)} & {*map(_key, arrays)}
-            return through, bool(same), bool({*map(_squeezed, known)} & {*map(_squeezed, arrays)})
+            return through, *_have_dims((weight.used, weight.grad, weight.moments, weight.stored), arrays)
 
         likenesses = {weight.path: likeness(weight) for weight in matched}
         most = max(likenesses.values())
         return tuple(path for path, value in likenesses.items() if value == most)
+
+
+@functools.cache
+def _have_dims(known: tuple[tuple[int, ...], ...], arrays: tuple[tuple[int, ...], ...]) -> tuple[bool, bool]:
+    """Returns whether any array has known dims, and whether it has them in the same order."""
+    in_any_order, in_order = ({*map(own, known)} & {*map(own, arrays)} for own in (_key, _squeezed))
+    return bool(in_any_order), bool(in_order)
 
 
 def is_backward(op_name: str) -> bool:

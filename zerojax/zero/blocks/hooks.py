@@ -26,6 +26,10 @@ class Hook:
         """Returns those of the known values that a block with these weights reads: a block has them as inputs."""
         return {}
 
+    def are_alike(self, first: str, path: str) -> bool:
+        """Returns whether it does the same in a block at `path` as it did in one at `first`, if both call the same modules."""
+        return False
+
     def renewed(self, state: State, seen: Mapping[str, Any]) -> dict[str, Any]:
         """Returns fields of the state after a step, from the gradient of `inputs`."""
         return {}

@@ -326,7 +326,7 @@ class Interceptor:
         """Runs a block as a function of its weights and of arrays. One that `is_alone`, without interceptors, may be alike others."""
         given, names, hooks = tree.NonArrays(), list(block.known), self._how.hooks
         arrays = given.take((args, kwargs))
-        own = self._own(block, path, given) if is_alone and not hooks else None
+        own = self._own(block, path, given) if is_alone else None
         result = own.kind.result if own else tree.NonArrays()
         first, last = len(arrays), len(arrays) + len(block.inputs)
         read, form = jax.tree.flatten([hook.of_block(names) for hook in hooks])
@@ -355,11 +355,16 @@ class Interceptor:
         if found is None:
             return None
         kinds = self._kinds.setdefault((found, self._is_head(path)), [])
-        kind = next((kind for kind in kinds if self.marks is None or self.marks.are_equal(kind.first, path)), None)
+        kind = next((kind for kind in kinds if self._are_alike(kind.first, path)), None)
         if kind is None:
             kind = alike.AlikeBlocks(path, tree.NonArrays())
             kinds.append(kind)
         return alike.AlikeBlock(kind, path.rpartition("/")[2], block.root)
+
+    def _are_alike(self, first: str, path: str) -> bool:
+        """Returns whether what a step adds to two blocks of equal modules is equal too."""
+        marked = self.marks is None or self.marks.are_equal(first, path)
+        return marked and all(hook.are_alike(first, path) for hook in self._how.hooks)
 
     def _inputs(self, path: str, values: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays that a block is called with."""

@@ -85,6 +85,7 @@ class ShardedActivations(hooks.Hook):
         self._table = [(re.compile(row[0]), [tuple(spec) for spec in row[1:3]], row[3:]) for row in table]
         self._mesh, self._placements = mesh, placements
         self._is_entered = self._in_ring = self._is_found = False
+        self._rows: dict[str, Any] = {}  # the row of each module that was called, by its path; None for no row
         # whether a module has run in a ring, by the regex of the row that asks for one
         self._has_run: dict[str, bool] = {}
 
@@ -117,7 +118,7 @@ class ShardedActivations(hooks.Hook):
         if module.scope is None or context.method_name != "__call__":
             return call(*args, **kwargs)
         path = "/".join(module.path)
-        row = next((row for row in self._table if row[0].fullmatch(path)), None)
+        row = self._rows[path] = self._row(path)
         if row is None:
             return call(*args, **kwargs)
         regex, given, weights = row
@@ -137,6 +138,14 @@ class ShardedActivations(hooks.Hook):
         if isinstance(result, tuple) and result and _is_floating(result[0]):
             return (self._moved(result[0], inside, outside), *result[1:])
         return self._moved(result, inside, outside) if _is_floating(result) else result
+
+    def are_alike(self, first: str, path: str) -> bool:
+        called = ((own, row) for own, row in self._rows.items() if own == first or own.startswith(f"{first}/"))
+        return all(self._row(path + own.removeprefix(first)) is row for own, row in called)
+
+    def _row(self, path: str) -> Any:
+        """Returns the row that holds for a module; None for none."""
+        return next((row for row in self._table if row[0].fullmatch(path)), None)
 
     def _specs_in_ring(self, module: nn.Module, pattern: str, args: tuple, kwargs: dict) -> dict[str, P]:
         """Returns the specs of a module's weights over the axis of a ring that it may run in; {} if it may not.
