@@ -442,7 +442,7 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
     if model_lib.is_capped(program.model):
         say("attention by XLA, which stores its scores: no fused kernel bounds them by a softcap")
     if program.way is not None:
-        say(f"attention to parts of sequences on other devices: {program.way.text}")
+        say(f"parts of sequences on other devices: {program.way.text}")
     if isinstance(program.train_step, pipeline_step.PipelineStep):
         say(f"pipeline: {program.train_step.order.text}")
     say(display.as_text(program_lib.memory_table(program)))

@@ -37,3 +37,14 @@ def test_a_folder_that_a_run_of_one_of_our_configs_writes_names_that_run(tmp_pat
     for name in ("zero3/export", "bart_tiny/other", "mine/export"):  # zero3 writes none
         with pytest.raises(UserError, match="is not a folder; name one that save_pretrained of transformers wrote"):
             build(init_from=str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "preset, order", [("hybrid_test", "contiguous"), ("mamba2_test", "contiguous"), ("test", "zigzag")]
+)
+def test_rows_of_recurrent_layers_are_in_parts_that_follow_each_other(preset, order):
+    """The test presets have four heads, which eight devices do not divide."""
+    config = runs.config(model__preset=preset, model__num_layers=2, mesh__context=8)
+    way = program.build(config, tokenizer_vocab=320).way
+    assert way.order == order
+    assert ("states" in way.text, "keys" in way.text) == (order == "contiguous", preset != "mamba2_test")

@@ -15,12 +15,18 @@ import pytest
 import runs
 from jax.sharding import PartitionSpec as P
 
+import zerojax
 from zerojax import specs
 from zerojax.checkpoint import checkpointer
+from zerojax.data import parts
 from zerojax.errors import UserError
 from zerojax.hlo import collectives, flow, syntax
+from zerojax.models import family as family_lib
 from zerojax.models.llama import family
+from zerojax.models.llama import model as llama_model
 from zerojax.models.llama.config import Heads
+from zerojax.models.mamba2 import family as mamba2
+from zerojax.models.mamba2 import model as mamba2_model
 from zerojax.ops import context_attention
 from zerojax.plan import departures
 from zerojax.trainer import plans, program, resume
@@ -32,6 +38,8 @@ PACKED = {"data__task": "chat", "data__chat_template": "plain", "data__train_fil
 PAIRS = {"data__task": "seq2seq", "data__train_file": "tests/golden/crosses/train.jsonl", "data__answer_len": 8}
 T5, BART = {"model__preset": "t5_test"}, {"model__preset": "bart_test"}
 HOST = {"offload__optimizer": "host"}
+HYBRID = {"model__preset": "hybrid_test", "model__num_layers": 2}  # layers of the gated delta rule and of attention
+NEMOTRON, LFM2 = {"model__preset": "nemotron_test", "model__num_layers": 4}, {"model__preset": "lfm2_test"}
 
 # name -> (what is trained, (replica, data, context, model), how). One runs by default: it shares most of what the others have.
 CASES = {
@@ -68,6 +76,18 @@ CASES = {
     "8 bits": ({"precision": "fp8"}, (1, 2, 2, 1), {}),
     "8 bits, delayed": ({"precision": "fp8", "fp8__recipe": "delayed"}, (1, 1, 2, 2), {"grad_accum": 2}),
     "tiles": ({**PLAIN, "model__tile_tokens": 4}, (1, 2, 2, 1), {}),
+    "hybrid, packed, kinds": ({**HYBRID, **PACKED}, (1, 2, 4, 1), {"model__programs": "kinds"}),
+    "hybrid, stage 0, remat": ({**HYBRID, "model__remat": "full"}, (1, 1, 2, 1), {"zero__stage": 0}),
+    "hybrid, model, passes": (HYBRID, (1, 1, 2, 2), {"grad_accum": 2, "reduce_dtype": "fp32"}),
+    "hybrid, adapters, host": ({**HYBRID, **LORA}, (1, 2, 2, 1), HOST),
+    "mamba, stage 2": (NEMOTRON, (1, 2, 4, 1), {"zero__stage": 2}),
+    "mamba, packed, params on the host": (
+        {**NEMOTRON, **PACKED},
+        (1, 2, 2, 1),
+        {**HOST, "offload__params": "host"},
+    ),
+    "convolutions, packed": ({**LFM2, **PACKED}, (1, 1, 8, 1), {}),
+    "hybrid, stages": (HYBRID, (1, 1, 2, 1), {"mesh__pipe": 2, "grad_accum": 2, "zero__stage": 1}),
 }
 DEFAULT = 1
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
@@ -84,7 +104,7 @@ def alone():
 def test_mesh_context_gives_the_losses_of_one_device(name, alone):
     what, sizes, how = CASES[name]
     axes = dict(zip(("mesh__replica", "mesh__data", "mesh__context", "mesh__model"), sizes))
-    found = runs.trained(math.prod(sizes), **what, **axes, **how)
+    found = runs.trained(math.prod(sizes) * how.get("mesh__pipe", 1), **what, **axes, **how)
     allowed = EIGHT_BITS if what.get("precision") == "fp8" else SUM_ORDER
     np.testing.assert_allclose(found, alone(tuple(what.items())), rtol=allowed)
 
@@ -170,6 +190,74 @@ def test_rows_that_do_not_divide_are_refused_with_a_length_that_does(settings, w
         program.build(runs.config(**axes, **settings), tokenizer_vocab=320)
     length = int(str(caught.value).rpartition("=")[2])
     assert program.build(runs.config(**axes, **{**settings, "seq_len": length}), tokenizer_vocab=320).way is not None
+
+
+def drawn(shapes):
+    """Returns weights so large that what a token remembers of others counts."""
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.1, leaf.shape), leaf.dtype), shapes)
+
+
+RECURRENT = {  # preset -> its config, without experts, whose rows are sums in another order
+    name: dataclasses.replace(found.presets[name], vocab_size=61, mixture=None)
+    for name, found in (
+        ("hybrid_test", family.FAMILY),
+        ("nemotron_test", family.NEMOTRON),
+        ("lfm2_test", family.FAMILY),
+    )
+}
+RECURRENT["mamba2_test"] = dataclasses.replace(mamba2.PRESETS["mamba2_test"], vocab_size=61)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("ways", [2, pytest.param(4, marks=runs.LONG)])
+def test_recurrent_layers_hand_on_what_a_text_leaves_behind(name, ways):
+    """Texts begin amid parts and where these do, and rows are padded. Losses of tokens and gradients are those of rows on one device."""
+    model = mamba2_model if name == "mamba2_test" else llama_model
+    config, params = RECURRENT[name], drawn(family_lib.abstract_params(model.parts, RECURRENT[name]))
+    sizes, length = [[9, 31, 24, 12], [38, 20, 10, 8]], 76
+    segments = np.stack([np.repeat([1, 2, 3, 0], size) for size in sizes]).astype(np.int32)
+    tokens = np.random.default_rng(1).integers(3, 61, (2, length + 1)).astype(np.int32)
+    batch = {"tokens": tokens, "segments": np.pad(segments, ((0, 0), (0, 1)))}
+    batch["labeled"] = (batch["segments"] > 0).astype(np.int32)
+    way = context_attention.Way("gather", "contiguous", "", False)
+    mesh = zerojax.make_mesh(context=ways, devices=jax.devices()[:ways])
+    in_parts = jax.shard_map(
+        functools.partial(model.loss, dataclasses.replace(config, way=way), by_token=True),
+        mesh=mesh,
+        in_specs=(P(), P(None, "context")),
+        out_specs=P(None, "context"),
+        check_vma=False,
+    )
+    whole = functools.partial(model.loss, config, by_token=True)
+
+    def learned(losses, params, batch):
+        found, pull = jax.vjp(lambda params: losses(params, batch), params)
+        return found, pull(jnp.ones_like(found) / found.size)
+
+    found = jax.jit(functools.partial(learned, in_parts))(params, parts.of_rows(batch, np.arange))
+    wanted = jax.jit(functools.partial(learned, whole))(params, batch)
+    for own, true in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(own, true, rtol=0, atol=SUM_ORDER * max(1e-3, np.abs(true).max()))
+
+
+@runs.LONG
+def test_on_h200s_recurrent_layers_send_states_and_no_tokens():
+    axes = {"mesh__data": 4, "mesh__context": 2}
+    built = program.build(
+        runs.config(**HYBRID, **axes, precision="bf16", seq_len=512, reduce_dtype="fp32"),
+        tokenizer_vocab=320,
+        devices=compile_only.gpus(),
+    )
+    text = compile_only.compile_gpu(built.train_step.lower(built.partition.abstract_state, built.abstract_batch))
+    found = collectives.collectives(flow.flow(syntax.parse(text)), built.partition.mesh)
+    sent = {(one.kind, part.taken.dims) for one in found if one.axes == ("context",) for part in one.parts}
+    of_attention = {dims for kind, dims in sent if kind == "all-to-all"}
+    states, inputs = (2, 4, 16, 16), (2, 3, 128)  # [rows, heads, keys, values], and [rows, tokens, channels]
+    assert of_attention and sent - {("all-to-all", dims) for dims in of_attention} == {
+        ("collective-permute", states),
+        ("collective-permute", inputs),
+    }
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import decoding
-from zerojax.ops import attention, chunks, context_attention, embedding, losses, short_convolution, tokens
+from zerojax.ops import attention, chunks, context_attention, embedding, losses, tokens
 
 DROPOUT = "dropout"  # the collection of its random keys
 
@@ -130,18 +130,20 @@ class Linear(nn.Module):
 
 
 class ShortConvolution(nn.Module):
-    """A causal convolution of each channel (`ops.short_convolution`); its weight is [C, 1, W], as PyTorch has it."""
+    """A causal convolution of each channel (`ops.short_convolution`); its weight is [C, 1, W], as PyTorch has it. `way` says that devices
+    each hold a part of every row; None: all tokens."""
 
     window: int
     use_bias: bool = False
+    way: context_attention.Way | None = None
 
     @nn.compact
-    def __call__(self, x_BTC: jax.Array, *before: Any, **given: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x_BTC: jax.Array, *before: Any, **given: Any) -> tuple[jax.Array, jax.Array | None]:
         """Returns the result, and the inputs that a later call needs."""
         bound, channels = self.window**-0.5, x_BTC.shape[-1]
         drawn = lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)  # noqa: E731
         weight_C1W = self.param("weight", drawn, (channels, 1, self.window))
-        y_BTC, last = short_convolution.convolve(x_BTC, weight_C1W[:, 0].T, *before, **given)
+        y_BTC, last = tokens.convolve(x_BTC, weight_C1W[:, 0].T, *before, way=self.way, **given)
         return y_BTC + self.param("bias", nn.initializers.zeros, (channels,)) if self.use_bias else y_BTC, last
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import decoding, layers
-from zerojax.ops import recurrence
+from zerojax.ops import context_attention, recurrence, tokens
 
 STEPS = (1e-3, 0.1)  # between which a head's dt begins
 LEAST_STEP = 1e-4
@@ -70,9 +70,9 @@ class Scan:
         """Returns the operations of a layer's recurrence for a token, in a forward pass."""
         return recurrence.flops(self.groups, self.heads, self.state_dim, self.head_dim, is_delta=False)
 
-    def branch(self, embed_dim: int, norm_eps: float, stddev: float) -> nn.Module:
-        """Returns a layer's branch; `stddev` is of the initial output kernel."""
-        return Mixer(self, embed_dim, norm_eps, stddev, name=self.NAME)
+    def branch(self, embed_dim: int, norm_eps: float, stddev: float, way: context_attention.Way | None) -> nn.Module:
+        """Returns a layer's branch; see `Mixer`."""
+        return Mixer(self, embed_dim, norm_eps, stddev, way, name=self.NAME)
 
 
 class GatedNorm(nn.Module):
@@ -91,12 +91,13 @@ class GatedNorm(nn.Module):
 
 
 class Mixer(nn.Module):
-    """A layer's branch; `stddev` is of the initial output kernel."""
+    """A layer's branch; `stddev` is of the initial output kernel, and `way` as of `tokens.recur`."""
 
     shape: Scan
     embed_dim: int
     norm_eps: float
     stddev: float
+    way: context_attention.Way | None = None
 
     @nn.compact
     def __call__(
@@ -128,7 +129,7 @@ class Mixer(nn.Module):
         z_BTI, x_BTC, dt_BTH = jnp.split(made, (sizes[0], sizes[0] + sizes[1]), axis=-1)
         if mask_BT is not None and c.has_bias:
             x_BTC = jnp.where(mask_BT[..., None], x_BTC, 0)
-        convolve = layers.ShortConvolution(c.window, c.has_conv_bias, name="conv")
+        convolve = layers.ShortConvolution(c.window, c.has_conv_bias, self.way, name="conv")
         x_BTC, inputs = convolve(x_BTC, held[1], segments_BT=segments_BT, counts_B=counts_B)
         x_BTC = layers.ACTIVATIONS[c.activation](x_BTC)
         x_BTI, k_BTX, q_BTX = jnp.split(x_BTC, (c.inner_dim, c.inner_dim + c.groups * c.state_dim), axis=-1)
@@ -138,7 +139,7 @@ class Mixer(nn.Module):
         decay_BTH = -jnp.exp(log_a_H.astype(jnp.float32)) * dt_BTH
         terms = recurrence.Terms(q_BTGK, k_BTGK, dt_BTH[..., None] * x_BTHV, decay_BTH)
         with jax.named_scope("recurrence"):
-            y_BTHV, state = recurrence.go_on(terms, held[0], mask_BT=mask_BT, segments_BT=segments_BT)
+            y_BTHV, state = tokens.recur(terms, held[0], way=self.way, mask_BT=mask_BT, segments_BT=segments_BT)
         y_BTHV += skip_H.astype(jnp.float32)[:, None] * x_BTHV
         y_BTI = GatedNorm(self.norm_eps, c.groups, name="norm")(y_BTHV.reshape(batch, length, -1), z_BTI)
         out = layers.Linear((self.embed_dim,), stddev=self.stddev, use_bias=c.has_bias, name="out_proj")

@@ -1,6 +1,7 @@
 """What a model calls whose tokens may be sharded over devices. This module knows the mesh axis; `context_attention` has the exchange.
 
-Shapes: B batch, T queries and S keys of this device, H query heads, K key and value heads, N head dim.
+Shapes: B batch, T queries and S keys of this device, H query heads, K key and value heads, N head dim; of recurrences as in
+`recurrence`.
 """
 
 import contextlib
@@ -9,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import specs, traces
 from zerojax.errors import UserError
 from zerojax.ops import attention as attention_lib
-from zerojax.ops import context_attention, sinks
+from zerojax.ops import context_attention, recurrence, recurrence_context, short_convolution, sinks
 
 _WHOLE_ROWS: contextvars.ContextVar[bool] = contextvars.ContextVar("whole_rows", default=False)
 
@@ -66,11 +68,7 @@ def attend(
             bias=bias,
             cap=cap,
         )
-    if _is_sharded() and not _WHOLE_ROWS.get():
-        raise UserError(
-            "attention: tokens are sharded over `context`, and the model counts positions and attends as if a device had all tokens; train "
-            "it with python -m zerojax.train, which sets `way`, or use a mesh without `context`"
-        )
+    _check_rows("attention", "counts positions and attends")
     seen = mask if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
     is_wide = kernel == "cudnn" and q_BTHN.shape[3] > attention_lib.NARROW
     is_for_absent = is_wide and bias is None and not cap and not attention_lib.jax_takes_wide_heads()
@@ -79,6 +77,61 @@ def attend(
     if sinks_H is not None or is_for_absent or is_capped:
         return sinks.attend(q_BTHN, k_BSKN, v_BSKN, kernel, sinks_H=sinks_H, **given)
     return attention_lib.attend(q_BTHN, k_BSKN, v_BSKN, kernel, bias=bias, **given)
+
+
+def recur(
+    terms: recurrence.Terms,
+    state_BHKV: jax.Array | None,
+    *,
+    way: context_attention.Way | None,
+    mask_BT: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of a recurrence, float32[B, T, H, V], and the state after the tokens: float32[B, H, K, V].
+
+    Args:
+      terms, state_BHKV, mask_BT, segments_BT: of this device's tokens; see `recurrence.scan`.
+      way: as of `attend`, without a state, and of tokens in the order of their row.
+    """
+    heads, groups, ways = terms.v.shape[2], terms.q.shape[2], mesh_lib.ways_of_rest()
+    of_heads = specs.entry(mesh_lib.rest()) if heads % ways == 0 else None
+    of_groups = of_heads if groups % ways == 0 else None
+    if way is None:
+        _check_rows("recurrence", "computes states")
+    assert way is None or (state_BHKV is None and way.order == "contiguous"), "a part of a row"
+
+    def of_own(q: jax.Array, k: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
+        *others, state, mask, segments = rest
+        if of_groups != of_heads:  # a device takes the keys that its heads read
+            own, group = heads // ways, heads // groups
+            read = 1 if group % own == 0 else own
+            index = (jax.lax.axis_index(of_heads) * own + jnp.arange(read)) // group
+            q, k = (jnp.take(each, index, axis=2) for each in (q, k))
+        own_terms, given = recurrence.Terms(q, k, *others), {"mask_BT": mask, "segments_BT": segments}
+        if way is None:
+            return recurrence.go_on(own_terms, state, **given)
+        return recurrence_context.scan(own_terms, axis=_axis(), **given)
+
+    tokens, keys, states = P(None, None, of_heads), P(None, None, of_groups), P(None, of_heads)
+    run = mesh_lib.manual_over_rest(of_own, (keys, keys, tokens, tokens, tokens, states, P(), P()), (tokens, states))
+    return run(*terms, state_BHKV, mask_BT, segments_BT)
+
+
+def convolve(
+    x_BTC: jax.Array,
+    kernel_WC: jax.Array,
+    before_BWC: jax.Array | None = None,
+    *,
+    way: context_attention.Way | None,
+    segments_BT: jax.Array | None = None,
+    counts_B: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns what `short_convolution.convolve` does, of this device's tokens; with a way, which is as of `recur`, no last inputs."""
+    if way is None:
+        _check_rows("convolution", "reads tokens")
+        return short_convolution.convolve(x_BTC, kernel_WC, before_BWC, segments_BT=segments_BT, counts_B=counts_B)
+    assert before_BWC is None and way.order == "contiguous", "a part of a row"
+    return recurrence_context.convolve(x_BTC, kernel_WC, axis=_axis(), segments_BT=segments_BT), None
 
 
 def attention(
@@ -183,6 +236,15 @@ def _exchange(query: jax.Array, *_: Any) -> jax.Array:
 def whole_rows() -> contextlib.AbstractContextManager[None]:
     """Says that in its body a device has all tokens of its rows, also on a mesh with `context`."""
     return traces.held(_WHOLE_ROWS, True)
+
+
+def _check_rows(what: str, does: str) -> None:
+    """Refuses a model without a way where a device has a part of its rows."""
+    if _is_sharded() and not _WHOLE_ROWS.get():
+        raise UserError(
+            f"{what}: tokens are sharded over `context`, and the model {does} as if a device had all tokens; train it with "
+            "python -m zerojax.train, which sets `way`, or use a mesh without `context`"
+        )
 
 
 def _is_sharded() -> bool:

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -22,6 +23,8 @@ from zerojax.models.family import ModelConfig
 from zerojax.ops import attention, context_attention
 from zerojax.trainer import examples
 from zerojax.trainer import settings as settings_lib
+
+_HANDED_ON = "recurrent layers hand their states on from device to device"
 
 
 def source(config: settings_lib.Config) -> folder_lib.Folder | None:
@@ -195,7 +198,6 @@ def way(
         return None
     reasons = (
         (family.is_classifier, "the head of a classifier reads a text's first token and"),
-        (decoding.is_recurrent(family.caches(model)), "a recurrent layer reads a row's tokens one after the other and"),
         (has_sinks(model), "attention with sinks"),
         (bool(getattr(getattr(model, "heads", None), "chunks", ())), "attention in chunks"),
     )
@@ -211,7 +213,9 @@ def way(
                 f"config.mesh.context: {length} {name} of a row do not divide into {ways} parts; {_way_out(config, family, ways)}"
             )
     windows = getattr(getattr(model, "heads", None), "windows", ()) or (0,)
-    return context_attention.choose(
+    caches = family.caches(model)
+    is_recurrent = decoding.is_recurrent(caches)
+    chosen = context_attention.choose(
         heads=model.num_heads,
         kv_heads=getattr(model, "num_kv_heads", model.num_heads),
         head_dim=getattr(model, "head_dim", model.embed_dim // model.num_heads),
@@ -223,7 +227,13 @@ def way(
         packed="segments" in found,
         has_bias=family.is_encoder_decoder,  # some have one, and attention to an encoder has keys of another length
         model=mesh_lib.size(mesh, mesh_lib.COMPILER),
+        order="contiguous" if is_recurrent else None,  # in another, a state would travel to and fro
     )
+    if not is_recurrent:
+        return chosen
+    attends = any(one.positions for one in jax.tree.leaves(caches))
+    text = f"{chosen.text}; {_HANDED_ON}" if attends else _HANDED_ON
+    return dataclasses.replace(chosen, text=text)
 
 
 def _way_out(config: settings_lib.Config, family: family_lib.Family, ways: int) -> str:

@@ -126,8 +126,3 @@ def test_losses_and_norms_of_gradients_are_those_of_stage_0(changed):
     plain = runs.trained(**own, zero__stage=0)
     for found, wanted in zip(runs.trained(devices=4, **own | changed), plain, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
-
-
-def test_parts_of_rows_are_refused():
-    with pytest.raises(UserError, match=r"^config.mesh.context: is 2, and a recurrent layer reads a row's tokens"):
-        runs.trained(devices=2, **STEP, mesh__context=2)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import decoding, layers
+from zerojax.ops import context_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +43,18 @@ class Convolution:
         """Returns the operations of a layer's convolution for a token, in a forward pass."""
         return 2.0 * self.window * self.width
 
-    def branch(self, embed_dim: int, norm_eps: float, stddev: float) -> nn.Module:
-        """Returns a layer's branch; `stddev` is of the initial output kernel."""
-        return GatedConvolution(self, embed_dim, stddev, name=self.NAME)
+    def branch(self, embed_dim: int, norm_eps: float, stddev: float, way: context_attention.Way | None) -> nn.Module:
+        """Returns a layer's branch; see `GatedConvolution`."""
+        return GatedConvolution(self, embed_dim, stddev, way, name=self.NAME)
 
 
 class GatedConvolution(nn.Module):
-    """A layer's branch; `stddev` is of the initial output kernel."""
+    """A layer's branch; `stddev` is of the initial output kernel, and `way` as of `tokens.recur`."""
 
     shape: Convolution
     embed_dim: int
     stddev: float
+    way: context_attention.Way | None = None
 
     @nn.compact
     def __call__(
@@ -72,7 +74,7 @@ class GatedConvolution(nn.Module):
         x_BTD = b_BTD * x_BTD
         if mask_BT is not None and s.has_bias:
             x_BTD = jnp.where(mask_BT[..., None], x_BTD, 0)
-        convolve = layers.ShortConvolution(s.window, s.has_bias, name="conv")
+        convolve = layers.ShortConvolution(s.window, s.has_bias, self.way, name="conv")
         x_BTD, inputs = convolve(x_BTD, held[0], segments_BT=segments_BT, counts_B=counts_B)
         out = layers.Linear((self.embed_dim,), stddev=self.stddev, use_bias=s.has_bias, name="out_proj")
         return out(c_BTD * x_BTD), None if past is None else (inputs,)

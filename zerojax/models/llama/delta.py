@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import decoding, layers
-from zerojax.ops import recurrence
+from zerojax.ops import context_attention, recurrence, tokens
 
 LEAST_SQUARES = 1e-6  # is added to the squares of a query or key
 
@@ -59,18 +59,19 @@ class Delta:
         """Returns the operations of a layer's recurrence for a token, in a forward pass."""
         return recurrence.flops(self.groups, self.heads, self.key_dim, self.value_dim, is_delta=True)
 
-    def branch(self, embed_dim: int, norm_eps: float, stddev: float) -> nn.Module:
-        """Returns a layer's branch; `stddev` is of the initial output kernel."""
-        return GatedDelta(self, embed_dim, norm_eps, stddev, name=self.NAME)
+    def branch(self, embed_dim: int, norm_eps: float, stddev: float, way: context_attention.Way | None) -> nn.Module:
+        """Returns a layer's branch; see `GatedDelta`."""
+        return GatedDelta(self, embed_dim, norm_eps, stddev, way, name=self.NAME)
 
 
 class GatedDelta(nn.Module):
-    """A layer's branch; `stddev` is of the initial output kernel."""
+    """A layer's branch; `stddev` is of the initial output kernel, and `way` as of `tokens.recur`."""
 
     shape: Delta
     embed_dim: int
     norm_eps: float
     stddev: float
+    way: context_attention.Way | None = None
 
     @nn.compact
     def __call__(
@@ -86,7 +87,7 @@ class GatedDelta(nn.Module):
         held, counts_B, mask_BT = decoding.recurrent(past, mask_BT, length)
         x_BTD = x_BTD if mask_BT is None else jnp.where(mask_BT[..., None], x_BTD, 0)
         x_BTC, z_BTX, beta_BTX, a_BTX = self._projected(x_BTD)
-        convolve = layers.ShortConvolution(s.window, name="conv")
+        convolve = layers.ShortConvolution(s.window, way=self.way, name="conv")
         x_BTC, inputs = convolve(x_BTC, held[1], segments_BT=segments_BT, counts_B=counts_B)
         q_BTX, k_BTX, v_BTX = jnp.split(layers.ACTIVATIONS[s.activation](x_BTC), (s.sizes[0], 2 * s.sizes[0]), axis=-1)
         q_BTGK, k_BTGK = (_of_length_1(each.reshape(batch, length, s.groups, s.key_dim)) for each in (q_BTX, k_BTX))
@@ -101,7 +102,7 @@ class GatedDelta(nn.Module):
             nn.sigmoid(beta_BTX.reshape(batch, length, -1).astype(jnp.float32)),
         )
         with jax.named_scope("recurrence"):
-            y_BTHV, state = recurrence.go_on(terms, held[0], mask_BT=mask_BT, segments_BT=segments_BT)
+            y_BTHV, state = tokens.recur(terms, held[0], way=self.way, mask_BT=mask_BT, segments_BT=segments_BT)
         y_BTHV = layers.RMSNorm(self.norm_eps, name="norm")(y_BTHV)
         y_BTHV *= nn.silu(z_BTX.reshape(y_BTHV.shape).astype(jnp.float32))
         out = layers.Linear((self.embed_dim,), contracted=2, stddev=self.stddev, name="out")

@@ -120,7 +120,7 @@ class Layer(nn.Module):
         c = self.config
         if self.is_recurrent:
             assert c.recurrent is not None
-            return c.recurrent.branch(c.embed_dim, c.norms.eps, c.residual_stddev)
+            return c.recurrent.branch(c.embed_dim, c.norms.eps, c.residual_stddev, c.way)
         if c.heads.latent is None:
             return attention.Attention(c, self.window, self.rotation, self.chunk, self.keys, name="attention")
         assert self.rotation is not None and not self.window, "latent attention is rotated and has no window"

@@ -28,7 +28,8 @@ class Mamba2Config:
       scan: of a layer's branch.
       has_float32_residual: whether the residual stream is float32.
       max_seq_len: None, since states have one size for texts of any length.
-      attention, way: not read, since no layer attends.
+      attention: not read, since no layer attends.
+      way: that devices each hold a part of every row; None: a device has all tokens.
     """
 
     vocab_size: int
@@ -77,7 +78,7 @@ class Mamba2Layer(nn.Module):
           past: the tokens before these.
         """
         c = self.config
-        branch = scan_mixer.Mixer(c.scan, c.embed_dim, c.norm_eps, 0.02 / c.num_layers**0.5, name="mixer")
+        branch = scan_mixer.Mixer(c.scan, c.embed_dim, c.norm_eps, 0.02 / c.num_layers**0.5, c.way, name="mixer")
         y_BTD, held = branch(layers.RMSNorm(c.norm_eps, name="norm")(x_BTD), mask_BT, past, segments_BT)
         x_BTD += y_BTD.astype(x_BTD.dtype)
         return x_BTD if past is None else (x_BTD, held)
@@ -145,7 +146,7 @@ class Mamba2(nn.Module):
         With `by_token` it returns the loss of each token, float32[B, T]; see `layers.next_loss`. Rows may be padded at their ends.
         """
         tokens_BT, labels_BT, ignored = layers.read_and_labels(tokens, labeled, labels_BT)
-        x_BTD = self.hidden(tokens_BT, {"segments_BT": None if segments is None else segments[:, :-1]})
+        x_BTD = self.hidden(tokens_BT, {"segments_BT": None if segments is None else segments[:, : tokens_BT.shape[1]]})
         return layers.next_loss(self._head(), x_BTD, labels_BT, ignored, by_token=by_token)
 
 
