@@ -130,21 +130,21 @@ class Linear(nn.Module):
 
 
 class ShortConvolution(nn.Module):
-    """A causal convolution of each channel (`ops.short_convolution`); its weight is [C, 1, W], as PyTorch has it. `way` says that devices
-    each hold a part of every row; None: all tokens."""
+    """A causal convolution of each channel (`ops.short_convolution`); its weight is [C, 1, W], as PyTorch has it. `way` is as of
+    `tokens.convolve`."""
 
     window: int
     use_bias: bool = False
     way: context_attention.Way | None = None
 
     @nn.compact
-    def __call__(self, x_BTC: jax.Array, *before: Any, **given: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the result, and the inputs that a later call needs."""
-        bound, channels = self.window**-0.5, x_BTC.shape[-1]
+    def __call__(self, *parts: jax.Array, **given: Any) -> tuple[list[jax.Array], jax.Array | None]:
+        """Returns the results of parts of the channels, each float[B, T, its channels], and the inputs that a later call needs."""
+        bound, channels = self.window**-0.5, sum(part.shape[-1] for part in parts)
         drawn = lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)  # noqa: E731
         weight_C1W = self.param("weight", drawn, (channels, 1, self.window))
-        y_BTC, last = tokens.convolve(x_BTC, weight_C1W[:, 0].T, *before, way=self.way, **given)
-        return y_BTC + self.param("bias", nn.initializers.zeros, (channels,)) if self.use_bias else y_BTC, last
+        bias_C = self.param("bias", nn.initializers.zeros, (channels,)) if self.use_bias else None
+        return tokens.convolve(parts, weight_C1W[:, 0].T, bias_C, way=self.way, **given)
 
 
 class MultiHeadAttention(nn.Module):

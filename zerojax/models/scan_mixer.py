@@ -9,6 +9,7 @@ C channels of the convolution (I + 2 G K).
 """
 
 import dataclasses
+import itertools
 import math
 from typing import ClassVar
 
@@ -124,15 +125,14 @@ class Mixer(nn.Module):
         held, counts_B, mask_BT = decoding.recurrent(past, mask_BT, length)
         x_BTD = x_BTD.astype(log_a_H.dtype)
         x_BTD = x_BTD if mask_BT is None else jnp.where(mask_BT[..., None], x_BTD, 0)
-        sizes = (c.inner_dim, c.channels, c.heads)
+        sizes = (c.inner_dim, c.inner_dim, c.groups * c.state_dim, c.groups * c.state_dim, c.heads)
         made = layers.Linear((sum(sizes),), use_bias=c.has_bias, name="in_proj")(x_BTD)
-        z_BTI, x_BTC, dt_BTH = jnp.split(made, (sizes[0], sizes[0] + sizes[1]), axis=-1)
+        z_BTI, *of_conv, dt_BTH = jnp.split(made, list(itertools.accumulate(sizes))[:-1], axis=-1)
         if mask_BT is not None and c.has_bias:
-            x_BTC = jnp.where(mask_BT[..., None], x_BTC, 0)
+            of_conv = [jnp.where(mask_BT[..., None], part, 0) for part in of_conv]
         convolve = layers.ShortConvolution(c.window, c.has_conv_bias, self.way, name="conv")
-        x_BTC, inputs = convolve(x_BTC, held[1], segments_BT=segments_BT, counts_B=counts_B)
-        x_BTC = layers.ACTIVATIONS[c.activation](x_BTC)
-        x_BTI, k_BTX, q_BTX = jnp.split(x_BTC, (c.inner_dim, c.inner_dim + c.groups * c.state_dim), axis=-1)
+        of_conv, inputs = convolve(*of_conv, before_BWC=held[1], segments_BT=segments_BT, counts_B=counts_B)
+        x_BTI, k_BTX, q_BTX = map(layers.ACTIVATIONS[c.activation], of_conv)
         x_BTHV = x_BTI.reshape(batch, length, c.heads, c.head_dim).astype(jnp.float32)
         k_BTGK, q_BTGK = (each.reshape(batch, length, c.groups, c.state_dim) for each in (k_BTX, q_BTX))
         dt_BTH = jnp.clip(nn.softplus(dt_BTH.astype(jnp.float32) + dt_bias_H.astype(jnp.float32)), *c.steps)

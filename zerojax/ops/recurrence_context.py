@@ -71,7 +71,9 @@ def convolve(
     return short_convolution.convolve(with_those_before(x_BTC), kernel_WC, segments_BT=texts)[0][:, past:]
 
 
-def _of_scan(terms: Terms, *, mask_BT: jax.Array | None, segments_BT: jax.Array | None) -> tuple[jax.Array, Any, _Passage]:
+def _of_scan(
+    terms: Terms, *, mask_BT: jax.Array | None, segments_BT: jax.Array | None
+) -> tuple[jax.Array, Any, _Passage]:
     """Returns y_0, S -> R S, and the part, of Mamba-2's scan."""
     y_BTHV, state_BHKV = recurrence.scan(terms, mask_BT=mask_BT, segments_BT=segments_BT)
     g_BTH = terms.log_decay.astype(jnp.float32)

@@ -6,6 +6,8 @@ Shapes: B batch, T queries and S keys of this device, H query heads, K key and v
 
 import contextlib
 import contextvars
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -118,20 +120,47 @@ def recur(
 
 
 def convolve(
-    x_BTC: jax.Array,
+    parts: Sequence[jax.Array],
     kernel_WC: jax.Array,
+    bias_C: jax.Array | None = None,
     before_BWC: jax.Array | None = None,
     *,
     way: context_attention.Way | None,
     segments_BT: jax.Array | None = None,
     counts_B: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns what `short_convolution.convolve` does, of this device's tokens; with a way, which is as of `recur`, no last inputs."""
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """Returns what `short_convolution.convolve` does of parts of the channels, with a bias, and the last inputs of all.
+
+    Where the compiler shards channels, each part is sharded alone, so none is computed of all parts together.
+
+    Args:
+      parts: of the inputs of this device's tokens, each float[B, T, its channels].
+      kernel_WC, before_BWC, segments_BT, counts_B: of all channels; see `short_convolution.convolve`.
+      bias_C: is added; None for none.
+      way: as of `recur`. With one there are no last inputs.
+    """
     if way is None:
         _check_rows("convolution", "reads tokens")
-        return short_convolution.convolve(x_BTC, kernel_WC, before_BWC, segments_BT=segments_BT, counts_B=counts_B)
-    assert before_BWC is None and way.order == "contiguous", "a part of a row"
-    return recurrence_context.convolve(x_BTC, kernel_WC, axis=_axis(), segments_BT=segments_BT), None
+    assert way is None or (before_BWC is None and way.order == "contiguous"), "a part of a row"
+    ends = list(itertools.accumulate(part.shape[-1] for part in parts))[:-1]
+
+    def of_some(x: jax.Array, kernel: jax.Array, bias: Any, before: Any) -> tuple[jax.Array, jax.Array | None]:
+        if way is None:
+            y, last = short_convolution.convolve(x, kernel, before, segments_BT=segments_BT, counts_B=counts_B)
+        else:
+            y, last = recurrence_context.convolve(x, kernel, axis=_axis(), segments_BT=segments_BT), None
+        return (y if bias is None else y + bias), last
+
+    if not mesh_lib.rest() or not ends:
+        x_BTC = jnp.concatenate(parts, axis=-1) if ends else parts[0]
+        y_BTC, last = of_some(x_BTC, kernel_WC, bias_C, before_BWC)
+        return jnp.split(y_BTC, ends, axis=-1), last
+    cut = [
+        [None] * len(parts) if array is None else jnp.split(array, ends, axis=-1)
+        for array in (kernel_WC, bias_C, before_BWC)
+    ]
+    found, last_parts = zip(*map(of_some, parts, *cut))
+    return list(found), None if way is not None else jnp.concatenate(last_parts, axis=-1)
 
 
 def attention(

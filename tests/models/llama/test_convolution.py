@@ -18,7 +18,7 @@ def test_a_branch_is_its_sum_and_padding_leaves_no_trace():
     alone, _ = module.apply({"params": params}, x[1:, 2:])
     np.testing.assert_allclose(found[1:, 2:], alone, rtol=1e-5, atol=1e-6)
 
-    b, c, v = np.split(x[0] @ params["in_proj"]["kernel"] + params["in_proj"]["bias"], 3, axis=-1)
+    b, c, v = np.einsum("td,dpc->ptc", x[0], params["in_proj"]["kernel"]) + params["in_proj"]["bias"][:, None]
     weight = np.asarray(params["conv"]["weight"])
     weight = weight.reshape(4, 3) if weight.shape[0] == 4 else weight.T
     padded = np.concatenate([np.zeros((2, 4)), b * v])

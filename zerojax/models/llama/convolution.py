@@ -69,12 +69,12 @@ class GatedConvolution(nn.Module):
         s = self.shape
         held, counts_B, mask_BT = decoding.recurrent(past, mask_BT, x_BTD.shape[1])
         x_BTD = x_BTD if mask_BT is None else jnp.where(mask_BT[..., None], x_BTD, 0)
-        made = layers.Linear((3 * s.width,), use_bias=s.has_bias, name="in_proj")(x_BTD)
-        b_BTD, c_BTD, x_BTD = jnp.split(made, 3, axis=-1)
+        made = layers.Linear((3, s.width), use_bias=s.has_bias, name="in_proj")(x_BTD)
+        b_BTD, c_BTD, x_BTD = (made[:, :, number] for number in range(3))
         x_BTD = b_BTD * x_BTD
         if mask_BT is not None and s.has_bias:
             x_BTD = jnp.where(mask_BT[..., None], x_BTD, 0)
         convolve = layers.ShortConvolution(s.window, s.has_bias, self.way, name="conv")
-        x_BTD, inputs = convolve(x_BTD, held[0], segments_BT=segments_BT, counts_B=counts_B)
+        (x_BTD,), inputs = convolve(x_BTD, before_BWC=held[0], segments_BT=segments_BT, counts_B=counts_B)
         out = layers.Linear((self.embed_dim,), stddev=self.stddev, use_bias=s.has_bias, name="out_proj")
         return out(c_BTD * x_BTD), None if past is None else (inputs,)

@@ -86,10 +86,10 @@ class GatedDelta(nn.Module):
         s, (batch, length) = self.shape, x_BTD.shape[:2]
         held, counts_B, mask_BT = decoding.recurrent(past, mask_BT, length)
         x_BTD = x_BTD if mask_BT is None else jnp.where(mask_BT[..., None], x_BTD, 0)
-        x_BTC, z_BTX, beta_BTX, a_BTX = self._projected(x_BTD)
+        of_conv, z_BTX, beta_BTX, a_BTX = self._projected(x_BTD)
         convolve = layers.ShortConvolution(s.window, way=self.way, name="conv")
-        x_BTC, inputs = convolve(x_BTC, held[1], segments_BT=segments_BT, counts_B=counts_B)
-        q_BTX, k_BTX, v_BTX = jnp.split(layers.ACTIVATIONS[s.activation](x_BTC), (s.sizes[0], 2 * s.sizes[0]), axis=-1)
+        of_conv, inputs = convolve(*of_conv, before_BWC=held[1], segments_BT=segments_BT, counts_B=counts_B)
+        q_BTX, k_BTX, v_BTX = map(layers.ACTIVATIONS[s.activation], of_conv)
         q_BTGK, k_BTGK = (_of_length_1(each.reshape(batch, length, s.groups, s.key_dim)) for each in (q_BTX, k_BTX))
         log_a_H = self.param("A_log", _first_decays, (s.heads,)).astype(jnp.float32)
         dt_bias_H = self.param("dt_bias", nn.initializers.ones, (s.heads,)).astype(jnp.float32)
@@ -109,18 +109,18 @@ class GatedDelta(nn.Module):
         return out(y_BTHV.astype(x_BTD.dtype)), None if past is None else (state, inputs)
 
     @nn.nowrap
-    def _projected(self, x_BTD: jax.Array) -> list[jax.Array]:
-        """Returns the input of the convolution, float[B, T, C], and gates, betas and decays, each float[B, T, ...]."""
+    def _projected(self, x_BTD: jax.Array) -> tuple[list[jax.Array], jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys and values before the convolution, and gates, betas and decays, each float[B, T, ...]."""
         s = self.shape
         if not s.is_fused:
             widths = {"keys": sum(s.sizes), "z": s.sizes[2], "b": s.heads, "a": s.heads}
-            return [layers.Linear((width,), name=name)(x_BTD) for name, width in widths.items()]
+            joined, *others = (layers.Linear((width,), name=name)(x_BTD) for name, width in widths.items())
+            return jnp.split(joined, (s.sizes[0], 2 * s.sizes[0]), axis=-1), *others
         values = s.heads // s.groups * s.value_dim
         parts = layers.Linear((s.groups, 2 * (s.key_dim + values)), name="qkvz")(x_BTD)
         *of_conv, z_BTGX = jnp.split(parts, (s.key_dim, 2 * s.key_dim, 2 * s.key_dim + values), axis=-1)
         both = layers.Linear((s.groups, 2 * s.heads // s.groups), name="ba")(x_BTD)
-        x_BTC = jnp.concatenate([part.reshape(*x_BTD.shape[:2], -1) for part in of_conv], axis=-1)
-        return [x_BTC, z_BTGX, *jnp.split(both, 2, axis=-1)]
+        return [part.reshape(*x_BTD.shape[:2], -1) for part in of_conv], z_BTGX, *jnp.split(both, 2, axis=-1)
 
 
 def _of_length_1(x_BTGK: jax.Array) -> jax.Array:

@@ -388,7 +388,7 @@ FAMILY = family.Family(
             (r"/experts/down_bias", ("expert",)),
             (r"/attention/(q_b|kv_b)/(kernel|lora_b)", (None, "model")),  # [rank, heads, width]
             (r"/attention/(q_a|kv_a)/(kernel|bias)", (None,)),
-            (r"/(delta|mamba|convolution)/(?!norm)", (None,)),  # a convolution runs over parts of unlike sizes
+            *parallel.RECURRENT,
             (r"/(to|from)_latent/kernel", (None,)),
             (r"/(inputs|laurel|altup)/(?!norm)|layer_scale|altup_(in|out)/|layer_inputs/project", (None,)),
         ),
@@ -399,8 +399,7 @@ FAMILY = family.Family(
             (r".*/attention/(q_b|kv_b)", (None, None, "model")),
             (r".*/attention/(q_a|kv_a)(_norm)?", parallel.ALL_TOKENS),
             (r"layer_\d+/(attention|mlp)", parallel.TOKENS, parallel.ALL_TOKENS, parallel.OF_RINGS),
-            (r"layer_\d+/(delta|mamba|convolution)", parallel.TOKENS, parallel.ALL_TOKENS),
-            (r".*/(delta|mamba|convolution)/(qkvz|ba|keys|z|b|a|in_proj|conv|norm)", parallel.ALL_TOKENS),
+            *parallel.OF_RECURRENT,
             (r".*/(to|from)_latent", parallel.ALL_TOKENS),
             (r"(layer_inputs|altup_in|altup_out)(/(embed|project|norm|stream_\d+))?", parallel.TOKENS),
             (r"layer_\d+/(inputs|laurel|altup)(/\w+)?", parallel.TOKENS),

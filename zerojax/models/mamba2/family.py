@@ -124,5 +124,8 @@ FAMILY = family.Family(
         prefix="backbone.",
         outside=(HEAD,),
     ),
-    parallel=parallel.Parallel(),  # a layer's projections are each of several parts, which no axis shards alike
+    parallel=parallel.Parallel(
+        weights=(*parallel.WEIGHTS, *parallel.RECURRENT),
+        activations=(*parallel.OF_RECURRENT, (r"embed|(layer_\d+/)?norm", parallel.TOKENS)),
+    ),
 )
