@@ -42,6 +42,7 @@ from zerojax.trainer import (
     results,
     resume,
     setting_names,
+    teacher,
     trackers,
     workdir,
 )
@@ -57,7 +58,7 @@ from zerojax.trainer import state as state_lib
 from zerojax.trainer.card import document, facts
 from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import disk_space, effects, host, memory_guard, texts
-from zerojax.trainer.tuning import answers, reference, rounds
+from zerojax.trainer.tuning import answers, lessons, reference, rounds
 from zerojax.trainer.tuning import mixed as mixed_lib
 from zerojax.trainer.tuning import rollouts as rollouts_lib
 from zerojax.tree import PyTree
@@ -220,7 +221,7 @@ def _take_steps(
                 if rollouts is None
                 else _announced(
                     lambda step, state: rollouts.next(step, state.params),
-                    "compiling the program of the answers",
+                    rollouts.line,
                     recorder,
                 ),
                 beside=dict if rollouts is None else lambda: rollouts.told,
@@ -246,7 +247,7 @@ def _evaluation(
     check_of_answers = _announced(stop.check, "compiling the program of held-out answers", recorder)
 
     def loss_of(params: PyTree) -> float | None:
-        if rollouts is not None:
+        if rollouts is not None and not rollouts.has_labels:
             return None  # its loss is that of answers that it gave
         return program_lib.held_out_loss(program, streams, params, check_of_loss)
 
@@ -294,7 +295,7 @@ class Prepared:
     fingerprints: Mapping[str, str]
     start: resume.Start
     pairs: splits.Splits | None
-    rollouts: rollouts_lib.Rollouts | None
+    rollouts: rollouts_lib.Rollouts | lessons.Lessons | None
 
 
 @setting_names.errors_of_config()
@@ -348,9 +349,12 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
         repeated = f"an evaluation reads the text of config.data.{held_out} {streams.times:.1f} times"
         say(f"config.evaluate.batches={config.evaluate.batches} is more than there is: {repeated}")
     keep = config.checkpoint
-    rollouts = None
+    rollouts: rollouts_lib.Rollouts | lessons.Lessons | None = None
     if pairs is not None and config.data.task == tasks.GRPO:
         rollouts = rollouts_lib.Rollouts(program, tokenizer, pairs, streams, say)
+    if program.weights.teacher is not None:
+        teacher.check_tokenizer(program.weights.teacher, tokenizer)
+        rollouts = lessons.Lessons(program, tokenizer, pairs, streams, say)
     saver = checkpointer.Checkpointer(
         folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best, run_id=processes.run_id()
     )

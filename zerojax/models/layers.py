@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import decoding
-from zerojax.ops import attention, chunks, context_attention, embedding, losses, tokens
+from zerojax.ops import attention, chunks, context_attention, divergences, embedding, losses, tokens
 
 DROPOUT = "dropout"  # the collection of its random keys
 
@@ -275,12 +275,13 @@ class Head(nn.Module):
         return _LOSSES[by_token](x_BTD, self.kernel, labels_BT, bias=bias_V, ignored=ignored, cap=cap)
 
 
-BESIDE, DRAWS = "beside", "draws"  # of `by_token`
+BESIDE, DRAWS, SCORED = "beside", "draws", "scored"  # of `by_token`
 _LOSSES = {
     False: losses.one_pass_cross_entropy,
     True: losses.token_losses,
     BESIDE: losses.one_pass_and_terms,
     DRAWS: losses.token_draws,
+    SCORED: divergences.Scored,
 }
 
 
@@ -315,9 +316,11 @@ def next_loss(
       cap: bounds the logits before the bias (`ops.softcap`); 0 for no bound.
       by_token: returns the cross-entropy of each label instead, float32[B, T], 0 of ignored ones. BESIDE: both, in this order, with no
         gradient through the second. DRAWS: a token drawn after each, int32[B, T], and its cross-entropy; labels are bits that seed
-        the draws.
+        the draws. SCORED: what scores the tokens, a `divergences.Scored`; the head is then no block of its own.
     """
     with jax.named_scope("loss"):
+        if isinstance(head, Head) and by_token == SCORED:
+            return _LOSSES[by_token](x_BTD, head.kernel, labels_BT, bias=bias_V, ignored=ignored, cap=cap)
         if isinstance(head, Head):
             return head.loss(x_BTD, labels_BT, bias_V, ignored=ignored, cap=cap, by_token=by_token)
         return _LOSSES[by_token](x_BTD, head.embedding.T, labels_BT, bias=bias_V, ignored=ignored, cap=cap)

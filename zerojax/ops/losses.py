@@ -69,7 +69,7 @@ def token_losses(
 
     @jax.checkpoint
     def one_chunk(h: jax.Array, y: jax.Array) -> jax.Array:
-        return _terms(_logits(h, kernel, bias, cap), y)
+        return terms_of(logits_of(h, kernel, bias, cap), y)
 
     h, y = chunks.cut(hidden, labels, -(-labels.size // chunk_tokens))
     terms = jax.lax.map(lambda part: one_chunk(*part), (h, y)).reshape(-1)[: labels.size].reshape(labels.shape)
@@ -92,21 +92,23 @@ def token_draws(
     """
 
     def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits, seeds = _logits(part[0], kernel, bias, cap), jax.lax.bitcast_convert_type(part[1], jnp.uint32)
+        logits, seeds = logits_of(part[0], kernel, bias, cap), jax.lax.bitcast_convert_type(part[1], jnp.uint32)
         drawn = jax.vmap(lambda seed, row: jax.random.categorical(jax.random.key(seed), row))(seeds, logits)
-        return drawn, _terms(logits, drawn)
+        return drawn, terms_of(logits, drawn)
 
     found = jax.lax.map(one_chunk, chunks.cut(hidden, labels, -(-labels.size // chunk_tokens)))
     drawn, terms = (part.reshape(-1)[: labels.size].reshape(labels.shape) for part in found)
     return drawn.astype(jnp.int32), terms
 
 
-def _logits(h: jax.Array, kernel: jax.Array, bias: jax.Array | None, cap: float) -> jax.Array:
+def logits_of(h: jax.Array, kernel: jax.Array, bias: jax.Array | None, cap: float) -> jax.Array:
+    """Returns softcap(h @ kernel, cap) + bias, float32[tokens, vocab]."""
     logits = softcap.softcap(jnp.dot(h, kernel, preferred_element_type=jnp.float32), cap)
     return logits if bias is None else logits + bias.astype(jnp.float32)
 
 
-def _terms(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def terms_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns -log softmax(logits)[label], float32[tokens]."""
     hit = labels[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)  # no look-up: columns may be sharded
     return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(hit, logits, 0), axis=-1)
 

@@ -335,8 +335,7 @@ def batch_sizes(config: settings.Config, ways: int) -> BatchSizes:
             f"config.global_batch_size: {total} sequences of config.seq_len={config.seq_len} tokens are more than a batch may have, "
             f"{most:.0f}; lower config.global_batch_size, or config.micro_batch_size and config.grad_accum where it is derived"
         )
-    group = config.grpo.group if config.data.task == tasks.GRPO else 1
-    if total % group:
+    if total % (group := config.group):
         raise UserError(
             f"config.grpo.group: {group} answers a prompt do not divide the {total} answers of config.global_batch_size; set "
             f"--config.global_batch_size={total + -total % math.lcm(group, known)}"

@@ -133,10 +133,11 @@ class Program:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Returns what tells the frozen weights of a run apart from those of another, if they are read from a folder."""
-        if self.weights.adapted is None or self.weights.source is None:
-            return {}
-        return {"base": folder_lib.fingerprint(self.weights.source)}
+        """Returns what tells the frozen weights of a run apart from those of another, if they are read."""
+        weights, found = self.weights, dict[str, str]()
+        if weights.adapted is not None and weights.source is not None:
+            found["base"] = folder_lib.fingerprint(weights.source)
+        return found if weights.teacher is None else {**found, "teacher": weights.teacher.fingerprint}
 
     @property
     def logical_abstract_state(self) -> State:
@@ -189,7 +190,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
     # Params in host memory are sent in 16 bits, so these are stored beside the master weights. Adapters are few: they have no copy.
     is_cast_on_device = stages.STAGES[config.zero.stage].params and offload.params == offload_settings.NONE
     weights = weights_lib.choose(config, family, model, source)
-    copy_dtype = policy.copy_dtype(splits_params=is_cast_on_device) if weights.adapted is None else None
+    copy_dtype = None if weights.trainable else policy.copy_dtype(splits_params=is_cast_on_device)
     tx = inner if copy_dtype is None else master_weights.with_master_weights(inner)
 
     params, trainable = weights.abstract(policy, config.lora.frozen_dtype), weights.trainable
@@ -203,8 +204,10 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
     create = functools.partial(_state, tx=tx, inner=inner, copy_dtype=copy_dtype, **how)
     row = model_lib.row(config, family, model)
     # A row in parts has arrays of its own, of the parts on all devices together.
-    abstract_batch = functools.partial(_abstract_batch, mesh, sizes, row if way is None else parts.row(row))
-    loss_fn = steps.loss(config, family, in_parts, schedule)
+    read = row if way is None else parts.row(row)
+    read = {**read, **({} if weights.teacher is None else weights.teacher.states(row, policy.compute_dtype))}
+    abstract_batch = functools.partial(_abstract_batch, mesh, sizes, read)
+    loss_fn = steps.loss(config, family, in_parts, schedule, weights.teacher)
     overrides = (*config.zero.overrides, *_parallel(config, family, params, mesh))
     partitioned = functools.partial(
         stages.partition_state,
@@ -237,7 +240,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
             _baseline,
             params,
             create,
-            policy if weights.adapted is None else None,
+            None if trainable else policy,
             mesh=everywhere.mesh,
             overrides=overrides,
             trainable=trainable,

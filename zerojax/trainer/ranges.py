@@ -30,6 +30,7 @@ def check(config: settings.Config) -> None:
             )
     _check_task(config)
     _check_answers(config)
+    _check_distilled(config)
     if config.policy.has_fp8 and config.lora.is_on:
         _refuse(config, f"config.precision={config.precision}", {"lora.quantize": "kernels are dequantized to bf16"})
     if config.evaluate.patience and not config.checkpoint.keep_best:
@@ -115,6 +116,36 @@ def _check_answers(config: settings.Config) -> None:
                 f"config.{place}: is {count}, and a run that resumes asks its weights anew after each {steps} inner steps; set "
                 f"--config.{place}={count + -count % steps}"
             )
+
+
+def _check_distilled(config: settings.Config) -> None:
+    """Raises a UserError if a setting does not go with a teacher."""
+    if not config.distill.teacher:
+        return
+    task, place = config.data.task, "config.distill.teacher"
+    if task in tasks.ANSWERS:
+        raise UserError(f"{place}: is set, and the task {task} compares answers, where a teacher's probabilities are learned; omit it")
+    wrong = {
+        "mesh.pipe": "the teacher's layers run on every device",
+        "mesh.context": "the teacher reads all tokens of a row on one device",
+        "model.by_columns": "a divergence reads all logits of a token",
+        "data.sources": "the losses of sources are those of labels",
+        "optimizer.router_bias_rate": "the teacher's head is frozen",
+    }
+    _refuse(config, place, wrong)
+    if not config.distill.own:
+        return
+    if task == tasks.TEXT:
+        raise UserError(
+            f"config.distill.own: is {config.distill.own}, and windows of text have no prompts that the student could answer; set it to 0, "
+            "or --config.data.task=seq2seq"
+        )
+    of_engine = {
+        "mesh.expert": "the engine gathers experts",
+        "offload.params": "the engine reads weights on the devices for each token",
+        "epochs": "answers of the student have no epochs",
+    }
+    _refuse(config, f"config.distill.own={config.distill.own}", of_engine)
 
 
 def check_router_bias(config: settings.Config, model: ModelConfig) -> None:

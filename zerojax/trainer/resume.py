@@ -35,6 +35,7 @@ OPTIONAL = ("loss_scale", "fp8", "last_norm", unsent.FIELD)
 FINGERPRINTS = {  # name -> (what it is of, what to do about another)
     "text": ("training text", "restore that text in config.data.dir"),
     "base": ("model in config.init_from", "restore that folder"),
+    "teacher": ("model in config.distill.teacher", "restore that folder"),
     "tokenizer": ("tokenizer", "set config.data.tokenizer to the one it was trained with"),
 }
 
@@ -197,7 +198,8 @@ def padded_shapes(partition: partition_lib.Partition) -> dict[str, list[int]]:
 
 def logical_params(program: program_lib.Program, state: State) -> PyTree:
     """Returns the float32 weights without padding."""
-    params = pipeline_state.spread(logical_lib.to_logical(state).params, program.partition.pipeline)
+    own = program.weights.of_model(logical_lib.to_logical(state).params)
+    params = pipeline_state.spread(own, program.partition.pipeline)
     logical = jax.tree.map(pieces.join, params, is_leaf=pieces.is_pieces)
     padded = padded_shapes(program.partition)
 

@@ -22,7 +22,7 @@ from zerojax.data.pairs import spans, tasks, templates
 from zerojax.interop import huggingface
 from zerojax.launch import devices
 from zerojax.models import families
-from zerojax.ops import fp8, preferences, quantized, ratios
+from zerojax.ops import divergences, fp8, preferences, quantized, ratios
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import stages
 from zerojax.zero.blocks import block_settings, remat
@@ -168,6 +168,7 @@ OF_SHARDS = beside("zero.stage", " shards nothing")
 OF_CLIENT = if_on(lambda c: re.search("wandb|mlflow", f"{c.metrics.to}"), "config.metrics.to names neither wandb nor mlflow")
 OF_FILES = if_on(lambda c: not c.data.places().is_random, "random tokens are not read from files")
 OF_DATASET = if_on(lambda c: not c.data.train_file, "config.data.train_file is read instead")
+DISTILLED = beside("distill.teacher")
 OF_STEPS = if_on(lambda c: not c.epochs, "config.epochs={c.epochs:g} counts")
 OF_CHECKPOINTS = if_on(lambda c: c.checkpoint.every or c.checkpoint.at_end, "no checkpoint is saved")
 EVALUATED = if_on(lambda c: c.data.has_held_out, "nothing is held out, so nothing is evaluated")
@@ -488,6 +489,22 @@ class GrpoSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistillSettings:
+    """What is learned of a teacher's probabilities in place of labels (docs/fine_tuning.md)."""
+
+    teacher: str = setting("", ANY,
+        "a folder of transformers, a name on the Hugging Face hub, or the WORKDIR of a run: a decoder with the same vocabulary, which stays "
+        'as it is; "": labels are learned')
+    loss: str = setting("forward_kl", tuple(divergences.KINDS),
+        'of a token\'s probabilities: "forward_kl" KL(teacher | student), "reverse_kl", "jsd" to a mixture of both', DISTILLED)
+    share: float = setting(0.5, POSITIVE.up_to(1 - 1e-6, "at 1 it would be 0"), 'of "jsd": the share of the teacher in the mixture', DISTILLED,
+        if_on(lambda c: c.distill.loss == divergences.JSD, "the loss {c.distill.loss} mixes nothing"))
+    temperature: float = setting(1.0, POSITIVE.up_to(1e3, "all tokens would be as likely"), "divides the logits of both", DISTILLED)
+    own: float = setting(0.0, NOT_NEGATIVE.up_to(1, "it is a share of the steps"),
+        "the share of the steps that learn from the student's own answers to the prompts of a task, not from given ones", DISTILLED)
+
+
+@dataclasses.dataclass(frozen=True)
 class EvaluateSettings:
     """Evaluation on held-out examples."""
 
@@ -600,6 +617,7 @@ class Config:
     data: DataSettings = dataclasses.field(default_factory=DataSettings, metadata={"unread": (of_task,)})
     dpo: DpoSettings = dataclasses.field(default_factory=DpoSettings, metadata={"unread": (of_task, of_loss)})
     grpo: GrpoSettings = dataclasses.field(default_factory=GrpoSettings, metadata={"unread": (of_task,)})
+    distill: DistillSettings = dataclasses.field(default_factory=DistillSettings, metadata={"unread": (of_task,)})
     evaluate: EvaluateSettings = dataclasses.field(default_factory=EvaluateSettings, metadata={"unread": (EVALUATED, of_task)})
     checkpoint: CheckpointSettings = dataclasses.field(default_factory=CheckpointSettings)
     sample: SampleSettings = dataclasses.field(default_factory=SampleSettings, metadata={"unread": (of_task, beside("sample.length"))})
@@ -611,6 +629,11 @@ class Config:
     def policy(self) -> precision_lib.Precision:
         """Returns the dtypes of the precision."""
         return precision_lib.PRECISIONS[self.precision]
+
+    @property
+    def group(self) -> int:
+        """Returns the answers to a prompt that are drawn for a step."""
+        return self.grpo.group if self.data.task == tasks.GRPO else 1
 
     @property
     def keeps_roundings(self) -> bool:

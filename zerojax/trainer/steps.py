@@ -23,7 +23,8 @@ from zerojax.plan import targets, traced
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics as metrics_lib
-from zerojax.trainer import preferences, rewarded, settings
+from zerojax.trainer import distilled, preferences, rewarded, settings
+from zerojax.trainer import teacher as teacher_lib
 from zerojax.tree import PyTree
 from zerojax.zero import step, step_values
 from zerojax.zero.blocks import block_settings
@@ -42,11 +43,15 @@ DROPOUT = 1  # folded into the random key of a step
 
 
 def loss(
-    config: settings.Config, family: family_lib.Family, model: ModelConfig, schedule: schedules.Schedule
+    config: settings.Config,
+    family: family_lib.Family,
+    model: ModelConfig,
+    schedule: schedules.Schedule,
+    teacher: teacher_lib.Teacher | None = None,
 ) -> Callable[..., Any]:
     """Returns the loss of a training step, as of `make_train_step`."""
     is_dropped = config.model.dropout or (config.lora.is_on and config.lora.dropout)
-    of_batch = objective(config, family, model)
+    of_batch = objective(config, family, model) if teacher is None else distilled.loss(config, family, model, teacher)
 
     def loss_fn(params: PyTree, batch: PyTree, state: State) -> Any:
         keys = (_dropout_key(state),) if is_dropped else ()
@@ -57,7 +62,7 @@ def loss(
 
 
 def objective(config: settings.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:
-    """Returns f(params, batch, *keys) -> (the mean of what the task minimises, metrics)."""
+    """Returns f(params, batch, *keys) -> (the mean of what the task minimises without a teacher, metrics)."""
     return _OBJECTIVES.get(config.data.task, _of_labels)(config, family, model)
 
 
@@ -193,9 +198,9 @@ def _batch_specs(mesh: Mesh) -> list[tuple[str, P]]:
 
 
 def _how(config: settings.Config, family: family_lib.Family, model: ModelConfig) -> dict[str, Any]:
-    """Returns the options that both steps have."""
-    compute_dtype = config.policy.compute_dtype
-    return {"compute_dtype": compute_dtype, "blocks": family.blocks, "heads": family_lib.heads(family, model)}
+    """Returns the options that both steps have. A divergence reads the head's kernel outside of the head."""
+    heads = "" if config.distill.teacher else family_lib.heads(family, model)
+    return {"compute_dtype": config.policy.compute_dtype, "blocks": family.blocks, "heads": heads}
 
 
 def _dropout_key(state: State) -> jax.Array:

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from zerojax import errors, files, precision, tree
 from zerojax.errors import UserError
@@ -21,6 +22,7 @@ from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
+from zerojax.trainer import teacher as teacher_lib
 from zerojax.tree import PyTree
 from zerojax.zero.pipeline import travel
 from zerojax.zero.weights import partition as partition_lib
@@ -42,6 +44,7 @@ class Weights:
       source: the folder that its weights are read from; None: they are drawn.
       adapted: the adapters; None for a run that trains all.
       seed: of what is drawn.
+      teacher: the model whose probabilities are learned; None where labels are.
     """
 
     family: family_lib.Family
@@ -49,14 +52,27 @@ class Weights:
     source: folder_lib.Folder | None
     adapted: Adapted | None
     seed: int
+    teacher: teacher_lib.Teacher | None = None
 
     @property
     def trainable(self) -> str:
         """Returns the regex over paths of the weights that are trained, "" for all."""
-        return "" if self.adapted is None else self.adapted.chosen.trainable
+        own = "" if self.adapted is None else self.adapted.chosen.trainable
+        return own if self.teacher is None else rf"^(?!{teacher_lib.KEY}/)(?=.*?(?:{own}))"
 
     def abstract(self, policy: precision.Precision, frozen_dtype: str) -> dict[str, Any]:
-        """Returns the weights as ShapeDtypeStructs: float32, or with adapters as they are stored."""
+        """Returns the weights as ShapeDtypeStructs: float32, or where some are frozen as they are stored."""
+        found = self._abstract_of_model(policy, frozen_dtype)
+        if self.teacher is None:
+            return found
+        own = found if self.adapted is not None else jax.tree.map(_as(policy.weight_dtype), found)
+        return {**own, teacher_lib.KEY: self.teacher.head(policy.compute_dtype)}
+
+    def of_model(self, params: PyTree) -> PyTree:
+        """Returns the params without those of the teacher's head."""
+        return {name: part for name, part in params.items() if self.teacher is None or name != teacher_lib.KEY}
+
+    def _abstract_of_model(self, policy: precision.Precision, frozen_dtype: str) -> dict[str, Any]:
         if self.adapted is None:
             return family_lib.abstract_params(self.family.parts, self.model)
         stored = {} if self.source is None else adapted_lib.dtypes(self.source)
@@ -74,6 +90,10 @@ class Weights:
         """
         leaves = dict(tree.flatten(abstract))
         found = {path: travel.absent(like) for path, like in leaves.items() if not travel.is_here(like.sharding.mesh)}
+        if self.teacher is not None:
+            own = {path: like for path, like in leaves.items() if path.startswith(f"{teacher_lib.KEY}/")}
+            head = tree.nested({path.partition("/")[2]: like for path, like in own.items() if path not in found})
+            found |= {f"{teacher_lib.KEY}/{path}": leaf for path, leaf in tree.flatten(self.teacher.read(head))}
         here = tree.map_with_path(lambda path, like: optax.MaskedNode() if path in found else like, abstract)
         found |= dict(tree.flatten(self._made_here(here)))
         return tree.map_with_path(lambda path, _: found[path], abstract)
@@ -135,7 +155,11 @@ def choose(
     if adapted is not None and (config.export.format == "huggingface" or config.export.deltas_every):
         with errors.below("config."):
             targets.check_merge(adapted.chosen)
-    return Weights(family, model, source, adapted, config.seed)
+    return Weights(family, model, source, adapted, config.seed, teacher_lib.open_teacher(config, family, model))
+
+
+def _as(dtype: DTypeLike) -> Callable[[Any], jax.ShapeDtypeStruct]:
+    return lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
 def _adapted(group: settings_lib.LoraSettings, family: family_lib.Family, model: ModelConfig) -> Adapted | None:

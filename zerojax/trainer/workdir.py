@@ -90,6 +90,11 @@ NEW = {
     "grpo.turns": (4,),
     "grpo.time_limit": (30.0,),
     "grpo.exact": (False,),
+    "distill.teacher": ("",),
+    "distill.loss": ("forward_kl",),
+    "distill.share": (0.5,),
+    "distill.temperature": (1.0,),
+    "distill.own": (0.0,),
     "optimizer.momentum": (0.95,),
     "optimizer.adamw_on": ("",),
 }

@@ -40,11 +40,12 @@ class Task(NamedTuple):
 _TEMPLATES = ("data.prompt", "data.answer", "data.labels")
 _ROWS = ("data.chat_template", "data.learn", "data.answer_len")
 _LOSS, _ASKED = ("evaluate.batches", "evaluate.patience", "checkpoint.keep_best"), "evaluate.answers"
+_LABELS = (*_LOSS, "distill")
 TASKS: Mapping[str, Task] = {
-    TEXT: Task(("data.text_key", "sample", *_LOSS)),
-    SEQ2SEQ: Task((*_TEMPLATES, *_ROWS, "data.pack", *_LOSS, _ASKED)),
-    CLASSIFICATION: Task((*_TEMPLATES, *_ROWS, "data.pack", *_LOSS, _ASKED)),
-    CHAT: Task(("data.messages", *_ROWS, "data.pack", *_LOSS, _ASKED)),
+    TEXT: Task(("data.text_key", "sample", *_LABELS)),
+    SEQ2SEQ: Task((*_TEMPLATES, *_ROWS, "data.pack", *_LABELS, _ASKED)),
+    CLASSIFICATION: Task((*_TEMPLATES, *_ROWS, "data.pack", *_LABELS, _ASKED)),
+    CHAT: Task(("data.messages", *_ROWS, "data.pack", *_LABELS, _ASKED)),
     DPO: Task((*_TEMPLATES, "data.rejected", *_ROWS, *_LOSS, "dpo"), compares=True),
     GRPO: Task((*_TEMPLATES, *_ROWS, _ASKED, "grpo"), compares=True),
 }

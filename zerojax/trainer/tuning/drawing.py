@@ -161,7 +161,7 @@ class ByEngine:
             max_len=answer + 1 if is_pair else config.seq_len + 1,
             max_inputs=config.seq_len,
             chunk=config.seq_len,
-            together=math.lcm(config.grpo.group, ways),
+            together=math.lcm(config.group, ways),
             prefill_tokens=count * config.seq_len,
         )
 

@@ -51,6 +51,11 @@ def check(config: settings_lib.Config, pairs: splits.Splits) -> None:
                 else "threads of several processes differ"
             )
             raise UserError(f"config.grpo.environment: is {config.grpo.environment}, and {why}; omit it")
+    check_room(config, pairs)
+
+
+def check_room(config: settings_lib.Config, pairs: splits.Splits) -> None:
+    """Raises a UserError if a row has no room for a prompt with its answer."""
     longest = max(map(len, tasks.prompts(pairs.train.examples, pairs.form)))
     if not pairs.form.is_encoder_decoder and longest > config.seq_len + 1 - config.data.answer_len:
         raise UserError(
@@ -61,6 +66,9 @@ def check(config: settings_lib.Config, pairs: splits.Splits) -> None:
 
 class Rollouts:
     """Makes the batch of each step from answers of the model."""
+
+    has_labels = False  # whether what it learns has a loss on held-out examples
+    line = "compiling the program of the answers"
 
     def __init__(
         self,
@@ -166,13 +174,7 @@ class Rollouts:
         )
 
     def _learned(self, answer: drawing.DrawnAnswer) -> np.ndarray:
-        """Returns whether each token of an answer is learned, which those are not that are always the same."""
-        found = np.ones(len(answer.tokens), bool)
-        if self._special.forced_first is not None and (self._is_pair or len(answer.prompt) == 1):
-            found[0] = False
-        if self._special.forced_last is not None and len(answer.tokens) == answer.most:
-            found[-1] = False
-        return found
+        return learned(answer, self._special, is_pair=self._is_pair)
 
     def _example(self, talk: conversations.Conversation) -> tasks.Example:
         """Returns a conversation as a labeled example."""
@@ -202,6 +204,16 @@ def advantages(scores: np.ndarray, group: int, variant: str) -> np.ndarray:
     """Returns float32[answers] as a row of `ratios.VARIANTS` makes them of rewards; groups are neighbours."""
     groups = scores.reshape(-1, group).astype(np.float64)  # a square of a large reward has no float32
     return ratios.VARIANTS[variant]().advantages(groups).astype(np.float32).ravel()
+
+
+def learned(answer: drawing.DrawnAnswer, special: family_lib.SpecialTokens, *, is_pair: bool) -> np.ndarray:
+    """Returns whether each token of an answer is learned, which those are not that are always the same."""
+    found = np.ones(len(answer.tokens), bool)
+    if special.forced_first is not None and (is_pair or len(answer.prompt) == 1):
+        found[0] = False
+    if special.forced_last is not None and len(answer.tokens) == answer.most:
+        found[-1] = False
+    return found
 
 
 def _drawn(talks: Sequence[conversations.Conversation], length: int, *, begins_at_answer: bool) -> np.ndarray:
