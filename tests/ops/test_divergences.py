@@ -24,7 +24,9 @@ def given():
 
 def scored(logits, **fields):
     """Returns what scores tokens by these logits."""
-    return divergences.Scored(logits, np.eye(logits.shape[-1], dtype=np.float32), np.zeros(logits.shape[:-1], int), **fields)
+    return divergences.Scored(
+        logits, np.eye(logits.shape[-1], dtype=np.float32), np.zeros(logits.shape[:-1], int), **fields
+    )
 
 
 @pytest.mark.parametrize("kind", divergences.KINDS)

@@ -36,6 +36,16 @@ def test_grpo_learns_from_chance_to_nine_in_ten(cache_dir, tmp_path, variant):
 
 
 @runs.LONG
+def test_a_student_comes_within_a_twentieth_of_its_teachers_loss(cache_dir, tmp_path, stdlib_dir):
+    data = {"data.dir": str(stdlib_dir)}
+    of_teacher = {"distill.teacher": "", "model.num_layers": 2, **data}
+    lines = trained("distill_tiny", tmp_path / "teacher", 2, **of_teacher)
+    student = trained("distill_tiny", tmp_path / "student", 2, **{"distill.teacher": str(tmp_path / "teacher"), **data})
+    wanted, found = (one[-1]["eval_loss"] for one in (lines, student))
+    assert wanted < 2.7 and found < 1.05 * wanted
+
+
+@runs.LONG
 def test_a_calculator_is_called_from_chance_to_nearly_always(cache_dir, tmp_path):
     lines = [line for line in trained("calculator_tiny", tmp_path, 1) if "loss" in line]
     assert lines[0]["turns"] < 1.1 and lines[-1]["turns"] > 1.9

@@ -30,7 +30,7 @@ from zerojax.models import families, family
 from zerojax.optim import fused
 from zerojax.trainer import program, steps
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import conversations, drawing, rollouts
+from zerojax.trainer.tuning import conversations, drawing, lessons, rollouts
 from zerojax.zero.gradients import accumulate
 
 TABLE = (runs.ROOT / "docs" / "design.md").read_text().partition("## Random numbers\n")[2].partition("\n## ")[0]
@@ -179,6 +179,20 @@ def answered(seed, step, answer):
     return picked(settings["seed"], settings["stream"], 0, 0)
 
 
+@functools.cache
+def asked_of_student(seed, step):
+    """Returns the prompts and streams of the answers that a student gives in a step."""
+    config, found = runs.config(seed=seed, data__answer_len=4), []
+    program = types.SimpleNamespace(config=config, sizes=types.SimpleNamespace(global_batch_size=2))
+    drawer = types.SimpleNamespace(renew=lambda params: None, submit=found.append, step=lambda: next(iter(())))
+    own = types.SimpleNamespace(
+        _prompts=[np.array([n]) for n in range(300)], _drawer=drawer, _program=program, _pairs=0
+    )
+    with pytest.raises(StopIteration):
+        lessons.Lessons._answers(own, step + 1, None)
+    return found
+
+
 def drawn_tokens(seed, row, window):
     made = batches.random_batches(300, rows=[row], num_rows=2, seq_len=8, seed=seed)
     try:
@@ -210,6 +224,11 @@ DRAWS = {
     "a token of a request": Draw(picked, ("slot",)),
     "prompts of `grpo`": Draw(lambda seed, step: [prompt for prompt, _ in asked(seed, step)]),
     "an answer of `grpo`": Draw(answered),
+    "whether a student's step learns from its own answers": Draw(lessons.drawn),
+    "prompts of a student": Draw(lambda seed, step: [answer.prompt for answer in asked_of_student(seed, step)]),
+    "an answer of a student": Draw(
+        lambda seed, step, answer: picked(seed, asked_of_student(seed, step)[answer].stream, 0, 0)
+    ),
     "a token of `generate`": Draw(lambda seed, token, row: chosen_tokens(seed, token)[row]),
 }
 

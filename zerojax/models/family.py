@@ -135,8 +135,8 @@ class Family:
       objective: a name in `data.objectives`. It defines the arrays of a batch.
       loss: (config, params, batch, key=None) -> float32[], the mean over the batch, with dropout by a random key. With `by_token=True` the
         loss of each token, float32[batch, length], 0 where none is learned; a classifier has no such. With `layers.BESIDE` both, in this
-        order. With `layers.DRAWS` a token that is drawn after each, and its loss, by "labels" that seed the draws. With `layers.SCORED` what
-        scores the tokens. The arrays of a batch
+        order. With `layers.DRAWS` a token that is drawn after each, and its loss, by "labels" that seed the draws. With `layers.SCORED`
+        what scores the tokens. The arrays of a batch
         are those of the objective. A task's batch
         (`data.pairs`) has more: "labeled", 0 for tokens that are no labels; in a decoder "segments", the number of the text that a token
         belongs to; in an encoder-decoder "mask", 0 for padding of "inputs". All are int32 and of the shape of what they describe.

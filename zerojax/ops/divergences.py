@@ -49,7 +49,7 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-class Terms(NamedTuple):
+class TokenTerms(NamedTuple):
     """Of each token: the divergence, and the cross-entropies of its label, through which no gradient flows. All float32[batch, length]."""
 
     divergence: jax.Array
@@ -59,7 +59,7 @@ class Terms(NamedTuple):
 
 def by_token(
     student: Scored, teacher: Scored, kind: str, *, share: float, temperature: float, chunk_tokens: int = 1024
-) -> Terms:
+) -> TokenTerms:
     """Returns the terms of each token. Both models' logits are divided by the temperature for the divergence.
 
     The logits of one chunk exist at a time, and are computed again in the backward pass. The kernel's gradient adds up in float32.
@@ -73,7 +73,9 @@ def by_token(
       chunk_tokens: tokens in a chunk.
     """
     if columns.take(student.kernel) is not None:
-        raise UserError("by_columns: a divergence reads all logits of a token, and needs the gathered kernel; omit by_columns")
+        raise UserError(
+            "by_columns: a divergence reads all logits of a token, and needs the gathered kernel; omit by_columns"
+        )
     kernel, diverge = student.kernel.astype(jnp.float32), KINDS[kind]
     fixed, shape = jax.tree.map(jax.lax.stop_gradient, (teacher.kernel, teacher.bias)), student.labels.shape
 
@@ -89,4 +91,4 @@ def by_token(
     h, y = chunks.cut(student.hidden, student.labels, count)
     other, _ = chunks.cut(jax.lax.stop_gradient(teacher.hidden), student.labels, count)
     found = jax.lax.map(lambda part: one_chunk(kernel, *part), (h, y, other))
-    return Terms(*(terms.reshape(-1)[: student.labels.size].reshape(shape) for terms in found))
+    return TokenTerms(*(terms.reshape(-1)[: student.labels.size].reshape(shape) for terms in found))

@@ -1,7 +1,7 @@
 """The loss of a student that learns a teacher's probabilities. This module holds what `config.distill` adds to a step.
 
 A batch has the teacher's last states beside its tokens (`tuning/lessons.py`), and the frozen weights of its head are among the params. So
-the logits of both models exist for a few tokens at a time (`ops.divergences`), and no step runs the teacher's layers or differentiates them.
+the logits of both models exist for a few tokens at a time (`ops.divergences`), and no step runs or differentiates the teacher's layers.
 """
 
 from collections.abc import Callable, Mapping

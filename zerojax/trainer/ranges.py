@@ -124,7 +124,9 @@ def _check_distilled(config: settings.Config) -> None:
         return
     task, place = config.data.task, "config.distill.teacher"
     if task in tasks.ANSWERS:
-        raise UserError(f"{place}: is set, and the task {task} compares answers, where a teacher's probabilities are learned; omit it")
+        raise UserError(
+            f"{place}: is set, and the task {task} compares answers, where a teacher's probabilities are learned; omit it"
+        )
     wrong = {
         "mesh.pipe": "the teacher's layers run on every device",
         "mesh.context": "the teacher reads all tokens of a row on one device",

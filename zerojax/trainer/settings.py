@@ -493,12 +493,12 @@ class DistillSettings:
     """What is learned of a teacher's probabilities in place of labels (docs/fine_tuning.md)."""
 
     teacher: str = setting("", ANY,
-        "a folder of transformers, a name on the Hugging Face hub, or the WORKDIR of a run: a decoder with the same vocabulary, which stays "
+        "a folder of transformers, a name on the Hugging Face hub, or the WORKDIR of a run: a decoder of the same vocabulary, which stays "
         'as it is; "": labels are learned')
     loss: str = setting("forward_kl", tuple(divergences.KINDS),
         'of a token\'s probabilities: "forward_kl" KL(teacher | student), "reverse_kl", "jsd" to a mixture of both', DISTILLED)
-    share: float = setting(0.5, POSITIVE.up_to(1 - 1e-6, "at 1 it would be 0"), 'of "jsd": the share of the teacher in the mixture', DISTILLED,
-        if_on(lambda c: c.distill.loss == divergences.JSD, "the loss {c.distill.loss} mixes nothing"))
+    share: float = setting(0.5, POSITIVE.up_to(1 - 1e-6, "at 1 it would be 0"), 'of "jsd": the share of the teacher in the mixture',
+        DISTILLED, if_on(lambda c: c.distill.loss == divergences.JSD, "the loss {c.distill.loss} mixes nothing"))
     temperature: float = setting(1.0, POSITIVE.up_to(1e3, "all tokens would be as likely"), "divides the logits of both", DISTILLED)
     own: float = setting(0.0, NOT_NEGATIVE.up_to(1, "it is a share of the steps"),
         "the share of the steps that learn from the student's own answers to the prompts of a task, not from given ones", DISTILLED)

@@ -22,8 +22,8 @@ from zerojax.optim import schedules
 from zerojax.plan import targets, traced
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import metrics as metrics_lib
 from zerojax.trainer import distilled, preferences, rewarded, settings
+from zerojax.trainer import metrics as metrics_lib
 from zerojax.trainer import teacher as teacher_lib
 from zerojax.tree import PyTree
 from zerojax.zero import step, step_values

@@ -1,15 +1,14 @@
 """The teacher of a run that learns its probabilities (`config.distill`). This module opens it, checks it, and reads its weights.
 
-Only what makes logits of the teacher's last states, its head, is in the train state, as frozen weights below `params/teacher`: the student's
-loss reads it. The rest is held beside the state (`tuning/lessons.py`). Both are sharded as the stage says.
+Only what makes logits of the teacher's last states, its head, is in the train state, as frozen weights below `params/teacher`: the loss
+reads it. The rest is held beside the state (`tuning/lessons.py`). Both are sharded as the stage says.
 """
 
 import dataclasses
-import functools
 import hashlib
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -44,15 +43,13 @@ class Teacher:
     Attributes:
       config: the settings with which its model is chosen.
       family, model: the model.
-      source: the folder of transformers with its weights; None: they are those of a run.
-      run: the run's folder; None for `source`.
+      source: the folder of transformers with its weights, or the newest checkpoint of a run.
     """
 
     config: settings_lib.Config
     family: family_lib.Family
     model: Any
-    source: folder_lib.Folder | None
-    run: pathlib.Path | None
+    source: "folder_lib.Folder | RunStep"
 
     def abstract(self, dtype: DTypeLike) -> dict[str, Any]:
         """Returns its weights as ShapeDtypeStructs of this dtype."""
@@ -72,7 +69,9 @@ class Teacher:
         own = head[self._projection]
         kernel = own["embedding"].T if self.model.tie_embeddings else own["kernel"]
         bias = head["logits_bias"]["bias"] if "logits_bias" in head else None
-        return divergences.Scored(hidden, kernel, bias=bias, cap=getattr(getattr(self.model, "scales", None), "logits_cap", 0.0))
+        return divergences.Scored(
+            hidden, kernel, bias=bias, cap=getattr(getattr(self.model, "scales", None), "logits_cap", 0.0)
+        )
 
     def states(self, row: objectives.Row, dtype: DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
         """Declares its last states for a row of a batch."""
@@ -92,33 +91,31 @@ class Teacher:
         Raises:
           UserError: they cannot be read.
         """
-        if self.source is not None:
+        if isinstance(self.source, folder_lib.Folder):
             return folder_lib.read_params(self.source, abstract)
-        assert self.run is not None
-        with checkpointer.Checkpointer(self.run / workdir.CHECKPOINTS) as saver:
-            found, _ = saver.restore(self._step, {"params": abstract}, optional=_OTHERS)
+        run, step = self.source
+        with checkpointer.Checkpointer(run / workdir.CHECKPOINTS) as saver:
+            found, _ = saver.restore(step, {"params": abstract}, optional=_OTHERS)
         lacking = [path for path, leaf in tree.flatten(found["params"]) if isinstance(leaf, jax.ShapeDtypeStruct)]
         if lacking:
             raise UserError(
-                f"{PLACE}: the checkpoint of {self.run} lacks {lacking[0]}, or holds it in another shape; name an export of that run"
+                f"{PLACE}: the checkpoint of {run} lacks {lacking[0]}, or holds it in another shape; name an export of that run"
             )
         return found["params"]
-
-    @functools.cached_property
-    def _step(self) -> int:
-        assert self.run is not None
-        with checkpointer.Checkpointer(self.run / workdir.CHECKPOINTS) as saver:
-            found = saver.latest_step()
-        if found is None:
-            raise UserError(f"{PLACE}: {self.run} holds no checkpoint; name another run, or a folder of transformers")
-        return found
 
     @property
     def fingerprint(self) -> str:
         """Returns what tells it apart from another."""
-        if self.source is not None:
+        if isinstance(self.source, folder_lib.Folder):
             return folder_lib.fingerprint(self.source)
-        return hashlib.sha256(f"{self.model} {self._step}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self.model} {self.source.step}".encode()).hexdigest()[:16]
+
+
+class RunStep(NamedTuple):
+    """A checkpoint of a run's folder."""
+
+    folder: pathlib.Path
+    step: int
 
 
 def open_teacher(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Teacher | None:
@@ -135,7 +132,9 @@ def open_teacher(config: settings_lib.Config, family: family_lib.Family, model: 
         found = found or _of_folder(config, path)
     for whose, one in ((str(path), found.family), ("the student", family)):
         if one.is_encoder_decoder or one.is_classifier:
-            raise UserError(f"{PLACE}: {whose} is no decoder, and both models must score the same next tokens; name decoders")
+            raise UserError(
+                f"{PLACE}: {whose} is no decoder, and both models must score the same next tokens; name decoders"
+            )
     if found.model.vocab_size != model.vocab_size:
         raise UserError(
             f"{PLACE}: {path} has a vocabulary of {found.model.vocab_size} ids, and the student one of {model.vocab_size}, so their "
@@ -146,9 +145,8 @@ def open_teacher(config: settings_lib.Config, family: family_lib.Family, model: 
 
 def check_tokenizer(found: Teacher, tokenizer: tokenizer_lib.Tokenizer) -> None:
     """Raises a UserError if the teacher's folder has a tokenizer with other ids than the run's."""
-    if found.source is None:
-        other = found.config.data.tokenizer
-    else:
+    other = found.config.data.tokenizer
+    if isinstance(found.source, folder_lib.Folder):
         own = pathlib.Path(found.source.path) / huggingface.TOKENIZER
         other = str(own) if own.is_file() else ""
     if other and tokenizer_lib.load_tokenizer(other).file(begins=True) != tokenizer.file(begins=True):
@@ -161,7 +159,7 @@ def check_tokenizer(found: Teacher, tokenizer: tokenizer_lib.Tokenizer) -> None:
 def _of_folder(config: settings_lib.Config, path: str) -> Teacher:
     opened = folder_lib.open_folder(path)
     own = settings_lib.ModelSettings(attention=config.model.attention)
-    return Teacher(settings_lib.changed(config, {"init_from": path, "model": own}), opened.family, opened.model, opened, None)
+    return Teacher(settings_lib.changed(config, {"init_from": path, "model": own}), opened.family, opened.model, opened)
 
 
 def _of_run(config: settings_lib.Config, path: pathlib.Path) -> Teacher:
@@ -171,7 +169,13 @@ def _of_run(config: settings_lib.Config, path: pathlib.Path) -> Teacher:
     with errors.below(f"{path / workdir.CONFIG_FILE}: "):
         own = config_lib.from_dict(_merged(settings_lib.defaults(), saved))
     if own.lora.is_on:
-        raise UserError(f"the checkpoints of {path} hold adapters alone; export the run (export.format=huggingface), and name that")
+        raise UserError(
+            f"the checkpoints of {path} hold adapters alone; export the run (export.format=huggingface), and name that"
+        )
+    with checkpointer.Checkpointer(path / workdir.CHECKPOINTS) as saver:
+        step = saver.latest_step()
+    if step is None:
+        raise UserError(f"{path} holds no checkpoint; name another run, or a folder of transformers")
     opened = model_lib.source(own)
     family, model = model_lib.shape(own, opened)
     chosen = settings_lib.changed(
@@ -185,7 +189,7 @@ def _of_run(config: settings_lib.Config, path: pathlib.Path) -> Teacher:
             "data.tokenizer": own.data.tokenizer,
         },
     )  # fmt: skip
-    return Teacher(chosen, family, model, None, path)
+    return Teacher(chosen, family, model, RunStep(path, step))
 
 
 def _merged(defaults: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Lessons:
     def is_own(self, step: int) -> bool:
         """Returns whether a step learns from answers of the student."""
         config = self._program.config
-        return bool(np.random.RandomState(np.random.PCG64([config.seed, step, _OWN])).random() < config.distill.own)
+        return drawn(config.seed, step) < config.distill.own
 
     def _answers(self, step: int, params: PyTree) -> feed.Batch:
         config, count, pairs = self._program.config, self._program.sizes.global_batch_size, self._pairs
@@ -96,6 +96,11 @@ class Lessons:
         learned = rollouts.learned(answer, self._special, is_pair=False)
         labeled = np.concatenate([np.zeros(len(answer.prompt), bool), learned])
         return tasks.Example(tokens, tokens[:0], labeled, len(answer.prompt), "")
+
+
+def drawn(seed: int, step: int) -> float:
+    """Returns the number from 0 to 1 below `distill.own` of which a step learns from own answers."""
+    return float(np.random.RandomState(np.random.PCG64([seed, step, _OWN])).random())
 
 
 def _states(program: program_lib.Program, tell: Callable[[str], object]) -> Callable[[feed.Batch], jax.Array]:

@@ -1,0 +1,68 @@
+"""Checks which teachers are refused. This module tests zerojax.trainer.teacher."""
+
+import pytest
+import runs
+import students
+
+from zerojax import configs
+from zerojax.errors import UserError
+from zerojax.trainer import program
+
+
+@pytest.fixture(scope="module")
+def texts_file(tmp_path_factory):
+    return students.texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory):
+    return students.teachers(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"mesh__pipe": 2, "model__num_layers": 2, "grad_accum": 2},
+            "config.mesh.pipe: is 2, and with config.distill.teacher",
+        ),
+        ({"mesh__context": 2}, "config.mesh.context: is 2"),
+        ({"model__by_columns": "head"}, "config.model.by_columns: is 'head'"),
+        ({"distill__own": 0.5, "epochs": 1.0}, "config.epochs: is 1.0, and with config.distill.own=0.5"),
+        ({"distill__own": 0.5, "mesh__expert": 2}, "config.mesh.expert: is 2"),
+        (
+            {"distill__own": 0.5, "data__task": "text", "data__train_file": ""},
+            "config.distill.own: is 0.5, and windows",
+        ),
+        ({"distill__own": 0.5, "seq_len": 4}, "config.seq_len: is 4, and the longest prompt"),
+        ({"data__task": "dpo"}, "config.distill.teacher: is set, and the task dpo"),
+        ({"data__task": "grpo"}, "config.distill.teacher: is set, and the task grpo"),
+        ({"model__preset": "t5_test"}, "config.distill.teacher: the student is no decoder"),
+        ({"model__vocab_size": 400}, "config.distill.teacher: .* vocabulary of 320 ids, and the student one of 400"),
+        ({"distill__teacher": "/none"}, "config.distill.teacher: /none"),
+        ({"distill__loss": "kl"}, "config.distill.loss: must be one of"),
+    ],
+)
+def test_what_does_not_go_with_a_teacher_is_refused_in_one_line(texts_file, teacher_folder, changes, words):
+    with pytest.raises(UserError, match=words) as caught, program.setting_names.of_config():
+        students.opened(texts_file, teacher_folder, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_teacher_with_another_tokenizer_or_with_adapters_alone_is_refused(
+    texts_file, teacher_folder, cache_dir, tmp_path
+):
+    (tmp_path / "one").mkdir()
+    for file in teacher_folder.iterdir():
+        (tmp_path / "one" / file.name).write_bytes(file.read_bytes())
+    own = configs.FOLDER / "short_reviews" / "tokenizer.json"
+    (tmp_path / "one" / "tokenizer.json").write_bytes(own.read_bytes())
+    with pytest.raises(UserError, match=r"another tokenizer than this run.*--config.data.tokenizer=.*tokenizer.json"):
+        students.opened(texts_file, tmp_path / "one")
+    run = runs.run(tmp_path / "run", devices=1, steps=1, lora__r=2)
+    with pytest.raises(UserError, match=r"config.distill.teacher: the checkpoints of .* hold adapters alone"):
+        students.opened(texts_file, run)
+    run = runs.run(tmp_path / "unsaved", devices=1, steps=1, checkpoint__at_end=False)
+    (run / "checkpoints").mkdir(exist_ok=True)
+    with pytest.raises(UserError, match=r"config.distill.teacher: .*unsaved holds no checkpoint"):
+        students.opened(texts_file, run)
