@@ -7,6 +7,7 @@ import pytest
 
 from zerojax.data import tokenizer
 from zerojax.data.pairs import rows, tasks
+from zerojax.errors import UserError
 
 BYTES = tokenizer.load_tokenizer("bytes")
 ONE = tasks.RowForm(False, 16, 4, 0, 256, 256, (256,))
@@ -79,6 +80,17 @@ def test_a_third_answer_is_that_of_the_next_example_to_this_ones_prompt(form):
         assert third.labeled[: own.prompt].sum() == 0 and third.labeled[own.prompt :].all()
     found = made.arrays(3)
     assert {name: len(array) for name, array in found.items()} == rows.of_pair(rows.lengths(form, packs=False), 3)
+
+
+def test_a_third_answer_is_never_one_to_the_same_prompt():
+    first, *_, last = examples(PAIR)
+    given = [first, first, last, first]
+    made = rows.Pairs(given, given, PAIR, 3)
+    others = [example.targets.tolist() for example in made.answers[2].examples]
+    assert others == [one.targets.tolist() for one in (last, last, first, last)]
+    for few in ([first], [first, first]):
+        with pytest.raises(UserError, match=f"the {len(few)} pairs have one prompt"):
+            rows.Pairs(few, few, PAIR, 3)
 
 
 def test_an_encoder_decoders_row_is_padded_with_a_mask():

@@ -20,6 +20,7 @@ import numpy as np
 
 from zerojax.data import batches
 from zerojax.data.pairs import tasks
+from zerojax.errors import UserError
 
 PROMPT = ("inputs", "mask")  # the arrays of what an encoder reads
 REFERENCE = "reference"
@@ -78,7 +79,8 @@ def filled(examples: Sequence[tasks.Example], form: tasks.RowForm, lengths: Mapp
 
 
 class Pairs(Rows):
-    """The rows of a split whose prompts have two answers each, or three, of which the last is the chosen one of the next example.
+    """The rows of a split whose prompts have two answers each, or three, of which the last is the chosen one of the next example with
+    another prompt.
 
     Args:
       chosen, rejected: the same examples with either answer.
@@ -87,6 +89,9 @@ class Pairs(Rows):
 
     Attributes:
       reference: float32[rows, answers], the log-probabilities of the answers under the run's first weights. Rows hold their bits.
+
+    Raises:
+      UserError: a third answer is asked for, and there is one prompt.
     """
 
     def __init__(
@@ -99,8 +104,7 @@ class Pairs(Rows):
         super().__init__(chosen, form, packs=False)
         several = [chosen, rejected]
         if answers > len(several):
-            following = [*chosen[1:], *chosen[:1]]
-            several.append([_answered(other, example, form) for other, example in zip(following, chosen)])
+            several.append([_answered(other, example, form) for other, example in zip(_others(chosen, form), chosen)])
         self.answers = [Rows(examples, form, packs=False) for examples in several]
         self.reference = np.zeros((len(chosen), answers), np.float32)
 
@@ -112,6 +116,22 @@ class Pairs(Rows):
             for name, array in several[0].items()
         }
         return {**found, REFERENCE: self.reference[number if number < len(self) else 0].view(np.int32)}
+
+
+def _others(examples: Sequence[tasks.Example], form: tasks.RowForm) -> list[tasks.Example]:
+    """Returns for each example the next one with another prompt; the first ones follow the last."""
+    prompts = [prompt.tobytes() for prompt in tasks.prompts(examples, form)]
+    if len(set(prompts)) < 2:
+        raise UserError(
+            f"an answer is compared with one to another prompt, and the {len(prompts)} pairs have one prompt; add pairs with another, or "
+            "choose a loss of pairs that compares no others (sigmoid)"
+        )
+    found, after = list(examples), 0
+    for number in reversed(range(2 * len(prompts))):
+        at, following = number % len(prompts), (number + 1) % len(prompts)
+        after = after if prompts[following] == prompts[at] else following
+        found[at] = examples[after]
+    return found
 
 
 def _answered(other: tasks.Example, example: tasks.Example, form: tasks.RowForm) -> tasks.Example:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from zerojax import errors
 from zerojax.data import batches, parts
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
@@ -126,7 +127,8 @@ def load(
             notes.append(
                 f"{name}: {alike} of {len(others.examples)} pairs have two equal answers, of which nothing is learned"
             )
-        return rows.Pairs(encoded.examples, others.examples, form, compared), own + others.fingerprint()
+        with errors.below(f"{name}: "):
+            return rows.Pairs(encoded.examples, others.examples, form, compared), own + others.fingerprint()
 
     source, name = places.open(True), _named(places, True)
     held_source = places.open(False) if places.has_held_out else None
