@@ -1,5 +1,6 @@
 """Checks DPO against its equation on one device. This module tests zerojax.trainer.preferences."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,12 +10,18 @@ import preferences_by_numpy
 import pytest
 import runs
 
+from zerojax import tree
 from zerojax.data import tokenizer
 from zerojax.errors import UserError
+from zerojax.inference.engine import engine
+from zerojax.interop import folder as folder_lib
+from zerojax.interop import pretrained
+from zerojax.models.llama import model as llama_model
 from zerojax.ops import preferences
-from zerojax.trainer import examples, program
+from zerojax.trainer import examples, program, results
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import state as state_lib
+from zerojax.trainer.tuning import answers as answers_lib
 from zerojax.trainer.tuning import reference
 from zerojax.zero import state_bytes
 from zerojax.zero.update import padding
@@ -138,6 +145,104 @@ def test_the_loss_is_the_equations_mean_over_all_pairs(pairs_file, cache_dir, tm
     streams.close()
 
 
+VALUES = {"data__task": "reward", "model__num_layers": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "zero__stage": 3,
+            "zero__min_size": 0,
+            "grad_accum": 2,
+            "mesh__replica": 2,
+            "global_batch_size": 16,
+            "lora__r": 4,
+        },
+        {"zero__stage": 0},
+        pytest.param({"zero__stage": 3, "offload__optimizer": "host", "offload__params": "host"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 2, "mesh__model": 2}, marks=runs.LONG),
+        pytest.param({"mesh__pipe": 2, "grad_accum": 2}, marks=runs.LONG),
+        pytest.param({"zero__stage": 3, "model__programs": "kinds"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 3, "model__preset": "moe_test", "mesh__expert": 2}, marks=runs.LONG),
+    ],
+    ids=lambda changes: ", ".join(f"{name}={value}" for name, value in changes.items()),
+)
+def test_a_reward_is_the_head_of_the_last_tokens_state_and_the_loss_that_of_pairs(pairs_file, cache_dir, changes):
+    """The value is the state before the head, of each text alone, times the head; in it no padding is."""
+    built, streams, found = opened(pairs_file, **{**VALUES, **changes})
+    state = state_lib.first(built)
+    held = built.forward.params(state.params)
+    one = jax.tree.map(jnp.asarray, jax.device_get(padding.unpad({"params": held}, built.forward.partition)["params"]))
+    assert one["score"]["kernel"].shape == (built.model.embed_dim, 1) and "head" not in one
+    plain = dataclasses.replace(built.model, has_score=False, tie_embeddings=True)
+
+    @jax.jit
+    def state_at(params, tokens, length):
+        own = lambda net, tokens: net.hidden(tokens)  # noqa: E731
+        return llama_model.Llama(plain).apply({"params": params}, tokens, method=own)[0, length - 1]
+
+    def value(example):
+        tokens = np.pad(example.inputs, (0, TASK["seq_len"] + 1 - len(example.inputs)))[None]
+        return float(state_at(one, tokens, len(example.inputs)) @ one["score"]["kernel"][:, 0])
+
+    values = np.array([[value(one) for one in answers.examples] for answers in found.train.answers]).T
+    wanted = np.log1p(np.exp(values[:, 1] - values[:, 0]))
+    np.testing.assert_allclose(program.held_out_loss(built, streams, state.params), wanted.mean(), rtol=ROUNDING)
+    batch = streams.next()
+    size = built.sizes.global_batch_size
+    texts = np.asarray(batch["tokens"]).reshape(size, 2, -1)[:, 0]
+    known = [
+        np.pad(one.inputs, (0, texts.shape[1] - len(one.inputs))).tolist() for one in found.train.answers[0].examples
+    ]
+    read = [known.index(text) for text in texts.tolist()]
+    state, metrics = built.train_step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], wanted[read].mean(), rtol=ROUNDING)
+    margins = values[:, 0] - values[:, 1]
+    np.testing.assert_allclose(metrics["reward_margin"], margins[read].mean(), rtol=1e-3, atol=1e-5)
+    losses = [float(metrics["loss"])]
+    for _ in range(3):
+        state, metrics = built.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses == sorted(losses, reverse=True)
+    streams.close()
+
+
+def test_a_reward_model_is_written_and_read_as_a_class_of_transformers(pairs_file, cache_dir, tmp_path):
+    built, streams, _ = opened(pairs_file, **VALUES, model__preset="test")
+    streams.close()
+    state = state_lib.first(built)
+    results.export(built, state, tmp_path / "export", BYTES)
+    raw = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert raw["architectures"] == ["LlamaForSequenceClassification"] and raw["id2label"] == {"0": "LABEL_0"}
+    imported = {"init_from": str(tmp_path / "export"), "model__num_layers": 0}
+    folder = folder_lib.open_folder(tmp_path / "export")
+    assert folder.model.has_score and {"score.weight"} == {name for name in folder.entries if "model." not in name}
+    again, streams, found = opened(pairs_file, **imported, data__task="reward")
+    streams.close()
+    first = dict(tree.flatten(state_lib.first(again).params))
+    for path, leaf in tree.flatten(state.params):
+        np.testing.assert_array_equal(first[path], np.asarray(leaf).astype(jnp.bfloat16), path)
+    loaded = pretrained.load_huggingface(tmp_path / "export", dtype=jnp.float32)
+    texts = [one.inputs for one in found.train.answers[0].examples[:3]]
+    ids, mask = answers_lib.padded(texts, 3, max(map(len, texts)))
+    scores = loaded.classifier()(loaded.params, ids, mask)
+    assert scores.shape == (3, 1)
+    for text, score in zip(texts, scores):  # alone, and with padding before it
+        np.testing.assert_allclose(loaded.apply(loaded.params, {"input_ids": text[None]}), score[None], rtol=1e-4)
+        left = np.pad(text, (3, 0))[None], np.pad(np.ones(len(text), int), (3, 0))[None]
+        own = loaded.apply(loaded.params, dict(zip(("input_ids", "attention_mask"), left)))
+        np.testing.assert_allclose(own, score[None], rtol=1e-4)
+    for what in (lambda: loaded.generator(max_new_tokens=2), lambda: engine.Engine(loaded, loaded.params)):
+        with pytest.raises(UserError, match="is a classifier"):
+            what()
+    with pytest.raises(UserError, match=r"config.data.task: is dpo, and .* gives texts values"):
+        opened(pairs_file, **imported)
+    (tmp_path / "export" / "config.json").write_text(json.dumps(raw | {"id2label": {"0": "a", "1": "b"}}))
+    with pytest.raises(UserError, match="id2label: must be one label"):
+        folder_lib.open_folder(tmp_path / "export")
+
+
 @pytest.mark.parametrize("changes", [{"lora__r": 4}, {}], ids=["LoRA", "all weights"])
 def test_the_reference_costs_no_copy_of_the_weights(pairs_file, changes):
     built = [opened(pairs_file, data__task=task, **changes)[0] for task in ("dpo", "seq2seq")]
@@ -154,6 +259,11 @@ def test_the_reference_costs_no_copy_of_the_weights(pairs_file, changes):
         ({"data__rejected": "{chosen}"}, "config.data.rejected: is '{chosen}', as config.data.answer"),
         ({"data__rejected": "none"}, "config.data.rejected: 'none' names no field"),
         ({"data__rejected": "{other}"}, "config.data.rejected|has no field 'other'"),
+        (
+            {**{"data__task": "reward"}, "model__preset": "t5_test"},
+            "config.data.task: is reward, and .*t5_test is no decoder",
+        ),
+        ({**{"data__task": "reward"}, "mesh__context": 2}, "config.mesh.context: is 2"),
         ({"model__preset": "bert_test"}, "config.data.task: is dpo, and config.model.preset=bert_test is a classifier"),
     ],
 )

@@ -28,6 +28,7 @@ from zerojax.inference.engine import weights
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, pretrained
 from zerojax.launch import devices, early, ending, processes, program_cache, schedulers
+from zerojax.models import family as family_lib
 from zerojax.serve import followers
 from zerojax.serve import tokenizer as words_lib
 from zerojax.zero.host import settings
@@ -201,7 +202,7 @@ def _model(
       kept: the line on compiled programs, which the first step follows.
     """
     folder = folder_lib.open_folder(given.folder)
-    if folder.family.is_classifier:
+    if not family_lib.writes_text(folder.family, folder.model):
         raise UserError(
             f"{folder.path}: is a classifier, which writes no text; zerojax generate prints the classes of texts"
         )

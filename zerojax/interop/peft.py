@@ -80,7 +80,8 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: ModelConfig) -
     """
     if lora.target_modules is None:
         lora = dataclasses.replace(lora, target_modules=family.huggingface.adapted(model))
-    saved = dict.fromkeys((*lora.modules_to_save, *family.huggingface.saved))
+    heads = () if family_lib.writes_text(family, model) else family.huggingface.saved
+    saved = dict.fromkeys((*lora.modules_to_save, *heads))
     lora = dataclasses.replace(lora, modules_to_save=tuple(saved))
     own = (tensor for tensor in layout.tensors(family, model) if family_lib.EXPERT not in tensor.name)
     names = {tensor.path: tensor.name.rpartition(".")[0] for tensor in own}
@@ -511,7 +512,7 @@ def config_of(
     parameters = [chosen.linear[path].name for path in chosen.adapted if path not in modules]
     return {
         "peft_type": "LORA",
-        "task_type": task_type(family),
+        "task_type": task_type(family, model),
         "base_model_name_or_path": base,
         "r": lora.r,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -539,9 +540,9 @@ def _without_rslora(lora: settings.Lora) -> settings.Lora:
     return dataclasses.replace(lora, rslora=False, alpha=lora.alpha * math.sqrt(lora.r), alpha_pattern=alphas)
 
 
-def task_type(family: family_lib.Family) -> str:
-    """Returns PEFT's name of what a family's models do."""
-    if family.is_classifier:
+def task_type(family: family_lib.Family, model: ModelConfig) -> str:
+    """Returns PEFT's name of what a model does."""
+    if not family_lib.writes_text(family, model):
         return "SEQ_CLS"
     return "SEQ_2_SEQ_LM" if family.is_encoder_decoder else "CAUSAL_LM"
 

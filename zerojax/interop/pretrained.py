@@ -102,8 +102,8 @@ class Pretrained:
 
     @signatures.checked
     def apply(self, params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
-        """Returns the model's logits float32[batch, length, vocab], or of a classifier float32[batch, classes]. The function is written for
-        unsharded weights.
+        """Returns the model's logits float32[batch, length, vocab], or of a classifier float32[batch, classes], of a model that gives
+        texts values float32[batch, 1]. The function is written for unsharded weights.
 
         Args:
           params: the weights.
@@ -163,7 +163,7 @@ class Pretrained:
           compute_dtype: the dtype of floating weights in the model; None keeps the stored one.
           partition: that of the state whose params these are, where it is sharded or offloaded otherwise; None: as loaded.
         """
-        if self.family.is_classifier:
+        if not family_lib.writes_text(self.family, self.config):
             raise UserError("generator: the model is a classifier, which writes no text; use `classifier`")
         return generate.make_generator(
             self.family,
@@ -177,13 +177,13 @@ class Pretrained:
 
     @signatures.checked
     def classifier(self, *, compute_dtype: DTypeLike | None = None) -> Callable[..., np.ndarray]:
-        """Returns `classify(params, input_ids, attention_mask=None, token_type_ids=None)`, the scores of `config.classes`; see
-        `inference.classify.make_classifier`.
+        """Returns `classify(params, input_ids, attention_mask=None, token_type_ids=None)`, the scores of `config.classes`, or of a
+        model that gives texts values these, float32[rows, 1]; see `inference.classify.make_classifier`.
 
         Raises:
           UserError: the model is no classifier.
         """
-        if not self.family.is_classifier:
+        if family_lib.writes_text(self.family, self.config):
             raise UserError(f"classifier: the model of {self.folder.path} has no classes; use `generator`")
         return classify.make_classifier(self.family, self.config, self.partition, compute_dtype=compute_dtype)
 

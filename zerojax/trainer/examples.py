@@ -112,7 +112,8 @@ def row(config: settings_lib.Config, family: family_lib.Family, model: ModelConf
 
 def compared(config: settings_lib.Config) -> int:
     """Returns the answers that a run's row has beside each other."""
-    return preferences.LOSSES[config.dpo.loss].compares if config.data.task == tasks.DPO else 1
+    pairs = {tasks.DPO: preferences.LOSSES[config.dpo.loss].compares, tasks.REWARD: 2}
+    return pairs.get(config.data.task, 1)
 
 
 def has_reference(config: settings_lib.Config) -> bool:
@@ -165,7 +166,7 @@ def task_settings(
     """Returns what a run's task reads of an example."""
     data, usual = config.data, settings_lib.DataSettings
     is_usual = (data.prompt, data.answer, data.rejected) == (usual.prompt, usual.answer, usual.rejected)
-    has_known_form = data.task == tasks.DPO and is_usual
+    has_known_form = data.task in tasks.PAIRED and is_usual
     answer, labels = "" if has_known_form else data.answer, classes(config, family, source) or data.labels
     read = {
         field.name: getattr(data, field.name) for field in dataclasses.fields(tasks.TaskSettings) if field.name != "now"

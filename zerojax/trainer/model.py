@@ -83,15 +83,26 @@ def shape(
 def _with_classes(
     config: settings_lib.Config, family: family_lib.Family, model: ModelConfig, opened: folder_lib.Folder | None
 ) -> ModelConfig:
-    """Returns the model with the classes of the run, if it is a classifier.
+    """Returns the model with the classes of the run, if it is a classifier, or with a head of one value, if values are learned.
 
     Raises:
-      UserError: the run learns no classes, does not name them, or has not as many as the folder's head.
+      UserError: the run learns values, and the model has no such head, or the other way round; it learns no classes, does not name them,
+        or has not as many as the folder's head.
     """
+    name = config.init_from or f"config.model.preset={config.model.preset}"
+    if config.data.task == tasks.REWARD and "score/kernel" in family.huggingface.tensors(model):
+        return dataclasses.replace(model, has_score=True)
+    if config.data.task == tasks.REWARD:
+        raise UserError(
+            f"config.data.task: is reward, and {name} is no decoder with a head of one value; choose Llama or a relative"
+        )
+    if family_lib.has_score(model):
+        raise UserError(
+            f"config.data.task: is {config.data.task}, and {name} gives texts values; set --config.data.task=reward"
+        )
     if not family.is_classifier:
         return model
     labels = tuple(config.data.labels)
-    name = config.init_from or f"config.model.preset={config.model.preset}"
     if config.data.task != tasks.CLASSIFICATION:
         raise UserError(
             f"config.data.task: is {config.data.task}, and {name} is a classifier, which answers with one of its classes; set "

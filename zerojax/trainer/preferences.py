@@ -1,4 +1,5 @@
-"""The loss of pairs of answers, and the log-probabilities that it compares with. This module holds what the task `dpo` adds to a step.
+"""The losses of pairs of answers, and the log-probabilities that one compares with. This module holds what
+`dpo` and `reward` add to a step.
 
 The reference is the model that the run starts from; under fresh adapters, the model without them. Its log-probabilities of the answers do
 not change, so they are computed once, before the first step, and are part of the data: no second copy of the weights exists, in a step or
@@ -27,13 +28,18 @@ def log_probs(
     family: family_lib.Family, model: ModelConfig, params: PyTree, batch: Batch, *keys: jax.Array
 ) -> jax.Array:
     """Returns the log-probabilities of the answers of pairs: float32[pairs, answers], the chosen one first."""
+    terms = family.loss(model, params, _answers(batch), *keys, by_token=True)
+    return -jnp.sum(terms, axis=-1).reshape(batch[rows.REFERENCE].shape)
+
+
+def _answers(batch: Batch) -> dict[str, jax.Array]:
+    """Returns the arrays of the answers of pairs, one a row."""
     pairs, count = batch[rows.REFERENCE].shape
 
     def apart(name: str, array: jax.Array) -> jax.Array:
         return jnp.repeat(array, count, axis=0) if name in rows.PROMPT else array.reshape(count * pairs, -1)
 
-    answers = {name: apart(name, array) for name, array in batch.items() if name != rows.REFERENCE}
-    return -jnp.sum(family.loss(model, params, answers, *keys, by_token=True), axis=-1).reshape(-1, count)
+    return {name: apart(name, array) for name, array in batch.items() if name != rows.REFERENCE}
 
 
 def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:
@@ -50,17 +56,34 @@ def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelCon
             counts := jnp.any(parts.labeled(batch) > 0, axis=-1).astype(jnp.float32),
         )
         rewards = chosen.rewards(found)
-        margin, terms = rewards[:, 0] - rewards[:, 1], chosen.terms(rewards, found)
-
-        def mean(terms: jax.Array) -> outputs.Mean:
-            return outputs.Mean(jnp.sum(terms * counts), jnp.sum(counts))
-
-        metrics = {
-            "reward_chosen": mean(rewards[:, 0]),
-            "reward_rejected": mean(rewards[:, 1]),
-            "reward_margin": mean(margin),
-            "reward_accuracy": mean((margin > 0).astype(jnp.float32)),
-        }
-        return mean(terms), metrics
+        return _means(chosen.terms(rewards, found), rewards, counts)
 
     return of_pairs
+
+
+def reward_loss(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:
+    """Returns f(params, batch, *keys) -> (the mean over pairs of -log sigmoid(r_c - r_r), metrics), with the model's values r of the
+    chosen and the rejected text (Bradley-Terry; arXiv:2203.02155, equation 1)."""
+
+    def of_pairs(params: PyTree, batch: Batch, *keys: jax.Array) -> tuple[outputs.Mean, dict[str, Any]]:
+        values = family.loss(model, params, _answers(batch), *keys).reshape(batch[rows.REFERENCE].shape)
+        labels = batch["labeled"].reshape(*values.shape, -1) > 0
+        counts = jnp.all(jnp.any(labels, axis=-1), axis=-1).astype(jnp.float32)
+        return _means(-jax.nn.log_sigmoid(values[:, 0] - values[:, 1]), values, counts)
+
+    return of_pairs
+
+
+def _means(terms: jax.Array, rewards: jax.Array, counts: jax.Array) -> tuple[outputs.Mean, dict[str, Any]]:
+    """Returns the mean over pairs of their losses, and metrics of their rewards."""
+    margin = rewards[:, 0] - rewards[:, 1]
+
+    def mean(terms: jax.Array) -> outputs.Mean:
+        return outputs.Mean(jnp.sum(terms * counts), jnp.sum(counts))
+
+    return mean(terms), {
+        "reward_chosen": mean(rewards[:, 0]),
+        "reward_rejected": mean(rewards[:, 1]),
+        "reward_margin": mean(margin),
+        "reward_accuracy": mean((margin > 0).astype(jnp.float32)),
+    }

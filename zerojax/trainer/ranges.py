@@ -76,7 +76,7 @@ def _check_task(config: settings.Config) -> None:
         raise UserError(
             f"config.data.{remote}: is a URL, which is read as it is needed, and {why} the first step; copy the file to this host"
         )
-    if data.task == tasks.DPO and data.answer == data.rejected:
+    if data.task in tasks.PAIRED and data.answer == data.rejected:
         raise UserError(
             f"config.data.rejected: is {data.rejected!r}, as config.data.answer, so no answer is better; name the field of the worse one"
         )

@@ -199,7 +199,7 @@ def _model(config: settings_lib.Config, format: str) -> tuple[family_lib.Family,
             "'host', mesh.model=1 and no --format, or offload.params='none'"
         )
     family, model = model_lib.shape(config, model_lib.source(config))
-    if family.is_classifier or family.is_encoder_decoder:
+    if not family_lib.writes_text(family, model) or family.is_encoder_decoder:
         raise UserError("--serve: plans decoders; choose a model of that kind with model.preset or init_from")
     limit = family.positions(model)
     if limit is not None and config.seq_len > limit:

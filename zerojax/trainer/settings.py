@@ -409,7 +409,7 @@ class DataSettings:
     eval_file: str = setting("", ANY, 'held-out examples beside train_file; "": none')
     task: str = setting("text", tuple(tasks.TASKS),
         '"text" learns windows of documents; "seq2seq", "classification" and "chat" learn answers (docs/fine_tuning.md), "dpo" which of '
-        "two is better (config.dpo), \"grpo\" what is rewarded (config.grpo), and read the rest")
+        "two is better (config.dpo), \"reward\" values of texts by such pairs, \"grpo\" what is rewarded (config.grpo), and read the rest")
     prompt: str = setting("{text}", ANY,
         'a template with fields in braces; one field alone may hold messages, as of a chat. Of dpo: "" takes what both answers begin with')
     answer: str = setting("{label}", ANY, "a template of the answer; of dpo: of the chosen one")

@@ -97,7 +97,11 @@ def _by_source(titles: Sequence[str], terms: jax.Array, batch: Mapping[str, jax.
     return found
 
 
-_OBJECTIVES: Mapping[str, Callable[..., Callable[..., Any]]] = {tasks.DPO: preferences.loss, tasks.GRPO: rewarded.loss}
+_OBJECTIVES: Mapping[str, Callable[..., Callable[..., Any]]] = {
+    tasks.DPO: preferences.loss,
+    tasks.REWARD: preferences.reward_loss,
+    tasks.GRPO: rewarded.loss,
+}
 
 
 def pipeline(

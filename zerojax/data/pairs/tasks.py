@@ -23,7 +23,9 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import preferences, spans, templates
 from zerojax.errors import UserError
 
-TEXT, SEQ2SEQ, CLASSIFICATION, CHAT, DPO, GRPO = "text", "seq2seq", "classification", "chat", "dpo", "grpo"
+TEXT, SEQ2SEQ, CLASSIFICATION, CHAT = "text", "seq2seq", "classification", "chat"
+DPO, REWARD, GRPO = "dpo", "reward", "grpo"
+PAIRED = (DPO, REWARD)  # whose examples have two answers
 BETWEEN_WORDS = " \n\t"
 _NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # fields of examples that are no text
 _SAID = "zq9"  # stands for an answer that was drawn
@@ -47,6 +49,7 @@ TASKS: Mapping[str, Task] = {
     CLASSIFICATION: Task((*_TEMPLATES, *_ROWS, "data.pack", *_LABELS, _ASKED)),
     CHAT: Task(("data.messages", *_ROWS, "data.pack", *_LABELS, _ASKED)),
     DPO: Task((*_TEMPLATES, "data.rejected", *_ROWS, *_LOSS, "dpo"), compares=True),
+    REWARD: Task((*_TEMPLATES, "data.rejected", *_ROWS, *_LOSS), compares=True),
     GRPO: Task((*_TEMPLATES, *_ROWS, _ASKED, "grpo"), compares=True),
 }
 ANSWERS = tuple(name for name, task in TASKS.items() if task.compares)
@@ -328,13 +331,13 @@ class _Encoder:
         self._folder = folder
         if settings.task == CHAT:
             return
-        self._has_known_form = settings.task == DPO and not settings.answer
+        self._has_known_form = settings.task in PAIRED and not settings.answer
         if self._has_known_form:
             prompt, chosen, rejected = (f"{{{field}}}" for field in preferences.FIELDS)
             settings = dataclasses.replace(settings, prompt=prompt, answer=chosen, rejected=rejected)
             self._settings = settings
         self._prompt = templates.Template(settings.prompt, "prompt")
-        others = ("answer", "rejected") if settings.task == DPO else ()
+        others = ("answer", "rejected") if settings.task in PAIRED else ()
         self._answers = [templates.Template(getattr(settings, key), key) for key in dict.fromkeys((answer, *others))]
         self._answer = self._answers[0]
         if not self._answer.fields:
@@ -385,12 +388,12 @@ class _Encoder:
         Raises:
           UserError: it has images or the like.
         """
-        for name in _NO_TEXT if self._settings.task in (CHAT, DPO) else ():
+        for name in _NO_TEXT if self._settings.task in (CHAT, *PAIRED) else ():
             if name in example and templates.plain(example[name]):
                 raise UserError(
                     f"{told}: has {name!r}, and models read text alone here; remove the field, or the example"
                 )
-        if self._settings.task == DPO and self._has_known_form:
+        if self._settings.task in PAIRED and self._has_known_form:
             return preferences.pair_of(example, told)
         return example
 
@@ -566,9 +569,9 @@ class _Encoder:
         Pairs without a template of the prompt have the words with which both answers begin as their prompt.
         """
         is_told = self._settings.prompt and not (
-            self._settings.task == DPO and self._has_known_form and preferences.PROMPT not in example
+            self._settings.task in PAIRED and self._has_known_form and preferences.PROMPT not in example
         )
-        if self._settings.task == DPO and not is_told:
+        if self._settings.task in PAIRED and not is_told:
             both = [template.fill(example, place, self._names) for template in self._answers]
             shared = both[0][: _shared(both)]
             end = max(0, *map(shared.rfind, BETWEEN_WORDS))

@@ -660,7 +660,7 @@ def _check(
             raise UserError(f"{name}: must be 1 or more, and is {value}")
     errors.one_of("format", format, weights.FORMATS)
     mesh = mesh_lib.completed(model.partition.mesh)
-    if model.family.is_classifier:
+    if not family_lib.writes_text(model.family, model.config):
         raise UserError("engine: the model is a classifier, which writes no text; use its `apply`, or zerojax generate")
     has_adapters = _has_adapters(model)
     if selection.are_params_on_host(model.partition):

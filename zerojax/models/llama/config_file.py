@@ -9,7 +9,7 @@ from typing import Any
 from zerojax.models import config_json, rope
 from zerojax.models.llama import gemma_fields, hybrid_fields, mla
 from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Scales
-from zerojax.models.llama.model_types import ROWS
+from zerojax.models.llama.model_types import ROWS, SCORED
 
 HEAD = "lm_head.weight"
 PARTS = {
@@ -54,7 +54,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
     """Returns the contents of a config.json; see `family.HuggingFace`."""
     c, heads, m, row = config, config.heads, config.mixture, ROWS[config.model_type]
     found: dict[str, Any] = {
-        "architectures": [row.architecture],
+        "architectures": [row.architecture.replace("ForCausalLM", SCORED) if c.has_score else row.architecture],
         "model_type": c.model_type,
         "vocab_size": c.vocab_size,
         "hidden_size": c.embed_dim,
@@ -117,6 +117,8 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         }
     for name in row.reads:
         found |= own.get(name, dict)()
+    if c.has_score:
+        found |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": "regression"}
     if heads.latent is not None:
         found |= _write_latent(heads.latent)
     if m is not None:
@@ -290,6 +292,7 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         max_seq_len=f.count("max_position_embeddings"),
         recurrent=recurrent,
         branches=hybrid_fields.branches(f) if kind == "nemotron_h" else (),
+        has_score=_has_score(f),
         has_logits_bias="lm_head_bias" in row.reads and f.flag("lm_head_bias", False),
         tie_embeddings=f.flag("tie_word_embeddings", False) and HEAD not in names,
         model_type=kind,
@@ -301,6 +304,15 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
     if found.num_heads % found.num_kv_heads:
         raise f.refuse("num_attention_heads", f"a multiple of num_key_value_heads={found.num_kv_heads}")
     return found
+
+
+def _has_score(f: config_json.Fields) -> bool:
+    """Returns whether the class gives texts values, of which there must be one each."""
+    if not any(str(name).endswith(SCORED) for name in f.raw.get("architectures") or ()):
+        return False
+    if len(f.group("id2label").raw or range(f.count("num_labels", 2))) != 1:
+        raise f.refuse("id2label", "one label: the value of a text, as of a reward model (num_labels=1)")
+    return True
 
 
 def _made(*found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

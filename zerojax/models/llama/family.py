@@ -96,7 +96,7 @@ PRESETS: dict[str, LlamaConfig] = {
     **published.PRESETS,
 }
 
-EMBED = "model.embed_tokens.weight"
+EMBED, SCORE = "model.embed_tokens.weight", "score.weight"
 # model_type -> pairs (regex in a usual name of a tensor, what its files have there)
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "granitemoehybrid": (
@@ -137,6 +137,7 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
         "embed/embedding": Tensor(EMBED),
         "head/kernel": Tensor(HEAD, 1),
         "logits_bias/bias": Tensor("lm_head.bias"),
+        "score/kernel": Tensor(SCORE, 1, is_optional=True, drawn=0.02),
     }
     norms = {"norm": "model.norm"} | {f"layer_{{}}/{ours}": f"model.layers.{{}}.{theirs}" for ours, theirs in _norms(c)}
     for ours, theirs in norms.items():
@@ -371,7 +372,8 @@ FAMILY = family.Family(
         ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
         unused=_unused,
         prefix="model.",
-        outside=(HEAD, "lm_head.bias"),
+        saved=("score",),
+        outside=(HEAD, "lm_head.bias", SCORE),
         further=_further,
         quantized=(("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("kimi_k2", "fp8")),
     ),

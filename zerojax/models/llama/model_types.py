@@ -5,6 +5,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+SCORED = "ForSequenceClassification"  # ends the name of a class whose models give texts values
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelType:
@@ -25,9 +27,9 @@ class ModelType:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Returns the classes of transformers that are read: with the head, and without."""
+        """Returns the classes of transformers that are read: with the head, without, and with one value of a text in its place."""
         names = (self.architecture, *self.aliases)
-        return (*names, *(name.replace("ForCausalLM", "Model") for name in names))
+        return (*names, *(name.replace("ForCausalLM", end) for end in ("Model", SCORED) for name in names))
 
 
 _BIASES = ("attention_bias", "mlp_bias")

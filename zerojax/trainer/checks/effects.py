@@ -66,7 +66,7 @@ def shortened(config: settings.Config) -> list[str]:
 def undivided(config: settings.Config, rows: int) -> list[str]:
     """Returns a line if the tokens of `rows` sequences, those of a device and pass, do not divide by `experts.parts`."""
     tokens, parts = rows * config.seq_len // config.mesh.context, config.experts.parts
-    if config.mesh.expert == 1 or config.model.tile_tokens or config.data.task == tasks.DPO or tokens % parts == 0:
+    if config.mesh.expert == 1 or config.model.tile_tokens or config.data.task in tasks.PAIRED or tokens % parts == 0:
         return []
     why = f"it does not divide the {tokens} tokens of a device and pass, which travel at once"
     return settings.told(config, "experts.parts", why)
