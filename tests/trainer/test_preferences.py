@@ -175,7 +175,7 @@ def test_a_reward_is_the_head_of_the_last_tokens_state_and_the_loss_that_of_pair
     held = built.forward.params(state.params)
     one = jax.tree.map(jnp.asarray, jax.device_get(padding.unpad({"params": held}, built.forward.partition)["params"]))
     assert one["score"]["kernel"].shape == (built.model.embed_dim, 1) and "head" not in one
-    plain = dataclasses.replace(built.model, has_score=False, tie_embeddings=True)
+    plain = dataclasses.replace(built.model, output="tokens", tie_embeddings=True)
 
     @jax.jit
     def state_at(params, tokens, length):
@@ -217,7 +217,9 @@ def test_a_reward_model_is_written_and_read_as_a_class_of_transformers(pairs_fil
     assert raw["architectures"] == ["LlamaForSequenceClassification"] and raw["id2label"] == {"0": "LABEL_0"}
     imported = {"init_from": str(tmp_path / "export"), "model__num_layers": 0}
     folder = folder_lib.open_folder(tmp_path / "export")
-    assert folder.model.has_score and {"score.weight"} == {name for name in folder.entries if "model." not in name}
+    assert folder.model.output == "value" and {"score.weight"} == {
+        name for name in folder.entries if "model." not in name
+    }
     again, streams, found = opened(pairs_file, **imported, data__task="reward")
     streams.close()
     first = dict(tree.flatten(state_lib.first(again).params))

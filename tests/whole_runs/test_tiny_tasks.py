@@ -34,6 +34,13 @@ def test_a_reward_model_tells_all_pairs_apart(cache_dir, tmp_path):
 
 
 @runs.LONG
+def test_texts_that_belong_together_become_the_nearest(cache_dir, tmp_path):
+    lines = trained("embed_tiny", tmp_path, 2)
+    shares = [line["nearest"] for line in lines if "loss" in line]
+    assert shares[0] < 0.8 and shares[-1] == 1 and lines[-1]["eval_loss"] < 0.1
+
+
+@runs.LONG
 @pytest.mark.parametrize("variant", ["grpo", "rloo"])
 def test_grpo_learns_from_chance_to_nine_in_ten(cache_dir, tmp_path, variant):
     lines = trained("grpo_tiny", tmp_path, 1, **{"grpo.variant": variant})

@@ -80,7 +80,8 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: ModelConfig) -
     """
     if lora.target_modules is None:
         lora = dataclasses.replace(lora, target_modules=family.huggingface.adapted(model))
-    heads = () if family_lib.writes_text(family, model) else family.huggingface.saved
+    has_head = family.is_classifier or family_lib.output(model) == family_lib.VALUE
+    heads = family.huggingface.saved if has_head else ()
     saved = dict.fromkeys((*lora.modules_to_save, *heads))
     lora = dataclasses.replace(lora, modules_to_save=tuple(saved))
     own = (tensor for tensor in layout.tensors(family, model) if family_lib.EXPERT not in tensor.name)
@@ -542,6 +543,8 @@ def _without_rslora(lora: settings.Lora) -> settings.Lora:
 
 def task_type(family: family_lib.Family, model: ModelConfig) -> str:
     """Returns PEFT's name of what a model does."""
+    if family_lib.output(model) == family_lib.STATES:
+        return "FEATURE_EXTRACTION"
     if not family_lib.writes_text(family, model):
         return "SEQ_CLS"
     return "SEQ_2_SEQ_LM" if family.is_encoder_decoder else "CAUSAL_LM"

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from zerojax import files, precision, signatures, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.inference import classify, generate, sampling
+from zerojax.inference import classify, embed, generate, sampling
 from zerojax.interop import adapted, huggingface, layout, merged, peft, tensor_files
 from zerojax.interop import folder as folder_lib
 from zerojax.lora import adapters as adapters_lib
@@ -186,6 +186,17 @@ class Pretrained:
         if family_lib.writes_text(self.family, self.config):
             raise UserError(f"classifier: the model of {self.folder.path} has no classes; use `generator`")
         return classify.make_classifier(self.family, self.config, self.partition, compute_dtype=compute_dtype)
+
+    @signatures.checked
+    def embedder(self, *, pooling: str = "last", compute_dtype: DTypeLike | None = None) -> Callable[..., np.ndarray]:
+        """Returns `embed(params, input_ids, attention_mask=None)`, the vectors of texts; see `inference.embed.make_embedder`.
+
+        Raises:
+          UserError: the model is no decoder that gives states.
+        """
+        return embed.make_embedder(
+            self.family, self.config, self.partition, pooling=pooling, compute_dtype=compute_dtype
+        )
 
     @signatures.checked
     def read_adapter(self, path: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:

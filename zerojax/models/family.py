@@ -136,13 +136,15 @@ class Family:
       loss: (config, params, batch, key=None) -> float32[], the mean over the batch, with dropout by a random key. With `by_token=True` the
         loss of each token, float32[batch, length], 0 where none is learned; a classifier has no such. With `layers.BESIDE` both, in this
         order. With `layers.DRAWS` a token that is drawn after each, and its loss, by "labels" that seed the draws. With `layers.SCORED`
-        what scores the tokens. A model with `has_score` gives the value of each text: float32[batch]. The arrays of a batch
+        what scores the tokens. A model with another `output` gives the value of each text,
+        float32[batch], or its last states. The arrays of a batch
         are those of the objective. A task's batch
         (`data.pairs`) has more: "labeled", 0 for tokens that are no labels; in a decoder "segments", the number of the text that a token
         belongs to; in an encoder-decoder "mask", 0 for padding of "inputs". All are int32 and of the shape of what they describe.
         Where devices hold parts of a row, arrays are as `data.parts` makes them.
       logits: (config, params, inputs, tokens: int32[batch, length]) -> float32[batch, length, vocab]: the scores of the token after each
-        of `tokens`; with `has_score` float32[batch, 1], the value of each text. `inputs` are the other arrays of a prompt, by name.
+        of `tokens`; with another `output` the value of each text, float32[batch, 1], or the last states. `inputs` are the other arrays
+        of a prompt, by name.
         "mask", bool[batch, length], is False for padding: of "inputs" in an encoder-decoder, else of `tokens`.
       start: (config, params, inputs, tokens: int32[batch, length], lengths: int32[batch], slots) -> (scores of the token after the
         first `lengths` tokens of each row: float32[batch, vocab], caches of `slots` slots that hold what is remembered of `tokens`).
@@ -198,17 +200,20 @@ def heads(family: Family, config: ModelConfig) -> str:
     That of a classifier never is. A head of one value is small.
     """
     is_tied = config.tie_embeddings and not family.is_classifier
-    return "" if is_tied or has_score(config) else family.heads
+    return "" if is_tied or output(config) != TOKENS else family.heads
 
 
-def has_score(config: ModelConfig) -> bool:
-    """Returns whether a decoder gives each text one value, and scores no next tokens."""
-    return bool(getattr(config, "has_score", False))
+TOKENS, VALUE, STATES = "tokens", "value", "states"  # what a decoder gives
+
+
+def output(config: ModelConfig) -> str:
+    """Returns whether a decoder scores next TOKENS, gives each text a VALUE, or its last STATES."""
+    return str(getattr(config, "output", TOKENS))
 
 
 def writes_text(family: Family, config: ModelConfig) -> bool:
     """Returns whether a model scores next tokens."""
-    return not family.is_classifier and not has_score(config)
+    return not family.is_classifier and output(config) == TOKENS
 
 
 def head_dim(config: ModelConfig) -> int:

@@ -112,7 +112,11 @@ def row(config: settings_lib.Config, family: family_lib.Family, model: ModelConf
 
 def compared(config: settings_lib.Config) -> int:
     """Returns the answers that a run's row has beside each other."""
-    pairs = {tasks.DPO: preferences.LOSSES[config.dpo.loss].compares, tasks.REWARD: 2}
+    pairs = {
+        tasks.DPO: preferences.LOSSES[config.dpo.loss].compares,
+        tasks.REWARD: 2,
+        tasks.EMBED: 3 if config.embedding.negative else 2,
+    }
     return pairs.get(config.data.task, 1)
 
 
@@ -171,7 +175,8 @@ def task_settings(
     read = {
         field.name: getattr(data, field.name) for field in dataclasses.fields(tasks.TaskSettings) if field.name != "now"
     }
-    return tasks.TaskSettings(**{**read, "answer": answer, "labels": labels})
+    wrong = config.embedding.negative if data.task == tasks.EMBED else data.rejected
+    return tasks.TaskSettings(**{**read, "answer": answer, "labels": labels, "rejected": wrong})
 
 
 def folder_of(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pathlib.Path | None:

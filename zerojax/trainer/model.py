@@ -83,23 +83,27 @@ def shape(
 def _with_classes(
     config: settings_lib.Config, family: family_lib.Family, model: ModelConfig, opened: folder_lib.Folder | None
 ) -> ModelConfig:
-    """Returns the model with the classes of the run, if it is a classifier, or with a head of one value, if values are learned.
+    """Returns the model with the classes of the run, if it is a classifier, or with the head that the task learns.
 
     Raises:
-      UserError: the run learns values, and the model has no such head, or the other way round; it learns no classes, does not name them,
+      UserError: the model has no such head, or has that of another task; the run learns no classes, does not name them,
         or has not as many as the folder's head.
     """
     name = config.init_from or f"config.model.preset={config.model.preset}"
-    if config.data.task == tasks.REWARD and "score/kernel" in family.huggingface.tensors(model):
-        return dataclasses.replace(model, has_score=True)
-    if config.data.task == tasks.REWARD:
+    wanted = {tasks.REWARD: family_lib.VALUE, tasks.EMBED: family_lib.STATES}.get(config.data.task, family_lib.TOKENS)
+    if wanted != family_lib.TOKENS and "score/kernel" in family.huggingface.tensors(model):
+        return dataclasses.replace(model, output=wanted)
+    task = f"config.data.task: is {config.data.task}, and {name}"
+    if wanted != family_lib.TOKENS:
         raise UserError(
-            f"config.data.task: is reward, and {name} is no decoder with a head of one value; choose Llama or a relative"
+            f"{task} is no decoder that may have another head than that of next tokens; choose Llama or a relative"
         )
-    if family_lib.has_score(model):
-        raise UserError(
-            f"config.data.task: is {config.data.task}, and {name} gives texts values; set --config.data.task=reward"
-        )
+    if (own := family_lib.output(model)) != wanted:
+        told = {
+            family_lib.VALUE: "gives texts values; set --config.data.task=reward",
+            family_lib.STATES: "has no head of next tokens; set --config.data.task=embed",
+        }
+        raise UserError(f"{task} {told[own]}")
     if not family.is_classifier:
         return model
     labels = tuple(config.data.labels)

@@ -28,11 +28,11 @@ def log_probs(
     family: family_lib.Family, model: ModelConfig, params: PyTree, batch: Batch, *keys: jax.Array
 ) -> jax.Array:
     """Returns the log-probabilities of the answers of pairs: float32[pairs, answers], the chosen one first."""
-    terms = family.loss(model, params, _answers(batch), *keys, by_token=True)
+    terms = family.loss(model, params, answers_of(batch), *keys, by_token=True)
     return -jnp.sum(terms, axis=-1).reshape(batch[rows.REFERENCE].shape)
 
 
-def _answers(batch: Batch) -> dict[str, jax.Array]:
+def answers_of(batch: Batch) -> dict[str, jax.Array]:
     """Returns the arrays of the answers of pairs, one a row."""
     pairs, count = batch[rows.REFERENCE].shape
 
@@ -66,7 +66,7 @@ def reward_loss(config: settings_lib.Config, family: family_lib.Family, model: M
     chosen and the rejected text (Bradley-Terry; arXiv:2203.02155, equation 1)."""
 
     def of_pairs(params: PyTree, batch: Batch, *keys: jax.Array) -> tuple[outputs.Mean, dict[str, Any]]:
-        values = family.loss(model, params, _answers(batch), *keys).reshape(batch[rows.REFERENCE].shape)
+        values = family.loss(model, params, answers_of(batch), *keys).reshape(batch[rows.REFERENCE].shape)
         labels = batch["labeled"].reshape(*values.shape, -1) > 0
         counts = jnp.all(jnp.any(labels, axis=-1), axis=-1).astype(jnp.float32)
         return _means(-jax.nn.log_sigmoid(values[:, 0] - values[:, 1]), values, counts)

@@ -22,7 +22,7 @@ from zerojax.data.pairs import spans, tasks, templates
 from zerojax.interop import huggingface
 from zerojax.launch import devices
 from zerojax.models import families
-from zerojax.ops import divergences, fp8, preferences, quantized, ratios
+from zerojax.ops import contrastive, divergences, fp8, preferences, quantized, ratios
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import stages
 from zerojax.zero.blocks import block_settings, remat
@@ -409,7 +409,8 @@ class DataSettings:
     eval_file: str = setting("", ANY, 'held-out examples beside train_file; "": none')
     task: str = setting("text", tuple(tasks.TASKS),
         '"text" learns windows of documents; "seq2seq", "classification" and "chat" learn answers (docs/fine_tuning.md), "dpo" which of '
-        "two is better (config.dpo), \"reward\" values of texts by such pairs, \"grpo\" what is rewarded (config.grpo), and read the rest")
+        "two is better (config.dpo), \"reward\" values of texts by such pairs, \"grpo\" what is rewarded (config.grpo), "
+        "\"embed\" vectors of texts that belong together (config.embedding), and read the rest")
     prompt: str = setting("{text}", ANY,
         'a template with fields in braces; one field alone may hold messages, as of a chat. Of dpo: "" takes what both answers begin with')
     answer: str = setting("{label}", ANY, "a template of the answer; of dpo: of the chosen one")
@@ -502,6 +503,16 @@ class DistillSettings:
     temperature: float = setting(1.0, POSITIVE.up_to(1e3, "all tokens would be as likely"), "divides the logits of both", DISTILLED)
     own: float = setting(0.0, NOT_NEGATIVE.up_to(1, "it is a share of the steps"),
         "the share of the steps that learn from the student's own answers to the prompts of a task, not from given ones", DISTILLED)
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingSettings:
+    """What is learned of texts that belong together, the task "embed" (docs/fine_tuning.md)."""
+
+    negative: str = setting("", ANY, 'a template of a text that is no answer to the query; "": those of other queries alone')
+    pooling: str = setting("last", contrastive.OF_DECODERS, 'a text\'s vector: the state of its "last" token, or the "mean" of all')
+    temperature: float = setting(0.05, POSITIVE.up_to(1e3, "all texts would be as near"),
+        "divides the cosines of a query and all texts of a batch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -618,6 +629,7 @@ class Config:
     dpo: DpoSettings = dataclasses.field(default_factory=DpoSettings, metadata={"unread": (of_task, of_loss)})
     grpo: GrpoSettings = dataclasses.field(default_factory=GrpoSettings, metadata={"unread": (of_task,)})
     distill: DistillSettings = dataclasses.field(default_factory=DistillSettings, metadata={"unread": (of_task,)})
+    embedding: EmbeddingSettings = dataclasses.field(default_factory=EmbeddingSettings, metadata={"unread": (of_task,)})
     evaluate: EvaluateSettings = dataclasses.field(default_factory=EvaluateSettings, metadata={"unread": (EVALUATED, of_task)})
     checkpoint: CheckpointSettings = dataclasses.field(default_factory=CheckpointSettings)
     sample: SampleSettings = dataclasses.field(default_factory=SampleSettings, metadata={"unread": (of_task, beside("sample.length"))})

@@ -22,7 +22,7 @@ from zerojax.optim import schedules
 from zerojax.plan import targets, traced
 from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import distilled, preferences, rewarded, settings
+from zerojax.trainer import distilled, embedded, preferences, rewarded, settings
 from zerojax.trainer import metrics as metrics_lib
 from zerojax.trainer import teacher as teacher_lib
 from zerojax.tree import PyTree
@@ -101,6 +101,7 @@ _OBJECTIVES: Mapping[str, Callable[..., Callable[..., Any]]] = {
     tasks.DPO: preferences.loss,
     tasks.REWARD: preferences.reward_loss,
     tasks.GRPO: rewarded.loss,
+    tasks.EMBED: embedded.loss,
 }
 
 

@@ -95,6 +95,9 @@ NEW = {
     "distill.share": (0.5,),
     "distill.temperature": (1.0,),
     "distill.own": (0.0,),
+    "embedding.negative": ("",),
+    "embedding.pooling": ("last",),
+    "embedding.temperature": (0.05,),
     "optimizer.momentum": (0.95,),
     "optimizer.adamw_on": ("",),
 }

@@ -118,6 +118,20 @@ class Pairs(Rows):
         return {**found, REFERENCE: self.reference[number if number < len(self) else 0].view(np.int32)}
 
 
+class Texts(Pairs):
+    """The rows of a split whose examples have several texts of their own: a query, its answer, and perhaps one that is none.
+
+    Args:
+      several: the examples of each, in this order.
+      form: the form of the model's rows.
+    """
+
+    def __init__(self, several: Sequence[Sequence[tasks.Example]], form: tasks.RowForm):
+        super().__init__(*several[:2], form)
+        self.answers = [Rows(examples, form, packs=False) for examples in several]
+        self.reference = np.zeros((len(self), len(several)), np.float32)
+
+
 def _others(examples: Sequence[tasks.Example], form: tasks.RowForm) -> list[tasks.Example]:
     """Returns for each example the next one with another prompt; the first ones follow the last."""
     prompts = [prompt.tobytes() for prompt in tasks.prompts(examples, form)]

@@ -119,6 +119,14 @@ def load(
         own = encoded.fingerprint()
         if compared == 1:
             return rows.Rows(encoded.examples, form, packs=packs), own
+        if settings.task == tasks.EMBED:
+            names_of_others = ["prompt", *(["rejected"] if settings.rejected else [])]
+            found = [encode(source, name=name, answer=other) for other in names_of_others]
+            notes.extend(note for one in found for note in one.notes if note not in notes)
+            query, *wrong = (one.examples for one in found)
+            return rows.Texts([query, encoded.examples, *wrong], form), own + "".join(
+                one.fingerprint() for one in found
+            )
         others = encode(source, name=name, answer="rejected")
         notes.extend(note for note in others.notes if note not in notes)
         both = zip(encoded.examples, others.examples)

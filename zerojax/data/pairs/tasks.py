@@ -24,7 +24,7 @@ from zerojax.data.pairs import preferences, spans, templates
 from zerojax.errors import UserError
 
 TEXT, SEQ2SEQ, CLASSIFICATION, CHAT = "text", "seq2seq", "classification", "chat"
-DPO, REWARD, GRPO = "dpo", "reward", "grpo"
+DPO, REWARD, GRPO, EMBED = "dpo", "reward", "grpo", "embed"
 PAIRED = (DPO, REWARD)  # whose examples have two answers
 BETWEEN_WORDS = " \n\t"
 _NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # fields of examples that are no text
@@ -50,6 +50,7 @@ TASKS: Mapping[str, Task] = {
     CHAT: Task(("data.messages", *_ROWS, "data.pack", *_LABELS, _ASKED)),
     DPO: Task((*_TEMPLATES, "data.rejected", *_ROWS, *_LOSS, "dpo"), compares=True),
     REWARD: Task((*_TEMPLATES, "data.rejected", *_ROWS, *_LOSS), compares=True),
+    EMBED: Task((*_TEMPLATES[:2], *_LOSS, "embedding"), compares=True),
     GRPO: Task((*_TEMPLATES, *_ROWS, _ASKED, "grpo"), compares=True),
 }
 ANSWERS = tuple(name for name, task in TASKS.items() if task.compares)
@@ -66,7 +67,7 @@ class TaskSettings:
       labels: the text of each number in the answer's field; () takes the dataset's own names, if it has some.
       messages: the field with a conversation.
       chat_template: see `templates.chat_of`.
-      rejected: the template of DPO's other answer.
+      rejected: the template of the other answer of a pair, or of a text that is no answer to an embedding's query.
       learn: which answers of a conversation are learned; see `spans.LEARNED`.
       now: the time that a chat template is told, in seconds since 1970; None for the clock's, which differs when a run resumes.
     """
@@ -336,7 +337,8 @@ class _Encoder:
             prompt, chosen, rejected = (f"{{{field}}}" for field in preferences.FIELDS)
             settings = dataclasses.replace(settings, prompt=prompt, answer=chosen, rejected=rejected)
             self._settings = settings
-        self._prompt = templates.Template(settings.prompt, "prompt")
+        # Of an embedding each text is read alone
+        self._prompt = templates.Template("" if settings.task == EMBED else settings.prompt, "prompt")
         others = ("answer", "rejected") if settings.task in PAIRED else ()
         self._answers = [templates.Template(getattr(settings, key), key) for key in dict.fromkeys((answer, *others))]
         self._answer = self._answers[0]

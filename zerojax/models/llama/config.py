@@ -182,7 +182,8 @@ class LlamaConfig:
       inputs: of each layer beside the embedding; None: none has.
       altup: residual streams, of which layers run on one; None: there is one.
       has_layer_scale: a weight without a gradient multiplies the result of each layer.
-      has_score: the model gives a text one value, read after its last token (a reward), and scores no next tokens.
+      output: what the model gives: "tokens", scores of next ones; "value", one of a text, read after its last token (a reward); "states",
+        the last ones, without a head.
       has_logits_bias: each token's logit has a bias, once it is scaled and bounded.
       has_positions: each of the `max_seq_len` positions has an embedding, and nothing is rotated.
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
@@ -212,7 +213,7 @@ class LlamaConfig:
     has_layer_scale: bool = False
     scales: Scales = Scales()
     tie_embeddings: bool = False
-    has_score: bool = False
+    output: Literal["tokens", "value", "states"] = "tokens"
     has_logits_bias: bool = False
     has_positions: bool = False
     attention: attention_lib.Kernel = "xla"

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from zerojax.models import config_json, rope
 from zerojax.models.llama import gemma_fields, hybrid_fields, mla
@@ -54,7 +54,9 @@ def write(config: LlamaConfig) -> dict[str, Any]:
     """Returns the contents of a config.json; see `family.HuggingFace`."""
     c, heads, m, row = config, config.heads, config.mixture, ROWS[config.model_type]
     found: dict[str, Any] = {
-        "architectures": [row.architecture.replace("ForCausalLM", SCORED) if c.has_score else row.architecture],
+        "architectures": [
+            row.architecture.replace("ForCausalLM", {"value": SCORED, "states": "Model"}.get(c.output, "ForCausalLM"))
+        ],
         "model_type": c.model_type,
         "vocab_size": c.vocab_size,
         "hidden_size": c.embed_dim,
@@ -117,7 +119,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         }
     for name in row.reads:
         found |= own.get(name, dict)()
-    if c.has_score:
+    if c.output == "value":
         found |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": "regression"}
     if heads.latent is not None:
         found |= _write_latent(heads.latent)
@@ -292,7 +294,7 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         max_seq_len=f.count("max_position_embeddings"),
         recurrent=recurrent,
         branches=hybrid_fields.branches(f) if kind == "nemotron_h" else (),
-        has_score=_has_score(f),
+        output=_output(f, names),
         has_logits_bias="lm_head_bias" in row.reads and f.flag("lm_head_bias", False),
         tie_embeddings=f.flag("tie_word_embeddings", False) and HEAD not in names,
         model_type=kind,
@@ -306,13 +308,15 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
     return found
 
 
-def _has_score(f: config_json.Fields) -> bool:
-    """Returns whether the class gives texts values, of which there must be one each."""
-    if not any(str(name).endswith(SCORED) for name in f.raw.get("architectures") or ()):
-        return False
-    if len(f.group("id2label").raw or range(f.count("num_labels", 2))) != 1:
-        raise f.refuse("id2label", "one label: the value of a text, as of a reward model (num_labels=1)")
-    return True
+def _output(f: config_json.Fields, names: Collection[str]) -> Literal["tokens", "value", "states"]:
+    """Returns what the class gives: one value a text, or states where the files of a class without a head lack it."""
+    classes = [str(name) for name in f.raw.get("architectures") or ()]
+    if any(name.endswith(SCORED) for name in classes):
+        if len(f.group("id2label").raw or range(f.count("num_labels", 2))) != 1:
+            raise f.refuse("id2label", "one label: the value of a text, as of a reward model (num_labels=1)")
+        return "value"
+    lacks_head = bool(names) and HEAD not in names and not f.flag("tie_word_embeddings", False)
+    return "states" if lacks_head and any(name.endswith("Model") for name in classes) else "tokens"
 
 
 def _made(*found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

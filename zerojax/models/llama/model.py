@@ -190,13 +190,15 @@ class Llama(nn.Module):
         return self.norm(self._joined(x_BTD))
 
     def __call__(self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array:
-        """Returns logits: float32[B, T, V] from tokens int32[B, T], or with `has_score` the value of each text: float32[B, 1]. `mask_BT` is
-        False for padding."""
+        """Returns logits: float32[B, T, V] from tokens int32[B, T], or by `output` the value of each text, float32[B, 1], or the last
+        states, float[B, T, D]. `mask_BT` is False for padding."""
         lengths_B1 = None
         if mask_BT is not None and self._reads_lengths(tokens_BT.shape[1]):
             lengths_B1 = jnp.sum(mask_BT, axis=1, keepdims=True)
         x_BTD = self.hidden(tokens_BT, mask_BT, lengths_BT=lengths_B1)
-        if self.config.has_score:
+        if self.config.output == "states":
+            return x_BTD
+        if self.config.output == "value":
             return self._scored(x_BTD, jnp.ones(tokens_BT.shape, bool) if mask_BT is None else mask_BT)
         return self._logits(x_BTD)
 
@@ -308,17 +310,18 @@ class Llama(nn.Module):
 
         With `by_token` it returns the loss of each token, float32[B, T]; see `layers.next_loss`.
 
-        With `has_score` it returns the value of each row's text up to its last label instead, float32[B].
+        By `output` it returns the value of each row's text up to its last label instead, float32[B], or the last states of all tokens.
 
         Rows may be padded at their ends. `segments` separates the texts of a row (see `Layer`). Labels with `labeled` 0 are not learned.
         Both have the shape of `tokens`.
         """
-        if self.config.has_score:
+        if self.config.output != "tokens":
             is_last_BT = jnp.ones(tokens.shape, bool) if labeled is None else labeled > 0
             places_BT = jnp.where(is_last_BT, jnp.arange(tokens.shape[1]) + 1, 0)
             lengths_B1 = jnp.max(places_BT, axis=1, keepdims=True)
             own_B1 = lengths_B1 if self._reads_lengths(tokens.shape[1]) else None
-            return self._scored(self.hidden(tokens, lengths_BT=own_B1), is_last_BT)[:, 0]
+            x_BTD = self.hidden(tokens, lengths_BT=own_B1)
+            return x_BTD if self.config.output == "states" else self._scored(x_BTD, is_last_BT)[:, 0]
         tokens_BT, labels_BT, ignored = layers.read_and_labels(tokens, labeled, labels_BT)
         segments_BT = None if segments is None else segments[:, : tokens_BT.shape[1]]
         c, lengths_BT = self.config, None
@@ -402,7 +405,9 @@ def parts(config: LlamaConfig) -> family.Parts:
             "altup_out": (altup.Joined(c.altup.streams), states),
         }
     found["norm"] = (make_norm(c), states)
-    if c.has_score:
+    if c.output == "states":
+        return found
+    if c.output == "value":
         return found | {"score": (layers.Head(c.embed_dim, 1), states)}
     if c.has_logits_bias:
         found["logits_bias"] = (layers.LogitsBias(c.vocab_size, is_trained=True), ())

@@ -1,0 +1,22 @@
+"""Checks what an embedder refuses; what it returns is compared in tests of training. This module tests zerojax.inference.embed."""
+
+import golden_models
+import numpy as np
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.interop import pretrained
+
+
+def test_a_model_with_a_head_gives_vectors_of_its_last_states_too_and_others_are_refused():
+    loaded = pretrained.load_huggingface(golden_models.FOLDER / "llama")
+    ids = np.array([[5, 6, 7], [8, 9, 0]])
+    found = loaded.embedder(pooling="mean")(loaded.params, ids, np.array([[1, 1, 1], [1, 1, 0]]))
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+    alone = loaded.embedder(pooling="mean")(loaded.params, ids[1:, :2])
+    np.testing.assert_allclose(found[1:], alone, rtol=1e-4, atol=1e-6)
+    with pytest.raises(UserError, match="pooling: must be one of last, mean, and is 'cls'"):
+        loaded.embedder(pooling="cls")
+    bert = pretrained.load_huggingface(golden_models.FOLDER / "bert")
+    with pytest.raises(UserError, match="embedder: the model is no decoder"):
+        bert.embedder()
