@@ -227,7 +227,7 @@ def _model(
     tell(f"reading the weights of {folder.path}, {display.human(files.folder_bytes(folder.path))}")
     began = time.monotonic()
     loaded = pretrained.load_huggingface(folder.path, **how)
-    sizes = {name: getattr(given, name) for name in ("slots", "max_len", "max_inputs", "chunk")}
+    sizes = {name: getattr(given, name) for name in ("slots", "max_len", "max_inputs", "chunk", "prefill_tokens")}
     sizes = {name: size for name, size in sizes.items() if size is not None}  # the engine's own
     adapters = {own: loaded.read_adapter(path) for own, path in named.items()}
     tell(f"the weights are read after {time.monotonic() - began:.1f} s; making the engine")
@@ -326,6 +326,12 @@ def _parse(words: list[str]) -> argparse.Namespace:
     add("--max_inputs", type=int, help="the most tokens of an encoder-decoder's prompt (512)")
     add("--chunk", type=int, default=1024, help="the most tokens of a prompt that one program reads (1024)")
     add(
+        "--prefill_tokens",
+        type=int,
+        default=256,
+        help="the most tokens of prompts that are read between two tokens of running answers (256)",
+    )
+    add(
         "--tensor_parallel",
         type=int,
         help="devices over which the weights are sharded (1; with several processes all of theirs)",
@@ -355,7 +361,17 @@ def _parse(words: list[str]) -> argparse.Namespace:
     given = parser.parse_args(words)
     if not 0 <= given.port < 2**16:
         raise UserError(f"--port: must be from 0 (a free one) to 65535, and is {given.port}")
-    for name in ("slots", "max_len", "max_inputs", "chunk", "tensor_parallel", "max_body", "emulate_devices"):
+    sizes = (
+        "slots",
+        "max_len",
+        "max_inputs",
+        "chunk",
+        "prefill_tokens",
+        "tensor_parallel",
+        "max_body",
+        "emulate_devices",
+    )
+    for name in sizes:
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise UserError(f"--{name}: must be 1 or more, and is {getattr(given, name)}")
     if given.replicas != AUTO and not (given.replicas.isdecimal() and 1 <= int(given.replicas) <= MOST_REPLICAS):

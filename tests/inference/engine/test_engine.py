@@ -157,6 +157,85 @@ def assert_alike(one, other):
     np.testing.assert_allclose(*known, atol=1e-4)
 
 
+def test_parts_of_a_long_prompt_are_small_beside_others_and_hold_up_neither_running_answers_nor_short_prompts(
+    monkeypatch,
+):
+    own = engine_lib.Engine(model(), slots=4, max_len=LENGTH, chunk=32, prefill_tokens=32, reuses=False)
+    own.warm_up()
+    made, known, sizes = (own._programs.first, own._programs.further), [], []
+    compiled = [program._cache_size() for program in made]
+    for name, at in (("first", 5), ("further", 4)):
+        program = getattr(own._programs, name)
+        monkeypatch.setattr(
+            own._programs,
+            name,
+            lambda *given, at=at, program=program: [sizes.append(given[at].shape[1]), program(*given)][1],
+        )
+    random, settings = np.random.default_rng(0), {"ignores_end": True}
+    long, running, *shorts = (random.integers(8, 61, count).tolist() for count in (60, 5, 9, 8, 7, 6))
+    known.append(own.submit(long, max_tokens=3, **settings))
+    own.run()
+    assert sizes == [32, 32]  # nobody waits
+    known.append(own.submit(running, max_tokens=40, **settings))
+    while len(known[1].tokens) < 2:
+        own.step()
+    sizes.clear()
+    known += [own.submit(long, max_tokens=3, **settings), own.submit(shorts[0], max_tokens=2, **settings)]
+    for short in shorts[1:]:
+        before = len(known[1].tokens)
+        own.step()
+        assert len(known[1].tokens) == before + 1 and len(own._pending) == 1
+        assert known[-1].tokens
+        known.append(own.submit(short, max_tokens=1, **settings))
+    assert set(sizes) == {16} and not known[2].tokens
+    for _ in range(2):  # it is not overtaken without end
+        own.step()
+    assert known[2].tokens and sizes.count(16) == len(sizes) == 8
+    own.run()
+    for request, prompt in zip(known, (long, running, long, *shorts)):
+        [alone] = own.generate([prompt], max_tokens=len(request.tokens), **settings)
+        assert alone.tokens == request.tokens
+    assert [program._cache_size() for program in made] == compiled
+
+
+def test_a_short_prompt_does_not_overwrite_what_an_older_one_still_reads():
+    own = engine_lib.Engine(golden_models.load("llama", 0, 1), slots=3, max_len=LENGTH, chunk=16)
+    random = np.random.default_rng(0)
+    begin, more, long, short = (random.integers(8, 61, count).tolist() for count in (20, 43, 41, 5))
+    [alone] = own.generate([begin + more], max_tokens=1, logprobs=3)
+    for slot in own._slots:
+        slot.text = []
+    first = own.submit(begin, max_tokens=3, ignores_end=True)
+    while not first.tokens:
+        own.step()
+    own.submit(long, max_tokens=1)
+    own.step()
+    after = own.submit(begin + more, max_tokens=1, logprobs=3)
+    while not first.finish:
+        own.step()
+    last = own.submit(short, max_tokens=1)
+    own.step()
+    assert after.reused == len(begin) and last.begun and own._slots[slot_of(own, after)].source != slot_of(own, after)
+    own.run()
+    assert_alike(after, alone)
+
+
+def slot_of(own, request):
+    return next(number for number, slot in enumerate(own._slots) if slot.request is request)
+
+
+def test_a_prompt_that_is_read_alone_is_not_sent_before_it_is_read(monkeypatch):
+    """Another one that comes waits for what was sent."""
+    own = engine_lib.Engine(model(), slots=2, max_len=LENGTH, chunk=16)
+    own.submit([9] * 63, max_tokens=1)
+    sent = []
+    monkeypatch.setattr(own, "_read", lambda read=own._read: [sent.append(len(own._pending)), read()])
+    for _ in range(3):
+        own.step()
+    assert sent == [2, 2] and len(own._pending) == 1
+    own.run()
+
+
 @pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.long)])
 def test_a_row_that_gets_several_tokens_by_one_program_gets_those_that_it_gets_one_by_one(count, monkeypatch):
     random, own, several = np.random.default_rng(count), adapted_engine(1), programs.GROUP

@@ -73,6 +73,11 @@ class _Slot:
     adapter: int = adapters_lib.NONE
 
     @property
+    def unread(self) -> int:
+        """Returns how many of `words` it has not read."""
+        return len(self.words) - self.read
+
+    @property
     def has_all(self) -> bool:
         """Returns whether the programs that were sent give it all tokens that it may have."""
         return self.request is not None and self.sent >= self.most
@@ -102,7 +107,7 @@ class Engine:
       max_inputs: the most tokens of an encoder-decoder's prompt.
       chunk: the most tokens of a prompt that one program reads; an encoder reads all of its own.
       together: prompts of one length that one program may read.
-      prefill_tokens: the tokens of prompts that a step reads; None: `chunk`.
+      prefill_tokens: the tokens of prompts that a step reads while others are answered or wait, whose tokens wait for that; None: `chunk`.
       reuses: whether a prompt whose beginning a slot holds is read from there; never in a recurrent model (`decoding.Held`).
       is_gathered: weights stay sharded as they are and are gathered where they are used, for each token. It saves memory, not time.
       adapters: the low-rank adapters that requests name, by their names; see `Pretrained.read_adapter`.
@@ -478,30 +483,54 @@ class Engine:
         return (best, shared) if shared >= LEAST_REUSED else (0, 0)
 
     def _prefill(self) -> None:
-        """Reads parts of prompts, up to the budget of a step; at least one if any waits."""
-        left = self._budget
-        while left > 0:
-            reading = [
-                number for number, slot in enumerate(self._slots) if slot.request is not None and not slot.is_live
-            ]
-            if not reading:
-                return
-            reading.sort(key=lambda number: self._slots[number].used)
-            fresh = [number for number in reading if not self._slots[number].read]
-            lead = reading[0]
-            if self._slots[lead].read:
-                left -= self._further(lead)
-                continue
-            size = self._bucket(lead)
-            alike = [number for number in fresh if self._bucket(number) == size]
-            left -= self._first(alike[: self._together] if len(alike) >= self._together else alike[:1], size)
+        """Reads parts of prompts, up to the budget of a step; at least one if any waits.
 
-    def _bucket(self, number: int) -> int:
-        """Returns the tokens of the program that reads the next part of a slot's prompt."""
+        Half of the budget is the oldest prompt's. The other half is of those that are done sooner, so that a short prompt does not wait
+        for the end of a long one.
+        """
+        if not (reading := self._reading()):
+            return
+        is_alone = not self._waiting and sum(slot.request is not None for slot in self._slots) == 1
+        left, oldest = max(self._budget, self._chunk) if is_alone else self._budget, reading[0]
+        left -= self._read_soonest(max(SHORTEST, left - left // 2), before=oldest)
+        if not self._slots[oldest].is_live:  # it may have been read together with another
+            left -= self._read_part(oldest, self._bucket(oldest, left))
+        self._read_soonest(left)
+
+    def _reading(self) -> list[int]:
+        """Returns the slots with prompts to read, the oldest first; not those that hold what an older one still reads from there."""
+        found = {n: slot for n, slot in enumerate(self._slots) if slot.request is not None and not slot.is_live}
+        needed = [(slot.source, slot.used) for n, slot in found.items() if slot.read and slot.source != n]
+        free = (n for n, slot in found.items() if not any(n == source and used < slot.used for source, used in needed))
+        return sorted(free, key=lambda number: found[number].used)
+
+    def _read_soonest(self, most: int, before: int | None = None) -> int:
+        """Reads prompts in `most` tokens, those that are done soonest first, until that is slot `before`. Returns how many were read."""
+        left = most
+        while reading := self._reading():
+            lead = min(reading, key=lambda number: self._slots[number].unread)
+            # A prompt is cut for room once in a step.
+            size = self._bucket(lead, left if before is not None and left == most else self._chunk)
+            if lead == before or size > left:
+                break
+            left -= self._read_part(lead, size)
+        return most - left
+
+    def _bucket(self, number: int, left: int) -> int:
+        """Returns the tokens of the program that reads the next part of a slot's prompt, where the step has `left`."""
         slot = self._slots[number]
         most = self.max_len if slot.is_stretched else self._chunk
-        length = min(len(slot.words) - slot.read, most)
-        return min(most, max(SHORTEST, 1 << (length - 1).bit_length()))
+        if not (slot.is_stretched or self._inputs) and left < most:  # the others are read at once
+            most = min(most, max(SHORTEST, 1 << left.bit_length() >> 1))
+        return min(most, max(SHORTEST, 1 << (min(slot.unread, most) - 1).bit_length()))
+
+    def _read_part(self, number: int, size: int) -> int:
+        """Reads the next part of a slot's prompt, of at most `size` tokens, and beginnings that are as long with it. Returns the tokens."""
+        if self._slots[number].read:
+            return self._further(number, size)
+        others = (n for n in self._reading() if n != number and not self._slots[n].read)
+        alike = [number, *(n for n in others if self._bucket(n, size) == size)]
+        return self._first(alike[: self._together] if len(alike) >= self._together else alike[:1], size)
 
     def _first(self, numbers: list[int], size: int) -> int:
         """Reads the first part of some prompts, and returns the tokens of the program."""
@@ -527,9 +556,9 @@ class Engine:
         self._note(told, done)
         return prompts.size
 
-    def _further(self, number: int) -> int:
-        """Reads the next part of a prompt, and returns the tokens of the program."""
-        slot, size = self._slots[number], self._bucket(number)
+    def _further(self, number: int, size: int) -> int:
+        """Reads the next part of a prompt, of at most `size` tokens, and returns the tokens of the program."""
+        slot = self._slots[number]
         part = slot.words[slot.read : slot.read + size]
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(part)] = part
@@ -576,11 +605,13 @@ class Engine:
         self._note(told, [(number, number) for number, _ in live])
 
     def _note(self, told: programs.Told, rows: list[tuple[int, int]]) -> None:
-        """Remembers to read the tokens of rows (row of the result, slot)."""
-        if rows:
-            jax.tree.map(lambda leaf: leaf.copy_to_host_async(), told)
-            found = [(row, self._slots[number].request, self._slots[number].most) for row, number in rows]
-            self._pending.append((told, found))  # type: ignore[arg-type]
+        """Remembers to read the tokens of rows (row of the result, slot).
+
+        A part of a prompt gives none and is waited for all the same, so that not all parts are sent before another prompt comes.
+        """
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), told)
+        found = [(row, self._slots[number].request, self._slots[number].most) for row, number in rows]
+        self._pending.append((told, found))  # type: ignore[arg-type]
 
     def _read(self) -> None:
         """Reads the oldest tokens that were not read, and hands them to their requests.
