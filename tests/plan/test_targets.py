@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import re
+import types
 
 import compile_only
 import hypothesis
@@ -145,3 +146,16 @@ def test_devices_of_one_host_share_the_rate_to_its_memory_and_given_rates_stay()
     h100 = targets.get("h100")
     shared = dataclasses.replace(h100.disk, value=h100.disk.value / 8)
     assert h100.beside(8) == dataclasses.replace(h100, disk=shared)
+
+
+@pytest.mark.parametrize("reported, usable", [(7 * 2**30, 7 * 2**30), (0, None), (None, None)])
+def test_a_device_that_reports_no_limit_has_the_memory_of_its_kind(monkeypatch, reported, usable):
+    """The allocator `cuda_async` reports 0 where JAX takes no memory ahead."""
+    stats = {} if reported is None else {"bytes_limit": reported}
+    device = types.SimpleNamespace(
+        device_kind="NVIDIA H200", platform="gpu", memory_stats=lambda: stats, process_index=0
+    )
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    found = targets.get(targets.HERE)
+    assert found.usable == (usable or targets.get("h200").usable)
+    assert found.is_pool == (usable is not None)

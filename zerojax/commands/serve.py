@@ -235,6 +235,7 @@ def _model(
         loaded, format=given.format, adapters=adapters, text_of=words.text_of, grammar_of=words.grammar_of, **sizes
     )
     if given.warm_up:
+        tell("tracing the programs")
         engine.warm_up(lambda number, count: tell(f"compiling the programs, {number} of {count}"))
     return engine, words, name, list(adapters)
 

@@ -275,7 +275,7 @@ def _kind_of(device: jax.Device) -> Target:
     known = next((t for t in TARGETS.values() if t.device_kind == device.device_kind), None)
     target = known or Target(HERE, device.platform, device.device_kind)
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None:
+    if not limit:  # the allocator cuda_async reports 0 where XLA_PYTHON_CLIENT_PREALLOCATE is false
         return target
     return dataclasses.replace(
         target, memory=Figure(limit, MEASURED + ": the amount that JAX may allocate here"), is_pool=True

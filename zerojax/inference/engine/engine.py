@@ -27,7 +27,7 @@ from zerojax import errors, precision, signatures, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import adapters as adapters_lib
-from zerojax.inference.engine import detokenizer, programs, requests, streamed, weights
+from zerojax.inference.engine import detokenizer, programs, rehearsal, requests, streamed, weights
 from zerojax.inference.engine import row_sampling as draws_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
@@ -274,8 +274,8 @@ class Engine:
     def warm_up(self, tell: Callable[[int, int], Any] = lambda number, count: None) -> None:
         """Compiles the programs for prompts of all lengths that are read one at a time, and for both kinds of decoding.
 
-        To be called before the first request. They are those of some texts; `tell` is called before each, with its number, from 1, and how
-        many there are.
+        To be called before the first request. They are those of some texts. `tell` is called as each is compiled, or, with weights in host
+        memory, before each text, with its number, from 1, and how many there are.
         """
         reuses, self._reuses = self._reuses, False
         most = self._inputs or self.max_len - 2
@@ -285,9 +285,18 @@ class Engine:
             *((length, {}) for length in dict.fromkeys(min(length, most) for length in lengths)),
             (1, {"temperature": 1.0, "repetition_penalty": 2.0}),
         ]
-        for number, (length, settings) in enumerate(texts, 1):
-            tell(number, len(texts))
-            self.generate([[0] * length], max_tokens=2, ignores_end=True, **settings)
+
+        def answer(tell: Callable[[int, int], Any]) -> None:
+            for number, (length, settings) in enumerate(texts, 1):
+                tell(number, len(texts))
+                self.generate([[0] * length], max_tokens=2, ignores_end=True, **settings)
+
+        if isinstance(self._programs, streamed.StreamedPrograms):
+            answer(tell)
+        else:
+            with rehearsal.Rehearsal(self._programs, tell):
+                answer(lambda *_: None)
+            answer(lambda *_: None)
         self._reuses = reuses
 
     def submit(

@@ -139,10 +139,12 @@ def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> User
     if plan is None:
         return UserError(f"{SHORT}: {way_out}")
     needs = f"the step needs {display.human(plan.peak)}"
-    if plan.usable is not None and plan.fits and mesh_lib.platform(program.mesh) != "cpu":
-        may = f"{needs} of the {display.human(plan.usable)} that JAX may take of this device"
+    if plan.usable is not None and mesh_lib.platform(program.mesh) != "cpu":
+        needs += f" of the {display.human(plan.usable)} that JAX may take of this device"
+        if not plan.fits:
+            return UserError(f"{SHORT}: {needs}, {way_out}")
         return UserError(
-            f"{SHORT}: {may}: another process holds memory there (nvidia-smi names it), or what runs beside the step needs "
+            f"{SHORT}: {needs}: another process holds memory there (nvidia-smi names it), or what runs beside the step needs "
             f"more; end that process, choose a device with CUDA_VISIBLE_DEVICES, or {way_out}"
         )
     return UserError(f"{SHORT}: {needs}, {way_out}")

@@ -283,7 +283,7 @@ def _gather(program: program_lib.Program, tell: Callable[[str], object]) -> Call
 def _free() -> int | None:
     """Returns the free bytes of process 0's first device, None where its backend does not report them. All processes must call it."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    own = stats.get("bytes_limit", -1) - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else -1
+    own = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if stats.get("bytes_limit") else -1
     # In two words: JAX would make a large integer one of 32 bits.
     high, low = (int(word) for word in multihost_utils.broadcast_one_to_all(np.array(divmod(own, 2**20), np.int32)))
     return None if high < 0 else high * 2**20 + low
