@@ -9,7 +9,7 @@ dequantized where its module multiplies, so at any time about one exists, and no
 import contextlib
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -26,7 +26,7 @@ from zerojax.lora.targets import KERNEL, MAGNITUDE, A, B
 from zerojax.models import experts, layers
 from zerojax.ops import embedding, expert_matrices, quantized, tiles
 from zerojax.tree import Leaf, PyTree
-from zerojax.zero.blocks import marks
+from zerojax.zero.blocks import alike, marks
 from zerojax.zero.sharded_batch import keys
 
 EMBEDDING = "embedding"  # the name of an embedding's weight
@@ -112,7 +112,14 @@ def applied(scale: Callable[[str], float], dropout: float = 0.0) -> Iterator[Non
       scale: f(path of a module) -> the factor of its adapter; 0 turns its magnitude off too.
       dropout: the share of an adapter's input that is set to 0 inside `dropout_key`.
     """
-    with nn.intercept_methods(_Interceptor(scale, dropout).intercept):
+
+    def scales(path: str, names: Sequence[str]) -> tuple[float, ...]:
+        adapted = (
+            name.removesuffix(f"/{A}").removesuffix(targets_lib.BESIDE) for name in names if name.endswith(f"/{A}")
+        )
+        return tuple(scale(f"{path}/{name}") for name in adapted)
+
+    with alike.intercepting(_Interceptor(scale, dropout).intercept, scales):
         yield
 
 

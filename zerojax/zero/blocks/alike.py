@@ -10,8 +10,10 @@ Such a class reads neither its name nor what changes between two calls. Like the
 `==`. What zerojax adds to a block by its name (`recompute`, `offload`, adapters, fp8) is known, and blocks that differ in it are not alike.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -22,6 +24,23 @@ import jax.extend.source_info_util as source
 from zerojax import traces, tree
 
 CLAIM = "calls_are_alike"
+
+
+# f(path of a block, names of its weights) -> what is equal for blocks in which an interceptor does the same; see `intercepting`
+Claim = Callable[[str, Sequence[str]], Hashable]
+_claims: contextvars.ContextVar[tuple[Claim, ...]] = contextvars.ContextVar("claims", default=())
+
+
+@contextlib.contextmanager
+def intercepting(interceptor: Callable[..., Any], claim: Claim) -> Iterator[None]:
+    """Intercepts calls to Linen modules inside, by what does the same in blocks for which `claim` returns equal values."""
+    with traces.held(_claims, (*_claims.get(), claim)), nn.intercept_methods(interceptor):
+        yield
+
+
+def claims() -> tuple[Claim, ...]:
+    """Returns the claims of the interceptors around, those that were entered first first."""
+    return _claims.get()
 
 
 @dataclasses.dataclass(eq=False)

@@ -192,6 +192,7 @@ class Interceptor:
         self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
         self._kinds: dict[Hashable, list[alike.AlikeBlocks]] = {}
         self._held = contextlib.ExitStack()  # while calls are intercepted
+        self._claims = len(alike.claims())  # of interceptors around this one
         self.entered: set[str] = set()
         self.with_unknown: set[str] = set()  # blocks with weights for which `stored_of` returns None
 
@@ -271,9 +272,7 @@ class Interceptor:
         is_known = bool(known) and all(known.values())
         if self._run and is_known and is_plain(module) and not _reads_others((args, kwargs), is_field=False):
             block = _LinenBlock(module, context.method_name, known, self._is_leaf)
-            # No interceptor of the loss tells it from others, as those of adapters may.
-            is_alone = call is context.orig_method
-            return self.run_block(block, path, module.path, args, kwargs, is_alone)
+            return self.run_block(block, path, module.path, args, kwargs, _interceptors(call, context))
         with self._entered_as(path, module.path):  # calls inside a block, also flax's own of the lifted function, pass
             return lifted_blocks.run(
                 module,
@@ -321,12 +320,17 @@ class Interceptor:
         root: tuple[str, ...],
         args: tuple,
         kwargs: dict,
-        is_alone: bool = False,
+        interceptors: int | None = None,
     ) -> Any:
-        """Runs a block as a function of its weights and of arrays. One that `is_alone`, without interceptors, may be alike others."""
+        """Runs a block as a function of its weights and of arrays.
+
+        One may be alike others of whose call it is known how many interceptors of the loss run, and of these what they do.
+        """
         given, names, hooks = tree.NonArrays(), list(block.known), self._how.hooks
         arrays = given.take((args, kwargs))
-        own = self._own(block, path, given) if is_alone else None
+        claims = alike.claims()[self._claims :]
+        claimed = [claim(path, block.leaves) for claim in claims] if interceptors == len(claims) else None
+        own = self._own(block, path, given, claimed) if claimed is not None else None
         result = own.kind.result if own else tree.NonArrays()
         first, last = len(arrays), len(arrays) + len(block.inputs)
         read, form = jax.tree.flatten([hook.of_block(names) for hook in hooks])
@@ -335,7 +339,7 @@ class Interceptor:
             inner_args, inner_kwargs = given.give(self._inputs(path, values[:first]))
             with contextlib.ExitStack() as around:
                 around.enter_context(self._entered_as(path, root))
-                if is_alone and self.marks is None:
+                if interceptors == 0 and self.marks is None:
                     around.enter_context(self._resting())
                 for hook, known in zip(hooks, jax.tree.unflatten(form, values[last:])):
                     around.enter_context(hook.known(known))
@@ -346,7 +350,7 @@ class Interceptor:
         return result.give(run(body, dict(block.known), [*arrays, *block.inputs, *read], self._policy_of(path), own))
 
     def _own(
-        self, block: "_LinenBlock | nnx_blocks.Block", path: str, given: tree.NonArrays
+        self, block: "_LinenBlock | nnx_blocks.Block", path: str, given: tree.NonArrays, claimed: Sequence[Hashable]
     ) -> alike.AlikeBlock | None:
         """Returns what is a block's own, of a new kind if none before is alike; None if nothing is known of others."""
         if not isinstance(block, _LinenBlock) or not block.root or block.inputs:
@@ -354,7 +358,7 @@ class Interceptor:
         found = alike.description(block.alone, block.method, block.leaves, given)
         if found is None:
             return None
-        kinds = self._kinds.setdefault((found, self._is_head(path)), [])
+        kinds = self._kinds.setdefault((found, *claimed, self._is_head(path)), [])
         kind = next((kind for kind in kinds if self._are_alike(kind.first, path)), None)
         if kind is None:
             kind = alike.AlikeBlocks(path, tree.NonArrays())
@@ -425,6 +429,16 @@ def bound(alone: nn.Module, path: tuple[str, ...], params: PyTree) -> Iterator[A
         for name in path:  # inner modules and their interceptor read their path in the model
             scope = scope.push(name)
         yield alone.clone(parent=scope)
+
+
+def _interceptors(call: Callable, context: nn.module.InterceptorContext) -> int | None:
+    """Returns how many interceptors of the loss run in a call, as those of adapters do; None if that is not known."""
+    count = 0
+    while call is not context.orig_method:
+        call, count = getattr(call, "__wrapped__", None), count + 1  # type: ignore[assignment]
+        if call is None:
+            return None
+    return count
 
 
 def _set_up(call: Callable) -> None:
