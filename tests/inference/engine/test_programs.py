@@ -69,6 +69,15 @@ def lowered(found, params):
         return found.decode.lower(*found._given(params, tokens=0), is_plain=True)
 
 
+@pytest.mark.parametrize(("slots", "named"), [(1, "tpu_custom_call|triton|mosaic"), (4, "stablehlo.dot_general")])
+def test_a_program_of_more_layers_has_no_more_text_of_them(slots, named):
+    counts = []
+    for layers in (3, 5):
+        text = lowered(*programs_of("none", slots, 1, config=dataclasses.replace(CONFIG, num_layers=layers))).as_text()
+        counts.append(len(re.findall(named, text)))
+    assert counts[0] == counts[1] > 0
+
+
 @functools.cache
 def compiled(kind, slots, ways, is_transposed=False, steps=1):
     """Returns the text of the program of `steps` tokens, and the bytes of the weights that a token reads on a device."""

@@ -1,6 +1,7 @@
 """Checks that blocks that are alike are traced once, and that the step stays what it is. This module tests zerojax.zero.blocks.alike."""
 
 import contextlib
+import functools
 import re
 from typing import Any
 
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training import train_state
+from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.zero.blocks import alike
+from zerojax.zero.blocks import alike, where_used
 from zerojax.zero.weights import gather
 
 WIDTH, LAYERS = 16, 4
@@ -55,7 +57,7 @@ def lowered(monkeypatch, claims: bool, net: nn.Module, **how):
     return step.lower(*args)
 
 
-def made(monkeypatch, claims: bool, net: nn.Module, stage: int = 3, wrap=lambda loss, params: (loss, params), **how):
+def made(monkeypatch, claims, net, stage=3, wrap=lambda loss, params: (loss, params), model=1, **how):
     """Returns the step, and its arguments."""
     monkeypatch.setattr(Layer, alike.CLAIM, claims, raising=False)
 
@@ -67,7 +69,7 @@ def made(monkeypatch, claims: bool, net: nn.Module, stage: int = 3, wrap=lambda 
     loss, params = wrap(loss_fn, jax.eval_shape(net.init, jax.random.key(0), x)["params"])
     zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)  # noqa: E731
     state = jax.eval_shape(lambda: train_state.TrainState.create(apply_fn=None, params=zeros(), tx=optax.sgd(0.1)))
-    mesh = zerojax.make_mesh(devices=jax.devices()[:4])
+    mesh = zerojax.make_mesh(model=model, devices=jax.devices()[:4])
     partition = zerojax.partition_state(state, mesh=mesh, stage=stage, min_size=1)
     how = {"blocks": r"layer_\d", "compute_dtype": jnp.bfloat16, "reduce_dtype": jnp.float32, **how}
     how["batch_specs"] = [("", zerojax.batch_sharding(mesh).spec)]  # otherwise the loss is read first
@@ -75,8 +77,8 @@ def made(monkeypatch, claims: bool, net: nn.Module, stage: int = 3, wrap=lambda 
     return step, partition.abstract_state, {"x": x, "mask": jax.ShapeDtypeStruct((8,), jnp.bfloat16)}
 
 
-def with_adapters(loss, params):
-    lora = zerojax.Lora(r=2, target_modules=["up"])
+def with_adapters(loss, params, alphas=()):
+    lora = zerojax.Lora(r=2, target_modules=["up"], alpha_pattern=dict(alphas))
     x = jnp.zeros((8, WIDTH))
     call = lambda params: Net().apply({"params": params}, x)  # noqa: E731
     add = lambda: zerojax.add_lora(jax.tree.map(lambda w: jnp.zeros(w.shape), params), lora, jax.random.key(0), call)  # noqa: E731
@@ -93,7 +95,10 @@ def with_adapters(loss, params):
         (Net(slopes=((2, 2.0),)), {}, "012"),
         (Net(), {"recompute": "layer_2/up"}, "012"),
         (Net(), {"offload": r"layer_[12]/up"}, "013"),
-        (Net(), {"wrap": with_adapters}, "0123"),
+        (Net(), {"wrap": with_adapters}, "01"),
+        (Net(), {"wrap": functools.partial(with_adapters, alphas=[("layer_2.up", 4)])}, "012"),
+        (Net(), {"model": 2, "activations": [(r"layer_\d/up", P(None, "model"))]}, "01"),
+        (Net(), {"model": 2, "activations": [(r"layer_[013]/up", P(None, "model"))]}, "012"),
     ],
 )
 def test_blocks_that_are_alike_are_traced_once_and_the_step_is_the_same(monkeypatch, net, how, once):
@@ -133,6 +138,32 @@ def test_blocks_whose_wire_notes_which_weights_are_read_are_each_traced(monkeypa
     monkeypatch.setattr(gather.Plain, "around", lambda self: contextlib.ExitStack())  # as of experts on several devices
     lowered(monkeypatch, True, Net())
     assert len(traced) == LAYERS
+
+
+def test_blocks_under_an_interceptor_that_claims_nothing_are_each_traced(monkeypatch):
+    def around(loss, params):
+        def run(*args):
+            with nn.intercept_methods(lambda call, args, kwargs, context: call(*args, **kwargs)):
+                return loss(*args)
+
+        return run, params
+
+    lowered(monkeypatch, True, Net(), wrap=around)
+    assert len(traced) == LAYERS
+
+
+@pytest.mark.parametrize(("slopes", "once"), [((), "01"), (((2, 2.0),), "012")])
+def test_forward_only_alike_blocks_are_one_function(monkeypatch, slopes, once):
+    monkeypatch.setattr(Layer, alike.CLAIM, True, raising=False)
+    net, x = Net(slopes), jax.random.normal(jax.random.key(1), (8, WIDTH))
+    params = net.init(jax.random.key(0), x)["params"]
+    apply = lambda params, x, mask: net.apply({"params": params}, x, mask)  # noqa: E731
+    run, mask = jax.jit(where_used.forward_only(apply, {}, blocks=r"layer_\d")), jnp.linspace(0, 1, 8)
+    traced.clear()
+    text = run.lower(params, x, mask).as_text()
+    assert sorted(traced) == [f"layer_{number}" for number in once]
+    assert text.count("stablehlo.dot_general") == 2 * len(once)
+    assert jnp.array_equal(run(params, x, mask), jax.jit(apply)(params, x, mask))
 
 
 class Unhashable(float):
