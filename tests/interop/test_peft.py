@@ -296,6 +296,62 @@ def test_merged_weights_give_the_logits_of_the_adapters(tmp_path, kind):
     np.testing.assert_allclose(plain.apply(plain.params, batch), known["logits"], atol=LOGITS, rtol=0)
 
 
+# name -> the ends of names that get adapters by default
+USUAL = {
+    "qwen3next": ("in_proj_qkvz", "out_proj", "q_proj", "v_proj"),
+    "qwen35": ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "v_proj"),
+    "granitehybrid": ("in_proj", "out_proj", "q_proj", "v_proj"),
+    "nemotronh": ("in_proj", "k_proj", "o_proj", "q_proj", "v_proj"),
+    "lfm2": ("in_proj", "out_proj", "q_proj", "v_proj"),
+    "llama4": ("q_proj", "v_proj"),
+    "gemma3n": ("q_proj", "v_proj"),
+    "gemma4": ("q_proj", "v_proj"),
+    "mamba2": ("in_proj",),
+}
+
+
+@pytest.mark.filterwarnings("ignore:lora.target_modules. mean out_proj, whose adapters PEFT refuses:UserWarning")
+@pytest.mark.parametrize(
+    "name, wanted",
+    [pytest.param(name, None, marks=() if name in ("lfm2", "mamba2") else runs.LONG) for name in USUAL]
+    + [pytest.param(name, "all-linear", marks=runs.LONG) for name in USUAL],
+)
+def test_adapters_of_newer_families_are_named_as_transformers_modules_and_merge(tmp_path, name, wanted):
+    """What was compared with PEFT 0.21 itself, apart from the numbers: it reads such a folder, and computes these logits."""
+    folder, random = golden_models.FOLDER / name, np.random.default_rng(0)
+    lora = zerojax.Lora(r=2, alpha=8, target_modules=wanted)
+    loaded = zerojax.load_huggingface(folder, stage=3, min_size=64, lora=lora)
+
+    def drawn(path, leaf):
+        is_b = jax.tree_util.keystr(path).endswith("lora_b']")
+        return jax.device_put(random.normal(0, 0.1, leaf.shape).astype(leaf.dtype), leaf.sharding) if is_b else leaf
+
+    params = jax.tree_util.tree_map_with_path(drawn, loaded.params)
+    zerojax.export_adapter(params, loaded, tmp_path / "adapter")
+    source, header = folder_lib.open_folder(folder), tensor_files.read_header(tmp_path / "adapter" / peft.WEIGHTS)
+    known = {name.removesuffix(".weight") for name in source.entries if name.endswith(".weight")}
+    modules = {re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)[1] for name in header}
+    assert modules <= known
+    told = json.loads((tmp_path / "adapter" / peft.CONFIG).read_text())["target_modules"]
+    assert wanted or tuple(told) == USUAL[name]
+    around = {name[: match.start()] for name in known for match in re.finditer(r"\.", name)}
+    meant = {name for name in known | around if any(name == end or name.endswith(f".{end}") for end in told)}
+    assert meant == modules
+    adapter = peft.open_adapter(tmp_path / "adapter", source.family, source.model)
+    merged.export(source, adapter, tmp_path / "merged")
+    plain, batch = zerojax.load_huggingface(tmp_path / "merged", stage=0), golden_models.batch(name)
+    logits = [np.asarray(jax.jit(one.apply)(own, batch)) for one, own in ((plain, plain.params), (loaded, params))]
+    seen = batch["attention_mask"] > 0
+    np.testing.assert_allclose(logits[0][seen], logits[1][seen], atol=LOGITS, rtol=0)
+    assert np.abs(logits[1] - golden_models.expected(name)["logits"])[seen].max() > 100 * LOGITS
+
+
+def test_adapters_that_peft_refuses_are_told():
+    loaded = golden_models.load("mamba2", 0)
+    with pytest.warns(UserWarning, match=r"^lora.target_modules: mean out_proj, .* set lora.exclude_modules=out_proj"):
+        peft.choose(zerojax.Lora(target_modules="all-linear"), loaded.family, loaded.config)
+
+
 def test_an_adapter_of_a_tied_embedding_is_read_where_it_is_looked_up_and_cannot_be_merged(tmp_path):
     folder = golden_models.FOLDER / "qwen2" / "dora"
     source = folder_lib.open_folder(folder.parent)

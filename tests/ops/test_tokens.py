@@ -1,6 +1,7 @@
 """Checks what models call whose tokens may be sharded. This module tests zerojax.ops.tokens."""
 
 import contextlib
+import functools
 
 import arrays
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.ops import attention, context_attention, tokens
+from zerojax.ops import attention, context_attention, recurrence, tokens
 
 WAYS, LENGTH, HEADS, WIDTH = 4, 16, 4, 8
 
@@ -110,3 +111,48 @@ def test_a_model_that_knows_no_parts_is_refused_on_them_and_runs_on_whole_rows()
         UserError, match=r"^attention: tokens are sharded over `context`, and the model counts positions"
     ):
         run(False)
+
+
+@pytest.mark.parametrize(
+    "groups, heads, ways, context", [(1, 4, 4, 2), (2, 8, 4, 1), (3, 12, 2, 2), (4, 4, 2, 2), (3, 3, 2, 2)]
+)
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_heads_of_a_recurrence_on_devices_are_those_of_one(groups, heads, ways, context, is_delta):
+    """Groups of keys that devices share, have several of, or have parts of; and heads that they do not divide."""
+    random = np.random.default_rng(0)
+    normal = lambda *shape: random.normal(size=shape).astype(np.float32)  # noqa: E731
+    keys = (normal(2, LENGTH, groups, 3) for _ in range(2))
+    beta = 1 / (1 + np.exp(-normal(2, LENGTH, heads))) if is_delta else None
+    terms = recurrence.Terms(*keys, normal(2, LENGTH, heads, 5), -np.exp(normal(2, LENGTH, heads) - 1), beta)
+    segments, mesh = np.arange(LENGTH)[None].repeat(2, axis=0) // 6, mesh_lib.make_mesh(context=context, model=ways)
+    way = context_attention.Way("gather", "contiguous", "") if context > 1 else None
+
+    def gradients(way, terms, segments):
+        recur = lambda terms: tokens.recur(terms, None, way=way, segments_BT=segments)[0]  # noqa: E731
+        y, pull = jax.vjp(recur, terms)
+        return y, pull(jnp.sin(y))
+
+    rows = P("data", "context")
+    cut = jax.shard_map(
+        functools.partial(gradients, way),
+        mesh=mesh,
+        in_specs=rows,
+        out_specs=rows,
+        axis_names=mesh_lib.manual(mesh),
+        check_vma=False,
+    )
+    found, wanted = jax.jit(cut)(terms, segments), gradients(None, terms, segments)
+    for own, true in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(own, true, rtol=0, atol=1e-5 * max(1, np.abs(true).max()))
+
+
+@pytest.mark.parametrize("what", ["recurrence", "convolution"])
+def test_parts_of_rows_without_a_way_are_refused(what):
+    mesh = mesh_lib.make_mesh(data=1, context=8)
+    terms = recurrence.Terms(*(jnp.ones((1, 8, 1, 2)),) * 3, jnp.zeros((1, 8, 1)))
+    run = {
+        "recurrence": lambda: tokens.recur(terms, None, way=None),
+        "convolution": lambda: tokens.convolve([jnp.ones((1, 8, 2))], jnp.ones((4, 2)), way=None),
+    }[what]
+    with pytest.raises(UserError, match=rf"^{what}: tokens are sharded over `context`"):
+        jax.eval_shape(jax.shard_map(lambda: run()[0], mesh=mesh, in_specs=(), out_specs=P(), check_vma=False))

@@ -87,6 +87,13 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: ModelConfig) -
     own = (tensor for tensor in layout.tensors(family, model) if family_lib.EXPERT not in tensor.name)
     names = {tensor.path: tensor.name.rpartition(".")[0] for tensor in own}
     chosen = targets.choose(lora, linear(family, model), names, names)
+    adapted = {name.rpartition(".")[2] for path in chosen.adapted for name in chosen.linear[path].names}
+    if refused := ", ".join(sorted(adapted & {*family.huggingface.refused})):
+        warnings.warn(
+            f"lora.target_modules: mean {refused}, whose adapters PEFT refuses to read in this model; merge them (zerojax merge), or set "
+            f"lora.exclude_modules={refused}",
+            stacklevel=2,
+        )
     return dataclasses.replace(chosen, carried=_saved_with_adapter(chosen))
 
 
@@ -511,6 +518,9 @@ def config_of(
     if lora.rslora and any(chosen.linear[path].is_experts for path in chosen.adapted):
         lora = _without_rslora(lora)
     parameters = [chosen.linear[path].name for path in chosen.adapted if path not in modules]
+    # Modules around others, such as layers, are called by numbers as some linear ones are
+    around = {name.rpartition(".")[0] for name in _names(modules, modules)}
+    around |= {name.rpartition(".")[0] for name in around}
     return {
         "peft_type": "LORA",
         "task_type": task_type(family, model),
@@ -518,7 +528,7 @@ def config_of(
         "r": lora.r,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": list(settings.shortest_ends(_names(modules, adapted), _names(modules, others))),
+        "target_modules": list(settings.shortest_ends(_names(modules, adapted), [*_names(modules, others), *around])),
         **({"target_parameters": list(targets.ends(parameters, chosen.linear))} if parameters else {}),
         "exclude_modules": None,
         "use_rslora": lora.rslora,

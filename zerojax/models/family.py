@@ -81,6 +81,7 @@ class HuggingFace:
         "" for none.
       renamed: pairs (regex in a name of a tensor, what it is now), for names in old files.
       adapted: (config) -> the ends of names of the modules that get adapters by default, as in PEFT.
+      refused: the last parts of names of linear modules whose adapters PEFT does not read.
       parameters: (config) -> {path of weights of a mixture that get one adapter: (their name in transformers, our paths)}. Experts are
         stacked there and the router is no linear module, so PEFT adapts them as `target_parameters`.
       saved: the ends of names of the modules that are trained in full beside adapters, as in PEFT.
@@ -104,6 +105,7 @@ class HuggingFace:
     unused: Callable[[Mapping[str, Any]], str] = lambda raw: ""
     further: Callable[[Mapping[str, Any]], str] = lambda raw: ""
     renamed: tuple[tuple[str, str], ...] = ()
+    refused: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
     prefix: str = ""
     outside: tuple[str, ...] = ()

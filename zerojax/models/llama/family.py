@@ -320,8 +320,24 @@ def _further(raw: Mapping[str, Any]) -> str:
 
 
 def _adapted(config: LlamaConfig) -> tuple[str, ...]:
+    """Returns PEFT's default targets. For layers that have a recurrence it has none: these are their projections but those of gates."""
+    layers, found = range(config.num_layers), dict[str, None]()
+    if any(map(config.attends, layers)):
+        found = dict.fromkeys(_adapted_in_attention(config))
+    if any(map(config.is_recurrent, layers)):
+        shape = config.recurrent
+        names = ("in_proj",)
+        if isinstance(shape, delta.Delta):
+            names = ("in_proj_qkvz",) if shape.is_fused else ("in_proj_qkv", "in_proj_z")
+        found |= dict.fromkeys((*names, *(() if config.model_type == "nemotron_h" else ("out_proj",))))
+    return tuple(found)
+
+
+def _adapted_in_attention(config: LlamaConfig) -> tuple[str, ...]:
     if config.heads.latent is not None:
         return ("q_b_proj" if config.heads.latent.query_rank else "q_proj", "kv_b_proj")
+    if config.model_type == "nemotron_h":
+        return "q_proj", "k_proj", "v_proj", "o_proj"
     return ("qkv_proj",) if config.heads.is_fused else ("q_proj", "v_proj")
 
 
@@ -416,6 +432,9 @@ NEMOTRON = dataclasses.replace(
     FAMILY,
     presets=published.NEMOTRON,
     huggingface=dataclasses.replace(
-        FAMILY.huggingface, architectures={"nemotron_h": ROWS["nemotron_h"].classes}, prefix="backbone."
+        FAMILY.huggingface,
+        architectures={"nemotron_h": ROWS["nemotron_h"].classes},
+        prefix="backbone.",
+        refused=("out_proj",),
     ),
 )

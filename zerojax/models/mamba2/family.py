@@ -119,6 +119,7 @@ FAMILY = family.Family(
         write=_write,
         read=_read,
         adapted=lambda config: ("in_proj",),
+        refused=("out_proj",),
         copies=lambda raw: {HEAD: EMBED} if raw.get("tie_word_embeddings") else {},
         renamed=((r"backbone\.embedding\.", "backbone.embeddings."),),
         prefix="backbone.",
