@@ -123,6 +123,14 @@ def test_a_prompt_that_goes_on_from_an_answer_reads_all_of_it_but_the_last_token
         assert again.reused == len(begin) + len(first.tokens) - 1, settings
 
 
+def test_a_prompt_of_a_recurrent_model_that_goes_on_from_an_answer_is_read_from_its_beginning():
+    own = engine_lib.Engine(golden_models.load("mamba2", 0), slots=1, max_len=LENGTH, chunk=16)
+    prompt = np.random.default_rng(0).integers(8, 61, 20).tolist()
+    [first] = own.generate([prompt], max_tokens=8, ignores_end=True)
+    [again] = own.generate([[*prompt, *first.tokens[:4]]], max_tokens=4, ignores_end=True)
+    assert again.reused == 0 and again.tokens == first.tokens[4:]
+
+
 def test_what_a_slot_holds_is_read_by_others_while_its_answer_grows_and_after_it_was_cancelled():
     own, random = adapted_engine(), np.random.default_rng(1)
     begin, other = (random.integers(8, 61, 20).tolist() for _ in range(2))

@@ -32,6 +32,10 @@ PRESETS = {"gemma4_test": 4, "gemma3n_test": 4, "llama4_test": 2}  # with number
         {"zero__stage": 1, "mesh__pipe": 2, "grad_accum": 2},
     )),
     *(pytest.param(name, {"zero__stage": 3, "mesh__context": 2}, marks=runs.LONG) for name in ("gemma4_test", "gemma3n_test")),
+    *(
+        pytest.param(name, {"zero__stage": 3, "model__by_columns": "layer_inputs/embed"}, marks=runs.LONG)
+        for name in ("gemma4_test", "gemma3n_test")
+    ),
     pytest.param("llama4_test", {"zero__stage": 3, "mesh__expert": 2, "reduce_dtype": "fp32"}, marks=runs.LONG),
 ])  # fmt: skip
 def test_losses_and_norms_of_gradients_are_those_of_stage_0(name, changed):
