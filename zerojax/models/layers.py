@@ -138,7 +138,7 @@ class ShortConvolution(nn.Module):
     way: context_attention.Way | None = None
 
     @nn.compact
-    def __call__(self, *parts: jax.Array, **given: Any) -> tuple[list[jax.Array], jax.Array | None]:
+    def __call__(self, *parts: jax.Array, **given: Any) -> tuple[list[jax.Array], Any]:
         """Returns the results of parts of the channels, each float[B, T, its channels], and the inputs that a later call needs."""
         bound, channels = self.window**-0.5, sum(part.shape[-1] for part in parts)
         drawn = lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)  # noqa: E731

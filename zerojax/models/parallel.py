@@ -38,7 +38,7 @@ RECURRENT: Table = (
     (r"/convolution/in_proj/bias", (None, "model")),
     (r"/convolution/(conv/|out_proj/(kernel|lora_a))", ("model",)),
 )
-OF_RECURRENT: Table = (
+OF_RECURRENT: tuple[tuple, ...] = (
     (r".*/(delta|mamba|mixer)/(qkvz|ba|keys|z|b|a|in_proj|norm)", (None, None, "model")),
     (r".*/convolution/in_proj", (None, None, None, "model")),
     (r".*/(delta|mamba|mixer|convolution)/conv", (None, None, "model")),

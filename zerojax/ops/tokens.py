@@ -128,7 +128,7 @@ def convolve(
     way: context_attention.Way | None,
     segments_BT: jax.Array | None = None,
     counts_B: jax.Array | None = None,
-) -> tuple[list[jax.Array], jax.Array | None]:
+) -> tuple[list[jax.Array], Any]:
     """Returns what `short_convolution.convolve` does of parts of the channels, with a bias, and the last inputs of all.
 
     Where the compiler shards channels, each part is sharded alone, so none is computed of all parts together.
@@ -144,7 +144,7 @@ def convolve(
     assert way is None or (before_BWC is None and way.order == "contiguous"), "a part of a row"
     ends = list(itertools.accumulate(part.shape[-1] for part in parts))[:-1]
 
-    def of_some(x: jax.Array, kernel: jax.Array, bias: Any, before: Any) -> tuple[jax.Array, jax.Array | None]:
+    def of_some(x: jax.Array, kernel: jax.Array, bias: Any, before: Any) -> tuple[jax.Array, Any]:
         if way is None:
             y, last = short_convolution.convolve(x, kernel, before, segments_BT=segments_BT, counts_B=counts_B)
         else:

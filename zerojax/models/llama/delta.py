@@ -8,7 +8,7 @@ Shapes: B batch, T length, D embed, G groups, H heads of values, K width of a ke
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -109,7 +109,7 @@ class GatedDelta(nn.Module):
         return out(y_BTHV.astype(x_BTD.dtype)), None if past is None else (state, inputs)
 
     @nn.nowrap
-    def _projected(self, x_BTD: jax.Array) -> tuple[list[jax.Array], jax.Array, jax.Array, jax.Array]:
+    def _projected(self, x_BTD: jax.Array) -> tuple[Any, ...]:
         """Returns queries, keys and values before the convolution, and gates, betas and decays, each float[B, T, ...]."""
         s = self.shape
         if not s.is_fused:

@@ -326,7 +326,7 @@ def _adapted(config: LlamaConfig) -> tuple[str, ...]:
         found = dict.fromkeys(_adapted_in_attention(config))
     if any(map(config.is_recurrent, layers)):
         shape = config.recurrent
-        names = ("in_proj",)
+        names: tuple[str, ...] = ("in_proj",)
         if isinstance(shape, delta.Delta):
             names = ("in_proj_qkvz",) if shape.is_fused else ("in_proj_qkv", "in_proj_z")
         found |= dict.fromkeys((*names, *(() if config.model_type == "nemotron_h" else ("out_proj",))))
