@@ -2,7 +2,7 @@
 
     python -m zerojax.train --config configs/embed_tiny.py --workdir runs/embed_tiny
 
-Devices: any number that divides 32; without an accelerator 2 CPU devices are emulated. Result: nearest in runs/embed_tiny/metrics.jsonl, the
+Devices: any number that divides 32; without an accelerator 2 CPU devices are emulated. Result: nearest in metrics.jsonl, the
 share of queries whose own text is the nearest of the batch, rises to 1.0, and the held-out loss falls below 0.1, in ten seconds on two
 cores.
 """

@@ -353,7 +353,7 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     if pairs is not None and config.data.task == tasks.GRPO:
         rollouts = rollouts_lib.Rollouts(program, tokenizer, pairs, streams, say)
     if program.weights.teacher is not None:
-        teacher.check_tokenizer(program.weights.teacher, tokenizer)
+        teacher.check_tokenizer(program.weights.teacher.tokenized_by, tokenizer)
         rollouts = lessons.Lessons(program, tokenizer, pairs, streams, say)
     saver = checkpointer.Checkpointer(
         folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best, run_id=processes.run_id()

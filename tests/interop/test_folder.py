@@ -126,9 +126,9 @@ CONFIGS = {
     "model_type ['llama'] is not an architecture": ("llama", {"model_type": ["llama"]}),
     "architecture 5 is not one": ("llama", {"architectures": 5}),
     "num_hidden_layers: must be at most 100000, and is 1000000000": ("llama", {"num_hidden_layers": 10**9}),
-    "architecture 'LlamaForSequenceClassification' is not one": (
+    "architecture 'LlamaForTokenClassification' is not one": (
         "llama",
-        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": ["LlamaForTokenClassification"]},
     ),
     "has quantization_config": ("llama", {"quantization_config": {"bits": 4}}),
     "rope_parameters: rope_type: must be one of default, linear, llama3, yarn, dynamic, longrope, and is 'su'": (

@@ -43,6 +43,6 @@ def opened(texts_file, teacher_folder, devices=4, **changes):
         config = runs.config(**{**task, **changes})
         found = examples.load(config, *model_lib.family_of(config), BYTES, "")
         built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
-        teacher.check_tokenizer(built.weights.teacher, BYTES)
+        teacher.check_tokenizer(built.weights.teacher.tokenized_by, BYTES)
         streams = program.open_feed(built, BYTES, "", found)
         return built, lessons.Lessons(built, BYTES, found, streams)

@@ -42,7 +42,7 @@ def make_embedder(
     """
     errors.one_of("pooling", pooling, contrastive.OF_DECODERS)
     if not hasattr(config, "output"):
-        raise UserError("embedder: the model is no decoder that gives states; choose Llama or a relative")
+        raise UserError("embedder: the model is no decoder that gives states; choose another model")
     headless = dataclasses.replace(config, output=family_lib.STATES)
 
     def vectors(params: PyTree, inputs: dict[str, jax.Array]) -> jax.Array:

@@ -276,7 +276,7 @@ class Head(nn.Module):
 
 
 BESIDE, DRAWS, SCORED = "beside", "draws", "scored"  # of `by_token`
-_LOSSES = {
+_LOSSES: Mapping[bool | str, Callable[..., Any]] = {
     False: losses.one_pass_cross_entropy,
     True: losses.token_losses,
     BESIDE: losses.one_pass_and_terms,

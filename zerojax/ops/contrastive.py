@@ -50,7 +50,7 @@ def info_nce(
     """
     axes, (count, beside, width) = mesh_lib.around(mesh_lib.SUMMED), texts.shape
     flat, known = texts.reshape(count * beside, width), jnp.repeat(counts, beside)
-    first = 0
+    first: jax.Array | int = 0
     if axes:
         flat, known = (jax.lax.all_gather(array, axes, tiled=True) for array in (flat, known))
         first = jax.lax.axis_index(axes) * count * beside

@@ -77,15 +77,15 @@ def by_token(
             "by_columns: a divergence reads all logits of a token, and needs the gathered kernel; omit by_columns"
         )
     kernel, diverge = student.kernel.astype(jnp.float32), KINDS[kind]
-    fixed, shape = jax.tree.map(jax.lax.stop_gradient, (teacher.kernel, teacher.bias)), student.labels.shape
+    shape, fixed, bias = student.labels.shape, jax.lax.stop_gradient(teacher.kernel), teacher.bias
 
     @jax.checkpoint
     def one_chunk(kernel: jax.Array, h: jax.Array, y: jax.Array, other: jax.Array) -> tuple[jax.Array, ...]:
         own = losses.logits_of(h, kernel.astype(h.dtype), student.bias, student.cap)
-        wanted = losses.logits_of(other, *fixed, teacher.cap)
-        logs = [jax.nn.log_softmax(logits / temperature) for logits in (wanted, own)]
+        wanted = losses.logits_of(other, fixed, bias, teacher.cap)
+        of_teacher, of_student = (jax.nn.log_softmax(logits / temperature) for logits in (wanted, own))
         entropies = (jax.lax.stop_gradient(losses.terms_of(logits, y)) for logits in (own, wanted))
-        return diverge(*logs, share), *entropies
+        return diverge(of_teacher, of_student, share), *entropies
 
     count = -(-student.labels.size // chunk_tokens)
     h, y = chunks.cut(student.hidden, student.labels, count)

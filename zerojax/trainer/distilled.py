@@ -29,10 +29,9 @@ def loss(
 
     def of_labels(params: PyTree, batch: Mapping[str, jax.Array], *keys: jax.Array) -> tuple[Any, dict[str, Any]]:
         read = {name: array for name, array in batch.items() if name != teacher_lib.KEY}
-        student = family.loss(model, params, read, *keys, by_token=layers.SCORED)
+        student: Any = family.loss(model, params, read, *keys, by_token=layers.SCORED)
         other = teacher.scored(batch[teacher_lib.KEY], params[teacher_lib.KEY])
-        how = {"share": chosen.share, "temperature": chosen.temperature}
-        terms = divergences.by_token(student, other, chosen.loss, **how)
+        terms = divergences.by_token(student, other, chosen.loss, share=chosen.share, temperature=chosen.temperature)
         shape = student.labels.shape
         counts = (parts.labeled(batch) > 0 if "labeled" in batch else jnp.ones(shape)).astype(jnp.float32)
 

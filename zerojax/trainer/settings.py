@@ -465,8 +465,8 @@ class GrpoSettings:
     """What is learned of the model's own answers, the task "grpo" (docs/fine_tuning.md)."""
 
     reward: str = setting("exact", ANY,
-        'of an answer: "exact" (the label), "letters" (the share of its letters), "regex" (the label is one), or "module:function" of '
-        "(prompt, answer, label)")
+        'of an answer: "exact" (the label), "letters" (the share of its letters), "regex" (the label is one), "module:function" of '
+        "(prompt, answer, label), or the folder of a reward model")
     group: int = setting(8, POSITIVE.at_least(2, "an answer is compared with others to its prompt"),
         "answers to a prompt; config.global_batch_size counts answers")
     inner_steps: int = setting(1, POSITIVE, "steps on the same answers")

@@ -104,6 +104,11 @@ class Teacher:
         return found["params"]
 
     @property
+    def tokenized_by(self) -> "folder_lib.Folder | str":
+        """Returns what has its tokenizer, for `check_tokenizer`."""
+        return self.source if isinstance(self.source, folder_lib.Folder) else self.config.data.tokenizer
+
+    @property
     def fingerprint(self) -> str:
         """Returns what tells it apart from another."""
         if isinstance(self.source, folder_lib.Folder):
@@ -143,16 +148,16 @@ def open_teacher(config: settings_lib.Config, family: family_lib.Family, model: 
     return found
 
 
-def check_tokenizer(found: Teacher, tokenizer: tokenizer_lib.Tokenizer) -> None:
-    """Raises a UserError if the teacher's folder has a tokenizer with other ids than the run's."""
-    other = found.config.data.tokenizer
-    if isinstance(found.source, folder_lib.Folder):
-        own = pathlib.Path(found.source.path) / huggingface.TOKENIZER
+def check_tokenizer(source: "folder_lib.Folder | str", tokenizer: tokenizer_lib.Tokenizer, place: str = PLACE) -> None:
+    """Raises a UserError that begins with `place` if a model's folder, or a file, has a tokenizer with other ids than the run's."""
+    other = source
+    if isinstance(source, folder_lib.Folder):
+        own = pathlib.Path(source.path) / huggingface.TOKENIZER
         other = str(own) if own.is_file() else ""
-    if other and tokenizer_lib.load_tokenizer(other).file(begins=True) != tokenizer.file(begins=True):
+    if other and tokenizer_lib.load_tokenizer(str(other)).file(begins=True) != tokenizer.file(begins=True):
         raise UserError(
-            f"{PLACE}: {found.config.distill.teacher} has another tokenizer than this run, so the same ids are other words; set "
-            f"--config.data.tokenizer={other}, or name another teacher"
+            f"{place}: that model has another tokenizer than this run, so the same ids are other words; set "
+            f"--config.data.tokenizer={other}, or name another model"
         )
 
 

@@ -127,7 +127,7 @@ class Texts(Pairs):
     """
 
     def __init__(self, several: Sequence[Sequence[tasks.Example]], form: tasks.RowForm):
-        super().__init__(*several[:2], form)
+        super().__init__(several[0], several[1], form)
         self.answers = [Rows(examples, form, packs=False) for examples in several]
         self.reference = np.zeros((len(self), len(several)), np.float32)
 

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax import display, tree
 from zerojax.data import batches, feed
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import rows, splits, tasks
@@ -18,11 +17,8 @@ from zerojax.models import layers
 from zerojax.trainer import examples
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import teacher as teacher_lib
-from zerojax.trainer.tuning import drawing, rollouts
+from zerojax.trainer.tuning import beside, drawing, rollouts
 from zerojax.tree import PyTree
-from zerojax.zero import stages
-from zerojax.zero.blocks import tensor_parallel
-from zerojax.zero.gradients import forward_only
 
 _OWN = 2306_13649  # makes the choice of steps differ from other draws with the same seed and step
 
@@ -108,20 +104,13 @@ def _states(program: program_lib.Program, tell: Callable[[str], object]) -> Call
     teacher, config, mesh = program.weights.teacher, program.config, program.mesh
     assert teacher is not None
     dtype, family = config.policy.compute_dtype, teacher.family
-    model, abstract = teacher.on_devices(mesh, dtype), {"params": teacher.abstract(dtype)}
-    shapes = {path: leaf.shape for path, leaf in tree.flatten(abstract)}
-    overrides, _ = tensor_parallel.overrides(family.parallel.weights, shapes, mesh)
-    how: dict[str, Any] = {"mesh": mesh, "stage": config.zero.stage, "min_size": config.zero.min_size}
-    partition = stages.partition_state(abstract, overrides=overrides, **how)
-    placed = partition.abstract_state["params"]
-    taken = sum(map(tree.shard_bytes, jax.tree.leaves(placed)))
-    tell(f"the teacher takes {display.human(taken)} on each device, beside the state")
-    params = teacher.read(placed)
+    model = teacher.on_devices(mesh, dtype)
 
     def of_rows(params: PyTree, batch: Mapping[str, jax.Array]) -> jax.Array:
         return family.loss(model, params, batch, by_token=layers.SCORED).hidden  # type: ignore[attr-defined]
 
-    by_row = forward_only.by_row(of_rows, partition, compute_dtype=dtype, blocks=family.blocks, heads="")
+    how: dict[str, Any] = {"read": teacher.read, "function": of_rows, "tell": lambda line: tell(f"the teacher {line}")}
+    by_row, params = beside.opened(program, family, teacher.abstract(dtype), **how)
 
     def of_batch(params: PyTree, batch: feed.Batch) -> jax.Array:
         if program.sizes.grad_accum == 1:

@@ -29,7 +29,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import examples, rewarded
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.tuning import answers, conversations, drawing
+from zerojax.trainer.tuning import answers, conversations, drawing, values
 from zerojax.tree import PyTree
 from zerojax.zero.offload import fetched_params
 
@@ -41,7 +41,8 @@ def check(config: settings_lib.Config, pairs: splits.Splits) -> None:
       UserError: groups do not divide the batch, a prompt with its answer is longer than a row, or there is no such reward.
     """
     config_lib.batch_sizes(config, mesh_lib.ways(mesh_lib.make_mesh(**vars(config.mesh))))
-    rewards.find(config.grpo.reward)
+    if not values.is_folder(config.grpo.reward):
+        rewards.find(config.grpo.reward)
     if config.grpo.environment:
         environments.find(config.grpo.environment)
         if pairs.form.is_encoder_decoder or jax.process_count() > 1:
@@ -78,7 +79,8 @@ class Rollouts:
         streams: feed.Feed,
         tell: Callable[[str], object] = lambda line: None,
     ):
-        self._reward = rewards.find(program.config.grpo.reward)
+        name = program.config.grpo.reward
+        self._values = values.open_model(program, tokenizer, tell) if values.is_folder(name) else None
         self._program, self._tokenizer, self._pairs, self._streams = program, tokenizer, pairs, streams
         self._special = examples.special_tokens(program.family, program.weights.source, tokenizer, pairs.stops)
         self._prompts = list(tasks.prompts(pairs.train.examples, pairs.form))
@@ -119,17 +121,11 @@ class Rollouts:
         talks = conversations.run(self._drawer, prompts, texts, number * count, self._rules)
         self._drawer.release()
         clock.lap("rollout_seconds")
-        labels = [self._pairs.train.examples[index].answer.strip() for index in numbers]
-        scores = np.zeros(count, np.float32)
-        if processes.is_primary():
-            for row, (talk, text, label) in enumerate(zip(talks, texts, labels)):
-                own = rewards.score(self._reward, config.grpo.reward, text, talk.messages[-1]["content"], label)
-                scores[row] = own + talk.reward
-        scores = np.asarray(multihost_utils.broadcast_one_to_all(scores))
-        clock.lap("reward_seconds")
         by_row = rows.Rows([self._example(talk) for talk in talks], self._pairs.form, packs=False)
         arrays = [by_row.arrays(row) for row in range(count)]
         batch = {name: np.stack([one[name] for one in arrays]) for name in arrays[0]}
+        scores = self._scores(talks, texts, numbers, batch)
+        clock.lap("reward_seconds")
         batch |= {
             rewarded.DRAWN: _bits(_drawn(talks, self._program.lengths[rewarded.DRAWN], begins_at_answer=self._is_pair)),
             rewarded.REWARD: _bits(scores[:, None]),
@@ -139,6 +135,24 @@ class Rollouts:
         clock.lap("log_prob_seconds")
         self.told = self._told(talks, clock)
         return made
+
+    def _scores(
+        self,
+        talks: Sequence[conversations.Conversation],
+        texts: Sequence[str],
+        numbers: Sequence[int],
+        batch: Mapping[str, np.ndarray],
+    ) -> np.ndarray:
+        """Returns the reward of each conversation, the same on all processes: float32[answers]."""
+        if self._values is not None:
+            return self._values(batch) + np.array([talk.reward for talk in talks], np.float32)
+        scores, name = np.zeros(len(talks), np.float32), self._program.config.grpo.reward
+        if processes.is_primary():
+            reward = rewards.find(name)
+            for row, (talk, text, index) in enumerate(zip(talks, texts, numbers)):
+                label = self._pairs.train.examples[index].answer.strip()
+                scores[row] = rewards.score(reward, name, text, talk.messages[-1]["content"], label) + talk.reward
+        return np.asarray(multihost_utils.broadcast_one_to_all(scores))
 
     def _told(self, talks: Sequence[conversations.Conversation], clock: "_Clock") -> dict[str, float]:
         """Returns the metrics of a batch that the host knows."""

@@ -1,0 +1,84 @@
+"""Checks rewards by a model's folder. This module tests zerojax.trainer.tuning.values and beside."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from zerojax.data import tokenizer
+from zerojax.errors import UserError
+from zerojax.interop import pretrained
+from zerojax.trainer import examples, program, results, rewarded
+from zerojax.trainer import model as model_lib
+from zerojax.trainer import state as state_lib
+from zerojax.trainer.tuning import answers, rollouts
+
+BYTES = tokenizer.load_tokenizer("bytes")
+TASK = {
+    "data__task": "grpo",
+    "data__answer": "{label}",
+    "data__answer_len": 4,
+    "seq_len": 16,
+    "global_batch_size": 8,
+    "grpo__group": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [{"text": "ab"[: i % 2 + 1] + str(i), "label": str(i), "rejected": "x"} for i in range(5)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory, prompts_file):
+    """Returns the export of a reward model with two layers."""
+    config = runs.config(data__task="reward", data__train_file=prompts_file, model__num_layers=2, seed=3, seq_len=40)
+    built = program.build(config, tokenizer_vocab=320, devices=jax.devices()[:1])
+    folder = tmp_path_factory.mktemp("reward")
+    results.export(built, state_lib.first(built), folder, BYTES)
+    return folder
+
+
+def opened(prompts_file, reward, devices=4, **changes):
+    with runs.on_devices(devices):
+        config = runs.config(**{**TASK, "data__train_file": prompts_file, "grpo__reward": str(reward), **changes})
+        found = examples.load(config, *model_lib.family_of(config), BYTES, "")
+        rollouts.check(config, found)
+        built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
+        streams = program.open_feed(built, BYTES, "", found)
+        return built, rollouts.Rollouts(built, BYTES, found, streams)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"zero__stage": 3, "zero__min_size": 0, "grad_accum": 2}, {"zero__stage": 0}], ids=str
+)
+def test_rewards_are_the_values_of_whole_texts_by_that_model(prompts_file, reward_folder, cache_dir, changes):
+    built, asked = opened(prompts_file, reward_folder, **changes)
+    state = state_lib.first(built)
+    batch = {name: np.asarray(array).reshape(8, -1) for name, array in asked.next(1, state.params).items()}
+    loaded = pretrained.load_huggingface(reward_folder, dtype=np.float32)
+    ends = [np.flatnonzero(row)[-1] + 1 for row in batch["labeled"]]
+    ids, mask = answers.padded([row[:end] for row, end in zip(batch["tokens"], ends)], 8, 17)
+    wanted = loaded.classifier()(loaded.params, ids, mask)[:, 0]
+    found = batch[rewarded.REWARD].view(np.float32)[:, 0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    assert len(set(found.tolist())) > 3
+    _, metrics = built.train_step(state, asked.next(1, state.params))
+    np.testing.assert_allclose(metrics["reward"], wanted.mean(), rtol=1e-3)
+
+
+def test_a_folder_that_values_no_texts_and_a_student_that_is_no_decoder_are_refused(
+    prompts_file, reward_folder, tmp_path
+):
+    built = program.build(runs.config(), tokenizer_vocab=320, devices=jax.devices()[:1])
+    results.export(built, state_lib.first(built), tmp_path / "plain", BYTES)
+    for reward, changes in ((tmp_path / "plain", {}), (reward_folder, {"model__preset": "t5_test"})):
+        with pytest.raises(UserError, match=r"config.grpo.reward: .* gives texts no values, or this run's"):
+            opened(prompts_file, reward, **changes)
+    with pytest.raises(UserError, match=r"config.grpo.reward: "):
+        opened(prompts_file, tmp_path)

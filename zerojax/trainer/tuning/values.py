@@ -1,0 +1,77 @@
+"""Rewards by a reward model. This module values the answers of a model in training by a folder's, on their tokens.
+
+The folder is that of a class of transformers with one label, such as a run of the task `reward` exports. Its weights are sharded as the
+stage says, and gathered block by block, in a program without a backward pass.
+"""
+
+import functools
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import errors
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.errors import UserError
+from zerojax.inference import generate
+from zerojax.interop import folder as folder_lib
+from zerojax.models import family as family_lib
+from zerojax.trainer import program as program_lib
+from zerojax.trainer import teacher
+from zerojax.trainer.tuning import beside
+from zerojax.tree import PyTree
+
+PLACE = "config.grpo.reward"
+
+
+def is_folder(reward: str) -> bool:
+    """Returns whether a reward is a model's folder."""
+    return pathlib.Path(reward).is_dir()
+
+
+def open_model(
+    program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, tell: Callable[[str], object]
+) -> Callable[[Mapping[str, np.ndarray]], np.ndarray]:
+    """Returns f(a batch's arrays) -> the value of each answer with its prompt: float32[answers]. All processes must call it.
+
+    It reads the weights at its first call.
+
+    Raises:
+      UserError: the folder's model gives texts no values, or has another tokenizer than the run.
+    """
+    path = program.config.grpo.reward
+    with errors.below(f"{PLACE}: "):
+        opened = folder_lib.open_folder(path)
+    if family_lib.output(opened.model) != family_lib.VALUE or program.family.is_encoder_decoder:
+        raise UserError(
+            f"{PLACE}: {path} gives texts no values, or this run's model is no decoder; name a reward model, and train a decoder"
+        )
+    teacher.check_tokenizer(opened, tokenizer, PLACE)
+    dtype = program.config.policy.compute_dtype
+
+    def of_rows(params: PyTree, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return opened.family.loss(opened.model, params, batch)
+
+    @functools.cache
+    def valued() -> Callable[[PyTree], jax.Array]:
+        abstract = family_lib.abstract_params(opened.family.parts, opened.model)
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract)
+        how: dict[str, Any] = {"function": of_rows, "tell": lambda line: tell(f"the reward model {line}")}
+        how["read"] = functools.partial(folder_lib.read_params, opened)
+        run, params = beside.opened(program, opened.family, abstract, **how)
+        replicated = NamedSharding(program.mesh, P())
+        same = jax.jit(lambda params, batch: run(params, (batch,)), out_shardings=replicated)
+        return functools.partial(same, params)
+
+    def values(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        size, found = program.sizes.rows, list[np.ndarray]()
+        for at in range(0, len(arrays["tokens"]), size):
+            part = {name: arrays[name][at : at + size] for name in ("tokens", "labeled")}
+            found.append(np.asarray(valued()(generate.sharded_rows(part, program.mesh)))[:size])
+        return np.concatenate(found).astype(np.float32)
+
+    return values
