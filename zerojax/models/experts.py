@@ -66,7 +66,8 @@ class Experts(nn.Module):
     form: Callable[[str, expert_matrices.Matrices], expert_matrices.Matrices] | None = None
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, chosen_BTK: jax.Array | None = None, tells: bool = False) -> Any:
+        """Returns float[B, T, D], and if it `tells` the experts of each token, int32[B, T, K]. `chosen_BTK`: they are chosen elsewhere."""
         (*kept, dim), (router, inner, out) = x_BTD.shape, map(nn.initializers.normal, self.stddevs)
         router_DE = self.param(ROUTER, router, (dim, self.num_experts))
         count, zeros = self.num_experts, nn.initializers.zeros
@@ -96,7 +97,8 @@ class Experts(nn.Module):
             logits_TE = jnp.dot(x_TD, router_DE, preferred_element_type=jnp.float32)
             if self.has_router_bias:
                 logits_TE += self.param("router_bias", zeros, (count,)).astype(jnp.float32)
-            routing = experts.route(logits_TE, self.top_k, **settings)
+            chosen_TK = None if chosen_BTK is None else chosen_BTK.reshape(-1, self.top_k)
+            routing = experts.route(logits_TE, self.top_k, **settings, chosen_TK=chosen_TK)
         self.sow("intermediates", ROUTING, routing)
         room = None
         if self.capacity_factor:
@@ -107,7 +109,8 @@ class Experts(nn.Module):
         y_TD = experts.apply(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation, **given)
         if self.latent_dim:
             y_TD = layers.Linear((dim,), stddev=self.stddevs[2], name="from_latent")(y_TD)
-        return y_TD.reshape(*kept, dim)
+        y_BTD = y_TD.reshape(*kept, dim)
+        return (y_BTD, routing.experts_TK.reshape(*kept, self.top_k)) if tells else y_BTD
 
     def _matrices(self, name: str, init: Any, shape: tuple[int, ...]) -> expert_matrices.Matrices:
         stored = self._stored(name, init, shape)

@@ -51,6 +51,7 @@ def route(
     normalised: bool = True,
     scale: float = 1.0,
     tolerance: float = 0.0,
+    chosen_TK: jax.Array | None = None,
 ) -> Routing:
     """Returns the experts of each token.
 
@@ -66,6 +67,8 @@ def route(
       top_groups, best_of_group: see `groups`.
       normalised: whether a token's weights have a sum of 1, before `scale`.
       scale: multiplies the weights.
+      chosen_TK: the experts, int32[T, K], chosen elsewhere (routing replay, arXiv:2510.11370); their weights are the scores' all the same.
+        None: they are chosen here. Not for "sparsemixer".
       tolerance: of "sparsemixer": how far below the best an output s is near, over max(|s|, best).
 
     Raises:
@@ -79,6 +82,7 @@ def route(
         )
     logits_TE = logits_TE.astype(jnp.float32)
     if score == "sparsemixer":
+        assert chosen_TK is None, "the weights of sparsemixer depend on the order of its choices"
         experts_TK, weights_TK = _mixed(logits_TE, top_k, tolerance)
         return Routing(experts_TK, weights_TK * scale, jax.nn.softmax(logits_TE), logits_TE)
     scores_TE = jax.nn.softmax(logits_TE) if score == "softmax" else jax.nn.sigmoid(logits_TE)
@@ -90,7 +94,7 @@ def route(
             jnp.zeros(best.shape, bool).at[jnp.arange(tokens)[:, None], jax.lax.top_k(best, top_groups)[1]].set(True)
         )
         chosen_by = jnp.where(is_best[..., None], by_group, -jnp.inf).reshape(tokens, experts)
-    experts_TK = jax.lax.top_k(chosen_by, top_k)[1]
+    experts_TK = jax.lax.top_k(chosen_by, top_k)[1] if chosen_TK is None else chosen_TK
     weights_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
     if normalised:
         weights_TK /= jnp.sum(weights_TK, axis=-1, keepdims=True) + 1e-20

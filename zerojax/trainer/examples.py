@@ -105,7 +105,7 @@ def row(config: settings_lib.Config, family: family_lib.Family, model: ModelConf
     shape = tasks.RowForm(is_pair, config.seq_len, data.answer_len, 0, 0, None, (), known)
     found = rows.lengths(shape, packs=_packs(data))
     if data.task == tasks.GRPO:
-        return objectives.integers(rewarded.lengths(config, found))
+        return objectives.integers(rewarded.lengths(config, model, found))
     several = compared(config)
     return objectives.integers(found if several == 1 else rows.of_pair(found, several))
 

@@ -96,7 +96,7 @@ def _with_classes(
     task = f"config.data.task: is {config.data.task}, and {name}"
     if wanted != family_lib.TOKENS:
         raise UserError(
-            f"{task} is no decoder that may have another head than that of next tokens; choose Llama or a relative"
+            f"{task} is no decoder that may have another head than that of next tokens; choose another model"
         )
     if (own := family_lib.output(model)) != wanted:
         told = {

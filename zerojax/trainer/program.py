@@ -21,7 +21,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, mixture, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import splits
+from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.launch import watch
@@ -185,6 +185,8 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
     if config.optimizer.router_bias_rate:
         ranges.check_router_bias(config, model)
         in_parts = in_parts.changed(mixture={"counts_choices": True})
+    if config.data.task == tasks.GRPO and config.grpo.replay:
+        ranges.check_replay(config, model)
     schedule, inner = _optimizer(config, policy)
     offload = config_lib.make_offload(config.offload, config.zero.stage)
     # Params in host memory are sent in 16 bits, so these are stored beside the master weights. Adapters are few: they have no copy.

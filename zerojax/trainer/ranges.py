@@ -101,6 +101,16 @@ def _check_answers(config: settings.Config) -> None:
     _refuse(config, f"the task {task}", wrong)
     if task != tasks.GRPO:
         return
+    if config.grpo.replay:
+        own = {
+            "model.tile_tokens": "a tile has the experts of some tokens",
+            "grpo.exact": "a step chooses the same experts anyway",
+        }
+        _refuse(
+            config,
+            "config.grpo.replay=True",
+            {**own, "grpo.environment": "each answer of a conversation has a slot of its own"},
+        )
     if config.grpo.exact:
         dropped = dict.fromkeys(("model.dropout", "lora.dropout"), "a step drops what rollouts keep")
         sums = {"mesh.model": "a step adds up in another order than rollouts"}
@@ -168,6 +178,18 @@ def check_router_bias(config: settings.Config, model: ModelConfig) -> None:
     if config.policy.rounds_stochastically:
         wrong["precision"] = "a bias in 16 bits does not move by so little"
     _refuse(config, name, wrong)
+
+
+def check_replay(config: settings.Config, model: ModelConfig) -> None:
+    """Raises a UserError if there are no experts that an engine could choose for a step."""
+    mixture = family_lib.mixture(model)
+    if mixture is None or not hasattr(mixture, "remembers_choices") or mixture.score == "sparsemixer":
+        why = (
+            "there are no experts"
+            if mixture is None
+            else "the weights of its experts depend on the order of their choice"
+        )
+        raise UserError(f"config.grpo.replay: is True, and {why}; set it to False")
 
 
 def _refuse(config: settings.Config, chosen: str, wrong: Mapping[str, str]) -> None:

@@ -21,16 +21,21 @@ from zerojax.zero.sharded_batch import outputs
 
 # Arrays of a batch that hold bits of float32: of an answer, and of its tokens.
 REWARD, ADVANTAGE, DRAWN, OLD, REFERENCE = "reward", "advantage", "drawn", "old", "reference"
+CHOICES = "choices"  # of routers, for each token, layer with experts, and one of its experts
 OF_ANSWER = (REWARD, ADVANTAGE, DRAWN, OLD, REFERENCE)
 WIDE = 0.01  # of a gap between log-probabilities: a share of tokens above it is a metric
 
 
-def lengths(config: settings_lib.Config, of_rows: Mapping[str, int]) -> dict[str, int]:
+def lengths(config: settings_lib.Config, model: ModelConfig, of_rows: Mapping[str, int]) -> dict[str, int]:
     """Returns the lengths of a row's arrays, by name. Without inner steps the old log-probabilities are the step's own."""
     tokens = of_rows["labeled"] - 1
     old = {OLD: tokens} if config.grpo.inner_steps > 1 else {}
     reference = {REFERENCE: tokens} if config.grpo.kl else {}
-    return {**of_rows, REWARD: 1, ADVANTAGE: 1, DRAWN: tokens, **old, **reference}
+    mixture = family_lib.mixture(model)
+    chosen = {}
+    if config.grpo.replay and mixture is not None:
+        chosen[CHOICES] = tokens * mixture.per_token * sum(map(model.has_experts, range(model.num_layers)))
+    return {**of_rows, REWARD: 1, ADVANTAGE: 1, DRAWN: tokens, **old, **reference, **chosen}
 
 
 def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelConfig) -> Callable[..., Any]:

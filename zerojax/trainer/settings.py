@@ -485,6 +485,8 @@ class GrpoSettings:
         beside("grpo.environment"))
     time_limit: float = setting(30.0, POSITIVE.up_to(1e6, "a run would hang"),
         "seconds that one call of the environment may take, else the conversation ends", beside("grpo.environment"))
+    replay: bool = setting(False, ANY, "of a mixture: True: a step takes the experts that the engine chose for each token of an answer, so "
+        "that rounding chooses no others (arXiv:2510.11370)")
     exact: bool = setting(False, ANY, "True: answers are drawn by the forward pass of training, so that log-probabilities are equal bit "
         "for bit (on CPU devices; not measured on GPUs); a token costs a forward pass of the whole batch")
 

@@ -90,6 +90,7 @@ NEW = {
     "grpo.turns": (4,),
     "grpo.time_limit": (30.0,),
     "grpo.exact": (False,),
+    "grpo.replay": (False,),
     "distill.teacher": ("",),
     "distill.loss": ("forward_kl",),
     "distill.share": (0.5,),

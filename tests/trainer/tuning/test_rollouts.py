@@ -207,6 +207,48 @@ def test_exact_rollouts_have_the_log_probabilities_of_training_and_others_are_to
     assert largest > mean > max(0.01, 100 * rounding) and share > 0.1
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero__stage": 3, "grad_accum": 2, "grpo__inner_steps": 2},
+        pytest.param({"zero__stage": 1, "mesh__model": 2, "lora__r": 4, "grpo__kl": 0.1}, marks=runs.LONG),
+        pytest.param({"zero__stage": 2, "offload__optimizer": "host", "model__programs": "one"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 3, "model__programs": "kinds"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 3, "model__preset": "hybrid_test"}, marks=runs.LONG),
+    ],
+    ids=str,
+)
+def test_a_step_takes_the_experts_that_the_engine_chose(prompts_file, cache_dir, changes):
+    """Gradients are those of the step's own choice where both choose alike, in any order of rows, and others' where they are changed."""
+    changes = {"model__preset": "moe_test", "model__num_layers": 2, "grpo__inner_steps": 1, **changes}
+    found, batches = {}, {}
+    for name, replay in (("own", False), ("replayed", True)):
+        built, asked = opened(prompts_file, 4, **changes, grpo__replay=replay)
+        batches[name] = asked.next(1, state_lib.first(built).params)
+        _, metrics = built.train_step(state_lib.first(built), batches[name])
+        found[name] = float(metrics["grad_norm"])
+    chosen = np.asarray(batches["replayed"][rewarded.CHOICES])
+    flat = chosen.reshape(8, -1, 2, 2)  # layers, experts of a token
+    labeled = np.asarray(batches["own"]["labeled"]).reshape(8, -1)
+    ends = [np.flatnonzero(row)[-1] for row in labeled]
+    for row, end in zip(flat, ends):
+        assert (row[:end, :, 0] != row[:end, :, 1]).all()  # each token that is read has two experts
+        assert not row[end:].any()
+    np.testing.assert_allclose(found["replayed"], found["own"], rtol=ROUNDING)
+    order = np.random.default_rng(0).permutation(chosen.shape[-2] if chosen.ndim == 3 else 8)
+    mixed = {key: array[..., order, :] for key, array in batches["replayed"].items()}
+    mixed = {key: jax.device_put(array, batches["replayed"][key].sharding) for key, array in mixed.items()}
+    other = {
+        **batches["replayed"],
+        rewarded.CHOICES: jax.device_put(3 - chosen, batches["replayed"][rewarded.CHOICES].sharding),
+    }
+    for name, batch in (("mixed", mixed), ("other", other)):
+        _, metrics = built.train_step(state_lib.first(built), batch)
+        found[name] = float(metrics["grad_norm"])
+    np.testing.assert_allclose(found["mixed"], found["replayed"], rtol=ROUNDING)
+    assert abs(found["other"] / found["replayed"] - 1) > 5 * ROUNDING
+
+
 def test_tokens_that_a_model_always_gives_are_no_labels():
     """The first of an answer to no text, and the last of one that is as long as it may be."""
     special = family.SpecialTokens(start=9, forced_first=7, forced_last=2)
@@ -290,6 +332,12 @@ def test_a_reward_that_fails_on_the_first_process_ends_both(prompts_file, comman
         ({"epochs": 1.0}, "config.epochs: is 1.0"),
         ({"grpo__exact": True, "mesh__model": 2}, "config.mesh.model: is 2"),
         ({"grpo__exact": True, "lora__r": 2, "lora__dropout": 0.1}, "config.lora.dropout: is 0.1"),
+        ({"grpo__replay": True}, "config.grpo.replay: is True, and there are no experts"),
+        ({"grpo__replay": True, "grpo__exact": True}, "config.grpo.exact: is True, and with config.grpo.replay"),
+        (
+            {"grpo__replay": True, "grpo__environment": "calculator"},
+            "config.grpo.environment: is 'calculator', and with",
+        ),
         ({"grpo__environment": "none"}, "config.grpo.environment: must be one of calculator, or module:function"),
         (
             {"grpo__environment": "calculator", "model__preset": "t5_test"},

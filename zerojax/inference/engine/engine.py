@@ -219,6 +219,11 @@ class Engine:
         return self._shape.length
 
     @property
+    def caches(self) -> PyTree:
+        """Returns what slots hold of their texts (`Family.caches`). The next step donates it."""
+        return self._caches
+
+    @property
     def slots(self) -> int:
         """Returns the requests that are answered at once."""
         return self._shape.slots
@@ -409,7 +414,7 @@ class Engine:
                 request, request.prompt, text, shared, source, used=self._clock, adapter=adapter
             )
             self._measure(slot)
-            request.reused, request.begun = shared, time.monotonic()
+            request.reused, request.begun, request.slot = shared, time.monotonic(), own
             values = (
                 False,
                 request.most,

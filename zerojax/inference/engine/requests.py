@@ -113,6 +113,7 @@ class Request:
       so_far: the text that `text` is taken from.
       grammar: what its text is bound to; None for nothing.
       begun: when it got a slot, by the monotonic clock; None before.
+      slot: the number of that slot; -1 before.
     """
 
     prompt: np.ndarray
@@ -127,6 +128,7 @@ class Request:
     so_far: detokenizer.Growing | None = None
     grammar: Grammar | None = None
     begun: float | None = None
+    slot: int = -1
 
     @property
     def settled(self) -> str:

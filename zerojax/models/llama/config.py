@@ -130,6 +130,7 @@ class MixtureForm:
         they are down(activation(gate) * up) without biases.
       is_fused: gate and up of all experts are one array, as they always are with `clamp`.
       latent_dim: the width of what experts read and return, between a projection before them and one after; 0: that of the embedding.
+      remembers_choices: whether caches hold the experts of each token beside keys and values.
     """
 
     experts: int
@@ -150,6 +151,7 @@ class MixtureForm:
     is_fused: bool = False
     latent_dim: int = 0
     scales_inputs: bool = False
+    remembers_choices: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +231,10 @@ class LlamaConfig:
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer's MLP is a mixture of experts."""
         return self.mixture is not None and layer not in self.mixture.dense_layers
+
+    def remembers_choices(self, layer: int) -> bool:
+        """Returns whether a layer's cache holds the experts of tokens after keys and values."""
+        return self.mixture is not None and self.mixture.remembers_choices and self.has_experts(layer)
 
     def branches_of(self, layer: int) -> Branches:
         """Returns the residual branches of a layer."""

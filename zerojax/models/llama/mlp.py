@@ -5,6 +5,7 @@ Shapes: B batch, T length, D embed, F the MLP's width.
 
 import dataclasses
 import statistics
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -49,7 +50,8 @@ class Mixture(nn.Module):
     config: LlamaConfig
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, chosen_BTK: jax.Array | None = None, tells: bool = False) -> Any:
+        """Returns float[B, T, D], and if it `tells` the experts of each token; see `experts.Experts`."""
         c, m = self.config, self.config.mixture
         assert m is not None
         groups, top_groups = m.groups
@@ -63,7 +65,7 @@ class Mixture(nn.Module):
             ("tolerance", m.tolerance),
         )
         stddevs = (0.02, 0.02, c.residual_stddev)
-        y_BTD = experts.Experts(
+        found = experts.Experts(
             m.experts,
             m.per_token,
             m.width,
@@ -79,10 +81,11 @@ class Mixture(nn.Module):
             scales_inputs=m.scales_inputs,
             stddevs=stddevs,
             name="experts",
-        )(x_BTD)
-        if not m.shared_dim:
-            return y_BTD
-        shared_BTD = MLP(dataclasses.replace(c, mlp_dim=m.shared_dim), name="shared")(x_BTD)
-        if not m.is_shared_gated:
-            return y_BTD + shared_BTD
-        return y_BTD + nn.sigmoid(layers.Linear((1,), name="shared_gate")(x_BTD)) * shared_BTD
+        )(x_BTD, *(() if chosen_BTK is None else (chosen_BTK,)), **({"tells": True} if tells else {}))
+        y_BTD = found[0] if tells else found
+        if m.shared_dim:
+            shared_BTD = MLP(dataclasses.replace(c, mlp_dim=m.shared_dim), name="shared")(x_BTD)
+            if m.is_shared_gated:
+                shared_BTD = nn.sigmoid(layers.Linear((1,), name="shared_gate")(x_BTD)) * shared_BTD
+            y_BTD = y_BTD + shared_BTD
+        return (y_BTD, found[1]) if tells else y_BTD

@@ -51,6 +51,7 @@ class Layer(nn.Module):
         lengths_BT: jax.Array | None = None,
         input_BTP: jax.Array | None = None,
         shared: attention.Keys = None,
+        chosen_BTK: jax.Array | None = None,
     ) -> jax.Array | tuple[jax.Array, attention.Keys]:
         """Returns float[B, T, D], or [B, T, S, D] of several streams, and, if there is a past, the layer's keys and values after these
         tokens, or without one those of these tokens if it gives them to others.
@@ -65,9 +66,13 @@ class Layer(nn.Module):
             row, or with a past of the text up to these tokens.
           input_BTP: of this layer (`layer_inputs`).
           shared: keys and values of another layer, where this one has none and there is no past.
+          chosen_BTK: the experts of tokens, where they are chosen elsewhere.
         """
         c = self.config
         keys: attention.Keys = ()
+        remembered: decoding.Past | None = None
+        if past is not None and self.has_experts and c.mixture is not None and c.mixture.remembers_choices:
+            past, remembered = decoding.Past(past.keys[:-1], past.step), decoding.Past(past.keys[-1:], past.step)
         if c.altup is not None:
             streams = altup.ResidualStreams(c.altup, c.embed_dim, c.norms.eps, name="altup")
             if x_BTD.ndim == 3:  # where it is initialised
@@ -93,7 +98,13 @@ class Layer(nn.Module):
         if second is not None:
             norm, mlp_after = self._norms("mlp")
             branch = lambda x_BTD: x_BTD + mlp_after(second(norm(x_BTD)))  # noqa: E731
-            x_BTD = tiles.over_tiles(branch, x_BTD, tile) if tile else branch(x_BTD)
+            if remembered is not None:
+                y_BTD, new_BTK = second(norm(x_BTD), tells=True)
+                x_BTD, keys = x_BTD + mlp_after(y_BTD), (*(keys or ()), *remembered.add(new_BTK))
+            elif chosen_BTK is not None:
+                x_BTD += mlp_after(second(norm(x_BTD), chosen_BTK))
+            else:
+                x_BTD = tiles.over_tiles(branch, x_BTD, tile) if tile else branch(x_BTD)
         active_BTD = x_BTD
         if c.altup is not None:
             x_BTD, active_BTD = streams.correct(predicted_BTSD, x_BTD)
@@ -168,8 +179,11 @@ class Llama(nn.Module):
         segments_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
         lengths_BT: jax.Array | None = None,
+        chosen_BTLK: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the normalised hidden states, the head's input: float[B, T, D]. For the other arguments see `Layer`."""
+        """Returns the normalised hidden states, the head's input: float[B, T, D]. For the other arguments see `Layer`; `chosen_BTLK` are
+        the experts of tokens in the L layers that have some, int32[B, T, L, K]."""
+        mixed = list(filter(self.config.has_experts, range(self.config.num_layers)))
         own_BT = _positions_in_texts(self.config, segments_BT, positions_BT)
         given = {
             "mask_BT": mask_BT,
@@ -184,6 +198,8 @@ class Llama(nn.Module):
         for number, (layer, own) in enumerate(zip(self.layer, inputs)):
             source = self.config.source_of(number)
             own |= {} if source is None else {"shared": given_by[source]}
+            if chosen_BTLK is not None and number in mixed:
+                own |= {"chosen_BTK": chosen_BTLK[:, :, mixed.index(number)]}
             x_BTD = layer(x_BTD, **seen, **own)
             if isinstance(x_BTD, tuple):
                 x_BTD, given_by[number] = x_BTD
@@ -305,10 +321,12 @@ class Llama(nn.Module):
         labels_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
         by_token: bool | str = False,
+        choices: jax.Array | None = None,
     ) -> Any:
         """Returns the mean next-token loss: float32[] from tokens int32[B, T + 1], or int32[B, T] with `labels_BT`.
 
-        With `by_token` it returns the loss of each token, float32[B, T]; see `layers.next_loss`.
+        With `by_token` it returns the loss of each token, float32[B, T]; see `layers.next_loss`. `choices` are the experts of tokens, where
+        routers chose them before, int32[B, T * layers with experts * experts of a token].
 
         By `output` it returns the value of each row's text up to its last label instead, float32[B], or the last states of all tokens.
 
@@ -327,7 +345,10 @@ class Llama(nn.Module):
         c, lengths_BT = self.config, None
         if ignored is not None and self._reads_lengths(tokens_BT.shape[1]):
             lengths_BT = text_lengths.of_rows(labels_BT != ignored, segments_BT, positions_BT, c.way)
-        x_BTD = self.hidden(tokens_BT, None, segments_BT, positions_BT, lengths_BT)
+        chosen_BTLK = None
+        if choices is not None and c.mixture is not None:
+            chosen_BTLK = choices.reshape(*tokens_BT.shape, -1, c.mixture.per_token)
+        x_BTD = self.hidden(tokens_BT, None, segments_BT, positions_BT, lengths_BT, chosen_BTLK)
         cap = c.scales.logits_cap
         bias_V = self._bias_of_logits()
         return layers.next_loss(self._head(), self._scaled(x_BTD), labels_BT, ignored, bias_V, cap, by_token)
@@ -342,7 +363,8 @@ def loss(
     by_token: bool | str = False,
 ) -> Any:
     """Returns the mean loss of the next tokens, or the loss of each. There is no dropout, for which `key` would be."""
-    arrays = (batch["tokens"], *map(batch.get, ("segments", "labeled", "labels", "positions")), by_token)
+    others = map(batch.get, ("segments", "labeled", "labels", "positions"))
+    arrays = (batch["tokens"], *others, by_token, batch.get("choices"))
     return Llama(config).apply({"params": params}, *arrays, method="loss")
 
 
@@ -357,6 +379,10 @@ def caches(config: LlamaConfig) -> PyTree:
     recurrent = c.recurrent.caches() if c.recurrent is not None else ()
 
     def held(layer: int) -> tuple[decoding.Held, ...]:
+        chosen = (decoding.Held((c.mixture.per_token,), has_heads=False, dtype=jnp.int32),) if c.mixture else ()
+        return (*of_attention(layer), *(chosen if c.remembers_choices(layer) else ()))
+
+    def of_attention(layer: int) -> tuple[decoding.Held, ...]:
         if c.is_recurrent(layer):
             return recurrent
         if not c.attends(layer) or c.source_of(layer) is not None:

@@ -72,6 +72,10 @@ class Drawer(Protocol):
     def step(self) -> bool:
         """Adds tokens to the answers that are asked for, and returns whether one is not done."""
 
+    def choices(self) -> Mapping[int, np.ndarray]:
+        """Returns the experts that routers chose for each token that was read, int32[tokens, layers, experts of a token], by row; {} where
+        they are not remembered. Nothing may be asked still."""
+
     def release(self) -> None:
         """Frees what was made of the weights. Nothing may be asked still, and `renew` comes before the next answer."""
 
@@ -110,9 +114,14 @@ class ByEngine:
         self._asked: list[tuple[DrawnAnswer, requests.Request]] = []
         self._gather: Callable[[PyTree], PyTree] | None = None
         self._gathered: PyTree = ()
+        self._read: list[tuple[int, int, int]] = []  # the row, the slot and the tokens of each answer that is done
+        self._model = program.model
+        if program.config.grpo.replay:
+            self._model = program.model.changed(mixture={"remembers_choices": True})
 
     def renew(self, params: PyTree) -> None:
         """See `Drawer`."""
+        self._read = []
         if self._engine is None:
             self._gather = _gather(self._program, self._tell)
         if self._gather is not None:
@@ -143,15 +152,27 @@ class ByEngine:
             if request.finish:
                 answer.tokens, answer.is_done = list(request.tokens), True
                 answer.log_probs = [found.own for found in request.logprobs]
+                self._read.append((answer.row, request.slot, len(answer.prompt) + len(answer.tokens) - 1))
         self._asked = [asked for asked in self._asked if not asked[0].is_done]
         return goes_on or bool(self._asked)
+
+    def choices(self) -> Mapping[int, np.ndarray]:
+        """See `Drawer`."""
+        if not self._program.config.grpo.replay:
+            return {}
+        assert self._engine is not None
+        mixed = filter(self._model.remembers_choices, range(self._model.num_layers))
+        held = [self._engine.caches[layer][-1] for layer in mixed]
+        replicated = NamedSharding(self._program.mesh, P())
+        chosen = np.asarray(jax.jit(lambda *own: jnp.stack(own, axis=2), out_shardings=replicated)(*held))
+        return {row: chosen[slot, :count] for row, slot, count in self._read}
 
     def _made(self, params: PyTree) -> engine_lib.Engine:
         program, config = self._program, self._program.config
         is_pair, answer = program.family.is_encoder_decoder, config.data.answer_len
         ways, count = mesh_lib.size(program.mesh, mesh_lib.SUMMED), program.sizes.global_batch_size
         partition = program.partition if self._gather is None else program.baseline
-        model = _Model(program.family, program.model, self._special, partition, params, program.weights.adapted)
+        model = _Model(program.family, self._model, self._special, partition, params, program.weights.adapted)
         return engine_lib.Engine(
             model,
             params,
@@ -200,6 +221,10 @@ class ByTraining:
     def submit(self, answer: DrawnAnswer) -> None:
         """See `Drawer`."""
         self._asked[answer.row] = answer
+
+    def choices(self) -> Mapping[int, np.ndarray]:
+        """See `Drawer`."""
+        return {}
 
     def release(self) -> None:
         """See `Drawer`."""

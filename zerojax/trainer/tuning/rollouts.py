@@ -119,6 +119,7 @@ class Rollouts:
         prompts = [self._prompts[index] for index in numbers]
         texts = [self._tokenizer.decode(ids) for ids in prompts]
         talks = conversations.run(self._drawer, prompts, texts, number * count, self._rules)
+        chosen = self._drawer.choices()
         self._drawer.release()
         clock.lap("rollout_seconds")
         by_row = rows.Rows([self._example(talk) for talk in talks], self._pairs.form, packs=False)
@@ -131,6 +132,10 @@ class Rollouts:
             rewarded.REWARD: _bits(scores[:, None]),
             rewarded.ADVANTAGE: _bits(advantages(scores, group, config.grpo.variant)[:, None]),
         }
+        if rewarded.CHOICES in self._program.lengths:
+            batch[rewarded.CHOICES] = np.zeros((count, self._program.lengths[rewarded.CHOICES]), np.int32)
+            for row, own in chosen.items():
+                batch[rewarded.CHOICES][row, : own.size] = own.ravel()
         made = self._with_log_probs(batch, params)
         clock.lap("log_prob_seconds")
         self.told = self._told(talks, clock)
