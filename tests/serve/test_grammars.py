@@ -13,7 +13,7 @@ import tokenizers
 
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
-from zerojax.serve import app, grammars, tokenizer
+from zerojax.serve import app, grammars, tokenizer, tools
 
 SCHEMA = {
     "type": "object",
@@ -61,12 +61,40 @@ class PathWords(tokenizer.Words):
 
     def __init__(self, path):
         self._model, self.grammar_of = tokenizers.Tokenizer.from_file(str(path)), grammars.Schemas(path)
+        self.call_form, self.call_ids = tools.FORMS["Hermes"], {tools.BEGIN: self._model.token_to_id(tools.BEGIN)}
 
     def text_of(self, ids):
         return self._model.decode(list(ids))
 
     def conversation(self, messages, tools=()):
         return [5, 6, 7]
+
+
+async def calls_are_forced(ask, body):
+    """Asks a model of random weights, which would call nothing, whole and as a stream."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+    stop = {
+        "type": "function",
+        "function": {"name": "stop", "parameters": {"properties": {}, "additionalProperties": False}},
+    }
+    asked = {**body, "tools": [tool, stop], "tool_choice": {"type": "function", "function": {"name": "add"}}, "n": 2}
+    choices = (await ask(json=asked)).json()["choices"]
+    for choice in choices:
+        (call,) = choice["message"]["tool_calls"]
+        found = json.loads(call["function"]["arguments"])
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        assert call["function"]["name"] == "add" and 0 <= found["a"] <= 99 and found["b"] in ("é", "no")
+    streamed = (await ask(json={**asked, "stream": True})).text
+    chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    deltas = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["delta"].get("tool_calls")]
+    told = {delta["index"]: delta["delta"]["tool_calls"][0]["function"] for delta in deltas}
+    assert told == {choice["index"]: choice["message"]["tool_calls"][0]["function"] for choice in choices}
+    several = {**asked, "tool_choice": "required", "parallel_tool_calls": False, "n": 1}
+    (choice,) = (await ask(json=several)).json()["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] in ("add", "stop")
+    wrong = {**tool, "function": {**tool["function"], "strict": True, "parameters": {"type": "object", "not": {}}}}
+    error = (await ask(json={**body, "tools": [wrong]})).json()["error"]
+    assert error["param"] == "tools" and error["message"].startswith("tools: the schema is not applied ("), error
 
 
 def test_answers_of_a_server_are_of_their_schemas_beside_others(path):
@@ -94,6 +122,7 @@ def test_answers_of_a_server_are_of_their_schemas_beside_others(path):
                 "choices"
             ]
             assert cut["message"]["content"].lstrip()[:1] in ("{", "") and cut["finish_reason"] in ("length", "stop")
+            await calls_are_forced(ask, body)
             wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "nope"}}}
             error = (await ask(json={**body, "response_format": wrong})).json()["error"]
             assert error["param"] == "response_format" and error["message"].startswith("response_format: the schema is")

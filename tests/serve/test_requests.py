@@ -69,6 +69,27 @@ def test_calls_have_tables_as_chat_templates_read_them_and_results_the_name_of_t
     assert read(True, tools=[TOOL], tool_choice="none").tools == read(True, tools=None).tools == []
 
 
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+def test_what_the_calls_of_an_answer_are_bound_to():
+    other = {"type": "function", "function": {"name": "stop", "strict": False}}
+    strict = {"type": "function", "function": {"name": "go", "strict": True}}
+    for fields, wanted in (
+        ({}, None),
+        ({"tool_choice": "auto", "parallel_tool_calls": True}, None),
+        ({"tool_choice": "required"}, (("add", "stop"), True, False)),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, (("add", "stop"), True, True)),
+        ({"tool_choice": named("stop")}, (("stop",), True, True)),
+        ({"parallel_tool_calls": False}, (("add", "stop"), False, True)),
+        ({"tools": [TOOL, strict]}, (("add", "go"), False, False)),
+        ({"tools": [TOOL, strict], "tool_choice": "none"}, None),
+    ):
+        bounds = read(True, **{"tools": [TOOL, other], **fields}).bounds
+        assert (None if bounds is None else (bounds.names, bounds.is_needed, bounds.is_one)) == wanted, fields
+
+
 @pytest.mark.parametrize("name", reading.NEUTRAL)
 def test_a_field_that_is_not_applied_passes_only_with_the_value_that_changes_nothing(name):
     neutral = reading.NEUTRAL[name]
@@ -124,13 +145,15 @@ def test_tools_that_cannot_be_offered_as_asked_are_refused():
         ("tools[1]: the name 'add' is there twice", {"tools": [TOOL, TOOL]}),
         ("tools[0]: the name 'a b' must have up to 64", {"tools": [tool(name="a b")]}),
         ("tools[0]: parameters: must be a JSON schema", {"tools": [tool(parameters=3)]}),
-        ("tools[0]: strict binds arguments to a schema, which is not applied", {"tools": [tool(strict=True)]}),
-        ("tool_choice: is 'required', and no answer is bound to a call", {"tools": [TOOL], "tool_choice": "required"}),
-        ("tool_choice: is {", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}),
+        ("tools[0]: strict: must be true or false", {"tools": [tool(strict=1)]}),
+        ("tool_choice: needs tools", {"tool_choice": "required"}),
+        ("tool_choice: must be", {"tools": [TOOL], "tool_choice": "add"}),
+        ("tool_choice: must be", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}),
+        ("tool_choice: 'sub' is no tool that is offered; known: add", {"tools": [TOOL], "tool_choice": named("sub")}),
         ("response_format: binds the whole answer", {"tools": [TOOL], "response_format": {"type": "json_object"}}),
         ("response_format: must be {", {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}),
         ("response_format: must be {", {"response_format": {"type": "xml"}}),
-        ("parallel_tool_calls: is False, which is not applied", {"tools": [TOOL], "parallel_tool_calls": False}),
+        ("parallel_tool_calls: needs tools", {"parallel_tool_calls": False}),
     ):
         with pytest.raises(reading.NotAnswered) as error:
             read(True, **fields)

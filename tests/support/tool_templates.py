@@ -56,7 +56,32 @@ LLAMA = _template(
     'Respond in the format {"name": ..., "parameters": ...}',
     "message.content | tojson",
 )
+QWEN_CODER = _template(
+    r"""{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' -}}"""
+    r"""{%- for key, value in call.function.arguments.items() -%}"""
+    r"""{{- '<parameter=' + key + '>\n' + (value if value is string else value | tojson) + '\n</parameter>\n' -}}{%- endfor -%}"""
+    r"""{{- '</function>\n</tool_call>' -}}"""
+)
+GLM = _template(
+    r"""{{- '\n<tool_call>' + call.function.name + '\n' -}}{%- for key, value in call.function.arguments.items() -%}"""
+    r"""{{- '<arg_key>' + key + '</arg_key>\n<arg_value>' -}}"""
+    r"""{{- (value if value is string else value | tojson) + '</arg_value>\n' -}}{%- endfor -%}{{- '</tool_call>' -}}"""
+)
 TALKS = {
+    "qwen_coder": Talk(
+        QWEN_CODER,
+        "Qwen 3 Coder",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+        "<parameter=b>\n</tool_call> é\n</parameter>\n</function>\n</tool_call>",
+        "\n<tool_call>\n<function=add>\n</function>\n</tool_call>",
+    ),
+    "glm": Talk(
+        GLM,
+        "GLM 4.5",
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+        "<arg_key>b</arg_key>\n<arg_value></tool_call> é</arg_value>\n</tool_call>",
+        "\n<tool_call>add\n</tool_call>",
+    ),
     "hermes": Talk(
         HERMES,
         "Hermes",

@@ -213,19 +213,22 @@ class Service:
             more: dict[str, Any] = {"adapter": self._adapters[asked.model]}
             if is_chat and not asked.settings.get("ignores_end"):
                 more["stop_ids"] = (*asked.settings.get("stop_ids", ()), *self._words.chat_ends)
+            form = self._words.call_form
+            if asked.bounds and form:
+                more["grammar"] = tools_lib.grammar(form, asked.tools, self._words.call_ids, asked.bounds)
             each = [functools.partial(call.request, prompt, own | more) for prompt, own in _each(prompts, asked)]
-            is_slow = "grammar" in asked.settings  # up to a second, so another thread reads it
+            is_slow = "grammar" in asked.settings | more  # up to a second, so another thread reads it
             listed = [await asyncio.to_thread(make) if is_slow else make() for make in each]
         except UserError as error:
-            raise NotAnswered.by(error, is_chat=is_chat) from error
+            raise NotAnswered.by(error, is_chat=is_chat, has_calls=asked.bounds is not None) from error
         self._check_takes()  # the server may have begun to end meanwhile
         if self.active + len(listed) > self._most:
             line = f"{self.active} answers run or wait, and at most {self._most} do; ask again later"
             raise NotAnswered(429, line, code="queue_full")
         make_reader = None
-        if asked.tools and (form := self._words.call_form):
-            names = {tool["function"]["name"] for tool in asked.tools}
-            make_reader = functools.partial(tools_lib.CallReader, form, names)
+        if asked.tools and form:
+            schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in asked.tools}
+            make_reader = functools.partial(tools_lib.CallReader, form, schemas)
         writer = responses.Writer(
             self._words,
             asked.model,

@@ -1,4 +1,4 @@
-"""Binds answers to JSON schemas. This module tells the engine, with the library llguidance, which tokens an answer may have next."""
+"""Binds answers to JSON schemas and to calls of tools. This module tells the engine, by llguidance, which tokens may come next."""
 
 import functools
 import importlib.util
@@ -28,7 +28,7 @@ class Schemas:
         """Returns what a text of a schema may have next.
 
         Args:
-          schema: a JSON schema, as a text of JSON.
+          schema: a JSON schema, as a text of JSON, or a grammar of llguidance (`tools.grammar`).
           size: of the model's vocabulary.
           stops: tokens that end a text.
 
@@ -40,7 +40,10 @@ class Schemas:
         import llguidance
 
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+            of = llguidance.LLMatcher
+            grammar = (
+                of.grammar_from_lark(schema) if schema.startswith("start:") else of.grammar_from_json_schema(schema)
+            )
             matcher = llguidance.LLMatcher(self._vocabulary(size, stops), grammar, log_level=0)
             if matcher.is_error():
                 raise ValueError(matcher.get_error())

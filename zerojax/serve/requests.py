@@ -12,6 +12,7 @@ from typing import Any
 
 from zerojax import bounded, errors
 from zerojax.errors import UserError
+from zerojax.serve import tools as tools_lib
 
 MOST_STOPS, LONGEST_STOP = 16, 1000  # stop strings, and letters of one
 MOST_CHOICES = 128  # answers to a prompt
@@ -38,11 +39,16 @@ class NotAnswered(Exception):
         self.param = None if param is None else str(UserError(param[:60]))
 
     @classmethod
-    def by(cls, error: UserError, *, is_chat: bool) -> "NotAnswered":
-        """Returns the refusal of a request whose settings raise a UserError, which begins with the engine's name of one."""
+    def by(cls, error: UserError, *, is_chat: bool, has_calls: bool = False) -> "NotAnswered":
+        """Returns the refusal of a request whose settings raise a UserError, which begins with the engine's name of one.
+
+        Args:
+          has_calls: whether the grammar is that of calls of tools.
+        """
         line = str(error)
         name, is_named, rest = line.partition(":")
-        name = (_NAMES | _CHAT_NAMES if is_chat else _NAMES).get(name, name)
+        names = _NAMES | (_CHAT_NAMES if is_chat else {}) | ({"grammar": "tools"} if has_calls else {})
+        name = names.get(name, name)
         is_field = bool(is_named) and name in {*COMMON, *CHAT, *COMPLETION}
         code = "context_length_exceeded" if is_field and " fit" in line else None
         return cls(400, f"{name}:{rest}" if is_field else line, name if is_field else None, code)
@@ -56,6 +62,7 @@ class Wanted:
     prompts: list[str | list[int]]  # of a completion, each a text or token ids
     messages: list[dict[str, Any]]  # of a chat; arguments of calls are tables, as chat templates read them
     tools: list[dict[str, Any]]  # that the answer may call, in OpenAI's form
+    bounds: tools_lib.Bounds | None  # of its calls; None: it is not bound
     settings: dict[str, Any]  # of generation, by the names of `requests.RequestSettings`
     seed: int | None  # of the draws; None: any
     n: int  # answers to each prompt
@@ -121,12 +128,31 @@ def _asked(given: dict[str, Any], *, is_chat: bool) -> Wanted:
         prompts=given.get("prompt", []),
         messages=given.get("messages", []),
         tools=given.get("tools", []) if given.get("tool_choice") != "none" else [],
+        bounds=_bounds(given),
         settings=settings,
         seed=None if "seed" not in given else given["seed"] % 2**32,  # OpenAI's have 64 bits
         n=n,
         is_streamed=given.get("stream", False),
         tells_usage=bool(options.get("include_usage")),
     )
+
+
+def _bounds(given: Mapping[str, Any]) -> tools_lib.Bounds | None:
+    """Returns what the calls of an answer are bound to; None if nothing is asked of them."""
+    choice, is_one = given.get("tool_choice", "auto"), not given.get("parallel_tool_calls", True)
+    tools = [tool["function"] for tool in given.get("tools", [])]
+    names = tuple(function["name"] for function in tools)
+    for name, is_given in (("tool_choice", choice not in ("auto", "none")), ("parallel_tool_calls", is_one)):
+        if is_given and not tools:
+            raise NotAnswered(400, f"{name}: needs tools; give them, or omit it", name)
+    if isinstance(choice, dict):
+        if (name := choice["name"]) not in names:
+            line = f"tool_choice: {errors.shown(name, 60)} is no tool that is offered; {errors.choose(name, names)}"
+            raise NotAnswered(400, line, "tool_choice")
+        return tools_lib.Bounds((name,), is_needed=True, is_one=True)
+    if choice == "none" or not (choice == "required" or is_one or any(function.get("strict") for function in tools)):
+        return None
+    return tools_lib.Bounds(names, is_needed=choice == "required", is_one=is_one)
 
 
 def _wrong(name: str, form: str, value: object) -> NotAnswered:
@@ -278,20 +304,21 @@ def _tools(name: str, value: object) -> list[dict[str, Any]]:
             raise NotAnswered(400, f"{place}: the name {errors.shown(own, 60)} {rule}", name)
         if not isinstance(function.get("parameters"), Mapping | None):
             raise _wrong(f"{place}: parameters", "a JSON schema", function["parameters"])
-        if function.get("strict"):
-            line = f"{place}: strict binds arguments to a schema, which is not applied; omit it"
-            raise NotAnswered(400, line, name, "unsupported_parameter")
+        if not isinstance(function.get("strict"), bool | None):
+            raise _wrong(f"{place}: strict", "true or false", function["strict"])
         names.add(own)
     return value
 
 
-def _tool_choice(name: str, value: object) -> str:
-    if value not in ("none", "auto"):
-        line = (
-            f'{name}: is {errors.shown(value, 60)}, and no answer is bound to a call; omit it, or give "auto" or "none"'
-        )
-        raise NotAnswered(400, line, name, "unsupported_parameter")
-    return str(value)
+def _tool_choice(name: str, value: object) -> str | dict[str, str]:
+    """Returns "none", "auto" or "required", or the name of a tool in a dict."""
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
+    if not isinstance(function, Mapping) or set(function) != {"name"}:
+        form = '"auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
+        raise _wrong(name, form, value)
+    return {"name": _text(name, function["name"])}
 
 
 def _response_format(name: str, value: object) -> str:
@@ -353,6 +380,7 @@ CHAT: dict[str, Reader] = {
     "messages": _messages,
     "tools": _tools,
     "tool_choice": _tool_choice,
+    "parallel_tool_calls": _flag,
     "response_format": _response_format,
     "max_completion_tokens": _whole,
     "logprobs": _flag,

@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import threading
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class Words:
 
     grammar_of: grammars.Schemas | None = None  # for the engine
     call_form: tools_lib.CallForm | None = None  # in which the chat template writes calls of tools
+    call_ids: Mapping[str, int] = types.MappingProxyType({})  # see `tools.grammar`
 
     def conversation(self, messages: templates.Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Returns the ids of a conversation that offers tools, after which an answer begins. Raises UserError if it has none."""
@@ -82,8 +84,10 @@ class TokenizerWords(Words):
             self.chat_ends = tasks.chat_ends(self._chat, self._tokenizer)
             with contextlib.suppress(UserError):  # which a conversation gets
                 self.call_form = tools_lib.form_of(self._chat.source({templates.TOOLS: [{}]}))
-            known = {self._model.token_to_id(mark): mark for mark in (self.call_form.texts if self.call_form else ())}
-            self._marks = {token: mark for token, mark in known.items() if token in self._tokenizer.special_ids}
+            texts, special = self.call_form.texts if self.call_form else (), self._tokenizer.special_ids
+            added = {str(own.content): token for token, own in self._model.get_added_tokens_decoder().items()}
+            self.call_ids = {text: token for text, token in added.items() if text in texts or token not in special}
+            self._marks = {token: text for text, token in added.items() if text in texts and token in special}
 
     def ids_of(self, text: str) -> list[int]:
         """Returns the ids of a prompt with those that the tokenizer adds. Raises UserError if there are none."""

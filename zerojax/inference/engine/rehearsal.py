@@ -1,7 +1,7 @@
 """Compiles an engine's programs side by side before its first text. This module traces them by calls that run nothing.
 
-A call of a jitted function traces, lowers and compiles before it returns, so that programs would wait for each other. In a rehearsal
-each call lowers its program, hands it to threads that compile it, and returns the caches and rows that it was given with tokens of zeros. The
+A call of a jitted function traces, lowers and compiles before it returns, so programs would wait for each other. In a rehearsal each call
+lowers its program, hands it to threads that compile it, and returns the caches and rows that it was given, with tokens of zeros. The
 compiled program is found by the next call with such arguments.
 """
 
