@@ -27,7 +27,7 @@ from zerojax.data import feed, mixture, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
-from zerojax.interop import hub
+from zerojax.interop import hub, vllm_server
 from zerojax.launch import devices, ending, processes, program_cache, signals, start_up, watch
 from zerojax.plan import report as plan_report
 from zerojax.plan import step_plan, targets
@@ -519,6 +519,11 @@ def _publish(program: program_lib.Program, state: State, folder: pathlib.Path, s
     is_first = step - program.config.export.deltas_every <= start
     found = results.publish(program, state, folder / "deltas", step, is_first=is_first)
     say(f"step {step}: {found.tensors} of {found.of} tensors published, {display.human(found.nbytes)}")
+    if (url := program.config.export.deltas_to) and processes.is_primary():
+        try:
+            vllm_server.tell(url, folder / "deltas", step)
+        except UserError as error:  # the next publication has what this one had
+            say(f"step {step}: config.export.deltas_to: the server keeps its weights: {error}")
 
 
 def _compile(

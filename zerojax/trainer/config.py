@@ -18,7 +18,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.data import batches, mixture
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
-from zerojax.interop import hub
+from zerojax.interop import hub, vllm_server
 from zerojax.lora import settings as lora_lib
 from zerojax.ops import tiles
 from zerojax.trainer import ranges, settings, trackers
@@ -473,6 +473,9 @@ def _check_export(config: settings.Config) -> None:
     if group.push_to:
         with errors.below("config.export.push_to: "):
             hub.check_push(group.push_to)
+    if group.deltas_to:
+        with errors.below("config.export.deltas_to: "):
+            vllm_server.check(group.deltas_to)
 
 
 def _check_lora(config: settings.Config) -> None:

@@ -564,6 +564,9 @@ class ExportSettings:
         "config.export.format={c.export.format!r} converts nothing"))
     deltas_every: int = setting(0, NOT_NEGATIVE,
         "steps between publications of the tensors that changed, in WORKDIR/deltas, for scripts/read_deltas.py of the repository; 0: never")
+    deltas_to: str = setting("", ANY,
+        "the address of a server of vLLM that is told of each publication, and reads it; what it refuses is told, and the run goes on",
+        if_on(lambda c: c.export.deltas_every, "config.export.deltas_every=0 publishes nothing"))
 
 
 @dataclasses.dataclass(frozen=True)
