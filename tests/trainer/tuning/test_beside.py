@@ -15,7 +15,9 @@ from zerojax.trainer.tuning import beside
 
 @pytest.mark.parametrize("stage, ways", [(3, 4), (2, 1)])
 def test_weights_beside_the_state_have_the_shards_of_the_stage_and_their_bytes_are_told(stage, ways):
-    built = program.build(runs.config(zero__stage=stage, zero__min_size=0), tokenizer_vocab=320, devices=jax.devices()[:4])
+    built = program.build(
+        runs.config(zero__stage=stage, zero__min_size=0), tokenizer_vocab=320, devices=jax.devices()[:4]
+    )
     own, told, asked = families.PRESETS["test"], [], []
     abstract = family.abstract_params(own.parts, built.model)
     beside.opened(built, own, abstract, asked.append, lambda params, batch: batch, told.append)
