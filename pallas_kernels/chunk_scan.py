@@ -1,0 +1,462 @@
+"""The gated delta rule and Mamba-2's scan over chunks of tokens. This module holds the kernels of Hopper GPUs, for Triton.
+
+`zerojax.ops.recurrence` states the equations, and is the twin. With r = beta (v - exp(a) k S), of the state S before a chunk, with
+D[i, j] = exp(a_i - a_j) for tokens j <= i of one text, and A the part of beta D (k k') below its diagonal,
+
+    u = T r,  T = (1 + A)^-1        y = exp(a) q S + (D q k') u        S after = exp(a_C) S + (exp(a_C - a) k)' u
+
+and the gradients dr of r and dA of A are, with P = D q k' and dS of the state after the chunk,
+
+    du = P' dy + exp(a_C - a) k dS        dr = T' du        dA = -dr u'        dS before = exp(a_C) dS + (exp(a) q)' dy - (beta exp(a) k)' dr
+
+In Mamba-2's scan u = r = v. Kernels take turns: one computes what chunks do, all at once (`_prepare`); one passes states from chunk to chunk,
+for a part of the columns of V (`_pass_on`, `_pass_back`); and one computes the results or the gradients of chunks, all at once (`_finish`,
+`_differentiate`). The first and the last hold nothing that others need, so that only products of states follow each other.
+
+T is computed in blocks of 16 rows, row after row, in float32. Two blocks at a time then become one: below the diagonal, T of both is
+-T22 A21 T11.
+
+Shapes: B batch, T tokens, H heads, G groups, K width of keys, V of values, N chunks of C tokens.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+CHUNK = 64
+ROWS = 16  # of the blocks of T that are computed row after row
+PROGRAMS = 128  # that pass states on: about as many as a Hopper GPU has processors
+MOST_ELEMENTS = 2**31 - 2**20  # kernels count elements in int32
+TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+TF32_3 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+
+
+class Inputs(NamedTuple):
+    """What the kernels read.
+
+    Attributes:
+      q, k: float[B, T, G, K].
+      v: float[B, T, H, V].
+      g, beta: float32[B, H, T]; None for beta: Mamba-2's scan.
+      segments: int32[B, T]; None: a row has one text.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any = None
+    segments: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The sizes, and how they are computed.
+
+    Attributes:
+      batch, length, groups, heads, width, value_width: B, T, G, H, K, V.
+      is_delta: whether there is beta.
+      dtype: of matmuls' operands, and of what kernels tell each other: bfloat16, or float32, which matmuls round to TF32.
+      interpret: whether the kernels are interpreted, in which float32 is not rounded.
+    """
+
+    batch: int
+    length: int
+    groups: int
+    heads: int
+    width: int
+    value_width: int
+    is_delta: bool
+    dtype: Any
+    interpret: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """Returns N."""
+        return self.length // CHUNK
+
+    @property
+    def columns(self) -> int:
+        """Returns the columns of V of a program that passes states on."""
+        most = 64 if self.dtype == jnp.bfloat16 else 32
+        return min(self.value_width, most if self.batch * self.heads * self.value_width >= most * PROGRAMS else 32)
+
+    def dot(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
+        """Returns a product in float32 of operands of `dtype`."""
+        return self._dot(a.astype(self.dtype), b.astype(self.dtype), contracted, TF32)
+
+    def exact_dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Returns a product of float32 that is nearly exact."""
+        return self._dot(a, b, (1, 0), TF32_3)
+
+    def _dot(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int], of_float32: Any) -> jax.Array:
+        dims = (((contracted[0],), (contracted[1],)), ((), ()))
+        is_rounded = a.dtype == jnp.float32 and not self.interpret
+        precision = of_float32 if is_rounded else jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+        return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def forward(form: Form, given: Inputs, state_BHKV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the results float32[B, T, H, V], the states before chunks [N, B, H, K, V] of the form's dtype, and the last state.
+
+    Args:
+      form: the sizes.
+      given: the arguments; T is a multiple of C.
+      state_BHKV: float32, before the tokens.
+    """
+    w, u = _prepare(form, given, False) if form.is_delta else (None, given.v)
+    before, last, *found = _pass_on(form, given._replace(q=None, v=u, beta=None), w, state_BHKV)
+    if form.is_delta:
+        (u,) = found
+    return _finish(form, given._replace(v=u, beta=None), before), before, last
+
+
+def backward(
+    form: Form, given: Inputs, before: jax.Array, dy_BTHV: jax.Array, d_last_BHKV: jax.Array
+) -> tuple[Inputs, jax.Array]:
+    """Returns the gradients of the arguments, and that of the state before them, float32.
+
+    Args:
+      form, given, before: of `forward`.
+      dy_BTHV, d_last_BHKV: the gradients of its results, float32.
+    """
+    *solved, p = _prepare(form, given._replace(v=None), True)
+    w, t = solved if form.is_delta else (None, None)
+    d_after, du, d_first = _pass_back(form, given._replace(v=dy_BTHV, beta=None), w, p, d_last_BHKV)
+    dq_BTHK, dk_BTHK, dg, *others = _differentiate(form, given, t, dy_BTHV, du, before, d_after)
+    dv, dbeta = others if form.is_delta else (du, None)
+
+    def of_groups(each: jax.Array) -> jax.Array:
+        each = each.reshape(form.batch, form.length, form.groups, -1, form.width)
+        return jnp.sum(each, axis=3, dtype=jnp.float32).astype(given.q.dtype)
+
+    return Inputs(of_groups(dq_BTHK), of_groups(dk_BTHK), dv, dg, dbeta), d_first
+
+
+class _Specs(NamedTuple):
+    """How programs see arrays: a chunk of one head, or all chunks of a head and some columns of V."""
+
+    inputs: Inputs
+    head_keys: pl.BlockSpec  # [B, T, H, K]
+    values: pl.BlockSpec  # [B, T, H, V]
+    squares: pl.BlockSpec  # [B, T, H, C]
+    states: pl.BlockSpec  # [N, B, H, K, V]
+    state: pl.BlockSpec  # [B, H, K, V]
+    grid: tuple[int, ...]
+
+
+def _specs(form: Form, is_whole: bool) -> _Specs:
+    tokens, chunks = (form.length, form.chunks) if is_whole else (CHUNK, None)
+    size = form.columns if is_whole else form.value_width
+    share = form.heads // form.groups
+
+    def spec(shape: tuple[int | None, ...], place: Any) -> pl.BlockSpec:
+        """`place` is of (chunk, column, head, row)."""
+
+        def index(first: Any, head: Any, row: Any) -> tuple[Any, ...]:
+            return place(0, first, head, row) if is_whole else place(first, 0, head, row)
+
+        # Programs that run side by side read the keys of a group.
+        swapped = index if is_whole else lambda head, first, row: index(first, head, row)
+        return pl.BlockSpec(shape, swapped)
+
+    keys = spec((None, tokens, None, form.width), lambda n, c, h, b: (b, n, h // share, 0))
+    values = spec((None, tokens, None, size), lambda n, c, h, b: (b, n, h, c))
+    scalars = spec((None, None, tokens), lambda n, c, h, b: (b, h, n))
+    inputs = Inputs(keys, keys, values, scalars, scalars, spec((None, form.length), lambda n, c, h, b: (b, 0)))
+    first = (form.value_width // size, form.heads) if is_whole else (form.heads, form.chunks)
+    return _Specs(
+        inputs,
+        spec((None, tokens, None, form.width), lambda n, c, h, b: (b, n, h, 0)),
+        values,
+        spec((None, tokens, None, CHUNK), lambda n, c, h, b: (b, n, h, 0)),
+        spec((chunks, None, None, form.width, size), lambda n, c, h, b: (n, b, h, 0, c)),
+        spec((None, None, form.width, size), lambda n, c, h, b: (b, h, 0, c)),
+        (*first, form.batch),
+    )
+
+
+def _launch(
+    form: Form,
+    specs: _Specs,
+    kernel: Any,
+    name: str,
+    given: Inputs,
+    others: tuple[tuple[Any, pl.BlockSpec], ...],
+    outs: list[tuple[tuple[int, ...], Any, pl.BlockSpec]],
+    num_warps: int,
+    num_stages: int,
+) -> list[jax.Array]:
+    inputs = Inputs(*(None if array is None else spec for array, spec in zip(given, specs.inputs, strict=True)))
+    call = pl.pallas_call(
+        functools.partial(kernel, form),
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outs],
+        grid=specs.grid,
+        in_specs=[inputs, *(None if array is None else spec for array, spec in others)],
+        out_specs=[spec for _, _, spec in outs],
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=form.interpret,
+        name=name,
+    )
+    return call(given, *(array for array, _ in others))
+
+
+def _shapes(form: Form) -> tuple[Any, ...]:
+    """Returns the shapes of arrays [B, T, H, X], [N, B, H, K, V] and [B, H, K, V]."""
+    matrix = (form.batch, form.heads, form.width, form.value_width)
+    return lambda x: (form.batch, form.length, form.heads, x), (form.chunks, *matrix), matrix
+
+
+def _prepare(form: Form, given: Inputs, is_backward: bool) -> list[jax.Array]:
+    specs, (tokens, _, _) = _specs(form, False), _shapes(form)
+    outs = []
+    if form.is_delta:
+        outs.append((tokens(form.width), form.dtype, specs.head_keys))
+        outs.append((tokens(CHUNK if is_backward else form.value_width), form.dtype, specs.squares if is_backward else specs.values))
+    if is_backward:
+        outs.append((tokens(CHUNK), form.dtype, specs.squares))
+    else:
+        given = given._replace(q=None)
+    kernel = functools.partial(_prepare_kernel, is_backward=is_backward)
+    return _launch(form, specs, kernel, "chunk_scan_prepare", given, (), outs, 4, 1)
+
+
+def _pass_on(form: Form, given: Inputs, w: Any, state: jax.Array) -> list[jax.Array]:
+    specs, (tokens, states, matrix) = _specs(form, True), _shapes(form)
+    outs = [(states, form.dtype, specs.states), (matrix, jnp.float32, specs.state)]
+    if form.is_delta:
+        outs.append((tokens(form.value_width), form.dtype, specs.values))
+    others = (w, specs.head_keys), (state, specs.state)
+    return _launch(form, specs, _pass_on_kernel, "chunk_scan_on", given, others, outs, 4, 3)
+
+
+def _finish(form: Form, given: Inputs, before: jax.Array) -> jax.Array:
+    specs, (tokens, _, _) = _specs(form, False), _shapes(form)
+    outs = [(tokens(form.value_width), jnp.float32, specs.values)]
+    return _launch(form, specs, _finish_kernel, "chunk_scan_finish", given, ((before, specs.states),), outs, 4, 1)[0]
+
+
+def _pass_back(form: Form, given: Inputs, w: Any, p: jax.Array, d_last: jax.Array) -> list[jax.Array]:
+    specs, (tokens, states, matrix) = _specs(form, True), _shapes(form)
+    outs = [
+        (states, form.dtype, specs.states),
+        (tokens(form.value_width), form.dtype if form.is_delta else jnp.float32, specs.values),
+        (matrix, jnp.float32, specs.state),
+    ]
+    others = (w, specs.head_keys), (p, specs.squares), (d_last, specs.state)
+    return _launch(form, specs, _pass_back_kernel, "chunk_scan_back", given, others, outs, 4, 3)
+
+
+def _differentiate(
+    form: Form, given: Inputs, t: Any, dy: jax.Array, du: jax.Array, before: jax.Array, d_after: jax.Array
+) -> list[jax.Array]:
+    specs, (tokens, _, _) = _specs(form, False), _shapes(form)
+    scalars = ((form.batch, form.heads, form.length), jnp.float32, specs.inputs.g)
+    keys = (tokens(form.width), form.dtype, specs.head_keys)
+    outs = [keys, keys, scalars]
+    if form.is_delta:
+        outs += [(tokens(form.value_width), form.dtype, specs.values), scalars]
+    others = (
+        (t, specs.squares),
+        (dy, specs.values),
+        (du, specs.values),
+        (before, specs.states),
+        (d_after, specs.states),
+    )
+    return _launch(form, specs, _differentiate_kernel, "chunk_scan_gradients", given, others, outs, 8, 1)
+
+
+class _Decays(NamedTuple):
+    """The decays of a chunk."""
+
+    among: jax.Array  # [C, C], D
+    since: jax.Array  # [C], exp(a); 0 for tokens of texts that begin in the chunk
+    until: jax.Array  # [C], exp(a_C - a); 0 for tokens of texts that end in it
+    keeps: jax.Array  # [], exp(a_C); 0 if a text begins in it
+
+
+def _decays(g_C: jax.Array, segments: tuple[jax.Array, jax.Array, jax.Array] | None) -> _Decays:
+    """Returns the decays; `segments` are the texts of the chunk's tokens, of the token before it, and of its last."""
+    row, column = _iota(0), _iota(1)
+    sums = jnp.sum(jnp.where(column <= row, g_C[None, :], 0.0), axis=1)
+    sums_of_columns = jnp.sum(jnp.where(row <= column, g_C[:, None], 0.0), axis=0)
+    total = jnp.sum(g_C)
+    is_seen = column <= row
+    since, until, keeps = sums, total - sums, total
+    if segments is not None:
+        own, before, last = segments
+        is_seen = is_seen & (own[:, None] == own[None, :])
+        since = jnp.where(own == before, since, -jnp.inf)
+        until = jnp.where(own == last, until, -jnp.inf)
+        keeps = jnp.where(last == before, keeps, -jnp.inf)
+    among = jnp.where(is_seen, sums[:, None] - sums_of_columns[None, :], -jnp.inf)
+    return _Decays(jnp.exp(among), jnp.exp(since), jnp.exp(until), jnp.exp(keeps))
+
+
+def _iota(axis: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis)
+
+
+def _segments(given: Inputs, number: Any) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    if given.segments is None:
+        return None
+    start = number * CHUNK
+    before, last = given.segments[jnp.maximum(start - 1, 0)], given.segments[start + CHUNK - 1]
+    return given.segments[pl.ds(start, CHUNK)], before, last
+
+
+def _system(form: Form, k: jax.Array, beta_C: jax.Array, decays: _Decays) -> jax.Array:
+    """Returns A."""
+    return jnp.where(_iota(1) < _iota(0), beta_C[:, None] * decays.among * form.dot(k, k, (1, 1)), 0.0)
+
+
+def _inverse(form: Form, system: jax.Array) -> jax.Array:
+    """Returns T."""
+    parts = CHUNK // ROWS
+    shape = (parts, ROWS, parts, ROWS)
+    is_own = jax.lax.broadcasted_iota(jnp.int32, shape, 0) == jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+    blocks = jnp.sum(jnp.where(is_own, system.reshape(shape), 0.0), axis=2)
+    rows, columns = (jax.lax.broadcasted_iota(jnp.int32, blocks.shape, axis) for axis in (1, 2))
+
+    def eliminate(j: Any, found: jax.Array) -> jax.Array:
+        """Takes column j of A times row j of T from the rows below; blocks of A have nothing above their diagonal."""
+        column = jnp.sum(jnp.where(columns == j, blocks, 0.0), axis=2)
+        row = jnp.sum(jnp.where(rows == j, found, 0.0), axis=1)
+        return found - column[:, :, None] * row[:, None, :]
+
+    found = jax.lax.fori_loop(0, ROWS - 1, eliminate, (rows == columns).astype(jnp.float32))
+    inverse = jnp.where(is_own, found[:, :, None, :], 0.0).reshape(CHUNK, CHUNK)
+    size = ROWS
+    while size < CHUNK:
+        row, column = _iota(0) // size, _iota(1) // size
+        below = jnp.where((row == column + 1) & (row % 2 == 1), system, 0.0)
+        inverse = inverse - form.exact_dot(form.exact_dot(inverse, below), inverse)
+        size *= 2
+    return inverse
+
+
+def _prepare_kernel(form: Form, given: Inputs, *outs: Any, is_backward: bool) -> None:
+    """W and U of a chunk, or W, T and P."""
+    decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
+    k, outs_left = given.k[...], list(outs)
+    if is_backward:
+        outs_left.pop()[...] = (decays.among * form.dot(given.q[...], k, (1, 1))).astype(form.dtype)
+    if form.is_delta:
+        beta_C = given.beta[...]
+        inverse = _inverse(form, _system(form, k, beta_C, decays))
+        w_ref, other_ref = outs_left
+        w_ref[...] = form.dot(inverse, (beta_C * decays.since)[:, None] * k).astype(form.dtype)
+        other = inverse if is_backward else form.dot(inverse, beta_C[:, None] * given.v[...].astype(jnp.float32))
+        other_ref[...] = other.astype(form.dtype)
+
+
+def _pass_on_kernel(form: Form, given: Inputs, w_ref: Any, state_ref: Any, before_ref: Any, last_ref: Any, *u_ref: Any) -> None:
+    """States before chunks, the last state, and u of chunks, for some columns of V. `v` is U, or the values."""
+
+    def step(n: Any, state: jax.Array) -> jax.Array:
+        at = pl.ds(n * CHUNK, CHUNK)
+        before_ref[n] = state.astype(form.dtype)
+        decays = _decays(given.g[at], _segments(given, n))
+        u = given.v[at, :].astype(jnp.float32)
+        if form.is_delta:
+            u = u - form.dot(w_ref[at, :], state)
+            u_ref[0][at, :] = u.astype(form.dtype)
+        return decays.keeps * state + form.dot(given.k[at, :], decays.until[:, None] * u, (0, 0))
+
+    last_ref[...] = jax.lax.fori_loop(0, form.chunks, step, state_ref[...])
+
+
+def _finish_kernel(form: Form, given: Inputs, before_ref: Any, y_ref: Any) -> None:
+    """Results of a chunk. `v` is u."""
+    decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
+    q = given.q[...]
+    scores = decays.among * form.dot(q, given.k[...], (1, 1))
+    y_ref[...] = decays.since[:, None] * form.dot(q, before_ref[...]) + form.dot(scores, given.v[...])
+
+
+def _pass_back_kernel(
+    form: Form, given: Inputs, w_ref: Any, p_ref: Any, d_last_ref: Any, d_after_ref: Any, du_ref: Any, d_first_ref: Any
+) -> None:
+    """Gradients of the states after chunks, of u, and of the first state, for some columns of V. `v` is dy."""
+
+    def step(i: Any, d_state: jax.Array) -> jax.Array:
+        n = form.chunks - 1 - i
+        at = pl.ds(n * CHUNK, CHUNK)
+        d_after_ref[n] = d_state.astype(form.dtype)
+        decays = _decays(given.g[at], _segments(given, n))
+        dy = given.v[at, :].astype(jnp.float32)
+        du = form.dot(p_ref[at, :], dy, (0, 0)) + decays.until[:, None] * form.dot(given.k[at, :], d_state)
+        du_ref[at, :] = du.astype(du_ref.dtype)
+        d_state = decays.keeps * d_state + form.dot(given.q[at, :], decays.since[:, None] * dy, (0, 0))
+        return d_state - form.dot(w_ref[at, :], du, (0, 0)) if form.is_delta else d_state
+
+    d_first_ref[...] = jax.lax.fori_loop(0, form.chunks, step, d_last_ref[...])
+
+
+def _differentiate_kernel(
+    form: Form, given: Inputs, t_ref: Any, dy_ref: Any, du_ref: Any, before_ref: Any, d_after_ref: Any, *outs: Any
+) -> None:
+    """Gradients of a chunk's queries, keys, decays, values and betas, of one head."""
+    dq_ref, dk_ref, dg_ref, *of_delta = outs
+    decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
+    since_C1, until_C1 = decays.since[:, None], decays.until[:, None]
+    q, k = given.q[...], given.k[...]
+    beta_C = given.beta[...] if form.is_delta else None
+    dq = dk = jnp.zeros((CHUNK, form.width), jnp.float32)
+    dp = dsystem = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    dbeta_C = read_C = jnp.zeros((CHUNK,), jnp.float32)
+    dkeeps = jnp.float32(0)
+    size = min(form.value_width, 64)
+    for first in range(0, form.value_width, size):
+        own = slice(first, first + size)
+        before, d_after = before_ref[:, own], d_after_ref[:, own]
+        dy = dy_ref[:, own].astype(jnp.float32)
+        u = given.v[:, own].astype(jnp.float32)
+        if form.is_delta:
+            inverse = t_ref[...]
+            k_state = since_C1 * form.dot(k, before)
+            difference = u - k_state
+            u = form.dot(inverse, beta_C[:, None] * difference)
+            dr = form.dot(inverse, du_ref[:, own], (0, 0))
+            dbeta_C += jnp.sum(dr * difference, axis=1)
+            dv = beta_C[:, None] * dr
+            of_delta[0][:, own] = dv.astype(of_delta[0].dtype)
+            read_C -= jnp.sum(dv * k_state, axis=1)
+            dk -= form.dot(since_C1 * dv, before, (1, 1))
+            dsystem -= form.dot(dr, u, (1, 1))
+        dkeeps += jnp.sum(before.astype(jnp.float32) * d_after.astype(jnp.float32))
+        dq += form.dot(since_C1 * dy, before, (1, 1))
+        dk += form.dot(until_C1 * u, d_after, (1, 1))
+        dp += form.dot(dy, u, (1, 1))
+    # So far `dq` and `dk` are of what reads and writes states.
+    written_C = jnp.sum(dk * k.astype(jnp.float32), axis=1) - read_C
+    read_C += jnp.sum(dq * q.astype(jnp.float32), axis=1)
+    dscores = dp * decays.among
+    dlog = dscores * form.dot(q, k, (1, 1))
+    dq += form.dot(dscores, k)
+    dk += form.dot(dscores, q, (0, 0))
+    if form.is_delta:
+        dsystem = jnp.where(_iota(1) < _iota(0), dsystem * decays.among, 0.0)
+        of_keys = dsystem * form.dot(k, k, (1, 1))
+        dbeta_C += jnp.sum(of_keys, axis=1)
+        of_delta[1][...] = dbeta_C
+        dlog += beta_C[:, None] * of_keys
+        dsystem *= beta_C[:, None]
+        dk += form.dot(dsystem, k) + form.dot(dsystem, k, (0, 0))
+    dq_ref[...], dk_ref[...] = dq.astype(dq_ref.dtype), dk.astype(dk_ref.dtype)
+    dsums_C = jnp.sum(dlog, axis=1) + read_C - written_C
+    # The sum of a token has the decays up to it.
+    is_later = _iota(0) >= _iota(1)
+    dg_C = jnp.sum(jnp.where(is_later, dsums_C[:, None], 0.0), axis=0) - _of_columns(dlog)
+    dg_ref[...] = dg_C + (jnp.sum(written_C) + decays.keeps * dkeeps)
+
+
+def _of_columns(dlog: jax.Array) -> jax.Array:
+    """Returns for each token the sum of the columns from it on."""
+    columns = jnp.sum(dlog, axis=0)
+    return jnp.sum(jnp.where(_iota(1) >= _iota(0), columns[None, :], 0.0), axis=1)
