@@ -91,8 +91,8 @@ class Form:
         return self._dot(a.astype(self.dtype), b.astype(self.dtype), contracted, TF32)
 
     def exact_dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Returns a product of float32 that is nearly exact."""
-        return self._dot(a, b, (1, 0), TF32_3)
+        """Returns a product of float32 that is more exact than `dot` is."""
+        return self._dot(a, b, (1, 0), TF32 if self.dtype == jnp.bfloat16 else TF32_3)
 
     def _dot(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int], of_float32: Any) -> jax.Array:
         dims = (((contracted[0],), (contracted[1],)), ((), ()))
@@ -101,34 +101,48 @@ class Form:
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def forward(form: Form, given: Inputs, state_BHKV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the results float32[B, T, H, V], the states before chunks [N, B, H, K, V] of the form's dtype, and the last state.
+class Kept(NamedTuple):
+    """What the backward pass reads, of the form's dtype.
+
+    Attributes:
+      before: [N, B, H, K, V], the states before chunks.
+      u: [B, T, H, V]; None: the values.
+      t: [B, T, H, C]; None in Mamba-2's scan.
+    """
+
+    before: Any
+    u: Any = None
+    t: Any = None
+
+
+def forward(form: Form, given: Inputs, state_BHKV: jax.Array, *, keeps: bool) -> tuple[jax.Array, jax.Array, Kept]:
+    """Returns the results float32[B, T, H, V], the last state, and what the backward pass reads, if the form `keeps` it.
 
     Args:
       form: the sizes.
       given: the arguments; T is a multiple of C.
       state_BHKV: float32, before the tokens.
+      keeps: whether there is a backward pass.
     """
-    w, u = _prepare(form, given, False) if form.is_delta else (None, given.v)
+    w, u, *t = _prepare(form, given._replace(q=None), keeps) if form.is_delta else (None, given.v)
     before, last, *found = _pass_on(form, given._replace(q=None, v=u, beta=None), w, state_BHKV)
-    if form.is_delta:
-        (u,) = found
-    return _finish(form, given._replace(v=u, beta=None), before), before, last
+    u = found[0] if form.is_delta else given.v
+    y_BTHV = _finish(form, given._replace(v=u, beta=None), before)
+    return y_BTHV, last, Kept(before, *found, *t)
 
 
 def backward(
-    form: Form, given: Inputs, before: jax.Array, dy_BTHV: jax.Array, d_last_BHKV: jax.Array
+    form: Form, given: Inputs, kept: Kept, dy_BTHV: jax.Array, d_last_BHKV: jax.Array
 ) -> tuple[Inputs, jax.Array]:
     """Returns the gradients of the arguments, and that of the state before them, float32.
 
     Args:
-      form, given, before: of `forward`.
+      form, given, kept: of `forward`.
       dy_BTHV, d_last_BHKV: the gradients of its results, float32.
     """
-    *solved, p = _prepare(form, given._replace(v=None), True)
-    w, t = solved if form.is_delta else (None, None)
-    d_after, du, d_first = _pass_back(form, given._replace(v=dy_BTHV, beta=None), w, p, d_last_BHKV)
-    dq_BTHK, dk_BTHK, dg, *others = _differentiate(form, given, t, dy_BTHV, du, before, d_after)
+    p, *w = _recall(form, given._replace(v=None), kept.t)
+    d_after, du, d_first = _pass_back(form, given._replace(v=dy_BTHV, beta=None), *(w or (None,)), p, d_last_BHKV)
+    dq_BTHK, dk_BTHK, dg, *others = _differentiate(form, given, kept, dy_BTHV, du, d_after)
     dv, dbeta = others if form.is_delta else (du, None)
 
     def of_groups(each: jax.Array) -> jax.Array:
@@ -192,12 +206,16 @@ def _launch(
     num_warps: int,
     num_stages: int,
 ) -> list[jax.Array]:
-    inputs = Inputs(*(None if array is None else spec for array, spec in zip(given, specs.inputs, strict=True)))
+    def present(array: Any, spec: Any) -> Any:
+        if isinstance(array, tuple):
+            return type(array)(*map(present, array, spec))
+        return None if array is None else spec
+
     call = pl.pallas_call(
         functools.partial(kernel, form),
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outs],
         grid=specs.grid,
-        in_specs=[inputs, *(None if array is None else spec for array, spec in others)],
+        in_specs=[present(given, specs.inputs), *(present(*other) for other in others)],
         out_specs=[spec for _, _, spec in outs],
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=form.interpret,
@@ -212,18 +230,22 @@ def _shapes(form: Form) -> tuple[Any, ...]:
     return lambda x: (form.batch, form.length, form.heads, x), (form.chunks, *matrix), matrix
 
 
-def _prepare(form: Form, given: Inputs, is_backward: bool) -> list[jax.Array]:
+def _prepare(form: Form, given: Inputs, keeps: bool) -> list[jax.Array]:
     specs, (tokens, _, _) = _specs(form, False), _shapes(form)
-    outs = []
+    outs = [
+        (tokens(form.width), form.dtype, specs.head_keys),
+        (tokens(form.value_width), form.dtype, specs.values),
+        (tokens(CHUNK), form.dtype, specs.squares),
+    ]
+    return _launch(form, specs, _prepare_kernel, "chunk_scan_prepare", given, (), outs[: 3 if keeps else 2], 4, 1)
+
+
+def _recall(form: Form, given: Inputs, t: Any) -> list[jax.Array]:
+    specs, (tokens, _, _) = _specs(form, False), _shapes(form)
+    outs = [(tokens(CHUNK), form.dtype, specs.squares)]
     if form.is_delta:
         outs.append((tokens(form.width), form.dtype, specs.head_keys))
-        outs.append((tokens(CHUNK if is_backward else form.value_width), form.dtype, specs.squares if is_backward else specs.values))
-    if is_backward:
-        outs.append((tokens(CHUNK), form.dtype, specs.squares))
-    else:
-        given = given._replace(q=None)
-    kernel = functools.partial(_prepare_kernel, is_backward=is_backward)
-    return _launch(form, specs, kernel, "chunk_scan_prepare", given, (), outs, 4, 1)
+    return _launch(form, specs, _recall_kernel, "chunk_scan_recall", given, ((t, specs.squares),), outs, 4, 1)
 
 
 def _pass_on(form: Form, given: Inputs, w: Any, state: jax.Array) -> list[jax.Array]:
@@ -249,11 +271,11 @@ def _pass_back(form: Form, given: Inputs, w: Any, p: jax.Array, d_last: jax.Arra
         (matrix, jnp.float32, specs.state),
     ]
     others = (w, specs.head_keys), (p, specs.squares), (d_last, specs.state)
-    return _launch(form, specs, _pass_back_kernel, "chunk_scan_back", given, others, outs, 4, 3)
+    return _launch(form, specs, _pass_back_kernel, "chunk_scan_back", given, others, outs, 4, 3 if form.dtype == jnp.bfloat16 else 2)
 
 
 def _differentiate(
-    form: Form, given: Inputs, t: Any, dy: jax.Array, du: jax.Array, before: jax.Array, d_after: jax.Array
+    form: Form, given: Inputs, kept: Kept, dy: jax.Array, du: jax.Array, d_after: jax.Array
 ) -> list[jax.Array]:
     specs, (tokens, _, _) = _specs(form, False), _shapes(form)
     scalars = ((form.batch, form.heads, form.length), jnp.float32, specs.inputs.g)
@@ -262,10 +284,9 @@ def _differentiate(
     if form.is_delta:
         outs += [(tokens(form.value_width), form.dtype, specs.values), scalars]
     others = (
-        (t, specs.squares),
+        (kept, Kept(specs.states, specs.values, specs.squares)),
         (dy, specs.values),
-        (du, specs.values),
-        (before, specs.states),
+        (du if form.is_delta else None, specs.values),
         (d_after, specs.states),
     )
     return _launch(form, specs, _differentiate_kernel, "chunk_scan_gradients", given, others, outs, 8, 1)
@@ -340,19 +361,24 @@ def _inverse(form: Form, system: jax.Array) -> jax.Array:
     return inverse
 
 
-def _prepare_kernel(form: Form, given: Inputs, *outs: Any, is_backward: bool) -> None:
-    """W and U of a chunk, or W, T and P."""
+def _prepare_kernel(form: Form, given: Inputs, w_ref: Any, u_ref: Any, *t_ref: Any) -> None:
+    """W, U and T of a chunk."""
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
-    k, outs_left = given.k[...], list(outs)
-    if is_backward:
-        outs_left.pop()[...] = (decays.among * form.dot(given.q[...], k, (1, 1))).astype(form.dtype)
+    k, beta_C = given.k[...], given.beta[...]
+    inverse = _inverse(form, _system(form, k, beta_C, decays)).astype(form.dtype)
+    for ref in t_ref:
+        ref[...] = inverse
+    w_ref[...] = form.dot(inverse, (beta_C * decays.since)[:, None] * k).astype(form.dtype)
+    u_ref[...] = form.dot(inverse, beta_C[:, None] * given.v[...].astype(jnp.float32)).astype(form.dtype)
+
+
+def _recall_kernel(form: Form, given: Inputs, t_ref: Any, p_ref: Any, *w_ref: Any) -> None:
+    """P of a chunk, and W."""
+    decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
+    k = given.k[...]
+    p_ref[...] = (decays.among * form.dot(given.q[...], k, (1, 1))).astype(form.dtype)
     if form.is_delta:
-        beta_C = given.beta[...]
-        inverse = _inverse(form, _system(form, k, beta_C, decays))
-        w_ref, other_ref = outs_left
-        w_ref[...] = form.dot(inverse, (beta_C * decays.since)[:, None] * k).astype(form.dtype)
-        other = inverse if is_backward else form.dot(inverse, beta_C[:, None] * given.v[...].astype(jnp.float32))
-        other_ref[...] = other.astype(form.dtype)
+        w_ref[0][...] = form.dot(t_ref[...], (given.beta[...] * decays.since)[:, None] * k).astype(form.dtype)
 
 
 def _pass_on_kernel(form: Form, given: Inputs, w_ref: Any, state_ref: Any, before_ref: Any, last_ref: Any, *u_ref: Any) -> None:
@@ -399,40 +425,52 @@ def _pass_back_kernel(
 
 
 def _differentiate_kernel(
-    form: Form, given: Inputs, t_ref: Any, dy_ref: Any, du_ref: Any, before_ref: Any, d_after_ref: Any, *outs: Any
+    form: Form, given: Inputs, kept: Kept, dy_ref: Any, du_ref: Any, d_after_ref: Any, *outs: Any
 ) -> None:
     """Gradients of a chunk's queries, keys, decays, values and betas, of one head."""
     dq_ref, dk_ref, dg_ref, *of_delta = outs
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
     since_C1, until_C1 = decays.since[:, None], decays.until[:, None]
-    q, k = given.q[...], given.k[...]
     beta_C = given.beta[...] if form.is_delta else None
-    dq = dk = jnp.zeros((CHUNK, form.width), jnp.float32)
-    dp = dsystem = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    dbeta_C = read_C = jnp.zeros((CHUNK,), jnp.float32)
-    dkeeps = jnp.float32(0)
+    inverse = kept.t[...] if form.is_delta else None
+    u_ref = kept.u if form.is_delta else given.v
     size = min(form.value_width, 64)
-    for first in range(0, form.value_width, size):
-        own = slice(first, first + size)
-        before, d_after = before_ref[:, own], d_after_ref[:, own]
-        dy = dy_ref[:, own].astype(jnp.float32)
-        u = given.v[:, own].astype(jnp.float32)
-        if form.is_delta:
-            inverse = t_ref[...]
-            k_state = since_C1 * form.dot(k, before)
-            difference = u - k_state
-            u = form.dot(inverse, beta_C[:, None] * difference)
-            dr = form.dot(inverse, du_ref[:, own], (0, 0))
-            dbeta_C += jnp.sum(dr * difference, axis=1)
-            dv = beta_C[:, None] * dr
-            of_delta[0][:, own] = dv.astype(of_delta[0].dtype)
-            read_C -= jnp.sum(dv * k_state, axis=1)
-            dk -= form.dot(since_C1 * dv, before, (1, 1))
-            dsystem -= form.dot(dr, u, (1, 1))
-        dkeeps += jnp.sum(before.astype(jnp.float32) * d_after.astype(jnp.float32))
+    of_keys, of_pairs, of_tokens = (jnp.zeros(shape, jnp.float32) for shape in ((CHUNK, form.width), (CHUNK, CHUNK), (CHUNK,)))
+
+    def read(n: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Adds what some columns of V have of the state before, and of pairs of tokens."""
+        dq, dk, dp, dsystem, dbeta_C = sums
+        own = pl.ds(n * size, size)
+        before, dy, u = kept.before[:, own], dy_ref[:, own], u_ref[:, own]
         dq += form.dot(since_C1 * dy, before, (1, 1))
-        dk += form.dot(until_C1 * u, d_after, (1, 1))
         dp += form.dot(dy, u, (1, 1))
+        if form.is_delta:
+            dr = form.dot(inverse, du_ref[:, own], (0, 0))
+            dsystem -= form.dot(dr, u, (1, 1))
+            dk -= form.dot(since_C1 * dr, before, (1, 1))
+            of_delta[0][:, own] = (beta_C[:, None] * dr).astype(of_delta[0].dtype)
+            dbeta_C += jnp.sum(dr * given.v[:, own].astype(jnp.float32), axis=1)
+        return dq, dk, dp, dsystem, dbeta_C
+
+    steps, sums = form.value_width // size, (of_keys, of_keys, of_pairs, of_pairs, of_tokens)
+    dq, dk, dp, dsystem, dbeta_C = jax.lax.fori_loop(0, steps, read, sums)
+    k = given.k[...]
+    read_C = of_tokens
+    if form.is_delta:
+        read_C = jnp.sum(dk * k.astype(jnp.float32), axis=1)
+        dbeta_C += read_C
+        read_C, dk = beta_C * read_C, beta_C[:, None] * dk
+
+    def written(n: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Adds what some columns of V have of the state after."""
+        dk, dkeeps = sums
+        own = pl.ds(n * size, size)
+        d_after, before = d_after_ref[:, own], kept.before[:, own]
+        dkeeps += jnp.sum(before.astype(jnp.float32) * d_after.astype(jnp.float32))
+        return dk + form.dot(until_C1 * u_ref[:, own].astype(jnp.float32), d_after, (1, 1)), dkeeps
+
+    dk, dkeeps = jax.lax.fori_loop(0, steps, written, (dk, jnp.float32(0)))
+    q = given.q[...]
     # So far `dq` and `dk` are of what reads and writes states.
     written_C = jnp.sum(dk * k.astype(jnp.float32), axis=1) - read_C
     read_C += jnp.sum(dq * q.astype(jnp.float32), axis=1)
@@ -443,8 +481,7 @@ def _differentiate_kernel(
     if form.is_delta:
         dsystem = jnp.where(_iota(1) < _iota(0), dsystem * decays.among, 0.0)
         of_keys = dsystem * form.dot(k, k, (1, 1))
-        dbeta_C += jnp.sum(of_keys, axis=1)
-        of_delta[1][...] = dbeta_C
+        of_delta[1][...] = dbeta_C + jnp.sum(of_keys, axis=1)
         dlog += beta_C[:, None] * of_keys
         dsystem *= beta_C[:, None]
         dk += form.dot(dsystem, k) + form.dot(dsystem, k, (0, 0))
