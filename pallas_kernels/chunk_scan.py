@@ -32,8 +32,12 @@ CHUNK = 64
 ROWS = 16  # of the blocks of T that are computed row after row
 PROGRAMS = 128  # that pass states on: about as many as a Hopper GPU has processors
 MOST_ELEMENTS = 2**31 - 2**20  # kernels count elements in int32
+# Triton's warps and stages, of operands in float32 and in bfloat16.
+LAUNCHES: tuple[dict[str, tuple[int, int]], ...] = (
+    {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (8, 2), "gradients": (8, 1)},
+    {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (4, 3), "gradients": (8, 1)},
+)
 TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
-TF32_3 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
 class Inputs(NamedTuple):
@@ -88,16 +92,13 @@ class Form:
 
     def dot(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
         """Returns a product in float32 of operands of `dtype`."""
-        return self._dot(a.astype(self.dtype), b.astype(self.dtype), contracted, TF32)
+        return self.dot_of(a.astype(self.dtype), b.astype(self.dtype), contracted)
 
-    def exact_dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Returns a product of float32 that is more exact than `dot` is."""
-        return self._dot(a, b, (1, 0), TF32 if self.dtype == jnp.bfloat16 else TF32_3)
-
-    def _dot(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int], of_float32: Any) -> jax.Array:
+    def dot_of(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
+        """Returns a product in float32 of operands of their own dtype."""
         dims = (((contracted[0],), (contracted[1],)), ((), ()))
         is_rounded = a.dtype == jnp.float32 and not self.interpret
-        precision = of_float32 if is_rounded else jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+        precision = TF32 if is_rounded else jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
@@ -203,14 +204,13 @@ def _launch(
     given: Inputs,
     others: tuple[tuple[Any, pl.BlockSpec], ...],
     outs: list[tuple[tuple[int, ...], Any, pl.BlockSpec]],
-    num_warps: int,
-    num_stages: int,
 ) -> list[jax.Array]:
     def present(array: Any, spec: Any) -> Any:
         if isinstance(array, tuple):
             return type(array)(*map(present, array, spec))
         return None if array is None else spec
 
+    num_warps, num_stages = LAUNCHES[form.dtype == jnp.bfloat16][name]
     call = pl.pallas_call(
         functools.partial(kernel, form),
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outs],
@@ -219,7 +219,7 @@ def _launch(
         out_specs=[spec for _, _, spec in outs],
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=form.interpret,
-        name=name,
+        name=f"chunk_scan_{name}",
     )
     return call(given, *(array for array, _ in others))
 
@@ -237,7 +237,7 @@ def _prepare(form: Form, given: Inputs, keeps: bool) -> list[jax.Array]:
         (tokens(form.value_width), form.dtype, specs.values),
         (tokens(CHUNK), form.dtype, specs.squares),
     ]
-    return _launch(form, specs, _prepare_kernel, "chunk_scan_prepare", given, (), outs[: 3 if keeps else 2], 4, 1)
+    return _launch(form, specs, _prepare_kernel, "prepare", given, (), outs[: 3 if keeps else 2])
 
 
 def _recall(form: Form, given: Inputs, t: Any) -> list[jax.Array]:
@@ -245,7 +245,7 @@ def _recall(form: Form, given: Inputs, t: Any) -> list[jax.Array]:
     outs = [(tokens(CHUNK), form.dtype, specs.squares)]
     if form.is_delta:
         outs.append((tokens(form.width), form.dtype, specs.head_keys))
-    return _launch(form, specs, _recall_kernel, "chunk_scan_recall", given, ((t, specs.squares),), outs, 4, 1)
+    return _launch(form, specs, _recall_kernel, "recall", given, ((t, specs.squares),), outs)
 
 
 def _pass_on(form: Form, given: Inputs, w: Any, state: jax.Array) -> list[jax.Array]:
@@ -254,13 +254,13 @@ def _pass_on(form: Form, given: Inputs, w: Any, state: jax.Array) -> list[jax.Ar
     if form.is_delta:
         outs.append((tokens(form.value_width), form.dtype, specs.values))
     others = (w, specs.head_keys), (state, specs.state)
-    return _launch(form, specs, _pass_on_kernel, "chunk_scan_on", given, others, outs, 4, 3)
+    return _launch(form, specs, _pass_on_kernel, "on", given, others, outs)
 
 
 def _finish(form: Form, given: Inputs, before: jax.Array) -> jax.Array:
     specs, (tokens, _, _) = _specs(form, False), _shapes(form)
     outs = [(tokens(form.value_width), jnp.float32, specs.values)]
-    return _launch(form, specs, _finish_kernel, "chunk_scan_finish", given, ((before, specs.states),), outs, 4, 1)[0]
+    return _launch(form, specs, _finish_kernel, "finish", given, ((before, specs.states),), outs)[0]
 
 
 def _pass_back(form: Form, given: Inputs, w: Any, p: jax.Array, d_last: jax.Array) -> list[jax.Array]:
@@ -271,7 +271,7 @@ def _pass_back(form: Form, given: Inputs, w: Any, p: jax.Array, d_last: jax.Arra
         (matrix, jnp.float32, specs.state),
     ]
     others = (w, specs.head_keys), (p, specs.squares), (d_last, specs.state)
-    return _launch(form, specs, _pass_back_kernel, "chunk_scan_back", given, others, outs, 4, 3 if form.dtype == jnp.bfloat16 else 2)
+    return _launch(form, specs, _pass_back_kernel, "back", given, others, outs)
 
 
 def _differentiate(
@@ -289,7 +289,7 @@ def _differentiate(
         (du if form.is_delta else None, specs.values),
         (d_after, specs.states),
     )
-    return _launch(form, specs, _differentiate_kernel, "chunk_scan_gradients", given, others, outs, 8, 1)
+    return _launch(form, specs, _differentiate_kernel, "gradients", given, others, outs)
 
 
 class _Decays(NamedTuple):
@@ -356,7 +356,7 @@ def _inverse(form: Form, system: jax.Array) -> jax.Array:
     while size < CHUNK:
         row, column = _iota(0) // size, _iota(1) // size
         below = jnp.where((row == column + 1) & (row % 2 == 1), system, 0.0)
-        inverse = inverse - form.exact_dot(form.exact_dot(inverse, below), inverse)
+        inverse = inverse - form.dot_of(form.dot_of(inverse, below), inverse)
         size *= 2
     return inverse
 
