@@ -30,6 +30,7 @@ from jax.experimental.pallas import triton as pltriton
 
 CHUNK = 64
 ROWS = 16  # of the blocks of T that are computed row after row
+WIDTHS = (16, 32, 64, 128)
 PROGRAMS = 128  # that pass states on: about as many as a Hopper GPU has processors
 MOST_ELEMENTS = 2**31 - 2**20  # kernels count elements in int32
 # Triton's warps and stages, of operands in float32 and in bfloat16.
@@ -116,6 +117,36 @@ class Kept(NamedTuple):
     t: Any = None
 
 
+def form_of(
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], *, dtype: Any, is_delta: bool, interpret: bool = False
+) -> Form | None:
+    """Returns the sizes of arguments of these shapes, of which the tokens are yet to be filled up to chunks; None: no kernel takes them."""
+    (batch, length, groups, width), (heads, value_width) = q_shape, v_shape[2:]
+    length += -length % CHUNK
+    form = Form(batch, length, groups, heads, width, value_width, is_delta, dtype, interpret)
+    largest = batch * heads * max(length * max(width, value_width, CHUNK), length // CHUNK * width * value_width)
+    is_taken = width in WIDTHS and value_width in (*WIDTHS, 2 * WIDTHS[-1]) and largest < MOST_ELEMENTS
+    return form if is_taken else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scan(form: Form, given: Inputs, state_BHKV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the results float32[B, T, H, V], and the state after the tokens; see `forward`."""
+    return forward(form, given, state_BHKV, keeps=False)[:2]
+
+
+def _scan_forward(form: Form, given: Inputs, state_BHKV: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    y_BTHV, last_BHKV, kept = forward(form, given, state_BHKV, keeps=True)
+    return (y_BTHV, last_BHKV), (given, kept)
+
+
+def _scan_backward(form: Form, kept: Any, grads: tuple[jax.Array, jax.Array]) -> tuple[Inputs, jax.Array]:
+    return backward(form, *kept, *grads)
+
+
+scan.defvjp(_scan_forward, _scan_backward)
+
+
 def forward(form: Form, given: Inputs, state_BHKV: jax.Array, *, keeps: bool) -> tuple[jax.Array, jax.Array, Kept]:
     """Returns the results float32[B, T, H, V], the last state, and what the backward pass reads, if the form `keeps` it.
 
@@ -142,7 +173,8 @@ def backward(
       dy_BTHV, d_last_BHKV: the gradients of its results, float32.
     """
     p, *w = _recall(form, given._replace(v=None), kept.t)
-    d_after, du, d_first = _pass_back(form, given._replace(v=dy_BTHV, beta=None), *(w or (None,)), p, d_last_BHKV)
+    of_results = given._replace(v=dy_BTHV, beta=None)
+    d_after, du, d_first = _pass_back(form, of_results, *(w or (None,)), p, d_last_BHKV, given.v.dtype)
     dq_BTHK, dk_BTHK, dg, *others = _differentiate(form, given, kept, dy_BTHV, du, d_after)
     dv, dbeta = others if form.is_delta else (du, None)
 
@@ -263,11 +295,13 @@ def _finish(form: Form, given: Inputs, before: jax.Array) -> jax.Array:
     return _launch(form, specs, _finish_kernel, "finish", given, ((before, specs.states),), outs)[0]
 
 
-def _pass_back(form: Form, given: Inputs, w: Any, p: jax.Array, d_last: jax.Array) -> list[jax.Array]:
+def _pass_back(
+    form: Form, given: Inputs, w: Any, p: jax.Array, d_last: jax.Array, values_dtype: Any
+) -> list[jax.Array]:
     specs, (tokens, states, matrix) = _specs(form, True), _shapes(form)
     outs = [
         (states, form.dtype, specs.states),
-        (tokens(form.value_width), form.dtype if form.is_delta else jnp.float32, specs.values),
+        (tokens(form.value_width), form.dtype if form.is_delta else values_dtype, specs.values),
         (matrix, jnp.float32, specs.state),
     ]
     others = (w, specs.head_keys), (p, specs.squares), (d_last, specs.state)
@@ -282,7 +316,7 @@ def _differentiate(
     keys = (tokens(form.width), form.dtype, specs.head_keys)
     outs = [keys, keys, scalars]
     if form.is_delta:
-        outs += [(tokens(form.value_width), form.dtype, specs.values), scalars]
+        outs += [(tokens(form.value_width), given.v.dtype, specs.values), scalars]
     others = (
         (kept, Kept(specs.states, specs.values, specs.squares)),
         (dy, specs.values),
@@ -369,7 +403,9 @@ def _prepare_kernel(form: Form, given: Inputs, w_ref: Any, u_ref: Any, *t_ref: A
     for ref in t_ref:
         ref[...] = inverse
     w_ref[...] = form.dot(inverse, (beta_C * decays.since)[:, None] * k).astype(form.dtype)
-    u_ref[...] = form.dot(inverse, beta_C[:, None] * given.v[...].astype(jnp.float32)).astype(form.dtype)
+    for own in _columns(form):
+        values = beta_C[:, None] * given.v[:, own].astype(jnp.float32)
+        u_ref[:, own] = form.dot(inverse, values).astype(form.dtype)
 
 
 def _recall_kernel(form: Form, given: Inputs, t_ref: Any, p_ref: Any, *w_ref: Any) -> None:
@@ -381,7 +417,9 @@ def _recall_kernel(form: Form, given: Inputs, t_ref: Any, p_ref: Any, *w_ref: An
         w_ref[0][...] = form.dot(t_ref[...], (given.beta[...] * decays.since)[:, None] * k).astype(form.dtype)
 
 
-def _pass_on_kernel(form: Form, given: Inputs, w_ref: Any, state_ref: Any, before_ref: Any, last_ref: Any, *u_ref: Any) -> None:
+def _pass_on_kernel(
+    form: Form, given: Inputs, w_ref: Any, state_ref: Any, before_ref: Any, last_ref: Any, *u_ref: Any
+) -> None:
     """States before chunks, the last state, and u of chunks, for some columns of V. `v` is U, or the values."""
 
     def step(n: Any, state: jax.Array) -> jax.Array:
@@ -402,7 +440,14 @@ def _finish_kernel(form: Form, given: Inputs, before_ref: Any, y_ref: Any) -> No
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
     q = given.q[...]
     scores = decays.among * form.dot(q, given.k[...], (1, 1))
-    y_ref[...] = decays.since[:, None] * form.dot(q, before_ref[...]) + form.dot(scores, given.v[...])
+    for own in _columns(form):
+        y_ref[:, own] = decays.since[:, None] * form.dot(q, before_ref[:, own]) + form.dot(scores, given.v[:, own])
+
+
+def _columns(form: Form) -> list[Any]:
+    """Returns which columns of V are computed at a time."""
+    size = min(form.value_width, WIDTHS[-1])
+    return [pl.ds(first, size) for first in range(0, form.value_width, size)]
 
 
 def _pass_back_kernel(
@@ -435,7 +480,9 @@ def _differentiate_kernel(
     inverse = kept.t[...] if form.is_delta else None
     u_ref = kept.u if form.is_delta else given.v
     size = min(form.value_width, 64)
-    of_keys, of_pairs, of_tokens = (jnp.zeros(shape, jnp.float32) for shape in ((CHUNK, form.width), (CHUNK, CHUNK), (CHUNK,)))
+    of_keys, of_pairs, of_tokens = (
+        jnp.zeros(shape, jnp.float32) for shape in ((CHUNK, form.width), (CHUNK, CHUNK), (CHUNK,))
+    )
 
     def read(n: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """Adds what some columns of V have of the state before, and of pairs of tokens."""

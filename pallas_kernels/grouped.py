@@ -263,7 +263,7 @@ HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
 
 def rows_on_gpu(lhs_MK: jax.Array, rhs_GKN: jax.Array, sizes_G: jax.Array, transposed: bool, **how: Any) -> jax.Array:
     """Returns `out`, or `dlhs` if `transposed`, by the kernel of the GPUs that the surrounding `jax.shard_map` runs on."""
-    if processors := _hopper_processors():
+    if processors := hopper_processors():
         from pallas_kernels import grouped_mosaic  # takes long to import, and only these GPUs need it
 
         if grouped_mosaic.takes_rows(lhs_MK, rhs_GKN, transposed, how.get("dtype")):
@@ -274,7 +274,7 @@ def rows_on_gpu(lhs_MK: jax.Array, rhs_GKN: jax.Array, sizes_G: jax.Array, trans
 
 def matrices_on_gpu(lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
     """Returns `drhs`, as `rows_on_gpu` does."""
-    if processors := _hopper_processors():
+    if processors := hopper_processors():
         from pallas_kernels import grouped_mosaic
 
         if grouped_mosaic.takes_matrices(lhs_MK, dout_MN):
@@ -282,7 +282,7 @@ def matrices_on_gpu(lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array) -
     return matrices_by_triton(lhs_MK, dout_MN, sizes_G)
 
 
-def _hopper_processors() -> int:
+def hopper_processors() -> int:
     """Returns the processors of the Hopper GPUs that the surrounding `jax.shard_map` runs on; 0 on others, or without one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.num_cores if device is not None and HOPPER.search(device.device_kind) else 0

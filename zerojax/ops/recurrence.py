@@ -22,9 +22,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import chunk_scan, grouped
+from zerojax import mesh as mesh_lib
 from zerojax.tree import PyTree
 
-CHUNK = 64
+CHUNK = chunk_scan.CHUNK
+# By JAX's default precision of matmuls, the operands of those in kernels; others are left to XLA.
+_OPERANDS = {None: jnp.float32, "default": jnp.float32, "tensorfloat32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 class Terms(NamedTuple):
@@ -88,9 +92,14 @@ def scan(
       chunk: tokens that are computed side by side.
     """
     (batch, length, groups, width), (heads, value_width) = terms.q.shape, terms.v.shape[2:]
+    if state_BHKV is None:
+        state_BHKV = jnp.zeros((batch, heads, width, value_width))
+    terms = _masked(terms, mask_BT)
+    if chunk == CHUNK and (form := _form(terms)):
+        return _by_kernels(form, terms, state_BHKV.astype(jnp.float32), segments_BT)
+    terms = _in_float32(terms)
     chunk = min(chunk, length)
     padding = -length % chunk
-    terms = _masked(terms, mask_BT)
 
     def in_chunks(array: jax.Array) -> jax.Array:
         """Returns [N, B, G, R, C, X] of [B, T, G or H, X]."""
@@ -100,8 +109,6 @@ def scan(
 
     scalars = (None if array is None else in_chunks(array[..., None]) for array in terms[3:])
     chunks = Terms(*map(in_chunks, terms[:3]), *scalars)
-    if state_BHKV is None:
-        state_BHKV = jnp.zeros((batch, heads, width, value_width))
     numbers = None
     if segments_BT is not None:
         numbers = jnp.pad(segments_BT, ((0, 0), (0, padding)), mode="edge").reshape(batch, -1, chunk)
@@ -115,7 +122,7 @@ def scan(
 def step(terms: Terms, state_BHKV: jax.Array, *, mask_BT: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Returns what `scan` does of one token a row."""
     heads = terms.v.shape[2]
-    q, k, v, g, beta = _masked(terms, mask_BT)
+    q, k, v, g, beta = _in_float32(_masked(terms, mask_BT))
     q_BHK, k_BHK = (jnp.repeat(array[:, 0], heads // array.shape[2], axis=1) for array in (q, k))
     state_BHKV = jnp.exp(g[:, 0, :, None, None]) * state_BHKV.astype(jnp.float32)
     u_BHV = v[:, 0]
@@ -126,14 +133,41 @@ def step(terms: Terms, state_BHKV: jax.Array, *, mask_BT: jax.Array | None = Non
 
 
 def _masked(terms: Terms, mask_BT: jax.Array | None) -> Terms:
-    """Returns the arguments in float32, with those of padding such that the state stays as it is."""
-    q, k, v, g, beta = (None if array is None else array.astype(jnp.float32) for array in terms)
-    assert q is not None and k is not None and v is not None and g is not None
+    """Returns the arguments with those of padding such that the state stays as it is."""
     if mask_BT is None:
-        return Terms(q, k, v, g, beta)
+        return terms
     seen = mask_BT[..., None]
-    v, g = jnp.where(seen[..., None], v, 0), jnp.where(seen, g, 0)
-    return Terms(q, k, v, g, None if beta is None else jnp.where(seen, beta, 0))
+    beta = None if terms.beta is None else jnp.where(seen, terms.beta, 0)
+    v, log_decay = jnp.where(seen[..., None], terms.v, 0), jnp.where(seen, terms.log_decay, 0)
+    return Terms(terms.q, terms.k, v, log_decay, beta)
+
+
+def _in_float32(terms: Terms) -> Terms:
+    return jax.tree.map(lambda array: array.astype(jnp.float32), terms)
+
+
+def _form(terms: Terms) -> chunk_scan.Form | None:
+    """Returns how kernels compute these arguments; None if they do not."""
+    if not grouped.hopper_processors() or mesh_lib.rest():
+        return None
+    dtype = _OPERANDS.get(jax.config.jax_default_matmul_precision)
+    return dtype and chunk_scan.form_of(terms.q.shape, terms.v.shape, dtype=dtype, is_delta=terms.beta is not None)
+
+
+def _by_kernels(
+    form: chunk_scan.Form, terms: Terms, state_BHKV: jax.Array, segments_BT: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `scan` does."""
+    length = terms.q.shape[1]
+    padding = (0, -length % CHUNK)
+    if segments_BT is not None:
+        segments_BT = jnp.pad(segments_BT, ((0, 0), padding), mode="edge")
+    q, k, v, g, beta = (
+        None if array is None else jnp.pad(array, ((0, 0), padding, *((0, 0),) * (array.ndim - 2))) for array in terms
+    )
+    g, beta = (None if array is None else array.astype(jnp.float32).swapaxes(1, 2) for array in (g, beta))
+    y_BTHV, state_BHKV = chunk_scan.scan(form, chunk_scan.Inputs(q, k, v, g, beta, segments_BT), state_BHKV)
+    return y_BTHV[:, :length], state_BHKV
 
 
 @jax.custom_vjp
