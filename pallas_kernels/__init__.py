@@ -9,8 +9,9 @@
     wire.pack, unpack_sum  blocks of 8 or 4 bits for collectives, each value read once
     grouped.grouped_matmul     the matmuls of experts: groups of rows by a matrix each, and both gradients
     one_token              a decoder's layer for one new token of one text, in five kernels
+    chunk_scan.scan        the gated delta rule and Mamba-2's scan over chunks of tokens, and their gradients; the twin is in `zerojax`
     cached_attention.attend    attention of one token a row to a cache, of which only slots with text are read
 
-Every function takes `implementation`: "pallas" (GPUs, through Triton), "interpret" (the same kernel anywhere, slowly, for tests) or "jnp".
+Other functions take `implementation`: "pallas" (GPUs, through Triton), "interpret" (the same kernel anywhere, slowly, for tests) or "jnp".
 Kernels know no meshes: callers run them on each device's shard, inside `jax.shard_map`.
 """

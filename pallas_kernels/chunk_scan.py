@@ -7,14 +7,15 @@ D[i, j] = exp(a_i - a_j) for tokens j <= i of one text, and A the part of beta D
 
 and the gradients dr of r and dA of A are, with P = D q k' and dS of the state after the chunk,
 
-    du = P' dy + exp(a_C - a) k dS        dr = T' du        dA = -dr u'        dS before = exp(a_C) dS + (exp(a) q)' dy - (beta exp(a) k)' dr
+    du = P' dy + exp(a_C - a) k dS        dr = T' du        dA = -dr u'
+    dS before = exp(a_C) dS + (exp(a) q)' dy - (beta exp(a) k)' dr
 
-In Mamba-2's scan u = r = v. Kernels take turns: one computes what chunks do, all at once (`_prepare`); one passes states from chunk to chunk,
-for a part of the columns of V (`_pass_on`, `_pass_back`); and one computes the results or the gradients of chunks, all at once (`_finish`,
-`_differentiate`). The first and the last hold nothing that others need, so that only products of states follow each other.
+In Mamba-2's scan u = r = v. Kernels take turns: one computes what chunks do, all at once (`_prepare`, `_recall`); one passes states from
+chunk to chunk, for some columns of V (`_pass_on`, `_pass_back`); and one computes the results or the gradients of chunks, all at once
+(`_finish`, `_differentiate`). With U = T beta v and W = T (beta exp(a) k), u is U - W S: two matmuls of a chunk wait for the one before.
 
-T is computed in blocks of 16 rows, row after row, in float32. Two blocks at a time then become one: below the diagonal, T of both is
--T22 A21 T11.
+T is computed in blocks of 16 rows, row after row, in float32. Then two blocks at a time become one, whose T is -T22 A21 T11 below them.
+The backward pass keeps the states before chunks, u and T.
 
 Shapes: B batch, T tokens, H heads, G groups, K width of keys, V of values, N chunks of C tokens.
 """
