@@ -31,13 +31,14 @@ from jax.experimental.pallas import triton as pltriton
 
 CHUNK = 64
 ROWS = 16  # of the blocks of T that are computed row after row
+COLUMNS = 64  # of V that are read at a time
 WIDTHS = (16, 32, 64, 128)
 PROGRAMS = 128  # that pass states on: about as many as a Hopper GPU has processors
 MOST_ELEMENTS = 2**31 - 2**20  # kernels count elements in int32
 # Triton's warps and stages, of operands in float32 and in bfloat16.
 LAUNCHES: tuple[dict[str, tuple[int, int]], ...] = (
-    {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (8, 2), "gradients": (8, 1)},
-    {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (4, 3), "gradients": (8, 1)},
+    {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (4, 2)} | dict.fromkeys(("pairs", "queries", "keys"), (4, 1)),
+    {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (4, 3)} | dict.fromkeys(("pairs", "queries", "keys"), (4, 1)),
 )
 TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
 
@@ -92,9 +93,30 @@ class Form:
         most = 64 if self.dtype == jnp.bfloat16 else 32
         return min(self.value_width, most if self.batch * self.heads * self.value_width >= most * PROGRAMS else 32)
 
+    @property
+    def is_turned(self) -> bool:
+        """Returns whether keys and queries are transposed before states are passed on: matmuls in TF32 contract the last dim alone."""
+        return self.dtype == jnp.float32
+
+    def stored(self, x: jax.Array) -> jax.Array:
+        """Returns an operand of matmuls, of `dtype`. TF32 cuts the last 13 bits off; here they are rounded."""
+        if self.dtype == jnp.bfloat16 or self.interpret:
+            return x.astype(self.dtype)
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+        return jax.lax.bitcast_convert_type((bits + 2**12) & -(2**13), jnp.float32)
+
     def dot(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
-        """Returns a product in float32 of operands of `dtype`."""
-        return self.dot_of(a.astype(self.dtype), b.astype(self.dtype), contracted)
+        """Returns a product in float32 of rounded operands."""
+        return self.dot_of_stored(self.stored(a), b, contracted)
+
+    def dot_of_stored(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
+        """Returns the same of a first operand that is rounded already: as memory has it, it may go to the matmul without registers."""
+        return self.dot_of(a.astype(self.dtype), self.stored(b), contracted)
+
+    def precise_dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Returns a product in float32 of operands that are rounded to TF32 at most."""
+        wide = dataclasses.replace(self, dtype=jnp.float32)
+        return wide.dot(a, b)
 
     def dot_of(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
         """Returns a product in float32 of operands of their own dtype."""
@@ -157,6 +179,7 @@ def forward(form: Form, given: Inputs, state_BHKV: jax.Array, *, keeps: bool) ->
       state_BHKV: float32, before the tokens.
       keeps: whether there is a backward pass.
     """
+    given = _rounded(form, given)
     w, u, *t = _prepare(form, given._replace(q=None), keeps) if form.is_delta else (None, given.v)
     before, last, *found = _pass_on(form, given._replace(q=None, v=u, beta=None), w, state_BHKV)
     u = found[0] if form.is_delta else given.v
@@ -173,17 +196,28 @@ def backward(
       form, given, kept: of `forward`.
       dy_BTHV, d_last_BHKV: the gradients of its results, float32.
     """
+    dtype, given = given.q.dtype, _rounded(form, given)
     p, *w = _recall(form, given._replace(v=None), kept.t)
     of_results = given._replace(v=dy_BTHV, beta=None)
     d_after, du, d_first = _pass_back(form, of_results, *(w or (None,)), p, d_last_BHKV, given.v.dtype)
-    dq_BTHK, dk_BTHK, dg, *others = _differentiate(form, given, kept, dy_BTHV, du, d_after)
-    dv, dbeta = others if form.is_delta else (du, None)
+    dscores, dsums, *of_delta = _pairs(form, given, kept, dy_BTHV, du)
+    dq_BTHK, read = _queries(form, given._replace(v=None, beta=None), kept.before, dy_BTHV, dscores)
+    dk_BTHK, dg, *dbeta = _keys(form, given, kept, d_after, dscores, dsums, read, *of_delta[1:])
 
     def of_groups(each: jax.Array) -> jax.Array:
         each = each.reshape(form.batch, form.length, form.groups, -1, form.width)
-        return jnp.sum(each, axis=3, dtype=jnp.float32).astype(given.q.dtype)
+        return jnp.sum(each, axis=3, dtype=jnp.float32).astype(dtype)
 
-    return Inputs(of_groups(dq_BTHK), of_groups(dk_BTHK), dv, dg, dbeta), d_first
+    dv = of_delta[0] if form.is_delta else du
+    return Inputs(of_groups(dq_BTHK), of_groups(dk_BTHK), dv, dg, *dbeta), d_first
+
+
+def _rounded(form: Form, given: Inputs) -> Inputs:
+    """Returns the arguments with queries and keys as matmuls have them."""
+    if form.dtype == jnp.bfloat16 or form.interpret:
+        return given
+    q, k = (jax.lax.reduce_precision(array.astype(jnp.float32), 8, 10) for array in (given.q, given.k))
+    return given._replace(q=q, k=k)
 
 
 class _Specs(NamedTuple):
@@ -193,6 +227,8 @@ class _Specs(NamedTuple):
     head_keys: pl.BlockSpec  # [B, T, H, K]
     values: pl.BlockSpec  # [B, T, H, V]
     squares: pl.BlockSpec  # [B, T, H, C]
+    turned: pl.BlockSpec  # [B, H, N, K, C]
+    turned_keys: pl.BlockSpec  # [B, G, N, K, C]
     states: pl.BlockSpec  # [N, B, H, K, V]
     state: pl.BlockSpec  # [B, H, K, V]
     grid: tuple[int, ...]
@@ -223,6 +259,8 @@ def _specs(form: Form, is_whole: bool) -> _Specs:
         spec((None, tokens, None, form.width), lambda n, c, h, b: (b, n, h, 0)),
         values,
         spec((None, tokens, None, CHUNK), lambda n, c, h, b: (b, n, h, 0)),
+        spec((None, None, chunks, form.width, CHUNK), lambda n, c, h, b: (b, h, n, 0, 0)),
+        spec((None, None, chunks, form.width, CHUNK), lambda n, c, h, b: (b, h // share, n, 0, 0)),
         spec((chunks, None, None, form.width, size), lambda n, c, h, b: (n, b, h, 0, c)),
         spec((None, None, form.width, size), lambda n, c, h, b: (b, h, 0, c)),
         (*first, form.batch),
@@ -277,12 +315,24 @@ def _recall(form: Form, given: Inputs, t: Any) -> list[jax.Array]:
     specs, (tokens, _, _) = _specs(form, False), _shapes(form)
     outs = [(tokens(CHUNK), form.dtype, specs.squares)]
     if form.is_delta:
-        outs.append((tokens(form.width), form.dtype, specs.head_keys))
+        shape = (form.batch, form.heads, form.chunks, form.width, CHUNK)
+        outs.append((shape, form.dtype, specs.turned))
     return _launch(form, specs, _recall_kernel, "recall", given, ((t, specs.squares),), outs)
+
+
+def _turned(form: Form, specs: _Specs, given: Inputs, name: str) -> tuple[_Specs, Inputs]:
+    """Returns the arguments with queries or keys as matmuls in TF32 read them, [B, G, N, K, C]; see `Form.is_turned`."""
+    if not form.is_turned:
+        return specs, given
+    shape = (form.batch, form.chunks, CHUNK, form.groups, form.width)
+    turned = getattr(given, name).reshape(shape).transpose(0, 3, 1, 4, 2)
+    inputs = specs.inputs._replace(**{name: specs.turned_keys})
+    return specs._replace(inputs=inputs), given._replace(**{name: turned})
 
 
 def _pass_on(form: Form, given: Inputs, w: Any, state: jax.Array) -> list[jax.Array]:
     specs, (tokens, states, matrix) = _specs(form, True), _shapes(form)
+    specs, given = _turned(form, specs, given, "k")
     outs = [(states, form.dtype, specs.states), (matrix, jnp.float32, specs.state)]
     if form.is_delta:
         outs.append((tokens(form.value_width), form.dtype, specs.values))
@@ -300,31 +350,67 @@ def _pass_back(
     form: Form, given: Inputs, w: Any, p: jax.Array, d_last: jax.Array, values_dtype: Any
 ) -> list[jax.Array]:
     specs, (tokens, states, matrix) = _specs(form, True), _shapes(form)
+    specs, given = _turned(form, specs, given, "q")
     outs = [
         (states, form.dtype, specs.states),
         (tokens(form.value_width), form.dtype if form.is_delta else values_dtype, specs.values),
         (matrix, jnp.float32, specs.state),
     ]
-    others = (w, specs.head_keys), (p, specs.squares), (d_last, specs.state)
+    others = (w, specs.turned), (p, specs.squares), (d_last, specs.state)
     return _launch(form, specs, _pass_back_kernel, "back", given, others, outs)
 
 
-def _differentiate(
-    form: Form, given: Inputs, kept: Kept, dy: jax.Array, du: jax.Array, d_after: jax.Array
+def _pairs(form: Form, given: Inputs, kept: Kept, dy: jax.Array, du: jax.Array) -> list[jax.Array]:
+    specs, (tokens, _, _) = _specs(form, False), _shapes(form)
+    squares, scalars = (tokens(CHUNK), form.dtype, specs.squares), _scalars(form, specs)
+    outs = [squares, scalars]
+    if form.is_delta:
+        values = tokens(form.value_width)
+        outs += [(values, given.v.dtype, specs.values), (values, form.dtype, specs.values), squares, scalars]
+    of_kept = kept._replace(before=None), Kept(specs.states, specs.values, specs.squares)
+    others = of_kept, (dy, specs.values), (du if form.is_delta else None, specs.values)
+    return _launch(form, specs, _pairs_kernel, "pairs", given, others, outs)
+
+
+def _queries(form: Form, given: Inputs, before: jax.Array, dy: jax.Array, dscores: jax.Array) -> list[jax.Array]:
+    specs, (tokens, _, _) = _specs(form, False), _shapes(form)
+    outs = [(tokens(form.width), form.dtype, specs.head_keys), _scalars(form, specs)]
+    others = (before, specs.states), (dy, specs.values), (dscores, specs.squares)
+    return _launch(form, specs, _queries_kernel, "queries", given, others, outs)
+
+
+def _keys(
+    form: Form,
+    given: Inputs,
+    kept: Kept,
+    d_after: jax.Array,
+    dscores: jax.Array,
+    dsums: jax.Array,
+    read: jax.Array,
+    dr: Any = None,
+    dsystem: Any = None,
+    dbeta: Any = None,
 ) -> list[jax.Array]:
     specs, (tokens, _, _) = _specs(form, False), _shapes(form)
-    scalars = ((form.batch, form.heads, form.length), jnp.float32, specs.inputs.g)
-    keys = (tokens(form.width), form.dtype, specs.head_keys)
-    outs = [keys, keys, scalars]
-    if form.is_delta:
-        outs += [(tokens(form.value_width), given.v.dtype, specs.values), scalars]
+    scalars = _scalars(form, specs)
+    outs = [(tokens(form.width), form.dtype, specs.head_keys), *[scalars] * (1 + form.is_delta)]
     others = (
-        (kept, Kept(specs.states, specs.values, specs.squares)),
-        (dy, specs.values),
-        (du if form.is_delta else None, specs.values),
+        (kept._replace(t=None), Kept(specs.states, specs.values, specs.squares)),
         (d_after, specs.states),
+        (dscores, specs.squares),
+        (dsums, scalars[-1]),
+        (read, scalars[-1]),
+        (dr, specs.values),
+        (dsystem, specs.squares),
+        (dbeta, scalars[-1]),
     )
-    return _launch(form, specs, _differentiate_kernel, "gradients", given, others, outs)
+    if form.is_delta:
+        given = given._replace(v=None)
+    return _launch(form, specs, _keys_kernel, "keys", given, others, outs)
+
+
+def _scalars(form: Form, specs: _Specs) -> tuple[tuple[int, ...], Any, pl.BlockSpec]:
+    return (form.batch, form.heads, form.length), jnp.float32, specs.inputs.g
 
 
 class _Decays(NamedTuple):
@@ -391,7 +477,7 @@ def _inverse(form: Form, system: jax.Array) -> jax.Array:
     while size < CHUNK:
         row, column = _iota(0) // size, _iota(1) // size
         below = jnp.where((row == column + 1) & (row % 2 == 1), system, 0.0)
-        inverse = inverse - form.dot_of(form.dot_of(inverse, below), inverse)
+        inverse = inverse - form.precise_dot(form.precise_dot(inverse, below), inverse)
         size *= 2
     return inverse
 
@@ -400,22 +486,23 @@ def _prepare_kernel(form: Form, given: Inputs, w_ref: Any, u_ref: Any, *t_ref: A
     """W, U and T of a chunk."""
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
     k, beta_C = given.k[...], given.beta[...]
-    inverse = _inverse(form, _system(form, k, beta_C, decays)).astype(form.dtype)
+    inverse = form.stored(_inverse(form, _system(form, k, beta_C, decays)))
     for ref in t_ref:
         ref[...] = inverse
-    w_ref[...] = form.dot(inverse, (beta_C * decays.since)[:, None] * k).astype(form.dtype)
+    w_ref[...] = form.stored(form.dot_of_stored(inverse, (beta_C * decays.since)[:, None] * k))
     for own in _columns(form):
         values = beta_C[:, None] * given.v[:, own].astype(jnp.float32)
-        u_ref[:, own] = form.dot(inverse, values).astype(form.dtype)
+        u_ref[:, own] = form.dot_of_stored(inverse, values).astype(form.dtype)
 
 
 def _recall_kernel(form: Form, given: Inputs, t_ref: Any, p_ref: Any, *w_ref: Any) -> None:
-    """P of a chunk, and W."""
+    """P and W of a chunk, transposed."""
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
     k = given.k[...]
-    p_ref[...] = (decays.among * form.dot(given.q[...], k, (1, 1))).astype(form.dtype)
+    p_ref[...] = form.stored(decays.among.T * form.dot_of_stored(k, given.q[...], (1, 1)))
     if form.is_delta:
-        w_ref[0][...] = form.dot(t_ref[...], (given.beta[...] * decays.since)[:, None] * k).astype(form.dtype)
+        of_keys = (given.beta[...] * decays.since)[:, None] * k
+        w_ref[0][...] = form.stored(form.dot(of_keys, t_ref[...], (0, 1)))
 
 
 def _pass_on_kernel(
@@ -425,15 +512,21 @@ def _pass_on_kernel(
 
     def step(n: Any, state: jax.Array) -> jax.Array:
         at = pl.ds(n * CHUNK, CHUNK)
-        before_ref[n] = state.astype(form.dtype)
+        rounded = form.stored(state)
+        before_ref[n] = rounded
         decays = _decays(given.g[at], _segments(given, n))
         u = given.v[at, :].astype(jnp.float32)
         if form.is_delta:
-            u = u - form.dot(w_ref[at, :], state)
+            u = u - form.dot_of(w_ref[at, :], rounded)
             u_ref[0][at, :] = u.astype(form.dtype)
-        return decays.keeps * state + form.dot(given.k[at, :], decays.until[:, None] * u, (0, 0))
+        return decays.keeps * state + form.dot_of_stored(_turned_of(form, given.k, n), decays.until[:, None] * u)
 
     last_ref[...] = jax.lax.fori_loop(0, form.chunks, step, state_ref[...])
+
+
+def _turned_of(form: Form, ref: Any, number: Any) -> jax.Array:
+    """Returns queries or keys of a chunk, [K, C]."""
+    return ref[number] if form.is_turned else ref[pl.ds(number * CHUNK, CHUNK), :].T
 
 
 def _finish_kernel(form: Form, given: Inputs, before_ref: Any, y_ref: Any) -> None:
@@ -459,89 +552,127 @@ def _pass_back_kernel(
     def step(i: Any, d_state: jax.Array) -> jax.Array:
         n = form.chunks - 1 - i
         at = pl.ds(n * CHUNK, CHUNK)
-        d_after_ref[n] = d_state.astype(form.dtype)
+        rounded = form.stored(d_state)
+        d_after_ref[n] = rounded
         decays = _decays(given.g[at], _segments(given, n))
         dy = given.v[at, :].astype(jnp.float32)
-        du = form.dot(p_ref[at, :], dy, (0, 0)) + decays.until[:, None] * form.dot(given.k[at, :], d_state)
+        written = form.dot_of(given.k[at, :].astype(form.dtype), rounded)
+        du = form.dot_of_stored(p_ref[at, :], dy) + decays.until[:, None] * written
         du_ref[at, :] = du.astype(du_ref.dtype)
-        d_state = decays.keeps * d_state + form.dot(given.q[at, :], decays.since[:, None] * dy, (0, 0))
-        return d_state - form.dot(w_ref[at, :], du, (0, 0)) if form.is_delta else d_state
+        d_state = decays.keeps * d_state
+        d_state += form.dot_of_stored(_turned_of(form, given.q, n), decays.since[:, None] * dy)
+        return d_state - form.dot_of_stored(w_ref[n], du) if form.is_delta else d_state
 
     d_first_ref[...] = jax.lax.fori_loop(0, form.chunks, step, d_last_ref[...])
 
 
-def _differentiate_kernel(
-    form: Form, given: Inputs, kept: Kept, dy_ref: Any, du_ref: Any, d_after_ref: Any, *outs: Any
-) -> None:
-    """Gradients of a chunk's queries, keys, decays, values and betas, of one head."""
-    dq_ref, dk_ref, dg_ref, *of_delta = outs
+def _pairs_kernel(form: Form, given: Inputs, kept: Kept, dy_ref: Any, du_ref: Any, *outs: Any) -> None:
+    """What pairs of a chunk's tokens have: the gradients of q k', of (k k') and of the sums of decays; and the gradients of r, v, beta."""
+    dscores_ref, dsums_ref, *of_delta = outs
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
-    since_C1, until_C1 = decays.since[:, None], decays.until[:, None]
     beta_C = given.beta[...] if form.is_delta else None
-    inverse = kept.t[...] if form.is_delta else None
     u_ref = kept.u if form.is_delta else given.v
-    size = min(form.value_width, 64)
-    of_keys, of_pairs, of_tokens = (
-        jnp.zeros(shape, jnp.float32) for shape in ((CHUNK, form.width), (CHUNK, CHUNK), (CHUNK,))
-    )
 
-    def read(n: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Adds what some columns of V have of the state before, and of pairs of tokens."""
-        dq, dk, dp, dsystem, dbeta_C = sums
+    def add(n: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        dp, dsystem, dbeta_C = sums
         own = pl.ds(n * size, size)
-        before, dy, u = kept.before[:, own], dy_ref[:, own], u_ref[:, own]
-        dq += form.dot(since_C1 * dy, before, (1, 1))
-        dp += form.dot(dy, u, (1, 1))
+        u = form.stored(u_ref[:, own])
+        dp += form.dot_of(form.stored(dy_ref[:, own]), u, (1, 1))
         if form.is_delta:
-            dr = form.dot(inverse, du_ref[:, own], (0, 0))
-            dsystem -= form.dot(dr, u, (1, 1))
-            dk -= form.dot(since_C1 * dr, before, (1, 1))
+            dr = form.dot_of_stored(kept.t[...], du_ref[:, own], (0, 0))
+            rounded = form.stored(dr)
+            dsystem -= form.dot_of(rounded, u, (1, 1))
             of_delta[0][:, own] = (beta_C[:, None] * dr).astype(of_delta[0].dtype)
+            of_delta[1][:, own] = rounded
             dbeta_C += jnp.sum(dr * given.v[:, own].astype(jnp.float32), axis=1)
-        return dq, dk, dp, dsystem, dbeta_C
+        return dp, dsystem, dbeta_C
 
-    steps, sums = form.value_width // size, (of_keys, of_keys, of_pairs, of_pairs, of_tokens)
-    dq, dk, dp, dsystem, dbeta_C = jax.lax.fori_loop(0, steps, read, sums)
-    k = given.k[...]
-    read_C = of_tokens
-    if form.is_delta:
-        read_C = jnp.sum(dk * k.astype(jnp.float32), axis=1)
-        dbeta_C += read_C
-        read_C, dk = beta_C * read_C, beta_C[:, None] * dk
-
-    def written(n: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Adds what some columns of V have of the state after."""
-        dk, dkeeps = sums
-        own = pl.ds(n * size, size)
-        d_after, before = d_after_ref[:, own], kept.before[:, own]
-        dkeeps += jnp.sum(before.astype(jnp.float32) * d_after.astype(jnp.float32))
-        return dk + form.dot(until_C1 * u_ref[:, own].astype(jnp.float32), d_after, (1, 1)), dkeeps
-
-    dk, dkeeps = jax.lax.fori_loop(0, steps, written, (dk, jnp.float32(0)))
-    q = given.q[...]
-    # So far `dq` and `dk` are of what reads and writes states.
-    written_C = jnp.sum(dk * k.astype(jnp.float32), axis=1) - read_C
-    read_C += jnp.sum(dq * q.astype(jnp.float32), axis=1)
+    size = min(form.value_width, COLUMNS)
+    of_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    sums = of_pairs, of_pairs, jnp.zeros((CHUNK,), jnp.float32)
+    dp, dsystem, dbeta_C = jax.lax.fori_loop(0, form.value_width // size, add, sums)
+    k = form.stored(given.k[...])
     dscores = dp * decays.among
-    dlog = dscores * form.dot(q, k, (1, 1))
-    dq += form.dot(dscores, k)
-    dk += form.dot(dscores, q, (0, 0))
+    dscores_ref[...] = form.stored(dscores)
+    dsums = dscores * form.dot_of_stored(k, given.q[...], (1, 1)).T
     if form.is_delta:
         dsystem = jnp.where(_iota(1) < _iota(0), dsystem * decays.among, 0.0)
-        of_keys = dsystem * form.dot(k, k, (1, 1))
-        of_delta[1][...] = dbeta_C + jnp.sum(of_keys, axis=1)
-        dlog += beta_C[:, None] * of_keys
-        dsystem *= beta_C[:, None]
-        dk += form.dot(dsystem, k) + form.dot(dsystem, k, (0, 0))
-    dq_ref[...], dk_ref[...] = dq.astype(dq_ref.dtype), dk.astype(dk_ref.dtype)
-    dsums_C = jnp.sum(dlog, axis=1) + read_C - written_C
+        of_keys = dsystem * form.dot_of(k, k, (1, 1))
+        of_delta[2][...] = form.stored(beta_C[:, None] * dsystem)
+        of_delta[3][...] = dbeta_C + jnp.sum(of_keys, axis=1)
+        dsums += beta_C[:, None] * of_keys
+    dsums_ref[...] = jnp.sum(dsums, axis=1) - jnp.sum(dsums, axis=0)
+
+
+def _queries_kernel(
+    form: Form, given: Inputs, before_ref: Any, dy_ref: Any, dscores_ref: Any, dq_ref: Any, read_ref: Any
+) -> None:
+    """Gradients of a chunk's queries, of one head, and what they have of the sums of decays."""
+    decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
+
+    def add(n: Any, dq: jax.Array) -> jax.Array:
+        own = pl.ds(n * size, size)
+        return dq + form.dot(decays.since[:, None] * dy_ref[:, own], before_ref[:, own], (1, 1))
+
+    size = min(form.value_width, COLUMNS)
+    dq = jnp.zeros((CHUNK, form.width), jnp.float32)
+    dq = jax.lax.fori_loop(0, form.value_width // size, add, dq)
+    read_ref[...] = jnp.sum(dq * given.q[...].astype(jnp.float32), axis=1)
+    dq_ref[...] = (dq + form.dot(dscores_ref[...], given.k[...])).astype(dq_ref.dtype)
+
+
+def _keys_kernel(
+    form: Form,
+    given: Inputs,
+    kept: Kept,
+    d_after_ref: Any,
+    dscores_ref: Any,
+    dsums_ref: Any,
+    read_ref: Any,
+    dr_ref: Any,
+    dsystem_ref: Any,
+    dbeta_ref: Any,
+    dk_ref: Any,
+    dg_ref: Any,
+    *of_delta: Any,
+) -> None:
+    """Gradients of a chunk's keys, of one head, and those of decays and betas."""
+    decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
+    size = min(form.value_width, COLUMNS)
+    steps = form.value_width // size
+    k = given.k[...]
+    k_float32, read_C = k.astype(jnp.float32), read_ref[...]
+    dk = jnp.zeros((CHUNK, form.width), jnp.float32)
+    u_ref, of_before_C = given.v, jnp.zeros((CHUNK,), jnp.float32)
+    if form.is_delta:
+
+        def read(n: Any, dk: jax.Array) -> jax.Array:
+            own = pl.ds(n * size, size)
+            return dk - form.dot(dr_ref[:, own], kept.before[:, own], (1, 1))
+
+        beta_C, u_ref = given.beta[...], kept.u
+        dk = decays.since[:, None] * jax.lax.fori_loop(0, steps, read, dk)
+        of_before_C = jnp.sum(dk * k_float32, axis=1)
+        of_delta[0][...] = dbeta_ref[...] + of_before_C
+        of_before_C, dk = beta_C * of_before_C, beta_C[:, None] * dk
+        dsystem = dsystem_ref[...]
+        of_pairs = form.dot_of_stored(dsystem, k) + form.dot_of_stored(dsystem, k, (0, 0))
+
+    def write(n: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        written, dkeeps = sums
+        own = pl.ds(n * size, size)
+        d_after = d_after_ref[:, own]
+        dkeeps += jnp.sum(kept.before[:, own].astype(jnp.float32) * d_after.astype(jnp.float32))
+        return written + form.dot(u_ref[:, own], d_after, (1, 1)), dkeeps
+
+    written, dkeeps = jax.lax.fori_loop(0, steps, write, (jnp.zeros_like(dk), jnp.float32(0)))
+    written *= decays.until[:, None]
+    written_C = jnp.sum(written * k_float32, axis=1)
+    dk += written + form.dot_of_stored(dscores_ref[...], given.q[...], (0, 0))
+    if form.is_delta:
+        dk += of_pairs
+    dk_ref[...] = dk.astype(dk_ref.dtype)
     # The sum of a token has the decays up to it.
-    is_later = _iota(0) >= _iota(1)
-    dg_C = jnp.sum(jnp.where(is_later, dsums_C[:, None], 0.0), axis=0) - _of_columns(dlog)
+    dsums_C = dsums_ref[...] + read_C + of_before_C - written_C
+    dg_C = jnp.sum(jnp.where(_iota(0) >= _iota(1), dsums_C[:, None], 0.0), axis=0)
     dg_ref[...] = dg_C + (jnp.sum(written_C) + decays.keeps * dkeeps)
-
-
-def _of_columns(dlog: jax.Array) -> jax.Array:
-    """Returns for each token the sum of the columns from it on."""
-    columns = jnp.sum(dlog, axis=0)
-    return jnp.sum(jnp.where(_iota(1) >= _iota(0), columns[None, :], 0.0), axis=1)
