@@ -640,10 +640,12 @@ def _keys_kernel(
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
     size = min(form.value_width, COLUMNS)
     steps = form.value_width // size
-    k = given.k[...]
-    k_float32, read_C = k.astype(jnp.float32), read_ref[...]
     dk = jnp.zeros((CHUNK, form.width), jnp.float32)
     u_ref, of_before_C = given.v, jnp.zeros((CHUNK,), jnp.float32)
+
+    def of_keys() -> jax.Array:
+        return jnp.sum(dk * given.k[...].astype(jnp.float32), axis=1)
+
     if form.is_delta:
 
         def read(n: Any, dk: jax.Array) -> jax.Array:
@@ -652,27 +654,26 @@ def _keys_kernel(
 
         beta_C, u_ref = given.beta[...], kept.u
         dk = decays.since[:, None] * jax.lax.fori_loop(0, steps, read, dk)
-        of_before_C = jnp.sum(dk * k_float32, axis=1)
+        of_before_C = of_keys()
         of_delta[0][...] = dbeta_ref[...] + of_before_C
         of_before_C, dk = beta_C * of_before_C, beta_C[:, None] * dk
-        dsystem = dsystem_ref[...]
-        of_pairs = form.dot_of_stored(dsystem, k) + form.dot_of_stored(dsystem, k, (0, 0))
 
     def write(n: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-        written, dkeeps = sums
+        dk, dkeeps = sums
         own = pl.ds(n * size, size)
         d_after = d_after_ref[:, own]
         dkeeps += jnp.sum(kept.before[:, own].astype(jnp.float32) * d_after.astype(jnp.float32))
-        return written + form.dot(u_ref[:, own], d_after, (1, 1)), dkeeps
+        return dk + form.dot(decays.until[:, None] * u_ref[:, own], d_after, (1, 1)), dkeeps
 
-    written, dkeeps = jax.lax.fori_loop(0, steps, write, (jnp.zeros_like(dk), jnp.float32(0)))
-    written *= decays.until[:, None]
-    written_C = jnp.sum(written * k_float32, axis=1)
-    dk += written + form.dot_of_stored(dscores_ref[...], given.q[...], (0, 0))
+    dk, dkeeps = jax.lax.fori_loop(0, steps, write, (dk, jnp.float32(0)))
+    written_C = of_keys() - of_before_C
+    dk += form.dot_of_stored(dscores_ref[...], given.q[...], (0, 0))
     if form.is_delta:
-        dk += of_pairs
+        k, dsystem = form.stored(given.k[...]), dsystem_ref[...]
+        dk += form.dot_of(dsystem, k)
+        dk += form.dot_of(dsystem, k, (0, 0))
     dk_ref[...] = dk.astype(dk_ref.dtype)
     # The sum of a token has the decays up to it.
-    dsums_C = dsums_ref[...] + read_C + of_before_C - written_C
+    dsums_C = dsums_ref[...] + read_ref[...] + of_before_C - written_C
     dg_C = jnp.sum(jnp.where(_iota(0) >= _iota(1), dsums_C[:, None], 0.0), axis=0)
     dg_ref[...] = dg_C + (jnp.sum(written_C) + decays.keeps * dkeeps)
