@@ -37,8 +37,10 @@ PROGRAMS = 128  # that pass states on: about as many as a Hopper GPU has process
 MOST_ELEMENTS = 2**31 - 2**20  # kernels count elements in int32
 # Triton's warps and stages, of operands in float32 and in bfloat16.
 LAUNCHES: tuple[dict[str, tuple[int, int]], ...] = (
-    {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (4, 2)} | dict.fromkeys(("pairs", "queries", "keys"), (4, 1)),
-    {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (4, 3)} | dict.fromkeys(("pairs", "queries", "keys"), (4, 1)),
+    {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (4, 2)}
+    | dict.fromkeys(("pairs", "queries", "keys"), (4, 1)),
+    {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (4, 3)}
+    | dict.fromkeys(("pairs", "queries", "keys"), (4, 1)),
 )
 TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
 
@@ -170,6 +172,8 @@ def _scan_backward(form: Form, kept: Any, grads: tuple[jax.Array, jax.Array]) ->
 scan.defvjp(_scan_forward, _scan_backward)
 
 
+# As programs of their own both are traced once for each shape, however many layers call them.
+@functools.partial(jax.jit, static_argnums=0, static_argnames="keeps")
 def forward(form: Form, given: Inputs, state_BHKV: jax.Array, *, keeps: bool) -> tuple[jax.Array, jax.Array, Kept]:
     """Returns the results float32[B, T, H, V], the last state, and what the backward pass reads, if the form `keeps` it.
 
@@ -187,6 +191,7 @@ def forward(form: Form, given: Inputs, state_BHKV: jax.Array, *, keeps: bool) ->
     return y_BTHV, last, Kept(before, *found, *t)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def backward(
     form: Form, given: Inputs, kept: Kept, dy_BTHV: jax.Array, d_last_BHKV: jax.Array
 ) -> tuple[Inputs, jax.Array]:
