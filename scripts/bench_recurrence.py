@@ -47,30 +47,26 @@ parser.add_argument("--truth", help=argparse.SUPPRESS)
 
 
 def main(options: argparse.Namespace) -> None:
-    """Runs each system in a process of its own, and prints the table."""
+    """Runs each system in a process of its own, and prints its lines."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    lines = []
+    print(f"{'system':10} {'case':14} figures", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for system in ("truth", *options.only):
             own = ["--child", system, "--truth", folder, "--rounds", str(options.rounds), "--cases", *options.cases]
+            command = [sys.executable, __file__, *own]
             child = subprocess.Popen(
-                [sys.executable, __file__, *own],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
             )
             try:
                 out, errors = child.communicate(timeout=options.limit_s)
             except subprocess.TimeoutExpired:
                 child.kill()
                 out, errors = child.communicate()[0], "time is up"
-            lines += [json.loads(line[5:]) for line in out.splitlines() if line.startswith("DONE ")]
+            lines = [json.loads(line[5:]) for line in out.splitlines() if line.startswith("DONE ")]
             if child.returncode:
                 lines.append((system, "all", "failed: " + (errors.strip().splitlines() or ["no error"])[-1][:200]))
-    print(f"{'system':10} {'case':14} figures")
-    for system, case, figures in lines:
-        print(f"{system:10} {case:14} {figures}")
+            for name, case, figures in lines:
+                print(f"{name:10} {case:14} {figures}", flush=True)
 
 
 def drawn(case: str, length: int | None = None) -> dict[str, np.ndarray]:
