@@ -202,9 +202,10 @@ def backward(
       dy_BTHV, d_last_BHKV: the gradients of its results, float32.
     """
     dtype, given = given.q.dtype, _rounded(form, given)
-    p, *w = _recall(form, given._replace(v=None), kept.t)
+    found: list[Any] = _recall(form, given._replace(v=None), kept.t)
+    p, w = found if form.is_delta else (*found, None)
     of_results = given._replace(v=dy_BTHV, beta=None)
-    d_after, du, d_first = _pass_back(form, of_results, *(w or (None,)), p, d_last_BHKV, given.v.dtype)
+    d_after, du, d_first = _pass_back(form, of_results, w, p, d_last_BHKV, given.v.dtype)
     dscores, dsums, *of_delta = _pairs(form, given, kept, dy_BTHV, du)
     dq_BTHK, read = _queries(form, given._replace(v=None, beta=None), kept.before, dy_BTHV, dscores)
     dk_BTHK, dg, *dbeta = _keys(form, given, kept, d_after, dscores, dsums, read, *of_delta[1:])
@@ -278,7 +279,7 @@ def _launch(
     kernel: Any,
     name: str,
     given: Inputs,
-    others: tuple[tuple[Any, pl.BlockSpec], ...],
+    others: tuple[tuple[Any, Any], ...],
     outs: list[tuple[tuple[int, ...], Any, pl.BlockSpec]],
 ) -> list[jax.Array]:
     def present(array: Any, spec: Any) -> Any:
@@ -575,7 +576,7 @@ def _pairs_kernel(form: Form, given: Inputs, kept: Kept, dy_ref: Any, du_ref: An
     """What pairs of a chunk's tokens have: the gradients of q k', of (k k') and of the sums of decays; and the gradients of r, v, beta."""
     dscores_ref, dsums_ref, *of_delta = outs
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
-    beta_C = given.beta[...] if form.is_delta else None
+    beta_C: Any = given.beta[...] if form.is_delta else None
     u_ref = kept.u if form.is_delta else given.v
 
     def add(n: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:

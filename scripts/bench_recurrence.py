@@ -102,7 +102,7 @@ def _by_jax(system: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     from zerojax.ops import recurrence
 
     def terms(given: dict[str, Any]) -> recurrence.Terms:
-        return recurrence.Terms(*(given.get(name) for name in NAMES))
+        return recurrence.Terms(*(given[name] for name in NAMES if name in given))
 
     def scan(given: dict[str, Any]) -> jax.Array:
         return recurrence.scan(terms(given))[0]
@@ -207,9 +207,9 @@ def run(options: argparse.Namespace) -> None:
             print("DONE", json.dumps((system, kind, f"errors {errors}")), flush=True)
         given = {name: put(name, array) for name, array in drawn(case).items()}
         dy = given.pop("dy")
-        alone = _milliseconds(lambda given=given: forward(given), wait, options.rounds)
+        alone = _milliseconds(functools.partial(forward, given), wait, options.rounds)
         print("DONE", json.dumps((system, case, f"forward {alone:.3f} ms")), flush=True)
-        together = _milliseconds(lambda given=given, dy=dy: both(given, dy), wait, options.rounds)
+        together = _milliseconds(functools.partial(both, given, dy), wait, options.rounds)
         print("DONE", json.dumps((system, case, f"forward and backward {together:.3f} ms")), flush=True)
 
 

@@ -153,5 +153,5 @@ def test_hopper_gpus_run_the_kernels_on_their_shards(kind, precision):
         assert "chunk_scan" not in lowered.as_text()
         return
     text = compile_only.compile_gpu(lowered, compile_only.ASSEMBLED)
-    names = ["on", "recall", "back", "gradients"] + (["prepare"] if kind == DELTA else [])
+    names = ["on", "recall", "back", "pairs", "queries", "keys"] + (["prepare"] if kind == DELTA else [])
     assert all(f"chunk_scan_{name}" in text for name in names)

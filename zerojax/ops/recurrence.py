@@ -150,7 +150,7 @@ def _form(terms: Terms) -> chunk_scan.Form | None:
     """Returns how kernels compute these arguments; None if they do not."""
     if not grouped.hopper_processors() or mesh_lib.rest():
         return None
-    dtype = _OPERANDS.get(jax.config.jax_default_matmul_precision)
+    dtype = _OPERANDS.get(jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
     return dtype and chunk_scan.form_of(terms.q.shape, terms.v.shape, dtype=dtype, is_delta=terms.beta is not None)
 
 
