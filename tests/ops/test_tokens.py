@@ -121,9 +121,10 @@ def test_heads_of_a_recurrence_on_devices_are_those_of_one(groups, heads, ways, 
     """Groups of keys that devices share, have several of, or have parts of; and heads that they do not divide."""
     random = np.random.default_rng(0)
     normal = lambda *shape: random.normal(size=shape).astype(np.float32)  # noqa: E731
-    keys = (normal(2, LENGTH, groups, 3) for _ in range(2))
+    q, k = normal(2, LENGTH, groups, 3), normal(2, LENGTH, groups, 3)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)  # as the delta rule needs them
     beta = 1 / (1 + np.exp(-normal(2, LENGTH, heads))) if is_delta else None
-    terms = recurrence.Terms(*keys, normal(2, LENGTH, heads, 5), -np.exp(normal(2, LENGTH, heads) - 1), beta)
+    terms = recurrence.Terms(q, k, normal(2, LENGTH, heads, 5), -np.exp(normal(2, LENGTH, heads) - 1), beta)
     segments, mesh = np.arange(LENGTH)[None].repeat(2, axis=0) // 6, mesh_lib.make_mesh(context=context, model=ways)
     way = context_attention.Way("gather", "contiguous", "") if context > 1 else None
 
