@@ -28,3 +28,15 @@ def test_a_gradient_that_would_be_lost_is_refused():
 
     with pytest.raises(UserError, match="one: a is computed with"):
         jax.grad(loss)(jnp.zeros(2))
+
+
+def test_what_one_trace_takes_of_two_blocks_is_taken_for_both():
+    one = KINDS[0]
+    with one.used():
+        own, _ = (one.add(path, "part", jnp.zeros(2), (4, 2), jnp.bfloat16) for path in ("a/w", "b/w"))
+        one.take(own)
+        one.take_as("a/w", "b/w")
+    with pytest.raises(UserError, match=r"one: [ab]/w is left"), one.used():
+        for path in ("a/w", "b/w"):
+            one.add(path, "part", jnp.zeros(2), (4, 2), jnp.bfloat16)
+        one.take_as("a/w", "b/w")

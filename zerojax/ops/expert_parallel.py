@@ -80,7 +80,7 @@ _STACKS = stand_ins.StandIns[Stack](
     "expert: {} is also computed with, beside an operation that sends tokens to their experts; a penalty on the weight needs all experts; "
     "omit `expert` from its override",
 )
-used = _STACKS.used
+used, take_as = _STACKS.used, _STACKS.take_as
 
 
 def take(matrices: Matrices) -> Stack | None:

@@ -71,6 +71,13 @@ class StandIns(Generic[Part]):
         known.append(_StandIn(path, seen, part))
         return seen
 
+    def take_as(self, first: str, path: str) -> None:
+        """Notes that the part of the weight at `path` is taken if that at `first` was, whose trace is also that of the other."""
+        known = self._known.get() or []
+        is_taken = any(one.is_taken for one in known if one.path == first)
+        for one in known:
+            one.is_taken |= is_taken and one.path == path
+
     def take(self, array: jax.Array) -> Part | None:
         """Returns the part of an array that a model passes to an operation, or None if the device has all of it."""
         for one in self._known.get() or ():

@@ -146,8 +146,8 @@ def extend(
     run_layer = jax.jit(functools.partial(_layer, c, scale, summed, run))
     after = []
     for number, keys in enumerate(caches):
-        at = turn, step.slot.reshape(1), ends_B
-        x_D, beside, counts, keys = run_layer(params[f"layer_{number}"], keys, x_D, beside, counts, at)
+        place = turn, step.slot.reshape(1), ends_B
+        x_D, beside, counts, keys = run_layer(params[f"layer_{number}"], keys, x_D, beside, counts, place)
         after.append(keys)
     return _scores(c, params, x_D, beside, counts, run), after
 

@@ -329,8 +329,9 @@ class Interceptor:
         given, names, hooks = tree.NonArrays(), list(block.known), self._how.hooks
         arrays = given.take((args, kwargs))
         claims = alike.claims()[self._claims :]
-        claimed = [claim(path, block.leaves) for claim in claims] if interceptors == len(claims) else None
-        own = self._own(block, path, given, claimed) if claimed is not None else None
+        own = None
+        if isinstance(block, _LinenBlock) and interceptors == len(claims):
+            own = self._own(block, path, given, [claim(path, block.leaves) for claim in claims])
         result = own.kind.result if own else tree.NonArrays()
         first, last = len(arrays), len(arrays) + len(block.inputs)
         read, form = jax.tree.flatten([hook.of_block(names) for hook in hooks])
@@ -350,10 +351,10 @@ class Interceptor:
         return result.give(run(body, dict(block.known), [*arrays, *block.inputs, *read], self._policy_of(path), own))
 
     def _own(
-        self, block: "_LinenBlock | nnx_blocks.Block", path: str, given: tree.NonArrays, claimed: Sequence[Hashable]
+        self, block: "_LinenBlock", path: str, given: tree.NonArrays, claimed: Sequence[Hashable]
     ) -> alike.AlikeBlock | None:
         """Returns what is a block's own, of a new kind if none before is alike; None if nothing is known of others."""
-        if not isinstance(block, _LinenBlock) or not block.root or block.inputs:
+        if not block.root or block.inputs:
             return None
         found = alike.description(block.alone, block.method, block.leaves, given)
         if found is None:

@@ -219,12 +219,13 @@ class Chain:
     ) -> BlockCall:
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
         plan = BlockCall(body, placements, self._dtype, self._reduction, policy)
-        # A wire with a context of its own around the loss notes which weights are read, so each block is traced.
-        notes = any(not isinstance(at.wire.around(), contextlib.nullcontext) for at in placements.values())
-        if own is None or notes:
+        if own is None:
             return plan
         key = (own.kind, *(placements[path] for path in sorted(placements)))
         first = self._first.setdefault(key, alike.FirstBlock(own, plan))
+        pairs = alike.renamed({path: path for path in weights}, own, first.own).items()
+        if not all(placements[path].wire.read_as(of_first, path) for of_first, path in pairs):
+            return plan
         return dataclasses.replace(plan, shared=alike.SharedPasses(first, own, plan))
 
     def restart(self) -> None:

@@ -352,7 +352,8 @@ class Updates(groups_lib.Division):
         return [
             (
                 self._stored(item, param, new[item.weight], start),
-                *([held[n] for n in own] for own in (item.host, item.device)),
+                [held[n] for n in item.host],
+                [held[n] for n in item.device],
             )
             for item, (param, _, _), (_, start) in zip(items, owned, seeds)
         ]

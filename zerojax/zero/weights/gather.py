@@ -250,6 +250,9 @@ class Plain:
     def around(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def read_as(self, first: str, path: str) -> bool:
+        return True
+
     def near(self, shard: jax.Array, placement: Placement, dtype: DTypeLike | None) -> PyTree:
         return None
 

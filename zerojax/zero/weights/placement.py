@@ -51,6 +51,9 @@ class Wire(Protocol):
     def around(self) -> AbstractContextManager[None]:
         """Returns a context of the trace of the loss on a device."""
 
+    def read_as(self, first: str, path: str) -> bool:
+        """Notes that a weight is read as that of the first of alike blocks was, whose trace serves its block too. False: each is traced."""
+
     def near(self, shard: jax.Array, placement: "Placement", dtype: DTypeLike | None) -> PyTree:
         """Returns what a device keeps of a weight from the forward to the backward pass, nearer to all that is sent; None: its shard."""
 

@@ -51,6 +51,9 @@ class ByColumns(gather.Plain):
     def around(self) -> AbstractContextManager[None]:
         return columns.used()
 
+    def read_as(self, first: str, path: str) -> bool:
+        return False
+
     def send(
         self, shard: jax.Array, known: Any, placement: placement.Placement, dtype: DTypeLike | None
     ) -> columns.Columns:
