@@ -65,6 +65,8 @@ class Mixture(nn.Module):
             ("tolerance", m.tolerance),
         )
         stddevs = (0.02, 0.02, c.residual_stddev)
+        given: dict[str, Any] = {} if chosen_BTK is None else {"chosen_BTK": chosen_BTK}
+        given |= {"tells": True} if tells else {}
         found = experts.Experts(
             m.experts,
             m.per_token,
@@ -81,7 +83,7 @@ class Mixture(nn.Module):
             scales_inputs=m.scales_inputs,
             stddevs=stddevs,
             name="experts",
-        )(x_BTD, *(() if chosen_BTK is None else (chosen_BTK,)), **({"tells": True} if tells else {}))
+        )(x_BTD, **given)
         y_BTD = found[0] if tells else found
         if m.shared_dim:
             shared_BTD = MLP(dataclasses.replace(c, mlp_dim=m.shared_dim), name="shared")(x_BTD)

@@ -99,10 +99,12 @@ class Layer(nn.Module):
             norm, mlp_after = self._norms("mlp")
             branch = lambda x_BTD: x_BTD + mlp_after(second(norm(x_BTD)))  # noqa: E731
             if remembered is not None:
-                y_BTD, new_BTK = second(norm(x_BTD), tells=True)
+                mixture: Any = second
+                y_BTD, new_BTK = mixture(norm(x_BTD), tells=True)
                 x_BTD, keys = x_BTD + mlp_after(y_BTD), (*(keys or ()), *remembered.add(new_BTK))
             elif chosen_BTK is not None:
-                x_BTD += mlp_after(second(norm(x_BTD), chosen_BTK))
+                mixture = second
+                x_BTD += mlp_after(mixture(norm(x_BTD), chosen_BTK))
             else:
                 x_BTD = tiles.over_tiles(branch, x_BTD, tile) if tile else branch(x_BTD)
         active_BTD = x_BTD

@@ -6,6 +6,7 @@ token: an answer of n tokens costs n forward passes of the batch, and its log-pr
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -115,9 +116,12 @@ class ByEngine:
         self._gather: Callable[[PyTree], PyTree] | None = None
         self._gathered: PyTree = ()
         self._read: list[tuple[int, int, int]] = []  # the row, the slot and the tokens of each answer that is done
-        self._model = program.model
-        if program.config.grpo.replay:
-            self._model = program.model.changed(mixture={"remembers_choices": True})
+
+    @functools.cached_property
+    def _model(self) -> Any:
+        """The model's config, whose caches hold the experts of tokens if they are replayed."""
+        model = self._program.model
+        return model.changed(mixture={"remembers_choices": True}) if self._program.config.grpo.replay else model
 
     def renew(self, params: PyTree) -> None:
         """See `Drawer`."""
