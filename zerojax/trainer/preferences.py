@@ -56,7 +56,8 @@ def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelCon
             counts := jnp.any(parts.labeled(batch) > 0, axis=-1).astype(jnp.float32),
         )
         rewards = chosen.rewards(found)
-        return _means(chosen.terms(rewards, found), rewards, counts)
+        margin = _margin(rewards)
+        return _means(margin, chosen.terms(rewards, found), rewards, counts)
 
     return of_pairs
 
@@ -69,21 +70,28 @@ def reward_loss(config: settings_lib.Config, family: family_lib.Family, model: M
         values = family.loss(model, params, answers_of(batch), *keys).reshape(batch[rows.REFERENCE].shape)
         labels = batch["labeled"].reshape(*values.shape, -1) > 0
         counts = jnp.all(jnp.any(labels, axis=-1), axis=-1).astype(jnp.float32)
-        return _means(-jax.nn.log_sigmoid(values[:, 0] - values[:, 1]), values, counts)
+        margin = _margin(values)
+        return _means(margin, -jax.nn.log_sigmoid(margin), values, counts)
 
     return of_pairs
 
 
-def _means(terms: jax.Array, rewards: jax.Array, counts: jax.Array) -> tuple[outputs.Mean, dict[str, Any]]:
+def _margin(rewards: jax.Array) -> jax.Array:
+    return rewards[:, 0] - rewards[:, 1]
+
+
+def _means(
+    margin: jax.Array, terms: jax.Array, rewards: jax.Array, counts: jax.Array
+) -> tuple[outputs.Mean, dict[str, Any]]:
     """Returns the mean over pairs of their losses, and metrics of their rewards."""
-    margin = rewards[:, 0] - rewards[:, 1]
 
     def mean(terms: jax.Array) -> outputs.Mean:
         return outputs.Mean(jnp.sum(terms * counts), jnp.sum(counts))
 
-    return mean(terms), {
+    metrics = {
         "reward_chosen": mean(rewards[:, 0]),
         "reward_rejected": mean(rewards[:, 1]),
         "reward_margin": mean(margin),
         "reward_accuracy": mean((margin > 0).astype(jnp.float32)),
     }
+    return mean(terms), metrics

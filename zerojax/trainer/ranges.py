@@ -190,6 +190,10 @@ def check_replay(config: settings.Config, model: ModelConfig) -> None:
             else "the weights of its experts depend on the order of their choice"
         )
         raise UserError(f"config.grpo.replay: is True, and {why}; set it to False")
+    if model.branches or model.sharing_layers:
+        raise UserError(
+            "config.grpo.replay: is True, and layers are branches, or share keys with others; set it to False"
+        )
 
 
 def _refuse(config: settings.Config, chosen: str, wrong: Mapping[str, str]) -> None:
