@@ -39,13 +39,14 @@ MOST_ELEMENTS = 2**31 - 2**20  # kernels count elements in int32
 LAUNCHES: tuple[dict[str, tuple[int, int]], ...] = (
     {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (4, 2)}
     | dict.fromkeys(("pairs", "queries", "keys"), (4, 1)),
-    {"prepare": (4, 1), "on": (4, 3), "finish": (4, 1), "recall": (4, 1), "back": (4, 3)}
+    {"prepare": (4, 1), "on": (4, 4), "finish": (4, 1), "recall": (4, 1), "back": (4, 3)}
     | dict.fromkeys(("pairs", "queries", "keys"), (4, 1)),
 )
 TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+TF32_3 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
-class Inputs(NamedTuple):
+class ScanInputs(NamedTuple):
     """What the kernels read.
 
     Attributes:
@@ -64,7 +65,7 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class ScanForm:
     """The sizes, and how they are computed.
 
     Attributes:
@@ -100,35 +101,25 @@ class Form:
         """Returns whether keys and queries are transposed before states are passed on: matmuls in TF32 contract the last dim alone."""
         return self.dtype == jnp.float32
 
-    def stored(self, x: jax.Array) -> jax.Array:
-        """Returns an operand of matmuls, of `dtype`. TF32 cuts the last 13 bits off; here they are rounded."""
-        if self.dtype == jnp.bfloat16 or self.interpret:
-            return x.astype(self.dtype)
-        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-        return jax.lax.bitcast_convert_type((bits + 2**12) & -(2**13), jnp.float32)
-
     def dot(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
-        """Returns a product in float32 of rounded operands."""
-        return self.dot_of_stored(self.stored(a), b, contracted)
+        """Returns a product in float32 of operands of `dtype`."""
+        return self.dot_of(a.astype(self.dtype), b.astype(self.dtype), contracted)
 
-    def dot_of_stored(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
-        """Returns the same of a first operand that is rounded already: as memory has it, it may go to the matmul without registers."""
-        return self.dot_of(a.astype(self.dtype), self.stored(b), contracted)
+    def solved(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
+        """Returns a product with T: of float32 by three matmuls, since the twin, which solves the system, rounds nothing there."""
+        return self.dot_of(a.astype(self.dtype), b.astype(self.dtype), contracted, TF32_3)
 
-    def precise_dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Returns a product in float32 of operands that are rounded to TF32 at most."""
-        wide = dataclasses.replace(self, dtype=jnp.float32)
-        return wide.dot(a, b)
-
-    def dot_of(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
-        """Returns a product in float32 of operands of their own dtype."""
+    def dot_of(
+        self, a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0), of_float32: Any = TF32
+    ) -> jax.Array:
+        """Returns a product in float32 of operands of their own dtype; float32 is rounded to TF32 unless it is interpreted."""
         dims = (((contracted[0],), (contracted[1],)), ((), ()))
-        is_rounded = a.dtype == jnp.float32 and not self.interpret
-        precision = TF32 if is_rounded else jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+        is_float32 = a.dtype == jnp.float32
+        precision = None if not is_float32 else jax.lax.Precision.HIGHEST if self.interpret else of_float32
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-class Kept(NamedTuple):
+class ScanKept(NamedTuple):
     """What the backward pass reads, of the form's dtype.
 
     Attributes:
@@ -144,28 +135,28 @@ class Kept(NamedTuple):
 
 def form_of(
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], *, dtype: Any, is_delta: bool, interpret: bool = False
-) -> Form | None:
+) -> ScanForm | None:
     """Returns the sizes of arguments of these shapes, of which the tokens are yet to be filled up to chunks; None: no kernel takes them."""
     (batch, length, groups, width), (heads, value_width) = q_shape, v_shape[2:]
     length += -length % CHUNK
-    form = Form(batch, length, groups, heads, width, value_width, is_delta, dtype, interpret)
+    form = ScanForm(batch, length, groups, heads, width, value_width, is_delta, dtype, interpret)
     largest = batch * heads * max(length * max(width, value_width, CHUNK), length // CHUNK * width * value_width)
     is_taken = width in WIDTHS and value_width in (*WIDTHS, 2 * WIDTHS[-1]) and largest < MOST_ELEMENTS
     return form if is_taken else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scan(form: Form, given: Inputs, state_BHKV: jax.Array) -> tuple[jax.Array, jax.Array]:
+def scan(form: ScanForm, given: ScanInputs, state_BHKV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the results float32[B, T, H, V], and the state after the tokens; see `forward`."""
     return forward(form, given, state_BHKV, keeps=False)[:2]
 
 
-def _scan_forward(form: Form, given: Inputs, state_BHKV: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:
+def _scan_forward(form: ScanForm, given: ScanInputs, state_BHKV: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:
     y_BTHV, last_BHKV, kept = forward(form, given, state_BHKV, keeps=True)
     return (y_BTHV, last_BHKV), (given, kept)
 
 
-def _scan_backward(form: Form, kept: Any, grads: tuple[jax.Array, jax.Array]) -> tuple[Inputs, jax.Array]:
+def _scan_backward(form: ScanForm, kept: Any, grads: tuple[jax.Array, jax.Array]) -> tuple[ScanInputs, jax.Array]:
     return backward(form, *kept, *grads)
 
 
@@ -174,7 +165,9 @@ scan.defvjp(_scan_forward, _scan_backward)
 
 # As programs of their own both are traced once for each shape, however many layers call them.
 @functools.partial(jax.jit, static_argnums=0, static_argnames="keeps")
-def forward(form: Form, given: Inputs, state_BHKV: jax.Array, *, keeps: bool) -> tuple[jax.Array, jax.Array, Kept]:
+def forward(
+    form: ScanForm, given: ScanInputs, state_BHKV: jax.Array, *, keeps: bool
+) -> tuple[jax.Array, jax.Array, ScanKept]:
     """Returns the results float32[B, T, H, V], the last state, and what the backward pass reads, if the form `keeps` it.
 
     Args:
@@ -183,25 +176,25 @@ def forward(form: Form, given: Inputs, state_BHKV: jax.Array, *, keeps: bool) ->
       state_BHKV: float32, before the tokens.
       keeps: whether there is a backward pass.
     """
-    given = _rounded(form, given)
+    given = _with_keys(form, given)
     w, u, *t = _prepare(form, given._replace(q=None), keeps) if form.is_delta else (None, given.v)
     before, last, *found = _pass_on(form, given._replace(q=None, v=u, beta=None), w, state_BHKV)
     u = found[0] if form.is_delta else given.v
     y_BTHV = _finish(form, given._replace(v=u, beta=None), before)
-    return y_BTHV, last, Kept(before, *found, *t)
+    return y_BTHV, last, ScanKept(before, *found, *t)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def backward(
-    form: Form, given: Inputs, kept: Kept, dy_BTHV: jax.Array, d_last_BHKV: jax.Array
-) -> tuple[Inputs, jax.Array]:
+    form: ScanForm, given: ScanInputs, kept: ScanKept, dy_BTHV: jax.Array, d_last_BHKV: jax.Array
+) -> tuple[ScanInputs, jax.Array]:
     """Returns the gradients of the arguments, and that of the state before them, float32.
 
     Args:
       form, given, kept: of `forward`.
       dy_BTHV, d_last_BHKV: the gradients of its results, float32.
     """
-    dtype, given = given.q.dtype, _rounded(form, given)
+    dtype, given = given.q.dtype, _with_keys(form, given)
     found: list[Any] = _recall(form, given._replace(v=None), kept.t)
     p, w = found if form.is_delta else (*found, None)
     of_results = given._replace(v=dy_BTHV, beta=None)
@@ -215,21 +208,18 @@ def backward(
         return jnp.sum(each, axis=3, dtype=jnp.float32).astype(dtype)
 
     dv = of_delta[0] if form.is_delta else du
-    return Inputs(of_groups(dq_BTHK), of_groups(dk_BTHK), dv, dg, *dbeta), d_first
+    return ScanInputs(of_groups(dq_BTHK), of_groups(dk_BTHK), dv, dg, *dbeta), d_first
 
 
-def _rounded(form: Form, given: Inputs) -> Inputs:
-    """Returns the arguments with queries and keys as matmuls have them."""
-    if form.dtype == jnp.bfloat16 or form.interpret:
-        return given
-    q, k = (jax.lax.reduce_precision(array.astype(jnp.float32), 8, 10) for array in (given.q, given.k))
-    return given._replace(q=q, k=k)
+def _with_keys(form: ScanForm, given: ScanInputs) -> ScanInputs:
+    """Returns the arguments with queries and keys of the form's dtype, in which they fit into shared memory."""
+    return given._replace(q=given.q.astype(form.dtype), k=given.k.astype(form.dtype))
 
 
 class _Specs(NamedTuple):
     """How programs see arrays: a chunk of one head, or all chunks of a head and some columns of V."""
 
-    inputs: Inputs
+    inputs: ScanInputs
     head_keys: pl.BlockSpec  # [B, T, H, K]
     values: pl.BlockSpec  # [B, T, H, V]
     squares: pl.BlockSpec  # [B, T, H, C]
@@ -240,7 +230,7 @@ class _Specs(NamedTuple):
     grid: tuple[int, ...]
 
 
-def _specs(form: Form, is_whole: bool) -> _Specs:
+def _specs(form: ScanForm, is_whole: bool) -> _Specs:
     tokens, chunks = (form.length, form.chunks) if is_whole else (CHUNK, None)
     size = form.columns if is_whole else form.value_width
     share = form.heads // form.groups
@@ -258,7 +248,7 @@ def _specs(form: Form, is_whole: bool) -> _Specs:
     keys = spec((None, tokens, None, form.width), lambda n, c, h, b: (b, n, h // share, 0))
     values = spec((None, tokens, None, size), lambda n, c, h, b: (b, n, h, c))
     scalars = spec((None, None, tokens), lambda n, c, h, b: (b, h, n))
-    inputs = Inputs(keys, keys, values, scalars, scalars, spec((None, form.length), lambda n, c, h, b: (b, 0)))
+    inputs = ScanInputs(keys, keys, values, scalars, scalars, spec((None, form.length), lambda n, c, h, b: (b, 0)))
     first = (form.value_width // size, form.heads) if is_whole else (form.heads, form.chunks)
     return _Specs(
         inputs,
@@ -274,11 +264,11 @@ def _specs(form: Form, is_whole: bool) -> _Specs:
 
 
 def _launch(
-    form: Form,
+    form: ScanForm,
     specs: _Specs,
     kernel: Any,
     name: str,
-    given: Inputs,
+    given: ScanInputs,
     others: tuple[tuple[Any, Any], ...],
     outs: list[tuple[tuple[int, ...], Any, pl.BlockSpec]],
 ) -> list[jax.Array]:
@@ -301,13 +291,13 @@ def _launch(
     return call(given, *(array for array, _ in others))
 
 
-def _shapes(form: Form) -> tuple[Any, ...]:
+def _shapes(form: ScanForm) -> tuple[Any, ...]:
     """Returns the shapes of arrays [B, T, H, X], [N, B, H, K, V] and [B, H, K, V]."""
     matrix = (form.batch, form.heads, form.width, form.value_width)
     return lambda x: (form.batch, form.length, form.heads, x), (form.chunks, *matrix), matrix
 
 
-def _prepare(form: Form, given: Inputs, keeps: bool) -> list[jax.Array]:
+def _prepare(form: ScanForm, given: ScanInputs, keeps: bool) -> list[jax.Array]:
     specs, (tokens, _, _) = _specs(form, False), _shapes(form)
     outs = [
         (tokens(form.width), form.dtype, specs.head_keys),
@@ -317,7 +307,7 @@ def _prepare(form: Form, given: Inputs, keeps: bool) -> list[jax.Array]:
     return _launch(form, specs, _prepare_kernel, "prepare", given, (), outs[: 3 if keeps else 2])
 
 
-def _recall(form: Form, given: Inputs, t: Any) -> list[jax.Array]:
+def _recall(form: ScanForm, given: ScanInputs, t: Any) -> list[jax.Array]:
     specs, (tokens, _, _) = _specs(form, False), _shapes(form)
     outs = [(tokens(CHUNK), form.dtype, specs.squares)]
     if form.is_delta:
@@ -326,8 +316,8 @@ def _recall(form: Form, given: Inputs, t: Any) -> list[jax.Array]:
     return _launch(form, specs, _recall_kernel, "recall", given, ((t, specs.squares),), outs)
 
 
-def _turned(form: Form, specs: _Specs, given: Inputs, name: str) -> tuple[_Specs, Inputs]:
-    """Returns the arguments with queries or keys as matmuls in TF32 read them, [B, G, N, K, C]; see `Form.is_turned`."""
+def _turned(form: ScanForm, specs: _Specs, given: ScanInputs, name: str) -> tuple[_Specs, ScanInputs]:
+    """Returns the arguments with queries or keys as matmuls in TF32 read them, [B, G, N, K, C]; see `ScanForm.is_turned`."""
     if not form.is_turned:
         return specs, given
     shape = (form.batch, form.chunks, CHUNK, form.groups, form.width)
@@ -336,7 +326,7 @@ def _turned(form: Form, specs: _Specs, given: Inputs, name: str) -> tuple[_Specs
     return specs._replace(inputs=inputs), given._replace(**{name: turned})
 
 
-def _pass_on(form: Form, given: Inputs, w: Any, state: jax.Array) -> list[jax.Array]:
+def _pass_on(form: ScanForm, given: ScanInputs, w: Any, state: jax.Array) -> list[jax.Array]:
     specs, (tokens, states, matrix) = _specs(form, True), _shapes(form)
     specs, given = _turned(form, specs, given, "k")
     outs = [(states, form.dtype, specs.states), (matrix, jnp.float32, specs.state)]
@@ -346,14 +336,14 @@ def _pass_on(form: Form, given: Inputs, w: Any, state: jax.Array) -> list[jax.Ar
     return _launch(form, specs, _pass_on_kernel, "on", given, others, outs)
 
 
-def _finish(form: Form, given: Inputs, before: jax.Array) -> jax.Array:
+def _finish(form: ScanForm, given: ScanInputs, before: jax.Array) -> jax.Array:
     specs, (tokens, _, _) = _specs(form, False), _shapes(form)
     outs = [(tokens(form.value_width), jnp.float32, specs.values)]
     return _launch(form, specs, _finish_kernel, "finish", given, ((before, specs.states),), outs)[0]
 
 
 def _pass_back(
-    form: Form, given: Inputs, w: Any, p: jax.Array, d_last: jax.Array, values_dtype: Any
+    form: ScanForm, given: ScanInputs, w: Any, p: jax.Array, d_last: jax.Array, values_dtype: Any
 ) -> list[jax.Array]:
     specs, (tokens, states, matrix) = _specs(form, True), _shapes(form)
     specs, given = _turned(form, specs, given, "q")
@@ -366,19 +356,21 @@ def _pass_back(
     return _launch(form, specs, _pass_back_kernel, "back", given, others, outs)
 
 
-def _pairs(form: Form, given: Inputs, kept: Kept, dy: jax.Array, du: jax.Array) -> list[jax.Array]:
+def _pairs(form: ScanForm, given: ScanInputs, kept: ScanKept, dy: jax.Array, du: jax.Array) -> list[jax.Array]:
     specs, (tokens, _, _) = _specs(form, False), _shapes(form)
     squares, scalars = (tokens(CHUNK), form.dtype, specs.squares), _scalars(form, specs)
     outs = [squares, scalars]
     if form.is_delta:
         values = tokens(form.value_width)
         outs += [(values, given.v.dtype, specs.values), (values, form.dtype, specs.values), squares, scalars]
-    of_kept = kept._replace(before=None), Kept(specs.states, specs.values, specs.squares)
+    of_kept = kept._replace(before=None), ScanKept(specs.states, specs.values, specs.squares)
     others = of_kept, (dy, specs.values), (du if form.is_delta else None, specs.values)
     return _launch(form, specs, _pairs_kernel, "pairs", given, others, outs)
 
 
-def _queries(form: Form, given: Inputs, before: jax.Array, dy: jax.Array, dscores: jax.Array) -> list[jax.Array]:
+def _queries(
+    form: ScanForm, given: ScanInputs, before: jax.Array, dy: jax.Array, dscores: jax.Array
+) -> list[jax.Array]:
     specs, (tokens, _, _) = _specs(form, False), _shapes(form)
     outs = [(tokens(form.width), form.dtype, specs.head_keys), _scalars(form, specs)]
     others = (before, specs.states), (dy, specs.values), (dscores, specs.squares)
@@ -386,9 +378,9 @@ def _queries(form: Form, given: Inputs, before: jax.Array, dy: jax.Array, dscore
 
 
 def _keys(
-    form: Form,
-    given: Inputs,
-    kept: Kept,
+    form: ScanForm,
+    given: ScanInputs,
+    kept: ScanKept,
     d_after: jax.Array,
     dscores: jax.Array,
     dsums: jax.Array,
@@ -401,7 +393,7 @@ def _keys(
     scalars = _scalars(form, specs)
     outs = [(tokens(form.width), form.dtype, specs.head_keys), *[scalars] * (1 + form.is_delta)]
     others = (
-        (kept._replace(t=None), Kept(specs.states, specs.values, specs.squares)),
+        (kept._replace(t=None), ScanKept(specs.states, specs.values, specs.squares)),
         (d_after, specs.states),
         (dscores, specs.squares),
         (dsums, scalars[-1]),
@@ -415,7 +407,7 @@ def _keys(
     return _launch(form, specs, _keys_kernel, "keys", given, others, outs)
 
 
-def _scalars(form: Form, specs: _Specs) -> tuple[tuple[int, ...], Any, pl.BlockSpec]:
+def _scalars(form: ScanForm, specs: _Specs) -> tuple[tuple[int, ...], Any, pl.BlockSpec]:
     return (form.batch, form.heads, form.length), jnp.float32, specs.inputs.g
 
 
@@ -450,7 +442,7 @@ def _iota(axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis)
 
 
-def _segments(given: Inputs, number: Any) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+def _segments(given: ScanInputs, number: Any) -> tuple[jax.Array, jax.Array, jax.Array] | None:
     if given.segments is None:
         return None
     start = number * CHUNK
@@ -458,12 +450,12 @@ def _segments(given: Inputs, number: Any) -> tuple[jax.Array, jax.Array, jax.Arr
     return given.segments[pl.ds(start, CHUNK)], before, last
 
 
-def _system(form: Form, k: jax.Array, beta_C: jax.Array, decays: _Decays) -> jax.Array:
+def _system(form: ScanForm, k: jax.Array, beta_C: jax.Array, decays: _Decays) -> jax.Array:
     """Returns A."""
     return jnp.where(_iota(1) < _iota(0), beta_C[:, None] * decays.among * form.dot(k, k, (1, 1)), 0.0)
 
 
-def _inverse(form: Form, system: jax.Array) -> jax.Array:
+def _inverse(form: ScanForm, system: jax.Array) -> jax.Array:
     """Returns T."""
     parts = CHUNK // ROWS
     shape = (parts, ROWS, parts, ROWS)
@@ -483,59 +475,59 @@ def _inverse(form: Form, system: jax.Array) -> jax.Array:
     while size < CHUNK:
         row, column = _iota(0) // size, _iota(1) // size
         below = jnp.where((row == column + 1) & (row % 2 == 1), system, 0.0)
-        inverse = inverse - form.precise_dot(form.precise_dot(inverse, below), inverse)
+        inverse = inverse - form.dot_of(form.dot_of(inverse, below), inverse)
         size *= 2
     return inverse
 
 
-def _prepare_kernel(form: Form, given: Inputs, w_ref: Any, u_ref: Any, *t_ref: Any) -> None:
+def _prepare_kernel(form: ScanForm, given: ScanInputs, w_ref: Any, u_ref: Any, *t_ref: Any) -> None:
     """W, U and T of a chunk."""
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
     k, beta_C = given.k[...], given.beta[...]
-    inverse = form.stored(_inverse(form, _system(form, k, beta_C, decays)))
+    inverse = _inverse(form, _system(form, k, beta_C, decays)).astype(form.dtype)
     for ref in t_ref:
         ref[...] = inverse
-    w_ref[...] = form.stored(form.dot_of_stored(inverse, (beta_C * decays.since)[:, None] * k))
+    w_ref[...] = form.solved(inverse, (beta_C * decays.since)[:, None] * k).astype(form.dtype)
     for own in _columns(form):
         values = beta_C[:, None] * given.v[:, own].astype(jnp.float32)
-        u_ref[:, own] = form.dot_of_stored(inverse, values).astype(form.dtype)
+        u_ref[:, own] = form.solved(inverse, values).astype(form.dtype)
 
 
-def _recall_kernel(form: Form, given: Inputs, t_ref: Any, p_ref: Any, *w_ref: Any) -> None:
+def _recall_kernel(form: ScanForm, given: ScanInputs, t_ref: Any, p_ref: Any, *w_ref: Any) -> None:
     """P and W of a chunk, transposed."""
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
     k = given.k[...]
-    p_ref[...] = form.stored(decays.among.T * form.dot_of_stored(k, given.q[...], (1, 1)))
+    p_ref[...] = (decays.among.T * form.dot(k, given.q[...], (1, 1))).astype(form.dtype)
     if form.is_delta:
         of_keys = (given.beta[...] * decays.since)[:, None] * k
-        w_ref[0][...] = form.stored(form.dot(of_keys, t_ref[...], (0, 1)))
+        w_ref[0][...] = form.solved(of_keys, t_ref[...], (0, 1)).astype(form.dtype)
 
 
 def _pass_on_kernel(
-    form: Form, given: Inputs, w_ref: Any, state_ref: Any, before_ref: Any, last_ref: Any, *u_ref: Any
+    form: ScanForm, given: ScanInputs, w_ref: Any, state_ref: Any, before_ref: Any, last_ref: Any, *u_ref: Any
 ) -> None:
     """States before chunks, the last state, and u of chunks, for some columns of V. `v` is U, or the values."""
 
     def step(n: Any, state: jax.Array) -> jax.Array:
         at = pl.ds(n * CHUNK, CHUNK)
-        rounded = form.stored(state)
+        rounded = state.astype(form.dtype)
         before_ref[n] = rounded
         decays = _decays(given.g[at], _segments(given, n))
         u = given.v[at, :].astype(jnp.float32)
         if form.is_delta:
             u = u - form.dot_of(w_ref[at, :], rounded)
             u_ref[0][at, :] = u.astype(form.dtype)
-        return decays.keeps * state + form.dot_of_stored(_turned_of(form, given.k, n), decays.until[:, None] * u)
+        return decays.keeps * state + form.dot(_turned_of(form, given.k, n), decays.until[:, None] * u)
 
     last_ref[...] = jax.lax.fori_loop(0, form.chunks, step, state_ref[...])
 
 
-def _turned_of(form: Form, ref: Any, number: Any) -> jax.Array:
+def _turned_of(form: ScanForm, ref: Any, number: Any) -> jax.Array:
     """Returns queries or keys of a chunk, [K, C]."""
     return ref[number] if form.is_turned else ref[pl.ds(number * CHUNK, CHUNK), :].T
 
 
-def _finish_kernel(form: Form, given: Inputs, before_ref: Any, y_ref: Any) -> None:
+def _finish_kernel(form: ScanForm, given: ScanInputs, before_ref: Any, y_ref: Any) -> None:
     """Results of a chunk. `v` is u."""
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
     q = given.q[...]
@@ -544,35 +536,42 @@ def _finish_kernel(form: Form, given: Inputs, before_ref: Any, y_ref: Any) -> No
         y_ref[:, own] = decays.since[:, None] * form.dot(q, before_ref[:, own]) + form.dot(scores, given.v[:, own])
 
 
-def _columns(form: Form) -> list[Any]:
+def _columns(form: ScanForm) -> list[Any]:
     """Returns which columns of V are computed at a time."""
     size = min(form.value_width, WIDTHS[-1])
     return [pl.ds(first, size) for first in range(0, form.value_width, size)]
 
 
 def _pass_back_kernel(
-    form: Form, given: Inputs, w_ref: Any, p_ref: Any, d_last_ref: Any, d_after_ref: Any, du_ref: Any, d_first_ref: Any
+    form: ScanForm,
+    given: ScanInputs,
+    w_ref: Any,
+    p_ref: Any,
+    d_last_ref: Any,
+    d_after_ref: Any,
+    du_ref: Any,
+    d_first_ref: Any,
 ) -> None:
     """Gradients of the states after chunks, of u, and of the first state, for some columns of V. `v` is dy."""
 
     def step(i: Any, d_state: jax.Array) -> jax.Array:
         n = form.chunks - 1 - i
         at = pl.ds(n * CHUNK, CHUNK)
-        rounded = form.stored(d_state)
+        rounded = d_state.astype(form.dtype)
         d_after_ref[n] = rounded
         decays = _decays(given.g[at], _segments(given, n))
         dy = given.v[at, :].astype(jnp.float32)
-        written = form.dot_of(given.k[at, :].astype(form.dtype), rounded)
-        du = form.dot_of_stored(p_ref[at, :], dy) + decays.until[:, None] * written
+        written = form.dot_of(given.k[at, :], rounded)
+        du = form.dot(p_ref[at, :], dy) + decays.until[:, None] * written
         du_ref[at, :] = du.astype(du_ref.dtype)
         d_state = decays.keeps * d_state
-        d_state += form.dot_of_stored(_turned_of(form, given.q, n), decays.since[:, None] * dy)
-        return d_state - form.dot_of_stored(w_ref[n], du) if form.is_delta else d_state
+        d_state += form.dot(_turned_of(form, given.q, n), decays.since[:, None] * dy)
+        return d_state - form.dot(w_ref[n], du) if form.is_delta else d_state
 
     d_first_ref[...] = jax.lax.fori_loop(0, form.chunks, step, d_last_ref[...])
 
 
-def _pairs_kernel(form: Form, given: Inputs, kept: Kept, dy_ref: Any, du_ref: Any, *outs: Any) -> None:
+def _pairs_kernel(form: ScanForm, given: ScanInputs, kept: ScanKept, dy_ref: Any, du_ref: Any, *outs: Any) -> None:
     """What pairs of a chunk's tokens have: the gradients of q k', of (k k') and of the sums of decays; and the gradients of r, v, beta."""
     dscores_ref, dsums_ref, *of_delta = outs
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
@@ -582,11 +581,11 @@ def _pairs_kernel(form: Form, given: Inputs, kept: Kept, dy_ref: Any, du_ref: An
     def add(n: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         dp, dsystem, dbeta_C = sums
         own = pl.ds(n * size, size)
-        u = form.stored(u_ref[:, own])
-        dp += form.dot_of(form.stored(dy_ref[:, own]), u, (1, 1))
+        u = u_ref[:, own].astype(form.dtype)
+        dp += form.dot_of(dy_ref[:, own].astype(form.dtype), u, (1, 1))
         if form.is_delta:
-            dr = form.dot_of_stored(kept.t[...], du_ref[:, own], (0, 0))
-            rounded = form.stored(dr)
+            dr = form.solved(kept.t[...], du_ref[:, own], (0, 0))
+            rounded = dr.astype(form.dtype)
             dsystem -= form.dot_of(rounded, u, (1, 1))
             of_delta[0][:, own] = (beta_C[:, None] * dr).astype(of_delta[0].dtype)
             of_delta[1][:, own] = rounded
@@ -597,21 +596,21 @@ def _pairs_kernel(form: Form, given: Inputs, kept: Kept, dy_ref: Any, du_ref: An
     of_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     sums = of_pairs, of_pairs, jnp.zeros((CHUNK,), jnp.float32)
     dp, dsystem, dbeta_C = jax.lax.fori_loop(0, form.value_width // size, add, sums)
-    k = form.stored(given.k[...])
+    k = given.k[...]
     dscores = dp * decays.among
-    dscores_ref[...] = form.stored(dscores)
-    dsums = dscores * form.dot_of_stored(k, given.q[...], (1, 1)).T
+    dscores_ref[...] = dscores.astype(form.dtype)
+    dsums = dscores * form.dot(k, given.q[...], (1, 1)).T
     if form.is_delta:
         dsystem = jnp.where(_iota(1) < _iota(0), dsystem * decays.among, 0.0)
         of_keys = dsystem * form.dot_of(k, k, (1, 1))
-        of_delta[2][...] = form.stored(beta_C[:, None] * dsystem)
+        of_delta[2][...] = (beta_C[:, None] * dsystem).astype(form.dtype)
         of_delta[3][...] = dbeta_C + jnp.sum(of_keys, axis=1)
         dsums += beta_C[:, None] * of_keys
     dsums_ref[...] = jnp.sum(dsums, axis=1) - jnp.sum(dsums, axis=0)
 
 
 def _queries_kernel(
-    form: Form, given: Inputs, before_ref: Any, dy_ref: Any, dscores_ref: Any, dq_ref: Any, read_ref: Any
+    form: ScanForm, given: ScanInputs, before_ref: Any, dy_ref: Any, dscores_ref: Any, dq_ref: Any, read_ref: Any
 ) -> None:
     """Gradients of a chunk's queries, of one head, and what they have of the sums of decays."""
     decays = _decays(given.g[...], _segments(given, pl.program_id(1)))
@@ -628,9 +627,9 @@ def _queries_kernel(
 
 
 def _keys_kernel(
-    form: Form,
-    given: Inputs,
-    kept: Kept,
+    form: ScanForm,
+    given: ScanInputs,
+    kept: ScanKept,
     d_after_ref: Any,
     dscores_ref: Any,
     dsums_ref: Any,
@@ -673,9 +672,9 @@ def _keys_kernel(
 
     dk, dkeeps = jax.lax.fori_loop(0, steps, write, (dk, jnp.float32(0)))
     written_C = of_keys() - of_before_C
-    dk += form.dot_of_stored(dscores_ref[...], given.q[...], (0, 0))
+    dk += form.dot(dscores_ref[...], given.q[...], (0, 0))
     if form.is_delta:
-        k, dsystem = form.stored(given.k[...]), dsystem_ref[...]
+        k, dsystem = given.k[...], dsystem_ref[...]
         dk += form.dot_of(dsystem, k)
         dk += form.dot_of(dsystem, k, (0, 0))
     dk_ref[...] = dk.astype(dk_ref.dtype)

@@ -13,6 +13,10 @@ u are the solution of a triangular system, linear in the state S before it (sect
 So chunks are matmuls side by side, and only their states follow each other. The backward pass keeps the arguments and the states before
 chunks, and computes the rest anew. Arrays are float32; matmuls have JAX's default precision, which on some GPUs is less (TF32).
 
+On the shards of Hopper GPUs, inside `jax.shard_map`, kernels do the same (`pallas_kernels.chunk_scan`). Operands of their matmuls are
+rounded to TF32, or to bfloat16 under `jax.default_matmul_precision("bfloat16")`, which is faster; a higher precision than TF32 leaves all
+to XLA.
+
 Shapes: B batch, T tokens, H heads, G groups of R heads with equal keys and queries, K width of keys, V of values, N chunks of C
 tokens.
 """
@@ -146,7 +150,7 @@ def _in_float32(terms: Terms) -> Terms:
     return jax.tree.map(lambda array: array.astype(jnp.float32), terms)
 
 
-def _form(terms: Terms) -> chunk_scan.Form | None:
+def _form(terms: Terms) -> chunk_scan.ScanForm | None:
     """Returns how kernels compute these arguments; None if they do not."""
     if not grouped.hopper_processors() or mesh_lib.rest():
         return None
@@ -155,7 +159,7 @@ def _form(terms: Terms) -> chunk_scan.Form | None:
 
 
 def _by_kernels(
-    form: chunk_scan.Form, terms: Terms, state_BHKV: jax.Array, segments_BT: jax.Array | None
+    form: chunk_scan.ScanForm, terms: Terms, state_BHKV: jax.Array, segments_BT: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what `scan` does."""
     length = terms.q.shape[1]
@@ -166,7 +170,7 @@ def _by_kernels(
         None if array is None else jnp.pad(array, ((0, 0), padding, *((0, 0),) * (array.ndim - 2))) for array in terms
     )
     g, beta = (None if array is None else array.astype(jnp.float32).swapaxes(1, 2) for array in (g, beta))
-    y_BTHV, state_BHKV = chunk_scan.scan(form, chunk_scan.Inputs(q, k, v, g, beta, segments_BT), state_BHKV)
+    y_BTHV, state_BHKV = chunk_scan.scan(form, chunk_scan.ScanInputs(q, k, v, g, beta, segments_BT), state_BHKV)
     return y_BTHV[:, :length], state_BHKV
 
 
