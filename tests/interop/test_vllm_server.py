@@ -6,6 +6,8 @@ import json
 import threading
 
 import pytest
+import runs
+from programs import free_port
 
 from zerojax.errors import UserError
 from zerojax.interop import vllm_server
@@ -87,3 +89,11 @@ def test_an_address_is_checked_before_the_run():
             UserError, match=r"^must be the address of a server of vLLM, such as http://127.0.0.1:8000, and is '"
         ):
             vllm_server.check(wrong)
+
+
+def test_a_run_tells_of_a_server_that_is_not_there_and_goes_on(cache_dir, tmp_path, capsys):
+    nobody = f"http://127.0.0.1:{free_port()}"
+    runs.run(tmp_path, devices=1, steps=2, export__deltas_every=1, export__deltas_to=nobody)
+    told = [line for line in capsys.readouterr().out.splitlines() if "the server keeps its weights" in line]
+    assert [line.partition(":")[0] for line in told] == ["step 1", "step 2"] and all("refused" in line for line in told)
+    assert json.loads((tmp_path / "deltas" / "index.json").read_text())["step"] == 2

@@ -81,4 +81,6 @@ def _ask(url: str, body: Any, seconds: float) -> Any:
         way_out = "; start the server with VLLM_SERVER_DEV_MODE=1" if error.code == 404 else ""
         raise UserError(f"{url}: status {error.code} ({errors.one_line(ValueError(told), _LEAST)}){way_out}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise UserError(f"{url}: {errors.one_line(error, _LEAST)}") from error
+        reason = getattr(error, "reason", error)
+        line = errors.one_line(reason if isinstance(reason, Exception) else error, _LEAST)
+        raise UserError(f"{url}: {line}") from error
