@@ -1,4 +1,4 @@
-"""Checks that a warm-up compiles side by side what the first texts run. This module tests zerojax.inference.engine.rehearsal."""
+"""Checks that a warm-up compiles what the first texts run before they run. This module tests zerojax.inference.engine.rehearsal."""
 
 import types
 

@@ -1,13 +1,13 @@
-"""Compiles an engine's programs side by side before its first text. This module traces them by calls that run nothing.
+"""Compiles an engine's programs before its first text, each while the next is traced. This module traces them by calls that run nothing.
 
-A call of a jitted function traces, lowers and compiles before it returns, so programs would wait for each other. In a rehearsal each call
-lowers its program, hands it to threads that compile it, and returns the caches and rows that it was given, with tokens of zeros. The
-compiled program is found by the next call with such arguments.
+A call of a jitted function traces, lowers and compiles before it returns, so Python would wait for XLA and XLA for Python. In a rehearsal
+each call lowers its program, hands it to a thread that compiles it, and returns the caches and rows that it was given, with tokens of
+zeros. The compiled program is found by the next call with such arguments. One thread compiles: side by side XLA took longer on a GPU, where
+it tunes kernels (docs/benchmarks/gpu.md, a program for each kind of layer).
 """
 
 import concurrent.futures
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from zerojax.inference.engine import programs as programs_lib
 from zerojax.tree import PyTree
 
-THREADS = 8  # XLA tunes kernels on the device, one program after the other
 NAMES = ("first", "further", "step", "decode")  # of the programs
 
 
@@ -34,7 +33,7 @@ class Rehearsal:
         self._own = {name: getattr(programs, name) for name in NAMES}
         self._told: dict[Any, PyTree] = {}
         self._compiled: list[concurrent.futures.Future[Any]] = []
-        self._pool = concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "compile")
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
 
     def __enter__(self) -> "Rehearsal":
         for name, program in self._own.items():
