@@ -120,7 +120,7 @@ def _by_jax(system: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     if system in ("float32", "bfloat16"):  # kernels run on the shards of a mesh
         mesh = jax.make_mesh((1,), ("data",))
         function = jax.shard_map(scan, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    precision = {"truth": "highest", "bfloat16": "bfloat16"}.get(system)
+    precision = {"truth": "highest", "float32": "tensorfloat32", "bfloat16": "bfloat16"}.get(system)
 
     def with_gradients(given: dict[str, Any], dy: Any) -> tuple[Any, Any]:
         y, pull = jax.vjp(function, given)
