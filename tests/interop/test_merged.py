@@ -34,7 +34,9 @@ def test_a_merged_folder_holds_what_merging_the_params_gives(tmp_path):
         assert one == two, name
 
 
-@pytest.mark.parametrize("quantize, stack", [("none", ()), ("none", (STACK,)), ("nf4", ()), ("int8", (STACK,))])
+@pytest.mark.parametrize(
+    "quantize, stack", [("none", ()), ("none", (STACK,)), ("nf4", ()), ("int8", (STACK,)), ("fp8_block", ())]
+)
 def test_merged_bytes_are_the_same_whatever_the_sharding(monkeypatch, quantize, stack):
     monkeypatch.setattr(merged, "MOST_WEIGHTS", ROWS * math.prod(OUTPUTS))
     shape = (*stack, INPUTS, *OUTPUTS)
@@ -47,8 +49,10 @@ def test_merged_bytes_are_the_same_whatever_the_sharding(monkeypatch, quantize, 
 
     def exported(first, last, dtype):
         def placed(leaf):
-            end = last if leaf.shape[-1] % 2 == 0 else None
-            return jax.device_put(leaf, NamedSharding(mesh, P(first, *[None] * (leaf.ndim - 2), end)))
+            begin, end = (
+                axis if size % 2 == 0 else None for axis, size in ((first, leaf.shape[0]), (last, leaf.shape[-1]))
+            )
+            return jax.device_put(leaf, NamedSharding(mesh, P(begin, *[None] * (leaf.ndim - 2), end)))
 
         made = merged.of_params(jax.tree.map(placed, params), chosen)["q"]["kernel"]
         return [fetch(made, np.dtype(dtype), part) for part in (None, *range(math.prod(stack) if stack else 0))]

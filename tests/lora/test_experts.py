@@ -112,6 +112,7 @@ CASES = [
     ({"expert": 4}, 3, "none", ALL_TO_TWO),
     ({"expert": 8}, 1, "nf4", 0.0),
     ({"expert": 2, "model": 2}, 3, "nf4", 0.0),
+    ({"expert": 2, "model": 2}, 3, "fp8_block", ALL_TO_TWO),
     ({"expert": 2, "model": 2}, 3, "none", ALL_TO_TWO),
     ({"expert": 4, "context": 2, "model": 2}, 2, "int8", ALL_TO_TWO),
     ({"replica": 2, "expert": 2}, 3, "none", 0.0),

@@ -82,7 +82,7 @@ def test_params_in_boxes_are_refused_with_the_call_that_takes_them_out():
         zerojax.add_lora(params, zerojax.Lora(r=2), jax.random.key(0), apply, X)
 
 
-@pytest.mark.parametrize("quantize", runs.cases(["none", "nf4", "int8"], long=["int8"]))
+@pytest.mark.parametrize("quantize", runs.cases(["none", "nf4", "fp8_block", "int8"], long=["int8"]))
 def test_adapters_give_the_output_of_merged_kernels(quantize):
     lora, params, chosen = adapted(quantize=quantize)
     found = jax.jit(zerojax.with_lora(apply, lora))(params, X)
@@ -97,6 +97,7 @@ def test_adapters_give_the_output_of_merged_kernels(quantize):
     [
         pytest.param(0, "none", jnp.float32, marks=runs.LONG),
         (3, "none", None),
+        pytest.param(3, "fp8_block", None, marks=runs.LONG),
         pytest.param(3, "nf4", None, marks=runs.LONG),
         pytest.param(3, "nf4", jnp.float32, marks=runs.LONG),
     ],

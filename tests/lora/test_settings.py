@@ -55,7 +55,11 @@ def test_the_shortest_ends_mean_the_names_and_no_other():
         ("target_modules", "q_proj(", r"lora.target_modules: 'q_proj\(' is not a regex"),
         ("target_modules", 3, "lora.target_modules: must be names of modules"),
         ("modules_to_save", "lm_head", "lora.modules_to_save: must be names of modules"),
-        ("quantize", "nf3", "lora.quantize: must be one of none, int8, nf4, mxfp4, and is 'nf3'; did you mean 'nf4'"),
+        (
+            "quantize",
+            "nf3",
+            "lora.quantize: must be one of none, int8, nf4, mxfp4, fp8_block, and is 'nf3'; did you mean 'nf4'",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_line(field, value, message):

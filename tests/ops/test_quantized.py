@@ -1,10 +1,12 @@
 """Bounds the errors of 4 and 8 bits. This module tests zerojax.ops.quantized."""
 
+import math
 import statistics
 
 import arrays
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import runs
@@ -61,6 +63,24 @@ def test_values_of_mxfp4_are_kept_and_others_rounded_to_the_nearest():
     )
     found = quantized.dequantize(rounded, jnp.bfloat16)[0, :7, 0]
     np.testing.assert_array_equal(np.asarray(found, np.float32), [4, 6, 4, 0, -0.5, 3, 6])
+
+
+@pytest.mark.parametrize("shape, inputs", [((200, 300), 1), ((24, 4, 40), 1), ((4, 40, 200), 2), ((5, 64), 1)])
+def test_blocks_of_a_matrix_share_a_scale_whatever_its_dims(shape, inputs):
+    kernel = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    stored = quantized.quantize(jnp.asarray(kernel), "fp8_block", inputs)
+    assert quantized.shape_of(stored) == shape and quantized.takes(shape, "fp8_block")
+    scales = np.asarray(stored["block_scales"]).view(np.float32)
+    found = quantized.dequantize(stored, jnp.float32)
+    matrix, found = (np.asarray(a).reshape(math.prod(shape[:inputs]), -1) for a in (kernel, found))
+    codes = np.asarray(stored["fp8_block"]).view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(matrix.shape)
+    for row, column in np.ndindex(scales.shape):
+        block = np.s_[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
+        np.testing.assert_allclose(scales[row, column], np.abs(matrix[block]).max() / 448, rtol=1e-6)
+        np.testing.assert_array_equal(found[block], codes[block] * scales[row, column])
+        # 3 bits of mantissa, and below 2^-6 steps of 2^-9
+        error = np.maximum(np.abs(matrix[block]) / 16, scales[row, column] * 2.0**-10)
+        assert (np.abs(found[block] - matrix[block]) <= error * (1 + 1e-6)).all()
 
 
 def test_a_kernel_whose_rows_are_no_whole_blocks_is_not_taken():

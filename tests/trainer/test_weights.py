@@ -145,6 +145,7 @@ def losses(built, state):
         pytest.param("nvme", "nvme", "none", marks=runs.LONG),
         pytest.param("none", "host", "none", marks=runs.LONG),
         pytest.param("host", "nvme", "nf4", marks=runs.LONG),
+        pytest.param("host", "nvme", "fp8_block", marks=runs.LONG),
     ],
 )
 def test_adapters_train_with_offload_as_on_the_device_and_pin_what_was_counted(

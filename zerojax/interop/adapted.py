@@ -57,7 +57,7 @@ def abstract(
     found: dict[str, Any] = {}
     for path, leaf in tree.flatten(family_lib.abstract_params(family.parts, model)):
         if path in coded:
-            parts = adapters.abstract_stack(leaf.shape, chosen.lora.quantize, coded[path])
+            parts = adapters.abstract_stack(leaf.shape, chosen.lora.quantize, *coded[path])
             found |= {f"{path}/{name}": part for name, part in parts.items()}
         else:
             found[path] = jax.ShapeDtypeStruct(leaf.shape, trained if path in chosen.saved else frozen(path))
@@ -95,6 +95,10 @@ def read(
         likes = {path: jax.ShapeDtypeStruct(k.shape, stored[path], sharding=k.sharding) for path, k in kernels.items()}
         return folder_lib.read_leaves(folder, tensors, likes)
 
+    if chosen.lora.quantize == quantized.FP8_BLOCK:
+        parts = [f"{path}/{name}" for path in chosen.coded for name in quantized.parts_of(quantized.FP8_BLOCK)]
+        likes = {path: wanted[path] for path in parts if hasattr(wanted.get(path), "sharding")}
+        found |= folder_lib.read_blocks(folder, tensors, likes)
     packed = [path for path in chosen.coded if isinstance(folder.entries.get(tensors[path].name), mxfp4.PackedEntry)]
     for path in packed if chosen.lora.quantize == quantized.MXFP4 else ():
         parts = {name: wanted.get(f"{path}/{name}") for name in quantized.parts_of(quantized.MXFP4)}
@@ -132,7 +136,7 @@ def quantize(
         for path, kernel in make({path: likes[path] for path in run}).items():
             parts = {name: wanted[f"{path}/{name}"] for name in quantized.parts_of(kind)}
             stored = tuple((part.shape, part.sharding) for part in parts.values())
-            made = _quantizer(kind, stored, dims[path])(kernel)
+            made = _quantizer(kind, stored, *dims[path])(kernel)
             found |= {f"{path}/{name}": jax.device_put(made[name], part.sharding) for name, part in parts.items()}
         jax.block_until_ready(list(found.values()))
     return found
@@ -172,7 +176,8 @@ def magnitudes(
         if path in wanted:
             like, one, (kernel,) = wanted[path], chosen.linear[module], chosen.kernels(module)
             kind = chosen.lora.quantize if kernel in chosen.coded else ""
-            own = _Norms((*one.stack, *one.shape), kind, len(one.stack), chosen.shapes(module)[targets.MAGNITUDE])
+            shape = chosen.shapes(module)[targets.MAGNITUDE]
+            own = _Norms((*one.stack, *one.shape), kind, len(one.stack), one.inputs, shape)
             stored = {"": own.likes} if not kind else own.likes
             missing = {
                 f"{kernel}/{name}".rstrip("/"): _over_all(part, like.sharding.mesh) for name, part in stored.items()
@@ -192,18 +197,19 @@ def _over_all(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 class _Norms(NamedTuple):
-    """Of which kernel: its shape, how it is quantized ("": not), the dims of its stack, and the shape of its magnitude."""
+    """Of which kernel: its shape, how it is quantized ("": not), the dims of its stack and its inputs, and the shape of its magnitude."""
 
     kernel: tuple[int, ...]
     kind: str
     dims: int
+    inputs: int
     shape: tuple[int, ...]
 
     @property
     def likes(self) -> Any:
         """Returns the kernel as it is stored, abstract."""
         plain = jax.ShapeDtypeStruct(self.kernel, jnp.float32)
-        return adapters.abstract_stack(self.kernel, self.kind, self.dims) if self.kind else plain
+        return adapters.abstract_stack(self.kernel, self.kind, self.dims, self.inputs) if self.kind else plain
 
 
 @functools.lru_cache
@@ -227,10 +233,10 @@ def _kernel_like(shape: tuple[int, ...], codes: Any, kind: str) -> jax.ShapeDtyp
 
 @functools.lru_cache
 def _quantizer(
-    kind: str, likes: tuple[tuple[tuple[int, ...], Any], ...], dims: int
+    kind: str, likes: tuple[tuple[tuple[int, ...], Any], ...], dims: int, inputs: int
 ) -> Callable[[jax.Array], dict[str, jax.Array]]:
     def run(kernel: jax.Array) -> dict[str, jax.Array]:
-        parts = adapters.quantize_stack(kernel, kind, dims)
+        parts = adapters.quantize_stack(kernel, kind, dims, inputs)
         return {name: _fit(parts[name], shape) for name, (shape, _) in zip(names, likes)}
 
     names = quantized.parts_of(kind)

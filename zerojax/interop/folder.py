@@ -241,6 +241,16 @@ def read_packed(folder: Folder, tensor: layout.ModelTensor, parts: Mapping[str, 
     }
 
 
+def read_blocks(
+    folder: Folder, tensors: Mapping[str, layout.ModelTensor], parts: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Reads those of the parts `PATH/fp8_block` and `PATH/block_scales` of kernels that the files hold so, as they are (`read_leaves`)."""
+    stored = dataclasses.replace(folder, entries=fp8_blocks.as_stored(folder.entries))
+    found = {path: fp8_blocks.part_of(tensors[path.rpartition("/")[0]], path.rpartition("/")[2]) for path in parts}
+    there = {path for path, part in found.items() if all(member.name in stored.entries for member in part.members)}
+    return read_leaves(stored, found, {path: like for path, like in parts.items() if path in there})
+
+
 def check_files(source: TensorFiles) -> None:
     """Compares the files with the checksums beside them, if any, before the first reading. Each process compares some of them.
 

@@ -15,10 +15,13 @@ from numpy.typing import DTypeLike
 
 from zerojax import errors
 from zerojax.errors import UserError
-from zerojax.interop import tensor_files
+from zerojax.interop import layout, tensor_files
+from zerojax.models import family as family_lib
+from zerojax.ops import quantized
 
 METHOD, DTYPE = "fp8", "FP8 in blocks"  # in a config's quantization_config, and in an entry
 SCALES = "_scale_inv"
+FORMS = ("e4m3", "float8_e4m3fn")  # of values, as DeepSeek-V3's and MiniMax-M2's configs tell it
 
 
 class ScaledEntry(NamedTuple):
@@ -65,7 +68,7 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
         not isinstance(block, list)
         or len(block) != 2
         or not all(type(size) is int and 0 < size < 1 << 31 for size in block)
-        or form != "e4m3"
+        or form not in FORMS
     ):
         raise UserError(
             f"config.json: quantization_config has weight_block_size={errors.shown(block)} and fmt={errors.shown(form)}, and matrices in "
@@ -97,6 +100,26 @@ def joined(entries: Mapping[str, Any], block: tuple[int, int]) -> dict[str, Any]
         del found[name]
         found[matrix] = ScaledEntry(values, scales, block)
     return found
+
+
+def as_stored(entries: Mapping[str, Any]) -> dict[str, tensor_files.Entry]:
+    """Returns the two tensors of each matrix whose blocks are those of `ops.quantized`, as integers of the same bits."""
+    found: dict[str, tensor_files.Entry] = {}
+    for name, entry in entries.items():
+        if isinstance(entry, ScaledEntry) and entry.block == (quantized.SIDE, quantized.SIDE):
+            found[name] = entry.values._replace(dtype="U8")
+            found[name + SCALES] = entry.scales._replace(dtype="U32")
+    return found
+
+
+def part_of(tensor: layout.ModelTensor, name: str) -> layout.ModelTensor:
+    """Returns where the values or the scales of a leaf are, by their name in `ops.quantized`: a tensor of `as_stored`, or one an expert."""
+    if name != quantized.BLOCK_SCALES:
+        return tensor
+    stack = int(family_lib.EXPERT in tensor.name)
+    shape = quantized.blocks_of(tensor.leaf_shape[stack:], tensor.entry.inputs)
+    entry = tensor.entry._replace(inputs=1)
+    return tensor._replace(name=tensor.name + SCALES, leaf_shape=(*tensor.leaf_shape[:stack], *shape), entry=entry)
 
 
 def read(

@@ -95,6 +95,8 @@ def _make(scale: float, parts: tuple[Any, ...], dtype: np.dtype) -> np.ndarray:
         return parts[0].astype(dtype)
     kernel, *given = jax.device_put(parts, jax.local_devices()[0])
     shape = quantized.shape_of(kernel) if quantized.is_quantized(kernel) else kernel.shape
+    if any(leaf.shape[0] != shape[0] for leaf in jax.tree.leaves(kernel)):  # scales of several rows
+        kernel = _float32(kernel)
     found = np.empty(shape, dtype)
     a, b, magnitude = [*given, None, None, None][:3]
     adapter = adapters.KernelAdapter(a, b, scale, magnitude) if given else None

@@ -218,12 +218,12 @@ def _mapped(file: BinaryIO, offset: int, length: int, *, reads_ahead: bool) -> I
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Returns whether a contiguous array of floats holds no NaN and no infinity.
+    """Returns whether a contiguous array holds no NaN and no infinity, as integers do not.
 
     Read as integers, the bits of NaN and infinity are above those of all numbers of their sign, so two maxima tell. They copy nothing, and
     take 3 to 8% of the time in which a kernel is read and transposed.
     """
-    for sign, kind in ((1, "i"), (-1, "u")):
+    for sign, kind in ((1, "i"), (-1, "u")) if array.dtype.kind not in "iu" else ():
         bits = np.dtype(f"{kind}{array.dtype.itemsize}")
         if array.size and array.view(bits).max() >= np.asarray(sign * np.inf, array.dtype).view(bits):
             return False

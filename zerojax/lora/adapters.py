@@ -96,7 +96,7 @@ def add(params: PyTree, targets: targets_lib.Targets, key: jax.Array) -> PyTree:
         path, name = tree.path_string(nodes), tuple(tree.path_string((node,)) for node in nodes)
         names[path] = name
         if path in coded:
-            stored = quantize_stack(leaf, targets.lora.quantize, coded[path])
+            stored = quantize_stack(leaf, targets.lora.quantize, *coded[path])
             found |= {(*name, part): array for part, array in stored.items()}
         else:
             found[name] = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) if path in targets.saved else leaf
@@ -108,7 +108,7 @@ def add(params: PyTree, targets: targets_lib.Targets, key: jax.Array) -> PyTree:
             if end == MAGNITUDE:
                 own = found.get(names[kernel])
                 stored = (
-                    {part: found[(*names[kernel], part)] for part in (targets.lora.quantize, quantized.SCALES)}
+                    {part: found[(*names[kernel], part)] for part in quantized.parts_of(targets.lora.quantize)}
                     if own is None
                     else own
                 )
@@ -119,18 +119,19 @@ def add(params: PyTree, targets: targets_lib.Targets, key: jax.Array) -> PyTree:
     return traverse_util.unflatten_dict(found)
 
 
-def quantize_stack(kernel: jax.Array, kind: str, dims: int) -> dict[str, jax.Array]:
+def quantize_stack(kernel: jax.Array, kind: str, dims: int, inputs: int = 1) -> dict[str, jax.Array]:
     """Returns `quantized.quantize` of each layer of a stack, whose first `dims` dims count layers."""
-    one = functools.partial(quantized.quantize, kind=kind)
+    one = functools.partial(quantized.quantize, kind=kind, inputs=inputs)
     for _ in range(dims):
         one = jax.vmap(one)
     return one(kernel)
 
 
 @functools.lru_cache(maxsize=512)
-def abstract_stack(shape: tuple[int, ...], kind: str, dims: int) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_stack(shape: tuple[int, ...], kind: str, dims: int, inputs: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns what `quantize_stack` returns for a stack of this shape. Layers share it: do not change it."""
-    return jax.eval_shape(lambda kernel: quantize_stack(kernel, kind, dims), jax.ShapeDtypeStruct(shape, jnp.float32))
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.eval_shape(lambda kernel: quantize_stack(kernel, kind, dims, inputs), like)
 
 
 def merged(kernel: Any, adapter: KernelAdapter) -> Any:

@@ -263,7 +263,9 @@ class _Interceptor:
             params = dict(variables["params"])
             kernel, a, b, magnitude = params[KERNEL], *(params.pop(name, None) for name in (A, B, MAGNITUDE))
             if quantized.is_quantized(kernel):
-                kernel = quantized.dequantize(kernel, kernel[quantized.SCALES].dtype)
+                # The dtype of scales that a precision casts, or else of the module's input
+                like = kernel.get(quantized.SCALES, args[0] if args else next(iter(kwargs.values()), None))
+                kernel = quantized.dequantize(kernel, getattr(like, "dtype", jnp.float32))
             if a is not None:
                 adapter = adapters.KernelAdapter(a, b, scale := self._scale(path), magnitude if scale else None)
                 kernel = adapters.merged(kernel, adapter).astype(kernel.dtype)

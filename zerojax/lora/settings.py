@@ -38,7 +38,8 @@ class Lora:
       modules_to_save: ends of names of modules that are trained in full.
       rank_pattern, alpha_pattern: {regex for the end of a name: value}, or pairs: another r or alpha for these modules.
       quantize: how the kernels of frozen linear modules are stored: "none" (as they are), "int8" or "nf4" (QLoRA, arXiv:2305.14314); or
-        "mxfp4": gpt-oss's experts alone, as its files hold them.
+        "mxfp4": gpt-oss's experts alone, as its files hold them; or "fp8_block": e4m3 with a scale for each 128 x 128, as files of
+        DeepSeek-V3, Kimi K2 and MiniMax-M2 hold theirs.
     """
 
     r: int = 8

@@ -88,14 +88,15 @@ class Targets:
             for path, found in self.linear.items()
             if not (found.is_output or found.is_embedding or found.parameters)
             and self.kernels(path)[0] not in self.saved
-            and quantized.takes(found.shape)
+            and quantized.takes(found.shape, self.lora.quantize)
         )
 
     @property
-    def coded(self) -> dict[str, int]:
-        """Returns the paths of quantized kernels, and how many of a kernel's dims count its stack."""
+    def coded(self) -> dict[str, tuple[int, int]]:
+        """Returns the paths of quantized kernels, how many of a kernel's dims count its stack, and how many after these are inputs."""
         is_stack = self.lora.quantize == quantized.MXFP4  # which quantizes all of a stack at once
-        return {self.kernels(path)[0]: 0 if is_stack else len(self.linear[path].stack) for path in self.quantized}
+        own = {self.kernels(path)[0]: self.linear[path] for path in self.quantized}
+        return {path: (0 if is_stack else len(found.stack), found.inputs) for path, found in own.items()}
 
     def kernels(self, path: str) -> tuple[str, ...]:
         """Returns the paths of a module's kernel; an adapter of `parameters` may have two."""

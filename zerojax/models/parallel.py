@@ -22,7 +22,7 @@ WEIGHTS: Table = (
     (r"/experts/gate_and_up_adapter/lora_b", ("expert", None, None, "model")),  # [experts, rank, 2, width]
     (r"/experts/(?!router)\w+_adapter/", ("expert",)),
     # [inputs, parts, heads or width, ...]; scales of a quantized one are [inputs, blocks], which run over parts too
-    (r"/(qkv|gate_up)/kernel(?!/scales)", (None, None, "model")),
+    (r"/(qkv|gate_up)/kernel(?!/(block_)?scales)", (None, None, "model")),
     (r"/(qkv|gate_up)/bias", (None, "model")),
 )
 # Layers in which tokens remember others: heads of states, or channels
@@ -34,7 +34,7 @@ RECURRENT: Table = (
     (r"/(delta|mamba|mixer)/(out|out_proj)/(kernel|lora_a)|/(mamba|mixer)/(norm/scale|in_proj/bias)", ("model",)),
     (r"/(delta|mamba|mixer)/(A_log|dt_bias|D)$", ("model",)),
     (r"/(delta|mamba|mixer)/conv/", (None,)),  # its channels are of parts whose shards are not neighbours
-    (r"/convolution/in_proj/kernel(?!/scales)", (None, None, "model")),  # [inputs, parts, channels]
+    (r"/convolution/in_proj/kernel(?!/(block_)?scales)", (None, None, "model")),  # [inputs, parts, channels]
     (r"/convolution/in_proj/bias", (None, "model")),
     (r"/convolution/(conv/|out_proj/(kernel|lora_a))", ("model",)),
 )

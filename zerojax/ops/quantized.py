@@ -9,6 +9,9 @@
 - "mxfp4": 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, with a power of two as the scale of 32 inputs (OCP Microscaling Formats v1.0),
   as files of gpt-oss hold its experts: kernels float[experts, inputs, outputs...] alone, with codes uint8[experts, outputs..., inputs / 2]
   and exponents uint8[experts, outputs..., inputs / 32], biased by 127. 4.25 bits a weight.
+- "fp8_block": the values of e4m3, with a float32 scale for each block of 128 x 128 of a matrix, as DeepSeek-V3's files hold theirs
+  (arXiv:2412.19437, section 3.3): the bits of values uint8[*stack, inputs..., outputs...] and of scales uint32[*stack, inputs / 128,
+  outputs / 128], rounded up. As integers, so that no precision casts them. 8.002 bits a weight.
 
 Two nf4 codes share a byte. Scales are bfloat16, rounded up before the codes are chosen, so no weight exceeds its block's scale: 4.25 bits a
 weight, and 8.25 with int8 and fp8. A block lies within one row of the kernel's first dim, so a kernel sharded on that dim is quantized
@@ -26,13 +29,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 NONE, INT8, FP8, NF4, MXFP4 = "none", "int8", "fp8", "nf4", "mxfp4"
-KINDS = (NONE, INT8, NF4, MXFP4)  # of frozen weights in training
+FP8_BLOCK = "fp8_block"
+KINDS = (NONE, INT8, NF4, MXFP4, FP8_BLOCK)  # of frozen weights in training
 TOP = {INT8: 127, FP8: 448}  # the largest code of 8 bits: the weight that is its block's scale
-SCALES, EXPONENTS = "scales", "exponents"
+SCALES, EXPONENTS, BLOCK_SCALES = "scales", "exponents", "block_scales"
 TRANSPOSED = (
     "transposed"  # the scales of a matrix [K, N / 64] as [N / 64, K], beside them, for kernels that read them so
 )
-BLOCK, GROUP = 64, 32  # weights of a scale; inputs of one of mxfp4
+BLOCK, GROUP, SIDE = 64, 32, 128  # weights of a scale; inputs of one of mxfp4; rows and columns of one of fp8_block
 # The values of QLoRA's appendix E.
 CODE_BOOK = np.array(
     (
@@ -48,16 +52,20 @@ _HALVES = (_HALF[1:] + _HALF[:-1]) / 2
 _BETWEEN = (CODE_BOOK[1:] + CODE_BOOK[:-1]) / 2  # codes change here
 
 
-def takes(shape: tuple[int, ...]) -> bool:
-    """Returns whether a kernel of this shape is quantized: its rows, over all dims but the first, divide into blocks."""
-    return len(shape) > 1 and shape[-1] % 2 == 0 and math.prod(shape[1:]) % BLOCK == 0
+def takes(shape: tuple[int, ...], kind: str = NF4) -> bool:
+    """Returns whether a kernel of this shape is quantized: its rows, over all dims but the first, divide into blocks. Those of "fp8_block"
+    may be parts."""
+    return kind == FP8_BLOCK or (len(shape) > 1 and shape[-1] % 2 == 0 and math.prod(shape[1:]) % BLOCK == 0)
 
 
-def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
+def quantize(kernel: jax.Array, kind: str, inputs: int = 1) -> dict[str, jax.Array]:
     """Returns a kernel float[rows, ...] as {kind: codes, "scales": bfloat16[rows, weights of a row / 64]}.
 
-    Codes are int8 or float8_e4m3fn of the kernel's shape, or uint8 with half of its last dim. For mxfp4 see the module's docstring.
+    Codes are int8 or float8_e4m3fn of the kernel's shape, or uint8 with half of its last dim. For the others see the module's docstring.
+    "fp8_block" alone reads `inputs`, the number of the kernel's first dims that are inputs.
     """
+    if kind == FP8_BLOCK:
+        return _to_blocks(kernel.astype(jnp.float32), inputs)
     if kind == MXFP4:
         return _to_mxfp4(kernel.astype(jnp.float32))
     rows = kernel.astype(jnp.float32).reshape(kernel.shape[0], -1, BLOCK)
@@ -83,6 +91,8 @@ def _dequantize(stored: dict[str, jax.Array], dtype: DTypeLike) -> jax.Array:
     shape, kind = shape_of(stored), kind_of(stored)
     if kind == MXFP4:
         return _of_mxfp4(stored[MXFP4], stored[EXPONENTS]).astype(dtype)
+    if kind == FP8_BLOCK:
+        return _of_blocks(stored[FP8_BLOCK], stored[BLOCK_SCALES]).astype(dtype)
     scales = stored[SCALES].astype(jnp.float32)
     # Scales get the kernel's shape, and not the kernel that of blocks: devices that share a kernel may cut it within a block. And the
     # compiler knows of fewer ways to shard the dims if they are one in between.
@@ -116,6 +126,37 @@ def _of_mxfp4(packed: jax.Array, exponents: jax.Array) -> jax.Array:
     return jnp.moveaxis(values * jnp.repeat(_power(exponents.astype(jnp.uint32)), GROUP, axis=-1), -1, 1)
 
 
+def _to_blocks(kernel: jax.Array, inputs: int) -> dict[str, jax.Array]:
+    rows, columns = blocks_of(kernel.shape, inputs)
+    matrix = kernel.reshape(math.prod(kernel.shape[:inputs]), -1)
+    padded = jnp.pad(matrix, [(0, SIDE * count - size) for count, size in zip((rows, columns), matrix.shape)])
+    scales = jnp.max(jnp.abs(padded.reshape(rows, SIDE, columns, SIDE)), axis=(1, 3)) / TOP[FP8]
+    codes = (kernel / _over_blocks(jnp.where(scales == 0, 1, scales), kernel.shape)).astype(jnp.float8_e4m3fn)
+    bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
+    return {FP8_BLOCK: jax.lax.bitcast_convert_type(codes, jnp.uint8), BLOCK_SCALES: bits}
+
+
+def _of_blocks(codes: jax.Array, bits: jax.Array) -> jax.Array:
+    values = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    return values * _over_blocks(jax.lax.bitcast_convert_type(bits, jnp.float32), codes.shape)
+
+
+def _over_blocks(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the scales of blocks [*stack, rows, columns], each at all weights of its block: float32 of the kernel's shape."""
+    own = shape[scales.ndim - 2 :]
+    # Where the inputs end is not stored. If two answers fit, the matrix is one block: a dim that moves between rows and columns at least
+    # doubles one and halves the other, so more blocks than one change their number.
+    inputs = next(n for n in range(1, len(own)) if blocks_of(own, n) == scales.shape[-2:])
+    rows, columns = math.prod(own[:inputs]), math.prod(own[inputs:])
+    whole = jnp.repeat(jnp.repeat(scales, SIDE, axis=-2)[..., :rows, :], SIDE, axis=-1)[..., :columns]
+    return whole.reshape(shape)
+
+
+def blocks_of(shape: tuple[int, ...], inputs: int) -> tuple[int, int]:
+    """Returns the numbers of blocks over the rows and the columns of a kernel [inputs..., outputs...]."""
+    return -(-math.prod(shape[:inputs]) // SIDE), -(-math.prod(shape[inputs:]) // SIDE)
+
+
 def _power(exponents: jax.Array) -> jax.Array:
     """Returns 2^(exponent - 127), float32, exactly; 0 of the exponent 0."""
     return jax.lax.bitcast_convert_type(exponents.astype(jnp.uint32) << 23, jnp.float32)
@@ -135,22 +176,24 @@ _dequantize.defvjp(_forward, _backward)
 def is_quantized(node: Any) -> bool:
     """Returns whether a node of a weight tree is a quantized kernel."""
     is_node = isinstance(node, Mapping)
-    return is_node and (EXPONENTS in node or (SCALES in node and not {INT8, FP8, NF4}.isdisjoint(node)))
+    return is_node and (
+        EXPONENTS in node or BLOCK_SCALES in node or (SCALES in node and not {INT8, FP8, NF4}.isdisjoint(node))
+    )
 
 
 def parts_of(kind: str) -> tuple[str, str]:
     """Returns the names of what `quantize` returns: of the codes, and of the scales."""
-    return kind, EXPONENTS if kind == MXFP4 else SCALES
+    return kind, {MXFP4: EXPONENTS, FP8_BLOCK: BLOCK_SCALES}.get(kind, SCALES)
 
 
 def kind_of(stored: Mapping[str, Any]) -> str:
     """Returns the kind of a kernel that is stored."""
-    return next(kind for kind in (INT8, FP8, NF4, MXFP4) if kind in stored)
+    return next(kind for kind in (INT8, FP8, NF4, MXFP4, FP8_BLOCK) if kind in stored)
 
 
 def shape_of(stored: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns the shape of the kernel that is stored."""
-    if kind_of(stored) in TOP:
+    if kind_of(stored) in (*TOP, FP8_BLOCK):
         return tuple(stored[kind_of(stored)].shape)
     if kind_of(stored) == MXFP4:
         count, *outputs, half = stored[MXFP4].shape

@@ -330,7 +330,7 @@ class LoraSettings:
     modules_to_save: str = setting("", ANY, 'ends of names of modules that are trained in full, with commas ("lm_head")')
     init_from: str = setting("", ANY, "a folder of PEFT, or a name on the hub: the adapters that the run starts from")
     quantize: str = setting("none", quantized.KINDS, 'how frozen kernels are stored: "none", "int8", "nf4" (QLoRA); "mxfp4": '
-        "gpt-oss's experts alone, as its files hold them")
+        "gpt-oss's experts alone, as its files hold them; \"fp8_block\": as files of DeepSeek-V3 in fp8 hold theirs")
     frozen_dtype: str = setting("auto", ("auto", *huggingface.DTYPES),
         "of other frozen weights: \"fp32\", \"bf16\", \"fp16\"; \"auto\": as in config.init_from, or the precision's")
 

@@ -216,17 +216,21 @@ def _check_same(
 
 @functools.lru_cache
 def _part_maker(
-    module: nn.Module, inputs: family_lib.Inputs, leaves: tuple, coded: frozenset[tuple[str, int]], kind: str
+    module: nn.Module,
+    inputs: family_lib.Inputs,
+    leaves: tuple,
+    coded: frozenset[tuple[str, tuple[int, int]]],
+    kind: str,
 ) -> Callable[..., dict[str, jax.Array]]:
     """Returns f(key, number) -> the leaves of a part by path, cast or quantized, with zeros where the partition pads them."""
 
-    stacked = dict(coded)  # {path of a kernel that is quantized: the dims that count its stack}
+    stacked = dict(coded)  # {path of a kernel that is quantized: the dims that count its stack, and its inputs}
 
     def run(key: jax.Array, number: int | jax.Array) -> dict[str, jax.Array]:
         arrays = [jnp.zeros(like.shape, like.dtype) for like in inputs]
         made: dict[str, jax.Array] = {}
         for path, leaf in tree.flatten(module.init(jax.random.fold_in(key, number), *arrays)["params"]):
-            parts = adapters.quantize_stack(leaf, kind, stacked[path]) if path in stacked else {}
+            parts = adapters.quantize_stack(leaf, kind, *stacked[path]) if path in stacked else {}
             made |= {f"{path}/{name}": part for name, part in parts.items()} or {path: leaf}
         return {
             path: jnp.pad(made[path].astype(dtype), [(0, want - have) for want, have in zip(shape, made[path].shape)])

@@ -222,8 +222,8 @@ def experts_on_shards(family: family_lib.Family, params: PyTree, mesh: Mesh) -> 
         own_specs = lambda name, _: specs.only(spec(f"{path}/{name}"), axes)  # noqa: E731
         specs_of = tree.map_with_path(own_specs, params)
         is_cut = any(
-            name.endswith(quantized.EXPONENTS) for name, _ in tree.flatten(params)
-        )  # within groups of 32 inputs
+            name.endswith((quantized.EXPONENTS, quantized.BLOCK_SCALES)) for name, _ in tree.flatten(params)
+        )  # within groups of 32 inputs, or blocks
         if is_cut or module.width % ways or not any(specs.axes(own) for own in jax.tree.leaves(specs_of)):
             return call(*args, **kwargs)
         alone = module.clone(parent=None, width=module.width // ways)
@@ -260,6 +260,7 @@ def multiply(
     kept, matrix = x.shape[: x.ndim - contracted], (math.prod(shape[:contracted]), math.prod(shape[contracted:]))
     rows = math.prod(kept)
     can_run = implementation is not None and narrow.takes((rows, *matrix)) and x.dtype != jnp.float16
+    can_run &= not is_coded or quantized.SCALES in stored  # of the weights of a row
     if not is_coded and (not can_run or rows > 1):
         is_matrix = len(shape) == contracted + 1
         return None if keeps_plain or is_matrix else jnp.tensordot(x, stored, contracted)

@@ -391,7 +391,7 @@ FAMILY = family.Family(
         saved=("score",),
         outside=(HEAD, "lm_head.bias", SCORE),
         further=_further,
-        quantized=(("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("kimi_k2", "fp8")),
+        quantized=(("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("kimi_k2", "fp8"), ("minimax_m2", "fp8")),
     ),
     parallel=parallel.Parallel(
         weights=(
