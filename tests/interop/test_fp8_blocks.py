@@ -125,7 +125,7 @@ def of_a_step(loaded, params, stage):
     def loss_fn(params, batch, _):
         return jnp.mean(loaded.apply(params, batch) ** 2)
 
-    how = {"blocks": loaded.blocks, "reduce_dtype": jnp.float32, "activations": loaded.activations}
+    how = {"blocks": loaded.blocks, "reduce_dtype": jnp.float32}
     step = zerojax.make_train_step(loss_fn, partition, **how)
     logits = jax.jit(loaded.apply)(params, BATCH)
     state, metrics = step(state, jax.device_put(BATCH, partition.batch_sharding))
