@@ -96,8 +96,8 @@ def read(
         return folder_lib.read_leaves(folder, tensors, likes)
 
     if chosen.lora.quantize == quantized.FP8_BLOCK:
-        parts = [f"{path}/{name}" for path in chosen.coded for name in quantized.parts_of(quantized.FP8_BLOCK)]
-        likes = {path: wanted[path] for path in parts if hasattr(wanted.get(path), "sharding")}
+        paths = [f"{path}/{name}" for path in chosen.coded for name in quantized.parts_of(quantized.FP8_BLOCK)]
+        likes = {path: wanted[path] for path in paths if hasattr(wanted.get(path), "sharding")}
         found |= folder_lib.read_blocks(folder, tensors, likes)
     packed = [path for path in chosen.coded if isinstance(folder.entries.get(tensors[path].name), mxfp4.PackedEntry)]
     for path in packed if chosen.lora.quantize == quantized.MXFP4 else ():
