@@ -27,8 +27,8 @@ def add(model: nnx.Module, lora: settings_lib.Lora, key: jax.Array) -> nnx.Modul
     chosen = targets_lib.choose(lora, linear, weights)
     for path, module in modules.items():
         if path in chosen.quantized:
-            own = linear[path]
-            stored = adapters.quantize_stack(module.kernel[...], lora.quantize, len(own.stack), own.inputs)
+            one = linear[path]
+            stored = adapters.quantize_stack(module.kernel[...], lora.quantize, len(one.stack), one.inputs)
             module.kernel = nnx.Dict({name: nnx.Param(part) for name, part in stored.items()})
         if path in chosen.adapted:
             for name, shape in chosen.shapes(path).items():
