@@ -165,6 +165,30 @@ def test_forward_only_alike_blocks_are_one_function(monkeypatch, slopes, once):
     assert jnp.array_equal(run(params, x, mask), jax.jit(apply)(params, x, mask))
 
 
+def test_what_of_a_result_is_no_array_is_that_of_the_call(monkeypatch):
+    class Counts(nn.Module):
+        calls_are_alike = True
+
+        @nn.compact
+        def __call__(self, x):
+            y = x + nn.Dense(WIDTH, name="up")(x)
+            return (y, len(x)) if x.ndim == 2 else {"y": y}
+
+    class Reads(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for number, count in enumerate((3, 4, 3, None)):
+                found = Counts(name=f"layer_{number}")(x[:count] if count else x[None])
+                x = found["y"][0] if isinstance(found, dict) else x.at[: len(found[0])].set(found[0] / found[1])
+            return x
+
+    net, x = Reads(), jax.random.normal(jax.random.key(1), (8, WIDTH))
+    params = net.init(jax.random.key(0), x)["params"]
+    apply = lambda params, x: net.apply({"params": params}, x)  # noqa: E731
+    run = where_used.forward_only(apply, {}, blocks=r"layer_\d")
+    assert jnp.array_equal(jax.jit(run)(params, x), jax.jit(apply)(params, x))
+
+
 class Unhashable(float):
     __hash__ = None
 

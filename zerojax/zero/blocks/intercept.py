@@ -331,7 +331,7 @@ class Interceptor:
         claims = alike.claims()[self._claims :]
         own = None
         if isinstance(block, _LinenBlock) and interceptors == len(claims):
-            own = self._own(block, path, given, [claim(path, block.leaves) for claim in claims])
+            own = self._own(block, path, given, arrays, [claim(path, block.leaves) for claim in claims])
         result = own.kind.result if own else tree.NonArrays()
         first, last = len(arrays), len(arrays) + len(block.inputs)
         read, form = jax.tree.flatten([hook.of_block(names) for hook in hooks])
@@ -351,7 +351,7 @@ class Interceptor:
         return result.give(run(body, dict(block.known), [*arrays, *block.inputs, *read], self._policy_of(path), own))
 
     def _own(
-        self, block: "_LinenBlock", path: str, given: tree.NonArrays, claimed: Sequence[Hashable]
+        self, block: "_LinenBlock", path: str, given: tree.NonArrays, arrays: list[Any], claimed: Sequence[Hashable]
     ) -> alike.AlikeBlock | None:
         """Returns what is a block's own, of a new kind if none before is alike; None if nothing is known of others."""
         if not block.root or block.inputs:
@@ -359,7 +359,8 @@ class Interceptor:
         found = alike.description(block.alone, block.method, block.leaves, given)
         if found is None:
             return None
-        kinds = self._kinds.setdefault((found, *claimed, self._is_head(path)), [])
+        types = tuple((array.shape, array.dtype) for array in arrays)  # what of the result is no array may depend on them
+        kinds = self._kinds.setdefault((found, types, *claimed, self._is_head(path)), [])
         kind = next((kind for kind in kinds if self._are_alike(kind.first, path)), None)
         if kind is None:
             kind = alike.AlikeBlocks(path, tree.NonArrays())
