@@ -49,6 +49,12 @@ def test_what_does_not_go_with_a_teacher_is_refused_in_one_line(texts_file, teac
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("task", ["embed", "reward"])
+def test_a_teacher_without_a_head_of_next_tokens_is_refused(texts_file, tmp_path, task):
+    with pytest.raises(UserError, match=r"config.distill.teacher: /.* is no decoder that scores next tokens"):
+        students.opened(texts_file, students.teachers(tmp_path, data__task=task, data__train_file=texts_file))
+
+
 def test_a_teacher_with_another_tokenizer_or_with_adapters_alone_is_refused(
     texts_file, teacher_folder, cache_dir, tmp_path
 ):

@@ -135,10 +135,10 @@ def open_teacher(config: settings_lib.Config, family: family_lib.Family, model: 
     with errors.below(f"{PLACE}: "):
         found = _of_run(config, pathlib.Path(path)) if (pathlib.Path(path) / workdir.CHECKPOINTS).is_dir() else None
         found = found or _of_folder(config, path)
-    for whose, one in ((str(path), found.family), ("the student", family)):
-        if one.is_encoder_decoder or one.is_classifier:
+    for whose, one, shape in ((path, found.family, found.model), ("the student", family, model)):
+        if one.is_encoder_decoder or not family_lib.writes_text(one, shape):
             raise UserError(
-                f"{PLACE}: {whose} is no decoder, and both models must score the same next tokens; name decoders"
+                f"{PLACE}: {whose} is no decoder that scores next tokens, as both models must; name another model"
             )
     if found.model.vocab_size != model.vocab_size:
         raise UserError(
