@@ -31,7 +31,9 @@ def texts(folder):
 
 def teachers(folder, **changes):
     """Writes the export of a model with two layers, and returns its folder."""
-    built = program.build(runs.config(model__num_layers=2, seed=5, **changes), tokenizer_vocab=320, devices=jax.devices()[:1])
+    built = program.build(
+        runs.config(model__num_layers=2, seed=5, **changes), tokenizer_vocab=320, devices=jax.devices()[:1]
+    )
     results.export(built, state_lib.first(built), folder, BYTES)
     return folder
 

@@ -36,7 +36,7 @@ _zerojax() {
       *" --config.fp8.experts="*) known="--config.fp8.experts=True --config.fp8.experts=False" ;;
       *" --config.lora.rslora="*) known="--config.lora.rslora=True --config.lora.rslora=False" ;;
       *" --config.lora.dora="*) known="--config.lora.dora=True --config.lora.dora=False" ;;
-      *" --config.lora.quantize="*) known="--config.lora.quantize=none --config.lora.quantize=int8 --config.lora.quantize=nf4 --config.lora.quantize=mxfp4" ;;
+      *" --config.lora.quantize="*) known="--config.lora.quantize=none --config.lora.quantize=int8 --config.lora.quantize=nf4 --config.lora.quantize=mxfp4 --config.lora.quantize=fp8_block" ;;
       *" --config.lora.frozen_dtype="*) known="--config.lora.frozen_dtype=auto --config.lora.frozen_dtype=fp32 --config.lora.frozen_dtype=bf16 --config.lora.frozen_dtype=fp16" ;;
       *" --config.optimizer.name="*) known="--config.optimizer.name=adam --config.optimizer.name=adamw --config.optimizer.name=adafactor --config.optimizer.name=lamb --config.optimizer.name=lion --config.optimizer.name=sgd --config.optimizer.name=muon" ;;
       *" --config.optimizer.schedule="*) known="--config.optimizer.schedule=constant --config.optimizer.schedule=linear --config.optimizer.schedule=cosine --config.optimizer.schedule=WarmupLR --config.optimizer.schedule=WarmupDecayLR --config.optimizer.schedule=WarmupCosineLR" ;;
