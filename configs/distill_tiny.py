@@ -13,7 +13,7 @@ from zerojax.configs import base
 
 def get_config():
     c = base.get_config()
-    c.distill.teacher = "runs/teacher_tiny"
+    c.distill.teacher = "./runs/teacher_tiny"
     c.model.preset, c.model.num_layers = "test", 1
     c.seq_len, c.global_batch_size, c.steps = 64, 32, 300
     c.precision = "fp32"
