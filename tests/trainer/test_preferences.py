@@ -15,7 +15,8 @@ from zerojax.data import tokenizer
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import pretrained
+from zerojax.interop import peft, pretrained
+from zerojax.lora import settings
 from zerojax.models.llama import model as llama_model
 from zerojax.ops import preferences
 from zerojax.trainer import examples, program, results
@@ -220,6 +221,8 @@ def test_a_reward_model_is_written_and_read_as_a_class_of_transformers(pairs_fil
     assert folder.model.output == "value" and {"score.weight"} == {
         name for name in folder.entries if "model." not in name
     }
+    chosen = peft.choose(settings.Lora(target_modules="all-linear"), folder.family, folder.model)
+    assert chosen.saved == ("score/kernel",) and "score" not in chosen.adapted
     again, streams, found = opened(pairs_file, **imported, data__task="reward")
     streams.close()
     first = dict(tree.flatten(state_lib.first(again).params))

@@ -140,6 +140,7 @@ def start(
 def linear(family: family_lib.Family, model: ModelConfig) -> dict[str, targets.LinearModule]:
     """Returns a model's linear modules by path, with their names in transformers."""
     found = {}
+    heads = family.huggingface.saved if family_lib.output(model) == family_lib.VALUE else (family.heads,)
     for tensor in layout.tensors(family, model):
         path, _, last = tensor.path.rpartition("/")
         if family_lib.EXPERT in tensor.name:
@@ -148,10 +149,10 @@ def linear(family: family_lib.Family, model: ModelConfig) -> dict[str, targets.L
                 _module(tensor.name), tuple(shape), tensor.entry.inputs, stack=(count,), is_experts=True
             )
         elif last == targets.KERNEL and tensor.entry.inputs:
-            is_output = path == family.heads or path.startswith(f"{family.heads}/")
+            is_output = any(path == head or path.startswith(f"{head}/") for head in heads)
             found[path] = targets.LinearModule(_module(tensor.name), tensor.leaf_shape, tensor.entry.inputs, is_output)
         elif tensor.path == EMBEDDING:
-            is_output = model.tie_embeddings and not family.is_classifier
+            is_output = model.tie_embeddings and family_lib.writes_text(family, model)
             found[path] = targets.LinearModule(
                 _module(tensor.name), tensor.leaf_shape, 1, is_output=is_output, is_embedding=True
             )
