@@ -360,6 +360,8 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     )
     ending.before_end(lambda *_: saver.unlock())
     fingerprints = {**streams.fingerprints(), **program.fingerprints}
+    if isinstance(rollouts, rollouts_lib.Rollouts):
+        fingerprints |= rollouts.fingerprints
     start = resume.find(program, saver, streams, fingerprints, folder)
     disk_space.check(program, folder, step=start.step, saved=len(saver.steps()))
     if pairs is not None and examples.has_reference(config) and start.saved is not None:

@@ -130,3 +130,5 @@ def test_the_loss_of_a_task_is_that_of_its_labels_in_transformers_form(name, tmp
 def test_an_answer_that_a_row_cannot_hold_is_refused():
     with pytest.raises(UserError, match=r"config.data.answer_len: is 40, and a row of a decoder has config.seq_len=32"):
         program.build(runs.config(**{**TASK, "seq_len": 32, "data__answer_len": 40}), tokenizer_vocab=320)
+    whole = {"data__task": "embed", "data__name": "short_reviews", "seq_len": 16}  # a text that is read alone
+    program.build(runs.config(**whole), tokenizer_vocab=320)

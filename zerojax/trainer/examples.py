@@ -96,7 +96,8 @@ def row(config: settings_lib.Config, family: family_lib.Family, model: ModelConf
         raise UserError(
             f"config.data.answer_len: {data.answer_len} is longer than the {positions} positions of the model; set {positions} or less"
         )
-    if not is_pair and not family.is_classifier and data.answer_len > config.seq_len:
+    is_read = data.task != tasks.EMBED and not family.is_classifier  # both read whole texts alone
+    if not is_pair and is_read and data.answer_len > config.seq_len:
         raise UserError(
             f"config.data.answer_len: is {data.answer_len}, and a row of a decoder has config.seq_len={config.seq_len} tokens for a prompt "
             "and its answer; lower it, or raise config.seq_len"

@@ -36,6 +36,7 @@ FINGERPRINTS = {  # name -> (what it is of, what to do about another)
     "text": ("training text", "restore that text in config.data.dir"),
     "base": ("model in config.init_from", "restore that folder"),
     "teacher": ("model in config.distill.teacher", "restore that folder"),
+    "reward": ("model in config.grpo.reward", "restore that folder"),
     "tokenizer": ("tokenizer", "set config.data.tokenizer to the one it was trained with"),
 }
 

@@ -1,6 +1,7 @@
 """Checks rewards by a model's folder. This module tests zerojax.trainer.tuning.values and beside."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -82,3 +83,20 @@ def test_a_folder_that_values_no_texts_and_a_student_that_is_no_decoder_are_refu
             opened(prompts_file, reward, **changes)
     with pytest.raises(UserError, match=r"config.grpo.reward: "):
         opened(prompts_file, tmp_path)
+    short = shutil.copytree(reward_folder, tmp_path / "short")
+    settings = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 15}))
+    with pytest.raises(UserError, match=r"reads texts of up to 15 tokens, and config.seq_len is 16; lower it"):
+        opened(prompts_file, short)
+
+
+def test_a_run_refuses_to_resume_with_another_model_in_the_folder(prompts_file, reward_folder, cache_dir, tmp_path):
+    rewards = shutil.copytree(reward_folder, tmp_path / "rewards")
+    task = {**TASK, "data__train_file": prompts_file, "grpo__reward": str(rewards), "checkpoint__every": 1}
+    run = runs.run(tmp_path / "run", devices=2, steps=1, **task)
+    (weights,) = rewards.glob("*.safetensors")
+    found = bytearray(weights.read_bytes())
+    found[8 + int.from_bytes(found[:8], "little")] ^= 1  # the first byte after the header
+    weights.write_bytes(found)
+    with pytest.raises(UserError, match=r"was saved with another model in config.grpo.reward \(fingerprint"):
+        runs.run(run, devices=2, steps=2, **task)

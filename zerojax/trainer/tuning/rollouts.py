@@ -98,6 +98,11 @@ class Rollouts:
         self._made: tuple[int, feed.Batch] | None = None
         self.told: dict[str, float] = {}  # of the last step: the seconds of its phases, and what was drawn
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Returns what tells the folder of the reward apart from another, if it is one."""
+        return values.fingerprint(self._program.config.grpo.reward)
+
     def next(self, step: int, params: PyTree) -> feed.Batch:
         """Returns the batch of a step, counted from 1: answers of `params`, or of the weights some inner steps before."""
         number, self.told = (step - 1) // self._program.config.grpo.inner_steps, {}

@@ -33,6 +33,11 @@ def is_folder(reward: str) -> bool:
     return pathlib.Path(reward).is_dir()
 
 
+def fingerprint(reward: str) -> dict[str, str]:
+    """Returns what tells a reward's folder apart from another (`resume.FINGERPRINTS`); {} where the reward is none."""
+    return {"reward": folder_lib.fingerprint(folder_lib.open_folder(reward))} if is_folder(reward) else {}
+
+
 def open_model(
     program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, tell: Callable[[str], object]
 ) -> Callable[[Mapping[str, np.ndarray]], np.ndarray]:
@@ -41,7 +46,7 @@ def open_model(
     It reads the weights at its first call.
 
     Raises:
-      UserError: the folder's model gives texts no values, or has another tokenizer than the run.
+      UserError: the folder's model gives texts no values, has another tokenizer than the run, or reads shorter texts alone.
     """
     path = program.config.grpo.reward
     with errors.below(f"{PLACE}: "):
@@ -51,6 +56,12 @@ def open_model(
             f"{PLACE}: {path} gives texts no values, or this run's model is no decoder; name a reward model, and train a decoder"
         )
     teacher.check_tokenizer(opened, tokenizer, PLACE)
+    most = opened.model.max_seq_len
+    if most and program.config.seq_len > most:
+        raise UserError(
+            f"{PLACE}: {path} reads texts of up to {most} tokens, and config.seq_len is {program.config.seq_len}; lower "
+            "it, or name another model"
+        )
     dtype = program.config.policy.compute_dtype
 
     def of_rows(params: PyTree, batch: Mapping[str, jax.Array]) -> jax.Array:
