@@ -77,7 +77,7 @@ def the_start_is_told(out):
     """Each step before its wait, and the address last."""
     lines = [re.sub(r"[\d.]+ s\b", "N s", line) for line in out.splitlines()]
     assert lines[0].startswith("compiled programs: ") and lines[1].startswith(f"reading the weights of {LLAMA}, ")
-    compiled = [f"compiling the programs, {number} of 5" for number in range(1, 6)]
+    compiled = ["tracing the programs", *(f"compiling the programs, {number} of 6" for number in range(1, 7))]
     told = ["the weights are read after N s; making the engine", *compiled, "ready after N s"]
     assert lines[2:-1] == told and lines[-1].startswith("zerojax: llama is served at http://127.0.0.1:")
 
