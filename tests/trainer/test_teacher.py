@@ -72,3 +72,12 @@ def test_a_teacher_with_another_tokenizer_or_with_adapters_alone_is_refused(
     (run / "checkpoints").mkdir(exist_ok=True)
     with pytest.raises(UserError, match=r"config.distill.teacher: .*unsaved holds no checkpoint"):
         students.opened(texts_file, run)
+
+
+def test_two_runs_of_one_model_are_two_teachers(texts_file, cache_dir, tmp_path):
+    def fingerprint(run):
+        return students.opened(texts_file, run, devices=1)[0].weights.teacher.fingerprint
+
+    runs_made = [runs.run(tmp_path / f"of_{seed}", devices=1, steps=1, seed=seed) for seed in (0, 1)]
+    one, other = map(fingerprint, runs_made)
+    assert one == fingerprint(runs_made[0]) != other

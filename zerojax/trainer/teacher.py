@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from zerojax import bounded, errors, files, tree
 from zerojax.checkpoint import checkpointer
+from zerojax.checkpoint import files as checkpoint_files
 from zerojax.data import objectives
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
@@ -113,7 +114,10 @@ class Teacher:
         """Returns what tells it apart from another."""
         if isinstance(self.source, folder_lib.Folder):
             return folder_lib.fingerprint(self.source)
-        return hashlib.sha256(f"{self.model} {self.source.step}".encode()).hexdigest()[:16]
+        step = self.source.folder / workdir.CHECKPOINTS / str(self.source.step)
+        sums = step / checkpoint_files.SIZES  # the checksums of its files
+        known = sums.read_bytes() if sums.is_file() else b""
+        return hashlib.sha256(f"{self.model} {self.source.step}".encode() + known).hexdigest()[:16]
 
 
 class RunStep(NamedTuple):
