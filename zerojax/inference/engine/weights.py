@@ -228,14 +228,16 @@ def experts_on_shards(family: family_lib.Family, params: PyTree, mesh: Mesh) -> 
             return call(*args, **kwargs)
         alone = module.clone(parent=None, width=module.width // ways)
 
-        def on_device(own: dict[str, Any], x: jax.Array) -> jax.Array:
+        def on_device(own: dict[str, Any], *given: jax.Array) -> Any:
             if DOWN_BIAS in own:  # all devices add to the sum
                 own = {**own, DOWN_BIAS: jnp.where(jax.lax.axis_index(axes) == 0, own[DOWN_BIAS], 0)}
             with intercept_lib.bound(alone, module.path, own) as bound:  # adapters find their scale by the path
-                y: Any = bound(x)
-            return jax.lax.psum(y.astype(jnp.float32), axes).astype(y.dtype)
+                found: Any = bound(*given, **kwargs)
+            y, *chosen = found if isinstance(found, tuple) else (found,)  # all devices choose the same experts
+            y = jax.lax.psum(y.astype(jnp.float32), axes).astype(y.dtype)
+            return (y, *chosen) if chosen else y
 
-        how: dict[str, Any] = {"in_specs": (specs_of, P()), "out_specs": P(), "check_vma": False}
+        how: dict[str, Any] = {"in_specs": (specs_of, *(P() for _ in args)), "out_specs": P(), "check_vma": False}
         run = jax.shard_map(on_device, mesh=mesh, axis_names={*axes}, **how)
         return run(params, *args)
 
