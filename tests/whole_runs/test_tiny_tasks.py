@@ -30,7 +30,7 @@ def test_dpos_margin_rises(cache_dir, tmp_path):
 def test_a_reward_model_tells_all_pairs_apart(cache_dir, tmp_path):
     lines = trained("reward_tiny", tmp_path, 2)
     shares = [line["reward_accuracy"] for line in lines if "loss" in line]
-    assert shares[0] < 0.9 and shares[-1] == 1 and lines[-1]["eval_loss"] < 1e-3
+    assert shares[0] < 0.9 and shares[-1] == 1 and lines[-1]["eval_loss"] < 0.1
 
 
 @runs.LONG
