@@ -14,16 +14,6 @@ from zerojax.zero.update import padding
 ROUNDING = 2e-5  # the same float32 sums in another order
 
 
-@pytest.fixture(scope="module")
-def texts_file(tmp_path_factory):
-    return students.texts(tmp_path_factory.mktemp("texts"))
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory):
-    return students.teachers(tmp_path_factory.mktemp("teacher"))
-
-
 def logits_of(family, model, params, tokens):
     return np.asarray(jax.jit(lambda params, tokens: family.logits(model, params, {}, tokens))(params, tokens))
 

@@ -9,16 +9,6 @@ from zerojax.errors import UserError
 from zerojax.trainer import program
 
 
-@pytest.fixture(scope="module")
-def texts_file(tmp_path_factory):
-    return students.texts(tmp_path_factory.mktemp("texts"))
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory):
-    return students.teachers(tmp_path_factory.mktemp("teacher"))
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [

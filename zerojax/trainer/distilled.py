@@ -4,6 +4,7 @@ A batch has the teacher's last states beside its tokens (`tuning/lessons.py`), a
 the logits of both models exist for a few tokens at a time (`ops.divergences`), and no step runs or differentiates the teacher's layers.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,8 +36,7 @@ def loss(
         shape = student.labels.shape
         counts = (parts.labeled(batch) > 0 if "labeled" in batch else jnp.ones(shape)).astype(jnp.float32)
 
-        def mean(terms: jax.Array) -> outputs.Mean:
-            return outputs.Mean(jnp.sum(terms * counts), jnp.sum(counts))
+        mean = functools.partial(outputs.weighted_mean, weights=counts)
 
         return mean(terms.divergence), {"student_loss": mean(terms.student), "teacher_loss": mean(terms.teacher)}
 

@@ -1,5 +1,6 @@
 """The loss of texts that belong together. This module holds what the task `embed` adds to a step."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,8 +32,7 @@ def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelCon
         counts = jnp.all(jnp.any(labels, axis=-1).reshape(count, several), axis=-1).astype(jnp.float32)
         terms, nearest = contrastive.info_nce(vectors[:, 0], vectors[:, 1:], counts, chosen.temperature)
 
-        def mean(terms: jax.Array) -> outputs.Mean:
-            return outputs.Mean(jnp.sum(terms * counts), jnp.sum(counts))
+        mean = functools.partial(outputs.weighted_mean, weights=counts)
 
         return mean(terms), {"nearest": mean(nearest)}
 

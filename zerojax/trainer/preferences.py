@@ -6,6 +6,7 @@ not change, so they are computed once, before the first step, and are part of th
 beside it.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -85,8 +86,7 @@ def _means(
 ) -> tuple[outputs.Mean, dict[str, Any]]:
     """Returns the mean over pairs of their losses, and metrics of their rewards."""
 
-    def mean(terms: jax.Array) -> outputs.Mean:
-        return outputs.Mean(jnp.sum(terms * counts), jnp.sum(counts))
+    mean = functools.partial(outputs.weighted_mean, weights=counts)
 
     metrics = {
         "reward_chosen": mean(rewards[:, 0]),

@@ -53,18 +53,15 @@ def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelCon
         terms, is_clipped = variant.clipped(ratio, own[ADVANTAGE])
         drift = ratios.drift(own.get(REFERENCE, jax.lax.stop_gradient(log_probs)) - log_probs)
 
-        def mean(values: jax.Array, weights: jax.Array) -> outputs.Mean:
-            return outputs.Mean(jnp.sum(values * weights), jnp.sum(weights))
-
         gap = jnp.abs(own.get(OLD, log_probs) - own[DRAWN]) * counts
         metrics = {
-            "reward": mean(own[REWARD][:, 0], jnp.ones(len(counts))),
-            "gap_mean": mean(gap, counts),
+            "reward": outputs.weighted_mean(own[REWARD][:, 0], jnp.ones(len(counts))),
+            "gap_mean": outputs.weighted_mean(gap, counts),
             "gap_max": outputs.Max(jnp.max(gap)),
-            "gap_share": mean(gap > WIDE, counts),
+            "gap_share": outputs.weighted_mean(gap > WIDE, counts),
         }
-        metrics |= {"clipped": mean(is_clipped, counts)} if OLD in own else {}
-        metrics |= {"kl": mean(drift, counts)} if REFERENCE in own else {}
-        return mean(*variant.weighted(terms + chosen.kl * drift, counts, most)), metrics
+        metrics |= {"clipped": outputs.weighted_mean(is_clipped, counts)} if OLD in own else {}
+        metrics |= {"kl": outputs.weighted_mean(drift, counts)} if REFERENCE in own else {}
+        return outputs.weighted_mean(*variant.weighted(terms + chosen.kl * drift, counts, most)), metrics
 
     return of_answers

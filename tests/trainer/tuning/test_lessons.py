@@ -11,16 +11,6 @@ from zerojax.interop import folder as folder_lib
 from zerojax.trainer import state as state_lib
 
 
-@pytest.fixture(scope="module")
-def texts_file(tmp_path_factory):
-    return students.texts(tmp_path_factory.mktemp("texts"))
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory):
-    return students.teachers(tmp_path_factory.mktemp("teacher"))
-
-
 def two_steps(texts_file, teacher_folder, devices, **changes):
     """Returns the loss and the gradients' norm of two steps, the second of which has updated weights."""
     built, made = students.opened(texts_file, teacher_folder, devices, **changes)

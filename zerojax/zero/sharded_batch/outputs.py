@@ -55,6 +55,11 @@ class Mean:
     weight: Any
 
 
+def weighted_mean(terms: jax.Array, weights: jax.Array) -> Mean:
+    """Returns the mean of terms, whose weights have their shape."""
+    return Mean(jnp.sum(terms * weights), jnp.sum(weights))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum:
