@@ -20,3 +20,7 @@ def test_a_model_with_a_head_gives_vectors_of_its_last_states_too_and_others_are
     bert = pretrained.load_huggingface(golden_models.FOLDER / "bert")
     with pytest.raises(UserError, match="embedder: the model is no decoder"):
         bert.embedder()
+    gpt2 = pretrained.load_huggingface(golden_models.FOLDER / "gpt2")
+    most = gpt2.config.max_seq_len
+    with pytest.raises(UserError, match=rf"input_ids: have {most + 1} tokens, and the model has {most} positions"):
+        gpt2.embedder()(gpt2.params, np.full((1, most + 1), 5))

@@ -52,15 +52,18 @@ def make_classifier(
         inputs = {"inputs": np.clip(np.asarray(input_ids, np.int32), 0, config.vocab_size - 1), "mask": mask}
         if token_type_ids is not None:
             inputs["kinds"] = _kinds(token_type_ids, mask.shape, config.num_kinds)
-        longest = family.positions(config)
-        if longest is not None and mask.shape[1] > longest:
-            raise UserError(
-                f"input_ids: have {mask.shape[1]} tokens, and the model has {longest} positions; shorten the texts"
-            )
+        check_length(family, config, mask.shape[1])
         found = run(params, generate.sharded_rows(inputs, partition.mesh))
         return np.asarray(found)[: len(mask)]
 
     return classify
+
+
+def check_length(family: family_lib.Family, config: Any, tokens: int) -> None:
+    """Raises UserError if texts have more tokens than the model has positions with weights of their own."""
+    longest = family.positions(config)
+    if longest is not None and tokens > longest:
+        raise UserError(f"input_ids: have {tokens} tokens, and the model has {longest} positions; shorten the texts")
 
 
 def _kinds(token_type_ids: Any, shape: tuple[int, ...], known: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from zerojax import errors
 from zerojax.errors import UserError
-from zerojax.inference import generate
+from zerojax.inference import classify, generate
 from zerojax.models import family as family_lib
 from zerojax.ops import contrastive
 from zerojax.tree import PyTree
@@ -38,7 +38,8 @@ def make_embedder(
       compute_dtype: the dtype of floating weights in the model; None keeps the stored one.
 
     Raises:
-      UserError: the model has no states without a head. `embed` refuses ids that the model does not know.
+      UserError: the model has no states without a head. `embed` refuses ids that the model does not know, and texts longer than its
+        positions.
     """
     errors.one_of("pooling", pooling, contrastive.OF_DECODERS)
     if not hasattr(config, "output"):
@@ -54,6 +55,7 @@ def make_embedder(
 
     def embed(params: PyTree, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
         ids, mask = generate.check(input_ids, attention_mask, config.vocab_size)
+        classify.check_length(family, config, mask.shape[1])
         found = run(params, generate.sharded_rows({"inputs": ids, "mask": mask}, partition.mesh))
         return np.asarray(found)[: len(mask)]
 
