@@ -81,7 +81,7 @@ def test_devices_share_the_heads_of_arrays_that_have_heads_which_divide():
 def test_a_step_tells_which_of_its_tokens_are_text():
     """As recurrent arrays have to know: of padded prompts, of parts of prompts, of rows with a token or none."""
     positions, counts = jnp.array([3, 0, 5]), jnp.array([1, 0, 1])
-    steps = functools.partial(decoding.row_step, positions, slots=8, is_read_by_kernel=False)
+    steps = functools.partial(decoding.row_step, positions, slots=8)
     assert decoding.first_step(3, 2, 8).is_new_BT(2) is None
     assert decoding.next_step(positions, 6, jnp.int32(0), 8).is_new_BT(1) is None
     assert steps(counts, 1).is_new_BT(1).tolist() == [[True], [False], [True]]

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
+from zerojax import specs
 from zerojax.errors import UserError
 from zerojax.ops import attention
 
@@ -306,3 +307,27 @@ def test_gradients_reach_the_bias():
     total = jax.jit(jax.grad(lambda bias: attention.attend(q, k, v, "xla", is_causal=True, bias=bias).sum()))
     grad = total(jnp.zeros((4, 5, 5)))
     assert grad.shape == (4, 5, 5) and abs(grad).max() > 0
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (4, 1), (6, 3)], ids=["own heads", "one head of keys", "not divided"])
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_cache_that_devices_share_is_read_by_each_as_by_one(heads, kv_heads, window):
+    """Rows over `data`, heads over `model`, where these divide them; the kernel is interpreted."""
+    draw = np.random.default_rng(0).normal
+    q, k, v = (
+        jnp.asarray(draw(size=shape), jnp.bfloat16)
+        for shape in ((4, 1, heads, 16), (4, 70, kv_heads, 16), (4, 70, kv_heads, 16))
+    )
+    ends = jnp.array([70, 1, 0, 65])
+    mesh = mesh_lib.make_mesh(data=2, model=2, devices=jax.devices()[:4])
+    one = mesh_lib.make_mesh(data=1, devices=jax.devices()[:1])
+    readers = attention.TokenReader(mesh, ("data",), "interpret"), attention.TokenReader(one, (), "jnp")
+    assert all(attention.token_kernel_can_run(q, k, reader) for reader in readers)
+    found, wanted = (
+        jax.jit(functools.partial(attention.attend_token, reader=reader, window=window))(q, k, v, ends)
+        for reader in readers
+    )
+    spread = readers[0].specs_of(heads, kv_heads)
+    assert [len(specs.axes(spec)) for spec in spread] == [1 + (kv_heads != 3), 1 + (kv_heads == 2)]
+    np.testing.assert_allclose(found.astype(np.float32), wanted.astype(np.float32), rtol=0, atol=0.01)
+    assert not np.any(found[2]) and np.all(np.any(found[jnp.array([0, 1, 3])] != 0, axis=(1, 2, 3)))

@@ -56,6 +56,7 @@ class Step(NamedTuple):
     counts_B: jax.Array | None = None  # int32[B], how many of a call's tokens are text, where rows differ; None: all
     # int32[B], the slots from 0 that hold text, where a kernel reads no others; None: all slots are read
     ends_B: jax.Array | None = None
+    reader: attention.TokenReader | None = None  # of that kernel
 
     def last(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the state of the last token of each row: float[B, 1, D]."""
@@ -116,7 +117,7 @@ def next_step(lengths_B: jax.Array, length: int, count: jax.Array, slots: int) -
     return Step(length + count, (lengths_B + count)[:, None], positions_BS, is_prompt_BS | is_new_S)
 
 
-def row_step(positions_B: jax.Array, counts_B: jax.Array, length: int, slots: int, *, is_read_by_kernel: bool) -> Step:
+def row_step(positions_B: jax.Array, counts_B: jax.Array, length: int, slots: int, reader: attention.TokenReader | None = None) -> Step:
     """Returns the step that adds up to `length` tokens to each row, from a position of its own.
 
     Args:
@@ -124,7 +125,7 @@ def row_step(positions_B: jax.Array, counts_B: jax.Array, length: int, slots: in
       counts_B: int32[B], the tokens of each row; a row with 0 adds nothing, and its scores mean nothing.
       length: the tokens of the call.
       slots: of the caches.
-      is_read_by_kernel: whether attention of one token may read by a kernel, on one device.
+      reader: of the kernel by which attention of one token may read caches; None for none.
     """
     positions_BT = positions_B[:, None] + jnp.arange(length, dtype=jnp.int32)
     slot_positions_BS = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (positions_B.shape[0], slots))
@@ -135,7 +136,8 @@ def row_step(positions_B: jax.Array, counts_B: jax.Array, length: int, slots: in
         slot_positions_BS,
         slot_positions_BS < ends_B[:, None],
         counts_B if length > 1 else None,
-        ends_B if is_read_by_kernel else None,
+        None if reader is None else ends_B,
+        reader,
     )
 
 
@@ -233,13 +235,14 @@ def attend(
         return y_BTHN, keys
     if (
         step.ends_B is not None
+        and step.reader is not None
         and bias is None
         and not cap
         and sinks_H is None
         and not chunk
-        and attention.token_kernel_can_run(q_BTHN, keys[0])
+        and attention.token_kernel_can_run(q_BTHN, keys[0], step.reader)
     ):
-        return attention.attend_token(q_BTHN, *seen_keys, step.ends_B, scale=scale, window=window), keys
+        return attention.attend_token(q_BTHN, *seen_keys, step.ends_B, step.reader, scale=scale, window=window), keys
     seen_BS = step.is_text_BS if near_BTS is None else step.is_text_BS & near_BTS[:, 0]
     if window:
         seen_BS &= step.positions_BT - step.slot_positions_BS < window

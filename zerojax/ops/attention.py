@@ -3,12 +3,14 @@
 Shapes: B batch, T queries, S keys, H query heads, K key and value heads, N head dim.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -94,27 +96,62 @@ def attend(
     return y_BTHN.astype(out_dtype)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class TokenReader:
+    """How a kernel reads caches that several devices may share. The compiler does not shard a kernel, so each device reads its own part.
+
+    Attributes:
+      mesh: the devices.
+      rows: mesh axes over which rows are sharded.
+      implementation: "pallas", or "interpret" on a CPU.
+    """
+
+    mesh: Mesh
+    rows: tuple[str, ...] = ()
+    implementation: str = "pallas"
+
+    def specs_of(self, heads: int, kv_heads: int) -> tuple[P, P]:
+        """Returns the specs of queries [B, 1, H, N] and of a cache [B, S, K, N]: heads are sharded where devices share those of keys."""
+        ways, rows = mesh_lib.size(self.mesh, mesh_lib.COMPILER), specs.entry(self.rows)
+        axes = specs.entry(mesh_lib.COMPILER) if ways > 1 else None
+        queries = axes if kv_heads % ways == 0 or (kv_heads == 1 and heads % ways == 0) else None
+        return P(rows, None, queries), P(rows, None, axes if kv_heads % ways == 0 else None)
+
+
 def attend_token(
     q_B1HN: jax.Array,
     k_BSKN: jax.Array,
     v_BSKN: jax.Array,
     ends_B: jax.Array,
+    reader: TokenReader,
     *,
     scale: float | None = None,
     window: int = 0,
 ) -> jax.Array:
-    """Returns the attention of each row's last token to the first `ends_B` slots of its cache, on one device: float[B, 1, H, N]. It reads
-    no other slots. A row of 0 slots has 0."""
+    """Returns the attention of each row's last token to the first `ends_B` slots of its cache: float[B, 1, H, N]. It reads no other slots.
+    A row of 0 slots has 0."""
     scale = q_B1HN.shape[3] ** -0.5 if scale is None else scale
-    y_BHN = cached_attention.attend(
-        q_B1HN[:, 0], k_BSKN, v_BSKN, ends_B, scale=scale, window=window, implementation="pallas"
-    )
-    return y_BHN[:, None].astype(q_B1HN.dtype)
+
+    def run(q_B1HN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, ends_B: jax.Array) -> jax.Array:
+        how: dict[str, Any] = {"scale": scale, "window": window, "implementation": reader.implementation}
+        y_BHN = cached_attention.attend(q_B1HN[:, 0], k_BSKN, v_BSKN, ends_B, **how)
+        return y_BHN[:, None].astype(q_B1HN.dtype)
+
+    if reader.mesh.size > 1:
+        queries, keys = reader.specs_of(q_B1HN.shape[2], k_BSKN.shape[2])
+        in_specs = queries, keys, keys, P(queries[0])
+        run = jax.shard_map(run, mesh=reader.mesh, in_specs=in_specs, out_specs=queries, check_vma=False)
+    return run(q_B1HN, k_BSKN, v_BSKN, ends_B)
 
 
-def token_kernel_can_run(q_B1HN: jax.Array, k_BSKN: jax.Array) -> bool:
+def token_kernel_can_run(q_B1HN: jax.Array, k_BSKN: jax.Array, reader: TokenReader) -> bool:
     """Returns whether `attend_token` takes arrays of these shapes and dtypes."""
-    return q_B1HN.dtype == k_BSKN.dtype and cached_attention.takes(q_B1HN.shape[2], k_BSKN)
+    shards = [
+        jax.ShapeDtypeStruct(NamedSharding(reader.mesh, spec).shard_shape(array.shape), array.dtype)
+        for array, spec in zip((q_B1HN, k_BSKN), reader.specs_of(q_B1HN.shape[2], k_BSKN.shape[2]))
+    ]
+    return q_B1HN.dtype == k_BSKN.dtype and cached_attention.takes(shards[0].shape[2], shards[1])
 
 
 def _capped(

@@ -66,7 +66,7 @@ def test_a_state_is_that_of_the_text_whatever_pads_it_and_in_whatever_parts_it_i
     tokens = np.array(arrays.integers(2, (2, 6), 0, 61))
     start = jax.jit(lambda tokens, lengths: model.start(config, params, {}, tokens, lengths, 8))
     extend = jax.jit(lambda caches, step, tokens: model.extend(config, params, caches, step, tokens))
-    steps = functools.partial(decoding.row_step, slots=8, is_read_by_kernel=False)
+    steps = functools.partial(decoding.row_step, slots=8)
     scores, held = start(np.pad(tokens[:, :5], ((0, 0), (0, 2)), constant_values=9), np.full(2, 5))
     _, part = start(tokens[:, :3], np.full(2, 3))
     counts = jnp.full(2, 2)

@@ -51,7 +51,7 @@ def test_scores_and_cache_are_those_of_the_models_own_layers(dtype, implementati
     shape = (1, SLOTS, config.num_kv_heads, config.head_dim)
     caches = [tuple(jnp.asarray(random.normal(size=shape), dtype) for _ in range(2)) for _ in range(layers)]
     at, one = jnp.asarray([POSITION], jnp.int32), jnp.asarray([1], jnp.int32)
-    step, token = decoding.row_step(at, one, 1, SLOTS, is_read_by_kernel=False), jnp.asarray([5])
+    step, token = decoding.row_step(at, one, 1, SLOTS), jnp.asarray([5])
     wanted = jax.jit(functools.partial(small_engine.DECODER.extend, config))(own, caches, step, token)
     found = jax.jit(functools.partial(one_row.extend, config, implementation=implementation))(own, caches, step, token)
     assert float(jnp.std(wanted[0])) > 0.1
@@ -68,7 +68,7 @@ def test_layers_by_launches_give_what_five_kernels_a_layer_do():
     shape = (1, SLOTS, LAUNCHED.num_kv_heads, LAUNCHED.head_dim)
     caches = [tuple(jnp.asarray(random.normal(size=shape), jnp.bfloat16) for _ in range(2)) for _ in range(3)]
     at, one = jnp.asarray([POSITION], jnp.int32), jnp.asarray([1], jnp.int32)
-    step, token = decoding.row_step(at, one, 1, SLOTS, is_read_by_kernel=False), jnp.asarray([5])
+    step, token = decoding.row_step(at, one, 1, SLOTS), jnp.asarray([5])
     extend = jax.jit(functools.partial(one_row.extend, LAUNCHED, implementation="jnp", processors=132))
     wanted, found = (extend(weights, caches, step, token) for weights in (own, one_row.with_transposed(own)))
     for theirs, ours in zip(*(jax.tree.leaves(x) for x in (wanted, found)), strict=True):

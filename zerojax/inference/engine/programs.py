@@ -132,6 +132,7 @@ class Programs:
         self._config, self._mesh, self._shape, self._special = config, mesh, shape, special
         self._kernels, self._axes = kernels if mesh.size == 1 else None, rows_axes
         self._row_kernels, self._family, self._held = kernels, family, family.caches(config)
+        self._reader = weights.reader_of(mesh, rows_axes)
         self._shardings = jax.tree.map(lambda held: NamedSharding(mesh, self._spec(held)), self._held)
         # Only gathered weights tell a head from other modules. Kernels may run in its place, and then none is called.
         how = {"blocks": family.blocks, "heads": family_lib.heads(family, config) if placements else ""}
@@ -282,7 +283,7 @@ class Programs:
     ) -> tuple[Any, decoding.Step]:
         """Returns the keys and values of a slot, and the step that adds to them."""
         own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, source[0], 1), caches)
-        step = decoding.row_step(begin, count, tokens_1T.shape[1], self._shape.length, is_read_by_kernel=False)
+        step = decoding.row_step(begin, count, tokens_1T.shape[1], self._shape.length)
         return own, step
 
     def _after_further(
@@ -366,13 +367,8 @@ class Programs:
 
     def _before_decode(self, rows: SlotRows, draws: draws_lib.Draws) -> decoding.Step:
         """Returns the step that adds the last token of every row that is live."""
-        return decoding.row_step(
-            rows.position,
-            draws.is_live.astype(jnp.int32),
-            1,
-            self._shape.length,
-            is_read_by_kernel=self._kernels is not None,
-        )
+        live = draws.is_live.astype(jnp.int32)
+        return decoding.row_step(rows.position, live, 1, self._shape.length, self._reader)
 
     def _after_decode(
         self, rows: SlotRows, draws: draws_lib.Draws, scores_BV: jax.Array, *, is_plain: bool

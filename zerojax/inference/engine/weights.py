@@ -20,7 +20,7 @@ from zerojax import specs, tree
 from zerojax.models import experts, layers
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
-from zerojax.ops import quantized
+from zerojax.ops import attention, quantized
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero.blocks import intercept as intercept_lib
 from zerojax.zero.blocks import tensor_parallel
@@ -283,6 +283,11 @@ def multiply(
             implementation=implementation,
         )
     return y.reshape(*kept, *shape[contracted:])
+
+
+def reader_of(mesh: Mesh, rows: tuple[str, ...]) -> attention.TokenReader | None:
+    """Returns the kernel that reads caches on these devices, whose rows are sharded over axes: on GPUs."""
+    return attention.TokenReader(mesh, rows) if mesh_lib.platform(mesh) == "gpu" else None
 
 
 def kernels_of(mesh: Mesh) -> str | None:
