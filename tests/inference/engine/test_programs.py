@@ -14,11 +14,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.inference.engine import engine, programs, weights
 from zerojax.models import families, family
 from zerojax.models.llama.config import Heads
 from zerojax.ops import quantized
+from zerojax.zero import stages
 from zerojax.zero.blocks import tensor_parallel
 
 FAMILY = families.PRESETS["llama3_8b"]
@@ -240,3 +242,28 @@ def test_no_weight_travels_for_a_token_under_tensor_parallelism(case):
     moved = [sizes for results in re.findall(MOVED, text) for sizes in re.findall(r"\w+\[([\d,]*)\]", results)]
     assert "all-reduce" in text
     assert all(eval(sizes.replace(",", "*") or "1") < 2**19 for sizes in moved), moved  # kernels and tables have more
+
+
+@pytest.mark.parametrize("axes", [{"model": 2}, {"data": 2}], ids=["tensor parallel", "gathered weights"])
+def test_devices_that_share_caches_read_them_by_kernels(axes):
+    """No part of a cache travels, and each device attends by one kernel a layer."""
+    mesh = zerojax.make_mesh(devices=compile_only.devices()[:2], **{"data": 1} | axes)
+    config = dataclasses.replace(CONFIG, attention="xla")
+    shapes = family.abstract_params(FAMILY.parts, config)
+    if "model" in axes:
+        params, how = weights.abstract(FAMILY, config, shapes, mesh, jnp.bfloat16, "none"), {}
+    else:
+        partition = stages.partition_state({"params": shapes}, mesh=mesh, stage=3)
+        params = jax.tree.map(
+            lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
+            shapes,
+            partition.shardings["params"],
+        )
+        how = {"rows_axes": mesh_lib.SUMMED, "placements": partition.placements, "dtype": jnp.bfloat16}
+    shape, special = programs.Shape(64, 1024, 0), family.SpecialTokens()
+    made = programs.Programs(FAMILY, config, mesh, shape, special, None, **how)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.numpy_rank_promotion("allow"):
+        text = made.step.lower(*made._given(params, tokens=0), is_plain=True).compile().as_text()
+    assert len(re.findall(r"custom-call.*(?:triton|cached_attention)", text)) == CONFIG.num_layers
+    moved = [sizes for results in re.findall(MOVED, text) for sizes in re.findall(r"\w+\[([\d,]*)\]", results)]
+    assert not [sizes for sizes in moved if "1024" in sizes.split(",")], moved
