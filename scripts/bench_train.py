@@ -55,7 +55,7 @@ SETTINGS = {
     "8b-offload": rf"{EIGHT_B} model.recompute= model.offload=layer_(1?\d|2[0-7])/mlp/up",
     "8b-recompute": f"{EIGHT_B} model.offload= model.recompute=layer_.*/mlp/up",
     "8b-lean": "configs/llama3_8b_lean.py",
-    "8b-4layers": f"{EIGHT_B} model.num_layers=4",
+    "8b-4layers": f"{EIGHT_B} model.num_layers=4 model.offload= model.recompute=",
     "qwen3.5-9b-4layers": f"{EIGHT_B} model.preset=qwen3_5_9b model.num_layers=4 model.offload= model.recompute=",
     "8b-32k": "configs/llama3_8b_lean.py seq_len=32768 micro_batch_size=1",
     "8b-gathered": f"{EIGHT_B} model.by_columns= model.offload= model.recompute=",

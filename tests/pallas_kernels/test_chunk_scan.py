@@ -129,10 +129,10 @@ def test_operands_of_16_bits_change_results_by_their_rounding(kind, monkeypatch,
     assert 1e-4 < max(errors) < IN_BFLOAT16
 
 
-@pytest.mark.parametrize("precision", ["tensorfloat32", "bfloat16", None])
+@pytest.mark.parametrize("precision", [None, "bfloat16", "highest"])
 @pytest.mark.parametrize("kind", [DELTA, SCAN])
 def test_hopper_gpus_run_the_kernels_on_their_shards(kind, precision):
-    """Compiled by Triton and NVIDIA's assembler, at the widths of Qwen3-Next and of Mamba-2; what asks for neither is left to XLA."""
+    """Compiled by Triton and NVIDIA's assembler, at the widths of Qwen3-Next and of Mamba-2; matmuls in float32 are left to XLA."""
     mesh = zerojax.make_mesh(devices=compile_only.devices())
     value_width = 128 if kind == DELTA else 64
 
@@ -149,7 +149,7 @@ def test_hopper_gpus_run_the_kernels_on_their_shards(kind, precision):
 
     with jax.default_matmul_precision(precision):
         lowered = jax.jit(gradients).lower(tokens)
-    if precision is None:
+    if precision == "highest":
         assert "chunk_scan" not in lowered.as_text()
         return
     text = compile_only.compile_gpu(lowered, compile_only.ASSEMBLED)

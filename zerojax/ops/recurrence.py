@@ -13,9 +13,9 @@ u are the solution of a triangular system, linear in the state S before it (sect
 So chunks are matmuls side by side, and only their states follow each other. The backward pass keeps the arguments and the states before
 chunks, and computes the rest anew. Arrays are float32; matmuls have JAX's default precision, which on some GPUs is less (TF32).
 
-On the shards of Hopper GPUs, inside `jax.shard_map`, kernels do the same (`pallas_kernels.chunk_scan`) if they are asked for by JAX's
-default precision of matmuls: "tensorfloat32" rounds the operands of their matmuls to TF32, and "bfloat16" to bfloat16, which is faster.
-Else XLA computes chunks, by default in TF32 too: the kernels' present form was compiled for a GPU and interpreted, and has run on none.
+On the shards of Hopper GPUs, inside `jax.shard_map`, kernels do the same (`pallas_kernels.chunk_scan`), by default with operands of matmuls
+that are rounded to TF32, as XLA's are there. JAX's default precision of matmuls says otherwise: "bfloat16" rounds them to bfloat16, which
+is faster, and with "float32" or "highest" XLA computes chunks.
 
 Shapes: B batch, T tokens, H heads, G groups of R heads with equal keys and queries, K width of keys, V of values, N chunks of C
 tokens.
@@ -32,7 +32,7 @@ from zerojax.tree import PyTree
 
 CHUNK = chunk_scan.CHUNK
 # By JAX's default precision of matmuls, the operands of those in kernels; others are left to XLA.
-_OPERANDS = {"tensorfloat32": jnp.float32, "bfloat16": jnp.bfloat16}
+_OPERANDS = {None: jnp.float32, "default": jnp.float32, "tensorfloat32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 class Terms(NamedTuple):
