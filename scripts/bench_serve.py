@@ -4,8 +4,8 @@
     python scripts/bench_serve.py http://127.0.0.1:8000 --together 1 64 128 --prompt 1024 --new_tokens 256
 
 Each row sends so many requests at one moment, of random token ids (below `--vocab_size`), and reads their streams; each has exactly
-`--new_tokens` new tokens, the likeliest ones. `--whole` asks for answers that come at once, which have no first token. "tokens/s" are all
-new tokens over the time from the first request to the last end, with the reading of prompts; "ms a token" is the median over the requests of
+`--new_tokens` new tokens, the likeliest ones. `--whole` asks for answers that come at once, without a first token. "tokens/s" are all
+new tokens over the time from the first request to the last end, with the reading of prompts; "ms a token" is the median over requests of
 the time between their first and last token, for each further token. A row of few requests is sent `--repeats` times, and the fastest is
 told. With `--late`, prompts of so many tokens are sent one after the other when all of a row's answers have begun: "late" is the median
 wait for their first token, and "worst" the longest.
