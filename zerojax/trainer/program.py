@@ -57,7 +57,7 @@ class Program:
       family, model: the model's family, and its config.
       sizes: the three batch sizes.
       partition: the shardings of the train state.
-      at_stage_0: () -> `baseline`.
+      at_stage_0: (mesh) -> the run's shardings at stage 0 on a mesh of these devices.
       row: the arrays of a batch's rows, as the run's task declares them.
       abstract_batch: a training batch of such rows with shardings: {name: array[(accum,) batch, length, ...]}.
       train_step: (state, batch) -> (state, metrics).
@@ -78,7 +78,7 @@ class Program:
     tx: optax.GradientTransformation
     create: Callable[[Any], Any]
     partition: partition_lib.Partition
-    at_stage_0: Callable[[], partition_lib.Partition]
+    at_stage_0: Callable[[Mesh], partition_lib.Partition]
     row: objectives.Row
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     train_step: Callable[..., Any]
@@ -91,7 +91,7 @@ class Program:
     @functools.cached_property
     def baseline(self) -> partition_lib.Partition:
         """Returns the same run's shardings at stage 0, for comparison."""
-        return self.at_stage_0()
+        return self.at_stage_0(self.forward.partition.mesh)
 
     @property
     def objective(self) -> objectives.Objective:
@@ -210,7 +210,9 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
     read = {**read, **({} if weights.teacher is None else weights.teacher.states(row, policy.compute_dtype))}
     abstract_batch = functools.partial(_abstract_batch, mesh, sizes, read)
     loss_fn = steps.loss(config, family, in_parts, schedule, weights.teacher)
-    overrides = (*config.zero.overrides, *_parallel(config, family, params, mesh))
+    overrides, unsharded = _overrides(config, family, params, mesh)
+    if unsharded:
+        setting_names.tell(f"config.mesh: {unsharded}")
     partitioned = functools.partial(
         stages.partition_state,
         jax.eval_shape(create, params),
@@ -240,12 +242,12 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         partition=partition,
         at_stage_0=functools.partial(
             _baseline,
+            config,
+            family,
             params,
             create,
             None if trainable else policy,
-            mesh=everywhere.mesh,
-            overrides=overrides,
-            trainable=trainable,
+            trainable,
         ),
         row=row,
         abstract_batch=abstract_batch(),
@@ -365,24 +367,30 @@ def _abstract_batch(
 
 
 def _baseline(
-    params: PyTree, create: Callable[..., Any], policy: precision.Precision | None, **how: Any
+    config: settings_lib.Config,
+    family: family_lib.Family,
+    params: PyTree,
+    create: Callable[..., Any],
+    policy: precision.Precision | None,
+    trainable: str,
+    mesh: Mesh,
 ) -> partition_lib.Partition:
     """Returns the partition at stage 0: only overrides shard, and there is a 16-bit copy of the weights if the precision needs one."""
     state = create if policy is None else functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))
-    return stages.partition_state(jax.eval_shape(state, params), stage=0, **how)
-
-
-def _parallel(
-    config: settings_lib.Config, family: family_lib.Family, params: PyTree, mesh: Mesh
-) -> Sequence[tuple[str, tuple]]:
-    """Returns the family's overrides for the weights that the config's do not name, and says which weights do not divide."""
-    shapes = {path: leaf.shape for path, leaf in tree.flatten({"params": params})}
-    rows, whole = tensor_parallel.overrides(
-        family.parallel.weights, shapes, mesh, [row[0] for row in config.zero.overrides]
+    overrides, _ = _overrides(config, family, params, mesh)
+    return stages.partition_state(
+        jax.eval_shape(state, params), mesh=mesh, stage=0, overrides=overrides, trainable=trainable
     )
-    if whole:
-        setting_names.tell(f"config.mesh: {whole}")
-    return rows
+
+
+def _overrides(
+    config: settings_lib.Config, family: family_lib.Family, params: PyTree, mesh: Mesh
+) -> tuple[Sequence[tuple[str, tuple]], str]:
+    """Returns the config's overrides and the family's, for weights that the config's do not name, and which weights do not divide."""
+    shapes = {path: leaf.shape for path, leaf in tree.flatten({"params": params})}
+    own = config.zero.overrides
+    rows, unsharded = tensor_parallel.overrides(family.parallel.weights, shapes, mesh, [row[0] for row in own])
+    return (*own, *rows), unsharded
 
 
 def _check_axes(partition: partition_lib.Partition) -> None:

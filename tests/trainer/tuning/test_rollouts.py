@@ -111,9 +111,13 @@ def test_answers_are_drawn_by_the_weights_as_they_are_and_are_the_same_on_one_de
         )
 
 
-def test_weights_gathered_once_draw_the_same_answers_and_are_freed(prompts_file, cache_dir, monkeypatch):
+FORMS = {None: "gathered once a step", 400_000: "sharded once a step over 4 devices", 1: "gathered for each token"}
+
+
+def test_answers_are_drawn_by_the_largest_copies_that_fit_and_are_the_same(prompts_file, cache_dir, monkeypatch):
+    """Of free bytes that are unknown, that hold a device's shards beside the caches, and that hold nothing."""
     found, told = [], []
-    for free in (None, 1):
+    for free in FORMS:
         monkeypatch.setattr(drawing, "_free", lambda free=free: free)
         built, asked = opened(prompts_file, 4, zero__stage=3)
         drawer, state = asked._drawer, state_lib.first(built)
@@ -123,13 +127,16 @@ def test_weights_gathered_once_draw_the_same_answers_and_are_freed(prompts_file,
                 batch = asked.next(step, state.params)
                 found.append({name: np.asarray(array) for name, array in batch.items()})
         held = jax.tree.leaves(drawer._engine._params)
-        assert released.call_count == 2 and all(leaf.is_deleted() == (free is None) for leaf in held)
+        assert released.call_count == 2 and all(leaf.is_deleted() == (free != 1) for leaf in held)
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
-    for one, other in zip(found[:2], found[2:]):
+        largest = max(held, key=lambda leaf: leaf.size)
+        assert largest.sharding.shard_shape(largest.shape) != largest.shape or free is None
+    for one, other in zip(found[:2] * 2, found[2:]):
         for name in ("tokens", "labeled", rewarded.ADVANTAGE):
             np.testing.assert_array_equal(one[name], other[name], name)
-    once, each = told
-    assert "gathered once a step" in once and "gathered for each token" in each and "1 B are free" in each
+    for line, form in zip(told, FORMS.values(), strict=True):
+        assert form in line, line
+    assert "are free" not in told[0] and "390.62 KiB are free" in told[1] and "1 B are free" in told[2]
 
 
 def test_a_run_with_an_environment_learns_the_models_tokens_alone(prompts_file, cache_dir):

@@ -23,7 +23,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.inference.engine import engine as engine_lib
-from zerojax.inference.engine import requests
+from zerojax.inference.engine import programs, requests
 from zerojax.models import family as family_lib
 from zerojax.models import layers
 from zerojax.trainer import config as config_lib
@@ -34,8 +34,9 @@ from zerojax.zero.gradients import forward_only
 from zerojax.zero.host import selection
 from zerojax.zero.offload import fetched_params
 from zerojax.zero.update import padding
+from zerojax.zero.weights import partition as partition_lib
 
-FREE = 0.5  # of a device's free bytes, which gathered weights may take: caches and what programs compute need the rest
+FREE = 0.75  # of a device's free bytes, which copies of weights and the caches may take: what programs compute needs the rest
 
 
 @dataclasses.dataclass
@@ -95,8 +96,9 @@ class _Model(NamedTuple):
 class ByEngine:
     """Draws by the engine.
 
-    Where the state's weights are sharded, they are gathered once in the compute dtype, and freed before the update. If they do not fit,
-    the engine reads them as they are, and gathers each where it is used, for each token.
+    Where the state's weights are sharded, they are copied once a step in the compute dtype (`_copies`): gathered on each device, or where
+    that does not fit, sharded for tensor parallelism. The copies are freed before the update. If neither fits, the engine reads the weights
+    as they are, and gathers each where it is used, for each token.
 
     Args:
       program: of the run.
@@ -113,8 +115,8 @@ class ByEngine:
         self._program, self._special, self._tell = program, special, tell
         self._engine: engine_lib.Engine | None = None
         self._asked: list[tuple[DrawnAnswer, requests.Request]] = []
-        self._gather: Callable[[PyTree], PyTree] | None = None
-        self._gathered: PyTree = ()
+        self._copies: _Copies | None = None
+        self._copied: PyTree = ()
         self._read: list[tuple[int, int, int]] = []  # the row, the slot and the tokens of each answer that is done
 
     @functools.cached_property
@@ -127,9 +129,9 @@ class ByEngine:
         """See `Drawer`."""
         self._read = []
         if self._engine is None:
-            self._gather = _gather(self._program, self._tell)
-        if self._gather is not None:
-            params = self._gathered = self._gather(params)
+            self._copies = _copies(self._program, self._model, self._special, self._tell)
+        if self._copies is not None:
+            params = self._copied = self._copies.make(params)
         if self._engine is None:
             self._engine = self._made(params)
         else:
@@ -137,9 +139,9 @@ class ByEngine:
 
     def release(self) -> None:
         """See `Drawer`."""
-        for leaf in jax.tree.leaves(self._gathered):
+        for leaf in jax.tree.leaves(self._copied):
             leaf.delete()
-        self._gathered = ()
+        self._copied = ()
 
     def submit(self, answer: DrawnAnswer) -> None:
         """See `Drawer`."""
@@ -173,21 +175,18 @@ class ByEngine:
 
     def _made(self, params: PyTree) -> engine_lib.Engine:
         program, config = self._program, self._program.config
-        is_pair, answer = program.family.is_encoder_decoder, config.data.answer_len
-        ways, count = mesh_lib.size(program.mesh, mesh_lib.SUMMED), program.sizes.global_batch_size
-        partition = program.partition if self._gather is None else program.baseline
+        partition = program.partition if self._copies is None else self._copies.partition
+        ways, sizes = mesh_lib.size(partition.mesh, mesh_lib.SUMMED), _sizes(program)
         model = _Model(program.family, self._model, self._special, partition, params, program.weights.adapted)
         return engine_lib.Engine(
             model,
             params,
             is_gathered=True,
             dtype=config.policy.compute_dtype,
-            slots=count,
-            max_len=answer + 1 if is_pair else config.seq_len + 1,
-            max_inputs=config.seq_len,
+            **sizes,
             chunk=config.seq_len,
-            together=math.lcm(config.group, ways),
-            prefill_tokens=count * config.seq_len,
+            together=math.lcm(config.grpo.group, ways),
+            prefill_tokens=sizes["slots"] * config.seq_len,
         )
 
 
@@ -277,13 +276,33 @@ class ByTraining:
         return found
 
 
-def _gather(program: program_lib.Program, tell: Callable[[str], object]) -> Callable[[PyTree], PyTree] | None:
-    """Returns f(params) -> copies of them, gathered on each device, in the compute dtype; None where that changes nothing or does not fit.
+class _Copies(NamedTuple):
+    """The weights that answers are drawn by, copied from the state's.
+
+    Attributes:
+      partition: how they are sharded.
+      make: f(params) -> the copies, in the compute dtype.
+    """
+
+    partition: partition_lib.Partition
+    make: Callable[[PyTree], PyTree]
+
+
+def _copies(
+    program: program_lib.Program, model: Any, special: family_lib.SpecialTokens, tell: Callable[[str], object]
+) -> _Copies | None:
+    """Returns the copies of sharded weights that fit beside the caches; None where the engine reads the weights as they are.
 
     Weights that travel packed are gathered where they are used, as in a step, which rounds them.
+
+    Args:
+      program: of the run.
+      model: the config that the engine has.
+      special: the tokens that begin and end texts.
+      tell: is called with a line that says which copies they are, and why.
     """
-    config, dtype = program.config, program.config.policy.compute_dtype
-    if not stages.STAGES[config.zero.stage].params or config_lib.make_wires(config).is_on or program.mesh.size == 1:
+    config, dtype, mesh = program.config, program.config.policy.compute_dtype, program.mesh
+    if not stages.STAGES[config.zero.stage].params or config_lib.make_wires(config).is_on or mesh.size == 1:
         return None
 
     def cast(params: PyTree) -> PyTree:
@@ -291,22 +310,47 @@ def _gather(program: program_lib.Program, tell: Callable[[str], object]) -> Call
         # Copies, also of what is replicated: they are deleted.
         return jax.tree.map(jnp.copy, precision.cast_floating(whole, dtype))
 
-    shardings = program.baseline.shardings.params
-    found = jax.eval_shape(cast, program.partition.abstract_state.params)
-    placed = jax.tree.map(
-        lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own), found, shardings
-    )
-    taken, free = sum(map(tree.shard_bytes, jax.tree.leaves(placed))), _free()
-    if free is not None and taken > free * FREE:
-        tell(
-            f"answers are drawn by weights that are gathered for each token: gathered once they take {display.human(taken)} of a device, "
-            f"of which {display.human(free)} are free"
+    def needed(partition: partition_lib.Partition) -> tuple[int, int]:
+        """Returns the bytes of the copies and of the caches on a device."""
+        placed = jax.tree.map(
+            lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
+            jax.eval_shape(cast, program.partition.abstract_state.params),
+            partition.shardings.params,
         )
-        return None
+        size = _sizes(program)
+        shape = programs.Shape(
+            size["slots"], size["max_len"], size["max_inputs"] if program.family.is_encoder_decoder else 0
+        )
+        axes = mesh_lib.SUMMED if mesh_lib.size(partition.mesh, mesh_lib.SUMMED) > 1 else ()
+        made = programs.Programs(program.family, model, partition.mesh, shape, special, None, axes)
+        return tuple(sum(map(tree.shard_bytes, jax.tree.leaves(one))) for one in (placed, made.abstract(placed)))
+
+    replicas, free, refused = mesh.shape["replica"], _free(), []
+    ways = mesh.size // replicas
+    sharded = mesh_lib.make_mesh(replica=replicas, data=1, model=ways, devices=mesh.devices.ravel().tolist())
+    for how, own in (
+        ("gathered once a step", mesh),
+        (f"sharded once a step over {ways} devices (tensor parallelism)", sharded),
+    ):
+        partition = program.baseline if own is mesh else program.at_stage_0(own)
+        copies, caches = needed(partition)
+        taken = f"{display.human(copies)} on each device beside {display.human(caches)} of caches"
+        if free is None or copies + caches <= free * FREE:
+            why = f": {'; '.join(refused)}, and {display.human(free)} are free" if refused else ""
+            tell(f"answers are drawn by weights {how}, {taken}, freed before the update{why}")
+            return _Copies(partition, jax.jit(cast, out_shardings=partition.shardings.params))
+        refused.append(f"{how} they take {taken}")
     tell(
-        f"answers are drawn by weights gathered once a step, {display.human(taken)} on each device, freed before the update"
+        f"answers are drawn by weights that are gathered for each token: {'; '.join(refused)}, and {display.human(free)} are free"
     )
-    return jax.jit(cast, out_shardings=shardings)
+    return None
+
+
+def _sizes(program: program_lib.Program) -> dict[str, int]:
+    """Returns the sizes of the engine's caches."""
+    is_pair, config = program.family.is_encoder_decoder, program.config
+    length = config.data.answer_len + 1 if is_pair else config.seq_len + 1
+    return {"slots": program.sizes.global_batch_size, "max_len": length, "max_inputs": config.seq_len}
 
 
 def _free() -> int | None:
