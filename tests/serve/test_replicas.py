@@ -13,7 +13,9 @@ import time
 
 import httpx
 import pytest
+from programs import free_port
 
+from zerojax.errors import UserError
 from zerojax.serve import app, replicas, server
 from zerojax.serve.requests import NotAnswered
 
@@ -51,7 +53,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 time.sleep(0.01)
         except OSError:
             print("nobody reads", flush=True)
-own = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+own = http.server.ThreadingHTTPServer(("127.0.0.1", int((sys.argv + ["0"])[2])), Handler)
 print(f"zerojax: it is served at http://127.0.0.1:{own.server_port}", flush=True)
 own.serve_forever()
 """
@@ -59,13 +61,13 @@ own.serve_forever()
 
 def made(count, code=STANDS_IN, lines=None):
     tell = (lambda line: None) if lines is None else lines.append
-    return [replicas.Replica(n, [sys.executable, "-c", code, str(n)], dict(os.environ), tell) for n in range(count)]
+    return [replicas.Process(n, [sys.executable, "-c", code, str(n)], dict(os.environ), tell) for n in range(count)]
 
 
 @contextlib.contextmanager
-def served(count, lines=None):
-    """Gives the router of stand-ins and a client of it, when all are ready."""
-    router = replicas.Router(made(count, lines=lines), name="it", limits=app.Limits())
+def served(count, lines=None, own=None):
+    """Gives the router of stand-ins, or of other replicas, and a client of it, when all are ready."""
+    router = replicas.Router(own or made(count, lines=lines), name="it", limits=app.Limits())
     router.start(lambda line: None)
     until(lambda: all(replica.port for replica in router.replicas))
     listening = server.made(router.app())
@@ -177,12 +179,43 @@ def test_a_client_that_leaves_is_left_by_the_replica_too():
         until(lambda: router.active == 0)
 
 
+def test_an_address_that_does_not_answer_is_left_out_until_it_does(monkeypatch):
+    monkeypatch.setattr(replicas, "_PAUSE", 0.05)
+    lines, ports = [], [free_port(), free_port()]
+    start = lambda n: subprocess.Popen([sys.executable, "-c", STANDS_IN, str(n), str(ports[n])])  # noqa: E731
+    running = [start(0), start(1)]
+    own = [replicas.Address(n, f"127.0.0.1:{port}", lines.append) for n, port in enumerate(ports)]
+    try:
+        with served(2, own=own) as (_, client):
+            ask = lambda: client.post("/v1/completions", json={"prompt": "a"}).json()  # noqa: E731
+            assert {ask()[0] for _ in range(4)} == {0, 1}
+            running[0].kill()
+            running[0].wait()
+            assert {ask()[0] for _ in range(4)} == {1}  # also before anybody has noticed
+            until(lambda: client.get("/health").json() == {"status": "ok", "replicas": 2, "ready": 1})
+            running[0] = start(0)
+            until(lambda: own[0].port)
+            assert {ask()[0] for _ in range(4)} == {0, 1} and (own[0].starts, own[1].starts) == (2, 1)
+        assert all(process.poll() is None for process in running)  # they are somebody else's
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    assert f"[replica 0] 127.0.0.1:{ports[0]} does not answer; it is left out until it does" in lines
+
+
+@pytest.mark.parametrize("address", ["a", "a:0", "a:x", "https://a:1", "http://a:1/v1", ":1"])
+def test_an_address_is_a_host_and_a_port(address):
+    with pytest.raises(UserError, match="must be HOST:PORT"):
+        replicas.Address(0, address)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone ends a process with its parent")
 def test_replicas_end_with_the_server_that_is_killed():
     code = f"""
 import time
 from zerojax.serve import replicas
-own = replicas.Replica(0, {[sys.executable, "-c", STANDS_IN, "0"]!r}, dict({{}}), lambda line: None)
+own = replicas.Process(0, {[sys.executable, "-c", STANDS_IN, "0"]!r}, dict({{}}), lambda line: None)
 own.start()
 while not own.port:
     time.sleep(0.01)

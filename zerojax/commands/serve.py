@@ -3,6 +3,7 @@
 zerojax serve FOLDER                                http://127.0.0.1:8000/v1, and a page to try it at http://127.0.0.1:8000
 ZEROJAX_API_KEY=... zerojax serve FOLDER --host 0.0.0.0 --port 80    for other machines, which must send the key
 zerojax launch --hostfile hosts -- zerojax serve FOLDER     one process for each GPU of several hosts, of which the first listens
+zerojax serve --route host1:8000 host2:8000         no engine of its own: requests go on to servers that run
 """
 
 import argparse
@@ -13,7 +14,7 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -34,13 +35,15 @@ from zerojax.serve import tokenizer as words_lib
 from zerojax.zero.host import settings
 
 if TYPE_CHECKING:
-    from zerojax.serve import app
+    from zerojax.serve import app, replicas
 
 KEY = "ZEROJAX_API_KEY"
 AUTO = "auto"  # as many replicas as there are GPUs for
 DEVICE, HOST = "device", "host"  # where weights are
 NEEDED = ("starlette", "uvicorn", "h11")
 MOST_REPLICAS = 64
+# What a server without an engine of its own reads.
+ROUTED = {"folder", "route", "host", "port", "name", "key_file", "max_seconds", "max_body"}
 _LAST = 5.0  # seconds in which the engine's thread ends
 
 
@@ -59,11 +62,15 @@ def _serve() -> int:
     given = _parse(sys.argv[1:])
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve: {', '.join(missing)} is not installed; pip install 'zerojax[serve]'")
-    from zerojax.serve import app, server  # which import them
+    from zerojax.serve import app, replicas, server  # which import them
 
     key, cluster = _key(given.key_file), _cluster(given)
+    if given.route:
+        own = [replicas.Address(number, address, _say) for number, address in enumerate(given.route)]
+        return _route(given, key, own, given.name or ", ".join(given.route))
     if given.replicas != "1":
-        return _serve_replicas(given, key, cluster)
+        name = given.name or pathlib.Path(given.folder).resolve().name
+        return _route(given, key, _processes(given, cluster), name)
     joined_by = given.coordinator, given.num_processes, given.process_id
     kept = program_cache.begin(is_one_host=processes.are_here(*joined_by))
     devices.emulate_cpu_devices(given.emulate_devices)
@@ -110,14 +117,14 @@ def _serve() -> int:
     return 0
 
 
-def _serve_replicas(given: argparse.Namespace, key: str, cluster: processes.Cluster | None) -> int:
-    """Serves by several processes of this command, each with GPUs of its own."""
-    from zerojax.serve import replicas, server
+def _processes(given: argparse.Namespace, cluster: processes.Cluster | None) -> "list[replicas.Process]":
+    """Returns several processes of this command, each with GPUs of its own, not started yet."""
+    from zerojax.serve import replicas
 
     if cluster is not None:
         raise UserError(
             "--replicas: are processes of this machine alone, and several processes serve together here; omit one of both, or start a "
-            "server on each host"
+            "server on each host and pass requests on to all (zerojax serve --route HOST:PORT ...)"
         )
     each, names = given.tensor_parallel or 1, agent.gpus(os.environ)
     count = len(names) // each if given.replicas == AUTO else int(given.replicas)
@@ -128,16 +135,18 @@ def _serve_replicas(given: argparse.Namespace, key: str, cluster: processes.Clus
     # Of an argument that is given twice the last one counts
     words = [*sys.argv[1:], "--replicas", "1", "--host", "127.0.0.1", "--port", "0"]
     command = [sys.executable, "-m", "zerojax", "serve", *words]
-    own = [replicas.Replica(n, command, e, _say) for n, e in enumerate(replicas.environments(count, names, each))]
+    return [replicas.Process(n, command, e, _say) for n, e in enumerate(replicas.environments(count, names, each))]
+
+
+def _route(given: argparse.Namespace, key: str, own: "Sequence[replicas.Replica]", name: str) -> int:
+    """Serves by replicas."""
+    from zerojax.serve import replicas, server
+
     bound, began = server.bind(given.host, given.port), time.monotonic()
     with contextlib.closing(bound):
         _warn_of_reach(given, is_far=not server.is_loopback(bound), key=key)
         router = replicas.Router(
-            own,
-            name=given.name or pathlib.Path(given.folder).resolve().name,
-            limits=_limits(given),
-            names=server.names(given.host, bound),
-            has_key=bool(key),
+            own, name=name, limits=_limits(given), names=server.names(given.host, bound), has_key=bool(key)
         )
 
         def make(wait_for: Callable[[str], None]) -> replicas.Router:
@@ -288,7 +297,7 @@ def _key(path: str | None) -> str:
 def _parse(words: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser("zerojax serve", doc=__doc__)
     add = parser.add_argument
-    add("folder", help="a folder with config.json and safetensors, or a name on the Hugging Face hub")
+    add("folder", nargs="?", help="a folder with config.json and safetensors, or a name on the Hugging Face hub")
     add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine alone)")
     add("--port", type=int, default=8000, help="the port; 0 takes a free one (8000)")
     add("--name", default="", help="the model's name in requests (that of the folder)")
@@ -342,6 +351,13 @@ def _parse(words: list[str]) -> argparse.Namespace:
         default="1",
         help="engines behind this port, each with GPUs of its own; auto: as many as there are GPUs for (1)",
     )
+    add(
+        "--route",
+        nargs="+",
+        default=[],
+        metavar="HOST:PORT",
+        help="servers of one model that run already, on any host, to which requests are passed on, in place of a folder",
+    )
     add("--queue", type=int, default=64, help="answers that may wait for a slot; more are refused with 429 (64)")
     add("--max_seconds", type=float, default=600.0, help="for an answer, with its wait (600)")
     add("--max_body", type=int, default=4 * 2**20, help="bytes of a request (4 MiB)")
@@ -360,6 +376,14 @@ def _parse(words: list[str]) -> argparse.Namespace:
     add("--num_processes", type=int, help="processes that serve together")
     add("--process_id", type=int, help="this process's number, from 0, which listens")
     given = parser.parse_args(words)
+    if bool(given.route) == (given.folder is not None):
+        both = "a folder, and --route servers that have one; give one of both"
+        raise UserError(
+            f"serve: is given {both}" if given.route else "folder: is missing; name one, or servers (--route)"
+        )
+    for name in vars(given).keys() - ROUTED if given.route else ():
+        if getattr(given, name) != parser.get_default(name):
+            raise UserError(f"--{name}: is of an engine, and --route has none; give it to the servers")
     if not 0 <= given.port < 2**16:
         raise UserError(f"--port: must be from 0 (a free one) to 65535, and is {given.port}")
     sizes = (

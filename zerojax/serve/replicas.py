@@ -1,9 +1,10 @@
-"""Serves a model by several engines behind one port. This module runs a process for each and passes requests on to them.
+"""Serves a model by several engines behind one port. This module runs a process for each, or knows their addresses, and passes requests on.
 
-A replica is another `zerojax serve` on a port of this machine alone, with devices of its own. A request goes to the one that read the most
-of its beginning before, among those with the fewest answers or at most `SLACK` more: their caches hold that beginning (`Engine.reuses`).
-A replica that ends is started again while the others answer. Of what it was answering, a request of which nothing had come back goes to
-another one, and a stream ends with an error. A request goes on to another one too where a replica's queue is full.
+A replica is another `zerojax serve`: a process with devices of its own, on a port of this machine alone (`Process`), or a server that
+somebody else started, on any machine (`Address`). A request goes to the one that read the most of its beginning before, among those with
+the fewest answers or at most `SLACK` more: their caches hold that beginning (`Engine.reuses`). A process that ends is started again while
+the others answer, and an address that does not answer is left out until it does. Of what it was answering, a request of which nothing had
+come back goes to another one, and a stream ends with an error. A request goes on to another one too where a replica's queue is full.
 """
 
 import asyncio
@@ -11,23 +12,27 @@ import collections
 import contextlib
 import functools
 import hashlib
+import http.client
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import h11
-from starlette import requests as http
+from starlette import requests as http_lib
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from zerojax import bounded
+from zerojax import bounded, errors
+from zerojax.errors import UserError
 from zerojax.serve import app as app_lib
 from zerojax.serve import responses
 from zerojax.serve.requests import NotAnswered
@@ -38,7 +43,10 @@ BLOCK, MOST_BLOCKS = (
     1 << 14,
 )  # letters of a text that are known or not, and blocks that are remembered of a replica
 STARTS = 5  # that may fail one after the other before a replica is given up
-_PAUSE = 1.0  # seconds before a start that follows a failed one
+_PAUSE = 1.0  # seconds before a start that follows a failed one, and between two questions after a server's health
+_CONNECT = 5.0  # seconds in which a server accepts a connection
+# Of a host that is gone without a word: seconds before it is asked whether it is there, between such questions, and how many are lost.
+_KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 _READY = re.compile(r" is served at http://127\.0\.0\.1:(\d+)$")
 # Replaces itself by the command, which ends when this process does (PR_SET_PDEATHSIG = 1; Linux alone has it).
 _STARTER = """
@@ -54,44 +62,38 @@ _CHUNK = 1 << 16  # bytes
 
 
 class Replica:
-    """A process that serves, which is started again when it ends.
+    """A server to which requests are passed on.
 
     Args:
       number: from 0.
-      command, environ: of the process, which prints its address as `zerojax serve` does.
-      tell: is called with each line that it prints.
+      host: its address.
+      tell: is called with each line about it.
 
     Attributes:
       port: on which it answers; 0 while it does not.
       active: requests that were passed on to it and have not ended.
-      starts: how often it was started.
-      is_lost: whether it is not started again.
+      starts: how often it was started, or began to answer.
+      is_lost: whether it will not answer any more.
     """
 
-    def __init__(
-        self, number: int, command: Sequence[str], environ: Mapping[str, str], tell: Callable[[str], None] = print
-    ):
-        self.number, self._command, self._environ, self._tell = number, command, environ, tell
+    def __init__(self, number: int, host: str, tell: Callable[[str], None] = print):
+        self.number, self.host, self._tell = number, host, tell
         self.port, self.active, self.starts, self.is_lost = 0, 0, 0, False
         self._known: collections.OrderedDict[bytes, None] = collections.OrderedDict()
-        self._process: subprocess.Popen[str] | None = None
-        self._is_ending, self._thread = False, threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Starts the process."""
+        """Begins to see whether it answers."""
         self._thread.start()
 
     def end(self) -> None:
-        """Lets the process answer what it has, and end."""
-        self._is_ending = True
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        """Ends it, if it is this server's own."""
 
     def wait(self, seconds: float) -> None:
-        """Waits until the process has ended, and kills it after `seconds`."""
-        self._thread.join(seconds)
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
+        """Waits until it has ended, if it is this server's own, no longer than `seconds`."""
+
+    def missed(self) -> None:
+        """Notes that it did not answer."""
 
     def knows(self, blocks: Sequence[bytes]) -> int:
         """Returns how many of the first blocks of a text it read before."""
@@ -104,6 +106,88 @@ class Replica:
             self._known.move_to_end(block)
         while len(self._known) > MOST_BLOCKS:
             self._known.popitem(last=False)
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+
+class Address(Replica):
+    """A server that somebody else started. It is asked for its health every second, and left out while it does not answer.
+
+    Args:
+      number, tell: see `Replica`.
+      address: HOST:PORT of plain HTTP.
+
+    Raises:
+      UserError: the address is none.
+    """
+
+    def __init__(self, number: int, address: str, tell: Callable[[str], None] = print):
+        try:
+            found = urllib.parse.urlsplit(address if "://" in address else f"http://{address}")
+            host, self._port = found.hostname, found.port
+        except ValueError:
+            host = None
+        if not host or not self._port or found.scheme != "http" or found.path.strip("/") or found.query:
+            raise UserError(f"--route {errors.shown(address, 80)}: must be HOST:PORT of a server with plain HTTP")
+        super().__init__(number, host, tell)
+
+    def missed(self) -> None:
+        """See `Replica`."""
+        if self.port:
+            self.port = 0
+            self._known.clear()  # the next server there begins with empty caches
+            self._tell(
+                f"[replica {self.number}] {self.host}:{self._port} does not answer; it is left out until it does"
+            )
+
+    def _run(self) -> None:
+        while True:
+            if not self._is_healthy():
+                self.missed()
+            elif not self.port:
+                self.starts, self.port = self.starts + 1, self._port
+                self._tell(f"[replica {self.number}] {self.host}:{self._port} answers")
+            time.sleep(_PAUSE)
+
+    def _is_healthy(self) -> bool:
+        connection = http.client.HTTPConnection(self.host, self._port, timeout=_CONNECT)
+        try:
+            connection.request("GET", "/health", headers={"Host": "localhost"})
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+class Process(Replica):
+    """A process that serves on this machine, which is started again when it ends.
+
+    Args:
+      number, tell: see `Replica`; all lines that it prints are told.
+      command, environ: of the process, which prints its address as `zerojax serve` does.
+    """
+
+    def __init__(
+        self, number: int, command: Sequence[str], environ: Mapping[str, str], tell: Callable[[str], None] = print
+    ):
+        super().__init__(number, "127.0.0.1", tell)
+        self._command, self._environ = command, environ
+        self._process: subprocess.Popen[str] | None = None
+        self._is_ending = False
+
+    def end(self) -> None:
+        """Lets the process answer what it has, and end."""
+        self._is_ending = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the process has ended, and kills it after `seconds`."""
+        self._thread.join(seconds)
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
 
     def _run(self) -> None:
         failed = 0
@@ -195,32 +279,32 @@ class Router:
         ]
         return Starlette(routes=routes)
 
-    def _guarded(self, answer: Callable[[http.Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-        async def route(request: http.Request) -> Response:
+    def _guarded(self, answer: Callable[[http_lib.Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+        async def route(request: http_lib.Request) -> Response:
             try:
                 if not self._has_key:
                     app_lib.check_host(request, self._names)
                 return await answer(request)
             except NotAnswered as error:
                 return app_lib.refusal(error)
-            except http.ClientDisconnect:
+            except http_lib.ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
 
         return route
 
-    async def _health(self, request: http.Request) -> Response:
+    async def _health(self, request: http_lib.Request) -> Response:
         ready = sum(bool(replica.port) for replica in self.replicas)
         status = "draining" if self.is_draining else "ok" if ready else "starting"
         return JSONResponse(
             {"status": status, "replicas": len(self.replicas), "ready": ready}, 200 if status == "ok" else 503
         )
 
-    async def _metrics(self, request: http.Request) -> Response:
+    async def _metrics(self, request: http_lib.Request) -> Response:
         """Returns what the replicas count, each with its number, and the starts of each."""
         found: dict[str, None] = {}  # in order, a line once
         for replica in [one for one in self.replicas if one.port]:
             with contextlib.suppress(_Gone):
-                answer = await _asked(replica.port, "GET", b"/metrics", request.headers, b"")
+                answer = await _asked(replica, "GET", b"/metrics", request.headers, b"")
                 whole = await answer.whole()
                 if answer.status == 401:  # the same key is each one's
                     return Response(whole, answer.status, answer.headers)
@@ -229,7 +313,7 @@ class Router:
             found[f'zerojax_replica_starts_total{{replica="{replica.number}"}} {replica.starts}'] = None
         return PlainTextResponse("\n".join(found) + "\n", media_type="text/plain; version=0.0.4")
 
-    async def _passed_on(self, request: http.Request) -> Response:
+    async def _passed_on(self, request: http_lib.Request) -> Response:
         """Returns a replica's answer."""
         if self.is_draining:
             raise NotAnswered(503, "the server is to end and takes no new requests", code="draining")
@@ -250,7 +334,7 @@ class Router:
             self._begin(replica)
             is_passed = False
             try:
-                begun = asyncio.ensure_future(_asked(replica.port, request.method, path, request.headers, body))
+                begun = asyncio.ensure_future(_asked(replica, request.method, path, request.headers, body))
                 answer = await _unless_gone(request, begun)
                 if answer.headers.get("content-type", "").startswith("text/event-stream"):
                     is_passed = True
@@ -260,7 +344,7 @@ class Router:
                 if answer.status not in (429, 503):  # its queue is full, or it ends
                     return refused
             except _Gone:  # another one is asked
-                pass
+                replica.missed()
             finally:
                 if not is_passed:
                     self._over(replica)
@@ -321,16 +405,18 @@ class _Answer:
         self._writer.close()
 
 
-async def _asked(port: int, method: str, path: bytes, headers: Mapping[str, str], body: bytes) -> _Answer:
+async def _asked(replica: Replica, method: str, path: bytes, headers: Mapping[str, str], body: bytes) -> _Answer:
     """Asks a replica. Raises _Gone if it ends before it answers."""
     own = {"host": "localhost", "connection": "close", "content-length": str(len(body))}
     own |= {name: headers[name] for name in _KEPT if name in headers}
     sent = [(name.encode(), value.encode("latin-1")) for name, value in own.items()]
     connection = h11.Connection(h11.CLIENT)
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError as error:
+        async with asyncio.timeout(_CONNECT):
+            reader, writer = await asyncio.open_connection(replica.host, replica.port)
+    except OSError as error:  # a TimeoutError is one
         raise _Gone from error
+    _keep_alive(writer.get_extra_info("socket"))
     try:
         events = [h11.Request(method=method, target=path, headers=sent), h11.Data(body), h11.EndOfMessage()]
         writer.write(b"".join(filter(None, map(connection.send, events))))
@@ -339,6 +425,14 @@ async def _asked(port: int, method: str, path: bytes, headers: Mapping[str, str]
     except BaseException:
         writer.close()
         raise
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Ends a connection some seconds after its other end is gone without a word."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE:
+        if hasattr(socket, name):  # Linux has all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> Any:
@@ -353,14 +447,14 @@ async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> Any
     return event
 
 
-async def _unless_gone(request: http.Request, answer: "asyncio.Future[Any]") -> Any:
+async def _unless_gone(request: http_lib.Request, answer: "asyncio.Future[Any]") -> Any:
     """Returns what is awaited. Raises ClientDisconnect if the client goes first."""
     gone = asyncio.ensure_future(app_lib.until_gone(request))
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
             return answer.result()
-        raise http.ClientDisconnect
+        raise http_lib.ClientDisconnect
     finally:
         gone.cancel()
         if not answer.done():
