@@ -7,10 +7,12 @@
     POST /v1/completions         prompts, as texts or token ids
     POST /v1/chat/completions    a conversation
 
-One thread runs the event loop, and the engine has another. The engine's thread only wakes the loop, which reads how far a request is.
+One thread runs the event loop, and the engine has another. The engine's thread only wakes the loop, once for many requests (`_Wakes`), and
+the loop reads how far each is.
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -93,7 +95,7 @@ class Service:
         self._names = {"localhost", *names}
         self._counts, self._created = counts_lib.Counts(), int(time.time())
         self._adapters = {name: ""} | {adapter: adapter for adapter in adapters}  # by the names of requests
-        self._calls: set[_Answering] = set()
+        self._calls, self._wakes = set[_Answering](), _Wakes()
         self.is_draining, self.active = False, 0
 
     @property
@@ -208,7 +210,7 @@ class Service:
             line = f"{name}: asks for {count} answers, and at most {self._most} fit; ask for fewer, or raise --queue"
             raise NotAnswered(400, line, name)
         prompts = await self._ids(asked, is_chat=is_chat)
-        call = _Answering(self._worker, began, self._limits.seconds)
+        call = _Answering(self._worker, self._wakes, began, self._limits.seconds)
         try:
             more: dict[str, Any] = {"adapter": self._adapters[asked.model]}
             if is_chat and not asked.settings.get("ignores_end"):
@@ -319,6 +321,28 @@ class Service:
             call.wake(None)
 
 
+class _Wakes:
+    """Calls that have changed since the event loop last looked. A step changes all answers. If its thread woke the loop for each, it would
+    wait for Python's lock each time."""
+
+    def __init__(self) -> None:
+        self._changed = collections.deque[_Answering]()
+        self._is_told = False
+
+    def add(self, call: "_Answering", loop: asyncio.AbstractEventLoop) -> None:
+        """Tells the loop that a call has changed. Any thread may call it."""
+        self._changed.append(call)
+        if not self._is_told:
+            self._is_told = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        self._is_told = False  # first, so that what comes from now on is told again
+        while self._changed:
+            self._changed.popleft().changed.set()
+
+
 class _Answering:
     """The requests of one call.
 
@@ -326,14 +350,17 @@ class _Answering:
       began: when, by the monotonic clock.
       requests: of the engine.
       is_gone: whether the client is.
+      is_late: whether the time is over.
       has_begun: whether a token has come.
+      changed: is set when one of these is another, and after each token.
     """
 
-    def __init__(self, worker: worker_lib.Worker, began: float, seconds: float):
-        self._worker, self._until, self._loop = worker, began + seconds, asyncio.get_running_loop()
-        self._seconds = seconds
-        self._changed, self.began, self.is_gone, self.has_begun = asyncio.Event(), began, False, False
-        self.requests: list[requests.Request] = []
+    def __init__(self, worker: worker_lib.Worker, wakes: _Wakes, began: float, seconds: float):
+        self._worker, self._wakes, self._loop = worker, wakes, asyncio.get_running_loop()
+        self._seconds, self.began = seconds, began
+        self.is_gone, self.is_late, self.has_begun = False, False, False
+        self.changed, self.requests = asyncio.Event(), list[requests.Request]()
+        self._timer: asyncio.TimerHandle | None = None
 
     def request(self, prompt: Sequence[int], settings: dict[str, Any]) -> requests.Request:
         """Returns one more request, which `start` asks. Raises UserError as the engine does."""
@@ -343,13 +370,17 @@ class _Answering:
 
     def start(self) -> None:
         """Asks the requests."""
+        self._timer = self._loop.call_later(self.began + self._seconds - time.monotonic(), self._end_late)
         for request in self.requests:
             self._worker.add(request)
 
     def wake(self, _: requests.Request | None) -> None:
         """Tells that something has changed. Any thread may call it."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._changed.set)
+        self._wakes.add(self, self._loop)
+
+    def _end_late(self) -> None:
+        self.is_late = True
+        self.changed.set()
 
     async def changes(self) -> AsyncGenerator[None, None]:
         """Yields after each change, until all requests have ended.
@@ -367,16 +398,16 @@ class _Answering:
                 raise http.ClientDisconnect
             if self._worker.failure:
                 raise NotAnswered(500, f"the engine failed ({self._worker.failure})", code="engine_failed")
-            try:
-                async with asyncio.timeout(self._until - time.monotonic()):
-                    await self._changed.wait()
-            except TimeoutError as error:
+            if self.is_late:
                 line = f"the answer took longer than the server's limit of {self._seconds:g} s (--max_seconds); ask for fewer tokens"
-                raise NotAnswered(503, line, code="timeout") from error
-            self._changed.clear()
+                raise NotAnswered(503, line, code="timeout")
+            await self.changed.wait()
+            self.changed.clear()
 
     def end(self) -> int:
         """Cancels the requests that have not ended, and returns how many."""
+        if self._timer is not None:
+            self._timer.cancel()
         left = [request for request in self.requests if not request.finish]
         for request in left:
             self._worker.cancel(request)
