@@ -32,9 +32,30 @@ def test_requests_are_answered_and_cancelled_between_steps_and_an_idle_engine_wa
     assert engine.is_idle and not made._thread.is_alive()
 
 
+def test_a_request_goes_first_that_comes_while_the_devices_have_work():
+    class Busy:
+        is_idle, spare_seconds = False, 60.0
+
+        def add(self, request):
+            self.spare_seconds = 0.0
+            asked.append(request)
+
+        def step(self):
+            found.append(list(asked))
+            stepped.set()
+
+    asked, found, stepped = [], [], threading.Event()
+    made = worker.Worker(Busy())
+    made.start()
+    made.add("it")
+    assert stepped.wait(30)
+    made.stop(60)
+    assert found[0] == ["it"]
+
+
 def test_an_engine_that_fails_is_told_once_in_one_line():
     class Broken:
-        is_idle = False
+        is_idle, spare_seconds = False, 0.0
 
         def step(self):
             raise RuntimeError("no\nmemory")

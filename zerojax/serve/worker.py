@@ -67,11 +67,15 @@ class Worker:
             self._on_failure()
 
     def _asked(self) -> list[Action] | None:
-        """Returns what was asked since the last step; waits for something to do if there is nothing. None: the thread is to end."""
+        """Returns what was asked since the last step; waits for something to do if there is nothing, and as long as the devices have work
+        for what is to go first. None: the thread is to end."""
         found: list[Action | None] = []
-        if self.engine.is_idle:
-            watch.at(watch.IDLE)
-            found.append(self._inbox.get())
+        with contextlib.suppress(queue.Empty):
+            if self.engine.is_idle:
+                watch.at(watch.IDLE)
+                found.append(self._inbox.get())
+            elif (spare := self.engine.spare_seconds) > 0:
+                found.append(self._inbox.get(timeout=spare))
         with contextlib.suppress(queue.Empty):
             while True:
                 found.append(self._inbox.get_nowait())

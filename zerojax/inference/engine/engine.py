@@ -27,7 +27,7 @@ from zerojax import errors, precision, signatures, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import adapters as adapters_lib
-from zerojax.inference.engine import detokenizer, programs, rehearsal, requests, streamed, weights
+from zerojax.inference.engine import detokenizer, pace, programs, rehearsal, requests, streamed, weights
 from zerojax.inference.engine import row_sampling as draws_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
@@ -212,6 +212,7 @@ class Engine:
         )
         self._arrived: collections.deque[tuple[requests.Request, int, Any, tuple[int, int]]] = collections.deque()
         self._clock, self._stepping = 0, threading.RLock()
+        self._pace = pace.Pace()
 
     @property
     def max_len(self) -> int:
@@ -238,6 +239,14 @@ class Engine:
     def counts(self) -> dict[str, int]:
         """Returns the requests that wait, and those that have a slot."""
         return {"waiting": len(self._waiting), "running": sum(slot.request is not None for slot in self._slots)}
+
+    @property
+    def spare_seconds(self) -> float:
+        """Returns how long the next step may wait before the devices lack work; 0 where a new request could not begin in it."""
+        has_room = not self._waiting and any(slot.request is None for slot in self._slots)
+        if len(self._pending) != 1 or not has_room or self._reading():
+            return 0.0
+        return self._pace.spare(self._pending[0][0].token.shape)
 
     def renew(self, params: PyTree) -> None:
         """Answers what is asked from now on with other weights, of the same shapes, dtypes and shardings. Nothing may be asked still.
@@ -389,10 +398,12 @@ class Engine:
 
     def _step(self) -> bool:
         self._clock += 1
+        self._pace.begin()
         self._admit()
         self._read_anew()
         self._prefill()
         self._decode()
+        self._pace.sent()
         # The newest tokens are read a step later, if that step has more to send.
         has_more = any(slot.request is not None and not slot.has_all and not slot.waits for slot in self._slots)
         while self._arrived or len(self._pending) > (1 if has_more else 0):
@@ -635,6 +646,7 @@ class Engine:
         if not self._arrived:
             told, rows = self._pending[0]
             told = jax.tree.map(np.asarray, told)
+            self._pace.read(told.token.shape)
             several = told if told.token.ndim == 2 else jax.tree.map(lambda leaf: leaf[None], told)
             steps = range(len(several.token))
             self._arrived.extend((*asked, several, (step, row)) for step in steps for row, *asked in rows)

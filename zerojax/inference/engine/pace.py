@@ -1,0 +1,43 @@
+"""Foretells when the devices will lack work. This module measures how long programs run and how long the host takes to send a step.
+
+The host sends a step while the devices run the one before, and a request that comes after that waits for both. So a server sends a step as
+late as it can, and reads first what comes until then. How late follows from medians, since a program or the host is slow now and then.
+"""
+
+import collections
+import statistics
+import time
+
+SOONEST, SENDS = 0.9, 2.0  # a program may take this share of its usual time, and a step so many times its own to be sent
+LAST = 16  # programs of a kind and steps that are remembered
+
+
+class Pace:
+    """The times of an engine's programs and steps, in seconds by the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._runs: dict[object, collections.deque[float]] = {}
+        self._sends: collections.deque[float] = collections.deque(maxlen=LAST)
+        self._began = self._read = time.monotonic()
+
+    def begin(self) -> None:
+        """Notes that a step begins to be sent."""
+        self._began = time.monotonic()
+
+    def sent(self) -> None:
+        """Notes that it was sent."""
+        self._sends.append(time.monotonic() - self._began)
+
+    def read(self, kind: object) -> None:
+        """Notes that the results of a program were read. The next program, if it was sent, runs since then."""
+        now = time.monotonic()
+        self._runs.setdefault(kind, collections.deque(maxlen=LAST)).append(now - self._read)
+        self._read = now
+
+    def spare(self, kind: object) -> float:
+        """Returns how long the host may wait before it sends the next step, where one program runs; 0 where few of its kind have run."""
+        runs = self._runs.get(kind, ())
+        if len(runs) < LAST:
+            return 0.0
+        busy = SOONEST * statistics.median(runs) - SENDS * statistics.median(self._sends)
+        return max(0.0, self._read + busy - time.monotonic())
