@@ -10,6 +10,9 @@ from zerojax.errors import UserError
 def test_a_pair_stays_as_it_is_and_scores_choose_the_best_and_the_worst():
     pair = {"chosen": "a", "rejected": "b"}
     assert preferences.pair_of(pair, "f:1") is pair
+    usual = {"text": "c", "label": "a", "rejected": "b"}
+    assert preferences.pair_of(usual, "f:1") == {**usual, "prompt": "c", "chosen": "a"}
+    assert preferences.pair_of({**usual, "prompt": "d"}, "f:1")["prompt"] == "d"
     rated = {"responses": np.array(["a", "b", "c", "d"], object), "ratings": np.array([2.0, 7.0, 7.0, 0.5])}
     found = preferences.pair_of(rated, "f:1")
     assert (found["chosen"], found["rejected"]) == ("b", "d")

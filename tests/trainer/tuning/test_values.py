@@ -14,7 +14,7 @@ from zerojax.interop import pretrained
 from zerojax.trainer import examples, program, results, rewarded
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import answers, rollouts
+from zerojax.trainer.tuning import answers, rollouts, values
 
 BYTES = tokenizer.load_tokenizer("bytes")
 TASK = {
@@ -100,3 +100,10 @@ def test_a_run_refuses_to_resume_with_another_model_in_the_folder(prompts_file, 
     weights.write_bytes(found)
     with pytest.raises(UserError, match=r"was saved with another model in config.grpo.reward \(fingerprint"):
         runs.run(run, devices=2, steps=2, **task)
+
+
+def test_a_folder_that_is_named_like_a_reward_is_meant_by_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("exact", "mine"):
+        (tmp_path / name).mkdir()
+    assert [values.is_folder(name) for name in ("exact", "./exact", "mine", "letters")] == [False, True, True, False]

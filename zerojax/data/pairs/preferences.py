@@ -4,6 +4,7 @@
 |---|---|
 | chosen, rejected, perhaps prompt | as it is (TRL, UltraFeedback, HH-RLHF) |
 | input.messages, preferred_output, non_preferred_output | these (OpenAI's preference files) |
+| label, rejected, perhaps text | these: the fields that `answer`, `rejected` and `prompt` name by default |
 | completions (or responses, answers) with scores (or ratings) | the answer of the highest score, and that of the lowest |
 """
 
@@ -15,6 +16,7 @@ from zerojax.data.pairs import templates
 from zerojax.errors import UserError
 
 FIELDS = PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+TEXT, LABEL = "text", "label"
 ANSWERS, SCORES = ("completions", "responses", "answers"), ("scores", "ratings")
 UNPAIRED = ("completion", "label")  # an answer that is good or bad, without another
 
@@ -31,6 +33,9 @@ def pair_of(example: Mapping[str, Any], place: str) -> Mapping[str, Any]:
         asked = templates.plain(example.get("input"))
         found = {**example, CHOSEN: example["preferred_output"], REJECTED: example["non_preferred_output"]}
         return {**found, PROMPT: asked["messages"]} if isinstance(asked, Mapping) and "messages" in asked else found
+    if LABEL in example and REJECTED in example:
+        found = {**example, CHOSEN: example[LABEL]}
+        return {**found, PROMPT: example[TEXT]} if PROMPT not in example and TEXT in example else found
     answers, scores = (next((name for name in names if name in example), "") for names in (ANSWERS, SCORES))
     if answers and scores:
         return {**example, **_by_score(example, answers, scores, place)}

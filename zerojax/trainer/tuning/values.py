@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import errors
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import rewards
 from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.interop import folder as folder_lib
@@ -29,8 +30,8 @@ PLACE = "config.grpo.reward"
 
 
 def is_folder(reward: str) -> bool:
-    """Returns whether a reward is a model's folder."""
-    return pathlib.Path(reward).is_dir()
+    """Returns whether a reward is a model's folder. One that is named like a reward of the table is meant by a path: "./exact"."""
+    return reward not in rewards.REWARDS and pathlib.Path(reward).is_dir()
 
 
 def fingerprint(reward: str) -> dict[str, str]:
