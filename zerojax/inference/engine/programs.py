@@ -145,7 +145,8 @@ class Programs:
         self.further: Any = jitted(self._further)
         # The host takes longer to bring graphs of CUDA up to date than to launch kernels: many short ones, since a graph ends at each
         # all-reduce, or one with Mosaic's kernels (docs/benchmarks/gpu.md).
-        self._has_graphs = not (kernels == "pallas" and shape.slots == 1 and (mesh.size > 1 or has_transposed))
+        is_sharded = mesh_lib.size(mesh, mesh_lib.COMPILER) > 1 and mesh_lib.platform(mesh) == "gpu"
+        self._has_graphs = not (is_sharded or (kernels == "pallas" and shape.slots == 1 and has_transposed))
         options = None if self._has_graphs else {"xla_gpu_graph_min_graph_size": 2**30}
         jitted = functools.partial(jitted, static_argnames="is_plain", compiler_options=options)
         self.step: Any = jitted(self._decode)
