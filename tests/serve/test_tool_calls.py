@@ -30,7 +30,7 @@ def text_of(ids):
 class Scripted:
     """An engine whose answers are given: that of stream n is the text n, in a token for each byte, at most `most` tokens."""
 
-    slots, max_len, counts = 8, 1000, {"running": 0, "waiting": 0}
+    slots, max_len, counts, spare_seconds = 8, 1000, {"running": 0, "waiting": 0}, 0.0
 
     def __init__(self, texts, most):
         self._texts, self._most, self._running = texts, most, []
