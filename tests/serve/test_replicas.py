@@ -61,7 +61,9 @@ own.serve_forever()
 
 def made(count, code=STANDS_IN, lines=None):
     tell = (lambda line: None) if lines is None else lines.append
-    return [replicas.Process(n, [sys.executable, "-c", code, str(n)], dict(os.environ), tell) for n in range(count)]
+    return [
+        replicas.ServerProcess(n, [sys.executable, "-c", code, str(n)], dict(os.environ), tell) for n in range(count)
+    ]
 
 
 @contextlib.contextmanager
@@ -215,7 +217,7 @@ def test_replicas_end_with_the_server_that_is_killed():
     code = f"""
 import time
 from zerojax.serve import replicas
-own = replicas.Process(0, {[sys.executable, "-c", STANDS_IN, "0"]!r}, dict({{}}), lambda line: None)
+own = replicas.ServerProcess(0, {[sys.executable, "-c", STANDS_IN, "0"]!r}, dict({{}}), lambda line: None)
 own.start()
 while not own.port:
     time.sleep(0.01)

@@ -117,7 +117,7 @@ def _serve() -> int:
     return 0
 
 
-def _processes(given: argparse.Namespace, cluster: processes.Cluster | None) -> "list[replicas.Process]":
+def _processes(given: argparse.Namespace, cluster: processes.Cluster | None) -> "list[replicas.ServerProcess]":
     """Returns several processes of this command, each with GPUs of its own, not started yet."""
     from zerojax.serve import replicas
 
@@ -135,7 +135,9 @@ def _processes(given: argparse.Namespace, cluster: processes.Cluster | None) -> 
     # Of an argument that is given twice the last one counts
     words = [*sys.argv[1:], "--replicas", "1", "--host", "127.0.0.1", "--port", "0"]
     command = [sys.executable, "-m", "zerojax", "serve", *words]
-    return [replicas.Process(n, command, e, _say) for n, e in enumerate(replicas.environments(count, names, each))]
+    return [
+        replicas.ServerProcess(n, command, e, _say) for n, e in enumerate(replicas.environments(count, names, each))
+    ]
 
 
 def _route(given: argparse.Namespace, key: str, own: "Sequence[replicas.Replica]", name: str) -> int:

@@ -1,6 +1,6 @@
 """Serves a model by several engines behind one port. This module runs a process for each, or knows their addresses, and passes requests on.
 
-A replica is another `zerojax serve`: a process with devices of its own, on a port of this machine alone (`Process`), or a server that
+A replica is another `zerojax serve`: a process with devices of its own, on a port of this machine alone (`ServerProcess`), or a server that
 somebody else started, on any machine (`Address`). A request goes to the one that read the most of its beginning before, among those with
 the fewest answers or at most `SLACK` more: their caches hold that beginning (`Engine.reuses`). A process that ends is started again while
 the others answer, and an address that does not answer is left out until it does. Of what it was answering, a request of which nothing had
@@ -125,7 +125,7 @@ class Address(Replica):
     def __init__(self, number: int, address: str, tell: Callable[[str], None] = print):
         try:
             found = urllib.parse.urlsplit(address if "://" in address else f"http://{address}")
-            host, self._port = found.hostname, found.port
+            host, self._port = found.hostname, found.port or 0
         except ValueError:
             host = None
         if not host or not self._port or found.scheme != "http" or found.path.strip("/") or found.query:
@@ -161,7 +161,7 @@ class Address(Replica):
             connection.close()
 
 
-class Process(Replica):
+class ServerProcess(Replica):
     """A process that serves on this machine, which is started again when it ends.
 
     Args:

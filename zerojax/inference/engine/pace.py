@@ -8,7 +8,8 @@ import collections
 import statistics
 import time
 
-SOONEST, SENDS = 0.9, 2.0  # a program may take this share of its usual time, and a step so many times its own to be sent
+SOONEST = 0.9  # of its usual time a program may take
+SENDS = 2.0  # times as long as usual a step may take to be sent
 LAST = 16  # programs of a kind and steps that are remembered
 
 

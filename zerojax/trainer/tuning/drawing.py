@@ -323,11 +323,13 @@ def _copies(
         )
         axes = mesh_lib.SUMMED if mesh_lib.size(partition.mesh, mesh_lib.SUMMED) > 1 else ()
         made = programs.Programs(program.family, model, partition.mesh, shape, special, None, axes)
-        return tuple(sum(map(tree.shard_bytes, jax.tree.leaves(one))) for one in (placed, made.abstract(placed)))
+        copies, caches = (sum(map(tree.shard_bytes, jax.tree.leaves(one))) for one in (placed, made.abstract(placed)))
+        return copies, caches
 
-    replicas, free, refused = mesh.shape["replica"], _free(), []
-    ways = mesh.size // replicas
-    sharded = mesh_lib.make_mesh(replica=replicas, data=1, model=ways, devices=mesh.devices.ravel().tolist())
+    free, refused = _free(), list[str]()
+    ways = mesh_lib.size(mesh, (*mesh_lib.STATE, *mesh_lib.COMPILER))
+    devices = mesh.devices.ravel().tolist()
+    sharded = mesh_lib.make_mesh(replica=mesh.size // ways, data=1, model=ways, devices=devices)
     for how, own in (
         ("gathered once a step", mesh),
         (f"sharded once a step over {ways} devices (tensor parallelism)", sharded),
@@ -336,17 +338,16 @@ def _copies(
         copies, caches = needed(partition)
         taken = f"{display.human(copies)} on each device beside {display.human(caches)} of caches"
         if free is None or copies + caches <= free * FREE:
-            why = f": {'; '.join(refused)}, and {display.human(free)} are free" if refused else ""
+            why = f": {'; '.join(refused)}, and {display.human(free or 0)} are free" if refused else ""
             tell(f"answers are drawn by weights {how}, {taken}, freed before the update{why}")
             return _Copies(partition, jax.jit(cast, out_shardings=partition.shardings.params))
         refused.append(f"{how} they take {taken}")
-    tell(
-        f"answers are drawn by weights that are gathered for each token: {'; '.join(refused)}, and {display.human(free)} are free"
-    )
+    known = f"{'; '.join(refused)}, and {display.human(free or 0)} are free"
+    tell(f"answers are drawn by weights that are gathered for each token: {known}")
     return None
 
 
-def _sizes(program: program_lib.Program) -> dict[str, int]:
+def _sizes(program: program_lib.Program) -> dict[str, Any]:
     """Returns the sizes of the engine's caches."""
     is_pair, config = program.family.is_encoder_decoder, program.config
     length = config.data.answer_len + 1 if is_pair else config.seq_len + 1
