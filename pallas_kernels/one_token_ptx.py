@@ -292,9 +292,7 @@ def _of_last(shape: ProductShape, unit: float, groups: int) -> list[str]:
     ]
 
 
-def _columns_of(
-    names: dict[str, tuple[str, int]], shape: ProductShape, unit: float, base: str = "%2!", parts: str = "%3!"
-) -> list[str]:
+def _columns_of(names: dict[str, tuple[str, int]], shape: ProductShape, unit: float) -> list[str]:
     """PTX: name = the sum of a column, for {name: (column of the 128, weight)}: from shared memory, or where the rows have parts from
     these."""
     lines = []
@@ -302,13 +300,13 @@ def _columns_of(
         lines.append(f".reg .b32 c_{name};")
         if shape.parts == 1:
             lines.append(
-                f"add.u32 c_{name}, {base}, {4 * WARPS * WIDE * which};" + _total(name, column, f"c_{name}", unit)
+                f"add.u32 c_{name}, %2!, {4 * WARPS * WIDE * which};" + _total(name, column, f"c_{name}", unit)
             )
         else:
             lines.append(
                 f"add.u32 c_{name}, column, {column}; add.u32 c_{name}, c_{name}, {which * shape.parts * shape.columns};"
             )
-            lines.append(_joined(name, f"c_{name}", parts, shape.parts, shape.columns))
+            lines.append(_joined(name, f"c_{name}", "%3!", shape.parts, shape.columns))
     return lines
 
 

@@ -286,7 +286,9 @@ def _kernels(one_pass: Any, most: int) -> list[str]:
         others = [
             (kernel.nbytes * kernel.times / 1e6, kernel.instruction)
             for kernel in traffic.kernels(found)
-            if not traffic.uses_matrix_units(found.module, kernel.where, kernel.instruction)
+            if not traffic.is_library_call(kernel.instruction)
+            and kernel.instruction.opcode != "convolution"
+            and not traffic.matmuls(found.module, kernel.where, kernel.instruction)
         ]
         total = sum(megabytes for megabytes, _ in others)
         lines.append(f"{program.name}, {runs[id(program.run)]} times a pass: {total:,.0f} MB")

@@ -1,32 +1,16 @@
 """Compares recurrences over chunks with the same token by token. This module tests zerojax.ops.recurrence."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recurrences import DELTA, SCAN, drawn, with_gradients
 
 from zerojax.ops import recurrence
-from zerojax.ops.recurrence import Terms
 
 ROUNDING = 1e-5  # float32 sums in another order, of the largest value
 BATCH, GROUPS, HEADS, KEYS, VALUES = 2, 2, 4, 3, 5
-DELTA, SCAN = "delta rule", "Mamba-2"
-
-
-def drawn(kind, length):
-    """Returns tokens whose keys have length 1 and whose decays are between 1 and a few hundredths, and a state."""
-    random = np.random.default_rng(length)
-
-    def normal(*shape):
-        return random.normal(size=shape).astype(np.float32)
-
-    q, k = normal(BATCH, length, GROUPS, KEYS), normal(BATCH, length, GROUPS, KEYS)
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    decay = -np.exp(normal(BATCH, length, HEADS) - 1)
-    beta = 1 / (1 + np.exp(-normal(BATCH, length, HEADS))) if kind == DELTA else None
-    return Terms(q, k, normal(BATCH, length, HEADS, VALUES), decay, beta), normal(BATCH, HEADS, KEYS, VALUES)
+SIZES = GROUPS, HEADS, KEYS, VALUES
 
 
 def plain(tokens, state, mask, segments):
@@ -46,17 +30,8 @@ def plain(tokens, state, mask, segments):
     return jnp.where(mask[..., None, None], jnp.moveaxis(y, 0, 1), 0), state
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def with_gradients(function, tokens, state, d_y, d_state):
-    found, pull = jax.vjp(function, tokens, state)
-    return found, pull((d_y, d_state))
-
-
 def compare(kind, length, mask=None, segments=None):
-    tokens, state = drawn(kind, length)
-    random = np.random.default_rng(1)
-    d_y = random.normal(size=tokens.v.shape).astype(np.float32)
-    d_state = random.normal(size=state.shape).astype(np.float32)
+    tokens, state, grads = drawn(kind, BATCH, length, *SIZES)
     seen = np.ones((BATCH, length), bool) if mask is None else mask
     numbers = np.zeros((BATCH, length), np.int32) if segments is None else segments
 
@@ -64,8 +39,8 @@ def compare(kind, length, mask=None, segments=None):
         y, after = recurrence.scan(tokens, state, mask_BT=mask, segments_BT=segments)
         return jnp.where(seen[..., None, None], y, 0), after
 
-    found = with_gradients(chunked, tokens, state, d_y, d_state)
-    wanted = with_gradients(lambda *given: plain(*given, seen, numbers), tokens, state, d_y, d_state)
+    found = with_gradients(chunked, tokens, state, grads)
+    wanted = with_gradients(lambda *given: plain(*given, seen, numbers), tokens, state, grads)
     for own, true in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert own.dtype == jnp.float32
         np.testing.assert_allclose(own, true, rtol=0, atol=ROUNDING * max(1, np.abs(true).max()))
@@ -87,7 +62,7 @@ def test_texts_of_a_row_begin_with_state_0(kind):
 @pytest.mark.parametrize("kind", [DELTA, SCAN])
 def test_padding_leaves_no_trace(kind):
     compare(kind, 70, mask=np.arange(70) < np.array([[66], [0]]))
-    tokens, state = drawn(kind, 70)
+    tokens, state, _ = drawn(kind, BATCH, 70, *SIZES)
     mask = np.arange(70) < np.array([[66], [5]])
     other = tokens._replace(
         v=np.where(mask[..., None, None], tokens.v, 9), k=np.where(mask[..., None, None], tokens.k, 9)
@@ -98,7 +73,7 @@ def test_padding_leaves_no_trace(kind):
 
 @pytest.mark.parametrize("kind", [DELTA, SCAN])
 def test_steps_and_parts_of_a_text_are_its_scan(kind):
-    tokens, state = drawn(kind, 70)
+    tokens, state, _ = drawn(kind, BATCH, 70, *SIZES)
     y, after = recurrence.scan(tokens, state)
     first, held = recurrence.scan(jax.tree.map(lambda array: array[:, :67], tokens), state)
     step = jax.jit(recurrence.step)
@@ -114,7 +89,7 @@ def test_steps_and_parts_of_a_text_are_its_scan(kind):
 
 def test_the_backward_pass_keeps_the_states_before_chunks_alone():
     """Of 1,024 tokens in 16 chunks: beside the arguments nothing has as many numbers as a chunk's scores."""
-    tokens, state = drawn(DELTA, 1024)
+    tokens, state, _ = drawn(DELTA, BATCH, 1024, *SIZES)
     _, pull = jax.vjp(recurrence.scan, tokens, state)
     kept = [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.size > tokens.v.size]
     assert not kept

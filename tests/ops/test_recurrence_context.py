@@ -7,27 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from recurrences import DELTA, SCAN, drawn
 
 import zerojax
 from zerojax.ops import recurrence, recurrence_context, short_convolution
-from zerojax.ops.recurrence import Terms
 
 ROUNDING = 1e-5  # float32 sums in another order, of the largest value
-BATCH, GROUPS, HEADS, KEYS, VALUES = 2, 2, 4, 3, 5
-DELTA, SCAN = "delta rule", "Mamba-2"
+BATCH, SIZES = 2, (2, 4, 3, 5)  # groups, heads, widths of keys and values
 RANDOM = np.random.default_rng(0)
 
 
 def normal(*shape):
     return RANDOM.normal(size=shape).astype(np.float32)
-
-
-def drawn(kind, length):
-    k = normal(BATCH, length, GROUPS, KEYS)
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    beta = 1 / (1 + np.exp(-normal(BATCH, length, HEADS))) if kind == DELTA else None
-    decay = -np.exp(normal(BATCH, length, HEADS) - 2)
-    return Terms(normal(BATCH, length, GROUPS, KEYS), k, normal(BATCH, length, HEADS, VALUES), decay, beta)
 
 
 def texts(length):
@@ -55,7 +46,7 @@ def compare(found, wanted):
 def test_results_and_gradients_are_those_of_one_device(kind, ways, local, has_texts, has_mask):
     """Parts of one chunk, of several and of a part of one, whose texts begin and end anywhere."""
     length = ways * local
-    terms, d_y = drawn(kind, length), normal(BATCH, length, HEADS, VALUES)
+    terms, _, (d_y, _) = drawn(kind, BATCH, length, *SIZES)
     segments = texts(length) if has_texts else None
     mask = np.arange(length) < np.array([[length - 2], [length // 2]]) if has_mask else None
 
@@ -71,7 +62,7 @@ def test_results_and_gradients_are_those_of_one_device(kind, ways, local, has_te
 
 @pytest.mark.parametrize("kind", [DELTA, SCAN])
 def test_the_state_after_a_part_is_that_of_the_row(kind):
-    terms, segments = drawn(kind, 32), texts(32)
+    (terms, *_), segments = drawn(kind, BATCH, 32, *SIZES), texts(32)
     scan = lambda *given: recurrence_context.scan(given[0], segments_BT=given[1], axis="context")[1][:, None]  # noqa: E731
     found = in_parts(4, scan, terms, segments)
     for part in range(4):

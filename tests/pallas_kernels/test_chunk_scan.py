@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from recurrences import DELTA, SCAN, drawn, with_gradients
 
 import zerojax
 from pallas_kernels import chunk_scan
@@ -19,23 +20,7 @@ from zerojax.ops.recurrence import Terms
 ROUNDING = 1e-5  # float32 sums in another order, of the largest value
 IN_BFLOAT16 = 0.02  # operands of matmuls have 8 bits, of the norm
 BATCH, GROUPS, HEADS, KEYS, VALUES = 2, 1, 2, 16, 32
-DELTA, SCAN = "delta rule", "Mamba-2"
-
-
-def drawn(kind, length):
-    """Returns tokens whose keys have length 1 and whose decays are between 1 and a few hundredths, a state, and gradients of results."""
-    random = np.random.default_rng(length)
-
-    def normal(*shape):
-        return random.normal(size=shape).astype(np.float32)
-
-    q, k = normal(BATCH, length, GROUPS, KEYS), normal(BATCH, length, GROUPS, KEYS)
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    decay = -np.exp(normal(BATCH, length, HEADS) - 1)
-    beta = 1 / (1 + np.exp(-normal(BATCH, length, HEADS))) if kind == DELTA else None
-    tokens = Terms(q, k, normal(BATCH, length, HEADS, VALUES), decay, beta)
-    state = normal(BATCH, HEADS, KEYS, VALUES)
-    return tokens, state, (normal(BATCH, length, HEADS, VALUES), normal(*state.shape))
+SIZES = GROUPS, HEADS, KEYS, VALUES
 
 
 def token_by_token(tokens, state, mask, segments):
@@ -53,12 +38,6 @@ def token_by_token(tokens, state, mask, segments):
     return jnp.where(mask[..., None, None], jnp.moveaxis(y, 0, 1), 0), state
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def with_gradients(function, tokens, state, grads):
-    found, pull = jax.vjp(function, tokens, state)
-    return found, pull(grads)
-
-
 @pytest.fixture
 def interpreted(monkeypatch):
     """Makes `recurrence.scan` interpret the kernels, and returns the list of forms that it did so with."""
@@ -74,7 +53,7 @@ def interpreted(monkeypatch):
 
 
 def compare(kind, length, mask=None, segments=None):
-    tokens, state, grads = drawn(kind, length)
+    tokens, state, grads = drawn(kind, BATCH, length, *SIZES)
     seen = np.ones((BATCH, length), bool) if mask is None else mask
     numbers = np.zeros((BATCH, length), np.int32) if segments is None else segments
 
@@ -107,7 +86,7 @@ def test_texts_of_a_row_begin_with_state_0_and_padding_leaves_no_trace(kind, int
 
 def test_keys_that_are_all_alike_lose_no_digits(interpreted):
     """The powers of their system have entries of 10^17."""
-    tokens, state, _ = drawn(DELTA, 64)
+    tokens, state, _ = drawn(DELTA, BATCH, 64, *SIZES)
     k = jnp.broadcast_to(tokens.k[:, :1], tokens.k.shape)
     tokens = tokens._replace(k=k, log_decay=jnp.zeros_like(tokens.log_decay), beta=jnp.ones_like(tokens.beta))
     seen = np.ones((BATCH, 64), bool)
@@ -118,7 +97,7 @@ def test_keys_that_are_all_alike_lose_no_digits(interpreted):
 
 @pytest.mark.parametrize("kind", [DELTA, SCAN])
 def test_operands_of_16_bits_change_results_by_their_rounding(kind, monkeypatch, interpreted):
-    tokens, state, grads = drawn(kind, 130)
+    tokens, state, grads = drawn(kind, BATCH, 130, *SIZES)
     wanted = with_gradients(lambda *given: recurrence.scan(*given), tokens, state, grads)
     monkeypatch.setattr(recurrence, "_form", functools.partial(recurrence._form, dtype=jnp.bfloat16))
     found = with_gradients(lambda *given: recurrence.scan(*given), tokens, state, grads)

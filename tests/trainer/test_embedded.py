@@ -1,4 +1,4 @@
-"""Checks runs that learn vectors of texts. This module tests zerojax.trainer.embedded and zerojax.inference.embed."""
+"""Checks runs that learn vectors of texts. This module tests zerojax.trainer.embedded and zerojax.inference.texts."""
 
 import json
 

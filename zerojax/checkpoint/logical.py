@@ -31,25 +31,12 @@ def to_logical(state: State) -> State:
     return state.replace(params=params, opt_state=state.opt_state.inner)
 
 
-def from_logical(logical: State, copy_dtype: DTypeLike | None, like: PyTree = None) -> State:
-    """Inverts `to_logical`: params become a copy of the master weights in `copy_dtype`. None makes no copy. Frozen weights keep
-    their dtype.
-
-    Args:
-      logical: a result of `to_logical`.
-      copy_dtype: the dtype of the copy.
-      like: a state with the same frozen weights, which have no master weights; None if no weights are frozen.
-    """
+def from_logical(logical: State, copy_dtype: DTypeLike | None) -> State:
+    """Inverts `to_logical`: params become a copy of the master weights in `copy_dtype`. None makes no copy. No weight is frozen."""
     if copy_dtype is None:
         return logical
-    master, params = logical.params, precision.cast_floating(logical.params, copy_dtype)
-    if like is not None:
-        owned = like.opt_state.master
-        params = jax.tree.map(
-            lambda own, copy, leaf: leaf if _is_frozen(own) else copy, owned, params, master, is_leaf=_is_frozen
-        )
-        master = jax.tree.map(lambda own, leaf: own if _is_frozen(own) else leaf, owned, master, is_leaf=_is_frozen)
-    return logical.replace(params=params, opt_state=master_weights.MasterWeightsState(master, logical.opt_state))
+    opt_state = master_weights.MasterWeightsState(logical.params, logical.opt_state)
+    return logical.replace(params=precision.cast_floating(logical.params, copy_dtype), opt_state=opt_state)
 
 
 def _is_frozen(node: PyTree) -> bool:

@@ -10,6 +10,7 @@ zerojax verify --config configs/zero3.py --save losses.json         keep 100 ste
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zerojax import display, errors, files
@@ -127,7 +128,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(given.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="zerojax-verify-")))
         changes |= {} if config.data.dir else {"data.dir": str(folder / "datasets")}
-        outcomes = _run_all(wanted, rest, changes, folder, environment(config))
+        outcomes = _run_all(wanted, functools.partial(_run, rest, changes, folder, environment(config)))
     devices = next((outcome.card["devices"] for outcome in outcomes if outcome.card), {"platform": "cpu"})
     platforms = {devices["platform"], *([past.devices["platform"]] if past else ())}
     tolerance, why = max(tolerance_of(config, platform) for platform in platforms)
@@ -285,13 +286,7 @@ def _save(path: str, config: settings_lib.Config, first: Verified, outcomes: Seq
     past_lib.write(path, past_lib.PastRun(kept, first.losses, first.norms, card["devices"], card["versions"], same))
 
 
-def _run_all(
-    wanted: Sequence[Setting],
-    rest: Sequence[str],
-    changes: Mapping[str, Any],
-    folder: pathlib.Path,
-    given: Mapping[str, str],
-) -> list[Verified]:
+def _run_all(wanted: Sequence[Setting], run: Callable[[Setting], Verified]) -> list[Verified]:
     """Runs each setting in a process of its own, so that each has all of the device's memory and its own peak.
 
     Raises:
@@ -301,18 +296,20 @@ def _run_all(
     for number, setting in enumerate(wanted):
         if sys.stderr.isatty():
             print(f"setting {setting.name}: {number + 1} of {len(wanted)}", file=sys.stderr, flush=True)
-        every = {**changes, **setting.changes}
-        flags = [*rest, *(f"--config.{place}={value}" for place, value in every.items())]
-        outcome = _run(setting, flags, folder / f"setting-{re.sub('[+:=]', '-', setting.name)}", given)
+        outcome = run(setting)
         if not outcomes and outcome.verdict == NOT_HERE and not outcome.line.startswith("out of "):
             raise UserError(outcome.line)
         outcomes.append(outcome)
     return outcomes
 
 
-def _run(setting: Setting, flags: Sequence[str], workdir: pathlib.Path, given: Mapping[str, str]) -> Verified:
+def _run(
+    rest: Sequence[str], changes: Mapping[str, Any], folder: pathlib.Path, given: Mapping[str, str], setting: Setting
+) -> Verified:
     """Trains with a setting, and returns its losses or the reason why there are none."""
-    status, err = _train([*flags, f"--workdir={workdir}"], given)
+    flags = [f"--config.{place}={value}" for place, value in {**changes, **setting.changes}.items()]
+    workdir = folder / f"setting-{re.sub('[+:=]', '-', setting.name)}"
+    status, err = _train([*rest, *flags, f"--workdir={workdir}"], given)
     lines = [line for line in err.splitlines() if line.startswith("zerojax: ")]
     if status == 0:
         records = [record for record in metrics.read(workdir) if "loss" in record]

@@ -82,13 +82,6 @@ def is_library_call(instruction: syntax.Instruction) -> bool:
     return re.search(r'custom_call_target="__cu(blas|dnn)', instruction.attributes) is not None
 
 
-def uses_matrix_units(module: syntax.Module, where: syntax.Computation, instruction: syntax.Instruction) -> bool:
-    """Returns whether an instruction is bound by the matrix units: a matmul, a convolution, or an attention of cuDNN."""
-    return (
-        is_library_call(instruction) or instruction.opcode == "convolution" or bool(matmuls(module, where, instruction))
-    )
-
-
 def matmuls(
     module: syntax.Module, where: syntax.Computation, instruction: syntax.Instruction
 ) -> list[tuple[syntax.Computation, syntax.Instruction]]:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from zerojax import files, precision, signatures, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.inference import classify, embed, generate, sampling
+from zerojax.inference import generate, sampling, texts
 from zerojax.interop import adapted, huggingface, layout, merged, peft, tensor_files
 from zerojax.interop import folder as folder_lib
 from zerojax.lora import adapters as adapters_lib
@@ -178,23 +178,23 @@ class Pretrained:
     @signatures.checked
     def classifier(self, *, compute_dtype: DTypeLike | None = None) -> Callable[..., np.ndarray]:
         """Returns `classify(params, input_ids, attention_mask=None, token_type_ids=None)`, the scores of `config.classes`, or of a
-        model that gives texts values these, float32[rows, 1]; see `inference.classify.make_classifier`.
+        model that gives texts values these, float32[rows, 1]; see `inference.texts.make_classifier`.
 
         Raises:
           UserError: the model is no classifier.
         """
         if family_lib.writes_text(self.family, self.config):
             raise UserError(f"classifier: the model of {self.folder.path} has no classes; use `generator`")
-        return classify.make_classifier(self.family, self.config, self.partition, compute_dtype=compute_dtype)
+        return texts.make_classifier(self.family, self.config, self.partition, compute_dtype=compute_dtype)
 
     @signatures.checked
     def embedder(self, *, pooling: str = "last", compute_dtype: DTypeLike | None = None) -> Callable[..., np.ndarray]:
-        """Returns `embed(params, input_ids, attention_mask=None)`, the vectors of texts; see `inference.embed.make_embedder`.
+        """Returns `embed(params, input_ids, attention_mask=None)`, the vectors of texts; see `inference.texts.make_embedder`.
 
         Raises:
           UserError: the model is no decoder that gives states.
         """
-        return embed.make_embedder(
+        return texts.make_embedder(
             self.family, self.config, self.partition, pooling=pooling, compute_dtype=compute_dtype
         )
 

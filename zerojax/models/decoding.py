@@ -60,15 +60,18 @@ class Step(NamedTuple):
 
     def last(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the state of the last token of each row: float[B, 1, D]."""
-        if self.counts_B is None:
-            return x_BTD[:, -1:]
-        return jnp.take_along_axis(x_BTD, (self.counts_B - 1)[:, None, None], axis=1)
+        return x_BTD[:, -1:] if self.counts_B is None else at_last(x_BTD, self.counts_B)
 
     def is_new_BT(self, length: int) -> jax.Array | None:
         """Returns which of a call's `length` tokens are text, bool[B, T], as recurrent arrays have to know; None: all."""
         if self.counts_B is not None:
             return jnp.arange(length) < self.counts_B[:, None]
         return (self.slot < self.is_text_BS.shape[1])[:, None] if self.slot.ndim else None
+
+
+def at_last(x_BTD: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    """Returns each row's state at its last token: float[B, 1, D]."""
+    return jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
 
 
 class Past(NamedTuple):

@@ -83,7 +83,7 @@ class EncoderDecoder(nn.Module):
         for layer, empty in zip(self.decoder, decoding.empty(declared, batch, slots, x_BTD.dtype)):
             x_BTD, *keys = layer(x_BTD, *beside, encoded_BSD, mask_BS, decoding.Past(empty, step))
             after.append(keys)
-        return self._logits(self.final("decoder", layers.at_last(x_BTD, lengths_B)))[:, 0], (after, mask_BS)
+        return self._logits(self.final("decoder", decoding.at_last(x_BTD, lengths_B)))[:, 0], (after, mask_BS)
 
     def extend(self, caches: PyTree, step: decoding.Step, targets_B: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the logits after one more target a row, float32[B, V], and the caches."""

@@ -129,6 +129,22 @@ class Linear(nn.Module):
         return y + self.param("bias", nn.initializers.zeros, self.features) if self.use_bias else y
 
 
+class FullyConnected(nn.Module):
+    """down(activation(up(x))), with biases."""
+
+    embed_dim: int
+    mlp_dim: int
+    activation: str
+    stddev: float
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        h_BTF = Linear((self.mlp_dim,), stddev=self.stddev, use_bias=True, name="up")(x_BTD)
+        down = Linear((self.embed_dim,), stddev=self.stddev, use_bias=True, name="down")
+        return Dropout(self.dropout)(down(ACTIVATIONS[self.activation](h_BTF)))
+
+
 class ShortConvolution(nn.Module):
     """A causal convolution of each channel (`ops.short_convolution`); its weight is [C, 1, W], as PyTorch has it. `way` is as of
     `tokens.convolve`."""
@@ -347,11 +363,6 @@ def read_and_labels(
     if labeled is None:
         return tokens, labels, None
     return tokens, jnp.where(labeled > 0, labels, chunks.NO_LABEL), chunks.NO_LABEL
-
-
-def at_last(x_BTD: jax.Array, lengths_B: jax.Array) -> jax.Array:
-    """Returns each row's state at its last token: float[B, 1, D]."""
-    return jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
 
 
 def logits(x_BTD: jax.Array, kernel_DV: jax.Array) -> jax.Array:

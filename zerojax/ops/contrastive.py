@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
+from zerojax.ops import tokens
 
 OF_DECODERS = ("last", "mean")  # the first token of a decoder sees no other
 POOLING = (*OF_DECODERS, "cls")
@@ -26,10 +27,8 @@ def pooled(states: jax.Array, is_text: jax.Array, pooling: str) -> jax.Array:
     """
     counts = is_text.astype(jnp.float32)
     if pooling != "mean":
-        places = jnp.arange(is_text.shape[1])
-        last = jnp.max(jnp.where(is_text, places, 0), axis=1, keepdims=True)
-        chosen = last if pooling == "last" else jnp.argmax(is_text, axis=1, keepdims=True)
-        counts = (places == chosen).astype(jnp.float32)
+        chosen = tokens.lengths(is_text) - 1 if pooling == "last" else jnp.argmax(is_text, axis=1, keepdims=True)
+        counts = (jnp.arange(is_text.shape[1]) == chosen).astype(jnp.float32)
     total = jnp.sum(states.astype(jnp.float32) * counts[..., None], axis=1)
     return total * jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(total), axis=-1, keepdims=True), 1e-24))
 

@@ -290,6 +290,12 @@ def _axis() -> specs.Entry:
     return specs.entry(mesh_lib.sharded(jax.sharding.get_abstract_mesh(), mesh_lib.around(mesh_lib.TOKENS)))
 
 
+def lengths(is_text_BT: jax.Array) -> jax.Array:
+    """Returns the tokens of each row up to the last that is text, or learned, 0 where none is: int32[B, 1]."""
+    numbers_T = jnp.arange(1, is_text_BT.shape[1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(is_text_BT, numbers_T, 0), axis=1, keepdims=True)
+
+
 def in_texts(segments_BT: jax.Array) -> jax.Array:
     """Returns the positions of tokens in their texts, int32[B, T], of rows that hold several, one after the other (`segments_BT`)."""
     index_T = jnp.arange(segments_BT.shape[1])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from zerojax.data.pairs import rows
 from zerojax.models import family as family_lib
 from zerojax.models.family import ModelConfig
-from zerojax.ops import contrastive
+from zerojax.ops import contrastive, tokens
 from zerojax.trainer import preferences
 from zerojax.trainer import settings as settings_lib
 from zerojax.tree import PyTree
@@ -25,15 +25,12 @@ def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelCon
         count, several = batch[rows.REFERENCE].shape
         texts = preferences.answers_of(batch)
         labels = texts["labeled"] > 0
-        ends = jnp.max(jnp.where(labels, jnp.arange(labels.shape[1]), 0), axis=1, keepdims=True)
         states = family.loss(model, params, texts, *keys)
-        vectors = contrastive.pooled(states, jnp.arange(labels.shape[1]) <= ends, chosen.pooling)
+        vectors = contrastive.pooled(states, jnp.arange(labels.shape[1]) < tokens.lengths(labels), chosen.pooling)
         vectors = vectors.reshape(count, several, -1)
         counts = jnp.all(jnp.any(labels, axis=-1).reshape(count, several), axis=-1).astype(jnp.float32)
         terms, nearest = contrastive.info_nce(vectors[:, 0], vectors[:, 1:], counts, chosen.temperature)
-
         mean = functools.partial(outputs.weighted_mean, weights=counts)
-
         return mean(terms), {"nearest": mean(nearest)}
 
     return of_texts

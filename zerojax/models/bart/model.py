@@ -74,20 +74,6 @@ class BartConfig:
         return layers, heads, self.embed_dim // heads
 
 
-class FullyConnected(nn.Module):
-    """down(gelu(up(x)))."""
-
-    config: BartConfig
-    mlp_dim: int
-
-    @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        c = self.config
-        h_BTF = layers.Linear((self.mlp_dim,), stddev=c.stddev, use_bias=True, name="up")(x_BTD)
-        down = layers.Linear((c.embed_dim,), stddev=c.stddev, use_bias=True, name="down")
-        return layers.Dropout(c.dropout)(down(layers.ACTIVATIONS[c.activation](h_BTF)))
-
-
 class BartEncoderLayer(nn.Module):
     """One residual self-attention and one residual MLP, each normalised after its sum."""
 
@@ -97,11 +83,11 @@ class BartEncoderLayer(nn.Module):
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        _, heads, mlp_dim = self.config.encoder_shape
-        attend = attention(self.config, heads, "attention")
-        x_BSD, _ = _added(self.config, "attention_norm", x_BSD, lambda x_BSD: attend(x_BSD, mask_BS=mask_BS))
-        mlp = FullyConnected(self.config, mlp_dim, name="mlp")
-        return _added(self.config, "mlp_norm", x_BSD, lambda x_BSD: (mlp(x_BSD), None), drops=False)[0]
+        c, (_, heads, mlp_dim) = self.config, self.config.encoder_shape
+        attend = attention(c, heads, "attention")
+        x_BSD, _ = _added(c, "attention_norm", x_BSD, lambda x_BSD: attend(x_BSD, mask_BS=mask_BS))
+        mlp = layers.FullyConnected(c.embed_dim, mlp_dim, c.activation, c.stddev, c.dropout, name="mlp")
+        return _added(c, "mlp_norm", x_BSD, lambda x_BSD: (mlp(x_BSD), None), drops=False)[0]
 
 
 class BartDecoderLayer(nn.Module):
@@ -124,7 +110,7 @@ class BartDecoderLayer(nn.Module):
         _, heads, mlp_dim = self.config.decoder_shape
         c, before = self.config, keys
         attend, cross = attention(c, heads, "attention", is_causal=True), attention(c, heads, "cross")
-        mlp = FullyConnected(c, mlp_dim, name="mlp")
+        mlp = layers.FullyConnected(c.embed_dim, mlp_dim, c.activation, c.stddev, c.dropout, name="mlp")
         x_BTD, own = _added(c, "attention_norm", x_BTD, lambda x_BTD: attend(x_BTD, past=past))
         x_BTD, keys = _added(
             c, "cross_norm", x_BTD, lambda x_BTD: cross(x_BTD, encoded_BSD, mask_BS=mask_BS, keys=before)

@@ -59,19 +59,6 @@ class BertConfig:
         return self.num_positions - (0 if self.pad is None else self.pad + 1)
 
 
-class BertMLP(nn.Module):
-    """down(gelu(up(x)))."""
-
-    config: BertConfig
-
-    @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        c = self.config
-        h_BTF = layers.Linear((c.mlp_dim,), stddev=c.stddev, use_bias=True, name="up")(x_BTD)
-        down = layers.Linear((c.embed_dim,), stddev=c.stddev, use_bias=True, name="down")
-        return down(layers.ACTIVATIONS[c.activation](h_BTF))
-
-
 class BertLayer(nn.Module):
     """One residual self-attention and one residual MLP, each normalised after its sum."""
 
@@ -89,7 +76,7 @@ class BertLayer(nn.Module):
         )
         y_BTD, _ = attend(x_BTD, mask_BS=mask_BT)
         x_BTD = layers.LayerNorm(c.norm_eps, name="attention_norm")(x_BTD + dropout(y_BTD))
-        y_BTD = BertMLP(c, name="mlp")(x_BTD)
+        y_BTD = layers.FullyConnected(c.embed_dim, c.mlp_dim, c.activation, c.stddev, name="mlp")(x_BTD)
         return layers.LayerNorm(c.norm_eps, name="mlp_norm")(x_BTD + dropout(y_BTD))
 
 

@@ -217,7 +217,7 @@ class Llama(nn.Module):
         if self.config.output == "states":
             return x_BTD
         if self.config.output == "value":
-            return self._scored(x_BTD, jnp.ones(tokens_BT.shape, bool) if mask_BT is None else mask_BT)
+            return self._scored(x_BTD, _lengths(tokens_BT, mask_BT))
         return self._logits(x_BTD)
 
     def start(self, tokens_BT: jax.Array, lengths_B: jax.Array, slots: int) -> tuple[jax.Array, Any]:
@@ -231,7 +231,7 @@ class Llama(nn.Module):
             step = step._replace(positions_BT=jnp.minimum(step.positions_BT, lengths_B[:, None] - 1))
         x_BTD = self._embedded(tokens_BT, step.positions_BT)
         x_BTD, after = self._through(tokens_BT, x_BTD, decoding.empty(caches(c), batch, slots, x_BTD.dtype), step)
-        return self._logits(self.norm(layers.at_last(x_BTD, lengths_B)))[:, 0], after
+        return self._logits(self.norm(decoding.at_last(x_BTD, lengths_B)))[:, 0], after
 
     def extend(self, caches: PyTree, step: decoding.Step, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the logits after one more token a row, int32[B], or several, int32[B, T]: float32[B, V], and every layer's keys and
@@ -295,10 +295,9 @@ class Llama(nn.Module):
         return found_BTV if bias_V is None else found_BTV + bias_V.astype(jnp.float32)
 
     @nn.nowrap
-    def _scored(self, x_BTD: jax.Array, is_text_BT: jax.Array) -> jax.Array:
+    def _scored(self, x_BTD: jax.Array, lengths_B1: jax.Array) -> jax.Array:
         """Returns the value of each row's text, read at its last token: float32[B, 1]."""
-        places_BT = jnp.where(is_text_BT, jnp.arange(is_text_BT.shape[1]), 0)
-        return self.score(layers.at_last(x_BTD, jnp.max(places_BT, axis=1) + 1))[:, 0]
+        return self.score(decoding.at_last(x_BTD, lengths_B1[:, 0]))[:, 0]
 
     @nn.nowrap
     def _bias_of_logits(self) -> jax.Array | None:
@@ -336,12 +335,9 @@ class Llama(nn.Module):
         Both have the shape of `tokens`.
         """
         if self.config.output != "tokens":
-            is_last_BT = jnp.ones(tokens.shape, bool) if labeled is None else labeled > 0
-            places_BT = jnp.where(is_last_BT, jnp.arange(tokens.shape[1]) + 1, 0)
-            lengths_B1 = jnp.max(places_BT, axis=1, keepdims=True)
-            own_B1 = lengths_B1 if self._reads_lengths(tokens.shape[1]) else None
-            x_BTD = self.hidden(tokens, lengths_BT=own_B1)
-            return x_BTD if self.config.output == "states" else self._scored(x_BTD, is_last_BT)[:, 0]
+            lengths_B1 = _lengths(tokens, labeled)
+            x_BTD = self.hidden(tokens, lengths_BT=lengths_B1 if self._reads_lengths(tokens.shape[1]) else None)
+            return x_BTD if self.config.output == "states" else self._scored(x_BTD, lengths_B1)[:, 0]
         tokens_BT, labels_BT, ignored = layers.read_and_labels(tokens, labeled, labels_BT)
         segments_BT = None if segments is None else segments[:, : tokens_BT.shape[1]]
         c, lengths_BT = self.config, None
@@ -399,6 +395,10 @@ def caches(config: LlamaConfig) -> PyTree:
 def make_norm(config: LlamaConfig, name: str | None = None) -> nn.Module:
     """Returns a norm of the residual stream."""
     return layers.norm(config.norms.kind, config.norms.eps, config.norms.offset, name)
+
+
+def _lengths(tokens_BT: jax.Array, is_text_BT: jax.Array | None) -> jax.Array:
+    return tokens_lib.lengths(jnp.ones(tokens_BT.shape, bool) if is_text_BT is None else is_text_BT > 0)
 
 
 def _positions_in_texts(

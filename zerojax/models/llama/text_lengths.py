@@ -34,10 +34,10 @@ def of_rows(
         if segments_BT is None:
             return of_rows(in_order(is_learned_BT))
         return jnp.take_along_axis(of_rows(in_order(is_learned_BT), in_order(segments_BT)), positions_BT, axis=1)
+    if segments_BT is None:
+        return tokens_lib.lengths(is_learned_BT)
     index_L = jnp.arange(is_learned_BT.shape[1], dtype=jnp.int32)
     last_BL = jnp.where(is_learned_BT, index_L, -1)
-    if segments_BT is None:
-        return 1 + jnp.max(last_BL, axis=1, keepdims=True)
     changes_BL = segments_BT[:, 1:] != segments_BT[:, :-1]
     is_first_BL = jnp.pad(changes_BL, ((0, 0), (1, 0)), constant_values=True)
     is_end_BL = jnp.pad(changes_BL, ((0, 0), (0, 1)), constant_values=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 from zerojax import display
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
-from zerojax.inference import classify, generate
+from zerojax.inference import generate, texts
 from zerojax.launch import watch
 from zerojax.trainer import examples
 from zerojax.trainer import program as program_lib
@@ -131,7 +131,7 @@ def _texts(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, pai
 def _classes(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, pairs: splits.Splits) -> Read:
     """Returns a function that names the likeliest classes, of a classifier."""
     dtype = program.config.policy.compute_dtype
-    scores = classify.make_classifier(program.family, program.model, program.forward.partition, compute_dtype=dtype)
+    scores = texts.make_classifier(program.family, program.model, program.forward.partition, compute_dtype=dtype)
     return lambda params, ids, mask: [pairs.form.classes[number] for number in scores(params, ids, mask).argmax(axis=1)]
 
 

@@ -1,4 +1,4 @@
-"""Checks what an embedder refuses; what it returns is compared in tests of training. This module tests zerojax.inference.embed."""
+"""Checks what is refused of texts to read; their vectors are compared in tests of training. This module tests zerojax.inference.texts."""
 
 import golden_models
 import numpy as np
@@ -6,6 +6,20 @@ import pytest
 
 from zerojax.errors import UserError
 from zerojax.interop import pretrained
+
+
+@pytest.mark.parametrize(
+    "line, kinds", [("from 0 to 1", [[2, 0]]), ("integers", [[0.5, 0]]), (r"integers \[1, 2\]", [[0]])]
+)
+def test_kinds_of_texts_that_the_model_does_not_have_are_refused(line, kinds):
+    loaded = golden_models.load("bert", 3)
+    with pytest.raises(UserError, match=f"^token_type_ids: must be .*{line}"):
+        loaded.classifier()(loaded.params, np.ones((1, 2), int), token_type_ids=np.array(kinds))
+
+
+def test_a_model_that_writes_text_has_no_classes():
+    with pytest.raises(UserError, match="has no classes; use `generator`"):
+        golden_models.load("llama", 3).classifier()
 
 
 def test_a_model_with_a_head_gives_vectors_of_its_last_states_too_and_others_are_refused():
