@@ -177,7 +177,7 @@ def compare(folder: pathlib.Path, known: str = "") -> list[Row]:
         batch = {name: expected[name] for name in ("input_ids", "attention_mask", "labels")}
         rows, limit = [], LOGITS * max(1.0, float(np.abs(expected["logits"]).max()) / 10)
         for stage in STAGES:
-            loaded = zerojax.load_huggingface(source, stage=stage, min_size=64)
+            loaded = zerojax.load_huggingface(source, stage=stage, min_size=64, dtype="float32")
             is_pair = loaded.family.is_encoder_decoder
             if not is_pair:
                 batch["labels"] = np.where(batch["attention_mask"] > 0, batch["input_ids"], -100)

@@ -22,7 +22,7 @@ from zerojax.models import family as family_lib
 from zerojax.optim import muon, registry
 
 UNDECAYED = ".correct_output_scale"  # a vector, which Trainer's rule decays
-VERDICTS = json.loads((golden_models.FOLDER.parent / "trainer" / "decayed.json").read_text())
+VERDICTS = json.loads((golden_models.GOLDEN / "trainer" / "decayed.json").read_text())
 
 
 def tensors_of(name):

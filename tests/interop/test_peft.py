@@ -183,7 +183,7 @@ def test_a_tied_embedding_that_is_trained_in_full_stays_tied_or_is_refused(tmp_p
             zerojax.load_huggingface(golden_models.FOLDER / "bart", stage=0, adapter=tmp_path)
 
 
-RESIZED = golden_models.FOLDER.parent / "peft"
+RESIZED = golden_models.GOLDEN / "peft"
 EMBEDDING, HEAD = "embed/embedding", "head/kernel"
 # folder -> the weights that are trained in full, and those that it carries
 OF_RESIZED = {

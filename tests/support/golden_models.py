@@ -1,14 +1,42 @@
 """Reads the models of tests/golden/huggingface and what transformers computes from them. This module holds their paths and batches."""
 
 import functools
+import hashlib
+import os
 import pathlib
+import shutil
+import tempfile
 
 import numpy as np
+import safetensors.numpy
 
 import zerojax
 from zerojax.interop import pretrained
 
-FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+
+
+def _in_float32(stored: pathlib.Path) -> pathlib.Path:
+    """Returns a copy of the stored folders whose weights, which are numbers of bfloat16, are in float32. Processes share it."""
+    files, digest = sorted(file for file in stored.glob("*/**/*") if file.is_file()), hashlib.sha256()
+    for file in files:
+        digest.update(str(file.relative_to(stored)).encode() + file.read_bytes())
+    folder = pathlib.Path(tempfile.gettempdir(), f"zerojax-golden-{os.getuid()}-{digest.hexdigest()[:16]}")
+    if not folder.exists():
+        new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
+        shutil.copytree(stored, new, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        for file in new.rglob("*.safetensors"):
+            tensors = safetensors.numpy.load_file(file)
+            wide = {name: array.astype(np.float32) for name, array in tensors.items()}
+            safetensors.numpy.save_file(wide, file, {"format": "pt"})
+        try:
+            new.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(new)
+    return folder
+
+
+FOLDER = _in_float32(GOLDEN / "huggingface")
 NAMES = ("llama", "qwen2", "t5", "bart")
 DECODERS = ("gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "gpt2", "mamba2")
 DECODERS += ("seedoss", "exaone4", "olmo3", "glm4", "ernie45", "cohere2", "starcoder2", "ministral3", "ministral")

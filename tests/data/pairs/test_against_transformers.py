@@ -27,7 +27,7 @@ BATCH = 8  # conversations that are encoded together, with one process of their 
 # (template, whether it keeps its marks)
 CASES = [(name, kept) for name, made in chats.TEMPLATES.items() for kept in (True, False)[: 2 - made.is_marked]]
 NAMES = [f"{name}-{'marked' if kept else 'unmarked'}" for name, kept in CASES]
-TRL = golden_models.FOLDER.parent / "trl"
+TRL = golden_models.GOLDEN / "trl"
 
 
 class Case(NamedTuple):
