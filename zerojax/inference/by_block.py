@@ -38,7 +38,7 @@ class Loop:
         choice: choice_lib.Choice,
         compute_dtype: DTypeLike,
     ):
-        how = {"compute_dtype": compute_dtype, "blocks": family.blocks, "heads": family_lib.heads(family, config)}
+        how = family_lib.gathering(family, config, compute_dtype)
 
         def start(params: PyTree, inputs: PyTree, tokens: jax.Array, lengths: jax.Array) -> PyTree:
             return family.start(config, params, inputs, tokens, lengths, tokens.shape[1] + choice.new_tokens)

@@ -207,11 +207,9 @@ def _make_loop(
     compute_dtype: DTypeLike,
 ) -> Callable[..., jax.Array]:
     """Returns the program that reads the prompts and adds tokens: int32[rows, new_tokens]."""
-    how = {"blocks": family.blocks, "heads": family_lib.heads(family, config)}
+    how = family_lib.gathering(family, config, compute_dtype)
     start, extend = (
-        where_used.forward_only(
-            functools.partial(function, config), partition.placements, compute_dtype=compute_dtype, **how
-        )
+        where_used.forward_only(functools.partial(function, config), partition.placements, **how)
         for function in (family.start, family.extend)
     )
     rows = mesh_lib.row_sharding(partition.mesh)

@@ -43,7 +43,7 @@ def make_classifier(
     def scores(params: PyTree, inputs: dict[str, jax.Array]) -> jax.Array:
         return family.logits(config, params, inputs, inputs["inputs"])
 
-    return _make_reader(scores, family, config, partition, family_lib.heads(family, config), compute_dtype)
+    return _make_reader(scores, family, config, partition, compute_dtype)
 
 
 def make_embedder(
@@ -75,7 +75,7 @@ def make_embedder(
         states = family.logits(headless, params, {"mask": inputs["mask"]}, inputs["inputs"])
         return contrastive.pooled(states, inputs["mask"], pooling)
 
-    return _make_reader(vectors, family, config, partition, "", compute_dtype)
+    return _make_reader(vectors, family, headless, partition, compute_dtype)
 
 
 def _make_reader(
@@ -83,11 +83,10 @@ def _make_reader(
     family: family_lib.Family,
     config: Any,
     partition: partition_lib.Partition,
-    heads: str,
     compute_dtype: DTypeLike | None,
 ) -> Callable[..., np.ndarray]:
     """Builds `read(params, input_ids, attention_mask=None, token_type_ids=None)`, what `function` returns of each row."""
-    run = fetched_params.on_all(function, partition, blocks=family.blocks, heads=heads, compute_dtype=compute_dtype)
+    run = fetched_params.on_all(function, partition, **family_lib.gathering(family, config, compute_dtype))
 
     def read(params: PyTree, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None) -> np.ndarray:
         _, mask = generate.check(input_ids, attention_mask, config.vocab_size)

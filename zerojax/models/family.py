@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
+from jax.typing import DTypeLike
 
 from zerojax.models import decoding, parallel
 from zerojax.tree import PyTree
@@ -203,6 +204,11 @@ def heads(family: Family, config: ModelConfig) -> str:
     """
     is_tied = config.tie_embeddings and not family.is_classifier
     return "" if is_tied or output(config) != TOKENS else family.heads
+
+
+def gathering(family: Family, config: ModelConfig, compute_dtype: DTypeLike | None) -> dict[str, Any]:
+    """Returns how a program gathers the weights of a model: arguments of `where_used.where_used`, `forward_only` and `make_train_step`."""
+    return {"blocks": family.blocks, "heads": heads(family, config), "compute_dtype": compute_dtype}
 
 
 TOKENS, VALUE, STATES = "tokens", "value", "states"  # what a decoder gives

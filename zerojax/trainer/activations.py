@@ -128,9 +128,7 @@ def _on_one_device(
     loss = where_used.where_used(
         fp8_modules.stateless(fp8, of_batch, partition, family.blocks),
         partition.placements,
-        compute_dtype=config.policy.compute_dtype,
-        blocks=family.blocks,
-        heads=family_lib.heads(family, model),
+        **family_lib.gathering(family, model, config.policy.compute_dtype),
         remat=remat,
         recompute=config.model.recompute if remat == "dots" else "",
         offload=config.model.offload if remat != "none" else "",

@@ -204,8 +204,8 @@ def _batch_specs(mesh: Mesh) -> list[tuple[str, P]]:
 
 def _how(config: settings.Config, family: family_lib.Family, model: ModelConfig) -> dict[str, Any]:
     """Returns the options that both steps have. A divergence reads the head's kernel outside of the head."""
-    heads = "" if config.distill.teacher else family_lib.heads(family, model)
-    return {"compute_dtype": config.policy.compute_dtype, "blocks": family.blocks, "heads": heads}
+    own = {"heads": ""} if config.distill.teacher else {}
+    return family_lib.gathering(family, model, config.policy.compute_dtype) | own
 
 
 def _dropout_key(state: State) -> jax.Array:

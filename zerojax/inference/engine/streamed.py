@@ -69,7 +69,7 @@ class StreamedPrograms(programs.Programs):
         def start(params: PyTree, inputs: Any, tokens_RT: jax.Array, lengths_R: jax.Array) -> Any:
             return family.start(config, params, inputs, tokens_RT, lengths_R, tokens_RT.shape[1])
 
-        how = {"compute_dtype": None, "blocks": family.blocks, "heads": family_lib.heads(family, config)}
+        how = family_lib.gathering(family, config, None)
         self._start_by_block = fetched_params.by_row(start, partition, **how)
         self._extend_by_block = fetched_params.by_row(functools.partial(family.extend, config), partition, **how)
         self._put_first, self._put_further = (

@@ -371,12 +371,11 @@ def _last(answer: DrawnAnswer, *, is_pair: bool) -> int:
 def _draws(program: program_lib.Program) -> Callable[[PyTree, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
     """Returns f(params, batch) -> a token after each token of the batch's text, and its loss, int32 and float32[rows, length]."""
     family, model, partition = program.family, program.model, program.partition
-    how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, model)}
+    how = family_lib.gathering(family, model, program.config.policy.compute_dtype)
 
     def of_rows(params: PyTree, batch: Mapping[str, jax.Array]) -> Any:
         return family.loss(model, params, batch, by_token=layers.DRAWS)
 
-    how |= {"compute_dtype": program.config.policy.compute_dtype}
     if selection.are_params_on_host(partition):
         by_row: Callable[..., Any] = fetched_params.by_row(of_rows, partition, **how)
     else:

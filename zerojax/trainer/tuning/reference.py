@@ -75,11 +75,10 @@ def _splits(pairs: splits.Splits) -> Iterator[tuple[str, rows.Pairs]]:
 
 def _program(program: program_lib.Program) -> Callable[[PyTree, dict[str, jax.Array]], jax.Array]:
     """Returns (params, batch) -> float32[pairs, answers]."""
-    family, model, partition = program.family, program.model, program.forward.partition
-    compute_dtype = program.config.policy.compute_dtype
-    how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, model)}
+    family, model = program.family, program.model
+    how = family_lib.gathering(family, model, program.config.policy.compute_dtype)
 
     def of_pairs(params: PyTree, batch: dict[str, jax.Array]) -> jax.Array:
         return preferences.log_probs(family, model, params, batch)
 
-    return fetched_params.on_all(of_pairs, partition, compute_dtype=compute_dtype, **how)
+    return fetched_params.on_all(of_pairs, program.forward.partition, **how)

@@ -9,7 +9,6 @@ the answers, and its numbers are those of all.
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -272,10 +271,9 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 def _log_probs(program: program_lib.Program, family: family_lib.Family) -> Callable[..., jax.Array]:
     """Returns f(params, batch) -> the log-probabilities of labels, float32[rows, tokens]."""
-    model, dtype = program.model, program.config.policy.compute_dtype
-    how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, model)}
 
     def of_rows(params: PyTree, batch: feed.Batch) -> jax.Array:
-        return -family.loss(model, params, batch, by_token=True)
+        return -family.loss(program.model, params, batch, by_token=True)
 
-    return fetched_params.on_all(of_rows, program.partition, compute_dtype=dtype, **how)
+    how = family_lib.gathering(family, program.model, program.config.policy.compute_dtype)
+    return fetched_params.on_all(of_rows, program.partition, **how)
