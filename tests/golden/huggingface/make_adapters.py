@@ -4,6 +4,7 @@
     python tests/golden/huggingface/make_adapters.py MODEL/KIND FOLDER    prints how far PEFT's logits with FOLDER are from MODEL/KIND's
 
 `fused` are adapters of stacked experts: what `all-linear` means in PEFT 0.21 with transformers 5, or `target_parameters`.
+`make_expected.py MODEL/KIND` then rounds what was written to bfloat16.
 """
 
 import json
