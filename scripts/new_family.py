@@ -120,6 +120,7 @@ def make(kind: str, folder: pathlib.Path, auto: str, settings: Mapping[str, Any]
     import transformers
 
     default = transformers.AutoConfig.for_model(kind)
+    default.allow_global_per_layer_attribute_access = True  # else a field that layers have of their own raises
     has = lambda name: hasattr(default, name) if name == "head_dim" else getattr(default, name, None) is not None  # noqa: E731
     own = {name: value for name, value in TINY.items() if has(name) or name in SPECIAL}
     model = getattr(transformers, auto).from_config(transformers.AutoConfig.for_model(kind, **own | dict(settings)))

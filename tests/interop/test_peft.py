@@ -306,6 +306,7 @@ USUAL = {
     "llama4": ("q_proj", "v_proj"),
     "gemma3n": ("q_proj", "v_proj"),
     "gemma4": ("q_proj", "v_proj"),
+    "gemma4moe": ("q_proj", "v_proj"),
     "mamba2": ("in_proj",),
 }
 

@@ -43,6 +43,7 @@ class Experts(nn.Module):
       is_gated: an expert is what is said above; else it is down(activation(up(x))).
       scales_inputs: a token's weight multiplies what its experts read.
       latent_dim: experts read a projection of that width, and their sum is projected back; 0: none is.
+      has_expert_scales: each expert has a weight that multiplies those of its tokens.
       stddevs: of the initial router, gate and up, and down.
       form: f(name, matrices) -> the form in which rows are multiplied by them; None: that in which they are stored.
     """
@@ -62,12 +63,20 @@ class Experts(nn.Module):
     is_gated: bool = True
     latent_dim: int = 0
     scales_inputs: bool = False
+    has_expert_scales: bool = False
     stddevs: tuple[float, float, float] = (0.02, 0.02, 0.02)
     form: Callable[[str, expert_matrices.Matrices], expert_matrices.Matrices] | None = None
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, chosen_BTK: jax.Array | None = None, tells: bool = False) -> Any:
-        """Returns float[B, T, D], and if it `tells` the experts of each token, int32[B, T, K]. `chosen_BTK`: they are chosen elsewhere."""
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        chosen_BTK: jax.Array | None = None,
+        tells: bool = False,
+        routed_BTD: jax.Array | None = None,
+    ) -> Any:
+        """Returns float[B, T, D], and if it `tells` the experts of each token, int32[B, T, K]. `chosen_BTK`: they are chosen elsewhere.
+        `routed_BTD`: what the router reads; None: what experts read."""
         (*kept, dim), (router, inner, out) = x_BTD.shape, map(nn.initializers.normal, self.stddevs)
         router_DE = self.param(ROUTER, router, (dim, self.num_experts))
         count, zeros = self.num_experts, nn.initializers.zeros
@@ -94,11 +103,15 @@ class Experts(nn.Module):
         if self.has_fixed_bias:
             settings |= {"bias_E": self.param("choice_bias", zeros, (count,)), "counts": self.counts}
         with jax.named_scope("router"):
-            logits_TE = jnp.dot(x_TD, router_DE, preferred_element_type=jnp.float32)
+            routed_TD = x_TD if routed_BTD is None else routed_BTD.reshape(-1, dim)
+            logits_TE = jnp.dot(routed_TD, router_DE, preferred_element_type=jnp.float32)
             if self.has_router_bias:
                 logits_TE += self.param("router_bias", zeros, (count,)).astype(jnp.float32)
             chosen_TK = None if chosen_BTK is None else chosen_BTK.reshape(-1, self.top_k)
             routing = experts.route(logits_TE, self.top_k, **settings, chosen_TK=chosen_TK)
+            if self.has_expert_scales:
+                scale_E = self.param("scales", nn.initializers.ones, (count,)).astype(jnp.float32)
+                routing = routing._replace(weights_TK=routing.weights_TK * scale_E[routing.experts_TK])
         self.sow("intermediates", ROUTING, routing)
         room = None
         if self.capacity_factor:

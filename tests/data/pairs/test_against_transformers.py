@@ -249,7 +249,9 @@ def test_a_long_conversation_loses_its_beginning_and_what_follows_its_last_answe
 
 # {golden family: the kind of its tokenizer, and the class that tokenizer_config.json names}. Marian's tokenizers have no tokenizer.json.
 FAMILIES = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3n", "gemma4"), ("byte_fallback", "GemmaTokenizer")),
+    **dict.fromkeys(
+        ("gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4moe"), ("byte_fallback", "GemmaTokenizer")
+    ),
     **dict.fromkeys(
         ("qwen2", "qwen2moe", "qwen3moe", "qwen3next", "qwen35", "qwen35moe"), ("byte_level", "Qwen2Tokenizer")
     ),

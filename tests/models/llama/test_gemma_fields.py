@@ -10,7 +10,8 @@ import pytest
 from zerojax.errors import UserError
 from zerojax.models.llama import config_file, family
 
-ALL = {name: dataclasses.replace(family.PRESETS[name], vocab_size=257) for name in ("gemma3n_test", "gemma4_test")}
+NAMES = ("gemma3n_test", "gemma4_test", "gemma4_moe_test")
+ALL = {name: dataclasses.replace(family.PRESETS[name], vocab_size=257) for name in NAMES}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -24,7 +25,8 @@ def test_the_written_config_is_read_back(name):
 @pytest.mark.parametrize("preset, field, value", [
     ("gemma3n_test", "num_kv_shared_layers", 99), ("gemma3n_test", "num_kv_shared_layers", True),
     ("gemma3n_test", "altup_active_idx", 9), ("gemma3n_test", "activation_sparsity_pattern", [0.5]),
-    ("gemma3n_test", "intermediate_size", [64, -1]), ("gemma4_test", "enable_moe_block", True),
+    ("gemma3n_test", "intermediate_size", [64, -1]), ("gemma4_moe_test", "enable_moe_block", 1),
+    ("gemma4_moe_test", "num_experts", None), ("gemma4_moe_test", "top_k_experts", 5), ("gemma4_moe_test", "moe_intermediate_size", 0),
     ("gemma4_test", "use_bidirectional_attention", "all"), ("gemma4_test", "vocab_size_per_layer_input", 3),
 ])  # fmt: skip
 def test_a_config_that_is_not_computed_is_refused_in_one_line(preset, field, value):

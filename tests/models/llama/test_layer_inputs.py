@@ -18,11 +18,12 @@ from zerojax.models.llama import config_file, family, model
 
 STEP = {"seq_len": 16}
 ROUNDING = 1e-5  # float32 sums in another order
-PRESETS = {"gemma4_test": 4, "gemma3n_test": 4, "llama4_test": 2}  # with numbers of layers
+PRESETS = {"gemma4_test": 4, "gemma4_moe_test": 2, "gemma3n_test": 4, "llama4_test": 2}  # with numbers of layers
 
 
 @pytest.mark.parametrize("name, changed", [
     ("gemma4_test", {"zero__stage": 3}),
+    ("gemma4_moe_test", {"zero__stage": 3}),
     ("gemma3n_test", {"zero__stage": 3}),
     ("llama4_test", {"zero__stage": 3}),
     *(pytest.param(name, changed, marks=runs.LONG) for name in PRESETS for changed in (
@@ -31,12 +32,15 @@ PRESETS = {"gemma4_test": 4, "gemma3n_test": 4, "llama4_test": 2}  # with number
         {"zero__stage": 2, "grad_accum": 2},
         {"zero__stage": 1, "mesh__pipe": 2, "grad_accum": 2},
     )),
-    *(pytest.param(name, {"zero__stage": 3, "mesh__context": 2}, marks=runs.LONG) for name in ("gemma4_test", "gemma3n_test")),
+    *(pytest.param(name, {"zero__stage": 3, "mesh__context": 2}, marks=runs.LONG) for name in PRESETS if name != "llama4_test"),
     *(
         pytest.param(name, {"zero__stage": 3, "model__by_columns": "layer_inputs/embed"}, marks=runs.LONG)
         for name in ("gemma4_test", "gemma3n_test")
     ),
-    pytest.param("llama4_test", {"zero__stage": 3, "mesh__expert": 2, "reduce_dtype": "fp32"}, marks=runs.LONG),
+    *(
+        pytest.param(name, {"zero__stage": 3, "mesh__expert": 2, "reduce_dtype": "fp32"}, marks=runs.LONG)
+        for name in ("llama4_test", "gemma4_moe_test")
+    ),
 ])  # fmt: skip
 def test_losses_and_norms_of_gradients_are_those_of_stage_0(name, changed):
     own = STEP | {"model__preset": name, "model__num_layers": PRESETS[name]}
@@ -74,7 +78,7 @@ def test_the_written_config_is_read_back(name):
 
 @pytest.mark.parametrize("name, field, value", [
     ("gemma4_test", "num_kv_shared_layers", 4), ("gemma4_test", "num_kv_shared_layers", 3),
-    ("gemma4_test", "enable_moe_block", True), ("gemma4_test", "use_bidirectional_attention", "all"),
+    ("gemma4_test", "use_bidirectional_attention", "all"),
     ("gemma4_test", "per_layer_config", {"1": {"head_dim": 32}}), ("gemma4_test", "vocab_size_per_layer_input", 60),
     ("gemma3n_test", "altup_active_idx", 2), ("gemma3n_test", "intermediate_size", [128]),
     ("gemma3n_test", "activation_sparsity_pattern", [1.0] * 4), ("gemma3n_test", "laurel_rank", 0),

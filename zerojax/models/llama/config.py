@@ -130,6 +130,8 @@ class MixtureForm:
         they are down(activation(gate) * up) without biases.
       is_fused: gate and up of all experts are one array, as they always are with `clamp`.
       latent_dim: the width of what experts read and return, between a projection before them and one after; 0: that of the embedding.
+      is_beside_mlp: the layer's MLP stays, and both are added up, each with norms of its own before and after it. The router reads a third
+        norm, and each expert has a weight that multiplies those of its tokens.
       remembers_choices: whether caches hold the experts of each token beside keys and values.
     """
 
@@ -151,6 +153,7 @@ class MixtureForm:
     is_fused: bool = False
     latent_dim: int = 0
     scales_inputs: bool = False
+    is_beside_mlp: bool = False
     remembers_choices: bool = False
 
 

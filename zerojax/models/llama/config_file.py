@@ -444,6 +444,8 @@ def _read_experts(f: config_json.Fields, reads: Collection[str]) -> Found:
         return {"mixture": _read_groups(f, reads) | own}
     if "n_routed_experts" in reads:
         return {"mixture": _read_groups(f, reads)}
+    if "enable_moe_block" in reads:
+        return gemma_fields.read_mixture(f)
     count = next((name for name in ("num_local_experts", "num_experts") if name in reads), None)
     if count is None or ("shared_intermediate_size" in reads and f.raw.get(count) == 0):
         return {}

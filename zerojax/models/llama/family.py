@@ -63,6 +63,15 @@ PRESETS: dict[str, LlamaConfig] = {
     "gemma4_test": dataclasses.replace(
         _GEMMA, sizes=(Sizes(16, 2, 128), Sizes(32, 1, 128)), has_layer_scale=True, model_type="gemma4_text"
     ),
+    "gemma4_moe_test": dataclasses.replace(
+        _GEMMA,
+        sizes=(Sizes(16, 2, 128), Sizes(32, 1, 128)),
+        mixture=MixtureForm(4, 2, 32, is_fused=True, is_beside_mlp=True),
+        sharing_layers=0,
+        inputs=None,
+        has_layer_scale=True,
+        model_type="gemma4_text",
+    ),
     "gemma3n_test": dataclasses.replace(
         _GEMMA,
         rotation=rope.Rotation(1e6, in_windows=rope.Rope(1e4)),
@@ -102,6 +111,11 @@ RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "granitemoehybrid": (
         (r"\.(mlp|block_sparse_moe\.shared_experts)\.gate_up_proj", ".shared_mlp.input_linear"),
         (r"\.(mlp|block_sparse_moe\.shared_experts)\.down_proj", ".shared_mlp.output_linear"),
+    ),
+    "gemma4_text": (
+        (r"\.mlp\.gate\.", ".router.proj."),
+        (r"\.mlp\.(router|experts)\.", r".\1."),
+        (r"\.mlp\.shared_expert\.", ".mlp."),
     ),
     "lfm2": (
         (r"^model\.norm\.", "model.embedding_norm."),
@@ -204,6 +218,18 @@ def _expert_tensors(config: LlamaConfig, mixture: MixtureForm) -> dict[str, Tens
         found["layer_{}/mlp/experts/router"] = Tensor(f"{mlp}.router.layer.weight", 1)
         for ours, theirs in (("gate_up", "input_linear"), ("down", "output_linear")):
             found[f"layer_{{}}/mlp/experts/{ours}"] = Tensor(f"{mlp}.{theirs}.weight", form="stack")
+    if mixture.is_beside_mlp:
+        found["layer_{}/mlp/experts/scales"] = Tensor(f"{mlp}.router.per_expert_scale")
+        norms = {"router": f"{mlp}.router.scale", "shared": "pre_feedforward_layernorm.weight"}
+        norms |= {"shared_post": "post_feedforward_layernorm_1.weight"}
+        norms |= {
+            "experts": "pre_feedforward_layernorm_2.weight",
+            "experts_post": "post_feedforward_layernorm_2.weight",
+        }
+        for ours, theirs in norms.items():
+            found[f"layer_{{}}/mlp/{ours}_norm/scale"] = Tensor(
+                theirs if mlp in theirs else f"model.layers.{{}}.{theirs}"
+            )
     return found | _linear("layer_{}/mlp/shared_gate", f"{mlp}.shared_expert_gate", 1, False)
 
 
@@ -422,6 +448,7 @@ FAMILY = family.Family(
             (r"(layer_inputs|altup_in|altup_out)(/(embed|project|norm|stream_\d+))?", parallel.TOKENS),
             (r"layer_\d+/(inputs|laurel|altup)(/\w+)?", parallel.TOKENS),
             (r"layer_\d+/mlp/(experts|shared|shared_gate)", parallel.TOKENS, parallel.ALL_TOKENS),
+            (r"layer_\d+/mlp/\w+_norm", parallel.TOKENS),
             (r"embed|positions|norm|layer_\d+(/(attention|mlp)(_post)?_norm)?", parallel.TOKENS),
         ),
     ),

@@ -36,8 +36,6 @@ def read(f: config_json.Fields, windows: tuple[int, ...], head_dim: int, kv_head
             raise f.refuse("altup_active_idx", f"from 0 to {streams - 1}")
         found["altup"] = altup.AltUp(streams, active, f.count("laurel_rank"), f.flag("altup_correct_scale", True))
     else:
-        if f.flag("enable_moe_block", False):
-            raise f.refuse("enable_moe_block", "false, as no mixture beside an MLP is computed")
         if f.raw.get("use_bidirectional_attention") not in (None, "vision"):
             raise f.refuse("use_bidirectional_attention", "null or vision, since a decoder's tokens see no later ones")
         sizes = _read_wide(f, has_window, head_dim, kv_heads, layers - sharing)
@@ -45,6 +43,16 @@ def read(f: config_json.Fields, windows: tuple[int, ...], head_dim: int, kv_head
     mlp_dim = sizes[0].mlp_dim
     is_one = {*sizes} == {Sizes(head_dim, kv_heads, mlp_dim)}
     return found | {"mlp_dim": mlp_dim, "sizes": () if is_one else shortest(sizes)}
+
+
+def read_mixture(f: config_json.Fields) -> dict[str, dict[str, Any]]:
+    """Reads the mixture of experts beside each layer's MLP, if Gemma 4 has one."""
+    if not f.flag("enable_moe_block", False):
+        return {}
+    experts, own = f.count("num_experts"), f.count("num_experts_per_tok")
+    if own > experts:
+        raise f.refuse("num_experts_per_tok", f"at most num_experts={experts}")
+    return {"mixture": {"experts": experts, "per_token": own, "width": f.count("moe_intermediate_size")}}
 
 
 def _read_sparse(f: config_json.Fields, head_dim: int, kv_heads: int) -> list[Sizes]:
@@ -123,4 +131,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         "per_layer_config": heads,
         "use_double_wide_mlp": is_double,
         "attention_k_eq_v": c.heads.values_are_keys,
+        "enable_moe_block": c.mixture is not None,
+        "num_experts": c.mixture and c.mixture.experts,
+        "moe_intermediate_size": c.mixture and c.mixture.width,
     }

@@ -45,7 +45,12 @@ def _largest(gate_BTF: jax.Array, sparsity: float) -> jax.Array:
 
 
 class Mixture(nn.Module):
-    """A mixture of experts, with the expert that all tokens take if there is one: its weight is sigmoid(shared_gate(x))."""
+    """A mixture of experts, with the expert that all tokens take if there is one: its weight is sigmoid(shared_gate(x)).
+
+    Beside an MLP (`MixtureForm.is_beside_mlp`) x is the residual stream, and with the norms of this module
+
+        router(norm(x) / sqrt(D)),   norm(mlp(norm(x))) + norm(experts(norm(x))).
+    """
 
     config: LlamaConfig
 
@@ -67,6 +72,10 @@ class Mixture(nn.Module):
         stddevs = (0.02, 0.02, c.residual_stddev)
         given: dict[str, Any] = {} if chosen_BTK is None else {"chosen_BTK": chosen_BTK}
         given |= {"tells": True} if tells else {}
+        norm = lambda name: layers.norm(c.norms.kind, c.norms.eps, c.norms.offset, name)  # noqa: E731
+        read_BTD = norm("experts_norm")(x_BTD) if m.is_beside_mlp else x_BTD
+        if m.is_beside_mlp:
+            given["routed_BTD"] = norm("router_norm")(x_BTD) * jnp.asarray(c.embed_dim**-0.5, x_BTD.dtype)
         found = experts.Experts(
             m.experts,
             m.per_token,
@@ -81,10 +90,14 @@ class Mixture(nn.Module):
             is_gated=c.mlp.is_gated,
             latent_dim=m.latent_dim,
             scales_inputs=m.scales_inputs,
+            has_expert_scales=m.is_beside_mlp,
             stddevs=stddevs,
             name="experts",
-        )(x_BTD, **given)
+        )(read_BTD, **given)
         y_BTD = found[0] if tells else found
+        if m.is_beside_mlp:
+            dense_BTD = MLP(c, name="shared")(norm("shared_norm")(x_BTD))
+            y_BTD = norm("experts_post_norm")(y_BTD) + norm("shared_post_norm")(dense_BTD)
         if m.shared_dim:
             shared_BTD = MLP(dataclasses.replace(c, mlp_dim=m.shared_dim), name="shared")(x_BTD)
             if m.is_shared_gated:

@@ -97,6 +97,8 @@ class Layer(nn.Module):
                 return x_BTD if past is None else (x_BTD, keys)
         if second is not None:
             norm, mlp_after = self._norms("mlp")
+            if self.has_experts and c.mixture is not None and c.mixture.is_beside_mlp:
+                norm = lambda x_BTD: x_BTD  # noqa: E731  (the mixture has the norms of what it reads)
             branch = lambda x_BTD: x_BTD + mlp_after(second(norm(x_BTD)))  # noqa: E731
             if remembered is not None:
                 mixture: Any = second

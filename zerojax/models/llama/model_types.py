@@ -93,11 +93,12 @@ ROWS: dict[str, ModelType] = {
         ), _GELU,
     ),
     "gemma4_text": ModelType(
-        "Gemma4ForCausalLM", _NEW_GEMMA, ("attention_bias", "layer_types", "rope_local_base_freq", "num_kv_shared_layers"),
+        "Gemma4ForCausalLM", _NEW_GEMMA | {"mixture": {"is_fused": True, "is_beside_mlp": True}},
+        ("attention_bias", "layer_types", "rope_local_base_freq", "num_kv_shared_layers", "enable_moe_block"),
         _gemma(
             131072, rope_theta=1e6, rope_local_base_freq=1e4, sliding_window=512, intermediate_size=9216,
             vocab_size_per_layer_input=262144, hidden_size_per_layer_input=256, num_kv_shared_layers=0,
-        ), _GELU,
+        ), _GELU, names={"num_experts_per_tok": "top_k_experts"},
     ),
     "phi3": ModelType(
         "Phi3ForCausalLM", {"heads": {"is_fused": True}, "mlp": {"is_fused": True}}, ("partial_rotary_factor", *_WINDOW),
