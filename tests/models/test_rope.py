@@ -1,5 +1,7 @@
 """Checks rotary positions against their equations. This module tests zerojax.models.rope."""
 
+import dataclasses
+
 import arrays
 import hypothesis
 import hypothesis.strategies as st
@@ -58,6 +60,8 @@ def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_blends_between
     kept = (8192 / waves - 1) / (4 - 1)
     expected = np.select([is_short, is_long], [plain, plain / 8], (1 - kept) * plain / 8 + kept * plain)
     np.testing.assert_allclose(found, expected, rtol=SCALED)
+    at_once = rope.frequencies(128, 5e5, dataclasses.replace(scaling, high_factor=1.0))
+    np.testing.assert_allclose(at_once, np.where(is_long, plain / 8, plain), rtol=SCALED)
     assert (np.diff(found) < 0).all()
 
 

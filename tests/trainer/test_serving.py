@@ -36,6 +36,7 @@ def held(arrays):
     "preset, precision, kind, ways",
     [
         ("test", "bf16", "int8", 2),
+        ("hybrid_test", "bf16", "none", 2),
         *[
             pytest.param(*case, marks=pytest.mark.long)
             for case in (("test", "fp32", "none", 1), ("test", "bf16", "nf4", 1), ("moe_test", "bf16", "none", 2))
@@ -56,11 +57,14 @@ def test_an_engine_holds_what_is_planned(preset, precision, kind, ways):
     )
     made = engine_lib.Engine(given, format=kind, slots=3, max_len=64, chunk=16)
     assert planned.weights == held(made._params) and 3 * planned.cache == held(made._caches)
+    assert 3 * planned.kept == (0 if made._kept is None else held(made._kept.arrays))
+    assert bool(planned.kept) == (preset == "hybrid_test")
     table = model.vocab_size * model.embed_dim * jnp.dtype(dtype).itemsize
     unread = planned.weights - planned.dense - planned.experts
-    assert unread in (0, table, table // ways) and bool(planned.experts) == (preset == "moe_test")
+    has_experts = preset in ("moe_test", "hybrid_test")
+    assert unread in (0, table, table // ways) and bool(planned.experts) == has_experts
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    assert preset == "moe_test" or planned.flops < 2.5 * count / ways
+    assert has_experts or planned.flops < 2.5 * count / ways
     assert ("dequantized" in planned.runs) == (kind != "none")
 
 

@@ -382,7 +382,7 @@ def few_layers(model: Any) -> tuple[int, ...]:
         of_low, of_high, of_all = (collections.Counter(kinds[:count]) for count in (low, high, total))
         return all((of_all[k] - of_low[k]) * (high - low) == (total - low) * (of_high[k] - of_low[k]) for k in of_all)
 
-    if total < DEEP:
+    if total < DEEP or getattr(model, "sharing_layers", 0):  # whose last layers have the keys of earlier ones
         return ()
     pairs = ((low, compiled - low) for compiled in range(6, total) for low in range((compiled - 2) // 2, 1, -1))
     return next((pair for pair in pairs if reaches_all(*pair)), ())

@@ -50,6 +50,7 @@ class Served:
     cache: int  # of a text
     row: int  # of a text's scores and of the tokens that it has
     flops: float  # of a token
+    kept: int = 0  # of a copy of a text's recurrent states, for prompts that go on from there
     streamed: int = 0  # the weights in host memory, all of which each step reads over its link
     runs: str = ""  # which matmuls an engine on GPUs runs, in words
 
@@ -156,7 +157,7 @@ def plan(served: Served, target: targets.Target) -> ServingPlan:
     Raises:
       UserError: the weights and one text do not fit.
     """
-    each, largest = served.cache + served.row, None
+    each, largest = served.cache + served.row + served.kept, None
     if target.usable is not None:
         largest = (target.usable - served.weights) // each
         if largest < 1:

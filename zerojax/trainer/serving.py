@@ -76,6 +76,7 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
     caches, _ = made.abstract(abstract)
     cache = sum(map(tree.shard_bytes, jax.tree.leaves(caches)))
     held = [jax.tree.leaves(layer) for layer in family.caches(model)]
+    states = zip(jax.tree.leaves(caches), jax.tree.leaves(held), strict=True)
     attending = sum(any(one.positions for one in layer) for layer in held)
     attended = 2 * model.num_heads * model.head_dim * config.seq_len * attending
     attended += sum(2 * math.prod(one.shape) for layer in held for one in layer if one.positions is None)
@@ -90,6 +91,7 @@ def served(config: settings_lib.Config, format: str) -> serving.Served:
         share=share,
         cache=cache,
         row=model.vocab_size * (jnp.dtype(jnp.float32).itemsize + 1),
+        kept=sum(tree.shard_bytes(leaf) for leaf, one in states if one.positions is None),
         flops=2 * (active + attended) / ways,
         streamed=arriving.total(),
         runs=_runs(family, model, placed, ways, format, is_streamed=is_streamed),

@@ -123,12 +123,29 @@ def test_a_prompt_that_goes_on_from_an_answer_reads_all_of_it_but_the_last_token
         assert again.reused == len(begin) + len(first.tokens) - 1, settings
 
 
-def test_a_prompt_of_a_recurrent_model_that_goes_on_from_an_answer_is_read_from_its_beginning():
-    own = engine_lib.Engine(golden_models.load("mamba2", 0), slots=1, max_len=LENGTH, chunk=16)
-    prompt = np.random.default_rng(0).integers(8, 61, 20).tolist()
-    [first] = own.generate([prompt], max_tokens=8, ignores_end=True)
-    [again] = own.generate([[*prompt, *first.tokens[:4]]], max_tokens=4, ignores_end=True)
-    assert again.reused == 0 and again.tokens == first.tokens[4:]
+@pytest.mark.parametrize(
+    "name, slots", [("mamba2", 1), ("qwen35moe", 3), pytest.param("lfm2", 2, marks=pytest.mark.long)]
+)
+def test_prompts_of_a_recurrent_model_go_on_where_a_part_of_a_prompt_ended(name, slots):
+    """While that one is answered, if there is a slot, and once all slots have had other texts, whose keys and values are then lost."""
+    random, most = np.random.default_rng(0), {"max_tokens": 8, "logprobs": 3, "ignores_end": True}
+    own = engine_lib.Engine(golden_models.load(name, 0), slots=slots, max_len=LENGTH, chunk=16)
+    begin, *parts = (random.integers(8, 61, count).tolist() for count in (20, 3, 6, 12))
+    own._reuses = False
+    [first] = own.generate([begin], **most)
+    prompts = [[*begin, *first.tokens, *parts[0]], [*begin[:17], *parts[1]], [*begin[:10], *parts[2]], begin]
+    alone, own._reuses = own.generate(prompts, **most), True
+    for prompt, wanted, shared in zip(prompts, alone, [20, 16, 0, 16] if slots > 1 else [20, 0, 0, 0], strict=True):
+        own._kept.forget()
+        running = own.submit(begin, **most)
+        while len(running.tokens) < 3:
+            own.step()
+        [found] = own.generate([prompt], **most)
+        assert (found.reused, running.tokens) == (shared, first.tokens)
+        assert_alike(found, wanted)
+    own.generate([random.integers(8, 61, 12).tolist() for _ in range(slots)], **most)
+    [again] = own.generate([begin], **most)
+    assert again.tokens == first.tokens
 
 
 def test_what_a_slot_holds_is_read_by_others_while_its_answer_grows_and_after_it_was_cancelled():

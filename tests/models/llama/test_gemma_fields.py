@@ -22,10 +22,17 @@ def test_the_written_config_is_read_back(name):
     assert dataclasses.replace(found.heads, windows=own.heads.windows) == own.heads
 
 
+def test_numbers_of_layers_may_be_padded():
+    written = config_file.write(ALL["gemma4_test"])
+    padded = {f"{int(layer):02}": own for layer, own in written["per_layer_config"].items()}
+    assert padded and config_file.read(written | {"per_layer_config": padded}, ()).sizes == ALL["gemma4_test"].sizes
+
+
 @pytest.mark.parametrize("preset, field, value", [
     ("gemma3n_test", "num_kv_shared_layers", 99), ("gemma3n_test", "num_kv_shared_layers", True),
     ("gemma3n_test", "altup_active_idx", 9), ("gemma3n_test", "activation_sparsity_pattern", [0.5]),
     ("gemma3n_test", "intermediate_size", [64, -1]), ("gemma4_moe_test", "enable_moe_block", 1),
+    ("gemma4_test", "per_layer_config", {"4": {}}), ("gemma4_test", "per_layer_config", {"one": {}}),
     ("gemma4_moe_test", "num_experts", None), ("gemma4_moe_test", "top_k_experts", 5), ("gemma4_moe_test", "moe_intermediate_size", 0),
     ("gemma4_test", "use_bidirectional_attention", "all"), ("gemma4_test", "vocab_size_per_layer_input", 3),
 ])  # fmt: skip

@@ -34,6 +34,14 @@ PUBLISHED = {
     "gemma2_27b": 27_227_128_320,
     "gemma3_1b": 999_885_952,
     "gemma3_4b": 3_880_263_168,
+    "llama4_scout": 107_769_861_120,  # as transformers 5.24 counts its text model, and so below
+    "llama4_maverick": 400_711_848_960,
+    "gemma3n_e2b": 4_435_182_688,
+    "gemma3n_e4b": 6_835_235_568,
+    "gemma4_e2b": 4_628_569_344 + 35,  # transformers counts no scales of layers
+    "gemma4_e4b": 7_463_013_376 + 42,
+    "gemma4_31b": 30_697_345_280 + 60,
+    "gemma4_26b_a4b": 25_233_141_760 + 30,
     "phi3_mini": 3_821_079_552,
     "phi3_medium": 13_960_238_080,
     "olmo2_7b": 7_298_617_344,
@@ -78,7 +86,7 @@ SHAPES = published.PRESETS | gpt2.PRESETS | NEMOTRON
 AGAIN = {
     "mixtral_8x22b", "qwen3_235b_a22b", "moonlight_16b_a3b", "gpt_oss_120b", "gemma_7b", "gemma2_9b", "gemma2_27b", "gemma3_4b",
     "phi3_medium", "olmo2_13b", "olmo3_32b", "exaone4_1b", "kimi_k2", "glm4_32b", "deepseek_v2", "glm4_5", "granite3_3b_a800m",
-    "qwen3_5_35b_a3b", "nemotron_nano_9b_v2", "nemotron3_nano_30b_a3b",
+    "llama4_maverick", "gemma3n_e4b", "gemma4_e4b", "gemma4_31b", "qwen3_5_35b_a3b", "nemotron_nano_9b_v2", "nemotron3_nano_30b_a3b",
     "starcoder2_7b", "starcoder2_15b", "ministral3_8b", "ministral3_14b", "granite3_8b", "gpt2_medium", "gpt2_large", "gpt2_xl",
 }  # fmt: skip
 

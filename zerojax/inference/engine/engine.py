@@ -27,7 +27,7 @@ from zerojax import errors, precision, signatures, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference.engine import adapters as adapters_lib
-from zerojax.inference.engine import detokenizer, pace, programs, rehearsal, requests, streamed, weights
+from zerojax.inference.engine import detokenizer, pace, programs, rehearsal, requests, snapshots, streamed, weights
 from zerojax.inference.engine import row_sampling as draws_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
@@ -108,7 +108,8 @@ class Engine:
       chunk: the most tokens of a prompt that one program reads; an encoder reads all of its own.
       together: prompts of one length that one program may read.
       prefill_tokens: the tokens of prompts that a step reads while others are answered or wait, whose tokens wait for that; None: `chunk`.
-      reuses: whether a prompt whose beginning a slot holds is read from there; never in a recurrent model (`decoding.Held`).
+      reuses: whether a prompt whose beginning a slot holds is read from there. In a recurrent model (`decoding.Held`) it is where a part
+        of a prompt ended, for which as many states are kept again as there are slots.
       is_gathered: weights stay sharded as they are and are gathered where they are used, for each token. It saves memory, not time.
       adapters: the low-rank adapters that requests name, by their names; see `Pretrained.read_adapter`.
       text_of: f(token ids) -> their text, for stop strings and the requests' `text`.
@@ -174,7 +175,7 @@ class Engine:
         self._family, self._config, self._special, self._mesh = family, config, model.special, mesh
         self._stretch = family.stretch(config)
         self._shape, self._text_of, self._together = shape, text_of, together
-        self._reuses = reuses and not decoding.is_recurrent(family.caches(config))
+        self._reuses = reuses
         self._chunk = self._inputs or min(chunk, max_len)  # an encoder reads its prompt at once
         self._budget = prefill_tokens or self._chunk
         kernels = None if has_adapters or is_gathered else weights.kernels_of(mesh)
@@ -200,6 +201,8 @@ class Engine:
         self._adapters = {"": adapters_lib.NONE} | {name: n for n, name in enumerate(adapters or (), 1)}
         with arguments.in_own_mesh(mesh):
             self._caches, self._rows = self._programs.empty(self._params)
+            keeps = reuses and decoding.is_recurrent(held := family.caches(config))
+            self._kept = snapshots.Snapshots(held, self._caches) if keeps else None
         self._slots = [_Slot() for _ in range(slots)]
         self._draws = draws_lib.Draws.of_rows(slots)
         self._grammar_of = grammar_of
@@ -266,6 +269,8 @@ class Engine:
         self._params = params
         for slot in self._slots:
             slot.text = []
+        if self._kept is not None:
+            self._kept.forget()
 
     def generate(self, prompts: Iterable[Sequence[int]], **settings: Any) -> list[requests.Request]:
         """Answers prompts of token ids, and returns the requests in the prompts' order; for `settings` see `requests.RequestSettings`.
@@ -311,6 +316,10 @@ class Engine:
             with rehearsal.Rehearsal(self._programs, tell):
                 answer(lambda *_: None)
             answer(lambda *_: None)
+        if self._kept is not None:
+            self._kept.keep(self._caches, 0, np.zeros(0, np.int32), adapters_lib.NONE)
+            self._caches = self._kept.restore(self._caches, 0, 0, 0)
+            self._kept.forget()
         self._reuses = reuses
 
     def submit(
@@ -417,10 +426,12 @@ class Engine:
             if not free:
                 return
             request = self._waiting.popleft()
-            source, shared = self._held(request)
+            source, shared, kept = self._held(request)
             own = source if shared and source in free else min(free, key=lambda number: self._slots[number].used)
             chosen, text = request.settings, self._slots[source].text[:shared] if shared else []
             adapter = self._adapters[chosen.adapter]
+            if shared and self._kept is not None:
+                self._caches, source = self._kept.restore(self._caches, kept, source, own), own
             slot = self._slots[own] = _Slot(
                 request, request.prompt, text, shared, source, used=self._clock, adapter=adapter
             )
@@ -491,11 +502,17 @@ class Engine:
             self._sent = None
             self._see(number, words)
 
-    def _held(self, request: requests.Request) -> tuple[int, int]:
-        """Returns the slot that holds most of a prompt's beginning, and how many tokens; its last token is always read."""
+    def _held(self, request: requests.Request) -> tuple[int, int, int]:
+        """Returns the slot that holds most of a prompt's beginning, how many tokens, and the copy of a recurrent state after them; the
+        prompt's last token is always read."""
         if not self._reuses or self._inputs or (self._stretch and len(request.prompt) > self._stretch.after):
-            return 0, 0
+            return 0, 0, 0
         prompt, adapter = request.prompt[:-1], self._adapters[request.settings.adapter]
+        if self._kept is not None:
+            are_held = [slot.adapter == adapter and not slot.is_stretched for slot in self._slots]
+            texts = [slot.text if is_held else [] for slot, is_held in zip(self._slots, are_held)]
+            kept, source, shared = self._kept.find(prompt, adapter, texts)
+            return source, shared, kept
         best, shared = 0, 0
         for number, slot in enumerate(self._slots):
             length = min(len(slot.text), len(prompt))
@@ -505,7 +522,7 @@ class Engine:
             length = int(differs[0]) if differs.size else length
             if length > shared:
                 best, shared = number, length
-        return (best, shared) if shared >= LEAST_REUSED else (0, 0)
+        return (best, shared, 0) if shared >= LEAST_REUSED else (0, 0, 0)
 
     def _prefill(self) -> None:
         """Reads parts of prompts, up to the budget of a step; at least one if any waits.
@@ -602,6 +619,8 @@ class Engine:
         slot.text = slot.text + slot.words[slot.read : slot.read + count].tolist()
         slot.read, slot.source = slot.read + count, number
         slot.is_live = slot.read >= len(slot.words)
+        if self._kept is not None and self._reuses and slot.read >= LEAST_REUSED and not slot.is_stretched:
+            self._kept.keep(self._caches, number, slot.words[: slot.read], slot.adapter)
         if slot.is_live:
             slot.sent, self._draws.is_live[number] = slot.begun + 1, True
             self._sent = None

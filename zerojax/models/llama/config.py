@@ -310,6 +310,7 @@ class LlamaConfig:
             self.rope_of(layer),
             self.is_recurrent(layer),
             self.branches_of(layer),
+            self.sizes[layer % len(self.sizes)] if self.sizes else None,
         )
 
     @property

@@ -620,8 +620,8 @@ def _read_scaling(f: config_json.Fields, group: config_json.Fields, kind: str, d
     original = told
     if kind == "llama3":
         low, high = group.number("low_freq_factor"), group.number("high_freq_factor")
-        if high <= low:
-            raise group.refuse("high_freq_factor", f"above low_freq_factor={low:g}")
+        if high < low:
+            raise group.refuse("high_freq_factor", f"at least low_freq_factor={low:g}")
         return rope.Scaling("llama3", group.number("factor"), low, high, original)
     factor = group.number("factor", longest / original)
     if kind == "yarn":

@@ -85,9 +85,11 @@ def _read_wide(f: config_json.Fields, has_window: list[bool], head_dim: int, kv_
         if f.flag("attention_k_eq_v", False) and f.raw.get("num_global_key_value_heads") is not None:
             wide["num_key_value_heads"] = f.count("num_global_key_value_heads")
         told = {str(layer): wide for layer, has in enumerate(has_window) if not has}
-    known = {str(layer) for layer in range(len(has_window))}
-    if not isinstance(told, dict) or not {*map(str, told)} <= known:
+    # transformers pads the numbers of a deep model: "04"
+    numbers = {str(key): int(key) for key in told if str(key).isdecimal()} if isinstance(told, dict) else {}
+    if not isinstance(told, dict) or len(numbers) < len(told) or not {*numbers.values()} <= {*range(len(has_window))}:
         raise f.refuse("per_layer_config", "a group of numbers of layers")
+    told = {str(numbers[str(key)]): value for key, value in told.items()}
     found, is_double = [], f.flag("use_double_wide_mlp", False)
     for layer in range(len(has_window)):
         group = config_json.Fields({"per_layer_config": told}).group("per_layer_config").group(str(layer))

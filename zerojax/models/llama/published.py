@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Scales
+from zerojax.models.llama.altup import AltUp
+from zerojax.models.llama.config import Heads, LlamaConfig, MixtureForm, MLPForm, Norms, Scales, Sizes
 from zerojax.models.llama.convolution import Convolution
 from zerojax.models.llama.delta import Delta
 from zerojax.models.llama.hybrid_fields import shortest
+from zerojax.models.llama.layer_inputs import Inputs
 from zerojax.models.llama.mla import Latent
 from zerojax.models.rope import Rope, Rotation, Scaling
 from zerojax.models.scan_mixer import Scan
@@ -30,6 +32,67 @@ def _gemma(
     own = {"norms": dataclasses.replace(norms, eps=1e-6, offset=1.0), "mlp": MLPForm("gelu_pytorch_tanh")}
     own |= {"scales": Scales(embed_dim**0.5, logits_cap=cap)}
     return _MAKE(num_words, num_layers, embed_dim, *sizes, tie_embeddings=True, **own, **others)
+
+
+def _new_gemma(
+    *sizes: int, period: int, window: int = 512, inputs: int = 262144, full: Scaling | None = None, **others: Any
+) -> LlamaConfig:
+    """Returns the config of a Gemma 3n or 4, of whose layers the last of each `period` has no window."""
+    heads = Heads(norm="each", windows=(window,) * (period - 1) + (_ALL,), scale=1.0, has_value_norm=True)
+    own: dict[str, Any] = {"norms": Norms(eps=1e-6, places="both"), "mlp": MLPForm("gelu_pytorch_tanh")}
+    own |= {"rotation": Rotation(1e6, full, in_windows=Rope(1e4)), "scales": Scales(sizes[2] ** 0.5, logits_cap=30.0)}
+    own |= {"inputs": Inputs(256, inputs) if inputs else None, "heads": heads}
+    return _MAKE(*sizes, tie_embeddings=True, **own | others)
+
+
+def _gemma3n(layers: int, mlp_dim: int, sharing_layers: int) -> LlamaConfig:
+    own = [Sizes(256, 2, mlp_dim, 0.95 if layer < 10 else 0.0) for layer in range(layers)]
+    return _new_gemma(
+        262400,
+        layers,
+        2048,
+        8,
+        2,
+        256,
+        mlp_dim,
+        period=5,
+        max_seq_len=32768,
+        sizes=shortest(own),
+        sharing_layers=sharing_layers,
+        altup=AltUp(4, 0, 64),
+        model_type="gemma3n_text",
+    )
+
+
+def _gemma4(
+    layers: int, dim: int, heads: int, kv_heads: int, mlp_dim: int, *, wide: int = 0, period: int = 6, **others: Any
+) -> LlamaConfig:
+    """Returns the config of a Gemma 4; `wide` key and value heads of layers without a window make both keys and values, unless 0. Layers
+    that share keys and values have an MLP of twice the width where `period` is 5, as E2B alone has it."""
+    sharing, is_double = others.get("sharing_layers", 0), period == 5
+    own = []
+    for layer in range(layers):
+        width = mlp_dim * (2 if is_double and layer >= layers - sharing else 1)
+        own.append(Sizes(256, kv_heads, width) if (layer + 1) % period else Sizes(512, wide or kv_heads, width))
+    length, beside = (262144, {"window": 1024, "inputs": 0}) if wide else (131072, {})
+    found = _new_gemma(
+        262144,
+        layers,
+        dim,
+        heads,
+        kv_heads,
+        256,
+        mlp_dim,
+        period=period,
+        full=Scaling("proportional", 1.0, 0.25),
+        max_seq_len=length,
+        sizes=shortest(own),
+        has_layer_scale=True,
+        model_type="gemma4_text",
+        **beside,
+        **others,
+    )
+    return found.changed(heads={"values_are_keys": bool(wide)})
 
 
 def _granite(*sizes: int, theta: float, scale: float, logits: float) -> LlamaConfig:  # Granite 3.1
@@ -131,6 +194,15 @@ _yarn_16 = Scaling("yarn", 16.0, 1.0, 32.0, 16384)
 _granitemoe = functools.partial(  # Granite 3.1
     LlamaConfig, 49155, max_seq_len=131072, norms=_EPS, rotation=Rotation(1.5e6), heads=Heads(scale=1 / 64),
     scales=Scales(12.0, 0.22, 1 / 6), tie_embeddings=True, model_type="granitemoe",
+)
+_llama4 = functools.partial(
+    LlamaConfig, 202048, 48, 5120, 40, 8, 128, 16384, model_type="llama4_text",
+)
+_chunked = functools.partial(Heads, chunks=(8192,) * 3 + (_ALL,), growth=(0.1, 8192), grows_unrotated=True)
+_turned = functools.partial(Rotation, 5e5, is_interleaved=True, layers=(True, True, True, False))
+_reading = functools.partial(
+    MixtureForm, per_token=1, width=8192, shared_dim=8192, is_shared_gated=False, is_normalised=False, score="sigmoid",
+    is_fused=True, scales_inputs=True,
 )
 _YARN_40_V2 = 0.1 * 0.707 * math.log(40) + 1
 _deepseek_v2 = functools.partial(  # arXiv:2405.04434
@@ -244,6 +316,21 @@ PRESETS: dict[str, LlamaConfig] = {
     "gemma3_4b": _gemma3(
         262208, 34, 2560, 8, 4, 256, 10240, max_seq_len=131072, heads=_near3(windows=(1024,) * 5 + (_ALL,)),
         rotation=Rotation(1e6, Scaling("linear", 8.0), in_windows=Rope(1e4)),
+    ),
+    "llama4_scout": _llama4(
+        max_seq_len=10485760, rotation=_turned(scaling=Scaling("llama3", 16.0, 1.0, 1.0, 8192)), heads=_chunked(norm="unit"),
+        mixture=_reading(16),
+    ),
+    "llama4_maverick": _llama4(
+        max_seq_len=1048576, rotation=_turned(), heads=_chunked(), mixture=_reading(128, dense_layers=tuple(range(0, 48, 2))),
+    ),
+    "gemma3n_e2b": _gemma3n(30, 8192, 10),
+    "gemma3n_e4b": _gemma3n(35, 16384, 15),
+    "gemma4_e2b": _gemma4(35, 1536, 8, 1, 6144, period=5, sharing_layers=20),
+    "gemma4_e4b": _gemma4(42, 2560, 8, 2, 10240, sharing_layers=18),
+    "gemma4_31b": _gemma4(60, 5376, 32, 16, 21504, wide=4),
+    "gemma4_26b_a4b": _gemma4(
+        30, 2816, 16, 8, 2112, wide=2, mixture=MixtureForm(128, 8, 704, is_fused=True, is_beside_mlp=True),
     ),
     "phi3_mini": _phi3(32064, 32, 3072, 32, 32, 96, 8192),
     "phi3_medium": _phi3(32064, 40, 5120, 40, 10, 128, 17920),
