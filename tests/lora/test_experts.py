@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import tree
+from zerojax.errors import UserError
 from zerojax.lora import adapters, linen, targets
 from zerojax.models import experts
 
@@ -128,3 +129,20 @@ def test_adapters_of_experts_on_devices_train_as_on_one(case):
     found = trained(zerojax.make_mesh(**sizes), stage, quantize, bias)
     np.testing.assert_allclose(found[0], expected[0], rtol=F32)
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=F32), found[1], expected[1])
+
+
+PACKED = {
+    "init_from": "tests/golden/huggingface/gptoss",
+    "model__num_layers": 0,
+    "lora__r": 4,
+    "lora__quantize": "mxfp4",
+}
+PACKED |= {"zero__stage": 3, "reduce_dtype": "fp32", "seq_len": 16}
+
+
+def test_packed_experts_train_where_they_live_and_not_where_scales_are_sharded_otherwise():
+    found, alone = runs.trained(devices=4, **PACKED, mesh__expert=2), runs.trained(**PACKED)
+    np.testing.assert_allclose(found, alone, rtol=F32)
+    told = r"codes of experts in mxfp4 are sharded as .*'model'.* and their scales as .*\(\) beside `expert`; .*a mesh without model"
+    with pytest.raises(UserError, match=told):
+        runs.trained(devices=4, **PACKED, mesh__expert=2, mesh__model=2)

@@ -150,7 +150,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
     "weights": {"drawn": {}, "read": {}},
     "dropout": {"0": {}, "0.1": {"model.dropout": 0.1}},
     "lora": {"off": {}, "on": {"lora.r": 16}},
-    "quantize": {name: {"lora.quantize": name} for name in ("none", "nf4", "int8")},
+    "quantize": {name: {"lora.quantize": name} for name in ("none", "nf4", "int8", "fp8_block")},
     "lora_from": {"drawn": {}, "folder": {}},
     "lora_dropout": {"0": {}, "0.1": {"lora.dropout": 0.1}},
     "lora_targets": {"": {}, "all": {"lora.target_modules": "all-linear"}},
@@ -303,7 +303,7 @@ EXCLUSIVE: list[covering.Rule] = [
         precision="bf16_sr",
         optimizer=("adafactor", "lamb", "sgd", "muon"),
     ),
-    covering.never("config.lora.quantize", quantize=("nf4", "int8"), precision="fp8"),
+    covering.never("config.lora.quantize", quantize=_but("quantize", "none"), precision="fp8"),
     covering.never("config.export.format", export="peft", lora="off"),
     covering.never(
         "config.optimizer.moments", moments=("bf16", "int8"), optimizer=_but("optimizer", "adamw", "adam", "lion")
@@ -339,7 +339,7 @@ UNREAD: list[covering.Rule] = [
     covering.never("sample", sample="yes", task=_but("task", "text")),
     covering.never("model.ring", ring="yes", mesh=_but("mesh", "2x2x2")),
     covering.never("model.ring", ring="yes", precision="fp8"),
-    covering.never("model.ring", ring="yes", quantize=("nf4", "int8")),
+    covering.never("model.ring", ring="yes", quantize=_but("quantize", "none")),
 ]
 # Values of this tool that set nothing beside others.
 HOLLOW: list[covering.Rule] = [

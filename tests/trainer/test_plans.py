@@ -117,6 +117,13 @@ def test_one_device_tries_no_stage_whose_step_is_that_of_another(config, monkeyp
     assert {own.candidate.stage for own in plans.search_config(config, "cpu", "1x2", memory=1e12)} == {0, 1, 2, 3}
 
 
+def test_arithmetic_tries_no_context_where_recurrent_layers_hand_states_on():
+    devices = compile_only.gpus(topology="1x8")
+    tried = {name: plans._grid_of_axes(runs.config(model__preset=name), devices) for name in ("test", "mamba2_test")}
+    assert [*tried["test"]["context"]] == [1, 2, 4, 8] and [*tried["mamba2_test"]["context"]] == [1]
+    assert tried["mamba2_test"]["model"] == tried["test"]["model"]
+
+
 def test_a_target_of_unknown_memory_is_refused(config):
     with pytest.raises(zerojax.UserError, match="memory is unknown"):
         plans.search_config(config, "cpu", "1x8")

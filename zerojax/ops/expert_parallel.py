@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import roles, specs
 from zerojax.errors import UserError
-from zerojax.ops import columns, expert_matrices, stand_ins
-from zerojax.ops.expert_matrices import Matrices, multiply
+from zerojax.ops import columns, expert_matrices, quantized, stand_ins
+from zerojax.ops.expert_matrices import Matrices, StoredMatrices, multiply
 from zerojax.tree import PyTree
 
 LOAD = 1.5  # a room, over what a balanced router sends
@@ -49,7 +49,7 @@ class Stack:
     Attributes:
       shard: float[e, inputs, outputs], or what is in its place.
       axes: the mesh axes over which experts are sharded.
-      specs: how the compiler shards each array of `shard` over its axes, the matrices first.
+      specs: how the compiler shards each array of `shard` over its axes.
       load: see `LOAD`.
       parts: the tokens travel in as many parts, one beside the matmuls of another.
       loops: whether further rounds are a loop. On CPUs XLA (2026) starts collectives after a loop before those in it have ended. Those of
@@ -62,11 +62,6 @@ class Stack:
     load: float = dataclasses.field(default=LOAD, metadata={"static": True})
     parts: int = dataclasses.field(default=1, metadata={"static": True})
     loops: bool = dataclasses.field(default=True, metadata={"static": True})
-
-    @property
-    def spec(self) -> P:
-        """Returns how the compiler shards the matrices."""
-        return self.specs[0]
 
     @property
     def in_specs(self) -> PyTree:
@@ -96,7 +91,7 @@ def take(matrices: Matrices) -> Stack | None:
     if len(stacks) < len(arrays):
         raise UserError(ALL)
     shard = jax.tree.unflatten(structure, [stack.shard for stack in stacks])
-    return dataclasses.replace(stacks[0], shard=shard, specs=tuple(stack.spec for stack in stacks))
+    return dataclasses.replace(stacks[0], shard=shard, specs=tuple(stack.specs[0] for stack in stacks))
 
 
 def add(path: str, share: Stack) -> jax.Array:
@@ -233,15 +228,34 @@ def apply(
 
 def _width(gate: Stack, up: Stack | None, down: Stack) -> tuple[str, ...]:
     """Returns the axes over which the compiler shards the experts' width."""
-    inner = gate.spec if up is None else up.spec
-    axes = [specs.axes(spec) for spec in (gate.spec, inner, down.spec)]
-    (entry,) = {*gate.spec[2:3]} or {None}
-    if any(axes) and not (gate.spec == inner == P(None, None, entry) and down.spec == P(None, entry)):
+    first, inner, last = map(_spec, (gate, gate if up is None else up, down))
+    (entry,) = {*first[2:3]} or {None}
+    if specs.axes(first) | specs.axes(inner) | specs.axes(last) and not (
+        first == inner == P(None, None, entry) and last == P(None, entry)
+    ):
         raise UserError(
-            f"overrides: experts are sharded as {gate.spec}, {inner} and {down.spec} beside `expert`; shard the width of all three, the "
+            f"overrides: experts are sharded as {first}, {inner} and {last} beside `expert`; shard the width of all three, the "
             "last dim of gate and up and the middle one of down, or none"
         )
     return specs.names(entry)
+
+
+def _spec(stack: Stack) -> P:
+    """Returns how the compiler shards a stack's matrices [experts, inputs, outputs]. Codes and scales are sharded alike."""
+    kernel, own = (one.kernel if isinstance(one, StoredMatrices) else one for one in (stack.shard, stack.in_specs))
+    if not quantized.is_quantized(kernel):
+        return own
+    found = {name: [*own[name], *[None] * (part.ndim - len(own[name]))] for name, part in kernel.items()}
+    if (kind := quantized.kind_of(kernel)) == quantized.MXFP4:  # inputs come last
+        found = {name: [experts, entries[-1], *entries[:-1]] for name, (experts, *entries) in found.items()}
+    codes, *others = (specs.trimmed(found[name]) for name in sorted(found, key=lambda name: name != kind))
+    axes = specs.axes(codes).union(*map(specs.axes, others))
+    if {*others} != {codes} and mesh_lib.size(jax.sharding.get_abstract_mesh(), axes) > 1:
+        raise UserError(
+            f"overrides: codes of experts in {kind} are sharded as {codes} and their scales as {others[0]} beside `expert`; shard both "
+            f"alike, or use a mesh without {' and '.join(sorted(axes))}"
+        )
+    return codes
 
 
 def _plan(call: _Travel, experts_TK: Sequence[jax.Array], own: int) -> _Plan:

@@ -14,6 +14,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
+from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.ops import expert_parallel, fp8, tiles
 from zerojax.plan import arithmetic, scale, search, step_plan, targets, traced
@@ -144,6 +145,10 @@ def search_config(
     if work is not None and _names_layers(config):
         config = settings_lib.changed(config, {"model.recompute": "", "model.offload": ""})
         say("model.recompute and model.offload name single layers, and are left out")
+    if work is not None and _is_recurrent(config):
+        say(
+            "mesh.context is not tried, since what recurrent layers hand on over it has no price; plan without --search to see a size of it"
+        )
 
     def build(candidate: search.Candidate) -> search.Built:
         applied = _applied(config, candidate)
@@ -278,13 +283,21 @@ def _grid_of_axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[s
     # One device holds all of the state at any stage, and at the last no copy of the weights in 16 bits
     if len(devices) == 1:
         grid["stage"] = (max(stages.STAGES),)
-    grid |= {"context": _doubled(config.mesh.context, min(8, per_host)), "model": _doubled(config.mesh.model, per_host)}
+    grid |= {"context": (config.mesh.context,), "model": _doubled(config.mesh.model, per_host)}
+    if not _is_recurrent(config):
+        grid["context"] = _doubled(config.mesh.context, min(8, per_host))
     takes_pipe = not _refuses_pipe(config)
     grid["replica"] = sorted({1, *(2**power for power in range(hosts.bit_length()) if hosts % 2**power == 0)})
     grid["pipe"] = _doubled(config.mesh.pipe, max(config.mesh.pipe, hosts)) if takes_pipe else (config.mesh.pipe,)
     grid["chunks"] = (1, 2) if takes_pipe else (1,)
     grid["ring"] = (False, True) if _takes_ring(config) else (False,)
     return grid
+
+
+def _is_recurrent(config: settings_lib.Config) -> bool:
+    """Returns whether layers of a config's model hand states on over `mesh.context`, which arithmetic does not price."""
+    family, model = model_lib.shape(config, None)
+    return family_lib.writes_text(family, model) and decoding.is_recurrent(family.caches(model))
 
 
 def _takes_ring(config: settings_lib.Config) -> bool:
