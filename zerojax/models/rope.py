@@ -107,7 +107,7 @@ def frequencies(
         kept_F = _kept_by_yarn(head_dim, theta, scaling)
         return (1 - kept_F) * stretched_F + kept_F * frequency_F
     turns_F = scaling.original_length * frequency_F / (2 * math.pi)  # of the pair over the original length
-    between = scaling.high_factor - scaling.low_factor or 1.0  # 0 in Llama 4 Scout, where no pair is between
+    between = scaling.high_factor - scaling.low_factor or 1.0  # if they are equal, no pair is between
     kept_F = (turns_F - scaling.low_factor) / between
     blended_F = (1 - kept_F) * stretched_F + kept_F * frequency_F
     return jnp.where(

@@ -242,9 +242,10 @@ def _width(gate: Stack, up: Stack | None, down: Stack) -> tuple[str, ...]:
 
 def _spec(stack: Stack) -> P:
     """Returns how the compiler shards a stack's matrices [experts, inputs, outputs]. Codes and scales are sharded alike."""
-    kernel, own = (one.kernel if isinstance(one, StoredMatrices) else one for one in (stack.shard, stack.in_specs))
+    kernel: Any = stack.shard.kernel if isinstance(stack.shard, StoredMatrices) else stack.shard
     if not quantized.is_quantized(kernel):
-        return own
+        return stack.specs[0]
+    own = stack.in_specs.kernel
     found = {name: [*own[name], *[None] * (part.ndim - len(own[name]))] for name, part in kernel.items()}
     if (kind := quantized.kind_of(kernel)) == quantized.MXFP4:  # inputs come last
         found = {name: [experts, entries[-1], *entries[:-1]] for name, (experts, *entries) in found.items()}

@@ -126,16 +126,16 @@ def test_a_prompt_that_goes_on_from_an_answer_reads_all_of_it_but_the_last_token
 @pytest.mark.parametrize(
     "name, slots", [("mamba2", 1), ("qwen35moe", 3), pytest.param("lfm2", 2, marks=pytest.mark.long)]
 )
-def test_prompts_of_a_recurrent_model_go_on_where_a_part_of_a_prompt_ended(name, slots):
+def test_prompts_of_a_recurrent_model_go_on_where_the_first_or_the_last_part_of_a_prompt_ended(name, slots):
     """While that one is answered, if there is a slot, and once all slots have had other texts, whose keys and values are then lost."""
     random, most = np.random.default_rng(0), {"max_tokens": 8, "logprobs": 3, "ignores_end": True}
     own = engine_lib.Engine(golden_models.load(name, 0), slots=slots, max_len=LENGTH, chunk=16)
-    begin, *parts = (random.integers(8, 61, count).tolist() for count in (20, 3, 6, 12))
+    begin, *parts = (random.integers(8, 61, count).tolist() for count in (36, 3, 6, 12))
     own._reuses = False
     [first] = own.generate([begin], **most)
-    prompts = [[*begin, *first.tokens, *parts[0]], [*begin[:17], *parts[1]], [*begin[:10], *parts[2]], begin]
+    prompts = [[*begin, *first.tokens, *parts[0]], [*begin[:33], *parts[1]], [*begin[:10], *parts[2]], begin]
     alone, own._reuses = own.generate(prompts, **most), True
-    for prompt, wanted, shared in zip(prompts, alone, [20, 16, 0, 16] if slots > 1 else [20, 0, 0, 0], strict=True):
+    for prompt, wanted, shared in zip(prompts, alone, [36, 16, 0, 16] if slots > 1 else [36, 0, 0, 0], strict=True):
         own._kept.forget()
         running = own.submit(begin, **most)
         while len(running.tokens) < 3:

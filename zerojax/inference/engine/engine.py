@@ -108,8 +108,8 @@ class Engine:
       chunk: the most tokens of a prompt that one program reads; an encoder reads all of its own.
       together: prompts of one length that one program may read.
       prefill_tokens: the tokens of prompts that a step reads while others are answered or wait, whose tokens wait for that; None: `chunk`.
-      reuses: whether a prompt whose beginning a slot holds is read from there. In a recurrent model (`decoding.Held`) it is where a part
-        of a prompt ended, for which as many states are kept again as there are slots.
+      reuses: whether a prompt whose beginning a slot holds is read from there. In a recurrent model (`decoding.Held`) it is where the
+        first part of a prompt ended or the last, for which as many states are kept again as there are slots.
       is_gathered: weights stay sharded as they are and are gathered where they are used, for each token. It saves memory, not time.
       adapters: the low-rank adapters that requests name, by their names; see `Pretrained.read_adapter`.
       text_of: f(token ids) -> their text, for stop strings and the requests' `text`.
@@ -617,9 +617,11 @@ class Engine:
         """Notes that a slot holds `count` more tokens of its prompt, and returns whether that is all of it."""
         slot = self._slots[number]
         slot.text = slot.text + slot.words[slot.read : slot.read + count].tolist()
+        is_first = not slot.read
         slot.read, slot.source = slot.read + count, number
         slot.is_live = slot.read >= len(slot.words)
-        if self._kept is not None and self._reuses and slot.read >= LEAST_REUSED and not slot.is_stretched:
+        is_kept = is_first or slot.is_live  # parts between are many, and would take the room of other prompts
+        if self._kept is not None and self._reuses and is_kept and slot.read >= LEAST_REUSED and not slot.is_stretched:
             self._kept.keep(self._caches, number, slot.words[: slot.read], slot.adapter)
         if slot.is_live:
             slot.sent, self._draws.is_live[number] = slot.begun + 1, True

@@ -1,7 +1,7 @@
 """States of recurrent layers, kept beside the slots for prompts that go on from there. This module holds them.
 
-Keys and values of a text are also those of its beginnings. A recurrent state is that after the last token alone, so it is copied where a
-part of a prompt ends. There are as many copies as slots; one that was neither made nor used for longest gives way.
+Keys and values of a text are also those of its beginnings. A recurrent state is that after the last token alone, so it is copied where the
+first part of a prompt ends, and the last. There are as many copies as slots; one that was neither made nor used for longest gives way.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Snapshots:
         """
         best = 0, 0, 0
         for row, length in self._beginning(prompt, adapter):
-            holding = range(1)
+            holding = [0]
             if not all(self._is_recurrent):
                 holding = [n for n, text in enumerate(texts) if np.array_equal(text[:length], prompt[:length])]
             if length > best[2] and holding:
