@@ -88,6 +88,12 @@ def test_fields_that_a_class_does_not_read_change_nothing(name):
     assert len(odd) >= 5 and table.read(raw | odd, ()) == table.read({k: v for k, v in raw.items() if k not in odd}, ())
 
 
+@pytest.mark.parametrize("qkv_bias, o_bias", [(True, False), (False, True)])
+def test_biases_of_outputs_alone_are_written_as_theirs(qkv_bias, o_bias):
+    shape = published.PRESETS["seed_oss_36b"].changed(heads={"qkv_bias": qkv_bias, "o_bias": o_bias})
+    assert llama.FAMILY.huggingface.read(llama.FAMILY.huggingface.write(shape), ()) == shape
+
+
 def test_windows_of_olmo3_have_the_base_of_its_class():
     shape = published.PRESETS["olmo3_7b"]
     table = llama.FAMILY.huggingface

@@ -69,7 +69,8 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         "rope_theta": c.rotation.theta,
         "rms_norm_eps": c.norms.eps,
         row.activation[0]: c.mlp.activation,
-        "attention_bias": heads.o_bias or ("attention_bias" in row.reads and heads.qkv_bias),
+        "attention_bias": (heads.o_bias and "attention_out_bias" not in row.reads)
+        or ("attention_bias" in row.reads and heads.qkv_bias),
         "mlp_bias": c.mlp.has_biases,
         "tie_word_embeddings": c.tie_embeddings,
         "pad_token_id": None,  # that of some classes is beyond a smaller vocabulary
