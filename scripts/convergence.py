@@ -6,15 +6,17 @@
     torchrun --nproc_per_node=1 scripts/convergence_fsdp2.py runs/curves/280m
     python scripts/convergence.py judge runs/curves --model 280m --raw curves.json --picture curves.png
 
-`text` writes documents of the files of the packages beside this Python, one in a hundred of them held out, and a tokenizer of 8,192 tokens.
-`train` trains rows with `zerojax train`, `--together` of them at once; a row that is done is not run again. Rows differ from `seed0` as
-their settings below say; with one seed they have the same first weights and text. `ids` writes the batches of seed 0 and first weights,
+`text` writes documents of the files of the packages beside this Python, one in twenty of them held out, and a tokenizer of 8,192 tokens.
+`train` trains rows with `zerojax train`, `--together` of them at once; a row that is done is not run again. With `--turns` one of them
+takes steps at a time while the others compile. Rows differ from `seed0` as their settings below say; with one seed they have the same
+first weights and text. `ids` writes the batches of seed 0 and first weights,
 in the form of transformers, for the peer. `judge` prints a table. A band is the difference between the highest and the lowest seed, in the
 mean loss of the last third of the steps and in the held-out loss. A row is within the bands if it differs from seed0 by no more in both.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -24,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +37,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 VOCABULARY, MOST_BYTES = 8192, 2**18  # tokens; bytes of a document
+HELD_OUT_OF = 20  # documents, of which one is held out
 ENDINGS = {".py", ".pyi", ".md", ".rst", ".h", ".hpp", ".cuh", ".txt", ".js", ".css"}
 TRAIN, HELD_OUT, TOKENIZER = "train.jsonl", "held_out.jsonl", "tokenizer.json"
 END = "<|endoftext|>"
@@ -60,14 +64,41 @@ MODELS: dict[str, dict[str, Any]] = {
         "optimizer.warmup_steps": 50,
         "emulate_devices": 1,
     },
+    # The same, on two GPUs in fewer steps
+    "280m_two": {
+        "model.preset": "llama3_1b",
+        "model.num_layers": 4,
+        "model.vocab_size": VOCABULARY,
+        "seq_len": 1024,
+        "global_batch_size": 32,
+        "steps": 400,
+        "evaluate.every": 0,  # at the end alone, so that it compiles while another row trains
+        "optimizer.learning_rate": 6e-4,
+        "optimizer.warmup_steps": 40,
+        "emulate_devices": 2,
+    },
+    # 1.0B weights, 32,768 tokens a step
+    "1b_two": {
+        "model.preset": "llama3_1b",
+        "model.vocab_size": VOCABULARY,
+        "seq_len": 1024,
+        "global_batch_size": 32,
+        "steps": 250,
+        "evaluate.every": 0,
+        "optimizer.learning_rate": 4e-4,
+        "optimizer.warmup_steps": 25,
+        "emulate_devices": 2,
+    },
     # A minute on a CPU, to try the script
     "try": {
         "model.preset": "tiny",
+        "model.num_layers": 4,
         "model.vocab_size": VOCABULARY,
+        "global_batch_size": 8,
         "steps": 20,
-        "evaluate.every": 10,
+        "evaluate.every": 0,
         "optimizer.warmup_steps": 5,
-        "emulate_devices": 1,
+        "emulate_devices": 2,
     },
     # 1M weights over bytes, 4,096 tokens a step, on eight emulated devices
     "small": {"steps": 600, "evaluate.every": 300, "precision": "fp32"},
@@ -96,30 +127,28 @@ ROWS: dict[str, dict[str, Any]] = {
     "packed wires": {
         "wire.weights": "int8",
         "wire.gradients": "int4",
-        "wire.second_copy": True,
-        "wire.host_devices": 4,
     },
     "packed wires, error fed back": {
         "wire.weights": "int8",
         "wire.gradients": "int4",
         "wire.error_feedback": True,
-        "wire.second_copy": True,
-        "wire.host_devices": 4,
     },
     "expert=2": {"mesh.expert": 2},
 }
 
 
-def write_text(folder: pathlib.Path) -> None:
-    """Writes the documents and the tokenizer. The files of a machine's packages decide what they are: their hash is printed."""
+def write_text(folder: pathlib.Path, most: int) -> None:
+    """Writes documents of `most` characters or all, and the tokenizer. The machine's packages decide what they are: a hash is printed."""
     import tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
     digest, counts = hashlib.sha256(), {TRAIN: [0, 0], HELD_OUT: [0, 0]}
     with open(folder / TRAIN, "w") as train, open(folder / HELD_OUT, "w") as held_out:
         for text in _documents():
+            if counts[TRAIN][1] >= most:
+                break
             digest.update(text.encode())
-            is_held_out = hashlib.sha256(text.encode()).digest()[0] * 100 < 256
+            is_held_out = hashlib.sha256(text.encode()).digest()[0] * HELD_OUT_OF < 256
             (held_out if is_held_out else train).write(json.dumps({"text": text}) + "\n")
             count = counts[HELD_OUT if is_held_out else TRAIN]
             count[0], count[1] = count[0] + 1, count[1] + len(text)
@@ -143,23 +172,24 @@ def write_text(folder: pathlib.Path) -> None:
 
 
 def _documents() -> Iterator[str]:
-    """Yields the text of each file once, long ones in pieces, in the order of paths."""
+    """Yields the text of each file once, long ones in pieces, in the order of a hash of their paths."""
     paths = sysconfig.get_paths()
+    roots = dict.fromkeys((paths["stdlib"], paths["purelib"], paths["platlib"]))
+    named = {os.path.join(place, name) for root in roots for place, _, names in os.walk(root) for name in names}
     seen = set()
-    for root in dict.fromkeys((paths["stdlib"], paths["purelib"], paths["platlib"])):
-        for path in sorted(pathlib.Path(root).rglob("*")):
-            if path.suffix not in ENDINGS or not path.is_file():
-                continue
-            try:
-                text = path.read_text()
-            except (OSError, UnicodeDecodeError):
-                continue
-            key = hashlib.sha256(text.encode()).digest()
-            if key in seen or len(text) < 200:
-                continue
-            seen.add(key)
-            for first in range(0, len(text), MOST_BYTES):
-                yield text[first : first + MOST_BYTES]
+    for path in sorted(named, key=lambda path: hashlib.sha256(path.encode()).digest()):
+        if os.path.splitext(path)[1] not in ENDINGS:
+            continue
+        try:
+            text = pathlib.Path(path).read_text()
+        except (OSError, UnicodeDecodeError):
+            continue
+        key = hashlib.sha256(text.encode()).digest()
+        if key in seen or len(text) < 200:
+            continue
+        seen.add(key)
+        for first in range(0, len(text), MOST_BYTES):
+            yield text[first : first + MOST_BYTES]
 
 
 def settings(folder: pathlib.Path, model: str, row: str) -> dict[str, Any]:
@@ -168,43 +198,66 @@ def settings(folder: pathlib.Path, model: str, row: str) -> dict[str, Any]:
     if "model.vocab_size" in found:
         files = {"train_file": TRAIN, "eval_file": HELD_OUT, "tokenizer": TOKENIZER}
         found |= {f"data.{key}": str(folder.absolute() / name) for key, name in files.items()}
+    if "wire.weights" in found:
+        of_host = max(1, found.get("emulate_devices", 8) // 2)  # of two hosts
+        found |= {"wire.host_devices": of_host, "wire.second_copy": of_host > 1}
     return found
 
 
 def train(options: argparse.Namespace) -> None:
     """Trains the rows that are not done."""
     ends = time.monotonic() + options.limit_s
+    turn = threading.Semaphore() if options.turns else None
     with concurrent.futures.ThreadPoolExecutor(options.together) as pool:
-        for line in pool.map(lambda row: _train(options, row, ends), options.rows):
-            print(line, flush=True)
+        rows = [pool.submit(_train, options, row, ends, turn) for row in options.rows]
+        for row in concurrent.futures.as_completed(rows):
+            print(row.result(), flush=True)
 
 
-def _train(options: argparse.Namespace, row: str, ends: float) -> str:
+def _train(options: argparse.Namespace, row: str, ends: float, turn: threading.Semaphore | None) -> str:
+    """Trains a row until `ends`, and returns a line of it. It takes its first step at once, and the others while it holds `turn`."""
+
+    def wait(step: int) -> None:
+        while process.poll() is None and not _has_done(workdir, step) and time.monotonic() < ends:
+            time.sleep(0.05)
+
     workdir = options.folder / options.model / row.replace(" ", "_").replace(",", "")
-    if _is_done(workdir, options.model):
+    if _has_done(workdir, MODELS[options.model]["steps"], '"eval_loss"'):
         return f"{row}: done before"
     changes = settings(options.folder, options.model, row) | dict(word.split("=", 1) for word in options.set)
     flags = [f"--config.{key}={value}" for key, value in changes.items()]
     command = [sys.executable, "-m", "zerojax.train", "--config", "configs/base.py", "--workdir", str(workdir), *flags]
     workdir.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
+    if began > ends:
+        return f"{row}: no time is left"
+    waits = 0.0
     with open(workdir.with_suffix(".log"), "w") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
         )
         try:
-            status: int | str = process.wait(timeout=max(1.0, ends - time.monotonic()))
+            if turn is not None:
+                wait(1)
+                asks = time.monotonic()
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.killpg(process.pid, signal.SIGSTOP)
+                    with turn:
+                        os.killpg(process.pid, signal.SIGCONT)
+                        waits = time.monotonic() - asks
+                        wait(MODELS[options.model]["steps"])
+            status: int | str = process.wait(timeout=max(0.1, ends - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             status = "time is up"
     last = "" if status == 0 else workdir.with_suffix(".log").read_text()[-1500:]
-    return f"{row}: {status}, {time.monotonic() - began:.0f} s {last}"
+    return f"{row}: {status}, {time.monotonic() - began:.0f} s, {waits:.0f} of them stopped {last}"
 
 
-def _is_done(workdir: pathlib.Path, model: str) -> bool:
+def _has_done(workdir: pathlib.Path, step: int, name: str = "") -> bool:
     path = workdir / "metrics.jsonl"
-    return path.exists() and f'"step": {MODELS[model]["steps"]},' in path.read_text()
+    return path.exists() and f'"step": {step}, {name}' in path.read_text()
 
 
 def write_ids(options: argparse.Namespace) -> None:
@@ -213,7 +266,7 @@ def write_ids(options: argparse.Namespace) -> None:
     changes = settings(options.folder, options.model, "seed0")
     # One step at a rate that changes no weight
     still = {**changes, "steps": 1, "evaluate.every": 0, "optimizer.learning_rate": 1e-12, "optimizer.warmup_steps": 0}
-    still |= {"export.format": "huggingface", "export.dtype": "fp32", "precision": "fp32"}
+    still |= {"export.format": "huggingface", "export.dtype": "fp32", "precision": "fp32", "seq_len": 64}
     flags = [f"--config.{key}={value}" for key, value in still.items()]
     command = [sys.executable, "-m", "zerojax.train", "--config", "configs/base.py", "--workdir", str(out / "first")]
     subprocess.run([*command, *flags], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -244,7 +297,11 @@ def write_ids(options: argparse.Namespace) -> None:
     feed.close()
     np.savez(out / "ids.npz", train=np.stack(trained), held_out=np.stack(held_out))
     rate = config.optimizer
-    of_peer = {"steps": config.steps, "evaluate_every": config.evaluate.every, "betas": [rate.b1, rate.b2]}
+    of_peer = {
+        "steps": config.steps,
+        "evaluate_every": config.evaluate.every or config.steps,
+        "betas": [rate.b1, rate.b2],
+    }
     of_peer |= {
         "learning_rate": rate.learning_rate,
         "weight_decay": rate.weight_decay,
@@ -288,9 +345,11 @@ def judge(options: argparse.Namespace) -> None:
         gaps = [one[name] - one["seed0"] for one in (ends, held_out)]
         within = "" if name in seeds else "yes" if all(abs(gap) <= band for gap, band in zip(gaps, bands)) else "no"
         cells = f"{ends[name]:.4f} | {gaps[0]:+.4f} | {held_out[name]:.4f} | {gaps[1]:+.4f} ({gaps[1] / held_out['seed0']:+.2%})"
-        print(f"| {name} | {cells} | {within} | {row['tokens_per_second']:.0f} |")
+        print(f"| {name} | {cells} | {within} | {'' if options.beside else round(row['tokens_per_second'])} |")
     if options.raw:
-        options.raw.write_text(json.dumps({name: _rounded(row) for name, row in rows.items()}, indent=None) + "\n")
+        note = {"tokens_per_second": "not told: rows shared the devices"} if options.beside else {}
+        raw = {name: _rounded(row) | note for name, row in rows.items()}
+        options.raw.write_text(json.dumps(raw, indent=None) + "\n")
     if options.picture:
         _draw(rows, options.picture)
 
@@ -340,12 +399,15 @@ def main() -> None:
         "--rows", nargs="+", default=list(SEEDS), choices=tuple(ROWS), metavar="ROW", help=", ".join(ROWS)
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the config for all rows")
-    parser.add_argument("--together", type=int, default=1, help="rows that train at once")
+    parser.add_argument("--together", type=int, default=1, help="rows that run at once")
+    parser.add_argument("--turns", action="store_true", help="one of them takes steps at a time, the others compile")
+    parser.add_argument("--characters", type=int, default=2**40, help="of the text to train on, at most")
+    parser.add_argument("--beside", action="store_true", help="rows ran beside others: tokens/s are not told")
     parser.add_argument("--limit_s", type=float, default=570.0)
     parser.add_argument("--raw", type=pathlib.Path, help="a JSON file of all curves")
     parser.add_argument("--picture", type=pathlib.Path, help="a PNG")
     options = parser.parse_args()
-    parts = {"text": lambda: write_text(options.folder), "train": lambda: train(options)}
+    parts = {"text": lambda: write_text(options.folder, options.characters), "train": lambda: train(options)}
     parts |= {"ids": lambda: write_ids(options), "judge": lambda: judge(options)}
     parts[options.part]()
 
