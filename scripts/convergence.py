@@ -83,10 +83,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.vocab_size": VOCABULARY,
         "seq_len": 1024,
         "global_batch_size": 32,
-        "steps": 250,
+        "steps": 200,
         "evaluate.every": 0,
         "optimizer.learning_rate": 4e-4,
-        "optimizer.warmup_steps": 25,
+        "optimizer.warmup_steps": 20,
         "emulate_devices": 2,
     },
     # A minute on a CPU, to try the script

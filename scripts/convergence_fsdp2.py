@@ -1,6 +1,6 @@
 """Trains transformers' Llama under PyTorch's FSDP2 on the batches and first weights that `scripts/convergence.py ids` wrote.
 
-    torchrun --nproc_per_node=1 scripts/convergence_fsdp2.py runs/curves/280m
+    torchrun --nproc_per_node=1 scripts/convergence_fsdp2.py runs/curves/280m  # a process a GPU
 
 Each layer is a group of FSDP2, and the rest is one. Weights, moments and sums of gradients are float32, the rest bf16. AdamW is PyTorch's,
 fused, and decays matrices alone. Layers are compiled. It writes FOLDER/fsdp2/metrics.jsonl in the form of zerojax's.
@@ -8,6 +8,7 @@ fused, and decays matrices alone. Layers are compiled. It writes FOLDER/fsdp2/me
 
 import json
 import math
+import os
 import pathlib
 import sys
 import time
@@ -64,7 +65,7 @@ def main(folder: pathlib.Path) -> None:
     out = folder / "fsdp2"
     out.mkdir(exist_ok=True)
     steps, warm_up = settings["steps"], int(settings["warmup_steps"])
-    with open(out / "metrics.jsonl", "w") as log:
+    with open(out / "metrics.jsonl" if rank == 0 else os.devnull, "w", buffering=1) as log:
         for step, batch in enumerate(trained):
             began = time.perf_counter()
             for group in optimizer.param_groups:
@@ -82,7 +83,7 @@ def main(folder: pathlib.Path) -> None:
             log.write(json.dumps(line) + "\n")
     peak_gb = torch.cuda.max_memory_allocated() / 1e9 if has_gpu else 0.0
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"fsdp2: loss {line['loss']:.4f}, held out {line['eval_loss']:.4f}, {peak_gb:.2f} GB, {versions}")
+    print(f"fsdp2: rank {rank}: loss {line['loss']:.4f}, held out {line['eval_loss']:.4f}, {peak_gb:.2f} GB, {versions}")
     torch.distributed.destroy_process_group()
 
 
