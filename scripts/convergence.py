@@ -36,6 +36,8 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from zerojax.trainer import metrics  # noqa: E402
+
 VOCABULARY, MOST_BYTES = 8192, 2**18  # tokens; bytes of a document
 HELD_OUT_OF = 20  # documents, of which one is held out
 ENDINGS = {".py", ".pyi", ".md", ".rst", ".h", ".hpp", ".cuh", ".txt", ".js", ".css"}
@@ -313,7 +315,7 @@ def write_ids(options: argparse.Namespace) -> None:
 
 def read(workdir: pathlib.Path) -> dict[str, Any]:
     """Returns a row's losses and norms by step, held-out losses, and the median of its tokens/s."""
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics.read(workdir)
     steps = {line["step"]: line for line in lines if "loss" in line}
     return {
         "loss": [steps[n]["loss"] for n in sorted(steps)],

@@ -83,7 +83,9 @@ def main(folder: pathlib.Path) -> None:
             log.write(json.dumps(line) + "\n")
     peak_gb = torch.cuda.max_memory_allocated() / 1e9 if has_gpu else 0.0
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"fsdp2: rank {rank}: loss {line['loss']:.4f}, held out {line['eval_loss']:.4f}, {peak_gb:.2f} GB, {versions}")
+    print(
+        f"fsdp2: rank {rank}: loss {line['loss']:.4f}, held out {line['eval_loss']:.4f}, {peak_gb:.2f} GB, {versions}"
+    )
     torch.distributed.destroy_process_group()
 
 
