@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import gc
 import json
 import pathlib
 import re
@@ -115,6 +116,18 @@ def test_the_table_equals_the_bytes_counted_from_the_arrays(tmp_path, capsys):
         assert display.human(size) in out
     assert f"{display.human(state)} of state on each device, counted from its arrays" in out
     assert not list((tmp_path / "checkpoints").iterdir())  # at_end is off
+
+
+def test_the_collector_walks_no_trace_while_steps_run(tmp_path, monkeypatch):
+    spared, push = [], recorder.Recorder.push
+
+    def counted(self, step, numbers):
+        spared.append(gc.get_freeze_count() / len(gc.get_objects()))  # the second are those that are not spared
+        push(self, step, numbers)
+
+    monkeypatch.setattr(recorder.Recorder, "push", counted)
+    runs.run(tmp_path, steps=2, checkpoint__at_end=False)
+    assert len(spared) == 2 and min(spared) > 10
 
 
 WAITS = {

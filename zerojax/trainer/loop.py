@@ -21,9 +21,6 @@ from zerojax.tree import PyTree
 
 UNEVALUATED = "unevaluated"  # in `meta`: whether the evaluation that was due at this step was given up
 
-# Steps before Python's garbage collector is frozen: the collection before that takes longer than a short run of a small model.
-_SETTLED = 10
-
 
 @dataclasses.dataclass(frozen=True)
 class When:
@@ -129,7 +126,7 @@ def run(
         eval_loss, is_stopped = _evaluate(evaluate, step, state.params)
         patience.count(eval_loss)
         is_over = signals.agreed(patience.is_over)
-    settled = step + _SETTLED
+    start_up.spare_collector()
     while step < when.steps and not is_stopped and not is_over:
         step += 1
         if profile.begins(step):
@@ -144,8 +141,6 @@ def run(
         numbers |= beside()
         if profile.holds(step):
             numbers["profiled"] = 1  # slower than other steps, so timings leave it out
-        if step == settled:
-            start_up.spare_collector()
         recorder.push(step, numbers)
         if _is_due(step, when.publish_every):
             recorder.flush()
