@@ -2,7 +2,7 @@
 
 A file holds the settings that differ from the defaults, the loss and the gradient norm of each step, and the machine and the versions that
 gave them. Its last field is the checksum of the others. Files that the package ships are in `FOLDER`, known by name: "cpu", of a dense
-model, and "cpu_experts".
+model, "cpu_experts", and "h200_bf16", of the dense one in bf16 on a GPU.
 """
 
 import dataclasses
