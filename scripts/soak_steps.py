@@ -95,6 +95,7 @@ def plain(steps: int, looks: list[tuple[int, ...]]) -> None:
 def train(settings: str, looks: list[tuple[int, ...]]) -> None:
     """Runs the trainer in this process."""
     from zerojax import train as train_lib
+    from zerojax.launch import devices
     from zerojax.trainer import command, recorder
     from zerojax.trainer import config as config_lib
 
@@ -108,7 +109,9 @@ def train(settings: str, looks: list[tuple[int, ...]]) -> None:
     recorder.Recorder._record = recorded  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory(prefix="soak-steps-") as folder:
         words = [f"--config.{word}" for word in settings.split()]
-        config = config_lib.from_dict(command.parse(["train", f"--config={ROOT / 'configs/base.py'}", *words]))
+        sys.argv[1:] = [f"--config={ROOT / 'configs/base.py'}", *words]  # the flags of the config are read from there
+        config = config_lib.from_dict(command.parse(sys.argv))
+        devices.emulate_cpu_devices(config.emulate_devices)
         train_lib.train(config, pathlib.Path(folder))
 
 
@@ -132,7 +135,7 @@ def main() -> None:
         child(options.rows[0], options.steps)
         return
     print(
-        "| row | resident, B a step | handed out by malloc | kept free | Python's blocks a step | resident at the end, MB | after malloc_trim |"
+        "| row | resident, bytes a step | handed out by malloc | free | Python's blocks | resident at the end, MB | after malloc_trim |"
     )
     print("|---|---|---|---|---|---|---|")
     found = {}
