@@ -309,7 +309,9 @@ def test_gradients_reach_the_bias():
     assert grad.shape == (4, 5, 5) and abs(grad).max() > 0
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (4, 1), (6, 3)], ids=["own heads", "one head of keys", "not divided"])
+@pytest.mark.parametrize(
+    "heads, kv_heads", [(4, 2), (4, 1), (6, 3)], ids=["own heads", "one head of keys", "not divided"]
+)
 @pytest.mark.parametrize("window", [0, 3])
 def test_a_cache_that_devices_share_is_read_by_each_as_by_one(heads, kv_heads, window):
     """Rows over `data`, heads over `model`, where these divide them; the kernel is interpreted."""

@@ -47,7 +47,7 @@ class Loop:
         self.extend = fetched_params.by_row(functools.partial(family.extend, config), partition, **how)
         same, rows = NamedSharding(partition.mesh, P()), mesh_lib.row_sharding(partition.mesh)
         found = choice_lib.Found._make([same, rows, rows, same])
-        step: Any = decoding.Step(same, rows, rows, rows)
+        step: Any = decoding.Step._make([same, rows, rows, rows, None, None, None])
 
         def following(found: choice_lib.Found, lengths: jax.Array, tokens: jax.Array) -> Following:
             length = tokens.shape[1]

@@ -120,7 +120,9 @@ def next_step(lengths_B: jax.Array, length: int, count: jax.Array, slots: int) -
     return Step(length + count, (lengths_B + count)[:, None], positions_BS, is_prompt_BS | is_new_S)
 
 
-def row_step(positions_B: jax.Array, counts_B: jax.Array, length: int, slots: int, reader: attention.TokenReader | None = None) -> Step:
+def row_step(
+    positions_B: jax.Array, counts_B: jax.Array, length: int, slots: int, reader: attention.TokenReader | None = None
+) -> Step:
     """Returns the step that adds up to `length` tokens to each row, from a position of its own.
 
     Args:
