@@ -210,7 +210,11 @@ def _take_steps(
                 streams=streams,
                 evaluate=evaluate,
                 checkpoints=loop.Checkpoints(
-                    saver, resume.meta(program, prepared.fingerprints), card.checkpoint, program.to_saved
+                    saver,
+                    resume.meta(program, prepared.fingerprints),
+                    card.checkpoint,
+                    program.to_saved,
+                    rollouts.ahead if isinstance(rollouts, rollouts_lib.Rollouts) else lambda step, params: {},
                 ),
                 recorder=recorder,
                 profile=profile,
@@ -363,6 +367,8 @@ def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     if isinstance(rollouts, rollouts_lib.Rollouts):
         fingerprints |= rollouts.fingerprints
     start = resume.find(program, saver, streams, fingerprints, folder)
+    if isinstance(rollouts, rollouts_lib.Rollouts) and start.saved is not None:
+        rollouts.restore(start.step + 1, saver.batch(start.step))
     disk_space.check(program, folder, step=start.step, saved=len(saver.steps()))
     if pairs is not None and examples.has_reference(config) and start.saved is not None:
         reference.restore(pairs, folder)

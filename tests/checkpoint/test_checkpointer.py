@@ -592,9 +592,9 @@ def test_a_step_whose_files_are_not_found_again_is_not_saved_and_replaces_nothin
     saver = open_in(tmp_path, keep_last=1)
     read_back = step_files.read_back
 
-    def lose_a_file(directory, step, card):
+    def lose_a_file(directory, step, beside):
         next(path for path in directory.rglob("manifest.ocdbt") if path.parent.name == "state").unlink()
-        read_back(directory, step, card)
+        read_back(directory, step, beside)
 
     monkeypatch.setattr(step_files, "read_back", lose_a_file)
     saver.save(20, small_state(20), {}, meta={})
@@ -819,3 +819,21 @@ def test_a_second_write_that_failed_with_the_first_is_not_reported_again():
     assert checkpointer._is_worth_showing(
         record("Task exception was never retrieved\nfuture: <Task defined at mine.py:1>")
     )
+
+
+def test_the_next_batch_is_saved_beside_the_items_and_goes_with_its_step(tmp_path):
+    batch = {"tokens": np.arange(6, dtype=np.int32).reshape(2, 3), "version": np.int64(4)}
+    with checkpointer.Checkpointer(tmp_path, keep_last=1) as saver:
+        saver.save(1, small_state(1), {}, batch=batch, card="{}")
+        saver.wait()
+        found = saver.batch(1)
+        assert found.keys() == batch.keys() and found["version"] == 4
+        np.testing.assert_array_equal(found["tokens"], batch["tokens"])
+        saver.save(2, small_state(2), {})
+        saver.wait()
+        assert saver.batch(2) == {} and saver.steps() == [2]
+        saver.save(3, small_state(3), {}, batch=batch)
+    path = tmp_path / "3" / "batch.npz"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match=r"3: checkpoint is damaged \(batch.npz"):
+        checkpointer.Checkpointer(tmp_path).batch(3)

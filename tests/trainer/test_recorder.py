@@ -72,6 +72,15 @@ def test_what_makes_a_steps_batch_is_told_apart_from_its_training(opened, tmp_pa
     assert made["train_tokens_per_second"] == pytest.approx(100 / made["train_seconds"])
 
 
+def test_of_a_batch_that_other_devices_made_the_wait_alone_is_told_apart(opened, tmp_path):
+    for step, wait in ((1, -2.0), (3, 0.0)):
+        opened.push(step, numbers() | {"rollout_seconds": 50.0, "train_wait_seconds": wait})
+        opened.flush()
+    waited, hidden = metrics.read(tmp_path)
+    assert waited["train_seconds"] == pytest.approx(waited["step_seconds"] + 2.0)
+    assert hidden["train_seconds"] == hidden["step_seconds"]
+
+
 def test_two_results_that_are_read_at_once_do_not_make_a_step_fast(opened, tmp_path):
     opened._clock = 0.0
     for step, arrived in enumerate((3.0, 4.0, 5.0, 7.0, 7.001, 8.0), 1):

@@ -41,9 +41,9 @@ def test_texts_that_belong_together_become_the_nearest(cache_dir, tmp_path):
 
 
 @runs.LONG
-@pytest.mark.parametrize("variant", ["grpo", "rloo"])
-def test_grpo_learns_from_chance_to_nine_in_ten(cache_dir, tmp_path, variant):
-    lines = trained("grpo_tiny", tmp_path, 1, **{"grpo.variant": variant})
+@pytest.mark.parametrize("variant, aside", [("grpo", 0), ("rloo", 0), ("grpo", 1)])
+def test_grpo_learns_from_chance_to_nine_in_ten(cache_dir, tmp_path, variant, aside):
+    lines = trained("grpo_tiny", tmp_path, 1 + aside, **{"grpo.variant": variant, "grpo.rollout_devices": aside})
     rewards = [line["reward"] for line in lines if "loss" in line]
     shares = [line["eval_exact_match"] for line in lines if "eval_exact_match" in line]
     assert rewards[0] < 0.02 and rewards[-1] > 0.9 and shares[-1] >= 0.9

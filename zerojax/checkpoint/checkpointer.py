@@ -8,6 +8,7 @@ of padded leaves.
 import atexit
 import contextlib
 import dataclasses
+import io
 import json
 import logging
 import math
@@ -92,7 +93,7 @@ class Checkpointer:
         self._keep_last, self._keep_best = _count("keep_last", keep_last, 1), _count("keep_best", keep_best, 0)
         self.directory, self._run_id = step_files.open_directory(directory), run_id
         self._losses: dict[int, float] = {}
-        self._saving, self._card = -1, ""  # the last step saved, and its run card
+        self._saving, self._beside = -1, dict[str, bytes]()  # the last step saved, and the files beside its items
         self._is_sealed = True  # whether the last step saved is seen on disk, or failed
         self._intact: set[int] = set()  # steps whose contents were read and are as saved
         for name in ("absl", "asyncio"):
@@ -119,6 +120,7 @@ class Checkpointer:
         eval_loss: float | None = None,
         partition: StateLayout | None = None,
         card: str = "",
+        batch: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Copies `state` to the host and writes it in the background. Does nothing if the step is saved already.
 
@@ -133,6 +135,7 @@ class Checkpointer:
           eval_loss: ranks the checkpoint for `keep_best`. A checkpoint with None or NaN is kept only by its age.
           partition: the state's `Partition`. It is needed if leaves are padded (`indivisible="pad"`), to restore into another padding.
           card: the text of `run.json` in the step's folder, which nothing reads but people; "": none. Process 0 writes it.
+          batch: arrays of the next batch by name, where `data_state` does not tell it; `Checkpointer.batch` reads what process 0 writes.
 
         Raises:
           UserError: this save or the previous one failed, another process writes the directory, something else has the step's name, or an
@@ -157,7 +160,12 @@ class Checkpointer:
             data=ocp.args.JsonSave(_merge_over_processes(rows)),
             meta=ocp.args.JsonSave({**beside, "meta": about}),
         )
-        self._losses[step], self._saving, self._is_sealed, self._card = loss, step, False, card
+        self._losses[step], self._saving, self._is_sealed = loss, step, False
+        self._beside = {step_files.CARD: card.encode()} if card else {}
+        if batch:
+            held = io.BytesIO()
+            np.savez(held, **batch)  # type: ignore[arg-type]
+            self._beside[step_files.BATCH] = held.getvalue()
         try:
             manager.save(step, args=items, force=True)
         except Exception as error:
@@ -229,6 +237,15 @@ class Checkpointer:
         path = self._checked(step)
         with self._read(step):
             return step_files.read_json(path, "data")
+
+    @signatures.checked
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        """Returns the `batch` saved with a step, {} if there is none."""
+        path = self._checked(step) / step_files.BATCH
+        if not path.exists():
+            return {}
+        with self._read(step), np.load(path, allow_pickle=False) as found:
+            return dict(found)
 
     @signatures.checked
     def check(
@@ -407,7 +424,7 @@ class Checkpointer:
     def _complete(self) -> None:
         """Reads back the step being saved. Orbax calls this after writing a step, before committing it and deleting older ones."""
         if jax.process_index() == 0:
-            step_files.read_back(self.directory, self._saving, self._card)
+            step_files.read_back(self.directory, self._saving, self._beside)
 
     def _failed(self, error: Exception) -> UserError:
         """Returns the error to raise, and forgets the step that was not saved."""

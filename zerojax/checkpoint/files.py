@@ -10,7 +10,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self
 
 from etils.epath import gpath
@@ -21,8 +21,9 @@ from zerojax.errors import UserError
 ITEMS = ("state", "data", "meta")
 SIZES = "sizes.json"
 CARD = "run.json"  # what the run was when it saved the step, for people; see `Checkpointer.save`
+BATCH = "batch.npz"  # the next batch, where `data` does not tell it
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes these last, when it completes a step
-WRITTEN = {*ITEMS, SIZES, f"{SIZES}.new", CARD, *LATE}  # a kill may leave the .new, the next text of the record
+WRITTEN = {*ITEMS, SIZES, f"{SIZES}.new", CARD, BATCH, *LATE}  # a kill may leave the .new, the next text of the record
 # Without these nothing can be restored.
 NEEDED = ("state/_METADATA", "state/manifest.ocdbt", "data/metadata", "meta/metadata")
 ALL, NONE = slice(None), slice(0)  # of a step's files: those to read
@@ -174,8 +175,9 @@ def damaged(directory: pathlib.Path, step: int, flaw: str) -> UserError:
     return UserError(f"{path}: checkpoint is damaged ({flaw}); {way_out}")
 
 
-def read_back(directory: pathlib.Path, step: int, card: str = "") -> None:
-    """Writes the run card to a step that is written but not complete, reads all its files, and writes their sizes and checksums.
+def read_back(directory: pathlib.Path, step: int, beside: Mapping[str, bytes] | None = None) -> None:
+    """Writes the files beside the items of a step that is written but not complete, reads all its files, and writes their sizes and
+    checksums.
 
     Raises:
       OSError: a file is missing or cannot be read, or the disk is full.
@@ -185,9 +187,9 @@ def read_back(directory: pathlib.Path, step: int, card: str = "") -> None:
     for name in NEEDED:
         if name not in names:
             raise FileNotFoundError(errno.ENOENT, "was not written", name)
-    if card:
-        (path / CARD).write_text(card, encoding="utf-8")
-        names.append(CARD)
+    for name, text in (beside or {}).items():
+        (path / name).write_bytes(text)
+        names.append(name)
     checksums.write(path / SIZES, checksums.Record(step, checksums.of(path, names)))
 
 

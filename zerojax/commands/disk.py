@@ -126,6 +126,7 @@ def _state_bytes(config: str) -> int:
 
     jax.config.update("jax_platforms", "cpu")
     settings = config_lib.from_dict(command.parse(["zerojax", f"--config={config}"]))
+    settings = settings_lib.changed(settings, {"grpo.rollout_devices": 0})
     settings = dataclasses.replace(settings, mesh=settings_lib.MeshSettings(replica=1, data=1, model=1))
     partition = program.build(settings, devices=jax.devices()[:1]).partition
     leaves = dict(tree.flatten(partition.abstract_state))

@@ -149,6 +149,8 @@ def _lines(plan: step_plan.Plan) -> list[str]:
         lines.append("matmuls: " + ", ".join(f"{count} in {kind}" for kind, count in counted.items()))
     if plan.exchange is not None:
         lines.append(_exchange(plan.exchange))
+    if plan.rollouts is not None:
+        lines.append(_rollouts(plan.rollouts))
     if plan.stream is not None and (plan.stream.nbytes or (plan.stream.by_block and plan.stream.by_block.fetched)):
         lines += _stream_lines(plan)
     lines += [
@@ -179,6 +181,19 @@ def _exchange(found: step_plan.Exchange) -> str:
     return (
         f"experts: each device receives {display.human(found.received)} of tokens in a step{share}; theory "
         f"{display.human(found.theory)}, with room for {found.load:g} times a balanced router's rows{more}"
+    )
+
+
+def _rollouts(found: step_plan.RolloutDevices) -> str:
+    """Returns what the devices hold that draw answers."""
+    which = (
+        "the device that draws answers"
+        if found.devices == 1
+        else f"each of the {found.devices} devices that draw answers"
+    )
+    return (
+        f"rollouts: {which} holds {display.human(found.weights + found.caches)} beside what its programs compute: copies of the weights "
+        f"{display.human(found.weights)}, keys and values of {found.answers} answers {display.human(found.caches)}"
     )
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -70,6 +70,15 @@ class Exchange:
     parts: int = 1
 
 
+class RolloutDevices(NamedTuple):
+    """What each of the devices holds that draw answers while the others train: copies of the weights, and keys and values of `answers`."""
+
+    devices: int
+    answers: int
+    weights: int
+    caches: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The memory, the collectives and the least time of a train step on each device.
@@ -92,6 +101,7 @@ class Plan:
       pipeline: of a step over a pipeline, whose peak is its own; `buffers` and what is read from the program are then those of the group
         of devices that needs the most. None without one.
       exchange: of a step whose experts live on different devices; None of others.
+      rollouts: of the devices beside these that draw answers; None if there are none.
       model_seconds: of the model's operations alone, without those computed again, at the matrix rate; None if unknown.
     """
 
@@ -116,6 +126,7 @@ class Plan:
     model_seconds: float | None = None
     pipeline: pipelines.Pipelined | None = None
     exchange: Exchange | None = None
+    rollouts: RolloutDevices | None = None
 
     @property
     def peak(self) -> int:

@@ -10,8 +10,11 @@ import os
 import pathlib
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
+from jax.sharding import Mesh
 
 from zerojax import errors
 from zerojax import mesh as mesh_lib
@@ -304,6 +307,48 @@ def read(cls: type, raw: Mapping[str, Any], place: str) -> Any:
 def to_dict(config: settings.Config) -> dict:
     """Returns the settings as nested plain dicts, ready for JSON."""
     return dataclasses.asdict(config)
+
+
+def make_mesh(config: settings.Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns the mesh of the devices that train: all, or all but those of `rollout_mesh`.
+
+    Args:
+      config: checked settings.
+      devices: those of the run; None: all there are.
+
+    Raises:
+      UserError: the sizes of the mesh are not those of the devices.
+    """
+    count = config.rollout_devices
+    if not count:
+        return mesh_lib.make_mesh(**vars(config.mesh), devices=devices)
+    found = list(jax.devices() if devices is None else devices)
+    place = f"config.grpo.rollout_devices: is {count}, and"
+    if count >= len(found):
+        raise UserError(f"{place} of {len(found)} device{'s' * (len(found) > 1)} none is left to train; lower it")
+    try:
+        return mesh_lib.make_mesh(**vars(config.mesh), devices=found[:-count])
+    except UserError as error:
+        raise UserError(f"{place} {len(found) - count} of {len(found)} devices are left to train: {error}") from error
+
+
+def rollout_mesh(config: settings.Config, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+    """Returns the mesh of the devices that draw answers while others train, which `make_mesh` leaves out; None if all train.
+
+    Raises:
+      UserError: `mesh.model`, over which they shard weights as the others do, does not divide them, or there are several processes.
+    """
+    count, model = config.rollout_devices, config.mesh.model
+    if not count:
+        return None
+    place = f"config.grpo.rollout_devices: is {count}, and"
+    if jax.process_count() > 1:
+        raise UserError(f"{place} the weights that are sent to them are those of one process; set it to 0")
+    if count % model:
+        near = count + -count % model
+        raise UserError(f"{place} config.mesh.model={model} devices share a copy of the weights; set it to {near}")
+    found = list(jax.devices() if devices is None else devices)
+    return mesh_lib.make_mesh(model=model, devices=found[-count:])
 
 
 def batch_sizes(config: settings.Config, ways: int) -> BatchSizes:

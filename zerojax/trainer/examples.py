@@ -190,6 +190,5 @@ def with_steps(config: settings_lib.Config, examples: splits.Splits) -> settings
     """Returns the config with the steps that its epochs take, if it has some."""
     if not config.epochs:
         return config
-    mesh = mesh_lib.make_mesh(**vars(config.mesh))
-    sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
+    sizes = config_lib.batch_sizes(config, mesh_lib.ways(config_lib.make_mesh(config)))
     return dataclasses.replace(config, steps=examples.steps(config.epochs, sizes.global_batch_size))

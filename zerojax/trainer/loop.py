@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from zerojax import display
 from zerojax.checkpoint import checkpointer
@@ -60,13 +61,21 @@ class When:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """The checkpointer of the states, the `meta` saved with each, what returns the run card saved beside it, and the form of a state that
-    is saved."""
+    """How states are saved.
+
+    Attributes:
+      saver: the checkpointer.
+      meta: saved with each.
+      card: returns the run card that is saved beside it.
+      form: of a state that is saved.
+      batch: (the next step, the params before it) -> what is saved of its batch, which a run that resumes cannot make.
+    """
 
     saver: checkpointer.Checkpointer
     meta: Mapping[str, Any]
     card: Callable[[], str] = str
     form: Callable[[Any], Any] = logical_lib.to_logical
+    batch: Callable[[int, PyTree], Mapping[str, np.ndarray]] = lambda step, params: {}
 
 
 class End(NamedTuple):
@@ -205,13 +214,14 @@ def _save(
     more: Mapping[str, Any],
 ) -> None:
     """Saves the state with `more` in its `meta`, after checking that it and the metrics of its step are finite."""
+    batch = checkpoints.batch(step + 1, state.params)  # first: other devices make it while these train
     logical = checkpoints.form(state)
     recorder.flush()
     watch.at(watch.CHECKPOINT)
     recorder.check(step, logical)
     about = {**checkpoints.meta, "logged": recorder.logged, "tally": recorder.tally.as_meta(), **more}
     card = checkpoints.card()
-    checkpoints.saver.save(step, logical, streams.position(), meta=about, eval_loss=eval_loss, card=card)
+    checkpoints.saver.save(step, logical, streams.position(), meta=about, eval_loss=eval_loss, card=card, batch=batch)
     recorder.saved()
 
 

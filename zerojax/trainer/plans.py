@@ -8,12 +8,14 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
+from zerojax.inference.engine import programs
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.ops import expert_parallel, fp8, tiles
@@ -65,7 +67,7 @@ def plan_program(program: program_lib.Program, target: str, **how: Any) -> step_
     """Plans a built program on its own mesh. `how` is further for `step_plan.plan_step`. Errors name config keys."""
     config, sizes = program.config, program.sizes
     with setting_names.of_config():
-        return step_plan.plan_step(
+        plan = step_plan.plan_step(
             program.train_step,
             program.partition.abstract_state,
             program.abstract_batch,
@@ -80,6 +82,32 @@ def plan_program(program: program_lib.Program, target: str, **how: Any) -> step_
             exchange=exchange_of(program),
             **how,
         )
+        return dataclasses.replace(plan, rollouts=rollouts_of(program))
+
+
+def rollouts_of(program: program_lib.Program) -> step_plan.RolloutDevices | None:
+    """Returns what the devices hold that draw answers while others train, or None if there are none."""
+    if program.rollout_mesh is None:
+        return None
+    config, mesh, family = program.config, program.rollout_mesh, program.family
+    is_pair, ways = family.is_encoder_decoder, mesh_lib.ways(mesh)
+    slots = program.sizes.global_batch_size + -program.sizes.global_batch_size % ways
+    length = config.data.answer_len + 1 if is_pair else config.seq_len + 1
+    model = program.model.changed(mixture={"remembers_choices": True}) if config.grpo.replay else program.model
+    made = programs.Programs(
+        family,
+        dataclasses.replace(model, attention="xla"),
+        mesh,
+        programs.Shape(slots, length, config.seq_len if is_pair else 0),
+        family_lib.SpecialTokens(),
+        None,
+        mesh_lib.SUMMED if ways > 1 else (),
+        placements=program.rollouts.placements,
+        dtype=config.policy.compute_dtype,
+    )
+    caches, _ = made.abstract(program.copies)
+    weights, held = (sum(map(tree.shard_bytes, jax.tree.leaves(found))) for found in (program.copies, caches))
+    return step_plan.RolloutDevices(mesh.size, program.sizes.global_batch_size, weights, held)
 
 
 def exchange_of(program: program_lib.Program) -> step_plan.Exchange | None:
@@ -133,6 +161,7 @@ def search_config(
     Raises:
       UserError: the target's memory is not known, or no candidate keeps the batch.
     """
+    _check_all_train(config, "--search")
     devices = targets.devices(target, topology)
     if memory is None:
         memory = targets.get(target).usable
@@ -196,6 +225,14 @@ def search_config(
     return _with_flags(found, config, origin)
 
 
+def _check_all_train(config: settings_lib.Config, flag: str) -> None:
+    """Raises a UserError if some devices do not train, which what compares meshes does not know."""
+    if count := config.rollout_devices:
+        raise UserError(
+            f"config.grpo.rollout_devices: is {count}, and {flag} compares meshes of all devices; set it to 0, and --topology to the rest"
+        )
+
+
 def _choices(
     config: settings_lib.Config, ways: int, batch: int, grid: Mapping[str, Sequence[Any]], *, keeps_columns: bool
 ) -> list[search.Candidate]:
@@ -243,6 +280,7 @@ def axes_config(
     Raises:
       UserError: the clock has no rates of the target, the model's layers are few or not alike, or nothing fits.
     """
+    _check_all_train(config, "--axes")
     devices = targets.devices(target, topology)
     rates, memory = rates or rates_lib.of(target), targets.get(target).usable
     config = settings_lib.changed(config, {"model.recompute": "", "model.offload": ""})

@@ -57,7 +57,7 @@ class Program:
       family, model: the model's family, and its config.
       sizes: the three batch sizes.
       partition: the shardings of the train state.
-      at_stage_0: (mesh) -> the run's shardings at stage 0 on a mesh of these devices.
+      at_stage_0: (mesh) -> the run's shardings at stage 0 on a mesh of these devices, or on `rollout_mesh`.
       row: the arrays of a batch's rows, as the run's task declares them.
       abstract_batch: a training batch of such rows with shardings: {name: array[(accum,) batch, length, ...]}.
       train_step: (state, batch) -> (state, metrics).
@@ -68,6 +68,7 @@ class Program:
       create: (float32 weights) -> the initial state.
       copy_dtype: the dtype of the 16-bit weights stored with the master weights; None if there are none.
       loss_scale: the loss scale; None if the loss is not scaled.
+      rollout_mesh: the devices that draw answers while those of `mesh` train; None if all train.
     """
 
     config: settings_lib.Config
@@ -87,11 +88,28 @@ class Program:
     weights: weights_lib.Weights
     copy_dtype: Any
     loss_scale: loss_scale_lib.LossScale | None
+    rollout_mesh: Mesh | None = None
 
     @functools.cached_property
     def baseline(self) -> partition_lib.Partition:
         """Returns the same run's shardings at stage 0, for comparison."""
         return self.at_stage_0(self.forward.partition.mesh)
+
+    @functools.cached_property
+    def rollouts(self) -> partition_lib.Partition:
+        """Returns how the weights are sharded by which answers are drawn: those of the state, or copies on `rollout_mesh`."""
+        return self.partition if self.rollout_mesh is None else self.at_stage_0(self.rollout_mesh)
+
+    @functools.cached_property
+    def copies(self) -> PyTree:
+        """Returns the copies of the weights on `rollout_mesh`, as ShapeDtypeStructs: in the compute dtype, sharded over `model` alone."""
+        own = self.rollouts
+        plain = tree.map_with_path(
+            lambda path, leaf: jax.ShapeDtypeStruct(own.leaves[f"params/{path}"].shape, leaf.dtype),
+            own.abstract_state.params,
+        )
+        cast = jax.eval_shape(lambda params: precision.cast_floating(params, self.config.policy.compute_dtype), plain)
+        return jax.tree.map(lambda leaf, where: leaf.update(sharding=where), cast, own.shardings.params)
 
     @property
     def objective(self) -> objectives.Objective:
@@ -173,7 +191,7 @@ def build(config: settings_lib.Config, *, tokenizer_vocab: int = 0, devices: Seq
 
 
 def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[Any] | None) -> Program:
-    mesh = mesh_lib.make_mesh(**vars(config.mesh), devices=devices)
+    mesh, aside = config_lib.make_mesh(config, devices), config_lib.rollout_mesh(config, devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
     policy = config.policy
     loss_scale = config_lib.make_loss_scale(config.loss_scale, is_scaled=policy.scales_loss)
@@ -262,6 +280,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         weights=weights,
         copy_dtype=copy_dtype,
         loss_scale=loss_scale,
+        rollout_mesh=aside,
     )
 
 

@@ -97,7 +97,7 @@ def _check_answers(config: settings.Config) -> None:
         wrong |= {"epochs": "rollouts have no epochs", "mesh.pipe": "the engine runs all layers on every device"}
         if not config.grpo.exact:
             wrong["offload.params"] = "the engine reads weights on the devices for each token"
-            wrong["mesh.expert"] = "the engine gathers experts"
+            wrong |= {} if config.rollout_devices else {"mesh.expert": "the engine gathers experts"}
     _refuse(config, f"the task {task}", wrong)
     if task != tasks.GRPO:
         return
@@ -113,7 +113,10 @@ def _check_answers(config: settings.Config) -> None:
         )
     if config.grpo.exact:
         dropped = dict.fromkeys(("model.dropout", "lora.dropout"), "a step drops what rollouts keep")
-        sums = {"mesh.model": "a step adds up in another order than rollouts"}
+        sums = {
+            "mesh.model": "a step adds up in another order than rollouts",
+            "grpo.rollout_devices": "the weights of a step are newer than those of its answers",
+        }
         _refuse(config, "config.grpo.exact=True", sums | dropped)
     if config.grpo.kl and (not config.lora.is_on or config.lora.modules_to_save):
         raise UserError(

@@ -19,6 +19,7 @@ from zerojax.zero.update import loss_scale
 # In a step's line, where a step has them. The loss of rewarded answers is about 0 whatever was learnt.
 LATELY = 5  # steps whose median tells tokens_per_second: a busy host reads the results of two steps at once
 BEFORE_STEP = ("rollout_seconds", "reward_seconds", "log_prob_seconds")  # phases of a step that makes its batch first
+TRAIN_WAITS = "train_wait_seconds"  # that one in place of these, where other devices make the batch
 SHOWN = ("loss", "reward", "reward_margin", "grad_norm", "tokens_per_second")
 
 
@@ -155,7 +156,8 @@ class Recorder:
         numbers = metrics.without_absent(numbers)
         numbers["tokens_per_second"] = self._tokens / statistics.median(self._lately)
         numbers["step_seconds"] = seconds
-        if apart := sum(numbers.get(name, 0.0) for name in BEFORE_STEP):
+        apart = numbers.get(TRAIN_WAITS, sum(numbers.get(name, 0.0) for name in BEFORE_STEP))
+        if apart or TRAIN_WAITS in numbers:
             numbers["train_seconds"] = seconds - apart
             numbers["train_tokens_per_second"] = self._tokens / max(seconds - apart, 1e-9)
         flaw = self._health.flaw(values)

@@ -27,9 +27,9 @@ WIDE = 0.01  # of a gap between log-probabilities: a share of tokens above it is
 
 
 def lengths(config: settings_lib.Config, model: ModelConfig, of_rows: Mapping[str, int]) -> dict[str, int]:
-    """Returns the lengths of a row's arrays, by name. Without inner steps the old log-probabilities are the step's own."""
+    """Returns the lengths of a row's arrays, by name. The old log-probabilities are the step's own if its weights drew the answers."""
     tokens = of_rows["labeled"] - 1
-    old = {OLD: tokens} if config.grpo.inner_steps > 1 else {}
+    old = {OLD: tokens} if config.grpo.inner_steps > 1 or config.grpo.rollout_devices else {}
     reference = {REFERENCE: tokens} if config.grpo.kl else {}
     mixture = family_lib.mixture(model)
     chosen = {}

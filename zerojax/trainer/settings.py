@@ -171,6 +171,8 @@ OF_DATASET = if_on(lambda c: not c.data.train_file, "config.data.train_file is r
 DISTILLED = beside("distill.teacher")
 OF_STEPS = if_on(lambda c: not c.epochs, "config.epochs={c.epochs:g} counts")
 OF_CHECKPOINTS = if_on(lambda c: c.checkpoint.every or c.checkpoint.at_end, "no checkpoint is saved")
+OF_OLD_ANSWERS = if_on(lambda c: c.grpo.inner_steps > 1 or c.grpo.rollout_devices,
+    "config.grpo.inner_steps=1, and config.grpo.rollout_devices=0")
 EVALUATED = if_on(lambda c: c.data.has_held_out, "nothing is held out, so nothing is evaluated")
 
 
@@ -474,10 +476,10 @@ class GrpoSettings:
         '"grpo"; "dr_grpo": not divided by the deviation; "dapo": the mean over tokens, more room above; "gspo": one ratio for an answer; '
         '"rloo": the reward less the mean of the others')
     clip: float = setting(-1.0, SHARE.or_minus_one("the variant's own"),
-        "with inner steps: how far below 1 the ratio of a probability to that when it was drawn counts; -1: 0.2, of gspo 0.0003",
-        beside("grpo.inner_steps"))
+        "with inner steps or rollout devices: how far below 1 the ratio of a probability to that when it was drawn counts; -1: 0.2, of "
+        "gspo 0.0003", OF_OLD_ANSWERS)
     clip_high: float = setting(-1.0, NOT_NEGATIVE.or_minus_one("the variant's own"),
-        "how far above 1 it counts; -1: as grpo.clip, of dapo 0.28, of gspo 0.0004", beside("grpo.inner_steps"))
+        "how far above 1 it counts; -1: as grpo.clip, of dapo 0.28, of gspo 0.0004", OF_OLD_ANSWERS)
     kl: float = setting(0.0, NOT_NEGATIVE, "with adapters: the weight of the divergence from the model without them")
     environment: str = setting("", ANY, 'what speaks between answers: "calculator" (an example), or "module:function" of the messages so '
         'far, which returns (messages or None, reward); "": an answer ends its conversation')
@@ -485,6 +487,9 @@ class GrpoSettings:
         beside("grpo.environment"))
     time_limit: float = setting(30.0, POSITIVE.up_to(1e6, "a run would hang"),
         "seconds that one call of the environment may take, else the conversation ends", beside("grpo.environment"))
+    rollout_devices: int = setting(0, NOT_NEGATIVE.up_to(2**20, "no machine has as many devices"),
+        "devices, the last ones, that draw the answers of the next step while the others, those of config.mesh, train; answers are then of "
+        "weights one update old; 0: all devices draw, and then train")
     replay: bool = setting(False, ANY, "of a mixture: True: a step takes the experts that the engine chose for each token of an answer, so "
         "that rounding chooses no others (arXiv:2510.11370)")
     exact: bool = setting(False, ANY, "True: answers are drawn by the forward pass of training, so that log-probabilities are equal bit "
@@ -651,6 +656,11 @@ class Config:
     def group(self) -> int:
         """Returns the answers to a prompt that are drawn for a step."""
         return self.grpo.group if self.data.task == tasks.GRPO else 1
+
+    @property
+    def rollout_devices(self) -> int:
+        """Returns the devices that draw answers while the others train."""
+        return self.grpo.rollout_devices if self.data.task == tasks.GRPO else 0
 
     @property
     def keeps_roundings(self) -> bool:

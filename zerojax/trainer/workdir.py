@@ -91,6 +91,7 @@ NEW = {
     "grpo.time_limit": (30.0,),
     "grpo.exact": (False,),
     "grpo.replay": (False,),
+    "grpo.rollout_devices": (0,),
     "distill.teacher": ("",),
     "distill.loss": ("forward_kl",),
     "distill.share": (0.5,),
@@ -121,7 +122,7 @@ FREE = (
         f"model.{name}"
         for name in ("remat", "recompute", "by_columns", "programs", "ring", "tile_tokens", "long_texts", "offload")
     ),
-    *("model.attention", "data.dir", "data.eval_split", "data.eval_file", "data.on_bad"),
+    *("model.attention", "grpo.rollout_devices", "data.dir", "data.eval_split", "data.eval_file", "data.on_bad"),
     *("evaluate", "checkpoint", "sample", "export", "profile", "metrics"),
 )
 

@@ -1,70 +1,32 @@
 """Checks that a run learns from answers of its own weights. This module tests zerojax.trainer.tuning.rollouts."""
 
 import itertools
-import json
 import shutil
 import types
 from unittest import mock
 
 import arrays
+import asking
 import jax
 import numpy as np
 import pytest
 import runs
 
 from zerojax import tree
-from zerojax.data import tokenizer
 from zerojax.errors import UserError
 from zerojax.launch import signals
 from zerojax.lora import adapters
 from zerojax.models import family
-from zerojax.trainer import examples, program, rewarded
-from zerojax.trainer import model as model_lib
+from zerojax.trainer import program, rewarded
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import conversations, drawing, rollouts
 
-BYTES = tokenizer.load_tokenizer("bytes")
 ROUNDING = 1e-4  # of log-probabilities: a cache and a full pass sum in another order
-TASK = {
-    "data__task": "grpo",
-    "data__answer": "{label}",
-    "data__answer_len": 4,
-    "seq_len": 16,
-    "global_batch_size": 8,
-    "grpo__group": 4,
-    "grpo__reward": f"{__name__}:long",
-    "grpo__inner_steps": 2,
-    "evaluate__answers": 2,
-    "checkpoint__every": 2,
-}
-
-
-def long(prompt, answer, label):
-    """Returns a reward that differs between random answers."""
-    return sum(map(ord, answer)) % 97 / 97
-
-
-def echo(messages):
-    """Returns a message, and a reward of 2."""
-    return [{"role": "tool", "content": "#"}], 2.0
 
 
 @pytest.fixture(scope="module")
 def prompts_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    lines = [{"text": "ab"[: i % 2 + 1] + str(i), "label": str(i)} for i in range(5)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
-def opened(prompts_file, devices=8, **changes):
-    with runs.on_devices(devices):
-        config = runs.config(**{**TASK, "data__train_file": prompts_file, **changes})
-        found = examples.load(config, *model_lib.family_of(config), BYTES, "")
-        rollouts.check(config, found)
-        built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
-        streams = program.open_feed(built, BYTES, "", found)
-        return built, rollouts.Rollouts(built, BYTES, found, streams)
+    return asking.write_prompts(tmp_path_factory.mktemp("prompts"))
 
 
 def test_advantages_are_those_of_each_group_of_neighbours():
@@ -88,7 +50,7 @@ def test_answers_are_drawn_by_the_weights_as_they_are_and_are_the_same_on_one_de
     plain = {name: value for name, value in changes.items() if not name.startswith(("zero", "mesh", "offload", "grad"))}
     found = []
     for devices, settings in ((4, changes), (1, {**plain, "zero__stage": 0})):
-        built, asked = opened(prompts_file, devices, **settings)
+        built, asked = asking.opened(prompts_file, devices, **settings)
         state = state_lib.first(built)
         batch = asked.next(1, state.params)
         found.append({name: np.asarray(array).reshape(8, -1) for name, array in batch.items()})
@@ -119,7 +81,7 @@ def test_answers_are_drawn_by_the_largest_copies_that_fit_and_are_the_same(promp
     found, told = [], []
     for free in FORMS:
         monkeypatch.setattr(drawing, "_free", lambda free=free: free)
-        built, asked = opened(prompts_file, 4, zero__stage=3)
+        built, asked = asking.opened(prompts_file, 4, zero__stage=3)
         drawer, state = asked._drawer, state_lib.first(built)
         monkeypatch.setattr(drawer, "_tell", told.append)
         with mock.patch.object(drawer, "release", wraps=drawer.release) as released:
@@ -141,7 +103,7 @@ def test_answers_are_drawn_by_the_largest_copies_that_fit_and_are_the_same(promp
 
 def test_a_run_with_an_environment_learns_the_models_tokens_alone(prompts_file, cache_dir):
     """The environment's letters are read, are no label, and have no log-probability; rewards add up."""
-    built, asked = opened(prompts_file, 2, grpo__environment=f"{__name__}:echo", grpo__turns=3, seq_len=24, lora__r=4)
+    built, asked = asking.opened(prompts_file, 2, grpo__environment="asking:echo", grpo__turns=3, seq_len=24, lora__r=4)
     state = state_lib.first(built)
     batch = {name: np.asarray(array).reshape(8, -1) for name, array in asked.next(1, state.params).items()}
     for row, tokens in enumerate(batch["tokens"]):
@@ -157,7 +119,7 @@ def test_a_run_with_an_environment_learns_the_models_tokens_alone(prompts_file, 
 
 def test_the_reference_is_the_model_without_adapters_and_the_old_one_is_that_with_them(prompts_file, cache_dir):
     """Of adapters that have learned something, against all logits of the model without and of merged kernels."""
-    built, asked = opened(prompts_file, 1, lora__r=4, grpo__kl=0.1, zero__stage=0, grad_accum=2)
+    built, asked = asking.opened(prompts_file, 1, lora__r=4, grpo__kl=0.1, zero__stage=0, grad_accum=2)
     state, seeds = state_lib.first(built), itertools.count()
     moved = lambda path, leaf: leaf + arrays.normal(next(seeds), leaf.shape) if path.endswith("lora_b") else leaf  # noqa: E731
     params = tree.map_with_path(moved, state.params)
@@ -192,7 +154,7 @@ def test_exact_rollouts_have_the_log_probabilities_of_training_and_others_are_to
     found = {}
     of_engine = () if {"mesh__expert", "offload__params"} & {*changes} else (("engine", False), ("wrong", False))
     for name, exact in (("exact", True), *of_engine):
-        built, asked = opened(prompts_file, 4, **{"grpo__inner_steps": 1, **changes, "grpo__exact": exact})
+        built, asked = asking.opened(prompts_file, 4, **{"grpo__inner_steps": 1, **changes, "grpo__exact": exact})
         state = state_lib.first(built)
         off = {"wrong": 10.0}.get(name, 0.0)
         (path,) = (path for path, _ in tree.flatten(state.params) if path in ("norm/scale", "decoder_norm/scale"))
@@ -230,7 +192,7 @@ def test_a_step_takes_the_experts_that_the_engine_chose(prompts_file, cache_dir,
     changes = {"model__preset": "moe_test", "model__num_layers": 2, "grpo__inner_steps": 1, **changes}
     found, batches = {}, {}
     for name, replay in (("own", False), ("replayed", True)):
-        built, asked = opened(prompts_file, 4, **changes, grpo__replay=replay)
+        built, asked = asking.opened(prompts_file, 4, **changes, grpo__replay=replay)
         batches[name] = asked.next(1, state_lib.first(built).params)
         _, metrics = built.train_step(state_lib.first(built), batches[name])
         found[name] = float(metrics["grad_norm"])
@@ -279,7 +241,7 @@ def test_tokens_that_a_model_always_gives_are_no_labels():
 @runs.LONG
 @runs.LONG
 def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_file, cache_dir, tmp_path):
-    settings = {**TASK, "data__train_file": prompts_file, "lora__r": 4, "grpo__kl": 0.1}
+    settings = {**asking.TASK, "data__train_file": prompts_file, "lora__r": 4, "grpo__kl": 0.1}
     whole = runs.run(tmp_path / "whole", devices=2, steps=4, **settings)
     with mock.patch.object(signals.StopSignal, "agreed", return_value=True):  # a signal in the first step
         stopped = runs.run(tmp_path / "stopped", devices=2, steps=4, **settings)
@@ -301,7 +263,7 @@ def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_f
     ids=["stage 3, LoRA", "T5, tensor parallel"],
 )
 def test_two_processes_answer_and_learn_as_one(prompts_file, commands, tmp_path, changes):
-    task = {**TASK, "data__train_file": prompts_file, "grpo__reward": "crosses:spread", "steps": 4, **changes}
+    task = {**asking.TASK, "data__train_file": prompts_file, "grpo__reward": "crosses:spread", "steps": 4, **changes}
     flags = [*runs.flags(emulate_devices=2, **task), f"--workdir={tmp_path / 'two'}"]
     both = commands.start_two(*flags, before=(runs.FINDS_SUPPORT, runs.FINDS_SUPPORT))
     assert [command.wait().status for command in both] == [0, 0], both[0].err + both[1].err
@@ -315,7 +277,7 @@ def test_two_processes_answer_and_learn_as_one(prompts_file, commands, tmp_path,
 @pytest.mark.slow
 @runs.LONG
 def test_a_reward_that_fails_on_the_first_process_ends_both(prompts_file, commands, tmp_path):
-    task = {**TASK, "data__train_file": prompts_file, "grpo__reward": "posixpath:join", "steps": 4}
+    task = {**asking.TASK, "data__train_file": prompts_file, "grpo__reward": "posixpath:join", "steps": 4}
     both = commands.start_two(*runs.flags(emulate_devices=1, **task), f"--workdir={tmp_path}")
     assert 0 not in [command.wait().status for command in both]
     assert "zerojax: config.grpo.reward: posixpath:join failed for the answer" in both[0].err
@@ -354,7 +316,7 @@ def test_a_reward_that_fails_on_the_first_process_ends_both(prompts_file, comman
 )
 def test_what_does_not_go_with_rollouts_is_refused(prompts_file, changes, words):
     with pytest.raises(UserError, match=words) as caught, program.setting_names.of_config():
-        opened(prompts_file, **changes)
+        asking.opened(prompts_file, **changes)
     assert "\n" not in str(caught.value)
     assert len(jax.devices()) == 8
 
@@ -362,4 +324,4 @@ def test_what_does_not_go_with_rollouts_is_refused(prompts_file, changes, words)
 def test_a_group_is_refused_before_a_program_is_built(prompts_file, tmp_path):
     unbuilt = mock.patch.object(program, "build", side_effect=AssertionError("it builds one"))
     with pytest.raises(UserError, match=r"config\.grpo\.group: 3 answers"), unbuilt:
-        runs.run(tmp_path, **{**TASK, "data__train_file": prompts_file, "grpo__group": 3})
+        runs.run(tmp_path, **{**asking.TASK, "data__train_file": prompts_file, "grpo__group": 3})

@@ -104,6 +104,7 @@ class ByEngine:
       program: of the run.
       special: the tokens that begin and end texts.
       tell: prints a line.
+      between: called between tokens.
     """
 
     def __init__(
@@ -111,8 +112,9 @@ class ByEngine:
         program: program_lib.Program,
         special: family_lib.SpecialTokens,
         tell: Callable[[str], object] = lambda line: None,
+        between: Callable[[], object] = lambda: None,
     ):
-        self._program, self._special, self._tell = program, special, tell
+        self._program, self._special, self._tell, self._between = program, special, tell, between
         self._engine: engine_lib.Engine | None = None
         self._asked: list[tuple[DrawnAnswer, requests.Request]] = []
         self._copies: _Copies | None = None
@@ -153,6 +155,7 @@ class ByEngine:
     def step(self) -> bool:
         """See `Drawer`."""
         assert self._engine is not None
+        self._between()
         goes_on = self._engine.step()
         for answer, request in self._asked:
             if request.finish:
@@ -169,13 +172,13 @@ class ByEngine:
         assert self._engine is not None
         mixed = filter(self._model.remembers_choices, range(self._model.num_layers))
         held = [self._engine.caches[layer][-1] for layer in mixed]
-        replicated = NamedSharding(self._program.mesh, P())
+        replicated = NamedSharding(self._program.rollouts.mesh, P())
         chosen = np.asarray(jax.jit(lambda *own: jnp.stack(own, axis=2), out_shardings=replicated)(*held))
         return {row: chosen[slot, :count] for row, slot, count in self._read}
 
     def _made(self, params: PyTree) -> engine_lib.Engine:
         program, config = self._program, self._program.config
-        partition = program.partition if self._copies is None else self._copies.partition
+        partition = program.rollouts if self._copies is None else self._copies.partition
         ways, sizes = mesh_lib.size(partition.mesh, mesh_lib.SUMMED), _sizes(program)
         model = _Model(program.family, self._model, self._special, partition, params, program.weights.adapted)
         return engine_lib.Engine(
@@ -302,6 +305,8 @@ def _copies(
       tell: is called with a line that says which copies they are, and why.
     """
     config, dtype, mesh = program.config, program.config.policy.compute_dtype, program.mesh
+    if program.rollout_mesh is not None:  # `aside` has gathered them
+        return None
     if not stages.STAGES[config.zero.stage].params or config_lib.make_wires(config).is_on or mesh.size == 1:
         return None
 

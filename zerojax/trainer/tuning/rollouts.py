@@ -6,6 +6,7 @@ Prompts and draws depend on the seed and the step alone, so a run that resumes a
 the answers, and its numbers are those of all.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +26,15 @@ from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
 from zerojax.ops import ratios
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import examples, rewarded
+from zerojax.trainer import examples, recorder, rewarded
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.tuning import answers, conversations, drawing, values
+from zerojax.trainer.tuning import answers, aside, conversations, drawing, values
 from zerojax.tree import PyTree
 from zerojax.zero.offload import fetched_params
+
+STALENESS = "rollout_staleness"  # updates since the weights that drew a step's answers
+_VERSION = "version"  # among saved arrays
 
 
 def check(config: settings_lib.Config, pairs: splits.Splits) -> None:
@@ -39,7 +43,8 @@ def check(config: settings_lib.Config, pairs: splits.Splits) -> None:
     Raises:
       UserError: groups do not divide the batch, a prompt with its answer is longer than a row, or there is no such reward.
     """
-    config_lib.batch_sizes(config, mesh_lib.ways(mesh_lib.make_mesh(**vars(config.mesh))))
+    config_lib.batch_sizes(config, mesh_lib.ways(config_lib.make_mesh(config)))
+    config_lib.rollout_mesh(config)
     if not values.is_folder(config.grpo.reward):
         rewards.find(config.grpo.reward)
     if config.grpo.environment:
@@ -84,8 +89,12 @@ class Rollouts:
         self._special = examples.special_tokens(program.family, program.weights.source, tokenizer, pairs.stops)
         self._prompts = list(tasks.prompts(pairs.train.examples, pairs.form))
         self._is_pair = program.family.is_encoder_decoder
-        drawer = drawing.ByTraining if program.config.grpo.exact else drawing.ByEngine
-        self._drawer: drawing.Drawer = drawer(program, self._special, tell)
+        self._drawer: drawing.Drawer = (
+            drawing.ByTraining(program, self._special, tell)
+            if program.config.grpo.exact
+            else drawing.ByEngine(program, self._special, tell, self._look)
+        )
+        self._copies = None if program.rollout_mesh is None else aside.WeightCopies(program)
         adapted, bare = program.weights.adapted, program.family
         if adapted is not None:
             bare = families_lora.with_adapters(program.weights.family, adapted.chosen, 0)
@@ -94,7 +103,10 @@ class Rollouts:
             rewarded.REFERENCE: _log_probs(program, bare),
         }
         self._rules = self._made_rules()
-        self._made: tuple[int, feed.Batch] | None = None
+        self._made: _Made | None = None
+        self._trained: jax.Array | None = None  # a weight of the last step, which other devices may not have made yet
+        self._ended: float | None = None  # when they had
+        self._asked: float | None = None  # when the last answers were done
         self.told: dict[str, float] = {}  # of the last step: the seconds of its phases, and what was drawn
 
     @property
@@ -103,13 +115,60 @@ class Rollouts:
         return values.fingerprint(self._program.config.grpo.reward)
 
     def next(self, step: int, params: PyTree) -> feed.Batch:
-        """Returns the batch of a step, counted from 1: answers of `params`, or of the weights some inner steps before."""
-        number, self.told = (step - 1) // self._program.config.grpo.inner_steps, {}
-        if self._made is None or self._made[0] != number:
-            self._made = number, self._ask(number, params)
-        return self._made[1]
+        """Returns the batch of a step, counted from 1: answers of `params`, of the weights some inner steps before, or, if other devices
+        draw them, of weights that are one update older."""
+        inner, made = self._program.config.grpo.inner_steps, self._of(step, params)
+        if made.batch is None:
+            made.batch = self._streams.placed(made.arrays)
+        if self._copies is not None and step % inner == 0:
+            self._copies.renew(params, step - 1)
+        self.told = {**(made.told if step % inner == 1 % inner else {}), STALENESS: float(step - 1 - made.version)}
+        return made.batch
 
-    def _ask(self, number: int, params: PyTree) -> feed.Batch:
+    def ahead(self, step: int, params: PyTree) -> dict[str, np.ndarray]:
+        """Returns what is saved of the batch of a step that has not begun: {} if a run that resumes asks the same weights for it.
+
+        Args:
+          step: the next.
+          params: the weights before it.
+        """
+        if self._copies is None:
+            return {}
+        made = self._of(step, params)
+        return {**made.arrays, _VERSION: np.array(made.version)}
+
+    def restore(self, step: int, saved: Mapping[str, np.ndarray]) -> None:
+        """Takes what `ahead` returned for a step."""
+        if self._copies is not None and saved:
+            arrays = {name: array for name, array in saved.items() if name != _VERSION}
+            self._made = _Made(self._number(step), int(saved[_VERSION]), arrays, {})
+
+    def _number(self, step: int) -> int:
+        return (step - 1) // self._program.config.grpo.inner_steps
+
+    def _of(self, step: int, params: PyTree) -> "_Made":
+        """Returns the answers of a step, which are drawn if they are not there."""
+        number, copies = self._number(step), self._copies
+        if self._made is not None and self._made.number == number:
+            return self._made
+        if copies is None:
+            jax.block_until_ready(params)  # the phases of this step begin when the one before has ended
+            self._made = self._ask(number, params, step - 1)
+            return self._made
+        if copies.version < 0:
+            copies.renew(params, step - 1)
+        self._trained, self._ended = jax.tree.leaves(params)[0], None
+        # Without it, arrays of the engine would be made on the first device, and wait there for the step.
+        with jax.default_device(self._program.rollouts.mesh.devices.flat[0]):
+            self._made = self._ask(number, copies.params, copies.version)
+        return self._made
+
+    def _look(self) -> None:
+        """Notes when the last step has ended, as far as it is known."""
+        if self._trained is not None and self._ended is None and self._trained.is_ready():  # type: ignore[attr-defined]
+            self._ended = time.perf_counter()
+
+    def _ask(self, number: int, params: PyTree, version: int) -> "_Made":
         config, sizes = self._program.config, self._program.sizes
         group, count = config.grpo.group, sizes.global_batch_size
         first = number * (count // group)
@@ -117,8 +176,7 @@ class Rollouts:
             batches.shuffled(first + at, size=len(self._prompts), seed=config.seed) for at in range(count // group)
         ]
         numbers = [index for index in picked for _ in range(group)]
-        jax.block_until_ready(params)  # the phases of this step begin when the one before has ended
-        clock = _Clock()
+        clock = _Clock(self._look)
         self._drawer.renew(params)
         prompts = [self._prompts[index] for index in numbers]
         texts = [self._tokenizer.decode(ids) for ids in prompts]
@@ -127,8 +185,8 @@ class Rollouts:
         self._drawer.release()
         clock.lap("rollout_seconds")
         by_row = rows.Rows([self._example(talk) for talk in talks], self._pairs.form, packs=False)
-        arrays = [by_row.arrays(row) for row in range(count)]
-        batch = {name: np.stack([one[name] for one in arrays]) for name in arrays[0]}
+        each = [by_row.arrays(row) for row in range(count)]
+        batch = {name: np.stack([one[name] for one in each]) for name in each[0]}
         scores = self._scores(talks, texts, numbers, batch)
         clock.lap("reward_seconds")
         batch |= {
@@ -142,8 +200,7 @@ class Rollouts:
                 batch[rewarded.CHOICES][row, : own.size] = own.ravel()
         made = self._with_log_probs(batch, params)
         clock.lap("log_prob_seconds")
-        self.told = self._told(talks, clock)
-        return made
+        return _Made(number, version, made, self._told(talks, clock))
 
     def _scores(
         self,
@@ -167,6 +224,10 @@ class Rollouts:
         """Returns the metrics of a batch that the host knows."""
         drawn = sum(len(talk.learned) - talk.learned.count(False) for talk in talks)
         found = {**clock.seconds, "rollout_tokens_per_second": drawn / clock.seconds["rollout_seconds"]}
+        if self._copies is not None:
+            before, self._asked = self._asked, clock.last
+            found[recorder.TRAIN_WAITS] = 0.0 if self._ended is None else max(0.0, clock.last - self._ended)
+            found["rollout_wait_seconds"] = 0.0 if before is None else clock.first - before
         if self._rules.environment is not None:
             found["turns"] = sum(talk.answers for talk in talks) / len(talks)
             found["late"] = sum(talk.is_late for talk in talks) / len(talks)
@@ -208,19 +269,19 @@ class Rollouts:
         targets = np.append(np.int32(self._special.start), answer)
         return tasks.Example(prompt, targets, np.append(False, labeled[talk.begin :]), 0, "")
 
-    def _with_log_probs(self, batch: Mapping[str, np.ndarray], params: PyTree) -> feed.Batch:
-        """Returns the batch on the devices, with the log-probabilities that its loss reads."""
-        names = [name for name in self._log_probs if name in self._program.lengths]
-        size = self._program.sizes.rows
+    def _with_log_probs(self, batch: Mapping[str, np.ndarray], params: PyTree) -> dict[str, np.ndarray]:
+        """Returns the batch with the log-probabilities that its loss reads, those of the weights that drew it."""
+        names, mesh = [name for name in self._log_probs if name in self._program.lengths], self._program.rollouts.mesh
+        size = self._program.sizes.micro_batch_size * mesh_lib.ways(mesh)
         read = [name for name in batch if name not in rewarded.OF_ANSWER]
         found = dict(batch)
         for name in names:
             parts = []
             for at in range(0, self._program.sizes.global_batch_size, size):
-                own = generate.sharded_rows({key: batch[key][at : at + size] for key in read}, self._program.mesh)
-                parts.append(np.asarray(self._log_probs[name](params, own)))
-            found[name] = _bits(np.concatenate(parts))
-        return self._streams.placed(found)
+                own = {key: batch[key][at : at + size] for key in read}
+                parts.append(np.asarray(self._log_probs[name](params, generate.sharded_rows(own, mesh)))[:size])
+            found[name] = _bits(np.concatenate(parts)[: len(batch[rewarded.REWARD])])
+        return found
 
 
 def advantages(scores: np.ndarray, group: int, variant: str) -> np.ndarray:
@@ -251,17 +312,38 @@ def _drawn(talks: Sequence[conversations.Conversation], length: int, *, begins_a
     return found
 
 
-class _Clock:
-    """Measures phases, one after the other."""
+@dataclasses.dataclass
+class _Made:
+    """Answers with what is learned of them.
 
-    def __init__(self) -> None:
+    Attributes:
+      number: of their batch, from 0.
+      version: the step after which the weights that drew them were as they were.
+      arrays: int32[global_batch_size, length] each.
+      told: metrics.
+      batch: the arrays on the devices that train, once they are there.
+    """
+
+    number: int
+    version: int
+    arrays: dict[str, np.ndarray]
+    told: dict[str, float]
+    batch: feed.Batch | None = None
+
+
+class _Clock:
+    """Measures phases, one after the other; `look` is called at the end of each."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
         self.seconds: dict[str, float] = {}
-        self._began = time.perf_counter()
+        self.first = self.last = time.perf_counter()
 
     def lap(self, name: str) -> None:
         """Notes the seconds since the last lap."""
+        self._look()
         now = time.perf_counter()
-        self.seconds[name], self._began = now - self._began, now
+        self.seconds[name], self.last = now - self.last, now
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
@@ -276,4 +358,4 @@ def _log_probs(program: program_lib.Program, family: family_lib.Family) -> Calla
         return -family.loss(program.model, params, batch, by_token=True)
 
     how = family_lib.gathering(family, program.model, program.config.policy.compute_dtype)
-    return fetched_params.on_all(of_rows, program.partition, **how)
+    return fetched_params.on_all(of_rows, program.rollouts, **how)

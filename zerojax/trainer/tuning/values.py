@@ -63,7 +63,7 @@ def open_model(
             f"{PLACE}: {path} reads texts of up to {most} tokens, and config.seq_len is {program.config.seq_len}; lower "
             "it, or name another model"
         )
-    dtype = program.config.policy.compute_dtype
+    dtype, mesh = program.config.policy.compute_dtype, program.rollouts.mesh
 
     def of_rows(params: PyTree, batch: Mapping[str, jax.Array]) -> jax.Array:
         return opened.family.loss(opened.model, params, batch)
@@ -74,8 +74,8 @@ def open_model(
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract)
         how: dict[str, Any] = {"function": of_rows, "tell": lambda line: tell(f"the reward model {line}")}
         how["read"] = functools.partial(folder_lib.read_params, opened)
-        run, params = beside.opened(program, opened.family, abstract, **how)
-        replicated = NamedSharding(program.mesh, P())
+        run, params = beside.opened(program, opened.family, abstract, **how, mesh=mesh)
+        replicated = NamedSharding(mesh, P())
         same = jax.jit(lambda params, batch: run(params, (batch,)), out_shardings=replicated)
         return functools.partial(same, params)
 
@@ -83,7 +83,7 @@ def open_model(
         size, found = program.sizes.rows, list[np.ndarray]()
         for at in range(0, len(arrays["tokens"]), size):
             part = {name: arrays[name][at : at + size] for name in ("tokens", "labeled")}
-            found.append(np.asarray(valued()(generate.sharded_rows(part, program.mesh)))[:size])
+            found.append(np.asarray(valued()(generate.sharded_rows(part, mesh)))[:size])
         return np.concatenate(found).astype(np.float32)
 
     return values
