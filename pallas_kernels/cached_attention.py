@@ -24,7 +24,7 @@ JOINED = 128  # ranges times heads that are read at a time when ranges are joine
 NOTHING = -1e30  # a score that has no weight
 
 
-def takes(heads: int, k_BSKN: jax.Array) -> bool:
+def takes(heads: int, k_BSKN: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Returns whether the kernel takes such a cache: 16 bits, a head dim that is a power of 2, and offsets that fit 32 bits."""
     kv_heads, head_dim = k_BSKN.shape[2:]
     is_power = head_dim >= 16 and head_dim & (head_dim - 1) == 0

@@ -8,19 +8,17 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax.clock import rates as rates_lib
 from zerojax.errors import UserError
-from zerojax.inference.engine import programs
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.ops import expert_parallel, fp8, tiles
 from zerojax.plan import arithmetic, scale, search, step_plan, targets, traced
-from zerojax.trainer import activations, setting_names, steps
+from zerojax.trainer import activations, rollout_sizes, setting_names, steps
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
@@ -89,25 +87,8 @@ def rollouts_of(program: program_lib.Program) -> step_plan.RolloutDevices | None
     """Returns what the devices hold that draw answers while others train, or None if there are none."""
     if program.rollout_mesh is None:
         return None
-    config, mesh, family = program.config, program.rollout_mesh, program.family
-    is_pair, ways = family.is_encoder_decoder, mesh_lib.ways(mesh)
-    slots = program.sizes.global_batch_size + -program.sizes.global_batch_size % ways
-    length = config.data.answer_len + 1 if is_pair else config.seq_len + 1
-    model = program.model.changed(mixture={"remembers_choices": True}) if config.grpo.replay else program.model
-    made = programs.Programs(
-        family,
-        dataclasses.replace(model, attention="xla"),
-        mesh,
-        programs.Shape(slots, length, config.seq_len if is_pair else 0),
-        family_lib.SpecialTokens(),
-        None,
-        mesh_lib.SUMMED if ways > 1 else (),
-        placements=program.rollouts.placements,
-        dtype=config.policy.compute_dtype,
-    )
-    caches, _ = made.abstract(program.copies)
-    weights, held = (sum(map(tree.shard_bytes, jax.tree.leaves(found))) for found in (program.copies, caches))
-    return step_plan.RolloutDevices(mesh.size, program.sizes.global_batch_size, weights, held)
+    weights, caches = rollout_sizes.bytes_of(program, rollout_sizes.model_of(program), program.rollouts, program.copies)
+    return step_plan.RolloutDevices(program.rollout_mesh.size, program.sizes.global_batch_size, weights, caches)
 
 
 def exchange_of(program: program_lib.Program) -> step_plan.Exchange | None:

@@ -18,16 +18,17 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import display, precision, tree
+from zerojax import display, precision
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.inference.engine import engine as engine_lib
-from zerojax.inference.engine import programs, requests
+from zerojax.inference.engine import requests
 from zerojax.models import family as family_lib
 from zerojax.models import layers
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
+from zerojax.trainer import rollout_sizes
 from zerojax.tree import PyTree
 from zerojax.zero import stages
 from zerojax.zero.gradients import forward_only
@@ -123,15 +124,13 @@ class ByEngine:
 
     @functools.cached_property
     def _model(self) -> Any:
-        """The model's config, whose caches hold the experts of tokens if they are replayed."""
-        model = self._program.model
-        return model.changed(mixture={"remembers_choices": True}) if self._program.config.grpo.replay else model
+        return rollout_sizes.model_of(self._program)
 
     def renew(self, params: PyTree) -> None:
         """See `Drawer`."""
         self._read = []
         if self._engine is None:
-            self._copies = _copies(self._program, self._model, self._special, self._tell)
+            self._copies = _copies(self._program, self._model, self._tell)
         if self._copies is not None:
             params = self._copied = self._copies.make(params)
         if self._engine is None:
@@ -179,7 +178,7 @@ class ByEngine:
     def _made(self, params: PyTree) -> engine_lib.Engine:
         program, config = self._program, self._program.config
         partition = program.rollouts if self._copies is None else self._copies.partition
-        ways, sizes = mesh_lib.size(partition.mesh, mesh_lib.SUMMED), _sizes(program)
+        ways, sizes = mesh_lib.size(partition.mesh, mesh_lib.SUMMED), rollout_sizes.sizes_of(program)
         model = _Model(program.family, self._model, self._special, partition, params, program.weights.adapted)
         return engine_lib.Engine(
             model,
@@ -291,9 +290,7 @@ class _Copies(NamedTuple):
     make: Callable[[PyTree], PyTree]
 
 
-def _copies(
-    program: program_lib.Program, model: Any, special: family_lib.SpecialTokens, tell: Callable[[str], object]
-) -> _Copies | None:
+def _copies(program: program_lib.Program, model: Any, tell: Callable[[str], object]) -> _Copies | None:
     """Returns the copies of sharded weights that fit beside the caches; None where the engine reads the weights as they are.
 
     Weights that travel packed are gathered where they are used, as in a step, which rounds them.
@@ -301,7 +298,6 @@ def _copies(
     Args:
       program: of the run.
       model: the config that the engine has.
-      special: the tokens that begin and end texts.
       tell: is called with a line that says which copies they are, and why.
     """
     config, dtype, mesh = program.config, program.config.policy.compute_dtype, program.mesh
@@ -316,20 +312,12 @@ def _copies(
         return jax.tree.map(jnp.copy, precision.cast_floating(whole, dtype))
 
     def needed(partition: partition_lib.Partition) -> tuple[int, int]:
-        """Returns the bytes of the copies and of the caches on a device."""
         placed = jax.tree.map(
             lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
             jax.eval_shape(cast, program.partition.abstract_state.params),
             partition.shardings.params,
         )
-        size = _sizes(program)
-        shape = programs.Shape(
-            size["slots"], size["max_len"], size["max_inputs"] if program.family.is_encoder_decoder else 0
-        )
-        axes = mesh_lib.SUMMED if mesh_lib.size(partition.mesh, mesh_lib.SUMMED) > 1 else ()
-        made = programs.Programs(program.family, model, partition.mesh, shape, special, None, axes)
-        copies, caches = (sum(map(tree.shard_bytes, jax.tree.leaves(one))) for one in (placed, made.abstract(placed)))
-        return copies, caches
+        return rollout_sizes.bytes_of(program, model, partition, placed)
 
     free, refused = _free(), list[str]()
     ways = mesh_lib.size(mesh, (*mesh_lib.STATE, *mesh_lib.COMPILER))
@@ -350,13 +338,6 @@ def _copies(
     known = f"{'; '.join(refused)}, and {display.human(free or 0)} are free"
     tell(f"answers are drawn by weights that are gathered for each token: {known}")
     return None
-
-
-def _sizes(program: program_lib.Program) -> dict[str, Any]:
-    """Returns the sizes of the engine's caches."""
-    is_pair, config = program.family.is_encoder_decoder, program.config
-    length = config.data.answer_len + 1 if is_pair else config.seq_len + 1
-    return {"slots": program.sizes.global_batch_size, "max_len": length, "max_inputs": config.seq_len}
 
 
 def _free() -> int | None:
