@@ -109,6 +109,23 @@ def test_a_stage_is_a_task_and_epochs_count_with_one():
     assert translated(stage="rm")[1]["stage"].verdict == keys.UNSUPPORTED
 
 
+@pytest.mark.parametrize(
+    "name, value, place",
+    [
+        ("loss_type", "dapo", "grpo.variant"),
+        ("scale_rewards", "none", "grpo.variant"),
+        ("scale_rewards", False, "grpo.variant"),
+        ("epsilon_high", 0.28, "grpo.clip_high"),
+        ("max_completion_length", 256, "data.answer_len"),
+        ("max_prompt_length", 128, "seq_len"),
+        ("use_vllm", True, "grpo.rollout_devices"),
+    ],
+)
+def test_an_argument_of_trls_grpo_names_its_setting(name, value, place):
+    line = translated(**{name: value})[1][name]
+    assert line.verdict == keys.UNSUPPORTED and f"config.{place}" in line.text
+
+
 def test_other_names_of_an_argument_are_read_and_reported_as_the_file_has_them():
     found, said = translated(
         base_model="opt/m", micro_batch_size=2, num_epochs=4, optimizer="adamw_8bit", lr_scheduler="cosine",

@@ -102,6 +102,7 @@ _PROCESS = "a run is one command a process"
 _TOKENIZER = "the tokenizer is that of config.init_from; config.data.tokenizer names another tokenizer.json"
 _READS = "examples are read and encoded once, before anything is compiled"
 _BEST = "config.evaluate.patience ends a run without a lower loss, and exports its best step"
+_ENGINE = "the task grpo draws answers by zerojax.Engine, ahead of a step with config.grpo.rollout_devices"
 _HUB = "config.export.push_to names the model on the hub"
 _LORA = ("lora.r", "lora.alpha", "lora.dropout", "lora.target_modules")
 
@@ -125,12 +126,23 @@ KEYS: Mapping[str, Key] = {
     "pref_loss": Key(TAKEN, "", ("dpo.loss",)),
     "dpo_label_smoothing": Key(TAKEN, "", ("dpo.label_smoothing",), (0, None)),
     "beta": Key(UNSUPPORTED, "config.dpo.beta of the task dpo, config.grpo.kl of grpo"),
-    "loss_type": Key(UNSUPPORTED, "config.dpo.loss of the task dpo"),
+    "loss_type": Key(UNSUPPORTED, "config.dpo.loss of the task dpo, config.grpo.variant of grpo"),
     "label_smoothing": Key(UNSUPPORTED, "config.dpo.label_smoothing of the task dpo", (), (0, None)),
     "num_generations": Key(UNSUPPORTED, "config.grpo.group of the task grpo"),
     "num_iterations": Key(UNSUPPORTED, "config.grpo.inner_steps of the task grpo"),
     "epsilon": Key(UNSUPPORTED, "config.grpo.clip of the task grpo"),
+    "epsilon_high": Key(UNSUPPORTED, "config.grpo.clip_high of the task grpo", (), (None,)),
     "reward_funcs": Key(UNSUPPORTED, "config.grpo.reward of the task grpo"),
+    "max_completion_length": Key(UNSUPPORTED, "config.data.answer_len of the task grpo"),
+    "max_prompt_length": Key(UNSUPPORTED, "config.seq_len has room for a prompt and its answer", (), (None,)),
+    "scale_rewards": Key(
+        UNSUPPORTED,
+        "config.grpo.variant says whether an advantage is divided by a deviation",
+        (),
+        ("group", True),
+    ),
+    "temperature": Key(UNSUPPORTED, "the task grpo draws answers at a temperature of 1", (), (1, None)),
+    **dict.fromkeys(("use_vllm", "vllm_mode"), Key(UNSUPPORTED, _ENGINE, (), (False, None))),
     **dict.fromkeys(
         ("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience"),
         Key(UNSUPPORTED, _BEST, (), (False, None)),

@@ -432,6 +432,8 @@ def _say(draft: Draft, name: str, value: object) -> None:
         draft.say(name, keys_lib.UNSUPPORTED, text)
     elif name in KEYS and KEYS[name].verdict == keys_lib.TAKEN and _is_unset(name, value):
         draft.say(name, keys_lib.NO_EFFECT, f"it is not given; set config.{KEYS[name].into[0]}")
+    elif name in KEYS and True in KEYS[name].off:  # on without being set, so that off asks for something
+        return
     elif not draft_lib.is_true(value) and not any(name in names for names in draft.sources.values()):
         draft.say(name, keys_lib.NO_EFFECT, "it is off")
     elif keys_lib.find(name, KEYS) is None:
