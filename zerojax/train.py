@@ -146,7 +146,8 @@ def _refit(config: settings_lib.Config) -> settings_lib.Config:
 def train(config: settings_lib.Config, folder: pathlib.Path, stop: signals.StopSignal | None = None) -> loop.End:
     """Runs all phases of a training run in `folder`, until the last one or a stop, which only signals that `stop` hears request."""
     stop = stop or signals.StopSignal()
-    say(f"devices: {devices.describe()}; everything goes to {folder}")
+    aside = f", the last {config.rollout_devices} for rollouts" if config.rollout_devices else ""
+    say(f"devices: {devices.describe()}{aside}; everything goes to {folder}")
     prepared = prepare(config, folder)
     program, streams, saver, start = prepared.program, prepared.streams, prepared.saver, prepared.start
     config = program.config

@@ -132,11 +132,12 @@ def test_copies_are_the_weights_also_in_parts_and_when_a_step_has_written_over_t
             np.testing.assert_array_equal(np.asarray(leaf), own, path)
 
 
-def test_a_run_that_is_stopped_anywhere_goes_on_with_the_same_numbers(prompts_file, cache_dir, tmp_path):
+def test_a_run_that_is_stopped_anywhere_goes_on_with_the_same_numbers(prompts_file, cache_dir, tmp_path, capsys):
     """After a save that was due, and after one that a signal asked for, whose next answers are of weights that are not in it."""
     settings = {**asking.TASK, **ONE_STEP, "data__train_file": prompts_file, "checkpoint__every": 2}
     settings |= {"grpo__rollout_devices": 1, "zero__stage": 3, "optimizer__learning_rate": 0.1, "evaluate__answers": 0}
     whole = runs.run(tmp_path / "whole", devices=3, steps=6, **settings)
+    assert "1 process, the last 1 for rollouts; everything goes to" in capsys.readouterr().out
     names = ("loss", "grad_norm", "reward", "clipped", "gap_max", "rollout_staleness")
     wanted = runs.numbers(whole, names=names)
     assert [line[-1] for line in wanted] == [0, 1, 1, 1, 1, 1]
