@@ -325,7 +325,10 @@ def make_mesh(config: settings.Config, devices: Sequence[jax.Device] | None = No
     found = list(jax.devices() if devices is None else devices)
     place = f"config.grpo.rollout_devices: is {count}, and"
     if count >= len(found):
-        raise UserError(f"{place} of {len(found)} device{'s' * (len(found) > 1)} none is left to train; lower it")
+        raise UserError(
+            f"{place} of {len(found)} device{'s' * (len(found) > 1)} none is left to train; lower it, or take more "
+            "(CPUs: config.emulate_devices)"
+        )
     try:
         return mesh_lib.make_mesh(**vars(config.mesh), devices=found[:-count])
     except UserError as error:

@@ -193,7 +193,7 @@ def test_the_plan_tells_what_the_devices_hold_that_draw_answers(prompts_file, ca
         (
             2,
             {"grpo__rollout_devices": 2},
-            "config.grpo.rollout_devices: is 2, and of 2 devices none is left to train; lower it",
+            "config.grpo.rollout_devices: is 2, and of 2 devices none is left to train; lower it, or take more .*emulate_devices",
         ),
         (
             3,
