@@ -46,6 +46,7 @@ def test_every_matrix_has_one_row_and_every_vector_of_a_norm_and_every_router_no
                 "down/bias",
                 "out/bias",
                 "experts/router",
+                "experts/scales",
                 "router_bias",
                 "choice_bias",
                 "shared_gate/kernel",

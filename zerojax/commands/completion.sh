@@ -68,7 +68,7 @@ _zerojax() {
       plan\ -*) known="--axes --cluster --config --disk_gbps --format --host_gbps --json --most_compiles --picture --price_per_gpu_hour --prompt --rates --search --serve --slots --target --topology" ;;
       data\ -*) known="--help --show --json --config" ;;
       generate\ -*) known="--prompt --help --adapter --ids --file --run --template --batch_size --out --max_new_tokens --temperature --top_k --top_p --seed --stage --dtype --emulate_devices --coordinator --num_processes --process_id" ;;
-      serve\ -*) known="--help --host --port --name --adapter --key_file --format --dtype --weights --host_fraction --slots --max_len --max_inputs --chunk --prefill_tokens --tensor_parallel --replicas --queue --max_seconds --max_body --chat_template --warm_up --emulate_devices --coordinator --num_processes --process_id" ;;
+      serve\ -*) known="--help --host --port --name --adapter --key_file --format --dtype --weights --host_fraction --slots --max_len --max_inputs --chunk --prefill_tokens --tensor_parallel --replicas --route --queue --max_seconds --max_body --chat_template --warm_up --emulate_devices --coordinator --num_processes --process_id" ;;
       merge\ -*) known="--help --adapter --out --dtype" ;;
       migrate\ -*) known="--help --out --force --strict --json --deepspeed --keys" ;;
       import-deepspeed\ -*) known="--help --out --model_config --adapter --model" ;;
