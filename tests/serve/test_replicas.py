@@ -39,6 +39,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if asked.get("prompt") == "full" and sys.argv[1] == "0":
             return self.answer(429, "application/json", b"{}")
+        if asked.get("prompt") == "late":
+            print("was late", flush=True)
+            return self.answer(503, "application/json", b'{"error":{"code":"timeout"}}')
         if not asked.get("stream"):
             time.sleep(asked.get("seconds", 0))
             return self.answer(200, "application/json", json.dumps([int(sys.argv[1]), os.getpid()]).encode())
@@ -49,6 +52,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         try:
             while True:
                 part = f"data: {os.getpid()}\\n\\n".encode()
+                time.sleep(3 if asked.get("once") else 0)
                 self.wfile.write(b"%x\\r\\n%s\\r\\n" % (len(part), part))
                 time.sleep(0.01)
         except OSError:
@@ -67,9 +71,9 @@ def made(count, code=STANDS_IN, lines=None):
 
 
 @contextlib.contextmanager
-def served(count, lines=None, own=None):
+def served(count, lines=None, own=None, **limits):
     """Gives the router of stand-ins, or of other replicas, and a client of it, when all are ready."""
-    router = replicas.Router(own or made(count, lines=lines), name="it", limits=app.Limits())
+    router = replicas.Router(own or made(count, lines=lines), name="it", limits=app.Limits(**limits))
     router.start(lambda line: None)
     until(lambda: all(replica.port for replica in router.replicas))
     listening = server.made(router.app())
@@ -203,13 +207,70 @@ def test_an_address_that_does_not_answer_is_left_out_until_it_does(monkeypatch):
         for process in running:
             process.kill()
             process.wait()
-    assert f"[replica 0] 127.0.0.1:{ports[0]} does not answer; it is left out until it does" in lines
+    left_out = f"[replica 0] 127.0.0.1:{ports[0]} does not answer ("
+    assert any(line.startswith(left_out) and "left out until it does" in line for line in lines)
 
 
-@pytest.mark.parametrize("address", ["a", "a:0", "a:x", "https://a:1", "http://a:1/v1", ":1"])
+def test_what_a_server_that_hangs_had_not_answered_goes_to_another(monkeypatch):
+    monkeypatch.setattr(replicas, "_PAUSE", 0.05)
+    monkeypatch.setattr(replicas, "_CONNECT", 0.5)
+    behind = made(2)
+    with served(2, own=behind):
+        own = [replicas.Address(n, f"127.0.0.1:{one.port}", lambda line: None) for n, one in enumerate(behind)]
+        with served(2, own=own) as (router, client):
+            [first] = {client.post("/v1/completions", json={"prompt": "a"}).json()[0]}
+            other = 1 - first
+            os.kill(behind[other]._process.pid, signal.SIGSTOP)
+            try:
+                assert client.post("/v1/completions", json={"prompt": "a"}).json()[0] == first
+                assert own[other].hangs and not own[other].port
+                assert 'a{replica="%d"}' % first in client.get("/metrics").text
+            finally:
+                os.kill(behind[other]._process.pid, signal.SIGCONT)
+            until(lambda: own[other].port)
+            assert router.active == 0
+
+
+def test_a_server_that_passes_requests_on_is_no_replica_so_none_goes_round():
+    lines = []
+    with served(1) as (engines, client):
+        assert client.get("/health", headers={replicas._ROUTED: "1"}).status_code == 200  # replicas of its own
+        own = [replicas.Address(0, str(client.base_url), lines.append)]
+        with served(1, own=own) as (_, front):
+            outer = replicas.Address(1, str(front.base_url), lines.append)
+            outer.start()
+            until(lambda: any(line.startswith("[replica 1] ") for line in lines))
+            assert not outer.port
+            answer = front.post("/v1/completions", json={"prompt": "a"}, headers={replicas._ROUTED: "1"})
+            assert answer.status_code == 508 and "route to the servers behind it" in answer.text
+    assert "(it passes requests on itself (--route), to this server perhaps" in lines[-1]
+
+
+def test_an_answer_takes_no_longer_than_the_limit_and_is_not_begun_anew(monkeypatch):
+    monkeypatch.setattr(replicas, "_LATE", 0.2)
+    lines = []
+    with served(2, lines, seconds=0.2) as (router, client):
+        late = client.post("/v1/completions", json={"prompt": "a", "seconds": 3})
+        assert late.status_code == 503 and "limit of 0.2 s (--max_seconds)" in late.json()["error"]["message"]
+        with client.stream("POST", "/v1/completions", json={"stream": True, "once": True}) as answer:
+            assert "(--max_seconds)" in "".join(answer.iter_text())
+        until(lambda: router.active == 0)
+        assert client.post("/v1/completions", json={"prompt": "late"}).status_code == 503
+    assert sum("was late" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["a", "a:0", "a:x", "https://a:1", "http://a:1/v1", ":1", "a b:1", "me@a:1", "a:1#b", "a..b:1", f"{'a' * 64}:1"],
+)
 def test_an_address_is_a_host_and_a_port(address):
     with pytest.raises(UserError, match="must be HOST:PORT"):
         replicas.Address(0, address)
+
+
+def test_an_address_that_is_given_twice_is_refused():
+    with pytest.raises(UserError, match="--route a:1: is given 2 times"):
+        replicas.addresses(["a:1", "b:1", "http://A:1/"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone ends a process with its parent")

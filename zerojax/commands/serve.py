@@ -66,7 +66,7 @@ def _serve() -> int:
 
     key, cluster = _key(given.key_file), _cluster(given)
     if given.route:
-        own = [replicas.Address(number, address, _say) for number, address in enumerate(given.route)]
+        own = replicas.addresses(given.route, _say)
         return _route(given, key, own, given.name or ", ".join(given.route))
     if given.replicas != "1":
         name = given.name or pathlib.Path(given.folder).resolve().name

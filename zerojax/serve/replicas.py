@@ -57,6 +57,11 @@ if sys.platform == "linux":
         sys.exit(1)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+_HANGS = f"nothing came in {_CONNECT:g} s"
+# Tells a server that another one passes a request on. Of two such servers one could be the other's, so that a request went round.
+_ROUTED, _LOOP = "zerojax-routed", 508
+_IS_ROUTER = "it passes requests on itself (--route), to this server perhaps, or to others"
+_LATE = 2.0  # seconds more than the limit of an answer in which a replica may tell that it is over
 _KEPT = ("content-type", "authorization", "accept")  # headers that a replica reads
 _CHUNK = 1 << 16  # bytes
 
@@ -74,11 +79,12 @@ class Replica:
       active: requests that were passed on to it and have not ended.
       starts: how often it was started, or began to answer.
       is_lost: whether it will not answer any more.
+      hangs: whether it takes connections and answers nothing.
     """
 
     def __init__(self, number: int, host: str, tell: Callable[[str], None] = print):
         self.number, self.host, self._tell = number, host, tell
-        self.port, self.active, self.starts, self.is_lost = 0, 0, 0, False
+        self.port, self.active, self.starts, self.is_lost, self.hangs = 0, 0, 0, False, False
         self._known: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -126,39 +132,64 @@ class Address(Replica):
         try:
             found = urllib.parse.urlsplit(address if "://" in address else f"http://{address}")
             host, self._port = found.hostname, found.port or 0
-        except ValueError:
-            host = None
-        if not host or not self._port or found.scheme != "http" or found.path.strip("/") or found.query:
+            http.client.HTTPConnection(host or "", self._port)  # refuses blanks
+            (host or "").encode("idna")  # as it is looked up
+            is_plain = found.scheme == "http" and "@" not in found.netloc
+            is_wrong = not is_plain or any((found.path.strip("/"), found.query, found.fragment))
+        except (ValueError, http.client.InvalidURL):
+            is_wrong, host = True, None
+        if is_wrong or not host or not self._port:
             raise UserError(f"--route {errors.shown(address, 80)}: must be HOST:PORT of a server with plain HTTP")
         super().__init__(number, host, tell)
+        self._fault: str | None = None  # why it does not answer; "" while it does, None before it is known
 
-    def missed(self) -> None:
+    @property
+    def address(self) -> str:
+        """Returns HOST:PORT."""
+        return f"{self.host}:{self._port}"
+
+    def missed(self, fault: str = "the connection ended") -> None:
         """See `Replica`."""
-        if self.port:
-            self.port = 0
+        if not self._fault:
+            self.port, self._fault = 0, fault
             self._known.clear()  # the next server there begins with empty caches
             self._tell(
-                f"[replica {self.number}] {self.host}:{self._port} does not answer; it is left out until it does"
+                f"[replica {self.number}] {self.address} does not answer ({fault}); it is left out until it does"
             )
 
     def _run(self) -> None:
         while True:
-            if not self._is_healthy():
-                self.missed()
+            fault = self._health()
+            self.hangs = fault == _HANGS
+            if fault:
+                self.missed(fault)
             elif not self.port:
-                self.starts, self.port = self.starts + 1, self._port
-                self._tell(f"[replica {self.number}] {self.host}:{self._port} answers")
+                self.starts, self.port, self._fault = self.starts + 1, self._port, ""
+                self._tell(f"[replica {self.number}] {self.address} answers")
             time.sleep(_PAUSE)
 
-    def _is_healthy(self) -> bool:
+    def _health(self) -> str:
+        """Returns why it does not answer; "" if it does."""
         connection = http.client.HTTPConnection(self.host, self._port, timeout=_CONNECT)
         try:
-            connection.request("GET", "/health", headers={"Host": "localhost"})
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
+            connection.request("GET", "/health", headers={"Host": "localhost", _ROUTED: "1"})
+            status = connection.getresponse().status
+            return {200: "", _LOOP: f"{_IS_ROUTER}: name those"}.get(status, f"its health is status {status}")
+        except TimeoutError:
+            return _HANGS
+        except (OSError, http.client.HTTPException) as error:
+            return errors.first_line(error)
         finally:
             connection.close()
+
+
+def addresses(words: Sequence[str], tell: Callable[[str], None] = print) -> list[Address]:
+    """Returns the servers of some addresses. Raises a UserError for one that is none, or is there twice."""
+    found = [Address(number, word, tell) for number, word in enumerate(words)]
+    counts = collections.Counter(one.address for one in found)
+    if twice := [address for address, count in counts.items() if count > 1]:
+        raise UserError(f"--route {twice[0]}: is given {counts[twice[0]]} times; give each server once")
+    return found
 
 
 class ServerProcess(Replica):
@@ -248,6 +279,9 @@ class Router:
         self.replicas, self.name, self._limits, self._has_key = replicas, name, limits, has_key
         self._names = {"localhost", *names}
         self._turn, self.is_draining, self.active = 0, False, 0
+        self._too_late = (
+            f"the answer took longer than the limit of {limits.seconds:g} s (--max_seconds); ask for fewer tokens"
+        )
 
     @property
     def failure(self) -> str:
@@ -282,6 +316,8 @@ class Router:
     def _guarded(self, answer: Callable[[http_lib.Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
         async def route(request: http_lib.Request) -> Response:
             try:
+                if _ROUTED in request.headers and any(isinstance(replica, Address) for replica in self.replicas):
+                    raise NotAnswered(_LOOP, f"{_IS_ROUTER}; route to the servers behind it", code="loop")
                 if not self._has_key:
                     app_lib.check_host(request, self._names)
                 return await answer(request)
@@ -303,12 +339,13 @@ class Router:
         """Returns what the replicas count, each with its number, and the starts of each."""
         found: dict[str, None] = {}  # in order, a line once
         for replica in [one for one in self.replicas if one.port]:
-            with contextlib.suppress(_Gone):
-                answer = await _asked(replica, "GET", b"/metrics", request.headers, b"")
+            with contextlib.suppress(_Gone, _Late):
+                answer = await _asked(replica, "GET", b"/metrics", request.headers, b"", time.monotonic() + _CONNECT)
                 whole = await answer.whole()
                 if answer.status == 401:  # the same key is each one's
                     return Response(whole, answer.status, answer.headers)
-                found |= dict.fromkeys(_numbered(line, replica.number) for line in whole.decode().splitlines())
+                lines = whole.decode(errors="replace").splitlines()
+                found |= dict.fromkeys(_numbered(line, replica.number) for line in lines)
         for replica in self.replicas:
             found[f'zerojax_replica_starts_total{{replica="{replica.number}"}} {replica.starts}'] = None
         return PlainTextResponse("\n".join(found) + "\n", media_type="text/plain; version=0.0.4")
@@ -322,6 +359,7 @@ class Router:
         path, query = request.scope["raw_path"], request.scope["query_string"]
         path += b"?" + query if query else b""
         blocks, tried, refused = list(_blocks(body)), set[Replica](), None
+        ends = time.monotonic() + self._limits.seconds + _LATE  # the replica's own limit tells more
         while True:
             try:
                 replica = self.choose(blocks, tried)
@@ -334,17 +372,20 @@ class Router:
             self._begin(replica)
             is_passed = False
             try:
-                begun = asyncio.ensure_future(_asked(replica, request.method, path, request.headers, body))
-                answer = await _unless_gone(request, begun)
+                begun = asyncio.ensure_future(_asked(replica, request.method, path, request.headers, body, ends))
+                answer = await self._unless_gone(request, replica, tried, begun)
                 if answer.headers.get("content-type", "").startswith("text/event-stream"):
                     is_passed = True
-                    return _PassedOn(answer, replica.number, functools.partial(self._over, replica))
-                whole = await _unless_gone(request, asyncio.ensure_future(answer.whole()))
+                    return _PassedOn(answer, replica.number, self._too_late, functools.partial(self._over, replica))
+                begun = asyncio.ensure_future(answer.whole())
+                whole = await self._unless_gone(request, replica, tried, begun)
                 refused = Response(whole, answer.status, answer.headers)
-                if answer.status not in (429, 503):  # its queue is full, or it ends
+                if answer.status not in (429, 503) or _is_late(whole):  # its queue is full, or it ends
                     return refused
             except _Gone:  # another one is asked
                 replica.missed()
+            except _Late:
+                raise NotAnswered(503, self._too_late, code="timeout") from None
             finally:
                 if not is_passed:
                     self._over(replica)
@@ -364,6 +405,26 @@ class Router:
         turn = lambda replica: (replica.number - self._turn) % len(self.replicas)  # noqa: E731
         return min(near, key=lambda replica: (-replica.knows(blocks), replica.active, turn(replica)))
 
+    async def _unless_gone(
+        self, request: http_lib.Request, replica: Replica, tried: Collection[Replica], answer: "asyncio.Future[Any]"
+    ) -> Any:
+        """Returns what is awaited. Raises ClientDisconnect if the client goes first, _Gone if the replica hangs and another is ready."""
+        gone = asyncio.ensure_future(app_lib.until_gone(request))
+        try:
+            while not answer.done():
+                await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED, timeout=_PAUSE)
+                if answer.done():
+                    break
+                if gone.done():
+                    raise http_lib.ClientDisconnect
+                if replica.hangs and any(other.port and other not in tried for other in self.replicas):
+                    raise _Gone
+            return answer.result()
+        finally:
+            gone.cancel()
+            if not answer.done():
+                answer.cancel()
+
     def _begin(self, replica: Replica) -> None:
         replica.active, self.active = replica.active + 1, self.active + 1
 
@@ -375,26 +436,31 @@ class _Gone(Exception):
     """A replica ended, or closed its connection, before its answer was whole."""
 
 
+class _Late(Exception):
+    """The time for an answer is over."""
+
+
 class _Answer:
-    """An answer that has begun.
+    """An answer that has begun, and is read until a moment of the monotonic clock.
 
     Attributes:
       status, headers: of HTTP.
     """
 
-    def __init__(self, begun: h11.Response, connection: h11.Connection, streams: tuple[Any, Any]):
+    def __init__(self, begun: h11.Response, connection: h11.Connection, streams: tuple[Any, Any], ends: float):
         self.status, self._connection, (self._reader, self._writer) = begun.status_code, connection, streams
+        self._ends = ends
         self.headers = {name.decode(): value.decode("latin-1") for name, value in begun.headers}
         for name in ("connection", "transfer-encoding", "content-length", "date"):
             self.headers.pop(name, None)
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
-        """Yields the body. Raises _Gone if it is cut."""
-        while not isinstance(event := await _next(self._connection, self._reader), h11.EndOfMessage):
+        """Yields the body. Raises _Gone if it is cut, and _Late."""
+        while not isinstance(event := await _next(self._connection, self._reader, self._ends), h11.EndOfMessage):
             yield bytes(event.data)
 
     async def whole(self) -> bytes:
-        """Returns the body. Raises _Gone if it is cut."""
+        """Returns the body. Raises _Gone if it is cut, and _Late."""
         try:
             return b"".join([part async for part in self.parts()])
         finally:
@@ -405,9 +471,11 @@ class _Answer:
         self._writer.close()
 
 
-async def _asked(replica: Replica, method: str, path: bytes, headers: Mapping[str, str], body: bytes) -> _Answer:
-    """Asks a replica. Raises _Gone if it ends before it answers."""
-    own = {"host": "localhost", "connection": "close", "content-length": str(len(body))}
+async def _asked(
+    replica: Replica, method: str, path: bytes, headers: Mapping[str, str], body: bytes, ends: float
+) -> _Answer:
+    """Asks a replica. Raises _Gone if it ends before it answers, and _Late if it has not until `ends` by the monotonic clock."""
+    own = {"host": "localhost", "connection": "close", "content-length": str(len(body)), _ROUTED: "1"}
     own |= {name: headers[name] for name in _KEPT if name in headers}
     sent = [(name.encode(), value.encode("latin-1")) for name, value in own.items()]
     connection = h11.Connection(h11.CLIENT)
@@ -420,8 +488,8 @@ async def _asked(replica: Replica, method: str, path: bytes, headers: Mapping[st
     try:
         events = [h11.Request(method=method, target=path, headers=sent), h11.Data(body), h11.EndOfMessage()]
         writer.write(b"".join(filter(None, map(connection.send, events))))
-        begun = await _next(connection, reader)
-        return _Answer(begun, connection, (reader, writer))
+        begun = await _next(connection, reader, ends)
+        return _Answer(begun, connection, (reader, writer), ends)
     except BaseException:
         writer.close()
         raise
@@ -435,11 +503,14 @@ def _keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> Any:
-    """Returns the next part of an answer. Raises _Gone if the connection ends."""
+async def _next(connection: h11.Connection, reader: asyncio.StreamReader, ends: float) -> Any:
+    """Returns the next part of an answer. Raises _Gone if the connection ends, and _Late where nothing comes until `ends`."""
     try:
         while (event := connection.next_event()) is h11.NEED_DATA:
-            connection.receive_data(await reader.read(_CHUNK))
+            async with asyncio.timeout(ends - time.monotonic()):
+                connection.receive_data(await reader.read(_CHUNK))
+    except TimeoutError as error:
+        raise _Late from error
     except (OSError, h11.RemoteProtocolError) as error:
         raise _Gone from error
     if isinstance(event, h11.ConnectionClosed):
@@ -447,26 +518,12 @@ async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> Any
     return event
 
 
-async def _unless_gone(request: http_lib.Request, answer: "asyncio.Future[Any]") -> Any:
-    """Returns what is awaited. Raises ClientDisconnect if the client goes first."""
-    gone = asyncio.ensure_future(app_lib.until_gone(request))
-    try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if answer.done():
-            return answer.result()
-        raise http_lib.ClientDisconnect
-    finally:
-        gone.cancel()
-        if not answer.done():
-            answer.cancel()
-
-
 class _PassedOn(StreamingResponse):
-    """A stream of a replica, whose end is told if the replica ends first. Calls `on_end` whatever happens."""
+    """A stream of a replica, whose end is told if the replica ends first, or by `too_late`. Calls `on_end` whatever happens."""
 
-    def __init__(self, answer: _Answer, number: int, on_end: Callable[[], None]):
+    def __init__(self, answer: _Answer, number: int, too_late: str, on_end: Callable[[], None]):
         super().__init__(self._parts(), answer.status, answer.headers)
-        self._answer, self._number, self._on_end = answer, number, on_end
+        self._answer, self._number, self._too_late, self._on_end = answer, number, too_late, on_end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -482,6 +539,15 @@ class _PassedOn(StreamingResponse):
         except _Gone:
             line = f"replica {self._number} ended while it answered; ask again"
             yield b"\n\n" + responses.event(responses.error(502, line, None, "replica_ended"))
+        except _Late:
+            yield b"\n\n" + responses.event(responses.error(503, self._too_late, None, "timeout"))
+
+
+def _is_late(whole: bytes) -> bool:
+    """Returns whether a refusal says that the time for an answer is over, which another replica would take once more."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return bool(bounded.parse_json(whole, is_strict=True)["error"]["code"] == "timeout")
+    return False
 
 
 def _blocks(body: bytes) -> Iterator[bytes]:
