@@ -224,7 +224,7 @@ def test_what_a_server_that_hangs_had_not_answered_goes_to_another(monkeypatch):
             try:
                 assert client.post("/v1/completions", json={"prompt": "a"}).json()[0] == first
                 assert own[other].hangs and not own[other].port
-                assert 'a{replica="%d"}' % first in client.get("/metrics").text
+                assert f'a{{replica="{first}"}}' in client.get("/metrics").text
             finally:
                 os.kill(behind[other]._process.pid, signal.SIGCONT)
             until(lambda: own[other].port)
@@ -233,7 +233,7 @@ def test_what_a_server_that_hangs_had_not_answered_goes_to_another(monkeypatch):
 
 def test_a_server_that_passes_requests_on_is_no_replica_so_none_goes_round():
     lines = []
-    with served(1) as (engines, client):
+    with served(1) as (_, client):
         assert client.get("/health", headers={replicas._ROUTED: "1"}).status_code == 200  # replicas of its own
         own = [replicas.Address(0, str(client.base_url), lines.append)]
         with served(1, own=own) as (_, front):
