@@ -666,8 +666,9 @@ class Engine:
         """
         if not self._arrived:
             told, rows = self._pending[0]
+            was_done = told.token.is_ready()  # type: ignore[attr-defined]
             told = jax.tree.map(np.asarray, told)
-            self._pace.read(told.token.shape)
+            self._pace.read(told.token.shape, was_done=was_done)
             several = told if told.token.ndim == 2 else jax.tree.map(lambda leaf: leaf[None], told)
             steps = range(len(several.token))
             self._arrived.extend((*asked, several, (step, row)) for step in steps for row, *asked in rows)

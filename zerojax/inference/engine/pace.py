@@ -29,10 +29,17 @@ class Pace:
         """Notes that it was sent."""
         self._sends.append(time.monotonic() - self._began)
 
-    def read(self, kind: object) -> None:
-        """Notes that the results of a program were read. The next program, if it was sent, runs since then."""
+    def read(self, kind: object, *, was_done: bool = False) -> None:
+        """Notes that the results of a program were read. The next program, if it was sent, runs since then.
+
+        Args:
+          kind: of the program.
+          was_done: whether the results were there before the host came to read them. Then the program took less time than until now; it
+            counts as half of that, lest a host that waits for slow programs go on to wait when they are faster.
+        """
         now = time.monotonic()
-        self._runs.setdefault(kind, collections.deque(maxlen=LAST)).append(now - self._read)
+        took = (now - self._read) / (2 if was_done else 1)
+        self._runs.setdefault(kind, collections.deque(maxlen=LAST)).append(took)
         self._read = now
 
     def spare(self, kind: object) -> float:
