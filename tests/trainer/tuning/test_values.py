@@ -56,7 +56,13 @@ def opened(prompts_file, reward, devices=4, **changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"zero__stage": 3, "zero__min_size": 0, "grad_accum": 2}, {"zero__stage": 0}], ids=str
+    "changes",
+    [
+        {"zero__stage": 3, "zero__min_size": 0, "grad_accum": 2},
+        {"zero__stage": 0},
+        {"zero__stage": 3, "zero__min_size": 0, "grpo__rollout_devices": 3},  # which hold the folder's weights
+    ],
+    ids=str,
 )
 def test_rewards_are_the_values_of_whole_texts_by_that_model(prompts_file, reward_folder, cache_dir, changes):
     built, asked = opened(prompts_file, reward_folder, **changes)
