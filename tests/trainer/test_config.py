@@ -243,6 +243,16 @@ def test_batch_sizes_obey_the_product_rule_wherever_it_can_be_solved(total, micr
         offered = int(str(caught.value).rpartition("--config.global_batch_size=")[2])
         fixed = dataclasses.replace(config, global_batch_size=offered)
         config_lib.batch_sizes(fixed, ways)  # the suggested size is valid
+        if not (micro and accum):  # also for groups of answers
+            drawn = dataclasses.replace(
+                config,
+                data=dataclasses.replace(config.data, task="grpo"),
+                grpo=dataclasses.replace(config.grpo, group=3),
+            )
+            with pytest.raises(UserError, match="does not fit") as caught:
+                config_lib.batch_sizes(drawn, ways)
+            offered = int(str(caught.value).rpartition("--config.global_batch_size=")[2])
+            config_lib.batch_sizes(dataclasses.replace(drawn, global_batch_size=offered), ways)
         kept = re.findall(r"--config\.(micro_batch_size|grad_accum)=(\d+)", str(caught.value))
         assert bool(kept) == (micro > 0 and total % ways == 0)
         kept_sizes = config_lib.batch_sizes(

@@ -371,7 +371,8 @@ def batch_sizes(config: settings.Config, ways: int) -> BatchSizes:
         total = micro * accum * ways
     known = (micro or 1) * (accum or 1) * ways
     if total % known or (micro and accum and total != known):
-        near = known if micro and accum else max(1, round(total / known)) * known
+        unit = math.lcm(known, config.group)
+        near = known if micro and accum else max(1, round(total / unit)) * unit
         keeps = _keeping(total, micro, accum, ways)
         raise UserError(
             f"config.global_batch_size: {total} does not fit {rule} with micro_batch_size={micro or 'derived'}, "
