@@ -1,6 +1,6 @@
 """Matmuls of a few rows with a weight that is read once, as it is stored. This module holds the kernel and its twin.
 
-    y = x w,   w = unit * scale * code     scale: of 64 weights along a row of w
+    y = x w,   w = unit * scale * code     scale: of 64 weights along a row of w, or of 128 x 128
 
 A program multiplies 64 columns with a part of the rows of w. One row of x is multiplied without matrix units: each thread adds up its own
 elements of the tile, and they are summed at the end. More rows use matrix units, on codes that were scaled to 16 bits. The parts of a
@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 COLUMNS = 64  # of a program: a block of scales
+SIDE = 128  # rows and columns of a block of scales that is a square
 TILE = 64  # rows of w that are read at a time
 PROGRAMS = 1056  # eight on each multiprocessor of an H200
 MOST_ROWS = 128  # of x; more are a matmul for others
@@ -45,7 +46,7 @@ def multiply(
     Args:
       x_MK: 16 or 32 bits.
       codes: [K, N] of any dtype, or uint8[K, N / 2], two codes of 4 bits in a byte, the first in the low half.
-      scales: floating [K, N / 64]; None: all 1.
+      scales: floating [K, N / 64], or [K / 128, N / 128], rounded up, of squares; None: all 1.
       unit: multiplies every weight.
       book: float32[16], the values of codes of 4 bits; None where a code is its own value.
       implementation: "pallas", "interpret" or "jnp".
@@ -70,7 +71,9 @@ def multiply_ref(
         codes = jnp.asarray(book)[jnp.stack([codes & 15, codes >> 4], axis=-1)].reshape(codes.shape[0], -1)
     w_KN = codes.astype(jnp.float32)
     if scales is not None:
-        w_KN = w_KN * jnp.repeat(scales.astype(jnp.float32), COLUMNS, axis=1)
+        rows, columns = (1, COLUMNS) if scales.shape[0] == len(w_KN) else (SIDE, SIDE)
+        whole = jnp.repeat(jnp.repeat(scales.astype(jnp.float32), rows, axis=0), columns, axis=1)
+        w_KN = w_KN * whole[: w_KN.shape[0], : w_KN.shape[1]]
     return unit * (x_MK.astype(jnp.float32) @ w_KN)
 
 
@@ -83,7 +86,8 @@ def _parts(arrays: Mapping[str, jax.Array], *, parts: int, interpret: bool) -> j
     names = tuple(arrays)
     padded = 1 if rows == 1 else max(LEAST_ROWS, pl.next_power_of_2(rows))
     body = _one_row if rows == 1 else _rows
-    kernel = functools.partial(_kernel, names, body, (rows, padded, inputs, outputs), parts)
+    is_square = "scales" in arrays and arrays["scales"].shape[0] != inputs
+    kernel = functools.partial(_kernel, names, body, (rows, padded, inputs, outputs), parts, is_square)
     y = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((parts * rows * outputs,), jnp.float32),
@@ -96,7 +100,12 @@ def _parts(arrays: Mapping[str, jax.Array], *, parts: int, interpret: bool) -> j
 
 
 def _kernel(
-    names: tuple[str, ...], body: Callable[..., list], sizes: tuple[int, int, int, int], parts: int, *refs: Any
+    names: tuple[str, ...],
+    body: Callable[..., list],
+    sizes: tuple[int, int, int, int],
+    parts: int,
+    is_square: bool,
+    *refs: Any,
 ) -> None:
     """Each program multiplies its columns with its part of the rows of w, and writes the sums."""
     *given, y_ref = refs
@@ -114,7 +123,10 @@ def _kernel(
         codes = pltriton.load(ref["codes"].at[at_T[:, None] * (outputs * width // COLUMNS) + at_C[None, :]])
         scales_T = None
         if "scales" in ref:
-            scales_T = pltriton.load(ref["scales"].at[at_T * (outputs // COLUMNS) + block]).astype(jnp.float32)
+            at = at_T * (outputs // COLUMNS) + block
+            if is_square:
+                at = at_T // SIDE * pl.cdiv(outputs, SIDE) + block * COLUMNS // SIDE
+            scales_T = pltriton.load(ref["scales"].at[at]).astype(jnp.float32)
         if not is_packed:
             return at_T, scales_T, [codes.astype(jnp.float32)]
         wide = codes.astype(jnp.int32)

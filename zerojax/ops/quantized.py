@@ -92,7 +92,7 @@ def _dequantize(stored: dict[str, jax.Array], dtype: DTypeLike) -> jax.Array:
     if kind == MXFP4:
         return _of_mxfp4(stored[MXFP4], stored[EXPONENTS]).astype(dtype)
     if kind == FP8_BLOCK:
-        return _of_blocks(stored[FP8_BLOCK], stored[BLOCK_SCALES]).astype(dtype)
+        return _of_blocks(stored).astype(dtype)
     scales = stored[SCALES].astype(jnp.float32)
     # Scales get the kernel's shape, and not the kernel that of blocks: devices that share a kernel may cut it within a block. And the
     # compiler knows of fewer ways to shard the dims if they are one in between.
@@ -136,9 +136,9 @@ def _to_blocks(kernel: jax.Array, inputs: int) -> dict[str, jax.Array]:
     return {FP8_BLOCK: jax.lax.bitcast_convert_type(codes, jnp.uint8), BLOCK_SCALES: bits}
 
 
-def _of_blocks(codes: jax.Array, bits: jax.Array) -> jax.Array:
-    values = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    return values * _over_blocks(jax.lax.bitcast_convert_type(bits, jnp.float32), codes.shape)
+def _of_blocks(stored: Mapping[str, jax.Array]) -> jax.Array:
+    values, scales = values_of(stored)
+    return values.astype(jnp.float32) * _over_blocks(scales, values.shape)
 
 
 def _over_blocks(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -189,6 +189,15 @@ def parts_of(kind: str) -> tuple[str, str]:
 def kind_of(stored: Mapping[str, Any]) -> str:
     """Returns the kind of a kernel that is stored."""
     return next(kind for kind in (INT8, FP8, NF4, MXFP4, FP8_BLOCK) if kind in stored)
+
+
+def values_of(stored: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes and the scales of a kernel that is stored, floating where their bits are stored as integers ("fp8_block")."""
+    codes, scales = (stored[part] for part in parts_of(kind_of(stored)))
+    if BLOCK_SCALES not in stored:
+        return codes, scales
+    bitcast = jax.lax.bitcast_convert_type
+    return bitcast(codes, jnp.float8_e4m3fn), bitcast(scales, jnp.float32)
 
 
 def shape_of(stored: Mapping[str, Any]) -> tuple[int, ...]:

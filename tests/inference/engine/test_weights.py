@@ -86,12 +86,12 @@ def test_weights_that_are_where_decoding_wants_them_are_not_copied():
 
 
 @pytest.mark.parametrize("implementation", [None, "jnp"])
-@pytest.mark.parametrize("kind", [None, "int8", "fp8", "nf4"])
+@pytest.mark.parametrize("kind", [None, "int8", "fp8", "nf4", "fp8_block"])
 @pytest.mark.parametrize("shape, contracted", [((256, 4, 32), 1), ((2, 128, 128), 2)])
 def test_a_matmul_with_a_kernel_of_any_form_is_that_with_its_numbers(kind, implementation, shape, contracted):
     """By the narrow kernel's form in plain jnp and without it, for several rows and, where the kernel is plain, for one."""
     plain = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
-    stored = plain if kind is None else quantized.quantize(plain.astype(jnp.float32), kind=kind)
+    stored = plain if kind is None else quantized.quantize(plain.astype(jnp.float32), kind, contracted)
     numbers = plain if kind is None else quantized.dequantize(stored, jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (1, 1 if kind is None else 3, *shape[:contracted]), jnp.bfloat16)
     found = weights.multiply(x, stored, contracted, implementation, keeps_plain=False)

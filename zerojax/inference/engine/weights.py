@@ -262,7 +262,11 @@ def multiply(
     kept, matrix = x.shape[: x.ndim - contracted], (math.prod(shape[:contracted]), math.prod(shape[contracted:]))
     rows = math.prod(kept)
     can_run = implementation is not None and narrow.takes((rows, *matrix)) and x.dtype != jnp.float16
-    can_run &= not is_coded or quantized.SCALES in stored  # of the weights of a row
+    if (
+        is_coded and quantized.SCALES not in stored
+    ):  # of the weights of a row; a kernel's squares are known by where its inputs end
+        squares = stored.get(quantized.BLOCK_SCALES)
+        can_run &= squares is not None and squares.shape == quantized.blocks_of(shape, contracted)
     if not is_coded and (not can_run or rows > 1):
         is_matrix = len(shape) == contracted + 1
         return None if keeps_plain or is_matrix else jnp.tensordot(x, stored, contracted)
@@ -273,11 +277,11 @@ def multiply(
     if not is_coded:
         y = narrow.multiply(x_MK, stored.reshape(matrix), None, implementation=implementation)
     else:
-        kind = quantized.kind_of(stored)
+        kind, (codes, scales) = quantized.kind_of(stored), quantized.values_of(stored)
         y = narrow.multiply(
             x_MK,
-            stored[kind].reshape(matrix[0], -1),
-            stored[quantized.SCALES].reshape(matrix[0], -1),
+            codes.reshape(matrix[0], -1),
+            scales if quantized.BLOCK_SCALES in stored else scales.reshape(matrix[0], -1),
             unit=1 / quantized.TOP.get(kind, 1),
             book=jnp.asarray(quantized.CODE_BOOK) if kind == quantized.NF4 else None,
             implementation=implementation,
