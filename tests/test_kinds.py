@@ -21,7 +21,8 @@ from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.optim import muon, registry
 
-UNDECAYED = ".correct_output_scale"  # a vector, which Trainer's rule decays
+# Vectors, which Trainer's rule decays
+UNDECAYED = (".correct_output_scale", ".router.scale", ".router.per_expert_scale")
 VERDICTS = json.loads((golden_models.GOLDEN / "trainer" / "decayed.json").read_text())
 
 

@@ -167,10 +167,10 @@ def asked(seed, step):
     submit = lambda prompt, **settings: found.append((np.array(prompt), settings))  # noqa: E731
     drawer._engine = types.SimpleNamespace(submit=submit, renew=lambda params: None, step=lambda: next(iter(())))
     own = types.SimpleNamespace(_prompts=[np.array([n]) for n in range(300)], _drawer=drawer, _program=program)
-    own._tokenizer = types.SimpleNamespace(decode=lambda ids: "")
+    own._tokenizer, own._look = types.SimpleNamespace(decode=lambda ids: ""), lambda: None
     own._rules = conversations.Rules(None, "", 1, 0.0, config.data.answer_len, config.seq_len + 1, None, None, None)
     with pytest.raises(StopIteration):
-        rollouts.Rollouts._ask(own, step, None)
+        rollouts.Rollouts._ask(own, step, None, 0)
     return found
 
 
