@@ -10,13 +10,16 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer.tuning import rollouts
 
 BYTES = tokenizer.load_tokenizer("bytes")
-TASK = {
+ANSWERS = {
     "data__task": "grpo",
     "data__answer": "{label}",
     "data__answer_len": 4,
     "seq_len": 16,
     "global_batch_size": 8,
     "grpo__group": 4,
+}
+TASK = {
+    **ANSWERS,
     "grpo__reward": "asking:long",
     "grpo__inner_steps": 2,
     "evaluate__answers": 2,
@@ -34,18 +37,18 @@ def echo(messages):
     return [{"role": "tool", "content": "#"}], 2.0
 
 
-def write_prompts(folder):
-    """Writes a file of examples, and returns its path."""
+def write_prompts(folder, **more):
+    """Writes a file of examples with more fields, and returns its path."""
     path = folder / "prompts.jsonl"
-    lines = [{"text": "ab"[: i % 2 + 1] + str(i), "label": str(i)} for i in range(5)]
+    lines = [{"text": "ab"[: i % 2 + 1] + str(i), "label": str(i), **more} for i in range(5)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
 
-def opened(prompts_file, devices=8, **changes):
+def opened(prompts_file, devices=8, task=TASK, **changes):
     """Returns the program of a config, and what makes its batches."""
     with runs.on_devices(devices):
-        config = runs.config(**{**TASK, "data__train_file": prompts_file, **changes})
+        config = runs.config(**{**task, "data__train_file": prompts_file, **changes})
         found = examples.load(config, *model_lib.family_of(config), BYTES, "")
         rollouts.check(config, found)
         built = program.build(config, tokenizer_vocab=BYTES.vocab_size)

@@ -3,36 +3,22 @@
 import json
 import shutil
 
+import asking
 import jax
 import numpy as np
 import pytest
 import runs
 
-from zerojax.data import tokenizer
 from zerojax.errors import UserError
 from zerojax.interop import pretrained
-from zerojax.trainer import examples, program, results, rewarded
-from zerojax.trainer import model as model_lib
+from zerojax.trainer import program, results, rewarded
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import answers, rollouts, values
-
-BYTES = tokenizer.load_tokenizer("bytes")
-TASK = {
-    "data__task": "grpo",
-    "data__answer": "{label}",
-    "data__answer_len": 4,
-    "seq_len": 16,
-    "global_batch_size": 8,
-    "grpo__group": 4,
-}
+from zerojax.trainer.tuning import answers, values
 
 
 @pytest.fixture(scope="module")
 def prompts_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    lines = [{"text": "ab"[: i % 2 + 1] + str(i), "label": str(i), "rejected": "x"} for i in range(5)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+    return asking.write_prompts(tmp_path_factory.mktemp("prompts"), rejected="x")
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +27,12 @@ def reward_folder(tmp_path_factory, prompts_file):
     config = runs.config(data__task="reward", data__train_file=prompts_file, model__num_layers=2, seed=3, seq_len=40)
     built = program.build(config, tokenizer_vocab=320, devices=jax.devices()[:1])
     folder = tmp_path_factory.mktemp("reward")
-    results.export(built, state_lib.first(built), folder, BYTES)
+    results.export(built, state_lib.first(built), folder, asking.BYTES)
     return folder
 
 
-def opened(prompts_file, reward, devices=4, **changes):
-    with runs.on_devices(devices):
-        config = runs.config(**{**TASK, "data__train_file": prompts_file, "grpo__reward": str(reward), **changes})
-        found = examples.load(config, *model_lib.family_of(config), BYTES, "")
-        rollouts.check(config, found)
-        built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
-        streams = program.open_feed(built, BYTES, "", found)
-        return built, rollouts.Rollouts(built, BYTES, found, streams)
+def opened(prompts_file, reward, **changes):
+    return asking.opened(prompts_file, 4, asking.ANSWERS, grpo__reward=str(reward), **changes)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +63,7 @@ def test_a_folder_that_values_no_texts_and_a_student_that_is_no_decoder_are_refu
     prompts_file, reward_folder, tmp_path
 ):
     built = program.build(runs.config(), tokenizer_vocab=320, devices=jax.devices()[:1])
-    results.export(built, state_lib.first(built), tmp_path / "plain", BYTES)
+    results.export(built, state_lib.first(built), tmp_path / "plain", asking.BYTES)
     for reward, changes in ((tmp_path / "plain", {}), (reward_folder, {"model__preset": "t5_test"})):
         with pytest.raises(UserError, match=r"config.grpo.reward: .* gives texts no values, or this run's"):
             opened(prompts_file, reward, **changes)
@@ -98,7 +78,7 @@ def test_a_folder_that_values_no_texts_and_a_student_that_is_no_decoder_are_refu
 
 def test_a_run_refuses_to_resume_with_another_model_in_the_folder(prompts_file, reward_folder, cache_dir, tmp_path):
     rewards = shutil.copytree(reward_folder, tmp_path / "rewards")
-    task = {**TASK, "data__train_file": prompts_file, "grpo__reward": str(rewards), "checkpoint__every": 1}
+    task = {**asking.ANSWERS, "data__train_file": prompts_file, "grpo__reward": str(rewards), "checkpoint__every": 1}
     run = runs.run(tmp_path / "run", devices=2, steps=1, **task)
     (weights,) = rewards.glob("*.safetensors")
     found = bytearray(weights.read_bytes())
