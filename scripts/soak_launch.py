@@ -2,14 +2,15 @@
 
     python scripts/soak_launch.py --faults 50 --hosts 2 --devices 4
     python scripts/soak_launch.py --faults 20 --steps 3000 --spread --kinds "kill,kill 0,stop,cut,disk" --out soak.json
+    python scripts/soak_launch.py --local --devices 0 --faults 8 --steps 10000 --spread --kinds "kill,kill 0,stop,term"
 
-This script needs root: the hosts are network namespaces (scripts/ssh_hosts.py). Faults: kill -9 of a process, of process 0, of an agent,
-of an ssh client; kill -STOP of a process; the cut of a host's network; a full disk; SIGTERM to a process; a main thread that sleeps for
+This script needs root: the hosts are network namespaces (scripts/ssh_hosts.py). With --local they are processes of this machine, and
+nothing needs root. Faults: kill -9 of a process, of process 0, of an agent, of an ssh client; kill -STOP of a process; the cut of a host's network; a full disk; SIGTERM to a process; a main thread that sleeps for
 ever, at once or when it next begins to read data, to evaluate or to save; and, if asked for by `--kinds gone`, a host that is cut until
 the run goes on without it. Each fault must be named within 60 s, the run must resume by itself (after a full disk by the same command,
 once there is space), no process may be left, and the losses must be equal bit for bit (within RTOL after `gone`). Each fault is one line;
 the status is 1 if any went wrong. With --spread one run has all faults, at even distances. --out writes them, the seconds until the next
-new step, and what the host memory of processes grew by.
+new step, what the host memory of processes grew by, and the seconds of a step early and late.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import pathlib
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -70,28 +72,38 @@ SETTLED = 50  # steps of a process after which its memory is judged: it has comp
 LIMITS = "quiet=60,step=60"  # seconds after which a hang that was named ends the run; the default is 240
 
 
+class Local:
+    """Processes of this machine in place of hosts; `names` has its name for each of them."""
+
+    def __init__(self, count: int):
+        self.names = ["localhost"] * count
+        self.launch_words = ["--num_gpus", str(count)]
+
+    def mend_all(self) -> None:
+        """Does nothing: no link is ever cut."""
+
+
+Machines = Local | ssh_hosts.Hosts
+
+
 class Run:
     """A launch in the background, and what its launcher says."""
 
-    def __init__(self, made: ssh_hosts.Hosts, folder: pathlib.Path, devices: int, steps: int, *options: str):
+    def __init__(
+        self, made: Machines, folder: pathlib.Path, devices: int, steps: int, *options: str, settings: str = ""
+    ):
         self.folder, self.said = folder, []
-        config = [f"--config.{word}" for word in SETTINGS.split()]
+        config = [f"--config.{word}" for word in f"{SETTINGS} {settings}".split()]
         train = [sys.executable, "-m", "zerojax.train", "--config=configs/base.py", *config, f"--config.steps={steps}"]
         train += [f"--config.emulate_devices={devices}", f"--workdir={folder}"]
         train += [f"--config.data.dir={folder.parent / 'datasets'}"]
         self.hang = folder.parent / "site" / "phase"
         self.hang.parent.mkdir(exist_ok=True)
         (self.hang.parent / "sitecustomize.py").write_text(HANG.format(file=str(self.hang)))
-        launch = [
-            sys.executable,
-            "-m",
-            "zerojax.commands.launch",
-            "--hostfile",
-            str(made.hostfile),
-            "--ssh_options",
-            made.ssh_options,
-        ]
-        env = {**os.environ, "PYTHONPATH": bench_child.python_path(self.hang.parent), "JAX_PLATFORMS": "cpu"}
+        launch = [sys.executable, "-m", "zerojax.commands.launch", *made.launch_words]
+        env = {**os.environ, "PYTHONPATH": bench_child.python_path(self.hang.parent)}
+        if devices:
+            env["JAX_PLATFORMS"] = "cpu"
         env.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
         self._command, self._env = [*launch, *options, "--", *train], env
         self.memory: list[tuple[str, int, int, int]] = []  # (what, pid, step, bytes)
@@ -173,7 +185,7 @@ def wait_for(is_so, seconds: float):
     return None
 
 
-def strike(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) -> tuple[str, str]:
+def strike(run: Run, made: Machines, kind: str, chance: random.Random) -> tuple[str, str]:
     """Does harm. Returns what was done, and a regex of the words that must name it."""
     ranks = run.processes()
     rank = 0 if kind == "kill 0" else chance.choice(sorted(ranks))
@@ -200,6 +212,10 @@ def strike(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) ->
             while True:
                 file.write(bytes(2**16))
         return "a full disk", r"No space left|disk is full|free some space"
+    if isinstance(made, Local):
+        sys.exit(
+            f"soak_launch: {kind} needs hosts; --local knows kill, kill 0, stop, term, disk and {', '.join(HANGS)}"
+        )
     if kind in ("cut", GONE):
         made.cut(rank)
         return f"network cut of {host}", lost
@@ -214,7 +230,7 @@ def strike(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) ->
     return f"kill -9 of the ssh client of {host}", lost
 
 
-def disturb(run: Run, made: ssh_hosts.Hosts, kinds: list[str], chance: random.Random, every: int = 0) -> list[dict]:
+def disturb(run: Run, made: Machines, kinds: list[str], chance: random.Random, every: int = 0) -> list[dict]:
     """Does harm after harm while the run lasts, or every so many steps. Returns what each fault did."""
     found, count = [], 0
     while kinds and not run.is_over():
@@ -228,7 +244,7 @@ def disturb(run: Run, made: ssh_hosts.Hosts, kinds: list[str], chance: random.Ra
     return found
 
 
-def strike_and_wait(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) -> dict:
+def strike_and_wait(run: Run, made: Machines, kind: str, chance: random.Random) -> dict:
     """Does harm, and waits until it is named and the run resumes. Returns what it did; `is_right` tells whether all went well."""
     heard, step = len(run.said), run.step()
     old = set(run.processes().values())
@@ -309,7 +325,7 @@ def growth(memory: list[tuple[str, int, int, int]]) -> dict[str, dict[str, float
 
 def one_run(
     given: argparse.Namespace,
-    made: ssh_hosts.Hosts,
+    made: Machines,
     folder: pathlib.Path,
     expected: dict,
     todo: list[str],
@@ -319,7 +335,7 @@ def one_run(
     is_refit = GONE in todo
     more = ["--min_nodes=1", "--rejoin_seconds=15"] if is_refit else []
     more += ["--max_restarts=1000", f"--log_dir={folder}.logs", f"--limits={LIMITS}"]
-    run = Run(made, folder, given.devices, given.steps, *more)
+    run = Run(made, folder, given.devices, given.steps, *more, settings=given.set)
     every = given.steps // (len(todo) + 1) if given.spread else 0
     faults = disturb(run, made, todo, chance, every)
     wrong = [fault["what"] for fault in faults if not fault["is_right"]]
@@ -331,8 +347,17 @@ def one_run(
     print(f"{folder.name}: status {status}, {outcome}", flush=True)
     if status or not same or orphans:
         wrong.append(f"{folder}: {[line for _, line in run.said[-20:]]}")
-    about = {"status": status, "losses": words, "orphans": orphans, "faults": faults, "memory": growth(run.memory)}
-    return wrong, about
+    about = {"status": status, "losses": words, "orphans": orphans, "faults": faults}
+    return wrong, {**about, "memory": growth(run.memory), "step_ms": step_ms(run.folder)}
+
+
+def step_ms(folder: pathlib.Path) -> dict[str, float]:
+    """Returns the median milliseconds of a step in the first and in the last fifth of a run, without its first fiftieth."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seconds = [line["step_seconds"] for line in lines if "loss" in line and "step_seconds" in line]
+    part = max(1, len(seconds) // 5)
+    found = {"first fifth": seconds[len(seconds) // 50 : part], "last fifth": seconds[-part:]}
+    return {name: round(statistics.median(some) * 1e3, 3) for name, some in found.items() if some}
 
 
 def is_same(found: dict, expected: dict, rtol: float) -> bool:
@@ -347,7 +372,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--devices", type=int, default=4, help="emulated on each host")
+    parser.add_argument("--devices", type=int, default=4, help="emulated on each host; 0: its GPUs")
+    parser.add_argument("--local", action="store_true", help="processes of this machine in place of hosts")
+    parser.add_argument("--set", default="", help="settings of the run beside the soak's own, as NAME=VALUE NAME=VALUE")
     parser.add_argument("--steps", type=int, default=300, help="of each run")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
@@ -356,18 +383,19 @@ def main() -> int:
     parser.add_argument("--limit_s", type=float, default=1e9, help="no further run after so many seconds")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if why := ssh_hosts.why_not():
+    if not given.local and (why := ssh_hosts.why_not()):
         sys.exit(f"soak_launch: this machine {why}")
     chance, began, wrong = random.Random(given.seed), time.monotonic(), []
     kinds = given.kinds.split(",")
     todo = [kinds[index % len(kinds)] for index in range(given.faults)]
     chance.shuffle(todo)
     folder, runs = pathlib.Path(tempfile.mkdtemp(prefix="soak-")), []
-    with disk_of(folder) if DISK in kinds else contextlib.nullcontext(), ssh_hosts.hosts(given.hosts, 1) as made:
-        calm = Run(made, folder / "calm", given.devices, given.steps)
+    machines = contextlib.nullcontext(Local(given.hosts)) if given.local else ssh_hosts.hosts(given.hosts, 1)
+    with disk_of(folder) if DISK in kinds else contextlib.nullcontext(), machines as made:
+        calm = Run(made, folder / "calm", given.devices, given.steps, settings=given.set)
         if calm.process.wait():
             sys.exit(f"the undisturbed run failed: {calm.said}")
-        expected, about = losses(calm.folder), {"memory": growth(calm.memory)}
+        expected, about = losses(calm.folder), {"memory": growth(calm.memory), "step_ms": step_ms(calm.folder)}
         about["seconds"] = round(time.monotonic() - began, 1)
         print(f"calm: {json.dumps(about)}", flush=True)
         while todo and time.monotonic() - began < given.limit_s:
@@ -377,7 +405,8 @@ def main() -> int:
             print(f"{given.faults - len(todo)} faults in {time.monotonic() - began:.0f} s", flush=True)
     print(f"{given.faults - len(todo)} faults, {len(wrong)} wrong" + "".join(f"\n  {line}" for line in wrong))
     if given.out:
-        settings = {name: getattr(given, name) for name in ("hosts", "devices", "steps", "kinds", "seed", "spread")}
+        names = ("hosts", "devices", "local", "steps", "kinds", "seed", "spread", "set")
+        settings = {name: getattr(given, name) for name in names}
         found = {"settings": settings, "undisturbed": about, "wrong": len(wrong), "runs": runs}
         given.out.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if wrong else 0

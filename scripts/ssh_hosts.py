@@ -29,6 +29,7 @@ class Hosts:
       names: their addresses.
       hostfile: the path of a hostfile that lists them.
       ssh_options: the arguments with which ssh reaches them.
+      launch_words: the arguments of `zerojax launch` that name them.
     """
 
     def __init__(self, count: int, slots: int, folder: pathlib.Path):
@@ -45,6 +46,7 @@ class Hosts:
         self.ssh_options = (
             f"-F none -i {key} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
         )
+        self.launch_words = ["--hostfile", str(self.hostfile), "--ssh_options", self.ssh_options]
         self._folder, self._sshd = folder, []
 
     def start(self) -> None:
