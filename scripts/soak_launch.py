@@ -5,12 +5,13 @@
     python scripts/soak_launch.py --local --devices 0 --faults 8 --steps 10000 --spread --kinds "kill,kill 0,stop,term"
 
 This script needs root: the hosts are network namespaces (scripts/ssh_hosts.py). With --local they are processes of this machine, and
-nothing needs root. Faults: kill -9 of a process, of process 0, of an agent, of an ssh client; kill -STOP of a process; the cut of a host's network; a full disk; SIGTERM to a process; a main thread that sleeps for
-ever, at once or when it next begins to read data, to evaluate or to save; and, if asked for by `--kinds gone`, a host that is cut until
-the run goes on without it. Each fault must be named within 60 s, the run must resume by itself (after a full disk by the same command,
-once there is space), no process may be left, and the losses must be equal bit for bit (within RTOL after `gone`). Each fault is one line;
-the status is 1 if any went wrong. With --spread one run has all faults, at even distances. --out writes them, the seconds until the next
-new step, what the host memory of processes grew by, and the seconds of a step early and late.
+nothing needs root. Faults: kill -9 of a process, of process 0, of an agent, of an ssh client; kill -STOP of a process; the cut of a
+host's network; a full disk; SIGTERM to a process; a main thread that sleeps for ever, at once or when it next begins to read data, to
+evaluate or to save; and, if asked for by `--kinds gone`, a host that is cut until the run goes on without it. Each fault must be named
+within 60 s, the run must resume by itself (after a full disk by the same command, once there is space), no process may be left, and the
+losses must be equal bit for bit (within RTOL after `gone`). Each fault is one line; the status is 1 if any went wrong. With --spread one
+run has all faults, at even distances. --out writes them, the seconds until the next new step, what the host memory of processes grew by,
+and the seconds of a step early and late.
 """
 
 import argparse
@@ -95,7 +96,7 @@ class Run:
         self.folder, self.said = folder, []
         config = [f"--config.{word}" for word in f"{SETTINGS} {settings}".split()]
         train = [sys.executable, "-m", "zerojax.train", "--config=configs/base.py", *config, f"--config.steps={steps}"]
-        train += [f"--config.emulate_devices={devices}", f"--workdir={folder}"]
+        train += [f"--workdir={folder}", *([f"--config.emulate_devices={devices}"] if devices else [])]
         train += [f"--config.data.dir={folder.parent / 'datasets'}"]
         self.hang = folder.parent / "site" / "phase"
         self.hang.parent.mkdir(exist_ok=True)
