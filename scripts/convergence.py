@@ -1,9 +1,9 @@
-"""Trains one model in many ways on the same text, and judges their losses beside those of other seeds and of PyTorch's FSDP2.
+"""Trains one model in many ways on the same text, and judges their losses beside those of other seeds, of FSDP2 and of DeepSpeed.
 
     python scripts/convergence.py text runs/curves
     python scripts/convergence.py train runs/curves --model 280m --rows seed0 seed1 seed2 fp8 --limit_s 570
     python scripts/convergence.py ids runs/curves --model 280m
-    torchrun --nproc_per_node=1 scripts/convergence_fsdp2.py runs/curves/280m
+    torchrun --nproc_per_node=1 scripts/convergence_torch.py fsdp2 runs/curves/280m
     python scripts/convergence.py judge runs/curves --model 280m --raw curves.json --picture curves.png
 
 `text` writes documents of the files of the packages beside this Python, one in twenty of them held out, and a tokenizer of 8,192 tokens.
@@ -77,6 +77,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "evaluate.every": 0,  # at the end alone, so that it compiles while another row trains
         "optimizer.learning_rate": 6e-4,
         "optimizer.warmup_steps": 40,
+        "emulate_devices": 2,
+    },
+    # 3,000 steps of that
+    "280m_long": {
+        "model.preset": "llama3_1b",
+        "model.num_layers": 4,
+        "model.vocab_size": VOCABULARY,
+        "seq_len": 1024,
+        "global_batch_size": 32,
+        "steps": 3000,
+        "evaluate.every": 0,
+        "optimizer.learning_rate": 6e-4,
+        "optimizer.warmup_steps": 50,
         "emulate_devices": 2,
     },
     # 1.0B weights, 32,768 tokens a step
