@@ -69,7 +69,7 @@ signal.signal(signal.SIGUSR2, hang)
 """
 DISK_MB = 256  # of the file system of all runs
 SAMPLE_SECONDS = 1.0  # between two looks at the memory
-SETTLED = 50  # steps of a process after which its memory is judged: it has compiled, evaluated and saved
+SETTLED = 50  # steps after its first evaluation and save, from which on a process's memory is judged
 LIMITS = "quiet=60,step=60"  # seconds after which a hang that was named ends the run; the default is 240
 
 
@@ -94,7 +94,10 @@ class Run:
         self, made: Machines, folder: pathlib.Path, devices: int, steps: int, *options: str, settings: str = ""
     ):
         self.folder, self.said = folder, []
-        config = [f"--config.{word}" for word in f"{SETTINGS} {settings}".split()]
+        words = f"{SETTINGS} {settings}".split()
+        config = [f"--config.{word}" for word in words]
+        said = dict(word.split("=", 1) for word in words)
+        self.settled = SETTLED + max(int(said["evaluate.every"]), int(said["checkpoint.every"]))
         train = [sys.executable, "-m", "zerojax.train", "--config=configs/base.py", *config, f"--config.steps={steps}"]
         train += [f"--workdir={folder}", *([f"--config.emulate_devices={devices}"] if devices else [])]
         train += [f"--config.data.dir={folder.parent / 'datasets'}"]
@@ -293,11 +296,11 @@ def filler(run: Run) -> pathlib.Path:
     return run.folder.parent / "filler"
 
 
-def growth(memory: list[tuple[str, int, int, int]]) -> dict[str, dict[str, float]]:
+def growth(memory: list[tuple[str, int, int, int]], settled: int) -> dict[str, dict[str, float]]:
     """Returns by how many bytes a step the memory of a process grew: a line with one slope, and an intercept for each process.
 
     Args:
-      memory: (what, pid, step, bytes) of each look. Those of the first SETTLED steps of a trainer are left out.
+      memory: (what, pid, step, bytes) of each look. Those of the first `settled` steps of a trainer are left out.
     """
     found = {}
     for kind in ("launcher", "process"):
@@ -305,8 +308,8 @@ def growth(memory: list[tuple[str, int, int, int]]) -> dict[str, dict[str, float
         for what, pid, step, nbytes in memory:
             if what.startswith(kind):
                 by_pid.setdefault(pid, []).append((step, nbytes))
-        settled = SETTLED if kind == "process" else 0
-        points = [[(x, y) for x, y in looks if x >= looks[0][0] + settled] for looks in by_pid.values()]
+        after = settled if kind == "process" else 0
+        points = [[(x, y) for x, y in looks if x >= looks[0][0] + after] for looks in by_pid.values()]
         lives = [np.asarray(looks, float) - np.mean(looks, 0) for looks in points if len(looks) > 2]
         if lives and (spread := sum((life[:, 0] ** 2).sum() for life in lives)):
             slope = sum((life[:, 0] * life[:, 1]).sum() for life in lives) / spread
@@ -349,7 +352,14 @@ def one_run(
     if status or not same or orphans:
         wrong.append(f"{folder}: {[line for _, line in run.said[-20:]]}")
     about = {"status": status, "losses": words, "orphans": orphans, "faults": faults}
-    return wrong, {**about, "memory": growth(run.memory), "step_ms": step_ms(run.folder)}
+    return wrong, {**about, **of_life(run)}
+
+
+def of_life(run: Run) -> dict:
+    """Returns what the memory and the steps of a run were like. `looks` has (process, step, MB), a hundred of them or less."""
+    looks = [(what, step, nbytes // 10**6) for what, _, step, nbytes in run.memory if what != "launcher"]
+    every = max(1, -(-len(looks) // 100))
+    return {"memory": growth(run.memory, run.settled), "step_ms": step_ms(run.folder), "looks": looks[::every]}
 
 
 def step_ms(folder: pathlib.Path) -> dict[str, float]:
@@ -396,9 +406,9 @@ def main() -> int:
         calm = Run(made, folder / "calm", given.devices, given.steps, settings=given.set)
         if calm.process.wait():
             sys.exit(f"the undisturbed run failed: {calm.said}")
-        expected, about = losses(calm.folder), {"memory": growth(calm.memory), "step_ms": step_ms(calm.folder)}
+        expected, about = losses(calm.folder), of_life(calm)
         about["seconds"] = round(time.monotonic() - began, 1)
-        print(f"calm: {json.dumps(about)}", flush=True)
+        print(f"calm: {json.dumps({**about, 'looks': len(about['looks'])})}", flush=True)
         while todo and time.monotonic() - began < given.limit_s:
             failed, found = one_run(given, made, folder / f"run{len(todo)}", expected, todo, chance)
             wrong += failed

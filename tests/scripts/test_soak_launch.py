@@ -16,19 +16,20 @@ def looks(pid, first, slope, noise=(0, 0)):
 
 def test_growth_is_the_slope_that_processes_share_whatever_each_begins_with():
     lives = looks(1, 10**9, 100) + looks(2, 2 * 10**9, 100)
-    found = soak_launch.growth(lives)["process"]
+    found = soak_launch.growth(lives, 50)["process"]
     assert (found["bytes_per_step"], found["standard_error"], found["lives"]) == (100, 0, 2)
     assert found["looks"] == 60 and found["largest_bytes"] == 2 * 10**9 + 100 * 195
-    noisy = soak_launch.growth(looks(1, 10**9, 0, noise=(0, 2**20)))["process"]
+    noisy = soak_launch.growth(looks(1, 10**9, 0, noise=(0, 2**20)), 50)["process"]
     assert abs(noisy["bytes_per_step"]) < 2 * noisy["standard_error"]
 
 
 def test_the_first_steps_of_a_process_and_processes_seen_twice_tell_no_slope():
-    early = [("process 1", 3, step, 10**8 * step) for step in range(soak_launch.SETTLED)]
-    assert soak_launch.growth(early) == {}
-    assert soak_launch.growth([*early, *looks(4, 0, 7)])["process"]["bytes_per_step"] == 7
+    early = [("process 1", 3, step, 10**8 * step) for step in range(60)]
+    assert soak_launch.growth(early, 60) == {}
+    assert soak_launch.growth([*early, *looks(4, 0, 7)], 60)["process"]["bytes_per_step"] == 7
     assert (
-        soak_launch.growth([("launcher", 5, step, 50 * step) for step in range(9)])["launcher"]["bytes_per_step"] == 50
+        soak_launch.growth([("launcher", 5, step, 50 * step) for step in range(9)], 60)["launcher"]["bytes_per_step"]
+        == 50
     )
 
 
