@@ -54,9 +54,8 @@ class Step(NamedTuple):
     slot_positions_BS: jax.Array  # int32[B, S], of the token in each slot
     is_text_BS: jax.Array  # bool[B, S], whether a slot holds text when the tokens are in
     counts_B: jax.Array | None = None  # int32[B], how many of a call's tokens are text, where rows differ; None: all
-    # int32[B], the slots from 0 that hold text, where a kernel reads no others; None: all slots are read
-    ends_B: jax.Array | None = None
-    reader: attention.TokenReader | None = None  # of that kernel
+    ends_B: jax.Array | None = None  # int32[B], the slots from 0 that hold text, of `row_step`
+    reader: attention.TokenReader | None = None  # of a kernel that reads no other slots; None: all slots are read
 
     def last(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the state of the last token of each row: float[B, 1, D]."""
@@ -141,7 +140,7 @@ def row_step(
         slot_positions_BS,
         slot_positions_BS < ends_B[:, None],
         counts_B if length > 1 else None,
-        None if reader is None else ends_B,
+        ends_B,
         reader,
     )
 
@@ -239,14 +238,14 @@ def attend(
         y_BTHN = attend_masked(q_BTHN, *seen_keys, "xla", mask=seen)
         return y_BTHN, keys
     if (
-        step.ends_B is not None
-        and step.reader is not None
+        step.reader is not None
         and bias is None
         and not cap
         and sinks_H is None
         and not chunk
         and attention.token_kernel_can_run(q_BTHN, keys[0], step.reader)
     ):
+        assert step.ends_B is not None, "a reader is one of `row_step`"
         return attention.attend_token(q_BTHN, *seen_keys, step.ends_B, step.reader, scale=scale, window=window), keys
     seen_BS = step.is_text_BS if near_BTS is None else step.is_text_BS & near_BTS[:, 0]
     if window:

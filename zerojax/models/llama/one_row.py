@@ -133,11 +133,10 @@ def extend(
         x_D = x_D * jnp.asarray(c.scales.embed, x_D.dtype)
     turn = _turn(c.rope_of(0), c.head_dim, step.positions_BT[0, 0])
     counts = one_token.counters()
-    ends_B = step.ends_B if step.ends_B is not None else jnp.sum(step.is_text_BS, axis=1, dtype=jnp.int32)
     scale = c.heads.scale or c.head_dim**-0.5
     if quantized.is_quantized(_kernel_of(params)) and quantized.TRANSPOSED in _kernel_of(params):
         assert summed is None, "over several devices layers are not launched so"
-        attend = functools.partial(cached_attention.attend_counted, ends_B=ends_B, scale=scale, **run)
+        attend = functools.partial(cached_attention.attend_counted, ends_B=step.ends_B, scale=scale, **run)
         at = turn, step.slot.reshape(1)
         x_D, squares, counts, after = _launched(c, params, caches, x_D, counts, at, attend, implementation, processors)
         return _scores(c, params, x_D, {"squares": squares}, counts, run), after
@@ -146,7 +145,7 @@ def extend(
     run_layer = jax.jit(functools.partial(_layer, c, scale, summed, run))
     after = []
     for number, keys in enumerate(caches):
-        place = turn, step.slot.reshape(1), ends_B
+        place = turn, step.slot.reshape(1), step.ends_B
         x_D, beside, counts, keys = run_layer(params[f"layer_{number}"], keys, x_D, beside, counts, place)
         after.append(keys)
     return _scores(c, params, x_D, beside, counts, run), after
