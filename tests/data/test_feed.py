@@ -1,15 +1,12 @@
 """Checks batches, and the mean over held-out ones. This module tests zerojax.data.feed."""
 
-import json
-
 import numpy as np
 import pytest
 import runs
 
 from zerojax.data import parts, source, tokenizer
 from zerojax.errors import UserError
-from zerojax.trainer import examples, program
-from zerojax.trainer import model as model_lib
+from zerojax.trainer import program
 
 BYTES = tokenizer.load_tokenizer("bytes")
 
@@ -82,13 +79,10 @@ TASKS = {
 def test_an_evaluations_mean_is_that_of_all_labels_whatever_batches_they_are_in(tmp_path, name, accum):
     """Answers are of several lengths, and the last batch is not full. Of pairs the mean is that of the pairs."""
     lines = [{"text": "x" * (n % 4), "label": n % 3 if name == "classifier" else "y" * (1 + n % 6)} for n in range(45)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    files = {key: str(tmp_path / "a.jsonl") for key in ("data__train_file", "data__eval_file")}
+    files = dict.fromkeys(("data__train_file", "data__eval_file"), runs.write_lines(tmp_path / "a.jsonl", lines))
     settings = {**files, "data__answer": "{label}", "data__answer_len": 8, "data__prompt": "{text}", **TASKS[name]}
-    config = runs.config(**settings, grad_accum=accum, global_batch_size=8 * accum)
-    found = examples.load(config, *model_lib.family_of(config), BYTES, "")
-    built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
-    streams, seen = program.open_feed(built, BYTES, "", found), []
+    _, streams, found = runs.opened(**settings, grad_accum=accum, global_batch_size=8 * accum)
+    seen = []
 
     def measure(batch):
         labels = np.asarray(parts.labeled(batch))

@@ -1,23 +1,20 @@
-"""Asks models in training for answers. This module holds a small task with rewards, and what makes its batches."""
+"""Asks models for answers, and teaches them those of a teacher. This module holds small tasks, and what makes their batches."""
 
-import json
-
+import jax
 import runs
 
-from zerojax.data import tokenizer
-from zerojax.trainer import examples, program
-from zerojax.trainer import model as model_lib
-from zerojax.trainer.tuning import rollouts
+from zerojax.trainer import program, results, teacher
+from zerojax.trainer import state as state_lib
+from zerojax.trainer.tuning import lessons, rollouts
 
-BYTES = tokenizer.load_tokenizer("bytes")
-ANSWERS = {
-    "data__task": "grpo",
+LEARNED = {
+    "data__task": "seq2seq",
     "data__answer": "{label}",
     "data__answer_len": 4,
     "seq_len": 16,
     "global_batch_size": 8,
-    "grpo__group": 4,
 }
+ANSWERS = {**LEARNED, "data__task": "grpo", "grpo__group": 4}
 TASK = {
     **ANSWERS,
     "grpo__reward": "asking:long",
@@ -37,20 +34,32 @@ def echo(messages):
     return [{"role": "tool", "content": "#"}], 2.0
 
 
-def write_prompts(folder, **more):
-    """Writes a file of examples with more fields, and returns its path."""
-    path = folder / "prompts.jsonl"
-    lines = [{"text": "ab"[: i % 2 + 1] + str(i), "label": str(i), **more} for i in range(5)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+def write_prompts(folder, count=5, **more):
+    """Writes a file of prompts with answers and more fields, and returns its path."""
+    lines = ({"text": "ab"[: i % 2 + 1] + str(i), "label": str(i), **more} for i in range(count))
+    return runs.write_lines(folder / "prompts.jsonl", lines)
 
 
 def opened(prompts_file, devices=8, task=TASK, **changes):
     """Returns the program of a config, and what makes its batches."""
+    built, streams, found = runs.opened(devices, **{**task, "data__train_file": prompts_file, **changes})
     with runs.on_devices(devices):
-        config = runs.config(**{**task, "data__train_file": prompts_file, **changes})
-        found = examples.load(config, *model_lib.family_of(config), BYTES, "")
-        rollouts.check(config, found)
-        built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
-        streams = program.open_feed(built, BYTES, "", found)
-        return built, rollouts.Rollouts(built, BYTES, found, streams)
+        return built, rollouts.Rollouts(built, runs.BYTES, found, streams)
+
+
+def teachers(folder, **changes):
+    """Writes the export of a model with two layers, and returns its folder."""
+    built = program.build(
+        runs.config(model__num_layers=2, seed=5, **changes), tokenizer_vocab=320, devices=jax.devices()[:1]
+    )
+    results.export(built, state_lib.first(built), folder, runs.BYTES)
+    return folder
+
+
+def taught(texts_file, teacher_folder, devices=4, **changes):
+    """Returns a student's program, and what makes its batches."""
+    task = {**LEARNED, "data__train_file": texts_file, "distill__teacher": str(teacher_folder)}
+    built, streams, found = runs.opened(devices, **{**task, **changes})
+    with runs.on_devices(devices):
+        teacher.check_tokenizer(built.weights.teacher.tokenized_by, runs.BYTES)
+        return built, lessons.Lessons(built, runs.BYTES, found, streams)

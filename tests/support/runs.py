@@ -31,10 +31,12 @@ from zerojax.data import parts, tokenizer
 from zerojax.launch import start_up
 from zerojax.optim import schedules
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import metrics, program, results, resume, weights
+from zerojax.trainer import examples, metrics, program, results, resume, weights
+from zerojax.trainer import model as model_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.card import facts
+from zerojax.trainer.tuning import rollouts
 
 ROOT = pathlib.Path(__file__).parents[2]
 FINDS_SUPPORT = f"import sys; sys.path.append({str(ROOT / 'tests' / 'support')!r})"  # for rewards that are there
@@ -57,6 +59,7 @@ SMALL: Mapping[str, Any] = {
     "evaluate.batches": 1,
     "sample.length": 0,
 }
+BYTES = tokenizer.load_tokenizer("bytes")
 EVALUATED = {"data__eval_split": "validation"}
 
 _FORKS = """
@@ -175,6 +178,23 @@ def _built_once(config: settings_lib.Config, tokenizer_vocab: int, devices: Any)
     if key not in _programs:
         _programs[key] = _build(config, tokenizer_vocab, devices)
     return dataclasses.replace(_programs[key], config=config)
+
+
+def write_lines(path: pathlib.Path, rows: Iterable[Any]) -> str:
+    """Writes a file of JSON lines, and returns its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def opened(devices: int = 8, data_dir: Any = "", **changes: Any) -> tuple[program.Program, Any, Any]:
+    """Returns a program whose task reads examples, what makes its batches, and the examples."""
+    with on_devices(devices):
+        chosen = config(**changes)
+        found = examples.load(chosen, *model_lib.family_of(chosen), BYTES, data_dir)
+        if chosen.data.task == "grpo":
+            rollouts.check(chosen, found)
+        built = program.build(chosen, tokenizer_vocab=BYTES.vocab_size)
+        return built, program.open_feed(built, BYTES, data_dir, found), found
 
 
 def trained(devices: int = 1, steps: int = 2, **settings: Any) -> list[tuple[float, float]]:
@@ -370,7 +390,7 @@ def open_commands(folder: pathlib.Path, cache: pathlib.Path) -> Iterator[Command
 def restored(folder: pathlib.Path, step: int, **changes: Any) -> tuple[program.Program, Any]:
     """Returns the program and the state with which a run in `folder` would resume."""
     built = program.build(config(**changes), tokenizer_vocab=320)
-    streams = program.open_feed(built, tokenizer.load_tokenizer("bytes"), folder)
+    streams = program.open_feed(built, BYTES, folder)
     saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
     try:
         return built, resume.state(built, saver, step, resume.check(built, saver, step, streams))

@@ -1,11 +1,11 @@
 """Checks a student's loss against all logits of both models. This module tests zerojax.trainer.distilled."""
 
+import asking
 import divergences_by_numpy
 import jax
 import numpy as np
 import pytest
 import runs
-import students
 
 from zerojax.trainer import state as state_lib
 from zerojax.trainer import teacher
@@ -36,7 +36,7 @@ def teachers_logits(built, tokens):
     ids=["stage 3, own answers", "stage 0, reverse", "LoRA, mixture"],
 )
 def test_the_loss_is_the_mean_divergence_of_all_logits(texts_file, teacher_folder, cache_dir, changes):
-    built, made = students.opened(texts_file, teacher_folder, **changes)
+    built, made = asking.taught(texts_file, teacher_folder, **changes)
     state = state_lib.first(built)
     batch = made.next(1, state.params)
     assert made.told == ({"own": 1.0} if "distill__own" in changes else {})

@@ -9,17 +9,14 @@ import pytest
 import runs
 
 from zerojax import tree
-from zerojax.data import tokenizer
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import pretrained
-from zerojax.trainer import examples, program, results
-from zerojax.trainer import model as model_lib
+from zerojax.trainer import program, results
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import answers as answers_lib
 from zerojax.zero.update import padding
 
-BYTES = tokenizer.load_tokenizer("bytes")
 ROUNDING = 2e-5  # the same float32 sums in another order
 TASK = {
     "data__task": "embed",
@@ -38,18 +35,12 @@ TASK = {
 @pytest.fixture(scope="module")
 def texts_file(tmp_path_factory):
     """Returns a file of 13 queries, so that the last held-out batch is not full."""
-    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    lines = [{"query": f"q{i}", "text": "x" * (i % 3) + str(i), "wrong": f"no{i}"} for i in range(13)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+    lines = ({"query": f"q{i}", "text": "x" * (i % 3) + str(i), "wrong": f"no{i}"} for i in range(13))
+    return runs.write_lines(tmp_path_factory.mktemp("texts") / "texts.jsonl", lines)
 
 
 def opened(texts_file, devices=4, **changes):
-    with runs.on_devices(devices):
-        config = runs.config(**{**TASK, "data__train_file": texts_file, "data__eval_file": texts_file, **changes})
-        found = examples.load(config, *model_lib.family_of(config), BYTES, "")
-        built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
-        return built, program.open_feed(built, BYTES, "", found), found
+    return runs.opened(devices, **{**TASK, "data__train_file": texts_file, "data__eval_file": texts_file, **changes})
 
 
 def steps(texts_file, devices, **changes):
@@ -120,7 +111,7 @@ def test_a_run_ends_with_texts_that_are_near_and_its_export_gives_their_vectors(
         state, metrics = built.train_step(state, streams.next())
     streams.close()
     assert metrics["nearest"] == 1
-    results.export(built, state, tmp_path / "export", BYTES)
+    results.export(built, state, tmp_path / "export", runs.BYTES)
     raw = json.loads((tmp_path / "export" / "config.json").read_text())
     folder = folder_lib.open_folder(tmp_path / "export")
     assert raw["architectures"] == ["LlamaModel"] and folder.model.output == "states"

@@ -32,10 +32,7 @@ def data_dir(tmp_path_factory):
 
 
 def opened(data_dir, **changes):
-    config = runs.config(**{**TASK, "data__eval_split": "validation", **changes})
-    found = examples.load(config, *model_lib.family_of(config), BYTES, data_dir)
-    built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
-    return built, program.open_feed(built, BYTES, data_dir, found), found
+    return runs.opened(data_dir=data_dir, **{**TASK, "data__eval_split": "validation", **changes})
 
 
 @pytest.mark.parametrize("pack", [False, True])

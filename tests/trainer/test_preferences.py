@@ -11,7 +11,6 @@ import pytest
 import runs
 
 from zerojax import tree
-from zerojax.data import tokenizer
 from zerojax.errors import UserError
 from zerojax.inference.engine import engine
 from zerojax.interop import folder as folder_lib
@@ -19,15 +18,13 @@ from zerojax.interop import peft, pretrained
 from zerojax.lora import settings
 from zerojax.models.llama import model as llama_model
 from zerojax.ops import preferences
-from zerojax.trainer import examples, program, results
-from zerojax.trainer import model as model_lib
+from zerojax.trainer import program, results
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import answers as answers_lib
 from zerojax.trainer.tuning import reference
 from zerojax.zero import state_bytes
 from zerojax.zero.update import padding
 
-BYTES = tokenizer.load_tokenizer("bytes")
 ROUNDING = 2e-5  # the same float32 sums in another order
 BETA = 0.3
 TASK = {
@@ -44,20 +41,15 @@ TASK = {
 @pytest.fixture(scope="module")
 def pairs_file(tmp_path_factory):
     """Returns a file of 13 pairs of several lengths, so that the last batch is not full. Each third one is a conversation."""
-    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     words = [{"text": "x" * (i % 5 + 1), "chosen": f"y{i}", "rejected": "no" * (i % 3 + 1)} for i in range(13)]
     for word in words[::3]:
         word["text"] = [{"role": "user", "content": word["text"]}]
         word["chosen"] = [{"role": "assistant", "content": word["chosen"]}]
-    path.write_text("".join(json.dumps(word) + "\n" for word in words))
-    return str(path)
+    return runs.write_lines(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", words)
 
 
 def opened(pairs_file, **changes):
-    config = runs.config(**{**TASK, "data__train_file": pairs_file, "data__eval_file": pairs_file, **changes})
-    found = examples.load(config, *model_lib.family_of(config), BYTES, "")
-    built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
-    return built, program.open_feed(built, BYTES, "", found), found
+    return runs.opened(**{**TASK, "data__train_file": pairs_file, "data__eval_file": pairs_file, **changes})
 
 
 def plain_log_probs(built, params, pairs):
@@ -213,7 +205,7 @@ def test_a_reward_model_is_written_and_read_as_a_class_of_transformers(pairs_fil
     built, streams, _ = opened(pairs_file, **VALUES, model__preset="test")
     streams.close()
     state = state_lib.first(built)
-    results.export(built, state, tmp_path / "export", BYTES)
+    results.export(built, state, tmp_path / "export", runs.BYTES)
     raw = json.loads((tmp_path / "export" / "config.json").read_text())
     assert raw["architectures"] == ["LlamaForSequenceClassification"] and raw["id2label"] == {"0": "LABEL_0"}
     imported = {"init_from": str(tmp_path / "export"), "model__num_layers": 0}

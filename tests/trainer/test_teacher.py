@@ -1,8 +1,8 @@
 """Checks which teachers are refused. This module tests zerojax.trainer.teacher."""
 
+import asking
 import pytest
 import runs
-import students
 
 from zerojax import configs
 from zerojax.errors import UserError
@@ -35,14 +35,14 @@ from zerojax.trainer import program
 )
 def test_what_does_not_go_with_a_teacher_is_refused_in_one_line(texts_file, teacher_folder, changes, words):
     with pytest.raises(UserError, match=words) as caught, program.setting_names.of_config():
-        students.opened(texts_file, teacher_folder, **changes)
+        asking.taught(texts_file, teacher_folder, **changes)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("task", ["embed", "reward"])
 def test_a_teacher_without_a_head_of_next_tokens_is_refused(texts_file, tmp_path, task):
     with pytest.raises(UserError, match=r"config.distill.teacher: /.* is no decoder that scores next tokens"):
-        students.opened(texts_file, students.teachers(tmp_path, data__task=task, data__train_file=texts_file))
+        asking.taught(texts_file, asking.teachers(tmp_path, data__task=task, data__train_file=texts_file))
 
 
 def test_a_teacher_with_another_tokenizer_or_with_adapters_alone_is_refused(
@@ -54,19 +54,19 @@ def test_a_teacher_with_another_tokenizer_or_with_adapters_alone_is_refused(
     own = configs.FOLDER / "short_reviews" / "tokenizer.json"
     (tmp_path / "one" / "tokenizer.json").write_bytes(own.read_bytes())
     with pytest.raises(UserError, match=r"another tokenizer than this run.*--config.data.tokenizer=.*tokenizer.json"):
-        students.opened(texts_file, tmp_path / "one")
+        asking.taught(texts_file, tmp_path / "one")
     run = runs.run(tmp_path / "run", devices=1, steps=1, lora__r=2)
     with pytest.raises(UserError, match=r"config.distill.teacher: the checkpoints of .* hold adapters alone"):
-        students.opened(texts_file, run)
+        asking.taught(texts_file, run)
     run = runs.run(tmp_path / "unsaved", devices=1, steps=1, checkpoint__at_end=False)
     (run / "checkpoints").mkdir(exist_ok=True)
     with pytest.raises(UserError, match=r"config.distill.teacher: .*unsaved holds no checkpoint"):
-        students.opened(texts_file, run)
+        asking.taught(texts_file, run)
 
 
 def test_two_runs_of_one_model_are_two_teachers(texts_file, cache_dir, tmp_path):
     def fingerprint(run):
-        return students.opened(texts_file, run, devices=1)[0].weights.teacher.fingerprint
+        return asking.taught(texts_file, run, devices=1)[0].weights.teacher.fingerprint
 
     runs_made = [runs.run(tmp_path / f"of_{seed}", devices=1, steps=1, seed=seed) for seed in (0, 1)]
     one, other = map(fingerprint, runs_made)

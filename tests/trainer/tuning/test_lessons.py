@@ -2,10 +2,10 @@
 
 import shutil
 
+import asking
 import numpy as np
 import pytest
 import runs
-import students
 
 from zerojax.interop import folder as folder_lib
 from zerojax.trainer import state as state_lib
@@ -13,7 +13,7 @@ from zerojax.trainer import state as state_lib
 
 def two_steps(texts_file, teacher_folder, devices, **changes):
     """Returns the loss and the gradients' norm of two steps, the second of which has updated weights."""
-    built, made = students.opened(texts_file, teacher_folder, devices, **changes)
+    built, made = asking.taught(texts_file, teacher_folder, devices, **changes)
     state, found = state_lib.first(built), []
     for step in (1, 2):
         state, metrics = built.train_step(state, made.next(step, state.params))
@@ -52,7 +52,7 @@ def test_a_run_learns_from_its_own_answers_resumes_alike_and_exports_the_student
     texts_file, teacher_folder, cache_dir, tmp_path
 ):
     """Its teacher is the folder of a run. Half of its steps learn from own answers."""
-    task = {**students.TASK, "data__train_file": texts_file, "data__eval_file": texts_file, "evaluate__answers": 2}
+    task = {**asking.LEARNED, "data__train_file": texts_file, "data__eval_file": texts_file, "evaluate__answers": 2}
     other = runs.run(tmp_path / "other", devices=2, steps=2, model__num_layers=2, **task)
     task |= {
         "distill__teacher": str(other),

@@ -26,9 +26,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     for name in "ab":
         lines = [{"text": f"{name}{number:02d} " + name * (number % 17)} for number in range(60)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        runs.write_lines(folder / f"{name}.jsonl", lines)
     pairs = [{"text": f"q{number}", "label": "z" * (1 + number % 5)} for number in range(40)]
-    (folder / "c.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    runs.write_lines(folder / "c.jsonl", pairs)
     return folder
 
 

@@ -1,7 +1,6 @@
 """Checks what pairs are compared with after a restart. This module tests zerojax.trainer.tuning.reference."""
 
 import dataclasses
-import json
 import re
 
 import numpy as np
@@ -16,15 +15,13 @@ ROUNDING = 2e-5  # the same float32 sums in another order
 
 
 def test_a_run_that_resumes_compares_with_the_weights_that_it_began_with(cache_dir, tmp_path):
-    pairs = tmp_path / "pairs.jsonl"
     words = [{"text": "x" * (i % 5 + 1), "chosen": f"y{i}", "rejected": "no" * (i % 3 + 1)} for i in range(13)]
-    pairs.write_text("".join(json.dumps(word) + "\n" for word in words))
     settings = {
         "data__task": "dpo",
         "data__answer": "{chosen}",
         "data__answer_len": 8,
         "seq_len": 24,
-        "data__train_file": str(pairs),
+        "data__train_file": runs.write_lines(tmp_path / "pairs.jsonl", words),
         "checkpoint__every": 2,
         "lora__r": 4,
     }

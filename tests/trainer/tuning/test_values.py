@@ -27,7 +27,7 @@ def reward_folder(tmp_path_factory, prompts_file):
     config = runs.config(data__task="reward", data__train_file=prompts_file, model__num_layers=2, seed=3, seq_len=40)
     built = program.build(config, tokenizer_vocab=320, devices=jax.devices()[:1])
     folder = tmp_path_factory.mktemp("reward")
-    results.export(built, state_lib.first(built), folder, asking.BYTES)
+    results.export(built, state_lib.first(built), folder, runs.BYTES)
     return folder
 
 
@@ -63,7 +63,7 @@ def test_a_folder_that_values_no_texts_and_a_student_that_is_no_decoder_are_refu
     prompts_file, reward_folder, tmp_path
 ):
     built = program.build(runs.config(), tokenizer_vocab=320, devices=jax.devices()[:1])
-    results.export(built, state_lib.first(built), tmp_path / "plain", asking.BYTES)
+    results.export(built, state_lib.first(built), tmp_path / "plain", runs.BYTES)
     for reward, changes in ((tmp_path / "plain", {}), (reward_folder, {"model__preset": "t5_test"})):
         with pytest.raises(UserError, match=r"config.grpo.reward: .* gives texts no values, or this run's"):
             opened(prompts_file, reward, **changes)
