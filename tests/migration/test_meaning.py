@@ -1,7 +1,15 @@
 """Reads forty files key by key. This module tests what configs of DeepSpeed, Accelerate and training scripts mean.
 
-Each file says what its keys mean: the settings that they decide, the numbers that are assumed for a training script, and what has no
-counterpart. Every other key must be one that changes no number of a run (HARMLESS), or hold a value that switches it off (`off`).
+A file is a row for each key, with its value in JSON and its meaning:
+
+    KEY VALUE -> SETTING VALUE ...     it decides these settings
+    KEY VALUE ~> SETTING VALUE ...     these are assumed for a training script
+    KEY VALUE unsupported              it has no counterpart
+    KEY VALUE off                      this value switches it off
+    KEY VALUE                          it changes no number of a run (HARMLESS)
+    (KEY) -> SETTING VALUE ...         a line tells these settings if the file lacks the key
+
+Rows after `file NAME` are of a file beside it.
 """
 
 import dataclasses
@@ -12,7 +20,7 @@ import pytest
 import yaml
 
 from zerojax import configs, tree
-from zerojax.migration import documents, draft, keys, translate
+from zerojax.migration import documents, keys, translate
 from zerojax.trainer import config as config_lib
 
 # Keys that change neither the numbers of a run nor where its state lives: buckets, schedules of copies, logs, names of processes.
@@ -50,1185 +58,760 @@ HARMLESS = set(
     """.split()
 )
 
-ZERO, OPT, SCHED = "zero_optimization", "optimizer.params", "scheduler.params"
-
-
-@dataclasses.dataclass(frozen=True)
-class File:
-    """A file and its meaning: {key: {place: value}} where it decides or where it is assumed, and the keys without counterpart or effect.
-
-    `absent` are lines for keys that the file lacks: {key: {place: value}}.
-    """
-
-    content: Any
-    taken: dict[str, dict[str, Any]]
-    assumed: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    unsupported: str = ""
-    off: str = ""
-    absent: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    beside: dict[str, Any] | None = None
-
-
-def adam(lr, **more):
-    return {"type": "AdamW", "params": {"lr": lr, **more}}
-
-
-AUTO_ADAM = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-AUTO_WARMUP = {
-    "type": "WarmupLR",
-    "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
-}
-AUTO_BATCH = {
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-}
-AUTO_FP16 = {
-    "enabled": "auto",
-    "loss_scale": 0,
-    "loss_scale_window": 1000,
-    "initial_scale_power": 16,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
-FP16_KEYS = "fp16.loss_scale fp16.loss_scale_window fp16.initial_scale_power fp16.hysteresis fp16.min_loss_scale"
-LR = {f"{OPT}.lr": {"optimizer.learning_rate": 5e-5}}
-ASSUMED_ADAM = {
-    **LR,
-    f"{OPT}.betas": {"optimizer.b1": 0.9, "optimizer.b2": 0.999},
-    f"{OPT}.eps": {"optimizer.eps": 1e-8},
-    f"{OPT}.weight_decay": {"optimizer.weight_decay": 0.0, "optimizer.weight_decay_on": "all"},
-}
-ASSUMED_WARMUP = {
-    f"{SCHED}.warmup_num_steps": {"optimizer.warmup_steps": 0},
-    f"{SCHED}.warmup_max_lr": {"optimizer.learning_rate": 5e-5},
-    f"{SCHED}.warmup_min_lr": {"optimizer.initial_fraction": 0.0},
-}
-ASSUMED_BATCH = {
-    "gradient_accumulation_steps": {"grad_accum": 1},
-    "gradient_clipping": {"optimizer.clip_norm": 1.0},
-    "train_micro_batch_size_per_gpu": {"micro_batch_size": 1},
-}
-NO_OPTIMIZER = {
-    "optimizer.type": {"optimizer.name": "adamw", "optimizer.learning_rate": 5e-5, "optimizer.weight_decay": 0.0},
-    "scheduler.type": {"optimizer.schedule": "linear", "optimizer.warmup_steps": 0, "optimizer.final_fraction": 0.0},
-}
-NO_SCRIPT = {**NO_OPTIMIZER, "train_micro_batch_size_per_gpu": {"micro_batch_size": 1}}
-NO_SCHEDULE = {"scheduler.type": {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}}
-CLIP = {"gradient_clipping": {"optimizer.clip_norm": 1.0}}
-FP32 = {"bf16.enabled": {"precision": "fp32"}}
-STAGE_0 = {f"{ZERO}.stage": {"zero.stage": 0}}
-
+ZERO, OPT, SCHED, DS = "zero_optimization", "optimizer.params", "scheduler.params", "deepspeed_config"
+LOCAL = """
+compute_environment "LOCAL_MACHINE"
+debug false
+machine_rank 0
+main_training_function "main"
+num_machines 1
+num_processes 2 -> emulate_devices 2
+rdzv_backend "static"
+same_network true
+use_cpu false
+""".strip()
+ADAPTERS = """
+model_name_or_path "opt/llama" -> init_from "opt/llama"
+trust_remote_code true
+stage "sft" ~> data.task "chat"
+do_train true
+dataset "chats.jsonl" -> data.train_file "chats.jsonl"
+template "llama3" unsupported
+cutoff_len 2048 -> seq_len 2048
+overwrite_cache true
+preprocessing_num_workers 16
+output_dir "saves" unsupported
+logging_steps 10 -> log_every 10
+save_steps 500 -> checkpoint.every 500
+plot_loss true
+overwrite_output_dir true
+per_device_train_batch_size 1 -> micro_batch_size 1 global_batch_size 0
+gradient_accumulation_steps 8 -> grad_accum 8
+learning_rate 0.0001 -> optimizer.learning_rate 0.0001
+num_train_epochs 3.0 -> epochs 3.0
+lr_scheduler_type "cosine" -> optimizer.schedule "cosine" optimizer.final_fraction 0.0
+warmup_ratio 0.1 -> optimizer.warmup_steps 0.1
+bf16 true -> precision "bf16"
+ddp_timeout 180000000
+""".strip()
+NO_OPTIMIZER = """
+(optimizer.type) -> optimizer.name "adamw" optimizer.learning_rate 5e-5 optimizer.weight_decay 0.0
+(scheduler.type) -> optimizer.schedule "linear" optimizer.warmup_steps 0 optimizer.final_fraction 0.0
+""".strip()
+DEFAULTS_OF_ARGUMENTS = """
+(learning_rate) -> optimizer.learning_rate 5e-5
+(weight_decay) -> optimizer.weight_decay 0.0
+(adam_beta1) -> optimizer.b1 0.9
+(adam_beta2) -> optimizer.b2 0.999
+(adam_epsilon) -> optimizer.eps 1e-8
+(max_grad_norm) -> optimizer.clip_norm 1.0
+""".strip()
 DEEPSPEED = {
-    "getting started, fp16 at stage 2 with the optimizer on the host": File(
-        {
-            "train_batch_size": 8,
-            "gradient_accumulation_steps": 1,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
-            "fp16": {"enabled": True},
-            ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        },
-        {
-            "train_batch_size": {"global_batch_size": 8, "micro_batch_size": 0},
-            "gradient_accumulation_steps": {"grad_accum": 1},
-            "optimizer.type": {"optimizer.name": "adamw"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 0.00015},
-            "fp16.enabled": {"precision": "fp16"},
-            f"{ZERO}.stage": {"zero.stage": 2},
-            f"{ZERO}.offload_optimizer.device": {"offload.optimizer": "host"},
-        },
-        absent={**CLIP, **NO_SCHEDULE},
-    ),
-    "an image classifier with a warm-up": File(
-        {
-            "train_batch_size": 16,
-            "steps_per_print": 2000,
-            "optimizer": {
-                "type": "Adam",
-                "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
-            },
-            "scheduler": {
-                "type": "WarmupLR",
-                "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
-            },
-            "gradient_clipping": 1.0,
-            "prescale_gradients": False,
-            "bf16": {"enabled": False},
-            "fp16": {
-                "enabled": True,
-                "fp16_master_weights_and_grads": False,
-                "loss_scale": 0,
-                "loss_scale_window": 500,
-                "hysteresis": 2,
-                "min_loss_scale": 1,
-                "initial_scale_power": 15,
-            },
-            "wall_clock_breakdown": False,
-            ZERO: {
-                "stage": 0,
-                "allgather_partitions": True,
-                "reduce_scatter": True,
-                "allgather_bucket_size": 50000000,
-                "reduce_bucket_size": 50000000,
-                "overlap_comm": True,
-                "contiguous_gradients": True,
-                "cpu_offload": False,
-            },
-        },
-        {
-            "train_batch_size": {"global_batch_size": 16},
-            "steps_per_print": {"log_every": 2000},
-            "optimizer.type": {"optimizer.name": "adamw"},
-            f"{OPT}.betas": {"optimizer.b1": 0.8, "optimizer.b2": 0.999},
-            f"{OPT}.eps": {"optimizer.eps": 1e-8},
-            f"{OPT}.weight_decay": {"optimizer.weight_decay": 3e-7, "optimizer.weight_decay_on": "all"},
-            "scheduler.type": {"optimizer.schedule": "WarmupLR"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 0.001},
-            f"{SCHED}.warmup_max_lr": {"optimizer.learning_rate": 0.001},
-            f"{SCHED}.warmup_min_lr": {"optimizer.initial_fraction": 0.0},
-            f"{SCHED}.warmup_num_steps": {"optimizer.warmup_steps": 1000},
-            "gradient_clipping": {"optimizer.clip_norm": 1.0},
-            "fp16.enabled": {"precision": "fp16"},
-            "fp16.loss_scale": {"loss_scale.static": 0.0},
-            "fp16.loss_scale_window": {"loss_scale.window": 500},
-            "fp16.hysteresis": {"loss_scale.hysteresis": 2},
-            "fp16.min_loss_scale": {"loss_scale.min_scale": 1.0},
-            "fp16.initial_scale_power": {"loss_scale.init_scale": 2.0**15},
-            f"{ZERO}.stage": {"zero.stage": 0},
-        },
-        off=f"bf16.enabled fp16.fp16_master_weights_and_grads {ZERO}.cpu_offload",
-    ),
-    "a language model at stage 1, with the legacy truth value": File(
-        {
-            "train_batch_size": 64,
-            "train_micro_batch_size_per_gpu": 4,
-            "zero_optimization": True,
-            "bfloat16": {"enabled": True},
-            "optimizer": adam(1e-4),
-        },
-        {
-            "train_batch_size": {"global_batch_size": 64},
-            "train_micro_batch_size_per_gpu": {"micro_batch_size": 4, "grad_accum": 0},
-            "zero_optimization.stage": {"zero.stage": 1},
-            "bfloat16.enabled": {"precision": "bf16"},
-            "optimizer.type": {"optimizer.name": "adamw"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 1e-4},
-        },
-        absent={**CLIP, **NO_SCHEDULE},
-    ),
-    "a transformers file for stage 2, all auto": File(
-        {
-            "fp16": AUTO_FP16,
-            "bf16": {"enabled": "auto"},
-            "optimizer": AUTO_ADAM,
-            "scheduler": AUTO_WARMUP,
-            ZERO: {
-                "stage": 2,
-                "offload_optimizer": {"device": "cpu", "pin_memory": True},
-                "allgather_partitions": True,
-                "overlap_comm": True,
-                "reduce_bucket_size": 2e8,
-                "contiguous_gradients": True,
-            },
-            **AUTO_BATCH,
-        },
-        {
-            f"{ZERO}.stage": {"zero.stage": 2},
-            f"{ZERO}.offload_optimizer.device": {"offload.optimizer": "host"},
-            "optimizer.type": {"optimizer.name": "adamw"},
-            "scheduler.type": {"optimizer.schedule": "WarmupLR"},
-        },
-        {
-            **ASSUMED_ADAM,
-            **ASSUMED_WARMUP,
-            **ASSUMED_BATCH,
-            "bf16.enabled": {"precision": "fp32"},
-            "fp16.enabled": {"precision": "fp32"},
-        },
-        off=f"{FP16_KEYS} train_batch_size",
-    ),
-    "a transformers file for stage 3 with both offloads": File(
-        {
-            "bf16": {"enabled": "auto"},
-            "optimizer": AUTO_ADAM,
-            ZERO: {
-                "stage": 3,
-                "offload_optimizer": {"device": "cpu", "pin_memory": True},
-                "offload_param": {"device": "cpu", "pin_memory": True},
-                "overlap_comm": True,
-                "contiguous_gradients": True,
-                "sub_group_size": 1e9,
-                "reduce_bucket_size": "auto",
-                "stage3_prefetch_bucket_size": "auto",
-                "stage3_param_persistence_threshold": "auto",
-                "stage3_max_live_parameters": 1e9,
-                "stage3_max_reuse_distance": 1e9,
-                "stage3_gather_16bit_weights_on_model_save": True,
-            },
-            **AUTO_BATCH,
-            "steps_per_print": 2000,
-            "wall_clock_breakdown": False,
-        },
-        {
-            f"{ZERO}.stage": {"zero.stage": 3},
-            f"{ZERO}.offload_optimizer.device": {"offload.optimizer": "host"},
-            f"{ZERO}.offload_param.device": {"offload.params": "host"},
-            "optimizer.type": {"optimizer.name": "adamw"},
-            "steps_per_print": {"log_every": 2000},
-        },
-        {
-            **ASSUMED_ADAM,
-            **ASSUMED_BATCH,
-            "bf16.enabled": {"precision": "fp32"},
-            f"{ZERO}.stage3_param_persistence_threshold": {"zero.min_size": 1024},
-        },
-        off="train_batch_size",
-        absent={"scheduler.type": {"optimizer.schedule": "linear", "optimizer.warmup_steps": 0}},
-    ),
-    "infinity on a disk": File(
-        {
-            "train_micro_batch_size_per_gpu": 2,
-            "bf16": {"enabled": True},
-            "optimizer": adam(3e-5, betas=[0.8, 0.999], eps=1e-8, weight_decay=3e-7),
-            ZERO: {
-                "stage": 3,
-                "offload_optimizer": {
-                    "device": "nvme",
-                    "nvme_path": "/local_nvme",
-                    "pin_memory": True,
-                    "buffer_count": 4,
-                    "fast_init": False,
-                },
-                "offload_param": {
-                    "device": "nvme",
-                    "nvme_path": "/local_nvme",
-                    "pin_memory": True,
-                    "buffer_count": 5,
-                    "buffer_size": 1e8,
-                    "max_in_cpu": 1e9,
-                },
-                "stage3_param_persistence_threshold": 1e6,
-            },
-            "aio": {
-                "block_size": 262144,
-                "queue_depth": 32,
-                "thread_count": 1,
-                "single_submit": False,
-                "overlap_events": True,
-            },
-        },
-        {
-            "train_micro_batch_size_per_gpu": {"micro_batch_size": 2, "global_batch_size": 0, "grad_accum": 1},
-            "bf16.enabled": {"precision": "bf16"},
-            "optimizer.type": {"optimizer.name": "adamw"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 3e-5},
-            f"{OPT}.betas": {"optimizer.b1": 0.8, "optimizer.b2": 0.999},
-            f"{OPT}.eps": {"optimizer.eps": 1e-8},
-            f"{OPT}.weight_decay": {"optimizer.weight_decay": 3e-7},
-            f"{ZERO}.stage": {"zero.stage": 3},
-            f"{ZERO}.offload_optimizer.device": {"offload.optimizer": "nvme"},
-            f"{ZERO}.offload_optimizer.nvme_path": {"offload.nvme_path": "/local_nvme"},
-            f"{ZERO}.offload_param.device": {"offload.params": "nvme"},
-            f"{ZERO}.offload_param.nvme_path": {"offload.nvme_path": "/local_nvme"},
-            f"{ZERO}.stage3_param_persistence_threshold": {"zero.min_size": 1_000_000},
-        },
-        absent={**CLIP, **NO_SCHEDULE},
-    ),
-    "params alone on a disk": File(
-        {
-            "train_batch_size": 8,
-            "bf16": {"enabled": True},
-            ZERO: {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/n"}},
-        },
-        {
-            "train_batch_size": {"global_batch_size": 8},
-            "bf16.enabled": {"precision": "bf16"},
-            f"{ZERO}.stage": {"zero.stage": 3},
-        },
-        unsupported=f"{ZERO}.offload_param.device",
-        off=f"{ZERO}.offload_param.nvme_path",
-        absent={**CLIP, **NO_OPTIMIZER},
-    ),
-    "ZeRO++": File(
-        {
-            "train_batch_size": 32,
-            "bf16": {"enabled": True},
-            ZERO: {
-                "stage": 3,
-                "zero_quantized_weights": True,
-                "zero_quantized_gradients": True,
-                "zero_hpz_partition_size": 8,
-                "contiguous_gradients": True,
-                "overlap_comm": True,
-            },
-            "optimizer": adam(1e-4),
-        },
-        {
-            "train_batch_size": {"global_batch_size": 32},
-            "bf16.enabled": {"precision": "bf16"},
-            f"{ZERO}.stage": {"zero.stage": 3},
-            "optimizer.type": {"optimizer.name": "adamw"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 1e-4},
-            f"{ZERO}.zero_quantized_weights": {"wire.weights": "int8"},
-            f"{ZERO}.zero_quantized_gradients": {"wire.gradients": "int4"},
-            f"{ZERO}.zero_hpz_partition_size": {"wire.second_copy": True, "wire.host_devices": 8},
-        },
-        absent={**CLIP, **NO_SCHEDULE},
-    ),
-    "ZeRO++ switched off by its defaults": File(
-        {
-            "train_batch_size": 32,
-            "fp16": {"enabled": False},
-            ZERO: {
-                "stage": 3,
-                "zero_quantized_weights": False,
-                "zero_quantized_gradients": "false",
-                "zero_hpz_partition_size": 1,
-            },
-        },
-        {
-            "train_batch_size": {"global_batch_size": 32},
-            f"{ZERO}.stage": {"zero.stage": 3},
-        },
-        off=f"{ZERO}.zero_quantized_weights {ZERO}.zero_quantized_gradients {ZERO}.zero_hpz_partition_size fp16.enabled",
-        absent={**CLIP, **NO_OPTIMIZER},
-    ),
-    "MiCS": File(
-        {
-            "train_batch_size": 32,
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 1,
-            "bf16": {"enabled": True},
-            ZERO: {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True},
-        },
-        {
-            "train_batch_size": {"global_batch_size": 32},
-            "train_micro_batch_size_per_gpu": {"micro_batch_size": 2},
-            "gradient_accumulation_steps": {"grad_accum": 0},
-            "bf16.enabled": {"precision": "bf16"},
-            f"{ZERO}.stage": {"zero.stage": 3},
-            f"{ZERO}.mics_shard_size": {"mesh.data": 4, "mesh.replica": 4},
-        },
-        absent={**CLIP, **NO_OPTIMIZER},
-    ),
-    "1-bit Adam": File(
-        {
-            "train_batch_size": 4096,
-            "train_micro_batch_size_per_gpu": 16,
-            "optimizer": {
-                "type": "OneBitAdam",
-                "params": {"lr": 4e-4, "freeze_step": 23000, "cuda_aware": False, "comm_backend_name": "nccl"},
-            },
-            "gradient_clipping": 1.0,
-            "fp16": {"enabled": True, "loss_scale": 128},
-        },
-        {
-            "train_batch_size": {"global_batch_size": 4096},
-            "train_micro_batch_size_per_gpu": {"micro_batch_size": 16},
-            f"{OPT}.lr": {"optimizer.learning_rate": 4e-4, "optimizer.name": "adamw"},
-            "gradient_clipping": {"optimizer.clip_norm": 1.0},
-            "fp16.enabled": {"precision": "fp16"},
-            "fp16.loss_scale": {"loss_scale.static": 128.0},
-        },
-        unsupported=f"optimizer.type {OPT}.freeze_step",
-        off=f"{OPT}.cuda_aware {OPT}.comm_backend_name",
-        absent={**STAGE_0, **NO_SCHEDULE},
-    ),
-    "LAMB with its limits": File(
-        {
-            "train_batch_size": 1024,
-            "optimizer": {
-                "type": "Lamb",
-                "params": {
-                    "lr": 6e-3,
-                    "betas": [0.9, 0.999],
-                    "weight_decay": 0.01,
-                    "bias_correction": False,
-                    "max_coeff": 0.3,
-                    "min_coeff": 0.01,
-                },
-            },
-            "gradient_clipping": 1.0,
-        },
-        {
-            "train_batch_size": {"global_batch_size": 1024},
-            "optimizer.type": {"optimizer.name": "lamb"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 6e-3},
-            f"{OPT}.betas": {"optimizer.b1": 0.9},
-            f"{OPT}.weight_decay": {"optimizer.weight_decay": 0.01},
-            "gradient_clipping": {"optimizer.clip_norm": 1.0},
-        },
-        unsupported=f"{OPT}.bias_correction {OPT}.max_coeff {OPT}.min_coeff",
-        absent={**STAGE_0, **NO_SCHEDULE, **FP32},
-    ),
-    "Adam with L2 and AMSGrad": File(
-        {
-            "train_batch_size": 8,
-            "optimizer": {
-                "type": "Adam",
-                "params": {"lr": 1e-3, "adam_w_mode": False, "weight_decay": 0.01, "amsgrad": True, "torch_adam": True},
-            },
-        },
-        {
-            "train_batch_size": {"global_batch_size": 8},
-            "optimizer.type": {"optimizer.name": "adam"},
-            f"{OPT}.adam_w_mode": {"optimizer.name": "adam"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 1e-3},
-        },
-        unsupported=f"{OPT}.weight_decay {OPT}.amsgrad",
-        absent={**STAGE_0, **NO_SCHEDULE, **FP32, **CLIP},
-    ),
-    "SGD with momentum": File(
-        {
-            "train_batch_size": 8,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0}},
-            "gradient_clipping": 0,
-        },
-        {
-            "train_batch_size": {"global_batch_size": 8},
-            "optimizer.type": {"optimizer.name": "sgd"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 0.1},
-            f"{OPT}.momentum": {"optimizer.b1": 0.9},
-            f"{OPT}.weight_decay": {"optimizer.weight_decay": 0.0},
-            "gradient_clipping": {"optimizer.clip_norm": 0.0},
-        },
-        unsupported=f"{OPT}.nesterov",
-        absent={**STAGE_0, **NO_SCHEDULE, **FP32},
-    ),
-    "Lion, with a parameter that it lacks": File(
-        {
-            "train_batch_size": 8,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "Lion", "params": {"lr": 1e-4, "betas": [0.95, 0.98], "eps": 1e-8}},
-        },
-        {
-            "train_batch_size": {"global_batch_size": 8},
-            "bf16.enabled": {"precision": "bf16"},
-            "optimizer.type": {"optimizer.name": "lion"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 1e-4},
-            f"{OPT}.betas": {"optimizer.b1": 0.95, "optimizer.b2": 0.98},
-        },
-        unsupported=f"{OPT}.eps",
-        absent={**STAGE_0, **NO_SCHEDULE, **CLIP},
-    ),
-    "a linear decay": File(
-        {
-            "train_batch_size": 8,
-            "optimizer": adam(1e-3),
-            "scheduler": {
-                "type": "WarmupDecayLR",
-                "params": {
-                    "total_num_steps": 5000,
-                    "warmup_min_lr": 1e-6,
-                    "warmup_max_lr": 1e-4,
-                    "warmup_num_steps": 500,
-                    "warmup_type": "linear",
-                    "last_batch_iteration": -1,
-                },
-            },
-        },
-        {
-            "train_batch_size": {"global_batch_size": 8},
-            "optimizer.type": {"optimizer.name": "adamw"},
-            "scheduler.type": {"optimizer.schedule": "WarmupDecayLR"},
-            f"{SCHED}.total_num_steps": {"steps": 5000},
-            f"{SCHED}.warmup_min_lr": {"optimizer.initial_fraction": 0.01},
-            f"{SCHED}.warmup_max_lr": {"optimizer.learning_rate": 1e-4},
-            f"{SCHED}.warmup_num_steps": {"optimizer.warmup_steps": 500},
-            f"{SCHED}.warmup_type": {"optimizer.warmup": "linear"},
-        },
-        off=f"{OPT}.lr {SCHED}.last_batch_iteration",
-        absent={**STAGE_0, **FP32, **CLIP},
-    ),
-    "a cosine, and a schedule's foreign parameter": File(
-        {
-            "train_batch_size": 8,
-            "optimizer": adam(2e-4),
-            "scheduler": {
-                "type": "WarmupCosineLR",
-                "params": {
-                    "total_num_steps": 900,
-                    "warmup_num_steps": 90,
-                    "warmup_min_ratio": 0.1,
-                    "cos_min_ratio": 0.05,
-                    "warmup_max_lr": 1e-3,
-                },
-            },
-        },
-        {
-            "train_batch_size": {"global_batch_size": 8},
-            "optimizer.type": {"optimizer.name": "adamw"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 2e-4},
-            "scheduler.type": {"optimizer.schedule": "WarmupCosineLR"},
-            f"{SCHED}.total_num_steps": {"steps": 900},
-            f"{SCHED}.warmup_num_steps": {"optimizer.warmup_steps": 90},
-            f"{SCHED}.warmup_min_ratio": {"optimizer.initial_fraction": 0.1},
-            f"{SCHED}.cos_min_ratio": {"optimizer.final_fraction": 0.05},
-        },
-        unsupported=f"{SCHED}.warmup_max_lr",
-        absent={**STAGE_0, **FP32, **CLIP},
-    ),
-    "one cycle": File(
-        {
-            "train_batch_size": 8,
-            "optimizer": adam(2e-4),
-            "scheduler": {
-                "type": "OneCycle",
-                "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3, "cycle_first_step_size": 100},
-            },
-        },
-        {
-            "train_batch_size": {"global_batch_size": 8},
-            "optimizer.type": {"optimizer.name": "adamw"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 2e-4, "optimizer.schedule": "constant"},
-        },
-        unsupported=f"scheduler.type {SCHED}.cycle_min_lr {SCHED}.cycle_max_lr {SCHED}.cycle_first_step_size",
-        absent={**STAGE_0, **FP32, **CLIP},
-    ),
-    "activations, profiles and monitors": File(
-        {
-            "train_batch_size": 8,
-            "bf16": {"enabled": True},
-            "activation_checkpointing": {
-                "partition_activations": True,
-                "cpu_checkpointing": True,
-                "contiguous_memory_optimization": False,
-                "number_checkpoints": None,
-            },
-            "flops_profiler": {"enabled": True, "profile_step": 1, "detailed": True},
-            "comms_logger": {"enabled": True, "verbose": False},
-            "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "run"},
-            "csv_monitor": {"enabled": True, "output_path": "logs"},
-            "wandb": {"enabled": True, "project": "mine", "group": "g", "team": "t"},
-            "comet": {"enabled": True, "project": "mine"},
-        },
-        {
-            "train_batch_size": {"global_batch_size": 8},
-            "bf16.enabled": {"precision": "bf16"},
-            "wandb.enabled": {"metrics.to": ("tensorboard", "wandb")},
-            "wandb.project": {"metrics.project": "mine"},
-        },
-        unsupported="activation_checkpointing.cpu_checkpointing comet.enabled comet.project",
-        absent={**STAGE_0, **NO_OPTIMIZER, **CLIP},
-    ),
-    "blocks that are off": File(
-        {
-            "train_batch_size": 8,
-            "elasticity": {"enabled": False, "max_train_batch_size": 2000},
-            "autotuning": {"metric": "throughput"},
-            "amp": {"enabled": False, "opt_level": "O1"},
-            "progressive_layer_drop": {"enabled": False, "theta": 0.5},
-            "compression_training": {
-                "weight_quantization": {"shared_parameters": {"enabled": False}, "different_groups": {"a": {"b": 1}}}
-            },
-            "sparse_gradients": False,
-            "wandb": {"enabled": False, "project": "mine"},
-        },
-        {"train_batch_size": {"global_batch_size": 8}},
-        off=(
-            "elasticity.enabled elasticity.max_train_batch_size autotuning.metric amp.enabled amp.opt_level "
-            "progressive_layer_drop.enabled progressive_layer_drop.theta "
-            "compression_training.weight_quantization.shared_parameters.enabled "
-            "compression_training.weight_quantization.different_groups.a.b sparse_gradients wandb.enabled wandb.project"
-        ),
-        absent={**STAGE_0, **FP32, **NO_OPTIMIZER, **CLIP},
-    ),
-    "the same blocks, on": File(
-        {
-            "train_batch_size": 8,
-            "elasticity": {"enabled": True, "max_train_batch_size": 2000},
-            "autotuning": {"enabled": True, "metric": "throughput"},
-            "progressive_layer_drop": {"enabled": True, "theta": 0.5},
-            "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"},
-            "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
-            "sparse_gradients": True,
-        },
-        {"train_batch_size": {"global_batch_size": 8}},
-        unsupported=(
-            "elasticity.enabled elasticity.max_train_batch_size autotuning.enabled autotuning.metric "
-            "progressive_layer_drop.enabled progressive_layer_drop.theta curriculum_learning.enabled "
-            "curriculum_learning.curriculum_type compression_training.weight_quantization.shared_parameters.enabled "
-            "sparse_gradients"
-        ),
-        absent={**STAGE_0, **FP32, **NO_OPTIMIZER, **CLIP},
-    ),
-    "sums and communication": File(
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 4,
-            "bf16": {"enabled": True, "immediate_grad_update": True},
-            "data_types": {"grad_accum_dtype": "bf16"},
-            "communication_data_type": "bf16",
-            "gradient_predivide_factor": 2.0,
-            "gradient_allreduce_op": "sum",
-            "seq_parallel_communication_data_type": "fp32",
-            "sequence_parallel_size": 2,
-        },
-        {
-            "train_micro_batch_size_per_gpu": {"micro_batch_size": 1},
-            "gradient_accumulation_steps": {"grad_accum": 4},
-            "bf16.enabled": {"precision": "bf16"},
-            "data_types.grad_accum_dtype": {"accum_dtype": "bf16"},
-            "communication_data_type": {"reduce_dtype": "bf16"},
-            "sequence_parallel_size": {"mesh.context": 2},
-        },
-        unsupported="gradient_allreduce_op",
-        off="bf16.immediate_grad_update gradient_predivide_factor seq_parallel_communication_data_type",
-        absent={**STAGE_0, **NO_OPTIMIZER, **CLIP},
-    ),
-    "bf16 without master weights, and a share of the state on the host": File(
-        {
-            "train_batch_size": 8,
-            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-            ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}},
-            "optimizer": adam(1e-5),
-        },
-        {
-            "train_batch_size": {"global_batch_size": 8},
-            "bf16.enabled": {"precision": "bf16_sr"},
-            "bf16.bf16_master_weights_and_grads": {"precision": "bf16_sr"},
-            "bf16.bf16_optimizer_states": {"optimizer.moments": "bf16"},
-            f"{ZERO}.stage": {"zero.stage": 3},
-            f"{ZERO}.offload_optimizer.device": {"offload.optimizer": "host"},
-            f"{ZERO}.offload_optimizer.ratio": {"offload.fraction": 0.4},
-            "optimizer.type": {"optimizer.name": "adamw"},
-            f"{OPT}.lr": {"optimizer.learning_rate": 1e-5},
-        },
-        absent={**NO_SCHEDULE, **CLIP},
-    ),
-    "options of which the run has the opposite": File(
-        {
-            "train_batch_size": 8,
-            "managed_gradient_accumulation": False,
-            ZERO: {"stage": 1, "load_from_fp32_weights": False, "ignore_unused_parameters": False},
-            "torch_autocast": {
-                "enabled": True,
-                "dtype": "bfloat16",
-                "lower_precision_safe_modules": ["torch.nn.Linear"],
-            },
-            "amp": {"enabled": True},
-            "tensor_parallel": {"autotp_size": 4},
-        },
-        {
-            "train_batch_size": {"global_batch_size": 8},
-            f"{ZERO}.stage": {"zero.stage": 1},
-            "torch_autocast.enabled": {"precision": "bf16"},
-            "torch_autocast.dtype": {"precision": "bf16"},
-            "tensor_parallel.autotp_size": {"mesh.model": 4},
-        },
-        unsupported=(
-            f"managed_gradient_accumulation {ZERO}.load_from_fp32_weights {ZERO}.ignore_unused_parameters "
-            "torch_autocast.lower_precision_safe_modules amp.enabled"
-        ),
-        absent={**NO_OPTIMIZER, **CLIP},
-    ),
-    "a typing error": File(
-        {"train_batch_size": 8, ZERO: {"stage": 2, "overlap_com": True}, "gradient_cliping": 1.0},
-        {"train_batch_size": {"global_batch_size": 8}, f"{ZERO}.stage": {"zero.stage": 2}},
-        unsupported=f"{ZERO}.overlap_com gradient_cliping",
-        absent={**FP32, **NO_OPTIMIZER, **CLIP},
-    ),
+    "getting started, fp16 at stage 2 with the optimizer on the host": """
+train_batch_size 8 -> global_batch_size 8 micro_batch_size 0
+gradient_accumulation_steps 1 -> grad_accum 1
+optimizer.type "Adam" -> optimizer.name "adamw"
+optimizer.params.lr 0.00015 -> optimizer.learning_rate 0.00015
+fp16.enabled true -> precision "fp16"
+zero_optimization.stage 2 -> zero.stage 2
+zero_optimization.offload_optimizer.device "cpu" -> offload.optimizer "host"
+(gradient_clipping) -> optimizer.clip_norm 1.0
+(scheduler.type) -> optimizer.schedule "constant" optimizer.warmup_steps 0
+""",
+    "an image classifier with a warm-up": """
+train_batch_size 16 -> global_batch_size 16
+steps_per_print 2000 -> log_every 2000
+optimizer.type "Adam" -> optimizer.name "adamw"
+optimizer.params.lr 0.001 -> optimizer.learning_rate 0.001
+optimizer.params.betas [0.8, 0.999] -> optimizer.b1 0.8 optimizer.b2 0.999
+optimizer.params.eps 1e-8 -> optimizer.eps 1e-8
+optimizer.params.weight_decay 3e-7 -> optimizer.weight_decay 3e-7 optimizer.weight_decay_on "all"
+scheduler.type "WarmupLR" -> optimizer.schedule "WarmupLR"
+scheduler.params.warmup_min_lr 0 -> optimizer.initial_fraction 0.0
+scheduler.params.warmup_max_lr 0.001 -> optimizer.learning_rate 0.001
+scheduler.params.warmup_num_steps 1000 -> optimizer.warmup_steps 1000
+gradient_clipping 1.0 -> optimizer.clip_norm 1.0
+prescale_gradients false
+bf16.enabled false off
+fp16.enabled true -> precision "fp16"
+fp16.fp16_master_weights_and_grads false off
+fp16.loss_scale 0 -> loss_scale.static 0.0
+fp16.loss_scale_window 500 -> loss_scale.window 500
+fp16.hysteresis 2 -> loss_scale.hysteresis 2
+fp16.min_loss_scale 1 -> loss_scale.min_scale 1.0
+fp16.initial_scale_power 15 -> loss_scale.init_scale 32768.0
+wall_clock_breakdown false
+zero_optimization.stage 0 -> zero.stage 0
+zero_optimization.allgather_partitions true
+zero_optimization.reduce_scatter true
+zero_optimization.allgather_bucket_size 50000000
+zero_optimization.reduce_bucket_size 50000000
+zero_optimization.overlap_comm true
+zero_optimization.contiguous_gradients true
+zero_optimization.cpu_offload false off
+""",
+    "a language model at stage 1, with the legacy truth value": """
+train_batch_size 64 -> global_batch_size 64
+train_micro_batch_size_per_gpu 4 -> micro_batch_size 4 grad_accum 0
+zero_optimization true -> zero.stage 1
+bfloat16.enabled true -> precision "bf16"
+optimizer.type "AdamW" -> optimizer.name "adamw"
+optimizer.params.lr 0.0001 -> optimizer.learning_rate 0.0001
+(gradient_clipping) -> optimizer.clip_norm 1.0
+(scheduler.type) -> optimizer.schedule "constant" optimizer.warmup_steps 0
+""",
+    "a transformers file for stage 2, all auto": """
+fp16.enabled "auto" ~> precision "fp32"
+fp16.loss_scale 0 off
+fp16.loss_scale_window 1000 off
+fp16.initial_scale_power 16 off
+fp16.hysteresis 2 off
+fp16.min_loss_scale 1 off
+bf16.enabled "auto" ~> precision "fp32"
+optimizer.type "AdamW" -> optimizer.name "adamw"
+optimizer.params.lr "auto" ~> optimizer.learning_rate 5e-5
+optimizer.params.betas "auto" ~> optimizer.b1 0.9 optimizer.b2 0.999
+optimizer.params.eps "auto" ~> optimizer.eps 1e-8
+optimizer.params.weight_decay "auto" ~> optimizer.weight_decay 0.0 optimizer.weight_decay_on "all"
+scheduler.type "WarmupLR" -> optimizer.schedule "WarmupLR"
+scheduler.params.warmup_min_lr "auto" ~> optimizer.initial_fraction 0.0
+scheduler.params.warmup_max_lr "auto" ~> optimizer.learning_rate 5e-5
+scheduler.params.warmup_num_steps "auto" ~> optimizer.warmup_steps 0
+zero_optimization.stage 2 -> zero.stage 2
+zero_optimization.offload_optimizer.device "cpu" -> offload.optimizer "host"
+zero_optimization.offload_optimizer.pin_memory true
+zero_optimization.allgather_partitions true
+zero_optimization.overlap_comm true
+zero_optimization.reduce_bucket_size 2e8
+zero_optimization.contiguous_gradients true
+gradient_accumulation_steps "auto" ~> grad_accum 1
+gradient_clipping "auto" ~> optimizer.clip_norm 1.0
+train_batch_size "auto" off
+train_micro_batch_size_per_gpu "auto" ~> micro_batch_size 1
+""",
+    "a transformers file for stage 3 with both offloads": """
+bf16.enabled "auto" ~> precision "fp32"
+optimizer.type "AdamW" -> optimizer.name "adamw"
+optimizer.params.lr "auto" ~> optimizer.learning_rate 5e-5
+optimizer.params.betas "auto" ~> optimizer.b1 0.9 optimizer.b2 0.999
+optimizer.params.eps "auto" ~> optimizer.eps 1e-8
+optimizer.params.weight_decay "auto" ~> optimizer.weight_decay 0.0 optimizer.weight_decay_on "all"
+zero_optimization.stage 3 -> zero.stage 3
+zero_optimization.offload_optimizer.device "cpu" -> offload.optimizer "host"
+zero_optimization.offload_optimizer.pin_memory true
+zero_optimization.offload_param.device "cpu" -> offload.params "host"
+zero_optimization.offload_param.pin_memory true
+zero_optimization.overlap_comm true
+zero_optimization.contiguous_gradients true
+zero_optimization.sub_group_size 1e9
+zero_optimization.reduce_bucket_size "auto"
+zero_optimization.stage3_prefetch_bucket_size "auto"
+zero_optimization.stage3_param_persistence_threshold "auto" ~> zero.min_size 1024
+zero_optimization.stage3_max_live_parameters 1e9
+zero_optimization.stage3_max_reuse_distance 1e9
+zero_optimization.stage3_gather_16bit_weights_on_model_save true
+gradient_accumulation_steps "auto" ~> grad_accum 1
+gradient_clipping "auto" ~> optimizer.clip_norm 1.0
+train_batch_size "auto" off
+train_micro_batch_size_per_gpu "auto" ~> micro_batch_size 1
+steps_per_print 2000 -> log_every 2000
+wall_clock_breakdown false
+(scheduler.type) -> optimizer.schedule "linear" optimizer.warmup_steps 0
+""",
+    "infinity on a disk": """
+train_micro_batch_size_per_gpu 2 -> micro_batch_size 2 global_batch_size 0 grad_accum 1
+bf16.enabled true -> precision "bf16"
+optimizer.type "AdamW" -> optimizer.name "adamw"
+optimizer.params.lr 3e-5 -> optimizer.learning_rate 3e-5
+optimizer.params.betas [0.8, 0.999] -> optimizer.b1 0.8 optimizer.b2 0.999
+optimizer.params.eps 1e-8 -> optimizer.eps 1e-8
+optimizer.params.weight_decay 3e-7 -> optimizer.weight_decay 3e-7
+zero_optimization.stage 3 -> zero.stage 3
+zero_optimization.offload_optimizer.device "nvme" -> offload.optimizer "nvme"
+zero_optimization.offload_optimizer.nvme_path "/local_nvme" -> offload.nvme_path "/local_nvme"
+zero_optimization.offload_optimizer.pin_memory true
+zero_optimization.offload_optimizer.buffer_count 4
+zero_optimization.offload_optimizer.fast_init false
+zero_optimization.offload_param.device "nvme" -> offload.params "nvme"
+zero_optimization.offload_param.nvme_path "/local_nvme" -> offload.nvme_path "/local_nvme"
+zero_optimization.offload_param.pin_memory true
+zero_optimization.offload_param.buffer_count 5
+zero_optimization.offload_param.buffer_size 1e8
+zero_optimization.offload_param.max_in_cpu 1e9
+zero_optimization.stage3_param_persistence_threshold 1e6 -> zero.min_size 1000000
+aio.block_size 262144
+aio.queue_depth 32
+aio.thread_count 1
+aio.single_submit false
+aio.overlap_events true
+(gradient_clipping) -> optimizer.clip_norm 1.0
+(scheduler.type) -> optimizer.schedule "constant" optimizer.warmup_steps 0
+""",
+    "params alone on a disk": f"""
+train_batch_size 8 -> global_batch_size 8
+bf16.enabled true -> precision "bf16"
+zero_optimization.stage 3 -> zero.stage 3
+zero_optimization.offload_param.device "nvme" unsupported
+zero_optimization.offload_param.nvme_path "/n" off
+{NO_OPTIMIZER}
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "ZeRO++": """
+train_batch_size 32 -> global_batch_size 32
+bf16.enabled true -> precision "bf16"
+zero_optimization.stage 3 -> zero.stage 3
+zero_optimization.zero_quantized_weights true -> wire.weights "int8"
+zero_optimization.zero_quantized_gradients true -> wire.gradients "int4"
+zero_optimization.zero_hpz_partition_size 8 -> wire.second_copy true wire.host_devices 8
+zero_optimization.contiguous_gradients true
+zero_optimization.overlap_comm true
+optimizer.type "AdamW" -> optimizer.name "adamw"
+optimizer.params.lr 0.0001 -> optimizer.learning_rate 0.0001
+(gradient_clipping) -> optimizer.clip_norm 1.0
+(scheduler.type) -> optimizer.schedule "constant" optimizer.warmup_steps 0
+""",
+    "ZeRO++ switched off by its defaults": f"""
+train_batch_size 32 -> global_batch_size 32
+fp16.enabled false off
+zero_optimization.stage 3 -> zero.stage 3
+zero_optimization.zero_quantized_weights false off
+zero_optimization.zero_quantized_gradients "false" off
+zero_optimization.zero_hpz_partition_size 1 off
+{NO_OPTIMIZER}
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "MiCS": f"""
+train_batch_size 32 -> global_batch_size 32
+train_micro_batch_size_per_gpu 2 -> micro_batch_size 2
+gradient_accumulation_steps 1 -> grad_accum 0
+bf16.enabled true -> precision "bf16"
+zero_optimization.stage 3 -> zero.stage 3
+zero_optimization.mics_shard_size 4 -> mesh.data 4 mesh.replica 4
+zero_optimization.mics_hierarchical_params_gather true
+{NO_OPTIMIZER}
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "1-bit Adam": """
+train_batch_size 4096 -> global_batch_size 4096
+train_micro_batch_size_per_gpu 16 -> micro_batch_size 16
+optimizer.type "OneBitAdam" unsupported
+optimizer.params.lr 0.0004 -> optimizer.learning_rate 0.0004 optimizer.name "adamw"
+optimizer.params.freeze_step 23000 unsupported
+optimizer.params.cuda_aware false off
+optimizer.params.comm_backend_name "nccl" off
+gradient_clipping 1.0 -> optimizer.clip_norm 1.0
+fp16.enabled true -> precision "fp16"
+fp16.loss_scale 128 -> loss_scale.static 128.0
+(zero_optimization.stage) -> zero.stage 0
+(scheduler.type) -> optimizer.schedule "constant" optimizer.warmup_steps 0
+""",
+    "LAMB with its limits": """
+train_batch_size 1024 -> global_batch_size 1024
+optimizer.type "Lamb" -> optimizer.name "lamb"
+optimizer.params.lr 0.006 -> optimizer.learning_rate 0.006
+optimizer.params.betas [0.9, 0.999] -> optimizer.b1 0.9
+optimizer.params.weight_decay 0.01 -> optimizer.weight_decay 0.01
+optimizer.params.bias_correction false unsupported
+optimizer.params.max_coeff 0.3 unsupported
+optimizer.params.min_coeff 0.01 unsupported
+gradient_clipping 1.0 -> optimizer.clip_norm 1.0
+(zero_optimization.stage) -> zero.stage 0
+(scheduler.type) -> optimizer.schedule "constant" optimizer.warmup_steps 0
+(bf16.enabled) -> precision "fp32"
+""",
+    "Adam with L2 and AMSGrad": """
+train_batch_size 8 -> global_batch_size 8
+optimizer.type "Adam" -> optimizer.name "adam"
+optimizer.params.lr 0.001 -> optimizer.learning_rate 0.001
+optimizer.params.adam_w_mode false -> optimizer.name "adam"
+optimizer.params.weight_decay 0.01 unsupported
+optimizer.params.amsgrad true unsupported
+optimizer.params.torch_adam true
+(zero_optimization.stage) -> zero.stage 0
+(scheduler.type) -> optimizer.schedule "constant" optimizer.warmup_steps 0
+(bf16.enabled) -> precision "fp32"
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "SGD with momentum": """
+train_batch_size 8 -> global_batch_size 8
+optimizer.type "SGD" -> optimizer.name "sgd"
+optimizer.params.lr 0.1 -> optimizer.learning_rate 0.1
+optimizer.params.momentum 0.9 -> optimizer.b1 0.9
+optimizer.params.nesterov true unsupported
+optimizer.params.weight_decay 0 -> optimizer.weight_decay 0.0
+gradient_clipping 0 -> optimizer.clip_norm 0.0
+(zero_optimization.stage) -> zero.stage 0
+(scheduler.type) -> optimizer.schedule "constant" optimizer.warmup_steps 0
+(bf16.enabled) -> precision "fp32"
+""",
+    "Lion, with a parameter that it lacks": """
+train_batch_size 8 -> global_batch_size 8
+bf16.enabled true -> precision "bf16"
+optimizer.type "Lion" -> optimizer.name "lion"
+optimizer.params.lr 0.0001 -> optimizer.learning_rate 0.0001
+optimizer.params.betas [0.95, 0.98] -> optimizer.b1 0.95 optimizer.b2 0.98
+optimizer.params.eps 1e-8 unsupported
+(zero_optimization.stage) -> zero.stage 0
+(scheduler.type) -> optimizer.schedule "constant" optimizer.warmup_steps 0
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "a linear decay": """
+train_batch_size 8 -> global_batch_size 8
+optimizer.type "AdamW" -> optimizer.name "adamw"
+optimizer.params.lr 0.001 off
+scheduler.type "WarmupDecayLR" -> optimizer.schedule "WarmupDecayLR"
+scheduler.params.total_num_steps 5000 -> steps 5000
+scheduler.params.warmup_min_lr 1e-6 -> optimizer.initial_fraction 0.01
+scheduler.params.warmup_max_lr 0.0001 -> optimizer.learning_rate 0.0001
+scheduler.params.warmup_num_steps 500 -> optimizer.warmup_steps 500
+scheduler.params.warmup_type "linear" -> optimizer.warmup "linear"
+scheduler.params.last_batch_iteration -1 off
+(zero_optimization.stage) -> zero.stage 0
+(bf16.enabled) -> precision "fp32"
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "a cosine, and a schedule's foreign parameter": """
+train_batch_size 8 -> global_batch_size 8
+optimizer.type "AdamW" -> optimizer.name "adamw"
+optimizer.params.lr 0.0002 -> optimizer.learning_rate 0.0002
+scheduler.type "WarmupCosineLR" -> optimizer.schedule "WarmupCosineLR"
+scheduler.params.total_num_steps 900 -> steps 900
+scheduler.params.warmup_num_steps 90 -> optimizer.warmup_steps 90
+scheduler.params.warmup_min_ratio 0.1 -> optimizer.initial_fraction 0.1
+scheduler.params.cos_min_ratio 0.05 -> optimizer.final_fraction 0.05
+scheduler.params.warmup_max_lr 0.001 unsupported
+(zero_optimization.stage) -> zero.stage 0
+(bf16.enabled) -> precision "fp32"
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "one cycle": """
+train_batch_size 8 -> global_batch_size 8
+optimizer.type "AdamW" -> optimizer.name "adamw"
+optimizer.params.lr 0.0002 -> optimizer.learning_rate 0.0002 optimizer.schedule "constant"
+scheduler.type "OneCycle" unsupported
+scheduler.params.cycle_min_lr 1e-5 unsupported
+scheduler.params.cycle_max_lr 0.001 unsupported
+scheduler.params.cycle_first_step_size 100 unsupported
+(zero_optimization.stage) -> zero.stage 0
+(bf16.enabled) -> precision "fp32"
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "activations, profiles and monitors": f"""
+train_batch_size 8 -> global_batch_size 8
+bf16.enabled true -> precision "bf16"
+activation_checkpointing.partition_activations true
+activation_checkpointing.cpu_checkpointing true unsupported
+activation_checkpointing.contiguous_memory_optimization false
+activation_checkpointing.number_checkpoints null
+flops_profiler.enabled true
+flops_profiler.profile_step 1
+flops_profiler.detailed true
+comms_logger.enabled true
+comms_logger.verbose false
+tensorboard.enabled true
+tensorboard.output_path "logs"
+tensorboard.job_name "run"
+csv_monitor.enabled true
+csv_monitor.output_path "logs"
+wandb.enabled true -> metrics.to ["tensorboard", "wandb"]
+wandb.project "mine" -> metrics.project "mine"
+wandb.group "g"
+wandb.team "t"
+comet.enabled true unsupported
+comet.project "mine" unsupported
+{NO_OPTIMIZER}
+(zero_optimization.stage) -> zero.stage 0
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "blocks that are off": f"""
+train_batch_size 8 -> global_batch_size 8
+elasticity.enabled false off
+elasticity.max_train_batch_size 2000 off
+autotuning.metric "throughput" off
+amp.enabled false off
+amp.opt_level "O1" off
+progressive_layer_drop.enabled false off
+progressive_layer_drop.theta 0.5 off
+compression_training.weight_quantization.shared_parameters.enabled false off
+compression_training.weight_quantization.different_groups.a.b 1 off
+sparse_gradients false off
+wandb.enabled false off
+wandb.project "mine" off
+{NO_OPTIMIZER}
+(zero_optimization.stage) -> zero.stage 0
+(bf16.enabled) -> precision "fp32"
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "the same blocks, on": f"""
+train_batch_size 8 -> global_batch_size 8
+elasticity.enabled true unsupported
+elasticity.max_train_batch_size 2000 unsupported
+autotuning.enabled true unsupported
+autotuning.metric "throughput" unsupported
+progressive_layer_drop.enabled true unsupported
+progressive_layer_drop.theta 0.5 unsupported
+curriculum_learning.enabled true unsupported
+curriculum_learning.curriculum_type "seqlen" unsupported
+compression_training.weight_quantization.shared_parameters.enabled true unsupported
+sparse_gradients true unsupported
+{NO_OPTIMIZER}
+(zero_optimization.stage) -> zero.stage 0
+(bf16.enabled) -> precision "fp32"
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "sums and communication": f"""
+train_micro_batch_size_per_gpu 1 -> micro_batch_size 1
+gradient_accumulation_steps 4 -> grad_accum 4
+bf16.enabled true -> precision "bf16"
+bf16.immediate_grad_update true off
+data_types.grad_accum_dtype "bf16" -> accum_dtype "bf16"
+communication_data_type "bf16" -> reduce_dtype "bf16"
+gradient_predivide_factor 2.0 off
+gradient_allreduce_op "sum" unsupported
+seq_parallel_communication_data_type "fp32" off
+sequence_parallel_size 2 -> mesh.context 2
+{NO_OPTIMIZER}
+(zero_optimization.stage) -> zero.stage 0
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "bf16 without master weights, and a share of the state on the host": """
+train_batch_size 8 -> global_batch_size 8
+bf16.enabled true -> precision "bf16_sr"
+bf16.bf16_master_weights_and_grads true -> precision "bf16_sr"
+bf16.bf16_optimizer_states true -> optimizer.moments "bf16"
+zero_optimization.stage 3 -> zero.stage 3
+zero_optimization.offload_optimizer.device "cpu" -> offload.optimizer "host"
+zero_optimization.offload_optimizer.ratio 0.4 -> offload.fraction 0.4
+optimizer.type "AdamW" -> optimizer.name "adamw"
+optimizer.params.lr 1e-5 -> optimizer.learning_rate 1e-5
+(scheduler.type) -> optimizer.schedule "constant" optimizer.warmup_steps 0
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "options of which the run has the opposite": f"""
+train_batch_size 8 -> global_batch_size 8
+managed_gradient_accumulation false unsupported
+zero_optimization.stage 1 -> zero.stage 1
+zero_optimization.load_from_fp32_weights false unsupported
+zero_optimization.ignore_unused_parameters false unsupported
+torch_autocast.enabled true -> precision "bf16"
+torch_autocast.dtype "bfloat16" -> precision "bf16"
+torch_autocast.lower_precision_safe_modules ["torch.nn.Linear"] unsupported
+amp.enabled true unsupported
+tensor_parallel.autotp_size 4 -> mesh.model 4
+{NO_OPTIMIZER}
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "a typing error": f"""
+train_batch_size 8 -> global_batch_size 8
+zero_optimization.stage 2 -> zero.stage 2
+zero_optimization.overlap_com true unsupported
+gradient_cliping 1.0 unsupported
+{NO_OPTIMIZER}
+(bf16.enabled) -> precision "fp32"
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
 }
-
-LOCAL = {
-    "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
-    "machine_rank": 0,
-    "main_training_function": "main",
-    "num_machines": 1,
-    "num_processes": 2,
-    "rdzv_backend": "static",
-    "same_network": True,
-    "use_cpu": False,
-}
-TWO = {"num_processes": {"emulate_devices": 2}}
-DS = "deepspeed_config"
 ACCELERATE = {
-    "PEFT's guide: stage 3 with both offloads": File(
-        {
-            **LOCAL,
-            "distributed_type": "DEEPSPEED",
-            "mixed_precision": "no",
-            "downcast_bf16": "no",
-            DS: {
-                "gradient_accumulation_steps": 1,
-                "gradient_clipping": 1.0,
-                "offload_optimizer_device": "cpu",
-                "offload_param_device": "cpu",
-                "zero3_init_flag": True,
-                "zero3_save_16bit_model": True,
-                "zero_stage": 3,
-            },
-        },
-        {
-            **TWO,
-            "distributed_type": {"zero.stage": 3},
-            "mixed_precision": {"precision": "fp32"},
-            f"{DS}.gradient_accumulation_steps": {"grad_accum": 1},
-            f"{DS}.gradient_clipping": {"optimizer.clip_norm": 1.0},
-            f"{DS}.offload_optimizer_device": {"offload.optimizer": "host"},
-            f"{DS}.offload_param_device": {"offload.params": "host"},
-            f"{DS}.zero_stage": {"zero.stage": 3},
-        },
-        absent=NO_SCRIPT,
-    ),
-    "stage 2 without clipping": File(
-        {
-            **LOCAL,
-            "distributed_type": "DEEPSPEED",
-            "mixed_precision": "bf16",
-            DS: {
-                "gradient_accumulation_steps": 4,
-                "offload_optimizer_device": "none",
-                "offload_param_device": "none",
-                "zero3_init_flag": False,
-                "zero_stage": 2,
-                "deepspeed_multinode_launcher": "standard",
-            },
-        },
-        {
-            **TWO,
-            "distributed_type": {"zero.stage": 2},
-            "mixed_precision": {"precision": "bf16"},
-            f"{DS}.gradient_accumulation_steps": {"grad_accum": 4},
-            f"{DS}.zero_stage": {"zero.stage": 2},
-        },
-        off=f"{DS}.offload_optimizer_device {DS}.offload_param_device",
-        absent={**NO_SCRIPT, **CLIP},
-    ),
-    "a disk": File(
-        {
-            **LOCAL,
-            "distributed_type": "DEEPSPEED",
-            "mixed_precision": "fp16",
-            DS: {
-                "gradient_clipping": "auto",
-                "gradient_accumulation_steps": "auto",
-                "offload_optimizer_device": "nvme",
-                "offload_optimizer_nvme_path": "/fast",
-                "zero_stage": 3,
-            },
-        },
-        {
-            **TWO,
-            "distributed_type": {"zero.stage": 3},
-            "mixed_precision": {"precision": "fp16"},
-            f"{DS}.offload_optimizer_device": {"offload.optimizer": "nvme"},
-            f"{DS}.offload_optimizer_nvme_path": {"offload.nvme_path": "/fast"},
-            f"{DS}.zero_stage": {"zero.stage": 3},
-        },
-        {
-            f"{DS}.gradient_clipping": {"optimizer.clip_norm": 1.0},
-            f"{DS}.gradient_accumulation_steps": {"grad_accum": 1},
-        },
-        absent=NO_SCRIPT,
-    ),
-    "a file whose auto takes the keys beside it": File(
-        {
-            **LOCAL,
-            "distributed_type": "DEEPSPEED",
-            "mixed_precision": "bf16",
-            DS: {"deepspeed_config_file": "ds.json", "zero3_init_flag": True, "gradient_clipping": 0.5},
-        },
-        {
-            **TWO,
-            "mixed_precision": {"precision": "bf16"},
-            f"{DS}.gradient_clipping": {"optimizer.clip_norm": 0.5},
-            "ds.json: gradient_clipping": {"optimizer.clip_norm": 0.5},
-            "ds.json: bf16.enabled": {"precision": "bf16"},
-            f"ds.json: {ZERO}.stage": {"zero.stage": 2},
-            "ds.json: train_batch_size": {"global_batch_size": 32},
-        },
-        off="distributed_type",
-        absent={f"ds.json: {key}": value for key, value in NO_OPTIMIZER.items()},
-        beside={
-            "ds.json": {
-                "bf16": {"enabled": "auto"},
-                "gradient_clipping": "auto",
-                ZERO: {"stage": 2},
-                "train_batch_size": 32,
-            }
-        },
-    ),
-    "FSDP, sharded, with params on the CPU": File(
-        {
-            **LOCAL,
-            "distributed_type": "FSDP",
-            "mixed_precision": "bf16",
-            "fsdp_config": {
-                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "fsdp_backward_prefetch": "BACKWARD_PRE",
-                "fsdp_forward_prefetch": False,
-                "fsdp_offload_params": True,
-                "fsdp_sharding_strategy": "FULL_SHARD",
-                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-                "fsdp_sync_module_states": True,
-                "fsdp_use_orig_params": True,
-                "fsdp_cpu_ram_efficient_loading": True,
-            },
-        },
-        {
-            **TWO,
-            "distributed_type": {"zero.stage": 3},
-            "mixed_precision": {"precision": "bf16"},
-            "fsdp_config.fsdp_sharding_strategy": {"zero.stage": 3},
-            "fsdp_config.fsdp_offload_params": {"offload.params": "host", "offload.optimizer": "host"},
-        },
-        absent={**NO_SCRIPT, **CLIP},
-    ),
-    "FSDP 2": File(
-        {
-            **LOCAL,
-            "distributed_type": "FSDP",
-            "mixed_precision": "bf16",
-            "fsdp_config": {
-                "fsdp_version": 2,
-                "fsdp_reshard_after_forward": True,
-                "fsdp_activation_checkpointing": True,
-                "fsdp_offload_params": False,
-                "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-            },
-            "parallelism_config": {
-                "parallelism_config_dp_replicate_size": 1,
-                "parallelism_config_dp_shard_size": 2,
-                "parallelism_config_tp_size": 1,
-                "parallelism_config_cp_size": 1,
-            },
-        },
-        {
-            **TWO,
-            "distributed_type": {"zero.stage": 3},
-            "mixed_precision": {"precision": "bf16"},
-            "fsdp_config.fsdp_reshard_after_forward": {"zero.stage": 3},
-            "fsdp_config.fsdp_activation_checkpointing": {"model.remat": "full"},
-            "parallelism_config.parallelism_config_dp_shard_size": {"mesh.data": 2},
-        },
-        off=(
-            "fsdp_config.fsdp_offload_params parallelism_config.parallelism_config_dp_replicate_size "
-            "parallelism_config.parallelism_config_tp_size parallelism_config.parallelism_config_cp_size"
-        ),
-        absent={**NO_SCRIPT, **CLIP},
-    ),
-    "copies alone, in fp8": File(
-        {
-            **LOCAL,
-            "distributed_type": "MULTI_GPU",
-            "mixed_precision": "fp8",
-            "fp8_config": {
-                "backend": "TE",
-                "amax_history_len": 32,
-                "amax_compute_algo": "max",
-                "fp8_format": "HYBRID",
-                "interval": 1,
-                "margin": 2,
-                "use_autocast_during_eval": False,
-            },
-        },
-        {
-            **TWO,
-            "distributed_type": {"zero.stage": 0},
-            "mixed_precision": {"precision": "fp8"},
-            "fp8_config.backend": {"fp8.recipe": "delayed"},
-            "fp8_config.amax_history_len": {"fp8.history": 32},
-        },
-        unsupported="fp8_config.margin",
-        off="fp8_config.amax_compute_algo",
-        absent={**NO_SCRIPT, **CLIP},
-    ),
+    "PEFT's guide: stage 3 with both offloads": f"""
+{LOCAL}
+distributed_type "DEEPSPEED" -> zero.stage 3
+mixed_precision "no" -> precision "fp32"
+downcast_bf16 "no"
+deepspeed_config.gradient_accumulation_steps 1 -> grad_accum 1
+deepspeed_config.gradient_clipping 1.0 -> optimizer.clip_norm 1.0
+deepspeed_config.offload_optimizer_device "cpu" -> offload.optimizer "host"
+deepspeed_config.offload_param_device "cpu" -> offload.params "host"
+deepspeed_config.zero3_init_flag true
+deepspeed_config.zero3_save_16bit_model true
+deepspeed_config.zero_stage 3 -> zero.stage 3
+{NO_OPTIMIZER}
+(train_micro_batch_size_per_gpu) -> micro_batch_size 1
+""",
+    "stage 2 without clipping": f"""
+{LOCAL}
+distributed_type "DEEPSPEED" -> zero.stage 2
+mixed_precision "bf16" -> precision "bf16"
+deepspeed_config.gradient_accumulation_steps 4 -> grad_accum 4
+deepspeed_config.offload_optimizer_device "none" off
+deepspeed_config.offload_param_device "none" off
+deepspeed_config.zero3_init_flag false
+deepspeed_config.zero_stage 2 -> zero.stage 2
+deepspeed_config.deepspeed_multinode_launcher "standard"
+{NO_OPTIMIZER}
+(train_micro_batch_size_per_gpu) -> micro_batch_size 1
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "a disk": f"""
+{LOCAL}
+distributed_type "DEEPSPEED" -> zero.stage 3
+mixed_precision "fp16" -> precision "fp16"
+deepspeed_config.gradient_clipping "auto" ~> optimizer.clip_norm 1.0
+deepspeed_config.gradient_accumulation_steps "auto" ~> grad_accum 1
+deepspeed_config.offload_optimizer_device "nvme" -> offload.optimizer "nvme"
+deepspeed_config.offload_optimizer_nvme_path "/fast" -> offload.nvme_path "/fast"
+deepspeed_config.zero_stage 3 -> zero.stage 3
+{NO_OPTIMIZER}
+(train_micro_batch_size_per_gpu) -> micro_batch_size 1
+""",
+    "a file whose auto takes the keys beside it": f"""
+{LOCAL}
+distributed_type "DEEPSPEED" off
+mixed_precision "bf16" -> precision "bf16"
+deepspeed_config.deepspeed_config_file "ds.json"
+deepspeed_config.zero3_init_flag true
+deepspeed_config.gradient_clipping 0.5 -> optimizer.clip_norm 0.5
+(ds.json: optimizer.type) -> optimizer.name "adamw" optimizer.learning_rate 5e-5 optimizer.weight_decay 0.0
+(ds.json: scheduler.type) -> optimizer.schedule "linear" optimizer.warmup_steps 0 optimizer.final_fraction 0.0
+file ds.json
+bf16.enabled "auto" -> precision "bf16"
+gradient_clipping "auto" -> optimizer.clip_norm 0.5
+zero_optimization.stage 2 -> zero.stage 2
+train_batch_size 32 -> global_batch_size 32
+""",
+    "FSDP, sharded, with params on the CPU": f"""
+{LOCAL}
+distributed_type "FSDP" -> zero.stage 3
+mixed_precision "bf16" -> precision "bf16"
+fsdp_config.fsdp_auto_wrap_policy "TRANSFORMER_BASED_WRAP"
+fsdp_config.fsdp_backward_prefetch "BACKWARD_PRE"
+fsdp_config.fsdp_forward_prefetch false
+fsdp_config.fsdp_offload_params true -> offload.params "host" offload.optimizer "host"
+fsdp_config.fsdp_sharding_strategy "FULL_SHARD" -> zero.stage 3
+fsdp_config.fsdp_state_dict_type "SHARDED_STATE_DICT"
+fsdp_config.fsdp_sync_module_states true
+fsdp_config.fsdp_use_orig_params true
+fsdp_config.fsdp_cpu_ram_efficient_loading true
+{NO_OPTIMIZER}
+(train_micro_batch_size_per_gpu) -> micro_batch_size 1
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "FSDP 2": f"""
+{LOCAL}
+distributed_type "FSDP" -> zero.stage 3
+mixed_precision "bf16" -> precision "bf16"
+fsdp_config.fsdp_version 2
+fsdp_config.fsdp_reshard_after_forward true -> zero.stage 3
+fsdp_config.fsdp_activation_checkpointing true -> model.remat "full"
+fsdp_config.fsdp_offload_params false off
+fsdp_config.fsdp_transformer_layer_cls_to_wrap "LlamaDecoderLayer"
+parallelism_config.parallelism_config_dp_replicate_size 1 off
+parallelism_config.parallelism_config_dp_shard_size 2 -> mesh.data 2
+parallelism_config.parallelism_config_tp_size 1 off
+parallelism_config.parallelism_config_cp_size 1 off
+{NO_OPTIMIZER}
+(train_micro_batch_size_per_gpu) -> micro_batch_size 1
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
+    "copies alone, in fp8": f"""
+{LOCAL}
+distributed_type "MULTI_GPU" -> zero.stage 0
+mixed_precision "fp8" -> precision "fp8"
+fp8_config.backend "TE" -> fp8.recipe "delayed"
+fp8_config.amax_history_len 32 -> fp8.history 32
+fp8_config.amax_compute_algo "max" off
+fp8_config.fp8_format "HYBRID"
+fp8_config.interval 1
+fp8_config.margin 2 unsupported
+fp8_config.use_autocast_during_eval false
+{NO_OPTIMIZER}
+(train_micro_batch_size_per_gpu) -> micro_batch_size 1
+(gradient_clipping) -> optimizer.clip_norm 1.0
+""",
 }
-
-LORA_FILE = {
-    "model_name_or_path": "opt/llama",
-    "trust_remote_code": True,
-    "stage": "sft",
-    "do_train": True,
-    "finetuning_type": "lora",
-    "lora_rank": 8,
-    "lora_target": "all",
-    "dataset": "chats.jsonl",
-    "template": "llama3",
-    "cutoff_len": 2048,
-    "overwrite_cache": True,
-    "preprocessing_num_workers": 16,
-    "output_dir": "saves",
-    "logging_steps": 10,
-    "save_steps": 500,
-    "plot_loss": True,
-    "overwrite_output_dir": True,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 8,
-    "learning_rate": 1e-4,
-    "num_train_epochs": 3.0,
-    "lr_scheduler_type": "cosine",
-    "warmup_ratio": 0.1,
-    "bf16": True,
-    "ddp_timeout": 180000000,
-}
-LORA_TAKEN = {
-    "model_name_or_path": {"init_from": "opt/llama"},
-    "lora_rank": {"lora.r": 8, "export.format": "peft"},
-    "lora_target": {"lora.target_modules": "all-linear"},
-    "dataset": {"data.train_file": "chats.jsonl"},
-    "cutoff_len": {"seq_len": 2048},
-    "logging_steps": {"log_every": 10},
-    "save_steps": {"checkpoint.every": 500},
-    "per_device_train_batch_size": {"micro_batch_size": 1, "global_batch_size": 0},
-    "gradient_accumulation_steps": {"grad_accum": 8},
-    "learning_rate": {"optimizer.learning_rate": 1e-4},
-    "num_train_epochs": {"epochs": 3.0},
-    "lr_scheduler_type": {"optimizer.schedule": "cosine", "optimizer.final_fraction": 0.0},
-    "warmup_ratio": {"optimizer.warmup_steps": 0.1},
-    "bf16": {"precision": "bf16"},
-}
-LORA_ASSUMED = {"finetuning_type": {"lora.alpha": 16.0}, "stage": {"data.task": "chat"}}
-TRAINER_DEFAULTS = {
-    "learning_rate": {"optimizer.learning_rate": 5e-5},
-    "weight_decay": {"optimizer.weight_decay": 0.0},
-    "adam_beta1": {"optimizer.b1": 0.9},
-    "adam_beta2": {"optimizer.b2": 0.999},
-    "adam_epsilon": {"optimizer.eps": 1e-8},
-    "max_grad_norm": {"optimizer.clip_norm": 1.0},
-}
-
-
-def defaults(*but):
-    return {name: value for name, value in TRAINER_DEFAULTS.items() if name not in but}
-
-
 TRAINER = {
-    "adapters on conversations": File(
-        LORA_FILE, LORA_TAKEN, LORA_ASSUMED, unsupported="template output_dir", absent=defaults("learning_rate")
-    ),
-    "adapters on frozen kernels of 4 bits": File(
-        {**LORA_FILE, "quantization_bit": 4, "lora_alpha": 32, "lora_dropout": 0.05, "report_to": "none"},
-        {
-            **LORA_TAKEN,
-            "quantization_bit": {"lora.quantize": "nf4"},
-            "lora_alpha": {"lora.alpha": 32.0},
-            "lora_dropout": {"lora.dropout": 0.05},
-            "report_to": {"metrics.to": ()},
-        },
-        {"stage": {"data.task": "chat"}},
-        unsupported="template output_dir",
-        off="finetuning_type",
-        absent=defaults("learning_rate"),
-    ),
-    "all weights at stage 3": File(
-        {
-            **{key: value for key, value in LORA_FILE.items() if not key.startswith("lora")},
-            "finetuning_type": "full",
-            "deepspeed": "ds.json",
-            "pure_bf16": True,
-        },
-        {
-            **{key: value for key, value in LORA_TAKEN.items() if not key.startswith("lora")},
-            f"deepspeed.{ZERO}.stage": {"zero.stage": 3},
-            "deepspeed.bf16.enabled": {"precision": "bf16"},
-            "deepspeed.gradient_clipping": {"optimizer.clip_norm": 1.0},
-            "deepspeed.train_micro_batch_size_per_gpu": {"micro_batch_size": 1},
-            "deepspeed.gradient_accumulation_steps": {"grad_accum": 8},
-        },
-        {"stage": {"data.task": "chat"}},
-        unsupported="template output_dir pure_bf16",
-        off=(
-            "finetuning_type deepspeed deepspeed.fp16.enabled deepspeed.train_batch_size deepspeed.fp16.loss_scale "
-            "deepspeed.fp16.loss_scale_window deepspeed.fp16.initial_scale_power deepspeed.fp16.hysteresis deepspeed.fp16.min_loss_scale"
-        ),
-        absent=defaults("learning_rate"),
-        beside={
-            "ds.json": {
-                **AUTO_BATCH,
-                "fp16": AUTO_FP16,
-                "bf16": {"enabled": "auto"},
-                ZERO: {"stage": 3, "overlap_comm": False, "sub_group_size": 1e9},
-            }
-        },
-    ),
-    "pre-training": File(
-        {
-            "model_name_or_path": "opt/llama",
-            "stage": "pt",
-            "do_train": True,
-            "dataset": "c4_demo",
-            "cutoff_len": 1024,
-            "max_samples": 1000,
-            "output_dir": "saves",
-            "max_steps": 300,
-            "warmup_ratio": 0.1,
-            "per_device_train_batch_size": 4,
-            "save_strategy": "no",
-            "optim": "adamw_8bit",
-        },
-        {
-            "model_name_or_path": {"init_from": "opt/llama"},
-            "stage": {"data.task": "text"},
-            "cutoff_len": {"seq_len": 1024},
-            "max_steps": {"steps": 300},
-            "warmup_ratio": {"optimizer.warmup_steps": 30},
-            "per_device_train_batch_size": {"micro_batch_size": 4},
-            "save_strategy": {"checkpoint.every": 0},
-            "optim": {"optimizer.name": "adamw", "optimizer.moments": "int8"},
-        },
-        unsupported="dataset max_samples output_dir",
-        absent=defaults(),
-    ),
-    "TRL with PEFT": File(
-        {
-            "model_name_or_path": "opt/qwen",
-            "dataset_name": "trl-lib/Capybara",
-            "output_dir": "out",
-            "use_peft": True,
-            "lora_r": 32,
-            "lora_alpha": 16,
-            "lora_target_modules": ["q_proj", "v_proj"],
-            "lora_task_type": "CAUSAL_LM",
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True,
-            "max_length": 2048,
-            "packing": True,
-            "learning_rate": 2.0e-4,
-            "max_steps": 100,
-            "eval_strategy": "steps",
-            "eval_steps": 50,
-            "gradient_checkpointing": True,
-            "attn_implementation": "flash_attention_2",
-            "torch_dtype": "bfloat16",
-            "report_to": ["wandb"],
-            "run_name": "mine",
-            "seed": 7,
-        },
-        {
-            "model_name_or_path": {"init_from": "opt/qwen"},
-            "dataset_name": {"data.name": "hf:trl-lib/Capybara"},
-            "lora_r": {"lora.r": 32},
-            "lora_alpha": {"lora.alpha": 16.0},
-            "lora_target_modules": {"lora.target_modules": "q_proj,v_proj"},
-            "load_in_4bit": {"lora.quantize": "nf4"},
-            "max_length": {"seq_len": 2048},
-            "packing": {"data.pack": True},
-            "learning_rate": {"optimizer.learning_rate": 2e-4},
-            "max_steps": {"steps": 100},
-            "eval_strategy": {"evaluate.every": 50},
-            "eval_steps": {"evaluate.every": 50},
-            "gradient_checkpointing": {"model.remat": "full"},
-            "report_to": {"metrics.to": ("wandb",)},
-            "run_name": {"metrics.name": "mine"},
-            "seed": {"seed": 7},
-        },
-        {"use_peft": {"lora.dropout": 0.05}},
-        unsupported="output_dir",
-        off="bnb_4bit_quant_type",
-        absent={**defaults("learning_rate"), "per_device_train_batch_size": {"micro_batch_size": 8}},
-    ),
-    "a Trainer with epochs and a share of warm-up": File(
-        {
-            "output_dir": "out",
-            "num_train_epochs": 3,
-            "warmup_ratio": 0.06,
-            "learning_rate": 2e-5,
-            "weight_decay": 0.01,
-            "adam_beta2": 0.98,
-            "max_grad_norm": 0.5,
-            "per_device_train_batch_size": 16,
-            "per_device_eval_batch_size": 32,
-            "fp16": True,
-            "eval_strategy": "epoch",
-            "save_strategy": "epoch",
-            "label_smoothing_factor": 0.1,
-            "save_total_limit": 3,
-        },
-        {
-            "warmup_ratio": {"optimizer.warmup_steps": 0.06, "optimizer.schedule": "linear"},
-            "learning_rate": {"optimizer.learning_rate": 2e-5},
-            "weight_decay": {"optimizer.weight_decay": 0.01},
-            "adam_beta2": {"optimizer.b2": 0.98},
-            "max_grad_norm": {"optimizer.clip_norm": 0.5},
-            "per_device_train_batch_size": {"micro_batch_size": 16},
-            "fp16": {"precision": "fp16"},
-            "save_total_limit": {"checkpoint.keep_last": 3},
-        },
-        unsupported="output_dir num_train_epochs per_device_eval_batch_size eval_strategy save_strategy label_smoothing_factor",
-        absent=defaults("learning_rate", "weight_decay", "adam_beta2", "max_grad_norm"),
-    ),
-    "a Trainer whose DeepSpeed config is all auto": File(
-        {
-            "output_dir": "out",
-            "deepspeed": "ds.json",
-            "learning_rate": 3e-5,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 16,
-            "max_steps": 1000,
-            "warmup_steps": 50,
-            "bf16": True,
-            "max_grad_norm": 0.3,
-        },
-        {
-            "learning_rate": {"optimizer.learning_rate": 3e-5},
-            "per_device_train_batch_size": {"micro_batch_size": 2},
-            "gradient_accumulation_steps": {"grad_accum": 16},
-            "max_steps": {"steps": 1000},
-            "warmup_steps": {"optimizer.warmup_steps": 50},
-            "bf16": {"precision": "bf16"},
-            "max_grad_norm": {"optimizer.clip_norm": 0.3},
-            "deepspeed.bf16.enabled": {"precision": "bf16"},
-            "deepspeed.optimizer.type": {"optimizer.name": "adamw"},
-            f"deepspeed.{OPT}.lr": {"optimizer.learning_rate": 3e-5},
-            f"deepspeed.{OPT}.betas": {"optimizer.b1": 0.9, "optimizer.b2": 0.999},
-            f"deepspeed.{OPT}.eps": {"optimizer.eps": 1e-8},
-            f"deepspeed.{OPT}.weight_decay": {"optimizer.weight_decay": 0.0},
-            "deepspeed.scheduler.type": {"optimizer.schedule": "WarmupLR"},
-            f"deepspeed.{SCHED}.warmup_max_lr": {"optimizer.learning_rate": 3e-5},
-            f"deepspeed.{SCHED}.warmup_num_steps": {"optimizer.warmup_steps": 50},
-            f"deepspeed.{ZERO}.stage": {"zero.stage": 1},
-            "deepspeed.gradient_clipping": {"optimizer.clip_norm": 0.3},
-            "deepspeed.train_micro_batch_size_per_gpu": {"micro_batch_size": 2},
-            "deepspeed.gradient_accumulation_steps": {"grad_accum": 16},
-        },
-        {f"deepspeed.{SCHED}.warmup_min_lr": {"optimizer.initial_fraction": 0.0}},
-        unsupported="output_dir",
-        off="deepspeed deepspeed.train_batch_size",
-        absent=defaults("learning_rate", "max_grad_norm"),
-        beside={
-            "ds.json": {
-                **AUTO_BATCH,
-                "bf16": {"enabled": "auto"},
-                "optimizer": AUTO_ADAM,
-                "scheduler": AUTO_WARMUP,
-                ZERO: {"stage": 1},
-            }
-        },
-    ),
-    "the numbers of a dumped TrainingArguments": File(
-        {
-            "output_dir": "out",
-            "max_steps": -1,
-            "warmup_steps": 0,
-            "bf16": False,
-            "fp16": False,
-            "deepspeed": None,
-            "fsdp": [],
-            "report_to": [],
-            "optim": "adamw_torch_fused",
-            "lr_scheduler_type": "constant",
-            "weight_decay": 0.0,
-            "save_steps": 0.1,
-        },
-        {
-            "optim": {"optimizer.name": "adamw"},
-            "lr_scheduler_type": {"optimizer.schedule": "constant"},
-            "weight_decay": {"optimizer.weight_decay": 0.0},
-            "report_to": {"metrics.to": ()},
-            "deepspeed": {"zero.stage": 0},
-            "bf16": {"precision": "fp32"},
-            "fp16": {"precision": "fp32"},
-        },
-        unsupported="output_dir save_steps",
-        off="max_steps warmup_steps fsdp",
-        absent=defaults("weight_decay"),
-    ),
+    "adapters on conversations": f"""
+{ADAPTERS}
+finetuning_type "lora" ~> lora.alpha 16.0
+lora_rank 8 -> lora.r 8 export.format "peft"
+lora_target "all" -> lora.target_modules "all-linear"
+{DEFAULTS_OF_ARGUMENTS}
+""",
+    "adapters on frozen kernels of 4 bits": f"""
+{ADAPTERS}
+finetuning_type "lora" off
+lora_rank 8 -> lora.r 8 export.format "peft"
+lora_target "all" -> lora.target_modules "all-linear"
+quantization_bit 4 -> lora.quantize "nf4"
+lora_alpha 32 -> lora.alpha 32.0
+lora_dropout 0.05 -> lora.dropout 0.05
+report_to "none" -> metrics.to []
+{DEFAULTS_OF_ARGUMENTS}
+""",
+    "all weights at stage 3": f"""
+{ADAPTERS}
+finetuning_type "full" off
+deepspeed "ds.json" off
+pure_bf16 true unsupported
+{DEFAULTS_OF_ARGUMENTS}
+file ds.json
+gradient_accumulation_steps "auto" -> grad_accum 8
+gradient_clipping "auto" -> optimizer.clip_norm 1.0
+train_batch_size "auto" off
+train_micro_batch_size_per_gpu "auto" -> micro_batch_size 1
+fp16.enabled "auto" off
+fp16.loss_scale 0 off
+fp16.loss_scale_window 1000 off
+fp16.initial_scale_power 16 off
+fp16.hysteresis 2 off
+fp16.min_loss_scale 1 off
+bf16.enabled "auto" -> precision "bf16"
+zero_optimization.stage 3 -> zero.stage 3
+zero_optimization.overlap_comm false
+zero_optimization.sub_group_size 1e9
+""",
+    "pre-training": f"""
+model_name_or_path "opt/llama" -> init_from "opt/llama"
+stage "pt" -> data.task "text"
+do_train true
+dataset "c4_demo" unsupported
+cutoff_len 1024 -> seq_len 1024
+max_samples 1000 unsupported
+output_dir "saves" unsupported
+max_steps 300 -> steps 300
+warmup_ratio 0.1 -> optimizer.warmup_steps 30
+per_device_train_batch_size 4 -> micro_batch_size 4
+save_strategy "no" -> checkpoint.every 0
+optim "adamw_8bit" -> optimizer.name "adamw" optimizer.moments "int8"
+{DEFAULTS_OF_ARGUMENTS}
+""",
+    "TRL with PEFT": f"""
+model_name_or_path "opt/qwen" -> init_from "opt/qwen"
+dataset_name "trl-lib/Capybara" -> data.name "hf:trl-lib/Capybara"
+output_dir "out" unsupported
+use_peft true ~> lora.dropout 0.05
+lora_r 32 -> lora.r 32
+lora_alpha 16 -> lora.alpha 16.0
+lora_target_modules ["q_proj", "v_proj"] -> lora.target_modules "q_proj,v_proj"
+lora_task_type "CAUSAL_LM"
+load_in_4bit true -> lora.quantize "nf4"
+bnb_4bit_quant_type "nf4" off
+bnb_4bit_use_double_quant true
+max_length 2048 -> seq_len 2048
+packing true -> data.pack true
+learning_rate 0.0002 -> optimizer.learning_rate 0.0002
+max_steps 100 -> steps 100
+eval_strategy "steps" -> evaluate.every 50
+eval_steps 50 -> evaluate.every 50
+gradient_checkpointing true -> model.remat "full"
+attn_implementation "flash_attention_2"
+torch_dtype "bfloat16"
+report_to ["wandb"] -> metrics.to ["wandb"]
+run_name "mine" -> metrics.name "mine"
+seed 7 -> seed 7
+(per_device_train_batch_size) -> micro_batch_size 8
+{DEFAULTS_OF_ARGUMENTS}
+""",
+    "a Trainer with epochs and a share of warm-up": f"""
+output_dir "out" unsupported
+num_train_epochs 3 unsupported
+warmup_ratio 0.06 -> optimizer.warmup_steps 0.06 optimizer.schedule "linear"
+learning_rate 2e-5 -> optimizer.learning_rate 2e-5
+weight_decay 0.01 -> optimizer.weight_decay 0.01
+adam_beta2 0.98 -> optimizer.b2 0.98
+max_grad_norm 0.5 -> optimizer.clip_norm 0.5
+per_device_train_batch_size 16 -> micro_batch_size 16
+per_device_eval_batch_size 32 unsupported
+fp16 true -> precision "fp16"
+eval_strategy "epoch" unsupported
+save_strategy "epoch" unsupported
+label_smoothing_factor 0.1 unsupported
+save_total_limit 3 -> checkpoint.keep_last 3
+{DEFAULTS_OF_ARGUMENTS}
+""",
+    "a Trainer whose DeepSpeed config is all auto": f"""
+output_dir "out" unsupported
+deepspeed "ds.json" off
+learning_rate 3e-5 -> optimizer.learning_rate 3e-5
+per_device_train_batch_size 2 -> micro_batch_size 2
+gradient_accumulation_steps 16 -> grad_accum 16
+max_steps 1000 -> steps 1000
+warmup_steps 50 -> optimizer.warmup_steps 50
+bf16 true -> precision "bf16"
+max_grad_norm 0.3 -> optimizer.clip_norm 0.3
+{DEFAULTS_OF_ARGUMENTS}
+file ds.json
+gradient_accumulation_steps "auto" -> grad_accum 16
+gradient_clipping "auto" -> optimizer.clip_norm 0.3
+train_batch_size "auto" off
+train_micro_batch_size_per_gpu "auto" -> micro_batch_size 2
+bf16.enabled "auto" -> precision "bf16"
+optimizer.type "AdamW" -> optimizer.name "adamw"
+optimizer.params.lr "auto" -> optimizer.learning_rate 3e-5
+optimizer.params.betas "auto" -> optimizer.b1 0.9 optimizer.b2 0.999
+optimizer.params.eps "auto" -> optimizer.eps 1e-8
+optimizer.params.weight_decay "auto" -> optimizer.weight_decay 0.0
+scheduler.type "WarmupLR" -> optimizer.schedule "WarmupLR"
+scheduler.params.warmup_min_lr "auto" ~> optimizer.initial_fraction 0.0
+scheduler.params.warmup_max_lr "auto" -> optimizer.learning_rate 3e-5
+scheduler.params.warmup_num_steps "auto" -> optimizer.warmup_steps 50
+zero_optimization.stage 1 -> zero.stage 1
+""",
+    "the numbers of a dumped TrainingArguments": f"""
+output_dir "out" unsupported
+max_steps -1 off
+warmup_steps 0 off
+bf16 false -> precision "fp32"
+fp16 false -> precision "fp32"
+deepspeed null -> zero.stage 0
+fsdp [] off
+report_to [] -> metrics.to []
+optim "adamw_torch_fused" -> optimizer.name "adamw"
+lr_scheduler_type "constant" -> optimizer.schedule "constant"
+weight_decay 0.0 -> optimizer.weight_decay 0.0
+save_steps 0.1 unsupported
+{DEFAULTS_OF_ARGUMENTS}
+""",
 }
+
+
+@dataclasses.dataclass
+class File:
+    """A file and its meaning: settings by key where it decides or where they are assumed, and the keys without counterpart or effect."""
+
+    content: dict[str, Any] = dataclasses.field(default_factory=dict)
+    beside: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    named: dict[str, str] = dataclasses.field(default_factory=dict)  # what a row says of each key that it has
+    taken: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    assumed: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    absent: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    prefix: str = ""  # of the names of keys beside it
+
+
+def first_of(text):
+    """Returns the JSON value that a text begins with, and the rest."""
+    value, end = json.JSONDecoder().raw_decode(text)
+    return value, text[end:].strip()
+
+
+def settings_of(text):
+    found = {}
+    while text:
+        place, text = text.split(" ", 1)
+        value, text = first_of(text)
+        found[place] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+def file_of(rows):
+    file, flat = File(), {}
+    for row in rows.strip().splitlines():
+        name, rest = row.split(" ", 1)
+        if name == "file":
+            file.beside[rest] = flat = {}
+            file.prefix = f"{rest}: " if f"{DS}.deepspeed_config_file" in file.content else "deepspeed."
+        elif row.startswith("("):
+            name, _, places = row[1:].partition(") -> ")
+            file.absent[name] = settings_of(places)
+        else:
+            (flat if file.beside else file.content)[name], rest = first_of(rest)
+            key = f"{ZERO}.stage" if row.startswith(f"{ZERO} true") else f"{file.prefix}{name}"
+            file.named[key], _, places = rest.partition(" ")
+            if file.named[key] in ("->", "~>"):
+                (file.taken if file.named[key] == "->" else file.assumed)[key] = settings_of(places)
+    file.absent = {key: values for key, values in file.absent.items() if key not in file.content}
+    return file
+
+
 FILES = {**DEEPSPEED, **ACCELERATE, **TRAINER}
 
 
@@ -1239,11 +822,12 @@ def test_there_are_forty_files():
 @pytest.fixture(params=FILES)
 def read(request, tmp_path):
     """Returns a file, its kind and its translation, as the command reads it."""
-    file = FILES[request.param]
+    file = file_of(FILES[request.param])
+    content = tree.nested(file.content, ".")
     path = tmp_path / ("ds.json" if request.param in DEEPSPEED else "file.yaml")
-    path.write_text(json.dumps(file.content) if path.suffix == ".json" else yaml.safe_dump(file.content))
-    for name, content in (file.beside or {}).items():
-        (tmp_path / name).write_text(json.dumps(content))
+    path.write_text(json.dumps(content) if path.suffix == ".json" else yaml.safe_dump(content))
+    for name, flat in file.beside.items():
+        (tmp_path / name).write_text(json.dumps(tree.nested(flat, ".")))
     document = documents.read(str(path))
     kind = (
         documents.DEEPSPEED
@@ -1260,20 +844,16 @@ def test_every_key_of_a_file_means_what_its_own_program_takes_it_for(read):
     file, found = read
     told = {line.key: line for line in found.lines}
     assert len(told) == len(found.lines), "one line a key"
-    named = [name for name, _ in draft.leaves(file.content) if not (name == ZERO and file.content[name] is True)]
-    prefix = "ds.json: " if "deepspeed_config_file" in file.content.get(DS, {}) else "deepspeed."
-    named += [f"{prefix}{name}" for name, _ in draft.leaves((file.beside or {}).get("ds.json", {}))]
-    assert set(named) <= told.keys()
-    unsupported, off = set(file.unsupported.split()), set(file.off.split())
+    assert file.named.keys() <= told.keys()
     for name, line in told.items():
-        if name not in named and line.value is None:
+        if name not in file.named and line.value is None:
             continue
         if name in file.taken or name in file.assumed:
             assert line.verdict == (keys.TAKEN if name in file.taken else keys.ASSUMED), line
-        elif name in unsupported:
+        elif file.named.get(name) == "unsupported":
             assert line.verdict == keys.UNSUPPORTED, line
         else:
-            is_harmless = name in off or name.removeprefix(prefix) in HARMLESS
+            is_harmless = file.named.get(name) == "off" or name.removeprefix(file.prefix) in HARMLESS
             assert is_harmless and line.verdict in (keys.IMPLIED, keys.NO_EFFECT), line
     for name, values in {**file.taken, **file.assumed, **file.absent}.items():
         for place, value in values.items():
