@@ -453,6 +453,9 @@ def test_what_is_missing_or_taken_is_one_line(monkeypatch, command):
         bound.listen()
         line = f"zerojax: --port {bound.getsockname()[1]}: is taken on 127.0.0.1; give another, or 0 for one that is free\n"
         assert command(LLAMA, "--port", bound.getsockname()[1]) == (2, "", line)
+    port = free_port()
+    line = f"zerojax: --route localhost:{port}: is this server itself; name the servers behind it\n"
+    assert command("--port", port, "--route", "b:1", f"localhost:{port}") == (2, "", line)
     with monkeypatch.context() as patched:
         patched.setattr(serve.schedulers, "find", lambda: serve.schedulers.Origin("Kubernetes", method="k8s"))
         assert "serve: Kubernetes starts several pods, which do not know each other; set --coord" in command(LLAMA)[2]

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,11 +35,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
     def do_GET(self):
+        if self.path == "/v1/models":
+            own = {"id": sys.argv[1]}
+            return self.answer(200, "application/json", json.dumps({"data": [own, {"id": "all"}]}).encode())
         self.answer(401 if self.headers.get("authorization") == "Bearer wrong" else 200, "text/plain", b'# HELP a b\\na 1\\nc{d="e"} 2\\n')
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if asked.get("prompt") == "full" and sys.argv[1] == "0":
             return self.answer(429, "application/json", b"{}")
+        if asked.get("model", sys.argv[1]) not in (sys.argv[1], "all"):
+            return self.answer(404, "application/json", b'{"error":{"code":"model_not_found"}}')
         if asked.get("prompt") == "late":
             print("was late", flush=True)
             return self.answer(503, "application/json", b'{"error":{"code":"timeout"}}')
@@ -244,6 +250,34 @@ def test_a_server_that_passes_requests_on_is_no_replica_so_none_goes_round():
             answer = front.post("/v1/completions", json={"prompt": "a"}, headers={replicas._ROUTED: "1"})
             assert answer.status_code == 508 and "route to the servers behind it" in answer.text
     assert "(it passes requests on itself (--route), to this server perhaps" in lines[-1]
+
+
+def test_a_request_goes_to_a_server_that_has_its_model_and_all_models_are_listed():
+    with served(2) as (_, client):
+
+        def ask(model, **more):
+            return client.post("/v1/completions", json={"model": model, **more})
+
+        assert [ask(name).json()[0] for name in "0110" * 2] == [0, 1, 1, 0] * 2
+        assert {ask("all").json()[0] for _ in range(4)} == {0, 1}
+        none = ask("x")
+        assert (none.status_code, none.json()["error"]["code"]) == (404, "model_not_found")
+        assert ask("1", prompt="full").json()[0] == 1 and ask("0", prompt="full").status_code == 429
+        assert sorted(model["id"] for model in client.get("/v1/models").json()["data"]) == ["0", "1", "all"]
+
+
+@pytest.mark.parametrize("of", ["127.0.0.1", "0.0.0.0"])
+def test_a_servers_own_address_is_known(of):
+    with server.bind(of, 0) as bound:
+        port = bound.getsockname()[1]
+        own = [
+            name
+            for name in ("localhost", "127.0.0.1", "127.0.0.2", "10.9.8.7", socket.gethostname(), "other")
+            if server.is_own(name.lower(), port, bound)
+        ]
+        wanted = ["localhost", "127.0.0.1"]
+        assert own == (wanted if of == "127.0.0.1" else [*wanted, "127.0.0.2", socket.gethostname()])
+        assert not server.is_own("localhost", port + 1, bound)
 
 
 def test_an_answer_takes_no_longer_than_the_limit_and_is_not_begun_anew(monkeypatch):

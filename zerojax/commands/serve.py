@@ -146,6 +146,8 @@ def _route(given: argparse.Namespace, key: str, own: "Sequence[replicas.Replica]
 
     bound, began = server.bind(given.host, given.port), time.monotonic()
     with contextlib.closing(bound):
+        if mine := [one.address for one in own if isinstance(one, replicas.Address) and one.is_at(bound)]:
+            raise UserError(f"--route {mine[0]}: is this server itself; name the servers behind it")
         _warn_of_reach(given, is_far=not server.is_loopback(bound), key=key)
         router = replicas.Router(
             own, name=name, limits=_limits(given), names=server.names(given.host, bound), has_key=bool(key)

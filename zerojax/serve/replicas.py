@@ -1,10 +1,11 @@
 """Serves a model by several engines behind one port. This module runs a process for each, or knows their addresses, and passes requests on.
 
-A replica is another `zerojax serve`: a process with devices of its own, on a port of this machine alone (`ServerProcess`), or a server that
-somebody else started, on any machine (`Address`). A request goes to the one that read the most of its beginning before, among those with
-the fewest answers or at most `SLACK` more: their caches hold that beginning (`Engine.reuses`). A process that ends is started again while
-the others answer, and an address that does not answer is left out until it does. Of what it was answering, a request of which nothing had
-come back goes to another one, and a stream ends with an error. A request goes on to another one too where a replica's queue is full.
+A replica is another `zerojax serve`: a process with devices of its own, on a port of this machine alone (`ServerProcess`), or a server
+that somebody else started, on any machine (`Address`). Such servers may have several models. A request goes to the one that read the most
+of its beginning before, among those with the fewest answers or at most `SLACK` more: their caches hold that beginning (`Engine.reuses`).
+A process that ends is started again while the others answer, and an address that does not answer is left out until it does. Of what it
+was answering, a request of which nothing had come back goes to another one, and a stream ends with an error. A request goes on to another
+one too where a replica's queue is full, or where it has another model.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from starlette.routing import Route
 from zerojax import bounded, errors
 from zerojax.errors import UserError
 from zerojax.serve import app as app_lib
-from zerojax.serve import responses
+from zerojax.serve import responses, server
 from zerojax.serve.requests import NotAnswered
 
 SLACK = 2  # answers more than the fewest that a replica may have and yet be chosen for what it knows
@@ -61,6 +62,9 @@ _HANGS = f"nothing came in {_CONNECT:g} s"
 # Tells a server that another one passes a request on. Of two such servers one could be the other's, so that a request went round.
 _ROUTED, _LOOP = "zerojax-routed", 508
 _IS_ROUTER = "it passes requests on itself (--route), to this server perhaps, or to others"
+_NOT_READY = "no replica is ready; ask again later"
+_NOT_SERVED = "model_not_found"  # the code where a replica has other models
+_TIMEOUT = "timeout"  # the code where the time for an answer is over, which another replica would take once more
 _LATE = 2.0  # seconds more than the limit of an answer in which a replica may tell that it is over
 _KEPT = ("content-type", "authorization", "accept")  # headers that a replica reads
 _CHUNK = 1 << 16  # bytes
@@ -147,6 +151,10 @@ class Address(Replica):
     def address(self) -> str:
         """Returns HOST:PORT."""
         return f"{self.host}:{self._port}"
+
+    def is_at(self, bound: socket.socket) -> bool:
+        """Returns whether it is the server that listens on a socket."""
+        return server.is_own(self.host, self._port, bound)
 
     def missed(self, fault: str = "the connection ended") -> None:
         """See `Replica`."""
@@ -309,6 +317,7 @@ class Router:
         routes = [
             Route("/health", self._guarded(self._health)),
             Route("/metrics", self._guarded(self._metrics)),
+            Route("/v1/models", self._guarded(self._models)),
             Route("/{path:path}", self._guarded(self._passed_on), methods=["GET", "POST"]),
         ]
         return Starlette(routes=routes)
@@ -338,17 +347,34 @@ class Router:
     async def _metrics(self, request: http_lib.Request) -> Response:
         """Returns what the replicas count, each with its number, and the starts of each."""
         found: dict[str, None] = {}  # in order, a line once
-        for replica in [one for one in self.replicas if one.port]:
-            with contextlib.suppress(_Gone, _Late):
-                answer = await _asked(replica, "GET", b"/metrics", request.headers, b"", time.monotonic() + _CONNECT)
-                whole = await answer.whole()
-                if answer.status == 401:  # the same key is each one's
-                    return Response(whole, answer.status, answer.headers)
-                lines = whole.decode(errors="replace").splitlines()
-                found |= dict.fromkeys(_numbered(line, replica.number) for line in lines)
+        async for replica, answer in self._of_all(request):
+            if answer.status_code == 401:  # the same key is each one's
+                return answer
+            lines = bytes(answer.body).decode(errors="replace").splitlines()
+            found |= dict.fromkeys(_numbered(line, replica.number) for line in lines)
         for replica in self.replicas:
             found[f'zerojax_replica_starts_total{{replica="{replica.number}"}} {replica.starts}'] = None
         return PlainTextResponse("\n".join(found) + "\n", media_type="text/plain; version=0.0.4")
+
+    async def _models(self, request: http_lib.Request) -> Response:
+        """Returns the models of all replicas, each once."""
+        found: dict[Any, Any] | None = None
+        async for _, answer in self._of_all(request):
+            if answer.status_code != 200:
+                return answer
+            own = bounded.parse_json(bytes(answer.body), is_strict=True)["data"]
+            found = {model["id"]: model for model in (*(found or {}).values(), *own)}
+        if found is None:
+            raise NotAnswered(503, _NOT_READY, code="starting")
+        return JSONResponse({"object": "list", "data": list(found.values())})
+
+    async def _of_all(self, request: http_lib.Request) -> AsyncGenerator[tuple[Replica, Response], None]:
+        """Yields what each replica answers to a GET; those that do not are left out."""
+        for replica in [one for one in self.replicas if one.port]:
+            with contextlib.suppress(_Gone, _Late):
+                ends = time.monotonic() + _CONNECT
+                answer = await _asked(replica, "GET", request.scope["raw_path"], request.headers, b"", ends)
+                yield replica, Response(await answer.whole(), answer.status, answer.headers)
 
     async def _passed_on(self, request: http_lib.Request) -> Response:
         """Returns a replica's answer."""
@@ -379,13 +405,18 @@ class Router:
                     return _PassedOn(answer, replica.number, self._too_late, functools.partial(self._over, replica))
                 begun = asyncio.ensure_future(answer.whole())
                 whole = await self._unless_gone(request, replica, tried, begun)
-                refused = Response(whole, answer.status, answer.headers)
-                if answer.status not in (429, 503) or _is_late(whole):  # its queue is full, or it ends
-                    return refused
+                found = Response(whole, answer.status, answer.headers)
+                code = _code_of(whole) if answer.status in (404, 429, 503) else ""
+                if code == _NOT_SERVED:
+                    refused = refused or found
+                elif answer.status in (429, 503) and code != _TIMEOUT:  # its queue is full, or it ends
+                    refused = found
+                else:
+                    return found
             except _Gone:  # another one is asked
                 replica.missed()
             except _Late:
-                raise NotAnswered(503, self._too_late, code="timeout") from None
+                raise NotAnswered(503, self._too_late, code=_TIMEOUT) from None
             finally:
                 if not is_passed:
                     self._over(replica)
@@ -398,7 +429,7 @@ class Router:
         """
         ready = [replica for replica in self.replicas if replica.port and replica not in tried]
         if not ready:
-            raise NotAnswered(503, "no replica is ready; ask again later", code="starting")
+            raise NotAnswered(503, _NOT_READY, code="starting")
         fewest = min(replica.active for replica in ready)
         near = [replica for replica in ready if replica.active <= fewest + SLACK]
         self._turn += 1
@@ -540,14 +571,14 @@ class _PassedOn(StreamingResponse):
             line = f"replica {self._number} ended while it answered; ask again"
             yield b"\n\n" + responses.event(responses.error(502, line, None, "replica_ended"))
         except _Late:
-            yield b"\n\n" + responses.event(responses.error(503, self._too_late, None, "timeout"))
+            yield b"\n\n" + responses.event(responses.error(503, self._too_late, None, _TIMEOUT))
 
 
-def _is_late(whole: bytes) -> bool:
-    """Returns whether a refusal says that the time for an answer is over, which another replica would take once more."""
+def _code_of(whole: bytes) -> str:
+    """Returns the code of a refusal; "" if it has none."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        return bool(bounded.parse_json(whole, is_strict=True)["error"]["code"] == "timeout")
-    return False
+        return str(bounded.parse_json(whole, is_strict=True)["error"]["code"])
+    return ""
 
 
 def _blocks(body: bytes) -> Iterator[bytes]:

@@ -96,6 +96,18 @@ def names(host: str, bound: socket.socket) -> set[str]:
     return {host.lower(), own, short, f"{short}.local", *far}
 
 
+def is_own(host: str, port: int, bound: socket.socket) -> bool:
+    """Returns whether an address is a socket's own, as far as this machine knows its names."""
+    address, own_port = bound.getsockname()[:2]
+    own = ipaddress.ip_address(address.partition("%")[0])
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        is_here = host == "localhost" or (own.is_unspecified and host in names("", bound))
+        return port == own_port and is_here and (own.is_unspecified or own.is_loopback)
+    return port == own_port and (found == own or (own.is_unspecified and found.is_loopback))
+
+
 def serve(
     make: Callable[[Callable[[str], None]], Service],
     bound: socket.socket,
