@@ -18,7 +18,6 @@ import zerojax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.interop import adapted, fp8_blocks, layout, peft
-from zerojax.interop import folder as folder_lib
 from zerojax.models import families
 from zerojax.ops import quantized
 from zerojax.zero.blocks import tensor_parallel
@@ -66,17 +65,12 @@ def test_matrices_in_fp8_are_read_as_their_floats_on_any_device_and_the_next_tok
     floats, _ = written(tmp_path / "in")
     with pytest.warns(UserWarning, match=f"1 tensors such as {FURTHER} are of modules that predict tokens further"):
         loaded = zerojax.load_huggingface(tmp_path / "in", stage=3, min_size=64, dtype="fp32")
-    zerojax.export_huggingface(loaded.params, loaded, tmp_path / "out", dtype=np.float32)
-    found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == floats.keys()
-    jax.tree.map(np.testing.assert_array_equal, found, floats)
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    golden_models.assert_written_as(floats, loaded, tmp_path / "out")
 
 
 @pytest.mark.filterwarnings("ignore:.*predict tokens further")
 def test_what_does_not_fit_together_is_refused_in_one_line(tmp_path):
     _, tensors = written(tmp_path / "in")
-    file = tmp_path / "in" / "model.safetensors"
     name = "model.layers.0.self_attn.o_proj.weight"
     for changed, line in (
         ({name: tensors[name].astype(np.float32)}, "holds F32 scales of a matrix in F8_E4M3"),
@@ -84,10 +78,7 @@ def test_what_does_not_fit_together_is_refused_in_one_line(tmp_path):
         ({f"{name}_scale_inv": tensors[f"{name}_scale_inv"][:1]}, "which does not fit"),
         ({f"{name}_scale_inv": None}, "is stored as F8_E4M3, and only"),
     ):
-        kept = {key: array for key, array in (tensors | changed).items() if array is not None}
-        safetensors.numpy.save_file(kept, file)
-        with pytest.raises(UserError, match=line):
-            folder_lib.open_folder(tmp_path / "in")
+        golden_models.assert_refused_with(tmp_path / "in", tensors | changed, line)
     for told in (
         {},
         {"weight_block_size": [128]},

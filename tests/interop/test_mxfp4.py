@@ -47,11 +47,7 @@ def packed(folder, shape_of_blocks=lambda shape: shape):
 def test_packed_experts_are_read_as_their_floats_and_are_written_as_floats(tmp_path, shape):
     floats = packed(tmp_path / "in", shape)
     loaded = zerojax.load_huggingface(tmp_path / "in", stage=3, min_size=64, dtype="fp32")
-    zerojax.export_huggingface(loaded.params, loaded, tmp_path / "out", dtype=np.float32)
-    written = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
-    assert written.keys() == floats.keys()
-    jax.tree.map(np.testing.assert_array_equal, written, floats)
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    golden_models.assert_written_as(floats, loaded, tmp_path / "out")
     assert folder_lib.open_folder(tmp_path / "out").model == loaded.config
 
 
@@ -71,18 +67,14 @@ def test_any_slice_is_that_of_the_whole(tmp_path):
 
 def test_what_does_not_fit_together_is_refused_in_one_line(tmp_path):
     packed(tmp_path / "in")
-    file = tmp_path / "in" / "model.safetensors"
-    tensors = safetensors.numpy.load_file(file)
+    tensors = safetensors.numpy.load_file(tmp_path / "in" / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj"
     for changed, line in (
         ({f"{name}_scales": None}, "_scales, which has three dims of U8 beside it, is missing"),
         ({f"{name}_scales": tensors[f"{name}_scales"][:, :, :1]}, "which does not fit scales of shape"),
         ({f"{name}_blocks": tensors[f"{name}_blocks"].astype(np.int32)}, "is missing or another"),
     ):
-        kept = {key: array for key, array in (tensors | changed).items() if array is not None}
-        safetensors.numpy.save_file(kept, file)
-        with pytest.raises(UserError, match=line):
-            folder_lib.open_folder(tmp_path / "in")
+        golden_models.assert_refused_with(tmp_path / "in", tensors | changed, line)
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(UserError, match="weights of gpt_oss that are quantized by 'fp8' are not read"):

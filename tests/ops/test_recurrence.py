@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recurrences import DELTA, SCAN, drawn, with_gradients
+import recurrences
+from recurrences import DELTA, ROUNDING, SCAN, drawn
 
 from zerojax.ops import recurrence
 
-ROUNDING = 1e-5  # float32 sums in another order, of the largest value
 BATCH, GROUPS, HEADS, KEYS, VALUES = 2, 2, 4, 3, 5
 SIZES = GROUPS, HEADS, KEYS, VALUES
 
@@ -31,19 +31,7 @@ def plain(tokens, state, mask, segments):
 
 
 def compare(kind, length, mask=None, segments=None):
-    tokens, state, grads = drawn(kind, BATCH, length, *SIZES)
-    seen = np.ones((BATCH, length), bool) if mask is None else mask
-    numbers = np.zeros((BATCH, length), np.int32) if segments is None else segments
-
-    def chunked(tokens, state):
-        y, after = recurrence.scan(tokens, state, mask_BT=mask, segments_BT=segments)
-        return jnp.where(seen[..., None, None], y, 0), after
-
-    found = with_gradients(chunked, tokens, state, grads)
-    wanted = with_gradients(lambda *given: plain(*given, seen, numbers), tokens, state, grads)
-    for own, true in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert own.dtype == jnp.float32
-        np.testing.assert_allclose(own, true, rtol=0, atol=ROUNDING * max(1, np.abs(true).max()))
+    recurrences.compare(plain, kind, BATCH, length, SIZES, mask, segments)
 
 
 @pytest.mark.parametrize("kind", [DELTA, SCAN])

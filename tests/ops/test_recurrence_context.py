@@ -3,16 +3,14 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from recurrences import DELTA, SCAN, drawn
+from recurrences import DELTA, SCAN, assert_alike, drawn
 
 import zerojax
 from zerojax.ops import recurrence, recurrence_context, short_convolution
 
-ROUNDING = 1e-5  # float32 sums in another order, of the largest value
 BATCH, SIZES = 2, (2, 4, 3, 5)  # groups, heads, widths of keys and values
 RANDOM = np.random.default_rng(0)
 
@@ -33,12 +31,6 @@ def in_parts(ways, function, *args):
     return jax.jit(jax.shard_map(function, mesh=mesh, **mapped))(*args)
 
 
-def compare(found, wanted):
-    for own, true in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert own.dtype == jnp.float32
-        np.testing.assert_allclose(own, true, rtol=0, atol=ROUNDING * max(1, np.abs(true).max()))
-
-
 @pytest.mark.parametrize("kind", [DELTA, SCAN])
 @pytest.mark.parametrize("ways, local, has_texts, has_mask", [
     (2, 70, False, False), (4, 33, True, False), (8, 1, False, True), (8, 3, True, True),
@@ -57,7 +49,7 @@ def test_results_and_gradients_are_those_of_one_device(kind, ways, local, has_te
 
     wanted = jax.jit(functools.partial(results, recurrence.scan))(terms, d_y, segments, mask)
     parts = functools.partial(results, functools.partial(recurrence_context.scan, axis="context"))
-    compare(in_parts(ways, parts, terms, d_y, segments, mask), wanted)
+    assert_alike(in_parts(ways, parts, terms, d_y, segments, mask), wanted)
 
 
 @pytest.mark.parametrize("kind", [DELTA, SCAN])
@@ -67,7 +59,7 @@ def test_the_state_after_a_part_is_that_of_the_row(kind):
     found = in_parts(4, scan, terms, segments)
     for part in range(4):
         first = jax.tree.map(lambda array, part=part: array[:, : 8 * (part + 1)], (terms, segments))
-        compare(found[:, part], recurrence.scan(first[0], segments_BT=first[1])[1])
+        assert_alike(found[:, part], recurrence.scan(first[0], segments_BT=first[1])[1])
 
 
 @pytest.mark.parametrize("ways, local, window", [(4, 5, 4), (8, 1, 4), (8, 2, 4), (2, 4, 1)])
@@ -85,4 +77,4 @@ def test_a_convolution_reads_what_other_devices_have(ways, local, window, has_te
     whole = lambda x, kernel, segments: short_convolution.convolve(x, kernel, segments_BT=segments)[0]  # noqa: E731
     part = lambda x, kernel, segments: recurrence_context.convolve(x, kernel, segments_BT=segments, axis="context")  # noqa: E731
     found = in_parts(ways, functools.partial(results, part), x, d_y, segments)
-    compare(found, jax.jit(functools.partial(results, whole))(x, d_y, segments))
+    assert_alike(found, jax.jit(functools.partial(results, whole))(x, d_y, segments))

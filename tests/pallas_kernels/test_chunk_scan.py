@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recurrences
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from recurrences import DELTA, SCAN, drawn, with_gradients
+from recurrences import DELTA, ROUNDING, SCAN, drawn, with_gradients
 
 import zerojax
 from pallas_kernels import chunk_scan
 from zerojax.ops import recurrence
 from zerojax.ops.recurrence import Terms
 
-ROUNDING = 1e-5  # float32 sums in another order, of the largest value
 IN_BFLOAT16 = 0.02  # operands of matmuls have 8 bits, of the norm
 BATCH, GROUPS, HEADS, KEYS, VALUES = 2, 1, 2, 16, 32
 SIZES = GROUPS, HEADS, KEYS, VALUES
@@ -53,19 +53,7 @@ def interpreted(monkeypatch):
 
 
 def compare(kind, length, mask=None, segments=None):
-    tokens, state, grads = drawn(kind, BATCH, length, *SIZES)
-    seen = np.ones((BATCH, length), bool) if mask is None else mask
-    numbers = np.zeros((BATCH, length), np.int32) if segments is None else segments
-
-    def chunked(tokens, state):
-        y, after = recurrence.scan(tokens, state, mask_BT=mask, segments_BT=segments)
-        return jnp.where(seen[..., None, None], y, 0), after
-
-    found = with_gradients(chunked, tokens, state, grads)
-    wanted = with_gradients(lambda *given: token_by_token(*given, seen, numbers), tokens, state, grads)
-    for own, true in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert own.dtype == jnp.float32
-        np.testing.assert_allclose(own, true, rtol=0, atol=ROUNDING * max(1, np.abs(true).max()))
+    recurrences.compare(token_by_token, kind, BATCH, length, SIZES, mask, segments)
 
 
 @pytest.mark.parametrize("kind", [DELTA, SCAN])

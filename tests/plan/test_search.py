@@ -182,11 +182,18 @@ def a_deep_world(candidate):
     return plan
 
 
+DEEP = [search.Candidate(3, remat, micro, 4 // micro, 1) for remat in ("none", "dots", "full") for micro in (1, 2, 4)]
+
+
+def fastest_deep(memory):
+    """Returns the fastest candidate of the deep world that fits, and its seconds."""
+    plans = {candidate: a_deep_world(candidate)(32) for candidate in DEEP}
+    found = min((one for one in DEEP if plans[one].peak <= memory), key=lambda one: plans[one].seconds)
+    return found, plans[found].seconds
+
+
 @pytest.mark.parametrize("memory", [1000, 200, 140, 75, 45])
 def test_of_deep_models_the_fastest_that_fits_is_found_and_few_are_compiled_in_full(memory):
-    candidates = [
-        search.Candidate(3, remat, micro, 4 // micro, 1) for remat in ("none", "dots", "full") for micro in (1, 2, 4)
-    ]
     full = []
 
     def build_deep(candidate):
@@ -199,12 +206,11 @@ def test_of_deep_models_the_fastest_that_fits_is_found_and_few_are_compiled_in_f
 
         return search.Built(1, compile_in_full, lambda: search.continued(few, 32), 20.0)
 
-    outcomes = search.search("h200", candidates, build_deep, memory=memory)
-    plans = {candidate: a_deep_world(candidate)(32) for candidate in candidates}
-    fastest = min((c for c in candidates if plans[c].peak <= memory), key=lambda c: plans[c].seconds)
+    outcomes = search.search("h200", DEEP, build_deep, memory=memory)
+    fastest, seconds = fastest_deep(memory)
     assert (outcomes[0].candidate, outcomes[0].reason) == (fastest, "")
     assert outcomes[0].is_compiled and full == [fastest]
-    assert outcomes[0].seconds == plans[fastest].seconds
+    assert outcomes[0].seconds == seconds
 
 
 def test_where_a_line_is_wrong_the_next_fastest_is_compiled():
@@ -243,9 +249,6 @@ def guessed(candidate, wrong=lambda candidate: 1.0):
 @pytest.mark.parametrize("memory", [1000, 200, 140, 75, 45])
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
 def test_where_arithmetic_is_wrong_by_the_same_factor_the_fastest_is_found_with_few_compiles(memory, scale):
-    candidates = [
-        search.Candidate(3, remat, micro, 4 // micro, 1) for remat in ("none", "dots", "full") for micro in (1, 2, 4)
-    ]
     lines = []
 
     def build_deep(candidate):
@@ -261,9 +264,8 @@ def test_where_arithmetic_is_wrong_by_the_same_factor_the_fastest_is_found_with_
     def guess(candidate):
         return guessed(candidate, lambda c: scale * (1.03 if c.remat == "none" else 1.0))
 
-    outcomes = search.by_arithmetic("h200", candidates, guess, build_deep, memory=memory)
-    plans = {candidate: a_deep_world(candidate)(32) for candidate in candidates}
-    fastest = min((c for c in candidates if plans[c].peak <= memory), key=lambda c: plans[c].seconds)
+    outcomes = search.by_arithmetic("h200", DEEP, guess, build_deep, memory=memory)
+    fastest, seconds = fastest_deep(memory)
     assert (outcomes[0].candidate, outcomes[0].reason) == (fastest, "")
     assert len(lines) <= 5 and sum(o.is_compiled for o in outcomes) == 1
     assert memory < 1000 or any("by arithmetic" in o.reason for o in outcomes)

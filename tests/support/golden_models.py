@@ -8,9 +8,12 @@ import shutil
 import tempfile
 
 import numpy as np
+import pytest
 import safetensors.numpy
 
 import zerojax
+from zerojax.errors import UserError
+from zerojax.interop import folder as folder_lib
 from zerojax.interop import pretrained
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -68,3 +71,21 @@ def batch(name: str) -> dict[str, np.ndarray]:
     if name not in CLASSIFIERS and "decoder_start_token_id" not in (FOLDER / name / "config.json").read_text():
         arrays["labels"] = np.where(found["attention_mask"] > 0, found["input_ids"], -100)
     return arrays
+
+
+def assert_written_as(tensors: dict[str, np.ndarray], loaded: pretrained.Pretrained, folder: pathlib.Path) -> None:
+    """Exports a model whose file was quantized, and compares the folder with plain tensors in float32."""
+    zerojax.export_huggingface(loaded.params, loaded, folder, dtype=np.float32)
+    found = safetensors.numpy.load_file(folder / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(found[name], array, name)
+    assert "quantization_config" not in (folder / "config.json").read_text()
+
+
+def assert_refused_with(folder: pathlib.Path, tensors: dict[str, np.ndarray | None], line: str) -> None:
+    """Opens a folder whose file holds other tensors, without those that are None, and expects an error."""
+    kept = {name: array for name, array in tensors.items() if array is not None}
+    safetensors.numpy.save_file(kept, folder / "model.safetensors")
+    with pytest.raises(UserError, match=line):
+        folder_lib.open_folder(folder)

@@ -70,6 +70,18 @@ def test_settings_of_where_and_how_to_compute_may_change(tmp_path, change):
     workdir.check(tmp_path, settings(**change))
 
 
+@pytest.mark.parametrize("place", ["optimizer.momentum", "data.labels", "grpo.group", "grpo.clip", "lora.dora"])
+def test_a_run_that_lacks_a_setting_had_its_default_or_what_there_was_before(tmp_path, place):
+    before, (group, name) = settings(), place.split(".")
+    del before[group][name]
+    workdir.save(tmp_path, before)
+    workdir.check(tmp_path, settings())
+    changed = {"optimizer.momentum": 0.5, "data.labels": ("a",), "grpo.group": 4, "grpo.clip": 0.1, "lora.dora": True}
+    with pytest.raises(UserError, match=rf"config\.{place}="):
+        workdir.check(tmp_path, settings(**{place: changed[place]}))
+    workdir.check(tmp_path, settings(**{"grpo.clip": 0.2} if place == "grpo.clip" else {}))
+
+
 @pytest.mark.parametrize("change", [{"seed": 1}, {"model.num_layers": 9}, {"optimizer.b1": 0.5}, {"seq_len": 64}])
 def test_settings_of_what_is_computed_may_not_change_and_the_line_names_both_values(tmp_path, change):
     workdir.save(tmp_path, settings())

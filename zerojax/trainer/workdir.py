@@ -21,7 +21,7 @@ from zerojax.checkpoint import files as step_files
 from zerojax.checkpoint import lock as lock_lib
 from zerojax.errors import UserError
 from zerojax.launch import ending, processes, signals
-from zerojax.trainer import metrics, setting_names
+from zerojax.trainer import metrics, setting_names, settings
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -35,74 +35,8 @@ LOST = {  # file -> what follows if a run has checkpoints and lacks it
     metrics.FILE: "the metrics up to the checkpoint are lost",
 }
 
-# Settings that runs before them lack -> the values under which nothing changes for these
-NEW = {
-    "init_from": ("",),
-    "optimizer.warmup": ("linear",),
-    "optimizer.initial_fraction": (0.0,),
-    "optimizer.weight_decay_on": ("matrices",),
-    "optimizer.rates": ("",),
-    "optimizer.router_bias_rate": (0.0,),
-    **{
-        f"lora.{name}": ("",)
-        for name in ("target_modules", "exclude_modules", "modules_to_save", "init_from", "target_parameters")
-    },
-    "lora.r": (0,),
-    "lora.alpha": (0.0,),
-    "lora.dropout": (0.0,),
-    "lora.rslora": (False,),
-    "lora.dora": (False,),
-    "lora.quantize": ("none",),
-    "lora.frozen_dtype": ("auto",),
-    "model.dropout": (0.0,),
-    "model.by_columns": ("",),
-    "model.ring": (False,),
-    "model.tile_tokens": (0,),
-    "model.long_texts": (False,),
-    "data.train_file": ("",),
-    "data.task": ("text",),
-    "data.prompt": ("{text}",),
-    "data.answer": ("{label}",),
-    "data.rejected": ("{rejected}",),
-    "data.labels": ([],),
-    "data.messages": ("messages",),
-    "data.chat_template": ("auto",),
-    "data.learn": ("all",),
-    "data.answer_len": (32,),
-    "data.pack": (True,),
-    "data.sources": ([],),
-    "data.mix_by": ("tokens",),
-    # An older run had neither these tasks nor Muon.
-    "dpo.beta": (0.1,),
-    "dpo.loss": ("sigmoid",),
-    "dpo.label_smoothing": (0.0,),
-    "dpo.desirable": (1.0,),
-    "dpo.undesirable": (1.0,),
-    "dpo.gamma": (1.0,),
-    "grpo.reward": ("exact",),
-    "grpo.group": (8,),
-    "grpo.inner_steps": (1,),
-    "grpo.variant": ("grpo",),
-    "grpo.clip": (0.2,),
-    "grpo.clip_high": (-1.0,),
-    "grpo.kl": (0.0,),
-    "grpo.environment": ("",),
-    "grpo.turns": (4,),
-    "grpo.time_limit": (30.0,),
-    "grpo.exact": (False,),
-    "grpo.replay": (False,),
-    "grpo.rollout_devices": (0,),
-    "distill.teacher": ("",),
-    "distill.loss": ("forward_kl",),
-    "distill.share": (0.5,),
-    "distill.temperature": (1.0,),
-    "distill.own": (0.0,),
-    "embedding.negative": ("",),
-    "embedding.pooling": ("last",),
-    "embedding.temperature": (0.05,),
-    "optimizer.momentum": (0.95,),
-    "optimizer.adamw_on": ("",),
-}
+# Beside its default: the value that runs had in place of a setting that they lack.
+EARLIER: Mapping[str, Any] = {"dpo.beta": 0.1, "grpo.clip": 0.2}
 
 # Settings that may change when a run resumes: where and how it computes, but not what. `steps` may grow.
 FREE = (
@@ -231,11 +165,20 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Difference 
     # init_from decides others
     for place in sorted(first.keys() | second.keys(), key=lambda place: (place != "init_from", place)):
         is_free = any(place == free or place.startswith(free + ".") for free in FREE)
-        is_new = place not in first and second[place] in NEW.get(place, ())
+        is_new = place not in first and _is_as_before(place, second[place])
         is_free |= place == "global_batch_size" and 0 in (first.get(place), second.get(place))
         if not is_free and not is_new and first.get(place) != second.get(place):
             return Difference(place, first.get(place), second.get(place))
     return None
+
+
+def _is_as_before(place: str, value: Any) -> bool:
+    """Returns whether a value of JSON changes nothing for runs that lack its setting, which began before there was one."""
+    declared = settings.table().get(place)
+    if declared is None:
+        return False
+    default = json.loads(json.dumps(declared.default))
+    return value in (default, EARLIER.get(place, default))
 
 
 def lost(workdir: str | os.PathLike[str]) -> list[str]:

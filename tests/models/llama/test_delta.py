@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
+import texts_of_rows
 
 from zerojax.errors import UserError
 from zerojax.models import decoding
@@ -43,20 +44,7 @@ def gradients(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_texts_of_a_row_are_learned_as_each_alone(name):
-    """The second text begins amid a chunk."""
-    sizes = (70, 30, 12)
-    tokens = np.array(arrays.integers(1, (1, sum(sizes)), 0, 61))
-    segments, at = np.repeat([1, 2, 0], sizes)[None], np.arange(sum(sizes))[None]
-    labeled = (segments > 0) & (at != 0) & (at != sizes[0])
-    batch = {"tokens": tokens, "segments": segments, "labeled": labeled.astype(np.int32)}
-    found, total = gradients(name)(make_params(name), batch), []
-    for text, size in zip(np.split(tokens, np.cumsum(sizes)[:-1], axis=1), sizes[:2]):
-        alone = {"tokens": np.pad(text, ((0, 0), (0, at.size - size))), "segments": at < size}
-        alone["labeled"] = alone["segments"] & (at > 0)
-        own = gradients(name)(make_params(name), {name: array.astype(np.int32) for name, array in alone.items()})
-        total.append(jax.tree.map(lambda leaf, count=size - 1: leaf * count / labeled.sum(), own))
-    for one, other in zip(*map(jax.tree.leaves, (found, jax.tree.map(jnp.add, *total))), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=ROUNDING * max(1, np.abs(other).max()))
+    texts_of_rows.assert_learned_as_each_alone(gradients(name), make_params(name), 61)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import texts_of_rows
 
 from zerojax.models import family as family_lib
 from zerojax.models import scan_mixer
@@ -34,21 +35,7 @@ def gradients():
 
 
 def test_texts_of_a_row_are_learned_as_each_alone():
-    """The second text begins amid a chunk; padding is no text."""
-    params, sizes = make_params(), (70, 30, 12)
-    tokens = np.array(arrays.integers(1, (1, sum(sizes)), 0, CONFIG.vocab_size))
-    segments, at = np.repeat([1, 2, 0], sizes)[None], np.arange(sum(sizes))[None]
-    labeled = (segments > 0) & (at != 0) & (at != sizes[0])
-    found = gradients()(params, {"tokens": tokens, "segments": segments, "labeled": labeled.astype(np.int32)})
-    total, texts = [], np.split(tokens, np.cumsum(sizes)[:-1], axis=1)
-    for text, size in zip(texts, sizes[:2]):
-        alone = {"tokens": np.pad(text, ((0, 0), (0, at.size - size))), "segments": at < size}
-        alone["labeled"] = alone["segments"] & (at > 0)
-        own = gradients()(params, {name: array.astype(np.int32) for name, array in alone.items()})
-        total.append(jax.tree.map(lambda leaf, count=size - 1: leaf * count / labeled.sum(), own))
-    total = jax.tree.map(jnp.add, *total)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(total), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=ROUNDING * max(1, np.abs(other).max()))
+    texts_of_rows.assert_learned_as_each_alone(gradients(), make_params(), CONFIG.vocab_size)
 
 
 def test_padding_on_either_side_leaves_no_trace():

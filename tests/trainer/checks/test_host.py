@@ -55,11 +55,16 @@ def test_an_error_of_the_host_becomes_one_line_and_another_does_not():
     )
 
 
+def held_bytes(config):
+    """Returns the bytes of all leaves in host memory, of eight devices."""
+    partition = program.build(config, tokenizer_vocab=320).partition
+    return 8 * sum(tree.shard_bytes(leaf) for leaf in selection.host_leaves(partition).values())
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_a_run_pins_is_bounded_before_it_uses_a_device(stage):
     config = runs.config(zero__stage=stage, precision="bf16", **OFFLOAD)
-    built = program.build(config, tokenizer_vocab=320)
-    held = 8 * sum(tree.shard_bytes(leaf) for leaf in selection.host_leaves(built.partition).values())
+    held = held_bytes(config)
     assert held <= host.most_pinned_bytes(config) < 1.2 * held + 10 * config.offload.chunk_bytes
     assert host.most_pinned_bytes(runs.config(zero__stage=stage)) == 0
 
@@ -86,6 +91,5 @@ def test_those_of_all_micro_batches_in_a_pipeline_are_counted():
 def test_what_a_run_pins_of_its_params_is_bounded_too(precision, part):
     parts = {"offload__fraction": part, "offload__params_fraction": part}
     config = runs.config(zero__stage=3, precision=precision, **(OFFLOAD | parts), offload__params="host")
-    built = program.build(config, tokenizer_vocab=320)
-    held = 8 * sum(tree.shard_bytes(leaf) for leaf in selection.host_leaves(built.partition).values())
+    held = held_bytes(config)
     assert held <= host.most_pinned_bytes(config) < 1.3 * held + 10 * config.offload.chunk_bytes

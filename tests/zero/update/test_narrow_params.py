@@ -7,22 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax.training.train_state import TrainState
+from small_states import GRADS, sharded
 
-from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.optim import master_weights
-from zerojax.zero import shard_state
 from zerojax.zero.update import update
-
-
-def sharded(tx, dtype=jnp.bfloat16):
-    params = {"w": jnp.linspace(-1, 1, 64).reshape(8, 8).astype(dtype), "b": jnp.ones((8,), dtype)}
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    return shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=2, min_size=0)
-
-
-GRADS = {"w": jnp.linspace(2, -2, 64).reshape(8, 8), "b": jnp.arange(8.0)}
 
 
 @pytest.mark.parametrize("finite", [None, True, False])

@@ -9,12 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from small_states import GRADS, sharded
 
-from zerojax import mesh as mesh_lib
 from zerojax import precision
 from zerojax.optim import master_weights
 from zerojax.optim import one_pass as one_pass_lib
-from zerojax.zero import shard_state
 from zerojax.zero.update import update
 
 ROUNDING = 1e-6  # the same float32 matmuls and sums, fused differently
@@ -47,15 +46,6 @@ def sgd_in_one_pass(rate=0.5, decay=0.9):
     tx = one_pass_lib.OnePass(init, plain)
     tx.apply, tx.kinds = apply, lambda params: [None] * len(jax.tree.leaves(params))
     return tx, given
-
-
-def sharded(tx, state_class=TrainState, dtype=jnp.float32):
-    params = {"w": jnp.linspace(-1, 1, 64).reshape(8, 8).astype(dtype), "b": jnp.ones((8,), dtype)}
-    state = state_class.create(apply_fn=None, params=params, tx=tx)
-    return shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=2, min_size=0)
-
-
-GRADS = {"w": jnp.linspace(2, -2, 64).reshape(8, 8), "b": jnp.arange(8.0)}
 
 
 @pytest.mark.parametrize("finite", [None, True, False])

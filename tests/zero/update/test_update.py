@@ -3,21 +3,10 @@
 import jax
 import jax.numpy as jnp
 import optax
-from flax.training.train_state import TrainState
+from small_states import GRADS, sharded
 
-from zerojax import mesh as mesh_lib
 from zerojax import precision
-from zerojax.zero import shard_state
 from zerojax.zero.update import update
-
-
-def sharded(tx, dtype=jnp.float32, **how):
-    params = {"w": jnp.linspace(-1, 1, 64).reshape(8, 8).astype(dtype), "b": jnp.ones((8,), dtype)}
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    return shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=2, min_size=0, **how)
-
-
-GRADS = {"w": jnp.linspace(2, -2, 64).reshape(8, 8), "b": jnp.arange(8.0)}
 
 
 def test_gradients_keep_their_dtype_where_nothing_is_scaled_and_are_float32_where_it_is():
