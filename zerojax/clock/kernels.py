@@ -210,7 +210,7 @@ def _beside(inner: syntax.Computation, dot: syntax.Instruction) -> int:
         read, is_computed = _read(inner, value)
         if is_computed:
             nbytes += read + value.arrays[0].nbytes
-    before = _ancestors(inner, dot.name)
+    before = inner.behind(*dot.operands)
     after = [i for i in inner.instructions if i.name not in before and i.name != dot.name]
     if any(i.opcode not in _MOVES and i.opcode != "convert" for i in after):
         nbytes += sum(i.arrays[0].nbytes for i in after if i.opcode == "parameter")
@@ -221,18 +221,7 @@ def _beside(inner: syntax.Computation, dot: syntax.Instruction) -> int:
 
 def _read(inner: syntax.Computation, value: syntax.Instruction) -> tuple[int, bool]:
     """Returns the bytes of the parameters that a value is computed from, and whether it is more than a moved parameter."""
-    names = _ancestors(inner, value.name) | {value.name}
+    names = inner.behind(value.name)
     parts = [inner.by_name[name] for name in names]
     read = sum(part.arrays[0].nbytes for part in parts if part.opcode == "parameter")
     return read, any(part.opcode not in _MOVES for part in parts)
-
-
-def _ancestors(inner: syntax.Computation, name: str) -> set[str]:
-    found: set[str] = set()
-    pending = list(inner.by_name[name].operands)
-    while pending:
-        one = pending.pop()
-        if one not in found and one in inner.by_name:
-            found.add(one)
-            pending.extend(inner.by_name[one].operands)
-    return found

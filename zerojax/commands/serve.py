@@ -360,7 +360,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="HOST:PORT",
-        help="servers of one model that run already, on any host, to which requests are passed on, in place of a folder",
+        help="servers that run already, on any host, to which requests are passed on, in place of a folder",
     )
     add("--queue", type=int, default=64, help="answers that may wait for a slot; more are refused with 429 (64)")
     add("--max_seconds", type=float, default=600.0, help="for an answer, with its wait (600)")

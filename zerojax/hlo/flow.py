@@ -155,12 +155,7 @@ def _read_by_output(flow: Flow, value: syntax.Instruction, index: int | None) ->
     inside = flow.module.computation(value.called[-1])
     if inside.root.opcode != "tuple" or index >= len(inside.root.operands):
         return value.operands
-    pending, seen = [inside.root.operands[index]], set()
-    while pending:
-        name = pending.pop()
-        if name not in seen and name in inside.by_name:
-            seen.add(name)
-            pending.extend(inside.by_name[name].operands)
+    seen = inside.behind(inside.root.operands[index])
     read = {number for number, parameter in inside.parameters.items() if parameter.name in seen}
     return tuple(operand for number, operand in enumerate(value.operands) if number in read)
 

@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 
 from zerojax.hlo import parameters, syntax
 
-_CALLS = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _LABEL = re.compile(r"\blinked_from=(\w+)")
 _PASS, _UNTIL = "pass", "until"
 _HERE, _WORD = "\0", "\1"  # marks, which no text of a program has
@@ -210,10 +207,12 @@ def _instructions(
 
 def _linked(instruction: syntax.Instruction, program: LinkedProgram, label: str) -> syntax.Instruction:
     """Returns an instruction that calls linked computations, with its name in the row and the label of its program."""
-    attributes = _OP_NAME.sub(program.op_name, instruction.attributes)
+    attributes = syntax.OP_NAME.sub(program.op_name, instruction.attributes)
     if instruction.called:
-        attributes = _CALLS.sub(lambda found: f"{found[1]}=%{label}.{found[2]}", attributes)
-        attributes = _BRANCHES.sub(lambda found: f"branch_computations={{{_labelled(found[1], label)}}}", attributes)
+        attributes = syntax.CALLED.sub(lambda found: f"{found[1]}=%{label}.{found[2]}", attributes)
+        attributes = syntax.BRANCHES.sub(
+            lambda found: f"branch_computations={{{_labelled(found[1], label)}}}", attributes
+        )
     return dataclasses.replace(instruction, attributes=f"{attributes}, linked_from={label}")
 
 

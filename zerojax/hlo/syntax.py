@@ -22,12 +22,12 @@ _CONTINUED = re.compile(r'\n(?="|\}[^\n])')  # the attributes of a Pallas kernel
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _REFERENCE = re.compile(r"(?:^|[\s,*/(])%?([A-Za-z_][\w.\-]*)(?=\s*(?:,|$))")
-_CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_roles = functools.lru_cache(maxsize=2**16)(_CALLED.findall)  # asked for several times
+_roles = functools.lru_cache(maxsize=2**16)(CALLED.findall)  # asked for several times
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _HOST_MEMORY = "S(5)"
 
@@ -68,13 +68,13 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """Returns the named scopes and the primitive that JAX traced it from, or ""."""
-        found = _OP_NAME.search(self.attributes)
+        found = OP_NAME.search(self.attributes)
         return found[1].replace("\\'", "'").replace('\\"', '"') if found else ""
 
     @property
     def called(self) -> tuple[str, ...]:
         """Returns the names of the computations that it runs."""
-        branches = _BRANCHES.search(self.attributes) if "branch" in self.attributes else None
+        branches = BRANCHES.search(self.attributes) if "branch" in self.attributes else None
         names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
         return (*self.computation_roles.values(), *names)
 
@@ -125,6 +125,16 @@ class Computation:
             for operand in dict.fromkeys(instruction.operands):
                 found.setdefault(operand, []).append(instruction)
         return {name: tuple(users) for name, users in found.items()}
+
+    def behind(self, *names: str) -> set[str]:
+        """Returns the names of these instructions, and of all that they read."""
+        pending, found = [*names], set[str]()
+        while pending:
+            name = pending.pop()
+            if name not in found and name in self.by_name:
+                found.add(name)
+                pending.extend(self.by_name[name].operands)
+        return found
 
     @functools.cached_property
     def parameters(self) -> Mapping[int, Instruction]:

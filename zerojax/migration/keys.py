@@ -368,16 +368,14 @@ ALIASES: Mapping[str, str] = {
     "zero_optimization.cpu_offload_param": "zero_optimization.offload_param.device",
     "zero_optimization.cpu_offload_use_pin_memory": "zero_optimization.offload_optimizer.pin_memory",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_optimization.gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    **{
+        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
+        for name in (
+            "gather_16bit_weights_on_model_save prefetch_bucket_size param_persistence_threshold model_persistence_threshold "
+            "max_live_parameters max_reuse_distance module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential"
+        ).split()
+    },
     "zero_optimization.gather_fp16_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
-    "zero_optimization.model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
-    "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
-    "zero_optimization.module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
-    "zero_optimization.use_all_reduce_for_fetch_params": "zero_optimization.stage3_use_all_reduce_for_fetch_params",
-    "zero_optimization.allgather_sequential": "zero_optimization.stage3_allgather_sequential",
     "curriculum_learning.curriculum_type": "curriculum_learning.type",
 }
 
