@@ -265,7 +265,7 @@ def test_where_arithmetic_is_wrong_by_the_same_factor_the_fastest_is_found_with_
         return guessed(candidate, lambda c: scale * (1.03 if c.remat == "none" else 1.0))
 
     outcomes = search.by_arithmetic("h200", DEEP, guess, build_deep, memory=memory)
-    fastest, seconds = fastest_deep(memory)
+    fastest, _ = fastest_deep(memory)
     assert (outcomes[0].candidate, outcomes[0].reason) == (fastest, "")
     assert len(lines) <= 5 and sum(o.is_compiled for o in outcomes) == 1
     assert memory < 1000 or any("by arithmetic" in o.reason for o in outcomes)

@@ -82,7 +82,7 @@ class Averaging(TrainState):
 
 def test_a_state_that_applies_gradients_in_its_own_way_is_left_to_do_so():
     tx, given = sgd_in_one_pass()
-    state, part = sharded(tx, Averaging)
+    state, part = sharded(tx, state_class=Averaging)
     found = update.make(part)(state, state, GRADS, 1.0, None)
     assert not given
     np.testing.assert_allclose(found.params["w"], state.params["w"] - GRADS["w"], rtol=ROUNDING, atol=ROUNDING)
