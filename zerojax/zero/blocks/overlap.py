@@ -196,6 +196,8 @@ class Chain:
         self.tokens, self._before, self._trace = tokens, tokens, _trace()
         self._first: dict[Any, alike.FirstBlock] = {}  # of the blocks that are alike and sent alike
         self._with_unsent: list[Any] = []  # the arrays of `ShardAndSink.unsent` that blocks had
+        # The trace and the arrays of the last block that ran in a transformation inside the model.
+        self._last: tuple[Any, list[jax.Array]] = None, []
 
     def __call__(
         self,
@@ -208,11 +210,26 @@ class Chain:
         weights = {path: self._once(weight) for path, weight in weights.items()}
         if _trace() != self._trace:
             # Tokens cannot pass through a transformation inside the model.
+            weights = self._behind_the_last(weights, arrays)
             return lifted_blocks.by_gathers(self.gather_leaf)(body, weights, arrays, marks.without_offload(policy))
         known = {path: self._known[path] for path in weights if path in self._known}
         plan = self._planned(body, weights, policy, own)
         outputs, self.tokens = _block(plan, weights, known, self.tokens, tuple(arrays))
         return outputs
+
+    def _behind_the_last(
+        self, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array]
+    ) -> dict[str, gather.ShardAndSink]:
+        """Returns weights whose shards wait for the arrays of the block before, if that ran in the same transformation of the model.
+
+        Without it XLA may gather the weights of all blocks of a checkpoint before the first of them runs.
+        """
+        trace, begun = self._last
+        self._last = _trace(), jax.lax.stop_gradient(arrays)
+        if trace != self._last[0]:
+            return weights
+        stored, _ = jax.lax.optimization_barrier(({path: weight.stored for path, weight in weights.items()}, begun))
+        return {path: dataclasses.replace(weight, stored=stored[path]) for path, weight in weights.items()}
 
     def _planned(
         self, body: Body, weights: dict[str, gather.ShardAndSink], policy: remat.Policy, own: alike.AlikeBlock | None
@@ -230,7 +247,7 @@ class Chain:
 
     def restart(self) -> None:
         """Forgets the blocks that ran, because the loss is traced again."""
-        self.tokens, self._with_unsent = self._before, []
+        self.tokens, self._with_unsent, self._last = self._before, [], (None, [])
 
     def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
         """Returns one gathered weight, outside of the order."""
