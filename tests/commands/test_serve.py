@@ -57,10 +57,10 @@ def started(commands, *flags, before="", processes=1, **environ):
         every.append(commands.start(before=f"{before}\n{code_of(*flags, *own)}", **environ))
     try:
         until = time.monotonic() + LIMIT
-        while "is served at" not in every[0].out:
+        while not (told := re.search(r" is served at (\S+)\n", every[0].out)):
             assert time.monotonic() < until and (address or not every[0].err), (every[0].out, every[0].err)
             time.sleep(0.02)
-        yield every if address else every[0], every[0].out.split()[-1]
+        yield every if address else every[0], told[1]
     finally:
         for process in every:
             with contextlib.suppress(ProcessLookupError):
