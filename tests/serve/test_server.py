@@ -1,6 +1,7 @@
 """Checks sockets. What a served process does is in tests/commands/test_serve.py. This module tests zerojax.serve.server."""
 
 import asyncio
+import gc
 import socket
 import threading
 import types
@@ -132,3 +133,33 @@ def test_a_connection_without_a_request_ends_and_others_are_answered(monkeypatch
                 await asyncio.wait_for(running, 10)
 
     asyncio.run(run())
+
+
+def test_of_connections_that_have_ended_nothing_is_left():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    def left():
+        gc.collect()
+        return sum(type(one) is server._Timed for one in gc.get_objects())
+
+    async def run():
+        with server.bind("127.0.0.1", 0) as bound:
+            served = server.made(app)
+            running = asyncio.ensure_future(served.serve([bound]))
+            while not served.started:
+                await asyncio.sleep(0.01)
+            for request in (b"", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"):
+                _, writer = await asyncio.open_connection(*bound.getsockname())
+                writer.write(request)
+                await asyncio.sleep(0.1)
+                assert left() == 1
+                writer.close()
+            await asyncio.sleep(0.1)
+            found = left()  # before their headers would have been late
+            served.should_exit = True
+            await running
+            return found
+
+    assert asyncio.run(asyncio.wait_for(run(), server.HEADER_SECONDS)) == 0

@@ -209,6 +209,11 @@ class _Timed(h11_impl.H11Protocol):
         if self._is_between() and self._timer is None:
             self._wait()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()  # it would hold all of this until its time
+
     def _wait(self) -> None:
         cycle = self.cycle
 
