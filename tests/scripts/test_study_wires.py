@@ -3,6 +3,8 @@
 import json
 import pathlib
 import sys
+import time
+import types
 
 import pytest
 
@@ -33,11 +35,18 @@ def test_losses_are_compared_over_the_last_steps_that_all_runs_of_a_seed_have_do
 
 
 @pytest.mark.long
-def test_runs_stop_at_a_limit_and_the_same_command_continues_them(tmp_path, capsys):
-    given = ["--steps", "100000", "--kinds", "packed", "plain", "--folder", str(tmp_path), *TINY]
-    done = [0]
+def test_runs_stop_at_a_limit_and_the_same_command_continues_them(tmp_path, capsys, monkeypatch):
+    """The limit is reached when both runs have done a step more."""
+    words = ["--steps", "100000", "--kinds", "packed", "plain", "--folder", str(tmp_path), *TINY]
+    runs, done = types.SimpleNamespace(folder=tmp_path, steps=100_000), [0]
+
+    def clock():
+        steps = min(len(study_wires.losses(runs, kind, 0)) for kind in ("packed", "plain"))
+        return 1e9 if steps > done[-1] else 0.0
+
+    monkeypatch.setattr(study_wires, "time", types.SimpleNamespace(monotonic=clock, sleep=time.sleep))
     for _ in range(2):
-        study_wires.main(["--limit", "75", *given])
+        study_wires.main(words)
         done.append(int(rows(capsys)[1][1]))
     assert 0 < done[1] < done[2]
     for kind in ("plain", "packed"):
