@@ -6,7 +6,8 @@ Prompts are token ids. A share of the requests is cancelled at a random moment, 
 wrong field, and between the others an engine is killed with SIGKILL, each time when all engines answer. A request is lost if it has neither
 its whole answer, equal to the first one for its prompt, nor an end that is told: a refusal of a wrong field, or in a stream the error
 `replica_ended`, which only a kill explains. Memory is that of the process that listens, and grows by the slope of a line over the second
-half of the requests. `--speed` requests are then sent to the router and to an engine of its own, of a list of models and of one token.
+half of the requests, told with its standard error. Allocators fill up over the first ten thousand requests.
+`--speed` requests are then sent to the router and to an engine of its own, of a list of models and of one token.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import soak_steps
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROMPTS = [[5 + n, 6, 7 + n] for n in range(8)]
@@ -88,10 +90,10 @@ def children(pid: int) -> list[int]:
     ]
 
 
-def growth(memory: Sequence[int]) -> float:
-    """Returns the slope of a line over the second half of the bytes after each request."""
-    late = memory[len(memory) // 2 :]
-    return float(np.polyfit(np.arange(len(late)), late, 1)[0]) if len(late) > 2 else 0.0
+def growth(memory: Sequence[int]) -> tuple[float, float]:
+    """Returns the slope of a line over the second half of the bytes after each request, and its standard error."""
+    late = np.asarray(memory[len(memory) // 2 :], float)
+    return soak_steps.line(np.arange(len(late)), late) if len(late) > 2 else (0.0, 0.0)
 
 
 async def ask(
@@ -183,11 +185,13 @@ async def soak(url: str, pid: int, name: str, requests: int, kills: int, togethe
         wrong.append(f"{active:g} answers still have a slot")
     if ends[ENDED] and not killed:
         wrong.append("a stream was ended though no engine was killed")
+    slope, error = growth(memory)
     found = {
         "seconds": round(seconds, 1),
         "kills": killed,
         "ends": dict(ends),
-        "bytes_per_request": round(growth(memory), 1),
+        "bytes_per_request": round(slope, 1),
+        "standard_error": round(error, 1),
     }
     return {**found, "largest_bytes": max(memory), "wrong": len(wrong), "first_wrong": wrong[:20]}
 

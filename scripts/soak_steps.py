@@ -1,8 +1,9 @@
-"""Measures what host memory grows by in a long run that nothing disturbs: the trainer's steps, and a loop of plain JAX as the floor.
+"""Measures what host memory grows by in a long run that nothing disturbs: the trainer's steps, and loops without zerojax as the floor.
 
     python scripts/soak_steps.py --steps 5000 --out soak_steps.json
 
-Each row is a process of its own: a tiny model on one CPU device, alone, with evaluations, with saves, and with both. Every 50 steps it
+Each row is a process of its own: a tiny model on one CPU device, alone, with evaluations, with saves, and with both; a loop of plain JAX;
+and the two questions that Orbax asks tensorstore at each save, whose answers are JSON, without a save. Every 50 steps it
 reads its resident memory, the bytes that the C library has handed out and those that it keeps free (mallinfo2), and the blocks that Python
 has handed out. Growth is the slope of a line over the second half of the steps, with its standard error. At the end the C library gives
 back what it keeps (malloc_trim): what it gives back was no leak.
@@ -28,9 +29,13 @@ SETTINGS = (
     "optimizer.learning_rate=0.01 optimizer.schedule=constant optimizer.warmup_steps=2 sample.length=0 data.name=random "
     "evaluate.batches=2 evaluate.every=0 checkpoint.every=0 checkpoint.at_end=False data.eval_split="
 )
-EVALUATES, SAVES = "data.eval_split=validation evaluate.every=7", "checkpoint.every=5"
+EVALUATES = "data.eval_split=validation evaluate.every=7"
+LEAVES, STEPS_OF_A_SAVE = 40, 5  # of the rows with saves
+SAVES = f"checkpoint.every={STEPS_OF_A_SAVE}"
+PLAIN, JSON = "plain JAX", "tensorstore's JSON"
 ROWS = {
-    "plain JAX": None,
+    PLAIN: "",
+    JSON: "",
     "steps": "",
     "steps, nothing logged": "log_every=1000000 metrics.to=",
     "evaluations every 7 steps": EVALUATES,
@@ -59,8 +64,9 @@ def look(step: int) -> tuple[int, ...]:
 def child(row: str, steps: int) -> None:
     """Runs a row in this process, and prints its looks as JSON."""
     looks: list[tuple[int, ...]] = []
-    if ROWS[row] is None:
-        plain(steps, looks)
+    floors = {PLAIN: plain, JSON: answers}
+    if row in floors:
+        floors[row](steps, looks)
     else:
         train(f"{SETTINGS} {ROWS[row]} steps={steps}", looks)
     objects = len(gc.get_objects())
@@ -92,6 +98,23 @@ def plain(steps: int, looks: list[tuple[int, ...]]) -> None:
             looks.append(look(n))
 
 
+def answers(steps: int, looks: list[tuple[int, ...]]) -> None:
+    """Asks tensorstore what Orbax asks it at each save: where each leaf is to be, and before and after how much was written."""
+    import tensorstore
+
+    with tempfile.TemporaryDirectory(prefix="soak-steps-") as folder:
+        place = {"driver": "file", "path": f"{folder}/"}
+        tensorstore.KvStore.open(place).result().write("one", b"that there is something to count").result()
+        for n in range(1, steps + 1):
+            if n % STEPS_OF_A_SAVE == 0:
+                for _ in range(2):
+                    tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/")
+                for _ in range(LEAVES):
+                    tensorstore.KvStore.Spec(place).to_json()
+            if n % EVERY == 0:
+                looks.append(look(n))
+
+
 def train(settings: str, looks: list[tuple[int, ...]]) -> None:
     """Runs the trainer in this process."""
     from zerojax import train as train_lib
@@ -118,10 +141,15 @@ def train(settings: str, looks: list[tuple[int, ...]]) -> None:
 def growth(looks: list[list[int]], name: str) -> tuple[float, float]:
     """Returns the slope of a line over the second half of the looks, and its standard error."""
     rows = np.array(looks[len(looks) // 2 :], float)
-    x, y = rows[:, 0] - rows[:, 0].mean(), rows[:, NAMES.index(name)]
+    return line(rows[:, 0], rows[:, NAMES.index(name)])
+
+
+def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Returns the slope of a line through at least three points, and its standard error."""
+    x, y = x - x.mean(), y - y.mean()
     slope = (x * y).sum() / (x * x).sum()
-    rest = y - y.mean() - slope * x
-    return slope, float(np.sqrt((rest * rest).sum() / (len(x) - 2) / (x * x).sum()))
+    rest = y - slope * x
+    return float(slope), float(np.sqrt((rest * rest).sum() / (len(x) - 2) / (x * x).sum()))
 
 
 def main() -> None:

@@ -23,5 +23,6 @@ def test_no_request_is_lost_when_an_engine_is_killed(tmp_path):
 
 
 def test_memory_grows_by_the_slope_of_the_second_half():
-    assert soak_serve.growth([9, 1, 5, 7, *range(100, 140, 10)]) == pytest.approx(10)
-    assert soak_serve.growth([1]) == 0
+    assert soak_serve.growth([9, 1, 5, 7, *range(100, 140, 10)]) == pytest.approx((10, 0))
+    assert soak_serve.growth([0] * 4 + [0, 3, 0, 3]) == pytest.approx((0.6, 0.72**0.5))  # 7.2 are left / 2 / 5
+    assert soak_serve.growth([1]) == (0, 0)
