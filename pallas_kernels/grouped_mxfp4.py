@@ -8,8 +8,7 @@
 weight, and only those of groups with rows do. There is no gradient of the matrices.
 
 Two codes are in a byte: of an even and of an odd k. So `lhs` is given, and `dlhs` returned by the kernel, with its even columns before the
-odd ones, and a tile of bytes is two operands of matmuls. Of a few rows in each group (`few_rows`) threads add up their own terms in float32:
-matrix units need at least 16 rows.
+odd ones, and a tile of bytes is two operands of matmuls.
 
 Shapes: M rows, K and N the matrices' dims, G groups, H = K / 2 bytes, J = K / 32 exponents, T tiles of rows.
 """
@@ -26,8 +25,7 @@ from pallas_kernels import row_tiles
 from pallas_kernels.grouped import TritonTile
 
 GROUP, BYTES = 32, 16  # weights of an exponent, and their bytes
-FEW = {1: TritonTile(1, 32, 1024, 4, 1), 2: TritonTile(2, 32, 1024, 4, 1)}  # by the most rows of a tile
-SOME = TritonTile(16, 64, 256, 4, 3)
+FEW = TritonTile(16, 64, 256, 4, 3)  # of `out` of groups of few rows
 ROWS = TritonTile(128, 128, 64, 8, 3)  # of `out`
 TRANSPOSED = TritonTile(128, 128, 64, 8, 3)  # of `dlhs`
 
@@ -41,11 +39,7 @@ def takes(lhs: jax.Array, codes_GNH: jax.Array, transposed: bool) -> bool:
 
 def tile_of(rows: int, groups: int, transposed: bool) -> TritonTile:
     """Returns the tile of a product of so many rows in so many groups."""
-    if transposed:
-        return TRANSPOSED
-    if rows <= 2 * groups:
-        return FEW[1 if 2 * rows <= groups else 2]
-    return SOME if rows <= 16 * groups else ROWS
+    return TRANSPOSED if transposed else FEW if rows <= 16 * groups else ROWS
 
 
 @functools.partial(jax.jit, static_argnames=("transposed", "tile", "interpret"))
@@ -73,12 +67,11 @@ def rows(
     height, (groups, outputs, half) = lhs.shape[0], codes_GNH.shape
     tile = tile or tile_of(height, groups, transposed)
     columns = half if transposed else outputs  # bytes of `dlhs`, columns of `out`
-    is_few = tile.rows < 16
-    tile = tile if is_few else tile.fitted(tile.rows, 2 * half if transposed else outputs, 2**30)
+    tile = tile.fitted(tile.rows, 2 * half if transposed else outputs, 2**30)
     wide = tile.columns // 2 if transposed else tile.columns
     across = pl.cdiv(columns, wide)
     table = row_tiles.table(sizes_G, height, tile.rows)
-    body = _few_rows if is_few else _transposed if transposed else _rows
+    body = _transposed if transposed else _rows
     kernel = functools.partial(_kernel, body, tile, (outputs, half), across, not interpret)
     call = pl.pallas_call(
         kernel,
@@ -104,39 +97,46 @@ def _kernel(body: Any, tile: TritonTile, shape: tuple[int, int], across: int, na
     def _() -> None:
         group, start, real = group_ref[number], start_ref[number], real_ref[number]
 
-        def read(at_N: jax.Array, at_J: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Returns the bytes [N, J, 16] and the exponents [N, J] of these columns and blocks; those beyond the matrix are 0."""
-            mask = (at_N < shape[0])[:, None] & (at_J < shape[1] // BYTES)[None, :]
-            at_16 = jnp.arange(BYTES)[None, None, :]
-            where = at_N[:, None, None], at_J[None, :, None] * BYTES + at_16
-            wide = jnp.broadcast_to(mask[:, :, None], (*mask.shape, BYTES))
-            codes = pltriton.load(codes_ref.at[group, *where], mask=wide, other=0)
-            return codes, pltriton.load(exponents_ref.at[group, at_N[:, None], at_J[None, :]], mask=mask, other=0)
+        def codes(at_N: jax.Array, at_J: jax.Array) -> jax.Array:
+            """Returns the bytes [N, J, 16] of these columns and blocks; those beyond the matrix are 0."""
+            mask = ((at_N < shape[0])[:, None] & (at_J < shape[1] // BYTES)[None, :])[:, :, None]
+            where = at_N[:, None, None], at_J[None, :, None] * BYTES + jnp.arange(BYTES)[None, None, :]
+            return pltriton.load(
+                codes_ref.at[group, *where], mask=jnp.broadcast_to(mask, (*mask.shape[:2], BYTES)), other=0
+            )
 
-        body(tile, shape, column, native, read, lhs_ref, out_ref, (start, real, count))
+        def exponents(at_N: jax.Array, at_J: jax.Array) -> jax.Array:
+            """Returns those of the same blocks: int32[N, J]."""
+            mask = (at_N < shape[0])[:, None] & (at_J < shape[1] // BYTES)[None, :]
+            found = pltriton.load(exponents_ref.at[group, at_N[:, None], at_J[None, :]], mask=mask, other=0)
+            return found.astype(jnp.int32)
+
+        body(tile, shape, column, native, (codes, exponents), lhs_ref, out_ref, (start, real, count))
 
 
 def _rows(
     tile: TritonTile, shape: tuple[int, int], column: jax.Array, native: bool, read: Any, lhs_ref: Any, out_ref: Any,
     extent: tuple[jax.Array, jax.Array, jax.Array],
 ) -> None:  # fmt: skip
-    """Writes a tile of `out`."""
-    (outputs, half), (start, real, count) = shape, extent
+    """Writes a tile of `out`. Exponents are read a step ahead, since copies of so few bytes are not asynchronous."""
+    (outputs, half), (start, real, count), (codes, exponents) = shape, extent, read
     at_M, at_N = jnp.arange(tile.rows), column * tile.columns + jnp.arange(tile.columns)
     spots, is_row = (start + at_M)[:, None], (at_M < real)[:, None]
-    blocks, wide = tile.depth // GROUP, tile.depth // 2
+    wide, own = tile.depth // 2, jnp.arange(tile.depth // GROUP)
 
-    def step(i: jax.Array, acc: jax.Array) -> jax.Array:
-        pair = _weights(*read(at_N, i * blocks + jnp.arange(blocks)), native)
+    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        acc, now = carry
+        later = exponents(at_N, (i + 1) * own.size + own)
+        pair = _weights(codes(at_N, i * own.size + own), now, native)
         at_H = (i * wide + jnp.arange(wide))[None, :]
-        mask = is_row & (at_H < half)
         for number, weights in enumerate(pair):
+            mask = is_row & (at_H < half)
             lhs = pltriton.load(lhs_ref.at[spots, number * half + at_H], mask=mask, other=0.0)
             acc = acc + _dot(lhs, weights.reshape(tile.columns, wide).T)
-        return acc
+        return acc, later
 
-    zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-    acc = jax.lax.fori_loop(0, pl.cdiv(half, wide), step, zeros) * _unit(native)
+    first = jnp.zeros((tile.rows, tile.columns), jnp.float32), exponents(at_N, own)
+    acc = jax.lax.fori_loop(0, pl.cdiv(half, wide), step, first)[0] * _unit(native)
     mask = (at_M < count)[:, None] & (at_N < outputs)[None]
     pltriton.store(out_ref.at[spots, at_N[None, :]], acc.astype(out_ref.dtype), mask=mask)
 
@@ -146,123 +146,68 @@ def _transposed(
     extent: tuple[jax.Array, jax.Array, jax.Array],
 ) -> None:  # fmt: skip
     """Writes a tile of `dlhs`: of its even columns and of the odd ones beside them."""
-    (outputs, half), (start, real, count) = shape, extent
+    (outputs, half), (start, real, count), (codes, exponents) = shape, extent, read
     wide = tile.columns // 2
-    blocks = wide // BYTES
     at_M, at_H = jnp.arange(tile.rows), column * wide + jnp.arange(wide)
     spots, is_row = (start + at_M)[:, None], (at_M < real)[:, None]
+    at_J = column * (wide // BYTES) + jnp.arange(wide // BYTES)
 
-    def step(i: jax.Array, accs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        *accs, now = carry
         at_N = i * tile.depth + jnp.arange(tile.depth)
-        pair = _weights(*read(at_N, column * blocks + jnp.arange(blocks)), native)
+        later = exponents(at_N + tile.depth, at_J)
+        pair = _weights(codes(at_N, at_J), now, native)
         dout = pltriton.load(lhs_ref.at[spots, at_N[None, :]], mask=is_row & (at_N < outputs)[None], other=0.0)
-        return tuple(acc + _dot(dout, weights.reshape(tile.depth, wide)) for acc, weights in zip(accs, pair))
+        added = (_dot(dout, weights.reshape(tile.depth, wide)) for weights in pair)
+        return *(acc + one for acc, one in zip(accs, added)), later
 
     zeros = jnp.zeros((tile.rows, wide), jnp.float32)
-    accs = jax.lax.fori_loop(0, pl.cdiv(outputs, tile.depth), step, (zeros, zeros))
+    first = zeros, zeros, exponents(jnp.arange(tile.depth), at_J)
+    *accs, _ = jax.lax.fori_loop(0, pl.cdiv(outputs, tile.depth), step, first)
     mask = (at_M < count)[:, None] & (at_H < half)[None]
     for number, acc in enumerate(accs):
         place = out_ref.at[spots, number * half + at_H[None, :]]
         pltriton.store(place, (acc * _unit(native)).astype(out_ref.dtype), mask=mask)
 
 
-def _few_rows(
-    tile: TritonTile, shape: tuple[int, int], column: jax.Array, native: bool, read: Any, lhs_ref: Any, out_ref: Any,
-    extent: tuple[jax.Array, jax.Array, jax.Array],
-) -> None:  # fmt: skip
-    """Writes a tile of `out` of few rows, each by sums of its own."""
-    (outputs, half), (start, real, count) = shape, extent
-    at_N, blocks = column * tile.columns + jnp.arange(tile.columns), tile.depth // GROUP
-
-    def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        at_J = i * blocks + jnp.arange(blocks)
-        codes, exponents = read(at_N, at_J)
-        pair = [half_.astype(jnp.float32) for half_ in _units(codes, native, "f16")]
-        scales = _power(exponents)
-        at_H = at_J[:, None] * BYTES + jnp.arange(BYTES)[None, :]
-        added = []
-        for number, own in enumerate(sums):
-            terms = jnp.zeros((), jnp.float32)
-            for odd, values in enumerate(pair):
-                mask = (at_H < half) & (number < real)
-                lhs = pltriton.load(lhs_ref.at[start + number, odd * half + at_H], mask=mask, other=0.0)
-                terms = terms + values * lhs.astype(jnp.float32)[None]
-            added.append(own + jnp.sum(terms, axis=2) * scales)
-        return tuple(added)
-
-    zeros = jnp.zeros((tile.columns, blocks), jnp.float32)
-    sums = jax.lax.fori_loop(0, pl.cdiv(2 * half, tile.depth), step, (zeros,) * tile.rows)
-    for number, own in enumerate(sums):
-        out = jnp.sum(own, axis=1) * 2.0**14
-        pltriton.store(
-            out_ref.at[start + number, at_N], out.astype(out_ref.dtype), mask=(at_N < outputs) & (number < count)
-        )
-
-
-def _power(exponents: jax.Array) -> jax.Array:
-    """Returns 2^(exponent - 127), float32; 0 of the exponent 0."""
-    return jax.lax.bitcast_convert_type(exponents.astype(jnp.int32) << 23, jnp.float32)
-
-
 def _dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return jax.lax.dot_general(lhs, rhs, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-# A code is a sign, two bits of exponent and one of mantissa. Put at these bits of a float they are its value times a power of two, with 0.5 as a
-# number without a leading 1.
-_AT = {"f16": (0x0E000E00, 3), "bf16": (0x01C001C0, 6)}  # in two floats: these bits, and how far below the sign's next bit
+# A code is a sign, two bits of exponent and one of mantissa. At these bits of a bfloat16 they are 2^-126 times its value (0.5 is a number
+# without a leading 1), and 2^(exponent - 65) makes of that 2^-64 times the weight. It is finite up to an exponent of 192.
+_BITS, _BELOW, _BIAS, _UNIT = "0x01C001C0", 6, 62, 2.0**64
 
 
-def decode_text(kind: str) -> str:
-    """PTX: makes eight codes of four bytes %4 floats: the even ones in %0 and %1, the odd ones in %2 and %3; of "bf16" times those in %5 and
-    %6."""
-    mask, far = _AT[kind]
-    lines = [".reg .b32 t, u;"]
-    for pair in range(2):
-        low, high = f"${pair}", f"${2 + pair}"
-        lines.append(f"prmt.b32 t, $4, 0, 0x{3 if pair else 1}4{2 if pair else 0}4;")  # a byte in the high half of each float
-        lines.append(f"shr.b32 u, t, {far}; and.b32 u, u, {mask:#x}; lop3.b32 {high}, t, 0x80008000, u, 0xEA;")
-        moved = f"shl.b32 u, t, {4 - far};" if far < 4 else f"shr.b32 u, t, {far - 4};"
-        lines.append(f"{moved} and.b32 u, u, {mask:#x}; shl.b32 t, t, 4; lop3.b32 {low}, t, 0x80008000, u, 0xEA;")
-        if kind == "bf16":
-            lines += [f"fma.rn.bf16x2 {half}, {half}, ${5 + pair}, 0x80008000;" for half in (low, high)]
+def decode_text(is_odd: bool) -> str:
+    """PTX: makes the even or the odd codes of four bytes ($2) bfloat16 in $0 and $1, times those in $3 and $4."""
+    lines = [".reg .b32 t, u, minus; mov.b32 minus, 0x80008000;"]
+    for pair, places in enumerate(("0x1404", "0x3424")):  # each byte in the high half of a float
+        lines.append(f"prmt.b32 t, $2, 0, {places}; shr.b32 u, t, {_BELOW if is_odd else _BELOW - 4};")
+        lines.append(f"and.b32 u, u, {_BITS}; {'' if is_odd else 'shl.b32 t, t, 4;'}")
+        lines.append(f"lop3.b32 u, t, minus, u, 0xEA; fma.rn.bf16x2 ${pair}, u, ${3 + pair}, minus;")
     return "{" + "\n".join(lines) + "}"
 
 
-def _units(codes: jax.Array, native: bool, kind: str) -> list[jax.Array]:
-    """Returns the values of the even and of the odd codes of bytes, float16, over 2^14."""
-    if native:
-        return _run_ptx(kind, codes)
-    wide = codes.astype(jnp.int32)
-    return [
-        jax.lax.bitcast_convert_type((((code & 8) << 12) | ((code & 7) << 9)).astype(jnp.uint16), jnp.float16)
-        for code in (wide & 15, wide >> 4)
-    ]
-
-
-def _run_ptx(kind: str, codes: jax.Array, *scales: jax.Array) -> list[jax.Array]:
-    dtype = {"f16": jnp.float16, "bf16": jnp.bfloat16}[kind]
-    results = [jax.ShapeDtypeStruct(codes.shape, dtype)] * 2
-    constraints = "=r,=r,=r,=r,r" + ",r,r" * len(scales)
-    return pltriton.elementwise_inline_asm(
-        decode_text(kind), args=[codes, *scales], constraints=constraints, pack=4, result_shape_dtypes=results
-    )
-
-
-# The values of codes in bfloat16 are 2^-126 times themselves, and 2^(exponent - 65) is finite, up to an exponent of 192.
-_MOST = 192
-
-
 def _weights(codes: jax.Array, exponents: jax.Array, native: bool) -> list[jax.Array]:
-    """Returns the weights of the even and of the odd codes [N, J, 16], bfloat16, over `_unit`."""
+    """Returns the weights of the even and of the odd codes of bytes [N, J, 16], bfloat16, over `_unit`."""
     if not native:
-        scales = (_power(exponents) * 2.0**14)[:, :, None]
-        return [(half.astype(jnp.float32) * scales).astype(jnp.bfloat16) for half in _units(codes, native, "f16")]
-    wide = exponents.astype(jnp.int32)
-    bits = jnp.where(wide == 0, 0, jnp.minimum(wide + 62, 255)) << 7
+        scales = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)[:, :, None]
+        halves = (codes.astype(jnp.int32) & 15, codes.astype(jnp.int32) >> 4)
+        return [(_value(half) * scales).astype(jnp.bfloat16) for half in halves]
+    bits = jnp.where(exponents == 0, 0, jnp.minimum(exponents + _BIAS, 255)) << 7
     scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
-    return _run_ptx("bf16", codes, jnp.broadcast_to(scales[:, :, None], codes.shape))
+    how: dict[str, Any] = {"args": [codes, jnp.broadcast_to(scales[:, :, None], codes.shape)], "pack": 4}
+    how |= {"constraints": "=r,=r,r,r,r", "result_shape_dtypes": [jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)]}
+    return [pltriton.elementwise_inline_asm(decode_text(is_odd), **how)[0] for is_odd in (False, True)]
+
+
+def _value(codes: jax.Array) -> jax.Array:
+    """Returns the values of codes, float32."""
+    power, tail = (codes >> 1) & 3, (codes & 1).astype(jnp.float32)
+    size = jnp.where(power == 0, 0.5 * tail, (1 + 0.5 * tail) * (1 << power).astype(jnp.float32) / 2)
+    return jnp.where(codes >= 8, -size, size)
 
 
 def _unit(native: bool) -> float:
-    return 2.0**64 if native else 1.0
+    return _UNIT if native else 1.0
