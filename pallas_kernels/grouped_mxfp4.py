@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import row_tiles
 from pallas_kernels.grouped import TritonTile
 
 GROUP, BYTES = 32, 16  # weights of an exponent, and their bytes
@@ -70,33 +69,33 @@ def rows(
     tile = tile.fitted(tile.rows, 2 * half if transposed else outputs, 2**30)
     wide = tile.columns // 2 if transposed else tile.columns
     across = pl.cdiv(columns, wide)
-    table = row_tiles.table(sizes_G, height, tile.rows)
+    tiles = min(height, height // tile.rows + groups + 1)
     body = _transposed if transposed else _rows
-    kernel = functools.partial(_kernel, body, tile, (outputs, half), across, not interpret)
+    kernel = functools.partial(_kernel, body, tile, (height, groups, outputs, half), across, not interpret)
     call = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((height, 2 * columns if transposed else columns), lhs.dtype),
-        grid=(table.group_T.shape[0] * across,),
+        grid=(tiles * across,),
         compiler_params=pltriton.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
         cost_estimate=pl.CostEstimate(4 * height * outputs * half, 0, lhs.nbytes + codes_GNH.nbytes),
         name="grouped_rows_t_mxfp4" if transposed else "grouped_rows_mxfp4",
     )
     given = lhs if transposed else lhs.reshape(height, half, 2).swapaxes(1, 2).reshape(height, -1)
-    out = call(*table, exponents_GNJ, given, codes_GNH)  # `plan` and `clock` read the work off the last two
+    out = call(
+        sizes_G.astype(jnp.int32), exponents_GNJ, given, codes_GNH
+    )  # `plan` and `clock` read the work off the last two
     return out.reshape(height, 2, half).swapaxes(1, 2).reshape(height, -1) if transposed else out
 
 
-def _kernel(body: Any, tile: TritonTile, shape: tuple[int, int], across: int, native: bool, *refs: Any) -> None:
+def _kernel(body: Any, tile: TritonTile, sizes: tuple[int, ...], across: int, native: bool, *refs: Any) -> None:
     """One tile of the result."""
-    group_ref, start_ref, real_ref, count_ref, exponents_ref, lhs_ref, codes_ref, out_ref = refs
-    number, column = pl.program_id(0) // across, pl.program_id(0) % across
-    count = count_ref[number]
+    sizes_ref, exponents_ref, lhs_ref, codes_ref, out_ref = refs
+    (height, groups, *shape), column = sizes, pl.program_id(0) % across
+    group, start, real, count = _place(pl.program_id(0) // across, tile.rows, height, groups, sizes_ref)
 
     @pl.when(count > 0)
     def _() -> None:
-        group, start, real = group_ref[number], start_ref[number], real_ref[number]
-
         def codes(at_N: jax.Array, at_J: jax.Array) -> jax.Array:
             """Returns the bytes [N, J, 16] of these columns and blocks; those beyond the matrix are 0."""
             mask = ((at_N < shape[0])[:, None] & (at_J < shape[1] // BYTES)[None, :])[:, :, None]
@@ -114,8 +113,23 @@ def _kernel(body: Any, tile: TritonTile, shape: tuple[int, int], across: int, na
         body(tile, shape, column, native, (codes, exponents), lhs_ref, out_ref, (start, real, count))
 
 
+def _place(number: jax.Array, most: int, height: int, groups: int, sizes_ref: Any) -> tuple[jax.Array, ...]:
+    """Returns of a tile of rows its group, its first row, how many of its rows are the group's, and how many it writes.
+
+    Each program finds them, since the kernels that would write a table take as long as few rows do. See `row_tiles.table`.
+    """
+    at = jnp.arange(pl.next_power_of_2(groups + 1))
+    sizes = pltriton.load(sizes_ref.at[at], mask=at < groups, other=0)
+    sizes = jnp.where(at == groups, height - jnp.sum(sizes), sizes)  # the rows after the last group
+    tiles = (sizes + (most - 1)) // most
+    own = jnp.sum((jnp.cumsum(tiles) <= number).astype(jnp.int32))
+    start = jnp.sum(jnp.where(at < own, sizes - tiles * most, 0)) + number * most
+    count = jnp.clip(jnp.sum(jnp.where(at <= own, sizes, 0)) - start, 0, most)
+    return jnp.minimum(own, groups - 1), start, jnp.where(own < groups, count, 0), count
+
+
 def _rows(
-    tile: TritonTile, shape: tuple[int, int], column: jax.Array, native: bool, read: Any, lhs_ref: Any, out_ref: Any,
+    tile: TritonTile, shape: list[int], column: jax.Array, native: bool, read: Any, lhs_ref: Any, out_ref: Any,
     extent: tuple[jax.Array, jax.Array, jax.Array],
 ) -> None:  # fmt: skip
     """Writes a tile of `out`. Exponents are read a step ahead, since copies of so few bytes are not asynchronous."""
@@ -142,7 +156,7 @@ def _rows(
 
 
 def _transposed(
-    tile: TritonTile, shape: tuple[int, int], column: jax.Array, native: bool, read: Any, lhs_ref: Any, out_ref: Any,
+    tile: TritonTile, shape: list[int], column: jax.Array, native: bool, read: Any, lhs_ref: Any, out_ref: Any,
     extent: tuple[jax.Array, jax.Array, jax.Array],
 ) -> None:  # fmt: skip
     """Writes a tile of `dlhs`: of its even columns and of the odd ones beside them."""

@@ -40,7 +40,7 @@ class KernelWork:
 
     Attributes:
       kind: MATMUL, ATTENTION, ELEMENTWISE (all that memory bounds), COLLECTIVE, TO_HOST or FROM_HOST.
-      form: of a matmul its dtype ("bf16", "fp8", "fp32"), or "grouped_rows", "grouped_rows.fp8" or "grouped_matrices" of groups of rows,
+      form: of a matmul its dtype ("bf16", "fp8", "fp32"), or "grouped_rows", "grouped_rows.fp8", "grouped_rows.mxfp4" or "grouped_matrices" of groups of rows,
         or the kernel that multiplies a few rows with a weight or several and how these are stored ("one_token.int8",
         "one_token_products.int8", "narrow.bf16"); of attention its
         direction, or "cached" of a new token to a cache; of a collective its kind in HLO; of elementwise work FUSED inside a fusion with a
@@ -138,14 +138,12 @@ def _attention(where: syntax.Computation, call: syntax.Instruction, target: str,
 
 def _grouped(where: syntax.Computation, call: syntax.Instruction, form: str, moved: int) -> KernelWork:
     """Returns the work of a product of groups of rows (`pallas_kernels.grouped`), if groups have all rows, or a balanced router's."""
-    first = where.by_name[call.operands[-2]].arrays[0]
+    first, second = (_stored(where, where.by_name[name]).arrays[0] for name in call.operands[-2:])
     rows, contracted = first.dims
-    form += ".fp8" if first.nbytes == first.elements else ""
+    form += ".fp8" if first.nbytes == first.elements else ".mxfp4" if second.dtype == "u8" else ""
     rows = round(rows / roles.room(call.op_name))
     columns = call.arrays[0].dims[-1]
-    groups = next(
-        own.dims[0] for own in (call.arrays[0], where.by_name[call.operands[-1]].arrays[0]) if len(own.dims) == 3
-    )
+    groups = next(own.dims[0] for own in (call.arrays[0], second) if len(own.dims) == 3)
     flops = 2.0 * rows * columns * contracted
     return KernelWork(MATMUL, form, flops, moved, (groups, rows, columns, contracted), op_name=call.op_name)
 

@@ -121,7 +121,7 @@ class GpuRates:
         if not kernel.dims:
             return self._streamed(kernel)
         batch, m, n, k = kernel.dims
-        start, of_groups = self.figures.get("start.matmul", 0.0), kernel.form.removesuffix(".fp8")
+        start, of_groups = self.figures.get("start.matmul", 0.0), kernel.form.partition(".")[0]
         if of_groups in HALF_TILE:  # groups, whose last tiles are half full
             own = self.figures.get(f"matmul.{kernel.form}", self.figures[f"matmul.{of_groups}"])
             used = 1 - (1 - 1 / batch) ** m if of_groups == "grouped_rows" else 1.0  # of groups: they have rows

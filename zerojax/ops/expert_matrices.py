@@ -16,6 +16,7 @@ Shapes: E experts, R rows sorted by expert, K inputs, N outputs, r an adapter's 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from pallas_kernels import grouped
+from pallas_kernels import grouped, grouped_mxfp4
 from zerojax.ops import fp8, quantized, residuals
 
 NAMES = ("gate", "up", "down")  # of the stacked weights that may be `StoredMatrices`
@@ -74,15 +75,21 @@ def multiply(x_RK: jax.Array, matrices: Matrices, sizes_E: jax.Array) -> jax.Arr
 def _multiplied(x_RK: jax.Array, matrices: Matrices, sizes_E: jax.Array) -> jax.Array:
     if not isinstance(matrices, StoredMatrices):
         return _grouped(x_RK, matrices, sizes_E)
-    kernel_EKN = _kernel(matrices, x_RK.dtype)
-    y_RN = (
-        _in_fp8(x_RK, kernel_EKN, matrices.known, sizes_E) if matrices.in_fp8 else _grouped(x_RK, kernel_EKN, sizes_E)
-    )
+    y_RN = _by_kernel(x_RK, matrices, sizes_E)
     if matrices.a is None or matrices.b is None:
         return y_RN
     with jax.named_scope("lora"):
         low_Rr = residuals.of_matmul(_grouped(x_RK, matrices.a.astype(x_RK.dtype), sizes_E)) * matrices.scale
         return (y_RN + _grouped(low_Rr.astype(x_RK.dtype), _b(matrices).astype(x_RK.dtype), sizes_E)).astype(x_RK.dtype)
+
+
+def _by_kernel(x_RK: jax.Array, matrices: StoredMatrices, sizes_E: jax.Array) -> jax.Array:
+    if not matrices.in_fp8 and quantized.is_quantized(matrices.kernel) and quantized.MXFP4 in matrices.kernel:
+        return _in_mxfp4(x_RK, *quantized.values_of(matrices.kernel), sizes_E)
+    kernel_EKN = _kernel(matrices, x_RK.dtype)
+    return (
+        _in_fp8(x_RK, kernel_EKN, matrices.known, sizes_E) if matrices.in_fp8 else _grouped(x_RK, kernel_EKN, sizes_E)
+    )
 
 
 def with_adapter(matrices: Matrices, a: jax.Array, b: jax.Array, scale: float, part: int | None) -> StoredMatrices:
@@ -133,6 +140,34 @@ def _kernel(matrices: StoredMatrices, dtype: DTypeLike) -> jax.Array:
 
 def _grouped(x_RK: jax.Array, matrices_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     return grouped.grouped_matmul(x_RK, matrices_EKN, sizes_E, grouped.BY_PLATFORM)
+
+
+@jax.custom_vjp
+def _in_mxfp4(x_RK: jax.Array, codes_ENH: jax.Array, exponents_ENJ: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    return _rows_in_mxfp4(x_RK, codes_ENH, exponents_ENJ, sizes_E, False)
+
+
+def _rows_in_mxfp4(
+    rows: jax.Array, codes_ENH: jax.Array, exponents_ENJ: jax.Array, sizes_E: jax.Array, transposed: bool
+) -> jax.Array:
+    """Returns rows times frozen matrices, or these transposed: on GPUs by a kernel that reads the codes, else by the matrices as floats."""
+
+    def by_floats(rows: jax.Array, codes: jax.Array, exponents: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        matrices = quantized.dequantize({quantized.MXFP4: codes, quantized.EXPONENTS: exponents}, rows.dtype)
+        return grouped.IMPLEMENTATIONS[grouped.BY_PLATFORM].rows(rows, matrices, sizes_E, transposed)
+
+    arrays = rows, codes_ENH, exponents_ENJ, sizes_E
+    if not grouped_mxfp4.takes(rows, codes_ENH, transposed):
+        return by_floats(*arrays)
+    by_codes = functools.partial(grouped_mxfp4.rows, transposed=transposed)
+    return jax.lax.platform_dependent(*arrays, cuda=by_codes, default=by_floats)
+
+
+def _backward_in_mxfp4(saved: tuple[jax.Array, ...], dy_RN: jax.Array) -> tuple[jax.Array, None, None, None]:
+    return _rows_in_mxfp4(dy_RN, *saved, True), None, None, None
+
+
+_in_mxfp4.defvjp(lambda *arrays: (_in_mxfp4(*arrays), arrays[1:]), _backward_in_mxfp4)
 
 
 @jax.custom_vjp
