@@ -8,6 +8,7 @@
     narrow.multiply        a matmul of few rows with a weight in 16, 8 or 4 bits, which is read once, as it is stored
     wire.pack, unpack_sum  blocks of 8 or 4 bits for collectives, each value read once
     grouped.grouped_matmul     the matmuls of experts: groups of rows by a matrix each, and both gradients
+    grouped_mxfp4.rows     the same by frozen matrices in MXFP4, read as they are stored
     one_token              a decoder's layer for one new token of one text, in five kernels
     chunk_scan.scan        the gated delta rule and Mamba-2's scan over chunks of tokens, and their gradients; the twin is in `zerojax`
     cached_attention.attend    attention of one token a row to a cache, of which only slots with text are read

@@ -32,7 +32,7 @@ TRANSPOSED = TritonTile(128, 128, 64, 8, 3)  # of `dlhs`
 def takes(lhs: jax.Array, codes_GNH: jax.Array, transposed: bool) -> bool:
     """Returns whether the kernels compute a product: of bfloat16 rows, and fewer than 2^31 bytes, by which they count."""
     columns = codes_GNH.shape[1] if transposed else 2 * codes_GNH.shape[2]
-    is_known = lhs.dtype == jnp.bfloat16 and lhs.shape[1] == columns and columns % 16 == 0
+    is_known = lhs.dtype == jnp.bfloat16 and lhs.shape[1] == columns
     return is_known and codes_GNH.size < 2**31 and lhs.size < 2**31
 
 
@@ -190,14 +190,14 @@ def _dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 # A code is a sign, two bits of exponent and one of mantissa. At these bits of a bfloat16 they are 2^-126 times its value (0.5 is a number
 # without a leading 1), and 2^(exponent - 65) makes of that 2^-64 times the weight. It is finite up to an exponent of 192.
-_BITS, _BELOW, _BIAS, _UNIT = "0x01C001C0", 6, 62, 2.0**64
+_BITS, _BELOW, _BIAS, UNIT = "0x01C001C0", 6, 62, 2.0**64
 
 
 def decode_text(is_odd: bool) -> str:
     """PTX: makes the even or the odd codes of four bytes ($2) bfloat16 in $0 and $1, times those in $3 and $4."""
     lines = [".reg .b32 t, u, minus; mov.b32 minus, 0x80008000;"]
     for pair, places in enumerate(("0x1404", "0x3424")):  # each byte in the high half of a float
-        lines.append(f"prmt.b32 t, $2, 0, {places}; shr.b32 u, t, {_BELOW if is_odd else _BELOW - 4};")
+        lines.append(f"prmt.b32 t, $2, 0, {places}; shr.u32 u, t, {_BELOW if is_odd else _BELOW - 4};")
         lines.append(f"and.b32 u, u, {_BITS}; {'' if is_odd else 'shl.b32 t, t, 4;'}")
         lines.append(f"lop3.b32 u, t, minus, u, 0xEA; fma.rn.bf16x2 ${pair}, u, ${3 + pair}, minus;")
     return "{" + "\n".join(lines) + "}"
@@ -209,11 +209,16 @@ def _weights(codes: jax.Array, exponents: jax.Array, native: bool) -> list[jax.A
         scales = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)[:, :, None]
         halves = (codes.astype(jnp.int32) & 15, codes.astype(jnp.int32) >> 4)
         return [(_value(half) * scales).astype(jnp.bfloat16) for half in halves]
-    bits = jnp.where(exponents == 0, 0, jnp.minimum(exponents + _BIAS, 255)) << 7
-    scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
-    how: dict[str, Any] = {"args": [codes, jnp.broadcast_to(scales[:, :, None], codes.shape)], "pack": 4}
+    scales = jnp.broadcast_to(scales_of(exponents)[:, :, None], codes.shape)
+    how: dict[str, Any] = {"args": [codes, scales], "pack": 4}
     how |= {"constraints": "=r,=r,r,r,r", "result_shape_dtypes": [jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)]}
     return [pltriton.elementwise_inline_asm(decode_text(is_odd), **how)[0] for is_odd in (False, True)]
+
+
+def scales_of(exponents: jax.Array) -> jax.Array:
+    """Returns by what the text multiplies: 2^(exponent - 65), bfloat16; 0 of the exponent 0, and infinity where that is not finite."""
+    bits = jnp.where(exponents == 0, 0, jnp.minimum(exponents + _BIAS, 255)) << 7
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
 def _value(codes: jax.Array) -> jax.Array:
@@ -224,4 +229,4 @@ def _value(codes: jax.Array) -> jax.Array:
 
 
 def _unit(native: bool) -> float:
-    return _UNIT if native else 1.0
+    return UNIT if native else 1.0

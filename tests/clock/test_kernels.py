@@ -63,6 +63,10 @@ metadata={op_name="jit(step)/cond/branch_0_fun/grouped_rows/pallas_call"}
 metadata={op_name="jit(step)/cond/branch_0_fun/grouped_matrices/pallas_call"}
   %narrow = bf16[64,16]{1,0} custom-call(%t, %x8, %experts8), custom_call_target="mosaic_gpu_v2", \
 metadata={op_name="jit(step)/fp8_matmul/jit(grouped_rows)/pallas_call"}
+  %packed = bf16[64,16]{1,0} custom-call(%t, %exponents4, %x, %experts4), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(step)/cond/branch_1_fun/jit(rows)/grouped_rows_mxfp4/pallas_call"}
+  %exponents4 = u8[4,16,1]{2,1,0} parameter(14)
+  %experts4 = u8[4,16,16]{2,1,0} parameter(15)
   %x8 = f8e4m3fn[64,32]{1,0} parameter(12)
   %experts8 = f8e4m3fn[4,16,32]{2,1,0} parameter(13)
   %t = s32[4]{0} parameter(10)
@@ -104,7 +108,7 @@ def test_a_matmul_counts_two_operations_for_each_of_its_dims(found):
 
 
 def test_a_product_of_groups_of_rows_counts_each_row_once(found):
-    for name, form in (("rows", "rows"), ("matrices", "matrices"), ("narrow", "rows.fp8")):
+    for name, form in (("rows", "rows"), ("matrices", "matrices"), ("narrow", "rows.fp8"), ("packed", "rows.mxfp4")):
         (own,) = found[name]
         assert (own.kind, own.form) == (kernels.MATMUL, f"grouped_{form}")
         assert own.dims == (4, 64, 16, 32) and own.flops == 2 * 64 * 16 * 32

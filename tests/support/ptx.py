@@ -285,6 +285,19 @@ def _permuted(a: np.ndarray, b: np.ndarray, how: np.ndarray) -> np.ndarray:
     return np.take_along_axis(bytes_, nibbles.astype(np.int64), axis=1).view(np.uint32)[:, 0]
 
 
+def _by_table(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+    found = np.zeros_like(a)
+    for n in range(8):
+        own = [bits if n >> place & 1 else ~bits for bits, place in ((a, 2), (b, 1), (c, 0))]
+        found |= np.where(table >> np.uint32(n) & np.uint32(1), own[0] & own[1] & own[2], np.uint32(0))
+    return found
+
+
+def _fused_pairs(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    wide = [(bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32) for bits in (a, b, c)]
+    return _bfloat16(_fused(*wide)).view(np.uint32)
+
+
 OPERATIONS: dict[str, tuple[list[str], Callable[..., np.ndarray]]] = {
     **{f"mov.{kind}": ([kind], np.copy) for kind in ("b16", "b32", "u32", "f32")},
     **{f"add.{kind}": ([kind] * 2, np.add) for kind in ("u32", "s32", "u64", "f32")},
@@ -299,6 +312,8 @@ OPERATIONS: dict[str, tuple[list[str], Callable[..., np.ndarray]]] = {
     "div.u32": (["u32"] * 2, np.floor_divide),
     "rem.u32": (["u32"] * 2, np.remainder),
     "prmt.b32": (["b32"] * 3, _permuted),
+    "lop3.b32": (["b32"] * 4, _by_table),
+    "fma.rn.bf16x2": (["b32"] * 3, _fused_pairs),
     "mul.f32": (["f32"] * 2, np.multiply),
     "max.NaN.f32": (["f32"] * 2, np.maximum),
     "abs.f32": (["f32"], np.abs),

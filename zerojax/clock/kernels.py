@@ -40,9 +40,9 @@ class KernelWork:
 
     Attributes:
       kind: MATMUL, ATTENTION, ELEMENTWISE (all that memory bounds), COLLECTIVE, TO_HOST or FROM_HOST.
-      form: of a matmul its dtype ("bf16", "fp8", "fp32"), or "grouped_rows", "grouped_rows.fp8", "grouped_rows.mxfp4" or "grouped_matrices" of groups of rows,
-        or the kernel that multiplies a few rows with a weight or several and how these are stored ("one_token.int8",
-        "one_token_products.int8", "narrow.bf16"); of attention its
+      form: of a matmul its dtype ("bf16", "fp8", "fp32"), or "grouped_rows", "grouped_rows.fp8", "grouped_rows.mxfp4" or
+        "grouped_matrices" of groups of rows, or the kernel that multiplies a few rows with a weight or several and how these are stored
+        ("one_token.int8", "one_token_products.int8", "narrow.bf16"); of attention its
         direction, or "cached" of a new token to a cache; of a collective its kind in HLO; of elementwise work FUSED inside a fusion with a
         matmul, DEQUANTIZED where it reads codes; else "".
       flops: floating-point operations; causal attention at half.
