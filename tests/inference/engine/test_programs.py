@@ -6,6 +6,7 @@ import functools
 import re
 
 import compile_only
+import golden_models
 import jax
 import jax.numpy as jnp
 import pytest
@@ -272,3 +273,20 @@ def test_devices_that_share_caches_read_them_by_kernels(axes):
     assert len(re.findall(r"custom-call.*(?:triton|cached_attention)", text)) == CONFIG.num_layers
     moved = [sizes for results in re.findall(MOVED, text) for sizes in re.findall(r"\w+\[([\d,]*)\]", results)]
     assert not [sizes for sizes in moved if "1024" in sizes.split(",")], moved
+
+
+def test_experts_in_mxfp4_are_multiplied_as_they_are_stored():
+    lora = zerojax.Lora(r=2, target_modules=("q_proj",), quantize="mxfp4")
+    loaded = zerojax.load_huggingface(golden_models.FOLDER / "gptoss", stage=0, min_size=64, dtype="bf16", lora=lora)
+    mesh = zerojax.make_mesh(devices=compile_only.devices()[:1])
+
+    def abstract(leaf):
+        dtype = jnp.bfloat16 if leaf.dtype == jnp.float32 else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=NamedSharding(mesh, P()))
+
+    shape, special = programs.Shape(4, 64, 0), family.SpecialTokens()
+    found = programs.Programs(loaded.family, loaded.config, mesh, shape, special, "pallas", ())
+    text = compile_only.compile_gpu(lowered(found, jax.tree.map(abstract, loaded.params)))
+    kernels = re.findall(r"custom-call\([^\n]*grouped_rows_mxfp4", text)
+    assert len(kernels) == 2 * loaded.config.num_layers
+    assert re.search(r"u8\[4,320,32\]", text) and not re.search(r"bf16\[4,(64,320|320,64|64,160)", text)
