@@ -24,7 +24,8 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.grouped import TritonTile
 
 GROUP, BYTES = 32, 16  # weights of an exponent, and their bytes
-FEW = TritonTile(16, 64, 256, 4, 3)  # of `out` of groups of few rows
+# The fastest of six and of five on an H200 (docs/benchmarks/raw/stored_1xh200.txt).
+FEW = TritonTile(16, 64, 128, 4, 4)  # of `out` of groups of few rows
 ROWS = TritonTile(128, 128, 64, 8, 3)  # of `out`
 TRANSPOSED = TritonTile(128, 128, 64, 8, 3)  # of `dlhs`
 

@@ -38,8 +38,8 @@ EXPERTS, TOP_K, SHAPES = 128, 4, {"up": (2880, 5760), "down": (2880, 2880)}
 KERNELS = {"V3 o": (16384, 7168), "V3 up": (7168, 18432), "8B up": (4096, 12288)}
 FEW, MANY = (1, 8, 64), 4096  # tokens
 DRAWS = {1: 8, 8: 4, 64: 2}
-TILES = ("16-64-256-4-3", "16-128-256-4-3", "16-64-128-4-4", "16-32-512-4-3", "16-64-256-4-4", "16-128-128-4-4")
-LONG_TILES = ("128-128-64-8-3", "64-128-64-4-3", "64-256-64-8-3", "128-128-128-8-3", "128-256-64-8-3")
+TILES = ("16-64-128-4-4", "16-128-128-4-4", "16-64-256-4-3")
+LONG_TILES = ("128-128-64-8-3", "64-128-64-4-3")
 PEAK = 4.8e12  # bytes/s of an H200's memory
 WORST = 5e-3  # of the largest value: results are rounded to bf16, and weights of block-fp8 before the matmul
 JUDGED = 256  # rows of a result that are compared
@@ -163,10 +163,15 @@ def _experts(options: argparse.Namespace) -> list[Case]:
             used = float(np.mean([len(set(own)) for own in expert_of]))
             packed, wide = (used * inputs * outputs * size for size in (0.5 + 1 / 32, 2))
             title = f"experts, {name} {'dlhs' if transposed else 'out'} {tokens}"
-            own = {"nbytes": packed, "flops": 2.0 * rows * inputs * outputs, "places": places, "wanted": wanted}
+            own: dict[str, Any] = {
+                "nbytes": packed,
+                "flops": 2.0 * rows * inputs * outputs,
+                "places": places,
+                "wanted": wanted,
+            }
 
             for form in options.tiles if tokens < MANY and not transposed else options.long_tiles:
-                given = [(x, sizes, codes, exponents)]
+                given: list[tuple] = [(x, sizes, codes, exponents)]
                 tile = grouped.TritonTile(*map(int, form.split("-")))
                 how: dict[str, Any] = {"transposed": transposed, "tile": tile, "interpret": options.interpret}
                 run = functools.partial(_by_codes, functools.partial(grouped_mxfp4.rows, **how))
@@ -223,10 +228,10 @@ def _kernels(interpret: bool) -> list[Case]:
             wanted = functools.cache(
                 lambda x=x, wide=wide: np.asarray(jnp.dot(x.astype(jnp.float32), wide(), precision="highest"))
             )
-            own = {"flops": 2.0 * rows * inputs * outputs, "places": np.arange(rows), "wanted": wanted}
+            own: dict[str, Any] = {"flops": 2.0 * rows * inputs * outputs, "places": np.arange(rows), "wanted": wanted}
 
             def as_stored(x: Any, kernels: Any) -> list:
-                how = {"implementation": "interpret" if interpret else "pallas"}
+                how: dict[str, Any] = {"implementation": "interpret" if interpret else "pallas"}
                 return [narrow.multiply(x, *quantized.values_of(kernel), **how) for kernel in kernels]
 
             def as_floats(x: Any, kernels: Any) -> list:

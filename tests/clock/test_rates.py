@@ -54,6 +54,15 @@ def test_groups_of_rows_in_fp8_take_the_time_that_was_measured_and_that_of_16_bi
     assert rates.of("h100").seconds(work) == rates.of("h100").seconds(in_16_bits)
 
 
+def test_groups_of_rows_in_mxfp4_take_the_time_that_was_measured():
+    for columns, measured in ((5760, (2152e-6, 2127e-6)), (2880, (1060e-6, 1125e-6))):  # raw/stored_1xh200.txt
+        work = matmul(16384, columns, 2880, "grouped_rows.mxfp4", batch=128)
+        work = dataclasses.replace(work, nbytes=128 * columns * 2880 * 17 // 32)
+        assert rates.of("h200").seconds(work) == pytest.approx(sum(measured) / 2, rel=0.02)
+    work = dataclasses.replace(work, dims=(128, 256, columns, 2880), flops=2.0 * 256 * columns * 2880)
+    assert rates.of("h200").seconds(work) == pytest.approx(285e-6, rel=0.05)  # of 64 tokens, which read 7 experts of 8
+
+
 def test_few_rows_a_group_leave_gradients_of_matrices_to_the_rate_at_which_float32_results_are_written():
     nbytes = 2 * 32768 * (768 + 2048) + 4 * 128 * 768 * 2048
     for name, seconds in (("h200", 379e-6), ("h100", 460e-6)):

@@ -126,7 +126,8 @@ class GpuRates:
             own = self.figures.get(f"matmul.{kernel.form}", self.figures[f"matmul.{of_groups}"])
             used = 1 - (1 - 1 / batch) ** m if of_groups == "grouped_rows" else 1.0  # of groups: they have rows
             own *= m / (m + used * batch * HALF_TILE[of_groups])
-            bandwidth = self.figures.get(f"bandwidth.{of_groups}", self.figures["bandwidth"])
+            known = (f"bandwidth.{name}" for name in (kernel.form, of_groups))
+            bandwidth = next((self.figures[one] for one in known if one in self.figures), self.figures["bandwidth"])
             return start + max(kernel.flops / own, used * kernel.nbytes / bandwidth)
         if start and min(m, n) <= FEW:
             rate = self._by_size(self._of_dtype(kernel.form), 0)
@@ -274,7 +275,12 @@ def measured(path: str | os.PathLike[str], target: str) -> GpuRates:
     common, own = of("h200"), of(target)
     assert common is not None
     table = common if own is None else own  # an A100 has no fp8
-    spared = ("error.", TOKEN, "matmul.grouped_rows.")  # read by no step, or only beside a figure for all dtypes
+    spared = (
+        "error.",
+        TOKEN,
+        "matmul.grouped_rows.",
+        "bandwidth.grouped_rows.",
+    )  # read by no step, or only beside a figure for all dtypes
     needed = [one for one in common.figures if one in table.figures and not one.startswith(spared)]
     if missing := [one for one in needed if one not in figures]:
         raise UserError(f"{place}: has no figure {missing[0]!r}; zerojax calibrate writes all of them")

@@ -163,7 +163,7 @@ def _rows_in_mxfp4(
     return jax.lax.platform_dependent(*arrays, cuda=by_codes, default=by_floats)
 
 
-def _backward_in_mxfp4(saved: tuple[jax.Array, ...], dy_RN: jax.Array) -> tuple[jax.Array, None, None, None]:
+def _backward_in_mxfp4(saved: Any, dy_RN: jax.Array) -> tuple[jax.Array, None, None, None]:
     return _rows_in_mxfp4(dy_RN, *saved, True), None, None, None
 
 
