@@ -96,7 +96,7 @@ class Beside:
       named: the text of each special token that is named, such as {"bos_token": "<s>"}.
       source: the file, or the class, that names each.
       flags: the tokens that are added or whose properties change, in order.
-      special: those that are special, in order.
+      special: those that are special, in order: they are added where they are missing.
       ids: {"bos_token_id": ..., ...} of generation_config.json and config.json.
       settings: tokenizer_config.json.
       kind: the class; "" where the file is run as it is.
@@ -134,32 +134,33 @@ def read(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Beside:
     has_decoder = "added_tokens_decoder" in settings
     if not has_decoder:  # transformers reads the older files where the newer form is missing
         sources.append((SPECIAL_TOKENS, table(folder / SPECIAL_TOKENS)))
+    extra: list[Any] = []
     for name, found in sources:
-        for key, value in found.items():
-            if key in NAMED or (key.endswith("_token") and _text(value)):
-                values[key], given[key] = value, name
+        listed = next((found[key] for key in _EXTRA if found.get(key)), None)
+        own = {key: value for key, value in found.items() if key in NAMED or (key.endswith("_token") and _text(value))}
+        for key, value in [*own.items(), *(listed.items() if isinstance(listed, Mapping) else ())]:
+            values[key], given[key] = value, name
+        # a list of the older name counts where there is no other
+        extra += listed if isinstance(listed, list) and (_EXTRA[0] in found or not extra) else []
     named = {key: text for key, value in values.items() if (text := _text(value))}
     place = folder / TOKENIZER_CONFIG
     flags_of = {name: _flag(settings, name, False, place) for name in _SETTINGS}
-    by_id = settings.get("added_tokens_decoder") if has_decoder else {}
-    known = {} if has_decoder else {str(entry.get("content")): entry for entry in content.get("added_tokens") or []}
-    flags = [_token(value, place) for _, value in sorted(_items(by_id, place), key=lambda item: item[0])]
+    by_id = dict(_items(settings.get("added_tokens_decoder"), place))
     if not has_decoder:
-        older = table(folder / ADDED_TOKENS)
-        flags += [_token({"content": text, "normalized": text not in named.values()}, place) for text in older]
-    of_text = {token.content: token for token in flags}
-    extra = [value for _, found in sources for key in _EXTRA for value in _listed(found.get(key))]
-    special = [
-        of_text.get(text)
-        or _token(known.get(text) or (values[key] if isinstance(values[key], Mapping) else {}), place, text)
-        for key, text in named.items()
-    ]
-    special += [_token(value if isinstance(value, Mapping) else {}, place, _text(value)) for value in extra]
+        special = {*(text for key, text in named.items() if key in NAMED), *map(_text, extra)}
+        for text, number in table(folder / ADDED_TOKENS).items():
+            by_id[number] = {"content": text, "normalized": text not in special, "special": text in special}
+        by_id |= {entry["id"]: entry for entry in content.get("added_tokens") or []}
+    flags = [_token(by_id[number], place) for number in sorted(by_id)]
+    for token in flags:
+        token.special |= token.content in named.values()
+    names = [*(values[key] for key in named), *extra]
+    special_of = (_token(value if isinstance(value, Mapping) else {}, place, _text(value)) for value in names)
     return Beside(
         named=named,
         source={key: given[key] for key in named},
         flags=tuple(flags),
-        special=tuple(token for token in special if token.content),
+        special=tuple(token for token in special_of if token.content),
         ids={**model, **generation},
         settings=settings,
         kind=kind,
@@ -228,11 +229,9 @@ def as_run(content: Mapping[str, Any], kind: str, settings: Mapping[str, Any]) -
 
 def add(model: tokenizers.Tokenizer, found: Beside) -> None:
     """Adds the tokens that files name to a tokenizer, and the properties that they give to those that it has."""
-    known = {repr(token) for token in model.get_added_tokens_decoder().values()}
-    if changed := [token for token in found.flags if repr(token) not in known]:
-        model.add_tokens(changed)
-    if found.special:
-        model.add_special_tokens(list(found.special))
+    model.add_tokens(list(found.flags))
+    known = {token.content for token in model.get_added_tokens_decoder().values()}
+    model.add_tokens([token for token in found.special if token.content not in known])
 
 
 _ID = re.compile(r"[0-9]{1,9}")
@@ -282,10 +281,3 @@ def _items(value: Any, place: pathlib.Path) -> list[tuple[int, Any]]:
 def _flag(settings: Mapping[str, Any], name: str, default: bool, place: pathlib.Path) -> bool:
     value = settings.get(name)
     return errors.truth(f"{place}: {name}", default if value is None else value, "save the tokenizer again")
-
-
-def _listed(value: Any) -> list[Any]:
-    """Returns the entries of a list of tokens, or of a table of them by name."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return list(value) if isinstance(value, list) else []

@@ -323,6 +323,56 @@ def compare_texts(case):
     compared()
 
 
+@st.composite
+def properties(draw, text):
+    """Draws the properties of an added token."""
+    return {
+        "content": text,
+        **{name: draw(st.booleans()) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")},
+    }
+
+
+@st.composite
+def named_tokens(draw):
+    """Draws added tokens of a tokenizer.json, and the files beside it that name some of them, in the forms of several years."""
+    texts = draw(st.lists(st.sampled_from(["<a>", "<b>", "word", "<c>"]), unique=True, max_size=4))
+    own = [draw(properties(text)) for text in texts]
+    listed = st.lists(st.sampled_from(["<new>", *texts]), unique=True)
+    names = {key: draw(st.sampled_from(texts)) for key in ("eos_token", "image_token") if texts and draw(st.booleans())}
+    lists = {key: draw(listed) for key in ("additional_special_tokens", "extra_special_tokens") if draw(st.booleans())}
+    form = draw(st.sampled_from(["tokenizer_config.json", "special_tokens_map.json", "added_tokens_decoder"]))
+    if form == "special_tokens_map.json":
+        return own, draw(st.booleans()), {"tokenizer_config.json": lists, form: names}, draw(st.booleans())
+    return own, draw(st.booleans()), {"tokenizer_config.json": {**names, **lists}}, form == "added_tokens_decoder"
+
+
+def test_tokens_that_files_name_have_the_properties_of_transformers(tmp_path_factory):
+    base = json.loads(chats.file_of("byte_level", added=False))
+    first = 1 + max(base["model"]["vocab"].values())
+
+    @hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @hypothesis.given(named_tokens(), st.lists(st.sampled_from(["<a>", "<b>", "word", "<c>", "<new>", " ", "x"])))
+    def compared(drawn, pieces):
+        own, is_inside, files, is_beside = drawn
+        folder, by_id = tmp_path_factory.mktemp("named"), {first + at: token for at, token in enumerate(own)}
+        inside = [{"id": number, **token} for number, token in by_id.items()] if is_inside or not is_beside else []
+        content = {**base, "added_tokens": [*base["added_tokens"], *inside]}
+        files = {"tokenizer.json": content, **files}
+        if is_beside and "special_tokens_map.json" in files:  # in the order of letters, as they were saved
+            files["added_tokens.json"] = dict(sorted((token["content"], number) for number, token in by_id.items()))
+        elif is_beside:
+            files["tokenizer_config.json"] = {**files["tokenizer_config.json"], "added_tokens_decoder": by_id}
+        for name, value in files.items():
+            (folder / name).write_text(json.dumps(value))
+        made = opened(folder, chats.TEMPLATES["chatml"])
+        right = {number: repr(token) for number, token in made.hf.added_tokens_decoder.items()}
+        assert {number: repr(token) for number, token in made.own.model.get_added_tokens_decoder().items()} == right
+        text = "".join(pieces)
+        assert made.own.encode_special(text).tolist() == made.hf(text, add_special_tokens=False)["input_ids"]
+
+    compared()
+
+
 def of_trl(kind, asked):
     """Returns the arrays that TRL made, and the folder and the conversations that it made them of."""
     found = np.load(TRL / kind / "expected.npz")
