@@ -28,7 +28,9 @@ def text(plan: step_plan.Plan) -> str:
 
 def verdict(plan: step_plan.Plan) -> str:
     """Returns one line with the peak and whether it fits."""
-    peak = f"peak {display.human(plan.peak)} on each device"
+    peak = f"peak {display.human(plan.most)} on each device"
+    if plan.most > plan.peak:
+        peak += f" while answers are drawn, {display.human(plan.peak)} in a step"
     if plan.usable is None or plan.target.memory is None:
         return f"{peak}; the memory of {plan.target.name} is unknown"
     word = "fits" if plan.fits else "does NOT fit"
@@ -184,16 +186,16 @@ def _exchange(found: step_plan.Exchange) -> str:
     )
 
 
-def _rollouts(found: step_plan.RolloutDevices) -> str:
+def _rollouts(found: step_plan.Rollouts) -> str:
     """Returns what the devices hold that draw answers."""
-    which = (
-        "the device that draws answers"
-        if found.devices == 1
-        else f"each of the {found.devices} devices that draw answers"
+    which = {0: "each device", 1: "the device that draws answers"}.get(
+        found.devices, f"each of the {found.devices} devices that draw answers"
     )
+    held = {"the state": found.state, "copies of the weights": found.weights}
+    held[f"keys and values of {found.answers} answers"] = found.caches
     return (
-        f"rollouts: {which} holds {display.human(found.weights + found.caches)} beside what its programs compute: copies of the weights "
-        f"{display.human(found.weights)}, keys and values of {found.answers} answers {display.human(found.caches)}"
+        f"rollouts: {which} holds {display.human(found.nbytes)} {'' if found.devices else 'while answers are drawn, '}beside what "
+        f"its programs compute: {', '.join(f'{name} {display.human(nbytes)}' for name, nbytes in held.items() if nbytes)}"
     )
 
 

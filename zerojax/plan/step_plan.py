@@ -70,13 +70,26 @@ class Exchange:
     parts: int = 1
 
 
-class RolloutDevices(NamedTuple):
-    """What each of the devices holds that draw answers while the others train: copies of the weights, and keys and values of `answers`."""
+class Rollouts(NamedTuple):
+    """What each of the devices holds that draw answers, beside what their programs compute.
+
+    Attributes:
+      devices: those that draw while the others train; 0: all devices draw and then train.
+      answers: of a step.
+      weights, caches: the bytes of the copies of the weights, and of the answers' keys and values.
+      state: the bytes of the state beside them.
+    """
 
     devices: int
     answers: int
     weights: int
     caches: int
+    state: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the sum."""
+        return self.weights + self.caches + self.state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +114,7 @@ class Plan:
       pipeline: of a step over a pipeline, whose peak is its own; `buffers` and what is read from the program are then those of the group
         of devices that needs the most. None without one.
       exchange: of a step whose experts live on different devices; None of others.
-      rollouts: of the devices beside these that draw answers; None if there are none.
+      rollouts: of the devices that draw answers; None if none are drawn by an engine.
       model_seconds: of the model's operations alone, without those computed again, at the matrix rate; None if unknown.
     """
 
@@ -126,12 +139,17 @@ class Plan:
     model_seconds: float | None = None
     pipeline: pipelines.Pipelined | None = None
     exchange: Exchange | None = None
-    rollouts: RolloutDevices | None = None
+    rollouts: Rollouts | None = None
 
     @property
     def peak(self) -> int:
         """Returns the peak of bytes in use on a device."""
         return _peak(self.buffers, self.stream, self.pipeline)
+
+    @property
+    def most(self) -> int:
+        """Returns the most bytes in use on a device: the step's peak, or what is held while answers are drawn."""
+        return max(self.peak, self.rollouts.nbytes if self.rollouts and not self.rollouts.devices else 0)
 
     @property
     def start(self) -> start_lib.StartTimes | None:
@@ -170,7 +188,7 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Returns whether the step fits, or None if the device's memory is unknown."""
-        return None if self.usable is None else self.peak <= self.usable
+        return None if self.usable is None else self.most <= self.usable
 
 
 def shortage(error: BaseException) -> str | None:

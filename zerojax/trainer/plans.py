@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
@@ -24,6 +25,7 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.zero import stages, state_bytes
+from zerojax.zero.host import memory_kind
 from zerojax.zero.offload import step_by_block
 from zerojax.zero.weights import partition as partition_lib
 
@@ -80,15 +82,30 @@ def plan_program(program: program_lib.Program, target: str, **how: Any) -> step_
             exchange=exchange_of(program),
             **how,
         )
-        return dataclasses.replace(plan, rollouts=rollouts_of(program))
+        return dataclasses.replace(plan, rollouts=rollouts_of(program, plan.usable))
 
 
-def rollouts_of(program: program_lib.Program) -> step_plan.RolloutDevices | None:
-    """Returns what the devices hold that draw answers while others train, or None if there are none."""
-    if program.rollout_mesh is None:
+def rollouts_of(program: program_lib.Program, usable: int | None = None) -> step_plan.Rollouts | None:
+    """Returns what the devices hold that draw answers, or None if no engine draws any.
+
+    Args:
+      program: of the run.
+      usable: the bytes that XLA may use on a device that trains; None: they are not known.
+    """
+    if not program.config.draws_by_engine:
         return None
-    weights, caches = rollout_sizes.bytes_of(program, rollout_sizes.model_of(program), program.rollouts, program.copies)
-    return step_plan.RolloutDevices(program.rollout_mesh.size, program.sizes.global_batch_size, weights, caches)
+    answers, model = program.sizes.global_batch_size, rollout_sizes.model_of(program)
+    if program.rollout_mesh is not None:
+        own = program.rollouts
+        found = rollout_sizes.bytes_of(program, model, own, program.copies(own))
+        return step_plan.Rollouts(program.rollout_mesh.size, answers, *found)
+    state = sum(
+        tree.shard_bytes(leaf)
+        for leaf in jax.tree.leaves(program.partition.abstract_state)
+        if not memory_kind.is_on_host(leaf)
+    )
+    held = rollout_sizes.held(program, model, None if usable is None else usable - state)
+    return step_plan.Rollouts(0, answers, held.weights, held.caches, state)
 
 
 def exchange_of(program: program_lib.Program) -> step_plan.Exchange | None:

@@ -100,10 +100,8 @@ class Program:
         """Returns how the weights are sharded by which answers are drawn: those of the state, or copies on `rollout_mesh`."""
         return self.partition if self.rollout_mesh is None else self.at_stage_0(self.rollout_mesh)
 
-    @functools.cached_property
-    def copies(self) -> PyTree:
-        """Returns the copies of the weights on `rollout_mesh`, as ShapeDtypeStructs: in the compute dtype, sharded over `model` alone."""
-        own = self.rollouts
+    def copies(self, own: partition_lib.Partition) -> PyTree:
+        """Returns copies of the weights as a partition shards them, as ShapeDtypeStructs in the compute dtype."""
         plain = tree.map_with_path(
             lambda path, leaf: jax.ShapeDtypeStruct(own.leaves[f"params/{path}"].shape, leaf.dtype),
             own.abstract_state.params,

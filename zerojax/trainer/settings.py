@@ -663,6 +663,12 @@ class Config:
         return self.grpo.rollout_devices if self.data.task == tasks.GRPO else 0
 
     @property
+    def draws_by_engine(self) -> bool:
+        """Returns whether texts to learn from are drawn by an engine."""
+        is_rewarded = self.data.task == tasks.GRPO and not self.grpo.exact
+        return is_rewarded or (bool(self.distill.teacher) and self.distill.own > 0)
+
+    @property
     def keeps_roundings(self) -> bool:
         """Returns whether programs must round alike: those of exact rollouts in 16 bits."""
         return self.data.task == tasks.GRPO and self.grpo.exact and self.precision != "fp32"

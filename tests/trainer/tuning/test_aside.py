@@ -160,6 +160,35 @@ def test_a_run_that_is_stopped_anywhere_goes_on_with_the_same_numbers(prompts_fi
     assert len(runs.losses(longer)) == 7
 
 
+def nbytes_on(device, arrays):
+    """The bytes that arrays hold on a device."""
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(arrays)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora__r": 4, "lora__quantize": "nf4"}], ids=["all weights", "nf4"])
+def test_the_plan_counts_what_devices_hold_that_draw_and_then_train(prompts_file, cache_dir, changes):
+    """At stage 3 copies of the weights beside the state; more than a step of a tiny model takes, so it is the peak."""
+    built, ahead = asking.opened(prompts_file, 2, **{**ONE_STEP, "zero__stage": 3, "precision": "bf16", **changes})
+    state = state_lib.first(built)
+    planned = plans.rollouts_of(built)
+    drawer, device, sizes = ahead._drawer, built.mesh.devices.flat[0], []
+    release = drawer.release
+
+    def released():
+        sizes.extend(nbytes_on(device, one) for one in (drawer._copied, drawer._engine.caches))
+        release()
+
+    drawer.release = released
+    ahead.next(1, state.params)
+    assert [planned.weights, planned.caches] == sizes[:2] and planned[:2] == (0, 8)
+    assert planned.state == nbytes_on(device, state)
+
+
 def test_the_plan_tells_what_the_devices_hold_that_draw_answers(prompts_file, cache_dir):
     """Of one device and of two, beside the arrays that they hold when they have drawn."""
     for rollout in (1, 2):
@@ -168,21 +197,12 @@ def test_the_plan_tells_what_the_devices_hold_that_draw_answers(prompts_file, ca
         ahead.next(1, state_lib.first(built).params)
         planned = plans.rollouts_of(built)
         device = built.rollout_mesh.devices.flat[-1]
-        held = [ahead._copies.params, ahead._drawer._engine.caches]
-        found = [
-            sum(
-                shard.data.nbytes
-                for leaf in jax.tree.leaves(one)
-                for shard in leaf.addressable_shards
-                if shard.device == device
-            )
-            for one in held
-        ]
+        found = [nbytes_on(device, one) for one in (ahead._copies.params, ahead._drawer._engine.caches)]
         assert [planned.weights, planned.caches] == found and planned[:2] == (rollout, 8)
     line = report._rollouts(planned)
     assert "each of the 2 devices that draw answers holds" in line and "of 8 answers" in line
-    alone, _ = asking.opened(prompts_file, 2, **ONE_STEP)
-    assert plans.rollouts_of(alone) is None
+    exact, _ = asking.opened(prompts_file, 2, **ONE_STEP, grpo__exact=True)
+    assert plans.rollouts_of(exact) is None
     with pytest.raises(UserError, match=r"config.grpo.rollout_devices: is 2, and --search compares meshes"):
         plans.search_config(built.config, "cpu")
 

@@ -55,7 +55,7 @@ def collect(
         "grad_accum": program.sizes.grad_accum,
         "tokens_per_step": program.tokens_per_step,
         "flops_per_token": program.flops_per_token,
-        "planned_peak_bytes": plan.peak,
+        "planned_peak_bytes": plan.most,
         "foretold_step_seconds": plan.seconds,
         "received_bytes": received(plan),
     }

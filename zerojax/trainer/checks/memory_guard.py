@@ -41,7 +41,7 @@ def compile_step(program: program_lib.Program) -> step_plan.Plan:
             raise
         raise refused from error
     if mesh_lib.platform(program.mesh) == "cpu":
-        host.refuse("the step", plan.peak * len(program.mesh.local_devices))
+        host.refuse("the step", plan.most * len(program.mesh.local_devices))
     if plan.target.is_pool and not plan.fits:
         raise too_large(program, plan)
     return plan
@@ -61,7 +61,7 @@ def write(
     """
     path = folder / FILE
     content = {
-        "planned_peak_bytes": plan.peak,
+        "planned_peak_bytes": plan.most,
         "measured_peak_bytes": measured,
         "peak_bytes_before_first_step": at_start,
         "device_kind": plan.target.device_kind,
@@ -95,15 +95,15 @@ def compared(plan: step_plan.Plan, measured: int | None, at_start: int | None = 
       measured: the peak in bytes after some steps; None: the backend does not report it.
       at_start: the peak before the first step.
     """
-    planned = f"planned peak {display.human(plan.peak)} on each device"
+    planned = f"planned peak {display.human(plan.most)} on each device"
     if measured is None:
         return f"{planned}; this backend does not report its memory use"
-    if at_start is not None and plan.peak < measured <= at_start:
+    if at_start is not None and plan.most < measured <= at_start:
         return (
             f"{planned}; the steps took no more than the {display.human(measured)} that were in use at a time before them, while "
             "kernels were tuned and the state was made"
         )
-    return f"{planned}, measured {display.human(measured)} ({measured / plan.peak - 1:+.1%})"
+    return f"{planned}, measured {display.human(measured)} ({measured / plan.most - 1:+.1%})"
 
 
 def _too_large(program: program_lib.Program, plan: step_plan.Plan | None, error: Exception) -> UserError | None:
@@ -138,7 +138,7 @@ def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> User
         print("\n".join(lines), flush=True)
     if plan is None:
         return UserError(f"{SHORT}: {way_out}")
-    needs = f"the step needs {display.human(plan.peak)}"
+    needs = f"the step needs {display.human(plan.most)}"
     if plan.usable is not None and mesh_lib.platform(program.mesh) != "cpu":
         needs += f" of the {display.human(plan.usable)} that JAX may take of this device"
         if not plan.fits:

@@ -31,7 +31,7 @@ class WeightCopies:
         self.params: PyTree = ()
         self.version = -1
         self._program = program
-        self._abstract = dict(tree.flatten(program.copies))
+        self._abstract = dict(tree.flatten(program.copies(program.rollouts)))
 
     def renew(self, params: PyTree, version: int) -> None:
         """Sends weights, those that are not trained only once, and frees the former copies. What is sent arrives later."""

@@ -18,26 +18,22 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import display, precision
 from zerojax import mesh as mesh_lib
+from zerojax import precision
 from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import requests
 from zerojax.models import family as family_lib
 from zerojax.models import layers
-from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import rollout_sizes
 from zerojax.tree import PyTree
-from zerojax.zero import stages
 from zerojax.zero.gradients import forward_only
 from zerojax.zero.host import selection
 from zerojax.zero.offload import fetched_params
 from zerojax.zero.update import padding
 from zerojax.zero.weights import partition as partition_lib
-
-FREE = 0.75  # of a device's free bytes, which copies of weights and the caches may take: what programs compute needs the rest
 
 
 @dataclasses.dataclass
@@ -293,51 +289,25 @@ class _Copies(NamedTuple):
 def _copies(program: program_lib.Program, model: Any, tell: Callable[[str], object]) -> _Copies | None:
     """Returns the copies of sharded weights that fit beside the caches; None where the engine reads the weights as they are.
 
-    Weights that travel packed are gathered where they are used, as in a step, which rounds them.
-
     Args:
       program: of the run.
       model: the config that the engine has.
       tell: is called with a line that says which copies they are, and why.
     """
-    config, dtype, mesh = program.config, program.config.policy.compute_dtype, program.mesh
     if program.rollout_mesh is not None:  # `aside` has gathered them
         return None
-    if not stages.STAGES[config.zero.stage].params or config_lib.make_wires(config).is_on or mesh.size == 1:
+    found = rollout_sizes.held(program, model, _free())
+    if found.line:
+        tell(found.line)
+    if found.copies is None:
         return None
 
     def cast(params: PyTree) -> PyTree:
         whole = padding.unpad({"params": params}, program.partition)["params"]
         # Copies, also of what is replicated: they are deleted.
-        return jax.tree.map(jnp.copy, precision.cast_floating(whole, dtype))
+        return jax.tree.map(jnp.copy, precision.cast_floating(whole, program.config.policy.compute_dtype))
 
-    def needed(partition: partition_lib.Partition) -> tuple[int, int]:
-        placed = jax.tree.map(
-            lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
-            jax.eval_shape(cast, program.partition.abstract_state.params),
-            partition.shardings.params,
-        )
-        return rollout_sizes.bytes_of(program, model, partition, placed)
-
-    free, refused = _free(), list[str]()
-    ways = mesh_lib.size(mesh, (*mesh_lib.STATE, *mesh_lib.COMPILER))
-    devices = mesh.devices.ravel().tolist()
-    sharded = mesh_lib.make_mesh(replica=mesh.size // ways, data=1, model=ways, devices=devices)
-    for how, own in (
-        ("gathered once a step", mesh),
-        (f"sharded once a step over {ways} devices (tensor parallelism)", sharded),
-    ):
-        partition = program.baseline if own is mesh else program.at_stage_0(own)
-        copies, caches = needed(partition)
-        taken = f"{display.human(copies)} on each device beside {display.human(caches)} of caches"
-        if free is None or copies + caches <= free * FREE:
-            why = f": {'; '.join(refused)}, and {display.human(free or 0)} are free" if refused else ""
-            tell(f"answers are drawn by weights {how}, {taken}, freed before the update{why}")
-            return _Copies(partition, jax.jit(cast, out_shardings=partition.shardings.params))
-        refused.append(f"{how} they take {taken}")
-    known = f"{'; '.join(refused)}, and {display.human(free or 0)} are free"
-    tell(f"answers are drawn by weights that are gathered for each token: {known}")
-    return None
+    return _Copies(found.copies, jax.jit(cast, out_shardings=found.copies.shardings.params))
 
 
 def _free() -> int | None:
