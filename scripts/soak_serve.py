@@ -6,7 +6,7 @@ Prompts are token ids. A share of the requests is cancelled at a random moment, 
 wrong field, and between the others an engine is killed with SIGKILL, each time when all engines answer. A request is lost if it has neither
 its whole answer, equal to the first one for its prompt, nor an end that is told: a refusal of a wrong field, or in a stream the error
 `replica_ended`, which only a kill explains. Memory is that of the process that listens, and grows by the slope of a line over the second
-half of the requests, told with its standard error. Allocators fill up over the first ten thousand requests.
+half of the requests, told with its standard error. Allocators fill up over the first thousands of requests.
 `--speed` requests are then sent to the router and to an engine of its own, of a list of models and of one token.
 """
 
