@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from zerojax import errors
 from zerojax.data import kept, locations
 from zerojax.data import source as source_lib
 from zerojax.data.locations import Location
@@ -263,10 +262,7 @@ class _TableRows:
 
     def __getitem__(self, index: int) -> Example:
         _, row = self._rows[index]
-        if len(row) != len(self._names):
-            raise UserError(
-                f"{self.place(index)}: has {len(row)} values, and line 1 names {len(self._names)} fields; mend it"
-            )
+        records.check_values(row, self._names, self.place(index))
         return dict(zip(self._names, row))
 
     def place(self, index: int) -> str:
@@ -283,8 +279,7 @@ def _open_table(location: Location, how: _How, delimiter: str) -> _CutFile:
             lines = _Counted(file, path)
             reader = csv.reader(iter(lines), **dialect)
             _, names = next(records.table_rows(reader, path), (1, [""]))
-            if len(set(names)) < len(names) or not all(names):
-                raise UserError(f"{path}:1: names the fields, and is {errors.shown(names)}; give each its own name")
+            records.checked_names(names, path)
             following, at = 0, lines.offset
             for number, _ in records.table_rows(reader, path):
                 if at >= following:
@@ -338,30 +333,6 @@ def _decoded(data: bytes, path: str, line: int) -> str:
 # ---- parquet
 
 
-class _Batches:
-    """Documents of a part of a row group."""
-
-    def __init__(self, path: str, first: int, batches: Sequence[pyarrow.RecordBatch]):
-        self._path, self._first, self._batches = path, first, batches
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def __getitem__(self, index: int) -> Example:
-        at = int(np.searchsorted(self._starts, index, side="right")) - 1
-        try:
-            found: Example = self._batches[at].slice(index - int(self._starts[at]), 1).to_pylist()[0]
-        # A text that is no UTF-8, a date beyond Python's
-        except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-            why = errors.first_line(error)
-            raise UserError(f"{self.place(index)}: cannot be read ({why}); write it again") from error
-        return found
-
-    def place(self, index: int) -> str:
-        return f"{self._path}:row {self._first + index + 1}"
-
-
 def _open_parquet(location: Location, how: _How) -> _CutFile:
     """Opens a parquet file, of which a block is a row group.
 
@@ -370,8 +341,6 @@ def _open_parquet(location: Location, how: _How) -> _CutFile:
     path, _ = location
     with _parquet(path) as table:
         names, about = table.schema_arrow.names, table.metadata
-        if len(set(names)) < len(names):
-            raise UserError(f"{path}: has two columns of one name; give each a name of its own")
         groups = [about.row_group(number) for number in range(about.num_row_groups)]
         rows = [group.num_rows for group in groups]
         sizes = [group.total_byte_size for group in groups]
@@ -386,7 +355,7 @@ def _open_parquet(location: Location, how: _How) -> _CutFile:
         for part in range(parts)
     ]
 
-    def read(block: int) -> _Batches:
+    def read(block: int) -> records.ParquetRows:
         number, start, stop = blocks[block]
         found, at = [], 0
         with _parquet(path) as table:
@@ -401,23 +370,13 @@ def _open_parquet(location: Location, how: _How) -> _CutFile:
                 at += batch.num_rows
                 if at >= stop:
                     break
-        return _Batches(path, int(before[number]) + start, found)
+        return records.ParquetRows(path, int(before[number]) + start, found)
 
     return _CutFile(len(blocks), read, min(how.held, max(sizes, default=1)))
 
 
-@contextlib.contextmanager
-def _parquet(path: str) -> Iterator[pyarrow.parquet.ParquetFile]:
-    """Opens a parquet file, and turns errors of the block into a UserError."""
-    how: dict[str, Any] = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 2**16}
-    try:
-        with locations.opened(path) as file, pyarrow.parquet.ParquetFile(file, **how) as table:
-            yield table
-    except UserError:
-        raise
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or errors.first_line(error)
-        raise UserError(f"{path}: cannot be read as parquet ({why}); write it again") from error
+def _parquet(path: str) -> contextlib.AbstractContextManager[pyarrow.parquet.ParquetFile]:
+    return records.parquet(path, lambda: locations.opened(path), pre_buffer=False, buffer_size=2**16)
 
 
 _PARQUET = ".parquet"

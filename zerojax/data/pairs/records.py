@@ -2,6 +2,7 @@
 
 import array
 import codecs
+import contextlib
 import csv
 import glob
 import io
@@ -9,7 +10,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class Files:
         part, inner = self._find(index)
         return part.place(inner)
 
-    def _find(self, index: int) -> tuple["_File", int]:
+    def _find(self, index: int) -> tuple["_File | ParquetRows", int]:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._parts[number], index - int(self._starts[number])
 
@@ -102,7 +103,7 @@ def not_named(place: str, found: Any) -> UserError:
     return UserError(f"{place}: is {errors.shown(found)}, and an example has named fields; {way_out}")
 
 
-def _open(path: pathlib.Path, key: str) -> _File:
+def _open(path: pathlib.Path, key: str) -> "_File | ParquetRows":
     if path.is_dir():
         raise UserError(f"{key}: {path} is a folder; name its files, as in {path / '*.jsonl'}")
     suffix = path.suffix.lower()
@@ -229,16 +230,9 @@ def _open_table(path: pathlib.Path, delimiter: str) -> _File:
         lines_of = iter(lambda: file.readline(MOST_LINE), "")
         for number, row in table_rows(csv.reader(lines_of, delimiter=delimiter, strict=True), path):
             if not names:
-                names = row
-                if len(set(names)) < len(names) or not all(names):
-                    raise UserError(
-                        f"{path}:1: names the fields, and is {errors.shown(row)}; give each a name of its own"
-                    )
+                names = checked_names(row, path)
             elif row:
-                if len(row) != len(names):
-                    raise UserError(
-                        f"{path}:{number}: has {len(row)} values, and line 1 names {len(names)} fields; mend it"
-                    )
+                check_values(row, names, f"{path}:{number}")
                 held.append(row)
                 lines.append(number)
                 if len(held) == _ROWS:
@@ -249,6 +243,19 @@ def _open_table(path: pathlib.Path, delimiter: str) -> _File:
         return {name: column[index % _ROWS].as_py() for name, column in zip(names, batches[index // _ROWS])}
 
     return _File(path, len(lines), read, lambda index: str(lines[index]))
+
+
+def checked_names(names: list[str], path: str | os.PathLike[str]) -> list[str]:
+    """Returns the fields' names of a table. Raises UserError if one is empty, or there twice."""
+    if len(set(names)) < len(names) or not all(names):
+        raise UserError(f"{path}:1: names the fields, and is {errors.shown(names)}; give each a name of its own")
+    return names
+
+
+def check_values(row: Sequence[str], names: Sequence[str], place: str) -> None:
+    """Raises UserError if a row of a table has more values than there are names, or fewer."""
+    if len(row) != len(names):
+        raise UserError(f"{place}: has {len(row)} values, and line 1 names {len(names)} fields; mend it")
 
 
 def table_rows(reader: Any, path: str | os.PathLike[str], first: int = 1) -> Iterator[tuple[int, list[str]]]:
@@ -274,47 +281,66 @@ def _is_parquet(path: pathlib.Path) -> bool:
         return file.read(4) == b"PAR1"
 
 
-def _open_parquet(path: pathlib.Path) -> _File:
-    """Opens a parquet file. Some kilobytes can name one text a billion times, so what they unpack to is bounded."""
-    batches: list[pyarrow.RecordBatch] = []
-    nbytes = 0
+@contextlib.contextmanager
+def parquet(path: str, opened: Callable[[], Any], **how: Any) -> Iterator[pyarrow.parquet.ParquetFile]:
+    """Opens a parquet file, and turns errors of the block into a UserError.
+
+    Args:
+      path: for errors.
+      opened: () -> the file, as a context manager.
+      how: options of pyarrow's reader.
+    """
     try:
-        with (
-            bounded.open_file(path) as file,
-            pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table,
-        ):
-            most = max(_MOST_UNPACKED, _MOST_RATIO * os.fstat(file.fileno()).st_size)
+        with opened() as file, pyarrow.parquet.ParquetFile(file, page_checksum_verification=True, **how) as table:
             names = table.schema_arrow.names
             if len(set(names)) < len(names):
                 raise UserError(f"{path}: has two columns of one name; give each a name of its own")
-            for batch in table.iter_batches(_ROWS):
-                nbytes += batch.nbytes
-                if nbytes > most:
-                    raise UserError(
-                        f"{path}: unpacks to more than {most} bytes, {_MOST_RATIO} times its own; write it as JSON lines"
-                    )
-                batches.append(batch)
+            yield table
+    except UserError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
         why = getattr(error, "strerror", None) or errors.first_line(error)
         raise UserError(f"{path}: cannot be read as parquet ({why}); write it again") from error
-    starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
 
-    def place(index: int) -> str:
-        return f"row {index + 1}"
 
-    def read(index: int) -> Any:
-        number = int(np.searchsorted(starts, index, side="right")) - 1
+class ParquetRows:
+    """Rows of a parquet file, from number `first`. A source; see `data.source.Source`."""
+
+    def __init__(self, path: str, first: int, batches: Sequence[pyarrow.RecordBatch]):
+        self._path, self._first, self._batches = path, first, batches
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        at = int(np.searchsorted(self._starts, index, side="right")) - 1
         try:
-            return batches[number].slice(index - int(starts[number]), 1).to_pylist()[0]
+            found: Mapping[str, Any] = self._batches[at].slice(index - int(self._starts[at]), 1).to_pylist()[0]
         # A text that is no UTF-8, a date beyond Python's
         except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-            raise UserError(
-                f"{path}:{place(index)}: cannot be read ({errors.first_line(error)}); write it again"
-            ) from error
+            why = errors.first_line(error)
+            raise UserError(f"{self.place(index)}: cannot be read ({why}); write it again") from error
+        return found
 
-    return _File(path, int(starts[-1]), read, place)
+    def place(self, index: int) -> str:
+        """Returns the file and the row."""
+        return f"{self._path}:row {self._first + index + 1}"
+
+
+def _open_parquet(path: pathlib.Path) -> ParquetRows:
+    """Opens a parquet file. Some kilobytes can name one text a billion times, so what they unpack to is bounded."""
+    batches: list[pyarrow.RecordBatch] = []
+    nbytes, most = 0, max(_MOST_UNPACKED, _MOST_RATIO * path.stat().st_size)
+    with parquet(str(path), lambda: bounded.open_file(path)) as table:
+        for batch in table.iter_batches(_ROWS):
+            nbytes += batch.nbytes
+            if nbytes > most:
+                raise UserError(
+                    f"{path}: unpacks to more than {most} bytes, {_MOST_RATIO} times its own; write it as JSON lines"
+                )
+            batches.append(batch)
+    return ParquetRows(str(path), 0, batches)
 
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
@@ -325,7 +351,7 @@ _MOST_EXAMPLES = 2**21  # of such a list, whose places take a microsecond each
 _ROWS = 1024  # of a table that are read at a time
 _MOST_UNPACKED, _MOST_RATIO = 2**28, 100  # bytes of a parquet file when unpacked, and as a multiple of the file
 _PARQUET = ".parquet"
-_OPENERS: dict[str, Callable[[pathlib.Path], _File]] = {
+_OPENERS: dict[str, Callable[[pathlib.Path], "_File | ParquetRows"]] = {
     ".jsonl": _open_lines,
     ".json": _open_json,
     ".csv": lambda path: _open_table(path, ","),
