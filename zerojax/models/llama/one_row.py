@@ -133,6 +133,7 @@ def extend(
         x_D = x_D * jnp.asarray(c.scales.embed, x_D.dtype)
     turn = _turn(c.rope_of(0), c.head_dim, step.positions_BT[0, 0])
     counts = one_token.counters()
+    assert step.ends_B is not None, "a step of rows"
     scale = c.heads.scale or c.head_dim**-0.5
     if quantized.is_quantized(_kernel_of(params)) and quantized.TRANSPOSED in _kernel_of(params):
         assert summed is None, "over several devices layers are not launched so"
