@@ -63,7 +63,9 @@ metadata={op_name="jit(step)/cond/branch_0_fun/grouped_rows/pallas_call"}
 metadata={op_name="jit(step)/cond/branch_0_fun/grouped_matrices/pallas_call"}
   %narrow = bf16[64,16]{1,0} custom-call(%t, %x8, %experts8), custom_call_target="mosaic_gpu_v2", \
 metadata={op_name="jit(step)/fp8_matmul/jit(grouped_rows)/pallas_call"}
-  %packed = bf16[64,16]{1,0} custom-call(%t, %exponents4, %x, %experts4), custom_call_target="__gpu$xla.gpu.triton", \
+  %ordered = bf16[64,2,16]{2,1,0} parameter(16)
+  %in_order = bf16[64,32]{1,0} bitcast(%ordered)
+  %packed = bf16[64,16]{1,0} custom-call(%t, %exponents4, %in_order, %experts4), custom_call_target="__gpu$xla.gpu.triton", \
 metadata={op_name="jit(step)/cond/branch_1_fun/jit(rows)/grouped_rows_mxfp4/pallas_call"}
   %exponents4 = u8[4,16,1]{2,1,0} parameter(14)
   %experts4 = u8[4,16,16]{2,1,0} parameter(15)

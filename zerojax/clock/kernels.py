@@ -138,7 +138,7 @@ def _attention(where: syntax.Computation, call: syntax.Instruction, target: str,
 
 def _grouped(where: syntax.Computation, call: syntax.Instruction, form: str, moved: int) -> KernelWork:
     """Returns the work of a product of groups of rows (`pallas_kernels.grouped`), if groups have all rows, or a balanced router's."""
-    first, second = (_stored(where, where.by_name[name]).arrays[0] for name in call.operands[-2:])
+    first, second = (where.by_name[name].arrays[0] for name in call.operands[-2:])
     rows, contracted = first.dims
     form += ".fp8" if first.nbytes == first.elements else ".mxfp4" if second.dtype == "u8" else ""
     rows = round(rows / roles.room(call.op_name))
