@@ -138,7 +138,7 @@ def _experts(options: argparse.Namespace) -> list[Case]:
     count, shapes = (8, {"up": (96, 128)}) if options.interpret else (EXPERTS, SHAPES)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     random = np.random.default_rng(0)
-    cases = []
+    cases: list[Case] = []
     for name, (inputs, outputs) in shapes.items():
         keys = jax.random.split(jax.random.key(len(cases)), 4)
         codes = jax.random.bits(keys[0], (count, outputs, inputs // 2), jnp.uint8)
@@ -210,7 +210,7 @@ def _each(x: jax.Array, matrices: jax.Array, expert_of: jax.Array, transposed: b
 
 
 def _kernels(interpret: bool) -> list[Case]:
-    cases = []
+    cases: list[Case] = []
     for name, (inputs, outputs) in ({"small": (256, 128)} if interpret else KERNELS).items():
         keys = jax.random.split(jax.random.key(inputs), 3)
         copies = 1 if interpret else max(2, -(-(2**27) // (inputs * outputs)))  # twice what the cache holds

@@ -164,7 +164,8 @@ def _rows_in_mxfp4(
 
 
 def _backward_in_mxfp4(saved: Any, dy_RN: jax.Array) -> tuple[jax.Array, None, None, None]:
-    return _rows_in_mxfp4(dy_RN, *saved, True), None, None, None
+    codes_ENH, exponents_ENJ, sizes_E = saved
+    return _rows_in_mxfp4(dy_RN, codes_ENH, exponents_ENJ, sizes_E, True), None, None, None
 
 
 _in_mxfp4.defvjp(lambda *arrays: (_in_mxfp4(*arrays), arrays[1:]), _backward_in_mxfp4)
