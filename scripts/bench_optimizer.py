@@ -145,7 +145,7 @@ def time_update(tx, dtype: str, grad_dtype: str, leaves: int, copies: bool, clip
 def fused_step(tx, copies: bool, clips: bool, params, state, _, grads):
     scale, finite = jnp.float32(0.5), jnp.isfinite(state.count.astype(jnp.float32))
     if clips:
-        size = optax.global_norm(grads)
+        size = optax.tree.norm(grads)
         scale, finite = jnp.minimum(1.0, 1.0 / size), jnp.isfinite(size)
     how = {"copy_dtype": jnp.bfloat16} if copies else {}
     return tx.apply(grads, state, params, scale=scale, finite=finite, **how)
