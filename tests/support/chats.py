@@ -312,6 +312,19 @@ DATED = r"""
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
+PREAMBLE = r"""
+{%- set has_system = messages[0].role == 'system' -%}
+{{- '<|im_start|>system\n' + (messages[0].content if has_system else 'Be brief.') + '<|im_end|>\n' -}}
+{%- for message in (messages[1:] if has_system else messages) -%}
+  {{- '<|im_start|>' + message.role + '\n' -}}
+  {%- if message.role == 'assistant' -%}
+    {%- generation -%}{{- message.content + '<|im_end|>\n' -}}{%- endgeneration -%}
+  {%- else -%}
+    {{- message.content + '<|im_end|>\n' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
 END_ONLY = r"""
 {%- for message in messages -%}
   {{- '### ' + message.role + '\n' -}}
@@ -468,6 +481,7 @@ TEMPLATES = {
     "reasoning": Template(REASONING, has_tools=True, has_thoughts=True),
     "thought_prompt": Template(THOUGHT_PROMPT),
     "dated": Template(DATED),
+    "preamble": Template(PREAMBLE),
     "end_only": Template(END_ONLY),
     "end_after": Template(END_AFTER),
     "other_end": Template(OTHER_END),

@@ -216,6 +216,14 @@ def test_conversations_have_the_tokens_of_transformers_and_the_answers_are_learn
     assert counts["same"] > counts["refused"] + counts["untold"]
 
 
+@pytest.mark.parametrize(("name", "kept"), CASES, ids=NAMES)
+def test_of_a_conversation_that_an_answer_begins_no_preamble_is_learned(case, name, kept):
+    made = case("byte_level", name, kept, "today")
+    counts = compare(made, [{"messages": TALK[2:]}, {"messages": TALK[2:3]}])
+    assert counts["same"] + counts["refused"] == 2
+    assert counts["refused"] == 2 * (name == "alternating")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
 def test_ten_thousand_conversations_have_the_tokens_of_transformers(case, number):

@@ -20,6 +20,7 @@ Places = Callable[[str], np.ndarray]
 ALL, LAST, NO_REASONING = "all", "last", "reasoning off"
 LEARNED = (ALL, LAST, NO_REASONING)  # of a conversation's answers
 _THOUGHT = re.compile(r".*</think>\s*", re.DOTALL)  # reasoning that stands in a content
+_ASKED: list[templates.Message] = [{"role": templates.USER, "content": "a"}]  # a conversation that most templates take
 _UNUSED = range(0xE000, 0xF8FF)  # characters for private use
 
 
@@ -89,7 +90,10 @@ class Talk:
     def _searched(self, number: int, before: str) -> Part:
         """Returns the part of an answer by what changes in the text when the answer does."""
         first, end = self._changing(number)
-        plain = self._rendered(self._messages[:number]) or ""
+        plain = self._rendered(self._messages[:number])
+        if not number or not before or plain is None:  # templates may refuse a beginning, such as no message at all
+            plain = self._rendered(_ASKED) or ""
+            before = self._rendered(_ASKED, is_answered=True) or plain
         header = before[self._same(plain, before) :]
         start = self._changing(number - 1)[1] if number else 0
         at = self.text.find(header, start) if header else -1
@@ -100,7 +104,8 @@ class Talk:
         elif found := self._beginning(header, start, first):
             begin = found
         elif not header:
-            begin = start + self._same(self._tail(number - 1), self.text[start:]) if number else 0
+            own = self._same(self._tail(number - 1), self.text[start:]) if number else self._same(plain, self.text)
+            begin = min(first, start + own)
         else:
             raise self._untold(number)
         return begin, end + (self._same(self._tail(number), self.text[end:]) or self._before_next(number, end))
