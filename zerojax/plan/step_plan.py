@@ -70,7 +70,7 @@ class Exchange:
     parts: int = 1
 
 
-class Rollouts(NamedTuple):
+class RolloutDevices(NamedTuple):
     """What each of the devices holds that draw answers, beside what their programs compute.
 
     Attributes:
@@ -139,7 +139,7 @@ class Plan:
     model_seconds: float | None = None
     pipeline: pipelines.Pipelined | None = None
     exchange: Exchange | None = None
-    rollouts: Rollouts | None = None
+    rollouts: RolloutDevices | None = None
 
     @property
     def peak(self) -> int:

@@ -85,7 +85,7 @@ def plan_program(program: program_lib.Program, target: str, **how: Any) -> step_
         return dataclasses.replace(plan, rollouts=rollouts_of(program, plan.usable))
 
 
-def rollouts_of(program: program_lib.Program, usable: int | None = None) -> step_plan.Rollouts | None:
+def rollouts_of(program: program_lib.Program, usable: int | None = None) -> step_plan.RolloutDevices | None:
     """Returns what the devices hold that draw answers, or None if no engine draws any.
 
     Args:
@@ -98,14 +98,14 @@ def rollouts_of(program: program_lib.Program, usable: int | None = None) -> step
     if program.rollout_mesh is not None:
         own = program.rollouts
         found = rollout_sizes.bytes_of(program, model, own, program.copies(own))
-        return step_plan.Rollouts(program.rollout_mesh.size, answers, *found)
+        return step_plan.RolloutDevices(program.rollout_mesh.size, answers, *found)
     state = sum(
         tree.shard_bytes(leaf)
         for leaf in jax.tree.leaves(program.partition.abstract_state)
         if not memory_kind.is_on_host(leaf)
     )
     held = rollout_sizes.held(program, model, None if usable is None else usable - state)
-    return step_plan.Rollouts(0, answers, held.weights, held.caches, state)
+    return step_plan.RolloutDevices(0, answers, held.weights, held.caches, state)
 
 
 def exchange_of(program: program_lib.Program) -> step_plan.Exchange | None:

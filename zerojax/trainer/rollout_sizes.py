@@ -18,7 +18,7 @@ from zerojax.zero.weights import partition as partition_lib
 FREE = 0.75  # of a device's free bytes, which copies of weights and the caches may take: what programs compute needs the rest
 
 
-class Held(NamedTuple):
+class Drawing(NamedTuple):
     """What draws answers on the devices that train.
 
     Attributes:
@@ -33,7 +33,7 @@ class Held(NamedTuple):
     line: str
 
 
-def held(program: program_lib.Program, model: Any, free: int | None) -> Held:
+def held(program: program_lib.Program, model: Any, free: int | None) -> Drawing:
     """Chooses the copies of sharded weights that fit beside the caches.
 
     Weights that travel packed are gathered where they are used, as in a step, which rounds them.
@@ -46,7 +46,7 @@ def held(program: program_lib.Program, model: Any, free: int | None) -> Held:
     config, own = program.config, program.partition
     _, caches = bytes_of(program, model, own, own.abstract_state.params)
     if not stages.STAGES[config.zero.stage].params or config_lib.make_wires(config).is_on or program.mesh.size == 1:
-        return Held(None, 0, caches, "")
+        return Drawing(None, 0, caches, "")
     refused = list[str]()
     ways = mesh_lib.size(program.mesh, (*mesh_lib.STATE, *mesh_lib.COMPILER))
     devices = program.mesh.devices.ravel().tolist()
@@ -61,10 +61,10 @@ def held(program: program_lib.Program, model: Any, free: int | None) -> Held:
         if free is None or weights + caches <= free * FREE:
             why = f": {'; '.join(refused)}, and {display.human(free or 0)} are free" if refused else ""
             line = f"answers are drawn by weights {how}, {taken}, freed before the update{why}"
-            return Held(copies, weights, caches, line)
+            return Drawing(copies, weights, caches, line)
         refused.append(f"{how} they take {taken}")
     known = f"{'; '.join(refused)}, and {display.human(free or 0)} are free"
-    return Held(None, 0, caches, f"answers are drawn by weights that are gathered for each token: {known}")
+    return Drawing(None, 0, caches, f"answers are drawn by weights that are gathered for each token: {known}")
 
 
 def model_of(program: program_lib.Program) -> Any:
