@@ -1,5 +1,6 @@
 """Checks where answers are found in rendered conversations. This module tests zerojax.data.pairs.spans."""
 
+import json
 import re
 
 import numpy as np
@@ -35,6 +36,14 @@ INST = (
 MARKED = CHATML.replace(
     "{{ m.content }}{{ '<e>\n' }}",
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<e>{% endgeneration %}{% else %}{{ m.content }}<e>{% endif %}",
+)
+
+# What is said beside a call is there while no answer follows, as in gpt-oss and Mistral.
+QUIET_CALLS = (
+    "{% for m in messages %}{% if m.role != 'assistant' %}<{{ m.role }}>{{ m.content }}<e>{% elif m.tool_calls %}"
+    "{% if loop.last %}<a>{{ m.content }}<e>{% endif %}{% set call = m.tool_calls[-1].function %}"
+    "<a>to={{ call.name }} {{ call.arguments | tojson }}<c>{% else %}<a>=final {{ m.content }}{{ '<r>' if loop.last else '<e>' }}"
+    "{% endif %}{% endfor %}{{ '<a>' if add_generation_prompt }}"
 )
 
 
@@ -149,3 +158,15 @@ def test_answers_alike_and_empty_are_told_apart():
     same = turns((U, "x"), (A, ""), (U, ""), (A, "x"), (U, "x"), (A, ""))
     for source in (CHATML, DROPS, MARKED):
         assert [part.rstrip("\n") for part in learned(source, same)] == ["<e>", "x<e>", "<e>"]
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1, "y": "two"}, {}, '{"x": 1}'], ids=["table", "empty", "text"])
+def test_a_call_whose_content_the_template_drops_is_found_by_its_arguments(arguments):
+    calls = [{"type": "function", "function": {"name": "add", "arguments": one}} for one in ({"z": 0}, arguments)]
+    said = {"content": "let me see", "tool_calls": calls}
+    call = f"to=add {json.dumps(arguments)}<c>"
+    asked = [(U, "1 and 2?"), (A, said)]
+    assert learned(QUIET_CALLS, turns(*asked)) == ["let me see<e><a>" + call]
+    assert learned(QUIET_CALLS, turns(*asked, ("tool", "3"), (A, "3"))) == [call, "=final 3<r>"]
+    twice = turns(*asked, ("tool", "3"), (A, said), ("tool", "3"), (A, "3"), (U, "so"), (A, "3"))
+    assert learned(QUIET_CALLS, twice) == [call, call, "=final 3<e>", "=final 3<r>"]

@@ -6,8 +6,9 @@ with it ends. Templates may render earlier messages otherwise when later ones fo
 answer in the whole text is where this text changes when the answer does: a character that the text has nowhere stands in its place.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,8 +130,12 @@ class Talk:
 
     def _tail(self, number: int) -> str:
         """Returns what follows the content of a message where it is the last one."""
-        changed, mark = self._replaced(number, self._messages[: number + 1])
-        return "" if changed is None else changed[changed.index(mark) + len(mark) :]
+        way = next((way for way, *_ in self._changed(number, self._messages)), 0)
+        found = {own: (text, mark) for own, text, mark in self._changed(number, self._messages[: number + 1])}
+        if not found:
+            return ""
+        text, mark = found.get(way) or next(iter(found.values()))
+        return text[text.index(mark) + len(mark) :]
 
     def _same(self, one: str, other: str, *, is_reversed: bool = False) -> int:
         """Returns with how many equal characters both begin, without a part of a special token of one; both may be reversed."""
@@ -154,15 +159,30 @@ class Talk:
 
     def _replaced(self, number: int, messages: list[templates.Message]) -> tuple[str | None, str]:
         """Returns the text with another content in one message, None if the template has it nowhere or more than once, and that content."""
-        mark, message = self._mark(), messages[number]
-        kept = {
-            name: value for name, value in message.items() if name not in (*templates.REASONING, templates.TOOL_CALLS)
-        }
-        for other in ({**kept, "content": mark}, {**message, "content": mark}):
+        return next(((text, mark) for _, text, mark in self._changed(number, messages)), (None, ""))
+
+    def _changed(self, number: int, messages: list[templates.Message]) -> Iterator[tuple[int, str, str]]:
+        """Yields texts that have another thing in place of what one message says, once; each after its number, and before that thing.
+
+        It stands in place of the message's content: without its calls, or beside them. A template may drop the content of a message with
+        calls: then in place of the arguments of its last call, a number where they are a table, since its text has no marks around it.
+        """
+        message, mark = messages[number], self._mark()
+        dropped = (*templates.REASONING, templates.TOOL_CALLS)
+        plain = {name: value for name, value in message.items() if name not in dropped}
+        ways: list[tuple[templates.Message, str]] = [
+            ({**plain, "content": mark}, mark),
+            ({**message, "content": mark}, mark),
+        ]
+        *calls, last = message.get(templates.TOOL_CALLS) or [None]
+        if isinstance(last, Mapping):
+            digits = next(str(own) for own in itertools.count(10**8 + 7) if str(own) not in self.text)
+            for arguments, own in (({"a": int(digits)}, digits), (mark, mark)):
+                ways.append(({**message, templates.TOOL_CALLS: [*calls, _with_arguments(last, arguments)]}, own))
+        for way, (other, own) in enumerate(ways):
             found = self._rendered([*messages[:number], other, *messages[number + 1 :]])
-            if found is not None and found.count(mark) == 1:
-                return found, mark
-        return None, mark
+            if found is not None and found.count(own) == 1:
+                yield way, found, own
 
     def _mark(self) -> str:
         """Returns a character that the text has nowhere."""
@@ -192,6 +212,17 @@ class Talk:
             f"message {number + 1} of {len(self._messages)} cannot be found in the text that the tokenizer's chat template makes, so what "
             "is learned cannot be told; mark answers with {% generation %} in the template, or set `chat_template=plain`"
         )
+
+
+def _with_arguments(call: Mapping[str, Any], arguments: Any) -> Mapping[str, Any]:
+    """Returns a call of a tool with other arguments."""
+    function = call.get("function")
+    own = (
+        {"function": {**function, "arguments": arguments}}
+        if isinstance(function, Mapping)
+        else {"arguments": arguments}
+    )
+    return {**call, **own}
 
 
 def _alike(one: str, other: str) -> int:
