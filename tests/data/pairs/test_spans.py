@@ -38,10 +38,11 @@ MARKED = CHATML.replace(
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<e>{% endgeneration %}{% else %}{{ m.content }}<e>{% endif %}",
 )
 
-# What is said beside a call is there while no answer follows, as in gpt-oss and Mistral.
+# What is said beside a call is there while no answer follows, as in gpt-oss and Mistral, and a result without a call is refused.
 QUIET_CALLS = (
-    "{% for m in messages %}{% if m.role != 'assistant' %}<{{ m.role }}>{{ m.content }}<e>{% elif m.tool_calls %}"
-    "{% if loop.last %}<a>{{ m.content }}<e>{% endif %}{% set call = m.tool_calls[-1].function %}"
+    "{% set n = namespace(called=false) %}{% for m in messages %}{% if m.role != 'assistant' %}"
+    "{% if m.role == 'tool' and not n.called %}{{ raise_exception('no call') }}{% endif %}<{{ m.role }}>{{ m.content }}<e>"
+    "{% elif m.tool_calls %}{% set n.called = true %}{% if loop.last %}<a>{{ m.content }}<e>{% endif %}{% set call = m.tool_calls[-1].function %}"
     "<a>to={{ call.name }} {{ call.arguments | tojson }}<c>{% else %}<a>=final {{ m.content }}{{ '<r>' if loop.last else '<e>' }}"
     "{% endif %}{% endfor %}{{ '<a>' if add_generation_prompt }}"
 )
