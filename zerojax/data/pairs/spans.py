@@ -154,7 +154,7 @@ class Talk:
             raise self._untold(number)
         first = _alike(self.text, changed)
         most = min(len(self.text), len(changed)) - first
-        same = _alike(self.text[::-1], changed[::-1])
+        same = self._same(self.text[::-1], changed[::-1], is_reversed=True)
         return first, len(self.text) - min(same, most)
 
     def _replaced(self, number: int, messages: list[templates.Message]) -> tuple[str | None, str]:
@@ -176,9 +176,11 @@ class Talk:
         ]
         *calls, last = message.get(templates.TOOL_CALLS) or [None]
         if isinstance(last, Mapping):
-            digits = next(str(own) for own in itertools.count(10**8 + 7) if str(own) not in self.text)
-            for arguments, own in (({"a": int(digits)}, digits), (mark, mark)):
-                ways.append(({**message, templates.TOOL_CALLS: [*calls, _with_arguments(last, arguments)]}, own))
+            function = last.get("function", last)
+            is_text = isinstance(function, Mapping) and isinstance(function.get("arguments"), str)
+            own = mark if is_text else next(str(n) for n in itertools.count(10**8 + 7) if str(n) not in self.text)
+            call = _with_arguments(last, own if is_text else {"a": int(own)})
+            ways.append(({**message, templates.TOOL_CALLS: [*calls, call]}, own))
         for way, (other, own) in enumerate(ways):
             found = self._rendered([*messages[:number], other, *messages[number + 1 :]])
             if found is not None and found.count(own) == 1:
