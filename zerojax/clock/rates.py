@@ -29,6 +29,7 @@ from zerojax.clock import kernels as kernels_lib
 from zerojax.errors import UserError
 
 HALF_TILE = {"grouped_rows": 64, "grouped_matrices": 32}  # rows, of the tiles of `pallas_kernels.grouped`
+HALF_TILE_OF_FEW = 8  # of `pallas_kernels.grouped_mxfp4`, where a group has 16 rows or fewer
 _SIZE = r"[1-9][0-9]{0,8}"
 # names of figures whose last parts are sizes, and of those of kinds of collectives
 _SIZED = re.compile(
@@ -125,7 +126,9 @@ class GpuRates:
         if of_groups in HALF_TILE:  # groups, whose last tiles are half full
             own = self.figures.get(f"matmul.{kernel.form}", self.figures[f"matmul.{of_groups}"])
             used = 1 - (1 - 1 / batch) ** m if of_groups == "grouped_rows" else 1.0  # of groups: they have rows
-            own *= m / (m + used * batch * HALF_TILE[of_groups])
+            has_few = kernel.form == "grouped_rows.mxfp4" and m <= 16 * batch
+            half = HALF_TILE_OF_FEW if has_few else HALF_TILE[of_groups]
+            own *= m / (m + used * batch * half)
             known = (f"bandwidth.{name}" for name in (kernel.form, of_groups))
             bandwidth = next((self.figures[one] for one in known if one in self.figures), self.figures["bandwidth"])
             return start + max(kernel.flops / own, used * kernel.nbytes / bandwidth)
