@@ -2,8 +2,8 @@
 
     python -m zerojax.train --config configs/lora_gpt_oss_120b.py --config.init_from=opt/gpt-oss-120b
 
-Devices: 1 GPU of 80 GB or more: some 66 GiB on an H200 (69.7 were planned with a bf16 copy of a layer's
-experts, of which two layers now need 3.3 less). More GPUs share the frozen weights.
+Devices: 1 GPU of 80 GB or more, by an estimate of 66 GiB on an H200: 69.7 GiB were planned when a layer's experts were
+copied to bf16, and a plan of two layers needs 3.3 GiB less without the copy. More GPUs share the frozen weights.
 Result: a folder of PEFT in WORKDIR/export.
 """
 
