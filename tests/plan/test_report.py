@@ -5,7 +5,7 @@ import pytest
 import zerojax
 from zerojax import display
 from zerojax.clock import rates, walk
-from zerojax.plan import json_form
+from zerojax.plan import json_form, step_plan
 from zerojax.plan import report as plan_report
 
 
@@ -43,3 +43,21 @@ def test_a_price_makes_the_cost_of_a_step_and_of_tokens(plan):
     assert f"At 2.5 a GPU and hour: {0.0025 * plan.devices:,.4f} a step" in plan_report.cost_line(known, 2.5)
     with pytest.raises(zerojax.UserError, match="--price_per_gpu_hour: the time of a step is unknown"):
         plan_report.cost(plan, 2.5)
+
+
+def test_caches_of_an_engine_count_in_the_peak_of_a_step_and_copies_while_answers_are_drawn(plan):
+    def told(weights, caches, devices=0):
+        known = dataclasses.replace(plan, rollouts=step_plan.Rollouts(devices, 8, weights, caches, plan.peak))
+        return plan_report.verdict(known), plan_report.text(known), json_form.as_json(known)["peak_bytes"]
+
+    line, text, peak = told(0, 3 << 20)
+    assert peak == plan.peak + (3 << 20) and line.startswith(f"peak {display.human(peak)} on each device;")
+    assert "rollouts: each device holds" in text and "keys and values stay during the step" in text
+    line, _, peak = told(5 << 20, 3 << 20)
+    assert peak == plan.peak + (8 << 20)
+    assert (
+        f"{display.human(peak)} on each device while answers are drawn, {display.human(peak - (5 << 20))} in a step"
+        in line
+    )
+    line, text, peak = told(5 << 20, 3 << 20, devices=1)
+    assert peak == plan.peak and "the device that draws answers holds" in text and "stay" not in text

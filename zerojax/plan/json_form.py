@@ -22,7 +22,7 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
         "mesh": dict(plan.mesh_shape),
         "stage": plan.stage,
         "tokens_per_step": plan.tokens,
-        "peak_bytes": plan.peak,
+        "peak_bytes": plan.most,
         "device_bytes": int(plan.target.memory.value) if plan.target.memory else None,
         "usable_bytes": plan.usable,
         "fits": plan.fits,

@@ -29,8 +29,8 @@ def text(plan: step_plan.Plan) -> str:
 def verdict(plan: step_plan.Plan) -> str:
     """Returns one line with the peak and whether it fits."""
     peak = f"peak {display.human(plan.most)} on each device"
-    if plan.most > plan.peak:
-        peak += f" while answers are drawn, {display.human(plan.peak)} in a step"
+    if plan.most > plan.in_step:
+        peak += f" while answers are drawn, {display.human(plan.in_step)} in a step"
     if plan.usable is None or plan.target.memory is None:
         return f"{peak}; the memory of {plan.target.name} is unknown"
     word = "fits" if plan.fits else "does NOT fit"
@@ -193,9 +193,10 @@ def _rollouts(found: step_plan.RolloutDevices) -> str:
     )
     held = {"the state": found.state, "copies of the weights": found.weights}
     held[f"keys and values of {found.answers} answers"] = found.caches
+    stays = "" if found.devices else "; keys and values stay during the step, and count in its peak"
     return (
         f"rollouts: {which} holds {display.human(found.nbytes)} {'' if found.devices else 'while answers are drawn, '}beside what "
-        f"its programs compute: {', '.join(f'{name} {display.human(nbytes)}' for name, nbytes in held.items() if nbytes)}"
+        f"its programs compute: {', '.join(f'{name} {display.human(nbytes)}' for name, nbytes in held.items() if nbytes)}{stays}"
     )
 
 

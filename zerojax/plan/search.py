@@ -358,9 +358,9 @@ def _compiled(candidate: Candidate, built: Built, memory: float) -> Outcome:
         return Outcome(candidate, None, None, f"does not fit: {lack}", is_compiled=True, held=built.held)
     seconds = seconds_of(plan)
     rate = plan.tokens / seconds if seconds else None
-    over = plan.peak - memory
+    over = plan.in_step - memory  # answers are drawn by copies only where these fit, so the step decides
     reason = f"does not fit: {display.human(over)} too much" if over > 0 else ""
-    return Outcome(candidate, plan.peak, rate, reason, is_compiled=True, held=built.held, seconds=seconds)
+    return Outcome(candidate, plan.in_step, rate, reason, is_compiled=True, held=built.held, seconds=seconds)
 
 
 def seconds_of(plan: step_plan.Plan) -> float | None:
@@ -399,7 +399,7 @@ def continued(few: Mapping[int, step_plan.Plan], layers: int) -> Continued:
 
     >>> continued({2: plan_of_2, 4: plan_of_4}, 32)
     """
-    peak = on_line({count: plan.peak for count, plan in few.items()}, layers)
+    peak = on_line({count: plan.in_step for count, plan in few.items()}, layers)
     times = {count: time for count, plan in few.items() if (time := seconds_of(plan)) is not None}
     return Continued(peak, on_line(times, layers) if len(times) == len(few) else None, few[max(few)].tokens)
 

@@ -143,13 +143,18 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Returns the peak of bytes in use on a device."""
+        """Returns the peak of bytes that a step's programs use on a device."""
         return _peak(self.buffers, self.stream, self.pipeline)
 
     @property
+    def in_step(self) -> int:
+        """Returns the peak of bytes in use on a device in a step: those of `peak`, and an engine's caches, which it keeps."""
+        return self.peak + (self.rollouts.caches if self.rollouts and not self.rollouts.devices else 0)
+
+    @property
     def most(self) -> int:
-        """Returns the most bytes in use on a device: the step's peak, or what is held while answers are drawn."""
-        return max(self.peak, self.rollouts.nbytes if self.rollouts and not self.rollouts.devices else 0)
+        """Returns the most bytes in use on a device: in a step, or while answers are drawn."""
+        return max(self.in_step, self.rollouts.nbytes if self.rollouts and not self.rollouts.devices else 0)
 
     @property
     def start(self) -> start_lib.StartTimes | None:

@@ -172,7 +172,7 @@ def nbytes_on(device, arrays):
 
 @pytest.mark.parametrize("changes", [{}, {"lora__r": 4, "lora__quantize": "nf4"}], ids=["all weights", "nf4"])
 def test_the_plan_counts_what_devices_hold_that_draw_and_then_train(prompts_file, cache_dir, changes):
-    """At stage 3 copies of the weights beside the state; more than a step of a tiny model takes, so it is the peak."""
+    """At stage 3 copies of the weights beside the state. The copies are freed before the step, and the caches are not."""
     built, ahead = asking.opened(prompts_file, 2, **{**ONE_STEP, "zero__stage": 3, "precision": "bf16", **changes})
     state = state_lib.first(built)
     planned = plans.rollouts_of(built)
@@ -187,6 +187,7 @@ def test_the_plan_counts_what_devices_hold_that_draw_and_then_train(prompts_file
     ahead.next(1, state.params)
     assert [planned.weights, planned.caches] == sizes[:2] and planned[:2] == (0, 8)
     assert planned.state == nbytes_on(device, state)
+    assert not drawer._copied and planned.caches == nbytes_on(device, drawer._engine.caches)
 
 
 def test_the_plan_tells_what_the_devices_hold_that_draw_answers(prompts_file, cache_dir):

@@ -138,7 +138,7 @@ def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> User
         print("\n".join(lines), flush=True)
     if plan is None:
         return UserError(f"{SHORT}: {way_out}")
-    needs = f"the step needs {display.human(plan.most)}"
+    needs = f"the step needs {display.human(plan.in_step)}"
     if plan.usable is not None and mesh_lib.platform(program.mesh) != "cpu":
         needs += f" of the {display.human(plan.usable)} that JAX may take of this device"
         if not plan.fits:
