@@ -266,6 +266,18 @@ def test_a_request_goes_to_a_server_that_has_its_model_and_all_models_are_listed
         assert sorted(model["id"] for model in client.get("/v1/models").json()["data"]) == ["0", "1", "all"]
 
 
+def test_a_model_that_no_server_has_may_come_back_with_one_that_is_not_ready():
+    with served(1) as (_, client):
+        own = [replicas.Address(0, str(client.base_url), lambda line: None)]
+        with served(1, own=own) as (router, front):
+            ask = lambda: front.post("/v1/completions", json={"model": "x"})  # noqa: E731
+            none = ask()
+            assert none.status_code == 404 and "no server has it; GET /v1/models" in none.json()["error"]["message"]
+            router.replicas.append(replicas.Address(1, "127.0.0.1:1", lambda line: None))  # nothing is there
+            away = ask()
+            assert away.status_code == 503 and "1 of 2 are not ready" in away.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("of", ["127.0.0.1", "0.0.0.0"])
 def test_a_servers_own_address_is_known(of):
     with server.bind(of, 0) as bound:

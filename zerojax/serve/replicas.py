@@ -384,15 +384,17 @@ class Router:
         # As it was sent: in `request.url` escapes of blanks and letters are undone.
         path, query = request.scope["raw_path"], request.scope["query_string"]
         path += b"?" + query if query else b""
-        blocks, tried, refused = list(_blocks(body)), set[Replica](), None
+        blocks, tried, refused, is_full = list(_blocks(body)), set[Replica](), None, False
         ends = time.monotonic() + self._limits.seconds + _LATE  # the replica's own limit tells more
         while True:
             try:
                 replica = self.choose(blocks, tried)
             except NotAnswered:
-                if refused is not None:
-                    return refused
-                raise
+                if refused is None:
+                    raise
+                if not is_full:
+                    self._refuse_model()
+                return refused
             tried.add(replica)
             replica.learn(blocks)
             self._begin(replica)
@@ -410,7 +412,7 @@ class Router:
                 if code == _NOT_SERVED:
                     refused = refused or found
                 elif answer.status in (429, 503) and code != _TIMEOUT:  # its queue is full, or it ends
-                    refused = found
+                    refused, is_full = found, True
                 else:
                     return found
             except _Gone:  # another one is asked
@@ -420,6 +422,24 @@ class Router:
             finally:
                 if not is_passed:
                     self._over(replica)
+
+    def _refuse_model(self) -> None:
+        """Refuses a request whose model no server has that is ready. It does nothing for a router's own processes, which have one model.
+
+        Raises:
+          NotAnswered: 503 where one that is not ready may have it, else 404.
+        """
+        if not all(isinstance(replica, Address) for replica in self.replicas):
+            return
+        away = sum(not replica.port for replica in self.replicas)
+        if away:
+            line = (
+                f"model: no server that is ready has it; {away} of {len(self.replicas)} are not ready; ask again later"
+            )
+            raise NotAnswered(503, line, param="model", code="starting")
+        raise NotAnswered(
+            404, "model: no server has it; GET /v1/models lists what they have", param="model", code=_NOT_SERVED
+        )
 
     def choose(self, blocks: Sequence[bytes], tried: Collection[Replica] = ()) -> Replica:
         """Returns the replica for a text.
