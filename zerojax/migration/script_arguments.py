@@ -134,6 +134,8 @@ KEYS: Mapping[str, Key] = {
     "epsilon_high": Key(UNSUPPORTED, "config.grpo.clip_high of the task grpo", (), (None,)),
     "reward_funcs": Key(UNSUPPORTED, "config.grpo.reward of the task grpo"),
     "max_completion_length": Key(UNSUPPORTED, "config.data.answer_len of the task grpo"),
+    "assistant_only_loss": Key(UNSUPPORTED, "the task chat learns the assistant's messages alone", (), (False, None)),
+    "completion_only_loss": Key(UNSUPPORTED, "the tasks seq2seq and chat learn answers alone", (), (None,)),
     "max_prompt_length": Key(UNSUPPORTED, "config.seq_len has room for a prompt and its answer", (), (None,)),
     "scale_rewards": Key(
         UNSUPPORTED,
