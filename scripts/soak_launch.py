@@ -5,9 +5,10 @@
     python scripts/soak_launch.py --local --devices 0 --faults 8 --steps 10000 --spread --kinds "kill,kill 0,stop,term"
 
 This script needs root: the hosts are network namespaces (scripts/ssh_hosts.py). With --local they are processes of this machine, and
-nothing needs root. Faults: kill -9 of a process, of process 0, of an agent, of an ssh client; kill -STOP of a process; the cut of a
-host's network; a full disk; SIGTERM to a process; a main thread that sleeps for ever, at once or when it next begins to read data, to
-evaluate or to save; and, if asked for by `--kinds gone`, a host that is cut until the run goes on without it. Each fault must be named
+only a full disk needs root. Faults: kill -9 of a process, of process 0, of an agent, of an ssh client; kill -STOP of a process; the cut
+of a host's network; a full disk; SIGTERM to a process; a main thread that sleeps for ever, at once or when it next begins to read data,
+to evaluate or to save; and, if asked for by `--kinds gone`, a host that is cut until the run goes on without it. Agents, ssh clients and
+networks are of hosts, so --local leaves them out, and a full disk too unless --kinds names it. Each fault must be named
 within 60 s, the run must resume by itself (after a full disk by the same command, once there is space), no process may be left, and the
 losses must be equal bit for bit (within RTOL after `gone`). Each fault is one line; the status is 1 if any went wrong. With --spread one
 run has all faults, at even distances. --out writes them, the seconds until the next new step, what the host memory of processes grew by,
@@ -39,6 +40,7 @@ HANGS = ("hang", "hang data", "hang evaluation", "hang checkpoint")
 DISK = "disk"
 KINDS = ("kill", "kill 0", "stop", "cut", "agent", "ssh", "term", DISK, *HANGS)
 GONE, RTOL = "gone", 2e-3  # another number of devices sums in another order, and the difference grows with the steps
+OF_HOSTS = ("cut", "agent", "ssh", GONE)  # which --local has not
 SETTINGS = (
     "model.preset=test model.num_layers=1 model.remat=none precision=fp32 seq_len=32 global_batch_size=24 log_every=1 "
     "optimizer.learning_rate=0.01 optimizer.schedule=constant optimizer.warmup_steps=2 evaluate.every=7 evaluate.batches=2 "
@@ -216,10 +218,7 @@ def strike(run: Run, made: Machines, kind: str, chance: random.Random) -> tuple[
             while True:
                 file.write(bytes(2**16))
         return "a full disk", r"No space left|disk is full|free some space"
-    if isinstance(made, Local):
-        sys.exit(
-            f"soak_launch: {kind} needs hosts; --local knows kill, kill 0, stop, term, disk and {', '.join(HANGS)}"
-        )
+    assert isinstance(made, ssh_hosts.Hosts)
     if kind in ("cut", GONE):
         made.cut(rank)
         return f"network cut of {host}", lost
@@ -387,7 +386,7 @@ def main() -> int:
     parser.add_argument("--local", action="store_true", help="processes of this machine in place of hosts")
     parser.add_argument("--set", default="", help="settings of the run beside the soak's own, as NAME=VALUE NAME=VALUE")
     parser.add_argument("--steps", type=int, default=300, help="of each run")
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", help=f"of faults, with commas between (all): {', '.join((*KINDS, GONE))}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spread", action="store_true", help="all faults in one run, at even distances")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file of what was found")
@@ -397,7 +396,8 @@ def main() -> int:
     if not given.local and (why := ssh_hosts.why_not()):
         sys.exit(f"soak_launch: this machine {why}")
     chance, began, wrong = random.Random(given.seed), time.monotonic(), []
-    kinds = given.kinds.split(",")
+    kinds = kinds_of(given.kinds, is_local=given.local)
+    given.kinds = ",".join(kinds)
     todo = [kinds[index % len(kinds)] for index in range(given.faults)]
     chance.shuffle(todo)
     folder, runs = pathlib.Path(tempfile.mkdtemp(prefix="soak-")), []
@@ -421,6 +421,19 @@ def main() -> int:
         found = {"settings": settings, "undisturbed": about, "wrong": len(wrong), "runs": runs}
         given.out.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if wrong else 0
+
+
+def kinds_of(asked: str | None, *, is_local: bool) -> list[str]:
+    """Returns the kinds of faults, or ends the script where one is not known or not possible."""
+    possible = [kind for kind in (*KINDS, GONE) if not (is_local and kind in OF_HOSTS)]
+    if not asked:
+        return [kind for kind in possible if kind != GONE and not (is_local and kind == DISK)]
+    for kind in asked.split(","):
+        if kind not in possible:
+            sys.exit(f"soak_launch: --kinds: {kind!r} is none of {', '.join(possible)}{' (with --local)' * is_local}")
+        if is_local and kind == DISK and os.geteuid():
+            sys.exit("soak_launch: --kinds: a full disk needs root, which mounts a small one")
+    return asked.split(",")
 
 
 @contextlib.contextmanager

@@ -40,3 +40,13 @@ def test_losses_are_compared_bit_for_bit(change, is_same):
     assert soak_launch.is_same(found, expected, 0.0) == is_same and not soak_launch.is_same(
         {1: (2.0, 1.0)}, expected, 0.0
     )
+
+
+def test_faults_of_hosts_are_left_out_or_refused_where_there_are_none():
+    local = soak_launch.kinds_of(None, is_local=True)
+    assert {"kill", "stop", "hang"} <= set(local) and not {"cut", "agent", "ssh", "gone", "disk"} & set(local)
+    assert soak_launch.kinds_of(None, is_local=False) == list(soak_launch.KINDS)
+    assert soak_launch.kinds_of("kill 0,gone", is_local=False) == ["kill 0", "gone"]
+    for asked, is_local in (("kill,cut", True), ("gone", True), ("kil", False)):
+        with pytest.raises(SystemExit, match=f"{asked.split(',')[-1]!r} is none of kill, kill 0, stop"):
+            soak_launch.kinds_of(asked, is_local=is_local)
