@@ -237,7 +237,7 @@ def disturb(run: Run, made: Machines, kinds: list[str], chance: random.Random, e
     """Does harm after harm while the run lasts, or every so many steps. Returns what each fault did."""
     found, count = [], 0
     while kinds and not run.is_over():
-        due = max(run.step() + 3, count * every)
+        due = max(run.step() + 3, (count + 1) * every)
         wait_for(lambda at=due: run.is_over() or run.step() > at, 3600 if every else RESUMED_SECONDS)
         time.sleep(chance.random() * 2)
         if run.is_over() or len(run.processes()) < len(made.names):
@@ -401,6 +401,7 @@ def main() -> int:
     todo = [kinds[index % len(kinds)] for index in range(given.faults)]
     chance.shuffle(todo)
     folder, runs = pathlib.Path(tempfile.mkdtemp(prefix="soak-")), []
+    print(f"the runs are in {folder}, and stay there", flush=True)
     machines = contextlib.nullcontext(Local(given.hosts)) if given.local else ssh_hosts.hosts(given.hosts, 1)
     with disk_of(folder) if DISK in kinds else contextlib.nullcontext(), machines as made:
         calm = Run(made, folder / "calm", given.devices, given.steps, settings=given.set)

@@ -52,7 +52,7 @@ def test_caches_of_an_engine_count_in_the_peak_of_a_step_and_copies_while_answer
 
     line, text, peak = told(0, 3 << 20)
     assert peak == plan.peak + (3 << 20) and line.startswith(f"peak {display.human(peak)} on each device;")
-    assert "rollouts: each device holds" in text and "keys and values stay during the step" in text
+    assert "rollouts: each device holds" in text and "of 8 answers 3.00 MiB, which stay during the step" in text
     line, _, peak = told(5 << 20, 3 << 20)
     assert peak == plan.peak + (8 << 20)
     assert (

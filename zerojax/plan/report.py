@@ -193,7 +193,7 @@ def _rollouts(found: step_plan.RolloutDevices) -> str:
     )
     held = {"the state": found.state, "copies of the weights": found.weights}
     held[f"keys and values of {found.answers} answers"] = found.caches
-    stays = "" if found.devices else "; keys and values stay during the step, and count in its peak"
+    stays = "" if found.devices else ", which stay during the step and come on top of the table's peak"
     return (
         f"rollouts: {which} holds {display.human(found.nbytes)} {'' if found.devices else 'while answers are drawn, '}beside what "
         f"its programs compute: {', '.join(f'{name} {display.human(nbytes)}' for name, nbytes in held.items() if nbytes)}{stays}"
