@@ -31,9 +31,9 @@ TRANSPOSED = TritonTile(128, 128, 64, 8, 3)  # of `dlhs`
 
 
 def takes(lhs: jax.Array, codes_GNH: jax.Array, transposed: bool) -> bool:
-    """Returns whether the kernels compute a product: of bfloat16 rows, and fewer than 2^31 bytes, by which they count."""
+    """Returns whether the kernels compute a product: of some bfloat16 rows, and fewer than 2^31 bytes, by which they count."""
     columns = codes_GNH.shape[1] if transposed else 2 * codes_GNH.shape[2]
-    is_known = lhs.dtype == jnp.bfloat16 and lhs.shape[1] == columns
+    is_known = lhs.dtype == jnp.bfloat16 and lhs.shape[0] > 0 and lhs.shape[1] == columns
     return is_known and codes_GNH.size < 2**31 and lhs.size < 2**31
 
 

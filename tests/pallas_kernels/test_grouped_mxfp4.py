@@ -81,10 +81,11 @@ def test_one_row_of_one_group_is_multiplied():
     )
 
 
-def test_floats_other_rows_and_more_bytes_than_are_counted_are_not_taken():
+def test_floats_other_rows_no_rows_and_more_bytes_than_are_counted_are_not_taken():
     codes = jax.ShapeDtypeStruct((GROUPS, 72, 48), jnp.uint8)
     assert grouped_mxfp4.takes(rows_of(1, 96), codes, False) and grouped_mxfp4.takes(rows_of(1, 72), codes, True)
     assert not grouped_mxfp4.takes(rows_of(1, 96).astype(jnp.float32), codes, False)
+    assert not grouped_mxfp4.takes(rows_of(0, 96), codes, False)
     assert not grouped_mxfp4.takes(rows_of(1, 96), codes.update(shape=(2**20, 72, 48)), False)
 
 

@@ -134,33 +134,47 @@ def read(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Beside:
     has_decoder = "added_tokens_decoder" in settings
     if not has_decoder:  # transformers reads the older files where the newer form is missing
         sources.append((SPECIAL_TOKENS, table(folder / SPECIAL_TOKENS)))
-    extra: list[Any] = []
+    lists: dict[str, Any] = {}
     for name, found in sources:
-        listed = next((found[key] for key in _EXTRA if found.get(key)), None)
-        own = {key: value for key, value in found.items() if key in NAMED or (key.endswith("_token") and _text(value))}
-        for key, value in [*own.items(), *(listed.items() if isinstance(listed, Mapping) else ())]:
+        own = {key: found[key] for key in _EXTRA if key in found}
+        if name == TOKENIZER_CONFIG and _OLDER in own and not own.get(_NEWER):
+            own = {_NEWER: own[_OLDER]}
+        newer = own.get(_NEWER)
+        roles = {
+            key: value for key, value in found.items() if key in NAMED or (key.endswith("_token") and _text(value))
+        }
+        for key, value in [*roles.items(), *(newer.items() if isinstance(newer, Mapping) else ())]:
             values[key], given[key] = value, name
-        # a list of the older name counts where there is no other
-        extra += listed if isinstance(listed, list) and (_EXTRA[0] in found or not extra) else []
+        if isinstance(newer, Mapping):  # it leaves no list of its name
+            del own[_NEWER]
+            lists.pop(_NEWER, None)
+        elif isinstance(newer, list):
+            own[_NEWER] = [*(lists.get(_NEWER) or ()), *newer]
+        lists |= own
+    listed = lists.get(_NEWER, lists.get(_OLDER))  # that of the older name counts where there is no other
+    extra = listed if isinstance(listed, list) else []
     named = {key: text for key, value in values.items() if (text := _text(value))}
     place = folder / TOKENIZER_CONFIG
     flags_of = {name: _flag(settings, name, False, place) for name in _SETTINGS}
     by_id = dict(_items(settings.get("added_tokens_decoder"), place))
     if not has_decoder:
-        special = {*(text for key, text in named.items() if key in NAMED), *map(_text, extra)}
+        special = {
+            *(text for key, text in named.items() if key in NAMED),
+            *(one for one in lists.get(_NEWER) or () if isinstance(one, str)),
+        }
         for text, number in table(folder / ADDED_TOKENS).items():
             by_id[number] = {"content": text, "normalized": text not in special, "special": text in special}
         by_id |= {entry["id"]: entry for entry in content.get("added_tokens") or []}
     flags = [_token(by_id[number], place) for number in sorted(by_id)]
     for token in flags:
         token.special |= token.content in named.values()
-    names = [*(values[key] for key in named), *extra]
+    names = [*(values[key] for key in sorted(named, key=_order)), *extra]
     special_of = (_token(value if isinstance(value, Mapping) else {}, place, _text(value)) for value in names)
     return Beside(
         named=named,
         source={key: given[key] for key in named},
         flags=tuple(flags),
-        special=tuple(token for token in special_of if token.content),
+        special=tuple({repr(token): token for token in special_of if token.content}.values()),
         ids={**model, **generation},
         settings=settings,
         kind=kind,
@@ -235,7 +249,7 @@ def add(model: tokenizers.Tokenizer, found: Beside) -> None:
 
 
 _ID = re.compile(r"[0-9]{1,9}")
-_EXTRA = ("extra_special_tokens", "additional_special_tokens")
+_EXTRA = _NEWER, _OLDER = "extra_special_tokens", "additional_special_tokens"
 
 
 def _kind(wanted: str, model_type: str, content: Mapping[str, Any]) -> str:
@@ -252,6 +266,11 @@ def _kind(wanted: str, model_type: str, content: Mapping[str, Any]) -> str:
     if known is not None and known != wanted:
         wanted = known if model_type in _OVERRULED or not known else wanted
     return wanted if wanted in CLASSES else ""
+
+
+def _order(name: str) -> int:
+    """Returns a number by which the names of special tokens are in the order in which missing ones get their ids."""
+    return NAMED.index(name) if name in NAMED else len(NAMED)
 
 
 def _text(value: Any) -> str:

@@ -346,8 +346,12 @@ def named_tokens(draw):
     texts = draw(st.lists(st.sampled_from(["<a>", "<b>", "word", "<c>"]), unique=True, max_size=4))
     own = [draw(properties(text)) for text in texts]
     listed = st.lists(st.sampled_from(["<new>", *texts]), unique=True)
-    names = {key: draw(st.sampled_from(texts)) for key in ("eos_token", "image_token") if texts and draw(st.booleans())}
+    known = st.sampled_from(["<new>", "<é>", *texts])
+    keys = draw(st.permutations(["eos_token", "pad_token", "cls_token", "image_token"]))
+    names = {key: draw(known) for key in keys if draw(st.booleans())}
     lists = {key: draw(listed) for key in ("additional_special_tokens", "extra_special_tokens") if draw(st.booleans())}
+    if draw(st.booleans()):
+        lists["extra_special_tokens"] = {"video_token": draw(known)}
     form = draw(st.sampled_from(["tokenizer_config.json", "special_tokens_map.json", "added_tokens_decoder"]))
     if form == "special_tokens_map.json":
         return own, draw(st.booleans()), {"tokenizer_config.json": lists, form: names}, draw(st.booleans())
