@@ -278,6 +278,26 @@ def test_a_model_that_no_server_has_may_come_back_with_one_that_is_not_ready():
             assert away.status_code == 503 and "1 of 2 are not ready" in away.json()["error"]["message"]
 
 
+def test_a_server_that_lists_no_models_is_left_out_of_them():
+    for text in (
+        "<html>",
+        "[1]",
+        "{}",
+        '{"data":5}',
+        '{"data":["a"]}',
+        '{"data":[{"id":[1]}]}',
+        '{"data":[{"id":"\\ud800"}]}',
+    ):
+        assert replicas._models_of(text.encode()) == []
+    listed = 'json.dumps({"data": [own, {"id": "all"}]}).encode()'
+    assert listed in STANDS_IN
+    with served(2, own=[*made(1), *made(1, STANDS_IN.replace(listed, "b'[1]'"))]) as (_, client):
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["0", "all"]
+    with served(1, own=made(1, STANDS_IN.replace(listed, "b'[1]'"))) as (_, client):
+        none = client.get("/v1/models")
+        assert none.status_code == 503 and "lists its models" in none.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("of", ["127.0.0.1", "0.0.0.0"])
 def test_a_servers_own_address_is_known(of):
     with server.bind(of, 0) as bound:

@@ -150,7 +150,7 @@ class Address(Replica):
     @property
     def address(self) -> str:
         """Returns HOST:PORT."""
-        return f"{self.host}:{self._port}"
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self._port}"
 
     def is_at(self, bound: socket.socket) -> bool:
         """Returns whether it is the server that listens on a socket."""
@@ -350,6 +350,8 @@ class Router:
         async for replica, answer in self._of_all(request):
             if answer.status_code == 401:  # the same key is each one's
                 return answer
+            if answer.status_code != 200:
+                continue
             lines = bytes(answer.body).decode(errors="replace").splitlines()
             found |= dict.fromkeys(_numbered(line, replica.number) for line in lines)
         for replica in self.replicas:
@@ -358,15 +360,20 @@ class Router:
 
     async def _models(self, request: http_lib.Request) -> Response:
         """Returns the models of all replicas, each once."""
-        found: dict[Any, Any] | None = None
+        found, refused = dict[str, Any](), None
         async for _, answer in self._of_all(request):
-            if answer.status_code != 200:
+            if answer.status_code == 401:  # the same key is each one's
                 return answer
-            own = bounded.parse_json(bytes(answer.body), is_strict=True)["data"]
-            found = {model["id"]: model for model in (*(found or {}).values(), *own)}
-        if found is None:
-            raise NotAnswered(503, _NOT_READY, code="starting")
-        return JSONResponse({"object": "list", "data": list(found.values())})
+            if answer.status_code == 200:
+                found |= {model["id"]: model for model in _models_of(bytes(answer.body))}
+            else:
+                refused = refused or answer
+        if found:
+            return JSONResponse({"object": "list", "data": list(found.values())})
+        if refused is not None:
+            return refused
+        is_ready = any(replica.port for replica in self.replicas)
+        raise NotAnswered(503, "no replica lists its models" if is_ready else _NOT_READY, code="starting")
 
     async def _of_all(self, request: http_lib.Request) -> AsyncGenerator[tuple[Replica, Response], None]:
         """Yields what each replica answers to a GET; those that do not are left out."""
@@ -592,6 +599,15 @@ class _PassedOn(StreamingResponse):
             yield b"\n\n" + responses.event(responses.error(502, line, None, "replica_ended"))
         except _Late:
             yield b"\n\n" + responses.event(responses.error(503, self._too_late, None, _TIMEOUT))
+
+
+def _models_of(whole: bytes) -> list[Mapping[str, Any]]:
+    """Returns the models that an answer lists; none if it is no list of models."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        found = bounded.parse_json(whole, is_strict=True)
+        if not bounded.half_letter(found) and all(isinstance(model["id"], str) for model in found["data"]):
+            return list(found["data"])
+    return []
 
 
 def _code_of(whole: bytes) -> str:
