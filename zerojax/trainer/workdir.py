@@ -132,6 +132,11 @@ def check(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
         raise UserError(f"{folder / CONFIG_FILE}: is not a saved config; restore it, or choose another --workdir")
     other = difference(saved, config)
     if other is not None:
+        if other.name not in settings.table():
+            raise UserError(
+                f"--workdir {folder}: was started with config.{other.name}={other.before!r}, which is no setting of this version; resume "
+                "with the version that has it, or use another --workdir"
+            )
         raise UserError(
             f"--workdir {folder}: was started with config.{other.name}={other.before!r}, and this run has "
             f"{other.now!r}; use the same value to resume, or another --workdir"
@@ -168,17 +173,19 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Difference 
         is_new = place not in first and _is_as_before(place, second[place])
         is_free |= place == "global_batch_size" and 0 in (first.get(place), second.get(place))
         if not is_free and not is_new and first.get(place) != second.get(place):
-            return Difference(place, first.get(place), second.get(place))
+            return Difference(place, first.get(place, _default(place)), second.get(place))
     return None
 
 
 def _is_as_before(place: str, value: Any) -> bool:
     """Returns whether a value of JSON changes nothing for runs that lack its setting, which began before there was one."""
+    return place in settings.table() and value in (_default(place), EARLIER.get(place, _default(place)))
+
+
+def _default(place: str) -> Any:
+    """Returns the default of a setting as a value of JSON; None for no setting."""
     declared = settings.table().get(place)
-    if declared is None:
-        return False
-    default = json.loads(json.dumps(declared.default))
-    return value in (default, EARLIER.get(place, default))
+    return None if declared is None else json.loads(json.dumps(declared.default))
 
 
 def lost(workdir: str | os.PathLike[str]) -> list[str]:
