@@ -47,7 +47,7 @@ def test_a_price_makes_the_cost_of_a_step_and_of_tokens(plan):
 
 def test_caches_of_an_engine_count_in_the_peak_of_a_step_and_copies_while_answers_are_drawn(plan):
     def told(weights, caches, devices=0):
-        known = dataclasses.replace(plan, rollouts=step_plan.Rollouts(devices, 8, weights, caches, plan.peak))
+        known = dataclasses.replace(plan, rollouts=step_plan.RolloutDevices(devices, 8, weights, caches, plan.peak))
         return plan_report.verdict(known), plan_report.text(known), json_form.as_json(known)["peak_bytes"]
 
     line, text, peak = told(0, 3 << 20)

@@ -42,7 +42,8 @@ MARKED = CHATML.replace(
 QUIET_CALLS = (
     "{% set n = namespace(called=false) %}{% for m in messages %}{% if m.role != 'assistant' %}"
     "{% if m.role == 'tool' and not n.called %}{{ raise_exception('no call') }}{% endif %}<{{ m.role }}>{{ m.content }}<e>"
-    "{% elif m.tool_calls %}{% set n.called = true %}{% if loop.last %}<a>{{ m.content }}<e>{% endif %}{% set call = m.tool_calls[-1].function %}"
+    "{% elif m.tool_calls %}{% set n.called = true %}{% if loop.last %}<a>{{ m.content }}<e>{% endif %}"
+    "{% set call = m.tool_calls[-1].function %}"
     "<a>to={{ call.name }} {{ call.arguments | tojson }}<c>{% else %}<a>=final {{ m.content }}{{ '<r>' if loop.last else '<e>' }}"
     "{% endif %}{% endfor %}{{ '<a>' if add_generation_prompt }}"
 )
