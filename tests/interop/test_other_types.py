@@ -122,3 +122,48 @@ def test_what_a_published_config_of_gemma_3_lacks_has_the_values_of_its_class():
     found = other_types.read_for_text({"model_type": "gemma3", "text_config": inner, "boi_token_index": 255999})
     assert (found["vocab_size"], found["num_attention_heads"], found["tie_word_embeddings"]) == (262208, 8, True)
     assert "boi_token_index" not in found and not other_types.read_for_text({"model_type": "gemma3"})
+
+
+def model_of(tmp_path, name, raw):
+    """Returns the model that a golden folder's tensors and another config.json describe."""
+    folder = tmp_path / name
+    shutil.copytree(
+        golden_models.FOLDER / name, folder, ignore=shutil.ignore_patterns("*lora", "*.npz"), dirs_exist_ok=True
+    )
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder_lib.open_folder(folder).model
+
+
+@pytest.mark.parametrize("kinds", other_types._ALIASES)
+def test_a_field_under_another_name_is_read_as_transformers_does(tmp_path, kinds):
+    kind, names = kinds.split()[0], other_types._ALIASES[kinds]
+    name = (
+        kind.replace("4_5", "45")
+        .replace("_", "")
+        .replace("graniteemoe", "granitemoe")
+        .replace("granitemoeh", "graniteh")
+    )
+    raw = json.loads((golden_models.FOLDER / name / "config.json").read_text())
+    model = folder_lib.open_folder(golden_models.FOLDER / name).model
+    for other, own in names.items():
+        assert model_of(tmp_path, name, {key: v for key, v in raw.items() if key != own} | {other: raw[own]}) == model
+        assert model_of(tmp_path, name, raw | {own: 1, other: raw[own]}) == model, "the other name wins"
+        assert model_of(tmp_path, name, raw | {other: None}) == model
+
+
+def test_the_heads_of_a_file_are_those_under_their_other_name(tmp_path):
+    for name, field in (
+        ("bart", "num_attention_heads"),
+        ("gpt2", "num_attention_heads"),
+        ("distilbert", "num_attention_heads"),
+    ):
+        raw = json.loads((golden_models.FOLDER / name / "config.json").read_text())
+        assert model_of(tmp_path, name, raw | {field: 8}).num_heads == 8
+
+
+def test_the_window_of_modernbert_is_half_of_its_attention_or_told(tmp_path):
+    raw = json.loads((golden_models.FOLDER / "modernbert" / "config.json").read_text())
+    for told in (4, 9):
+        found = model_of(tmp_path, "modernbert", raw | {"sliding_window": told})
+        assert found == model_of(tmp_path, "modernbert", raw | {"local_attention": 2 * told})
+        assert told in found.windows

@@ -113,7 +113,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     text = other_types.read_for_text(raw)
     if has_images := (kind := text.get("model_type", "")) in families.MODEL_TYPES:
         raw = {**text, "architectures": list(families.MODEL_TYPES[kind].huggingface.architectures[kind][:1])}
-    family = _family(path, raw)
+    family, raw = _family(path, raw), other_types.by_own_names(raw)
     try:
         stored = tensor_files.read_folder(path)
         entries = _canonical(family, raw, _of_text(stored) if has_images else stored)

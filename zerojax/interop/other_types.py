@@ -32,6 +32,24 @@ READ_FOR_TEXT: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5": {},
     "qwen3_5_moe": {},
 }
+# fmt: off
+# model_types: {another name of a field: its own}, the `attribute_map` of their classes in transformers
+_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "bart marian mbart pegasus":
+        {"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model", "num_hidden_layers": "encoder_layers"},
+    "t5 mt5": {"hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv"},
+    "gpt2": {
+        "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    },
+    "distilbert": {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "deepseek_v3 glm4_moe": {"num_local_experts": "n_routed_experts"},
+    "ernie4_5_moe": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    "gpt_oss minimax_m2 mixtral qwen3_moe": {"num_experts": "num_local_experts"},
+    "granitemoehybrid": {"layers_block_type": "layer_types"},
+    "olmoe": {"num_local_experts": "num_experts"},
+}
+# fmt: on
 _OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector|visual|vision_model|audio_tower|embed_vision|embed_audio|vision_embedder)\..*"
 _OF_ALL = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 _SEES_LATER = ("paligemma",)  # types whose text model sees later tokens, and whose config.json need not say so
@@ -120,6 +138,13 @@ def text_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     axes = {name for name in ("rope_scaling", "rope_parameters") if "mrope_section" in (fields.get(name) or ())}
     own = {name: value for name, value in fields.items() if kind not in TEXT_MODELS or name not in axes}
     return {**own, "model_type": TEXT_MODELS.get(kind) or SAME.get(kind, kind)}
+
+
+def by_own_names(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the contents of a config.json with each field under its own name. Another name of it wins, as transformers sets it last."""
+    aliases = next((names for kinds, names in _ALIASES.items() if raw.get("model_type") in kinds.split()), {})
+    told = {own: raw[name] for name, own in aliases.items() if raw.get(name) is not None}
+    return {**{name: value for name, value in raw.items() if name not in aliases}, **told}
 
 
 def read_for_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:

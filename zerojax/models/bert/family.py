@@ -394,6 +394,9 @@ def _read_modern(raw: Mapping[str, Any], names: Collection[str]) -> modern.Moder
         raise f.refuse("layer_types", f"{layers_of} of {' or '.join(known)}")
     if f.count("local_attention", 128) < 2:
         raise f.refuse("local_attention", "2 or more, as a token sees others")
+    window = f.count(
+        "sliding_window", f.count("local_attention", 128) // 2
+    )  # the former sets the latter in transformers
     if raw.get("rope_scaling"):
         raise f.refuse("rope_scaling", "absent, since rotations are not stretched")
     rotations, thetas = f.group("rope_parameters"), []
@@ -414,7 +417,7 @@ def _read_modern(raw: Mapping[str, Any], names: Collection[str]) -> modern.Moder
         head_activation=f.activation("classifier_activation", "gelu"),
         norm_eps=f.number("norm_eps", 1e-5),
         stddev=f.number("initializer_range", 0.02),
-        windows=tuple(f.count("local_attention", 128) // 2 if kind == known[1] else 0 for kind in types),
+        windows=tuple(window if kind == known[1] else 0 for kind in types),
         thetas=(thetas[0], thetas[1]),
         norm_bias=biases[0],
         attention_bias=biases[1],
