@@ -296,6 +296,22 @@ def test_merged_weights_give_the_logits_of_the_adapters(tmp_path, kind):
     np.testing.assert_allclose(plain.apply(plain.params, batch), known["logits"], atol=LOGITS, rtol=0)
 
 
+@pytest.mark.parametrize("named", ["model", "backbone"])  # as PEFT writes them, and as the files of the model have them
+def test_an_adapter_of_nemotron_is_read_by_the_names_of_its_modules(tmp_path, named):
+    source, module = folder_lib.open_folder(golden_models.FOLDER / "nemotronh"), "layers.2.mixer.v_proj"
+    one = peft.linear(source.family, source.model)["layer_2/attention/v"]
+    assert one.name == f"model.{module}"
+    shapes = {"lora_A": (3, one.shape[0]), "lora_B": (int(np.prod(one.shape[1:])), 3)}
+    arrays = {
+        f"base_model.model.{named}.{module}.{end}.weight": np.ones(shape, np.float32) for end, shape in shapes.items()
+    }
+    safetensors.numpy.save_file(arrays, tmp_path / peft.WEIGHTS)
+    raw = {"peft_type": "LORA", "r": 3, "target_modules": rf".*model\.{module}", "rank_pattern": {"k_proj": 5}}
+    (tmp_path / peft.CONFIG).write_text(json.dumps(raw))
+    opened = peft.open_adapter(tmp_path, source.family, source.model)
+    assert opened.chosen.adapted == ("layer_2/attention/v",)
+
+
 # name -> the ends of names that get adapters by default
 USUAL = {
     "qwen3next": ("in_proj_qkvz", "out_proj", "q_proj", "v_proj"),
@@ -331,6 +347,8 @@ def test_adapters_of_newer_families_are_named_as_transformers_modules_and_merge(
     zerojax.export_adapter(params, loaded, tmp_path / "adapter")
     source, header = folder_lib.open_folder(folder), tensor_files.read_header(tmp_path / "adapter" / peft.WEIGHTS)
     known = {name.removesuffix(".weight") for name in source.entries if name.endswith(".weight")}
+    if name == "nemotronh":  # whose files have other names
+        known = {known_as.replace("backbone.", "model.", 1) for known_as in known}
     modules = {re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)[1] for name in header}
     assert modules <= known
     told = json.loads((tmp_path / "adapter" / peft.CONFIG).read_text())["target_modules"]

@@ -84,7 +84,7 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: ModelConfig) -
     heads = family.huggingface.saved if has_head else ()
     saved = dict.fromkeys((*lora.modules_to_save, *heads))
     lora = dataclasses.replace(lora, modules_to_save=tuple(saved))
-    own = (tensor for tensor in layout.tensors(family, model) if family_lib.EXPERT not in tensor.name)
+    own = (tensor for tensor in _tensors(family, model) if family_lib.EXPERT not in tensor.name)
     names = {tensor.path: tensor.name.rpartition(".")[0] for tensor in own}
     chosen = targets.choose(lora, linear(family, model), names, names)
     adapted = {name.rpartition(".")[2] for path in chosen.adapted for name in chosen.linear[path].names}
@@ -141,7 +141,7 @@ def linear(family: family_lib.Family, model: ModelConfig) -> dict[str, targets.L
     """Returns a model's linear modules by path, with their names in transformers."""
     found = {}
     heads = family.huggingface.saved if family_lib.output(model) == family_lib.VALUE else (family.heads,)
-    for tensor in layout.tensors(family, model):
+    for tensor in _tensors(family, model):
         path, _, last = tensor.path.rpartition("/")
         if family_lib.EXPERT in tensor.name:
             count, *shape = tensor.leaf_shape
@@ -159,9 +159,23 @@ def linear(family: family_lib.Family, model: ModelConfig) -> dict[str, targets.L
     return found | _parameters(family, model)
 
 
+def _tensors(family: family_lib.Family, model: ModelConfig) -> list[layout.ModelTensor]:
+    """Returns a model's tensors by the names of its modules in transformers."""
+    return [
+        tensor._replace(name=_in_modules(tensor.name, family.huggingface)) for tensor in layout.tensors(family, model)
+    ]
+
+
+def _in_modules(name: str, table: family_lib.HuggingFace) -> str:
+    """Returns the name in transformers' modules of a tensor that files have under another."""
+    for of_file, of_module in table.in_modules:
+        name = re.sub(of_file, of_module, name)
+    return name
+
+
 def _parameters(family: family_lib.Family, model: ModelConfig) -> dict[str, targets.LinearModule]:
     """Returns what PEFT adapts as parameters, by path."""
-    own, found = {tensor.path: tensor for tensor in layout.tensors(family, model)}, {}
+    own, found = {tensor.path: tensor for tensor in _tensors(family, model)}, {}
     for place, (name, weights) in family.huggingface.parameters(model).items():
         pattern = re.compile(re.escape(weights[0]).replace(r"\{\}", r"(\d+)"))
         for layer in (match[1] for path in own if (match := pattern.fullmatch(path))):
@@ -194,9 +208,13 @@ def open_adapter(
     lora = read_settings(path, raw, _names(known, known), quantize=quantize)
     targets.check_parameters(lora, known)
     of_parameters = {name: module for module, name in _bases(lora, known).items()}
+    entries = {
+        PREFIX + _in_modules(name.removeprefix(PREFIX), family.huggingface) if name.startswith(PREFIX) else name: entry
+        for name, entry in entries.items()
+    }
     entries = _without_copies(_without_wrapped(entries), family, model)
     path_of = {name: module for module, found in targets.modules(known).items() for name in found.names}
-    own = {tensor.name: tensor for tensor in layout.tensors(family, model)}
+    own = {tensor.name: tensor for tensor in _tensors(family, model)}
     adapted: dict[str, None] = {}
     saved: list[str] = []
     carried: list[str] = []
@@ -417,7 +435,7 @@ def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: ModelC
             entry = entry._replace(form=_OF_STACKS[leaf]) if is_stack else entry
             found.append(layout.ModelTensor(entry.name, f"{chosen.adapter(path)}/{leaf}", shape, entry))
     adapted = {kernel for path in chosen.adapted for kernel in chosen.kernels(path)}
-    for tensor in layout.tensors(family, model):
+    for tensor in _tensors(family, model):
         if tensor.path in chosen.saved or tensor.path in chosen.carried:
             module, _, end = tensor.name.rpartition(".")
             middle = BASE if tensor.path in adapted else ""
@@ -537,7 +555,7 @@ def config_of(
         "rank_pattern": dict(lora.rank_pattern),
         "alpha_pattern": dict(lora.alpha_pattern),
         "bias": "none",
-        "fan_in_fan_out": any(tensor.entry.inputs_first for tensor in layout.tensors(family, model)),
+        "fan_in_fan_out": any(tensor.entry.inputs_first for tensor in _tensors(family, model)),
         "init_lora_weights": True,
         "use_dora": lora.dora,
         "inference_mode": True,

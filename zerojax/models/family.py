@@ -81,6 +81,7 @@ class HuggingFace:
       further: (contents of config.json) -> a regex over names of tensors of modules that predict tokens further ahead, which are not read;
         "" for none.
       renamed: pairs (regex in a name of a tensor, what it is now), for names in old files.
+      in_modules: pairs (regex in a name of a tensor, what it is among transformers' modules), where these have other names than files.
       adapted: (config) -> the ends of names of the modules that get adapters by default, as in PEFT.
       refused: the last parts of names of linear modules whose adapters PEFT does not read.
       parameters: (config) -> {path of weights of a mixture that get one adapter: (their name in transformers, our paths)}. Experts are
@@ -106,6 +107,7 @@ class HuggingFace:
     unused: Callable[[Mapping[str, Any]], str] = lambda raw: ""
     further: Callable[[Mapping[str, Any]], str] = lambda raw: ""
     renamed: tuple[tuple[str, str], ...] = ()
+    in_modules: tuple[tuple[str, str], ...] = ()
     refused: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
     prefix: str = ""

@@ -462,6 +462,7 @@ NEMOTRON = dataclasses.replace(
         FAMILY.huggingface,
         architectures={"nemotron_h": ROWS["nemotron_h"].classes},
         prefix="backbone.",
+        in_modules=((r"^backbone\.", "model."),),
         refused=("out_proj",),
     ),
 )
