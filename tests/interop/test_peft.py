@@ -312,6 +312,17 @@ def test_an_adapter_of_nemotron_is_read_by_the_names_of_its_modules(tmp_path, na
     assert opened.chosen.adapted == ("layer_2/attention/v",)
 
 
+@pytest.mark.parametrize("tensor", ["lora_A.weight", "lora_B.weight", "base_layer.weight"])
+def test_an_adapter_of_an_output_projection_that_is_the_embedding_is_refused_as_such(tmp_path, tensor):
+    source = folder_lib.open_folder(golden_models.FOLDER / "qwen2")
+    safetensors.numpy.save_file(
+        {f"base_model.model.lm_head.{tensor}": np.ones((2, 64), np.float32)}, tmp_path / peft.WEIGHTS
+    )
+    (tmp_path / peft.CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["lm_head"]}))
+    with pytest.raises(UserError, match=r"lm_head.* whose weight is the embedding's too.*exclude_modules"):
+        peft.open_adapter(tmp_path, source.family, source.model)
+
+
 # name -> the ends of names that get adapters by default
 USUAL = {
     "qwen3next": ("in_proj_qkvz", "out_proj", "q_proj", "v_proj"),

@@ -237,6 +237,11 @@ def open_adapter(
             )
         elif model.tie_embeddings and _is_copy(module, family):
             raise _trained_apart(path)
+        elif model.tie_embeddings and _is_copy(f"{module}.weight" if kind else module.replace(BASE, ""), family):
+            raise UserError(
+                f"{path / WEIGHTS}: tensor {name} is of an adapter of a module whose weight is the embedding's too, and zerojax computes "
+                "one of the embedding alone; train it without that module (exclude_modules)"
+            )
         else:
             raise UserError(
                 f"{path / WEIGHTS}: tensor {name} belongs to no {'linear module' if kind else 'weight'} of this model; choose the model "

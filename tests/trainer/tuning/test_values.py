@@ -92,4 +92,10 @@ def test_a_folder_that_is_named_like_a_reward_is_meant_by_a_path(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     for name in ("exact", "mine"):
         (tmp_path / name).mkdir()
-    assert [values.is_folder(name) for name in ("exact", "./exact", "mine", "letters")] == [False, True, True, False]
+    assert [values.is_folder(name) for name in ("", "exact", "./exact", "mine", "letters")] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]

@@ -31,7 +31,7 @@ PLACE = "config.grpo.reward"
 
 def is_folder(reward: str) -> bool:
     """Returns whether a reward is a model's folder. One that is named like a reward of the table is meant by a path: "./exact"."""
-    return reward not in rewards.REWARDS and pathlib.Path(reward).is_dir()
+    return reward not in ("", *rewards.REWARDS) and pathlib.Path(reward).is_dir()
 
 
 def fingerprint(reward: str) -> dict[str, str]:
