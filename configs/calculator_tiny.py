@@ -21,7 +21,6 @@ def get_config():
     c.precision = "fp32"
     c.optimizer.learning_rate, c.optimizer.schedule = 1e-3, "constant"
     c.optimizer.weight_decay = 0.0
-    c.evaluate.answers = 0
     c.checkpoint.every = 0
     c.emulate_devices = 1
     c.log_every = 20

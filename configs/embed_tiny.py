@@ -17,7 +17,7 @@ def get_config():
     c.data.prompt, c.data.answer = "{text}=", "{chosen}"  # the sign tells a query from a text
     c.embedding.pooling = "mean"
     c.model.preset, c.model.num_layers = "test", 2
-    c.seq_len, c.global_batch_size, c.epochs, c.data.answer_len = 8, 32, 40.0, 4
+    c.seq_len, c.global_batch_size, c.epochs = 8, 32, 40.0
     c.precision = "fp32"
     c.optimizer.learning_rate, c.optimizer.schedule = 3e-3, "constant"
     c.evaluate.batches = 0

@@ -8,7 +8,7 @@ not see each other. Result: WORKDIR/export holds the model as transformers write
 --topology 1x8 to the command of python -m zerojax.plan.
 """
 
-from zerojax.configs import llama3_8b
+from zerojax.configs import base, llama3_8b
 
 
 def get_config():
@@ -20,7 +20,8 @@ def get_config():
     c.seq_len, c.global_batch_size, c.micro_batch_size = 4096, 64, 2
     c.grad_accum = 0
     c.model.by_columns = ""  # answers alone are labels
-    c.epochs = 2.0
+    usual = base.get_config()
+    c.epochs, c.steps, c.evaluate.every = 2.0, usual.steps, usual.evaluate.every  # epochs count
     c.optimizer.learning_rate, c.optimizer.schedule, c.optimizer.weight_decay = 1e-5, "cosine", 0.0
     c.optimizer.warmup_steps = 10
     c.export.format = "huggingface"

@@ -1,10 +1,13 @@
 """Checks that settings without effect are told. This module tests zerojax.trainer.checks.effects."""
 
+import importlib
+
 import jax
 import pytest
 import runs
 
 import zerojax
+from zerojax.trainer import config as config_lib
 from zerojax.trainer.checks import effects
 
 TOLD = {  # changed settings -> the one that then has no effect, and words of the reason
@@ -87,6 +90,12 @@ def test_how_the_state_is_sharded_is_told_where_no_axis_shards_it():
     ]
     assert effects.unsharded(config, zerojax.make_mesh(devices=devices)) == []
     assert effects.unsharded(runs.config(), zerojax.make_mesh(model=2, devices=devices)) == []
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (runs.ROOT / "configs").glob("*.py")))
+def test_a_config_of_the_project_sets_nothing_that_is_not_read(name):
+    raw = importlib.import_module(f"zerojax.configs.{name}").get_config()
+    assert effects.unread(config_lib.from_dict(raw)) == []
 
 
 @pytest.mark.parametrize("name", TOLD)
