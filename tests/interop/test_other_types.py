@@ -167,3 +167,27 @@ def test_the_window_of_modernbert_is_half_of_its_attention_or_told(tmp_path):
         found = model_of(tmp_path, "modernbert", raw | {"sliding_window": told})
         assert found == model_of(tmp_path, "modernbert", raw | {"local_attention": 2 * told})
         assert told in found.windows
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bart", "exaone4"])
+@pytest.mark.parametrize("value", [False, None])
+def test_a_decoder_whose_tokens_see_later_ones_is_refused(tmp_path, name, value):
+    raw = json.loads((golden_models.FOLDER / name / "config.json").read_text())
+    with pytest.raises(UserError, match="is_causal must be true, since a decoder's tokens see no later ones"):
+        model_of(tmp_path, name, raw | {"is_causal": value})
+
+
+def test_an_encoder_may_say_that_it_is_not_causal(tmp_path):
+    raw = json.loads((golden_models.FOLDER / "bert" / "config.json").read_text())
+    assert model_of(tmp_path, "bert", raw | {"is_causal": False}) == model_of(tmp_path, "bert", raw)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_yarn_of_one_kind_of_layers_blends_between_whole_pairs(tmp_path, kind):
+    raw = json.loads((golden_models.FOLDER / "olmo3" / "config.json").read_text())
+    usual = {"rope_type": "default", "rope_theta": 1e5}
+    ropes = {"full_attention": usual, "sliding_attention": usual}
+    own = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": 64}
+    model_of(tmp_path, "olmo3", raw | {"rope_parameters": ropes | {kind: own | {"truncate": True}}})
+    with pytest.raises(UserError, match=f"{kind}: truncate: must be true"):
+        model_of(tmp_path, "olmo3", raw | {"rope_parameters": ropes | {kind: own | {"truncate": False}}})

@@ -386,6 +386,11 @@ def _family(path: pathlib.Path, raw: Mapping[str, Any]) -> family_lib.Family:
             raise UserError(
                 f"{path / CONFIG}: architecture {name!r} is not one that zerojax computes; known for {kind}: {', '.join(computed)}"
             )
+    if not raw.get("is_causal", True) and not family.is_classifier:
+        raise UserError(
+            f"{path / CONFIG}: is_causal must be true, since a decoder's tokens see no later ones, and is {raw['is_causal']}; choose "
+            "a folder whose model has that"
+        )
     quantized = raw.get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
     if quantized and (kind, method) not in family.huggingface.quantized:

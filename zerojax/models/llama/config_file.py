@@ -565,6 +565,8 @@ def _read_ropes(f: config_json.Fields, head_dim: int, *, nested: bool) -> dict[s
         )
         if is_new and (odd := group.raw.keys() - {"full_attention", "sliding_attention"}):
             raise group.refuse(min(odd), "in full_attention or sliding_attention")
+        if apart := next((one for one in (full, near) if not one.flag("truncate", True)), None):
+            raise apart.refuse("truncate", "true, since transformers reads it of rotations that all layers share alone")
         (own, dims), (window, _) = _read_rope(f, full, theta, head_dim), _read_rope(f, near, local, head_dim)
         return {"theta": own.theta, "scaling": own.scaling, "in_windows": window, "dims": dims}
     odd = {name for name, value in group.raw.items() if isinstance(value, Mapping)}
