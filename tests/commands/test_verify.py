@@ -251,7 +251,9 @@ def test_the_shipped_losses_hold_for_every_setting_and_fall(call, trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", past.names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "cpu" else runs.LONG) for name in past.names()]
+)
 def test_this_machine_gives_the_shipped_losses(call, name):
     assert call(f"--against={name}", "--only=0,3,3+pipe=2,3+model=2")[0] == 0
 
