@@ -163,6 +163,9 @@ def read(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Beside:
             *(one for one in lists.get(_NEWER) or () if isinstance(one, str)),
         }
         for text, number in table(folder / ADDED_TOKENS).items():
+            if type(number) is not int:
+                line = f"{folder / ADDED_TOKENS}: the token {text!r} has the id {number!r}, which is no whole number"
+                raise UserError(f"{line}; save the tokenizer again")
             by_id[number] = {"content": text, "normalized": text not in special, "special": text in special}
         by_id |= {entry["id"]: entry for entry in content.get("added_tokens") or []}
     flags = [_token(by_id[number], place) for number in sorted(by_id)]
