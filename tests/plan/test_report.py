@@ -59,5 +59,10 @@ def test_caches_of_an_engine_count_in_the_peak_of_a_step_and_copies_while_answer
         f"{display.human(peak)} on each device while answers are drawn, {display.human(peak - (5 << 20))} in a step"
         in line
     )
+    known = dataclasses.replace(plan, beside=7 << 20)  # a teacher
+    assert known.in_step == known.most == plan.peak + (7 << 20)
+    assert "models that are read and not trained take 7.00 MiB on each device" in plan_report.text(known)
+    both = dataclasses.replace(known, rollouts=step_plan.RolloutDevices(0, 8, 5 << 20, 3 << 20, plan.peak))
+    assert both.most == plan.peak + (15 << 20)
     line, text, peak = told(5 << 20, 3 << 20, devices=1)
     assert peak == plan.peak and "the device that draws answers holds" in text and "stay" not in text

@@ -56,6 +56,7 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
             "beside": dict(plan.foretold.busy),
             "errors": plan.rates.errors if plan.rates else None,
         },
+        "beside_bytes": plan.beside,
         "rollouts": None if plan.rollouts is None else plan.rollouts._asdict(),
         "pipeline": None if plan.pipeline is None else _pipeline(plan.pipeline),
         "experts": None if plan.exchange is None else dataclasses.asdict(plan.exchange),

@@ -151,6 +151,10 @@ def _lines(plan: step_plan.Plan) -> list[str]:
         lines.append("matmuls: " + ", ".join(f"{count} in {kind}" for kind, count in counted.items()))
     if plan.exchange is not None:
         lines.append(_exchange(plan.exchange))
+    if plan.beside:
+        lines.append(
+            f"models that are read and not trained take {display.human(plan.beside)} on each device, beside the table's peak"
+        )
     if plan.rollouts is not None:
         lines.append(_rollouts(plan.rollouts))
     if plan.stream is not None and (plan.stream.nbytes or (plan.stream.by_block and plan.stream.by_block.fetched)):

@@ -114,6 +114,7 @@ class Plan:
       pipeline: of a step over a pipeline, whose peak is its own; `buffers` and what is read from the program are then those of the group
         of devices that needs the most. None without one.
       exchange: of a step whose experts live on different devices; None of others.
+      beside: the bytes of models that the run reads and does not train.
       rollouts: of the devices that draw answers; None if none are drawn by an engine.
       model_seconds: of the model's operations alone, without those computed again, at the matrix rate; None if unknown.
     """
@@ -139,6 +140,7 @@ class Plan:
     model_seconds: float | None = None
     pipeline: pipelines.Pipelined | None = None
     exchange: Exchange | None = None
+    beside: int = 0
     rollouts: RolloutDevices | None = None
 
     @property
@@ -148,13 +150,14 @@ class Plan:
 
     @property
     def in_step(self) -> int:
-        """Returns the peak of bytes in use on a device in a step: those of `peak`, and an engine's caches, which it keeps."""
-        return self.peak + (self.rollouts.caches if self.rollouts and not self.rollouts.devices else 0)
+        """Returns the peak of bytes in use on a device in a step: those of `peak`, of models beside it, and of an engine's caches."""
+        return self.peak + self.beside + (self.rollouts.caches if self.rollouts and not self.rollouts.devices else 0)
 
     @property
     def most(self) -> int:
         """Returns the most bytes in use on a device: in a step, or while answers are drawn."""
-        return max(self.in_step, self.rollouts.nbytes if self.rollouts and not self.rollouts.devices else 0)
+        drawing = self.rollouts.nbytes + self.beside if self.rollouts and not self.rollouts.devices else 0
+        return max(self.in_step, drawing)
 
     @property
     def start(self) -> start_lib.StartTimes | None:

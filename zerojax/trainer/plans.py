@@ -19,7 +19,7 @@ from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.ops import expert_parallel, fp8, tiles
 from zerojax.plan import arithmetic, scale, search, step_plan, targets, traced
-from zerojax.trainer import activations, rollout_sizes, setting_names, steps
+from zerojax.trainer import activations, beside, rollout_sizes, setting_names, steps
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
@@ -82,7 +82,9 @@ def plan_program(program: program_lib.Program, target: str, **how: Any) -> step_
             exchange=exchange_of(program),
             **how,
         )
-        return dataclasses.replace(plan, rollouts=rollouts_of(program, plan.usable))
+        models = beside.nbytes(program)
+        free = None if plan.usable is None else plan.usable - models
+        return dataclasses.replace(plan, beside=models, rollouts=rollouts_of(program, free))
 
 
 def rollouts_of(program: program_lib.Program, usable: int | None = None) -> step_plan.RolloutDevices | None:
@@ -90,7 +92,7 @@ def rollouts_of(program: program_lib.Program, usable: int | None = None) -> step
 
     Args:
       program: of the run.
-      usable: the bytes that XLA may use on a device that trains; None: they are not known.
+      usable: the bytes that a device which trains has for the state and these; None: they are not known.
     """
     if not program.config.draws_by_engine:
         return None

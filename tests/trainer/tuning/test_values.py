@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import runs
 
+from zerojax.data.pairs import rewards
 from zerojax.errors import UserError
 from zerojax.interop import pretrained
-from zerojax.trainer import program, results, rewarded
+from zerojax.trainer import beside, program, results, rewarded
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import answers, values
+from zerojax.trainer.tuning import answers
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,7 @@ def test_rewards_are_the_values_of_whole_texts_by_that_model(prompts_file, rewar
     found = batch[rewarded.REWARD].view(np.float32)[:, 0]
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
     assert len(set(found.tolist())) > 3
+    assert bool(beside.nbytes(built)) != ("grpo__rollout_devices" in changes)  # of the devices that train
     _, metrics = built.train_step(state, asked.next(1, state.params))
     np.testing.assert_allclose(metrics["reward"], wanted.mean(), rtol=1e-3)
 
@@ -92,7 +94,7 @@ def test_a_folder_that_is_named_like_a_reward_is_meant_by_a_path(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     for name in ("exact", "mine"):
         (tmp_path / name).mkdir()
-    assert [values.is_folder(name) for name in ("", "exact", "./exact", "mine", "letters")] == [
+    assert [rewards.is_folder(name) for name in ("", "exact", "./exact", "mine", "letters")] == [
         False,
         False,
         True,

@@ -7,6 +7,7 @@ answer says. It must depend on these alone.
 import importlib
 import inspect
 import os
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,11 @@ def regex(prompt: str, answer: str, label: str) -> float:
 
 MOST = float(np.finfo(np.float32).max)
 REWARDS: Mapping[str, Reward] = {"exact": exact, "letters": letters, "regex": regex}
+
+
+def is_folder(reward: str) -> bool:
+    """Returns whether a reward is a model's folder. One that is named like a reward of the table is meant by a path: "./exact"."""
+    return reward not in ("", *REWARDS) and pathlib.Path(reward).is_dir()
 
 
 def find(name: str) -> Reward:

@@ -14,10 +14,10 @@ from zerojax.data import batches, feed
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import rows, splits, tasks
 from zerojax.models import layers
-from zerojax.trainer import examples
+from zerojax.trainer import beside, examples
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import teacher as teacher_lib
-from zerojax.trainer.tuning import beside, drawing, rollouts
+from zerojax.trainer.tuning import drawing, rollouts
 from zerojax.tree import PyTree
 
 _OWN = 2306_13649  # makes the choice of steps differ from other draws with the same seed and step

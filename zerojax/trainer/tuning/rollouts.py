@@ -45,7 +45,7 @@ def check(config: settings_lib.Config, pairs: splits.Splits) -> None:
     """
     config_lib.batch_sizes(config, mesh_lib.ways(config_lib.make_mesh(config)))
     config_lib.rollout_mesh(config)
-    if not values.is_folder(config.grpo.reward):
+    if not rewards.is_folder(config.grpo.reward):
         rewards.find(config.grpo.reward)
     if config.grpo.environment:
         environments.find(config.grpo.environment)
@@ -84,7 +84,7 @@ class Rollouts:
         tell: Callable[[str], object] = lambda line: None,
     ):
         name = program.config.grpo.reward
-        self._values = values.open_model(program, tokenizer, tell) if values.is_folder(name) else None
+        self._values = values.open_model(program, tokenizer, tell) if rewards.is_folder(name) else None
         self._program, self._tokenizer, self._pairs, self._streams = program, tokenizer, pairs, streams
         self._special = examples.special_tokens(program.family, program.weights.source, tokenizer, pairs.stops)
         self._prompts = list(tasks.prompts(pairs.train.examples, pairs.form))

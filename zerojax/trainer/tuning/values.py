@@ -5,7 +5,6 @@ stage says, and gathered block by block, in a program without a backward pass.
 """
 
 import functools
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,22 +20,16 @@ from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.interop import folder as folder_lib
 from zerojax.models import family as family_lib
+from zerojax.trainer import beside, teacher
 from zerojax.trainer import program as program_lib
-from zerojax.trainer import teacher
-from zerojax.trainer.tuning import beside
 from zerojax.tree import PyTree
 
 PLACE = "config.grpo.reward"
 
 
-def is_folder(reward: str) -> bool:
-    """Returns whether a reward is a model's folder. One that is named like a reward of the table is meant by a path: "./exact"."""
-    return reward not in ("", *rewards.REWARDS) and pathlib.Path(reward).is_dir()
-
-
 def fingerprint(reward: str) -> dict[str, str]:
     """Returns what tells a reward's folder apart from another (`resume.FINGERPRINTS`); {} where the reward is none."""
-    return {"reward": folder_lib.fingerprint(folder_lib.open_folder(reward))} if is_folder(reward) else {}
+    return {"reward": folder_lib.fingerprint(folder_lib.open_folder(reward))} if rewards.is_folder(reward) else {}
 
 
 def open_model(
@@ -63,15 +56,14 @@ def open_model(
             f"{PLACE}: {path} reads texts of up to {most} tokens, and config.seq_len is {program.config.seq_len}; lower "
             "it, or name another model"
         )
-    dtype, mesh = program.config.policy.compute_dtype, program.rollouts.mesh
+    mesh = program.rollouts.mesh
 
     def of_rows(params: PyTree, batch: Mapping[str, jax.Array]) -> jax.Array:
         return opened.family.loss(opened.model, params, batch)
 
     @functools.cache
     def valued() -> Callable[[PyTree], jax.Array]:
-        abstract = family_lib.abstract_params(opened.family.parts, opened.model)
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract)
+        abstract = beside.abstract_of(program, opened)
         how: dict[str, Any] = {"function": of_rows, "tell": lambda line: tell(f"the reward model {line}")}
         how["read"] = functools.partial(folder_lib.read_params, opened)
         run, params = beside.opened(program, opened.family, abstract, **how, mesh=mesh)
