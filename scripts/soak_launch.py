@@ -133,10 +133,11 @@ class Run:
             step = self.step()
             named = {pid: f"process {rank}" for rank, pid in self.processes().items()}
             for pid, what in {**named, self.process.pid: "launcher"}.items():
-                with contextlib.suppress(OSError, StopIteration):
+                with contextlib.suppress(OSError):  # it has ended
                     lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
-                    (kib,) = [line.split()[1] for line in lines if line.startswith("VmRSS")]
-                    self.memory.append((what, pid, step, int(kib) * 1024))
+                    # One that has ended, and whose parent does not know yet, has no such line.
+                    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")]
+                    self.memory += [(what, pid, step, size) for size in sizes]
             time.sleep(SAMPLE_SECONDS)
 
     def step(self) -> int:
