@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import math
 import os
 import subprocess
 import sys
@@ -52,6 +53,16 @@ def test_the_collector_gets_back_what_it_was_spared():
         assert gc.get_freeze_count() > before
         raise KeyError
     assert (gc.get_freeze_count() > 0) == (before > 0), "objects that were spared before stay so"
+
+
+def test_cycles_are_collected_in_full_by_what_was_made_since_objects_were_spared():
+    with start_up.collector_restored():
+        start_up.spare_collector()
+        before = gc.get_stats()[-1]["collections"]
+        for _ in range(2 * math.prod(threshold + 1 for threshold in gc.get_threshold())):
+            cycle: list[object] = []
+            cycle.append(cycle)
+        assert gc.get_stats()[-1]["collections"] > before
 
 
 def test_a_process_that_ends_while_devices_wake_keeps_its_status():

@@ -42,9 +42,15 @@ def test_a_port_is_free_again_when_its_server_has_ended():
 
 
 def test_who_is_told_of_the_start_can_connect_and_an_engine_that_failed_ends_it():
-    service = types.SimpleNamespace(app=lambda: None, is_draining=False, active=0, failure="the engine failed")
+    service = types.SimpleNamespace(app=lambda: None, is_draining=False, active=0, failure="it failed")
+    before = gc.get_freeze_count()
+
+    def on_start(_):
+        socket.create_connection(bound.getsockname()).close()
+        assert gc.get_freeze_count() > before, "what the start made is not collected with what requests leave"
+
     with server.bind("127.0.0.1", 0) as bound:
-        server.serve(lambda _: service, bound, lambda _: socket.create_connection(bound.getsockname()).close())
+        server.serve(lambda _: service, bound, on_start)
     assert service.is_draining
 
 

@@ -19,7 +19,7 @@ from uvicorn.protocols.http import h11_impl
 
 from zerojax import errors
 from zerojax.errors import UserError
-from zerojax.launch import early, ending
+from zerojax.launch import early, ending, start_up
 from zerojax.serve import starting as starting_lib
 
 HEADER_SECONDS = 10.0  # in which a request's headers must have come
@@ -124,7 +124,8 @@ def serve(
     Raises:
       what `make` raises.
     """
-    return asyncio.run(_serve(make, bound, on_start))
+    with start_up.collector_restored():
+        return asyncio.run(_serve(make, bound, on_start))
 
 
 def made(app: starting_lib.Application) -> "_Server":
@@ -173,6 +174,7 @@ async def _serve(
             await asyncio.sleep(0.01)
         service = await asyncio.to_thread(make, wait_for)
         starting.become(service.app())
+        start_up.spare_collector()  # or what requests leave in cycles stays until it is a fourth of all objects
         on_start(service)
         while not running.done() and not service.failure and not (service.is_draining and not service.active):
             await asyncio.sleep(_TICK)
