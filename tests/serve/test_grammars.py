@@ -4,6 +4,7 @@ import asyncio
 import functools
 import importlib.util
 import json
+import re
 
 import chats
 import httpx
@@ -97,6 +98,27 @@ async def calls_are_forced(ask, body):
     assert error["param"] == "tools" and error["message"].startswith("tools: the schema is not applied ("), error
 
 
+async def what_llguidance_cannot_follow_is_told(ask, body):
+    """No finite text has this schema, which is found when a token is to be drawn."""
+    wrong = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}
+    answer = await ask(json={**body, "response_format": wrong})
+    assert (answer.status_code, (error := answer.json()["error"])["param"]) == (400, "response_format")
+    assert re.fullmatch(
+        r"response_format: no text of the schema can be continued \(.+\); simplify it", error["message"]
+    )
+    last = (await ask(json={**body, "response_format": wrong, "stream": True})).text.split("\n\n")[-2]
+    assert json.loads(last.removeprefix("data: "))["error"] == error
+
+
+def test_a_schema_that_is_too_large_to_follow_is_told(path):
+    wide = {"type": "object", "properties": {f"k{number}": {} for number in range(600)}}
+    text = grammars.Schemas(path)(json.dumps(wide), 600, (END,))
+    text.mask()
+    assert not text.failure
+    (token,) = tokenizers.Tokenizer.from_file(str(path)).encode("{", add_special_tokens=False).ids
+    assert text.add(token) and "max is 2000" in text.failure
+
+
 def test_answers_of_a_server_are_of_their_schemas_beside_others(path):
     words = PathWords(path)
     model = small_engine.model(vocab_size=words._model.get_vocab_size())
@@ -123,6 +145,7 @@ def test_answers_of_a_server_are_of_their_schemas_beside_others(path):
             ]
             assert cut["message"]["content"].lstrip()[:1] in ("{", "") and cut["finish_reason"] in ("length", "stop")
             await calls_are_forced(ask, body)
+            await what_llguidance_cannot_follow_is_told(ask, body)
             wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "nope"}}}
             error = (await ask(json={**body, "response_format": wrong})).json()["error"]
             assert error["param"] == "response_format" and error["message"].startswith("response_format: the schema is")

@@ -37,7 +37,7 @@ from zerojax.errors import UserError
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import requests
 from zerojax.serve import counts as counts_lib
-from zerojax.serve import page, responses
+from zerojax.serve import grammars, page, responses
 from zerojax.serve import requests as asked_lib
 from zerojax.serve import tokenizer as words_lib
 from zerojax.serve import tools as tools_lib
@@ -210,7 +210,8 @@ class Service:
             line = f"{name}: asks for {count} answers, and at most {self._most} fit; ask for fewer, or raise --queue"
             raise NotAnswered(400, line, name)
         prompts = await self._ids(asked, is_chat=is_chat)
-        call = _Answering(self._worker, self._wakes, began, self._limits.seconds)
+        refused = functools.partial(NotAnswered.by, is_chat=is_chat, has_calls=asked.bounds is not None)
+        call = _Answering(self._worker, self._wakes, began, self._limits.seconds, refused)
         try:
             more: dict[str, Any] = {"adapter": self._adapters[asked.model]}
             if is_chat and not asked.settings.get("ignores_end"):
@@ -222,7 +223,7 @@ class Service:
             is_slow = "grammar" in asked.settings | more  # up to a second, so another thread reads it
             listed = [await asyncio.to_thread(make) if is_slow else make() for make in each]
         except UserError as error:
-            raise NotAnswered.by(error, is_chat=is_chat, has_calls=asked.bounds is not None) from error
+            raise refused(error) from error
         self._check_takes()  # the server may have begun to end meanwhile
         if self.active + len(listed) > self._most:
             line = f"{self.active} answers run or wait, and at most {self._most} do; ask again later"
@@ -346,6 +347,11 @@ class _Wakes:
 class _Answering:
     """The requests of one call.
 
+    Args:
+      worker, wakes: the server's.
+      seconds: in which it must end.
+      refused: f(error of a setting) -> the refusal.
+
     Attributes:
       began: when, by the monotonic clock.
       requests: of the engine.
@@ -355,9 +361,16 @@ class _Answering:
       changed: is set when one of these is another, and after each token.
     """
 
-    def __init__(self, worker: worker_lib.Worker, wakes: _Wakes, began: float, seconds: float):
+    def __init__(
+        self,
+        worker: worker_lib.Worker,
+        wakes: _Wakes,
+        began: float,
+        seconds: float,
+        refused: Callable[[UserError], NotAnswered],
+    ):
         self._worker, self._wakes, self._loop = worker, wakes, asyncio.get_running_loop()
-        self._seconds, self.began = seconds, began
+        self._seconds, self.began, self._refused = seconds, began, refused
         self.is_gone, self.is_late, self.has_begun = False, False, False
         self.changed, self.requests = asyncio.Event(), list[requests.Request]()
         self._timer: asyncio.TimerHandle | None = None
@@ -386,11 +399,14 @@ class _Answering:
         """Yields after each change, until all requests have ended.
 
         Raises:
-          NotAnswered: the time is over, or the engine failed.
+          NotAnswered: the time is over, the engine failed, or an answer cannot be bound further to its grammar.
           ClientDisconnect: the client is gone.
         """
         while True:
             is_over = all(request.finish for request in self.requests)
+            for request in self.requests:
+                if isinstance(request.grammar, grammars.BoundText) and request.grammar.failure:
+                    raise self._refused(UserError(request.grammar.failure))
             yield
             if is_over:
                 return

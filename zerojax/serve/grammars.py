@@ -64,19 +64,30 @@ class BoundText:
     Args:
       matcher: of llguidance, at the beginning of the text.
       size: of the model's vocabulary.
+
+    Attributes:
+      failure: why llguidance gave up, after which it only ends the text, in one line; "" while it goes on. A schema may reach its limits, or
+        have no finite text.
     """
 
     def __init__(self, matcher: Any, size: int):
-        self._matcher, self._size = matcher, size
+        self._matcher, self._size, self.failure = matcher, size, ""
 
     def mask(self) -> np.ndarray:
         """Returns the tokens that may come next: uint32[vocabulary / 32], a bit for each."""
         mask = np.zeros(-(-self._size // 32), np.uint32)
         found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         mask[: len(found)] = found[: len(mask)]
+        self._see()
         return mask
 
     def add(self, token: int) -> bool:
         """Notes a token that came, and returns whether the text is over."""
         self._matcher.consume_token(token)
+        self._see()
         return bool(self._matcher.is_stopped())
+
+    def _see(self) -> None:
+        if not self.failure and self._matcher.is_error():
+            reason = errors.shown(self._matcher.get_error().partition("\n")[0], 160)
+            self.failure = f"grammar: no text of the schema can be continued ({reason}); simplify it"
