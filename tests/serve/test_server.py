@@ -142,6 +142,41 @@ def test_a_connection_without_a_request_ends_and_others_are_answered(monkeypatch
     asyncio.run(run())
 
 
+def test_a_client_that_reads_nothing_does_not_keep_the_server_from_its_end_and_a_slow_one_gets_all(monkeypatch):
+    monkeypatch.setattr(server, "READ_SECONDS", 0.5)
+    body = bytes(8 * 2**20)  # more than the kernel takes
+
+    async def app(scope, receive, send):
+        service.active += 1
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(2):  # the second waits for a reader
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            service.active -= 1
+
+    async def run():
+        with server.bind("127.0.0.1", 0) as bound:
+            started = asyncio.get_running_loop().create_future()
+            running = asyncio.ensure_future(server._serve(lambda wait_for: service, bound, started.set_result))
+            await started
+            clients = [await asyncio.open_connection(*bound.getsockname(), limit=2**18) for _ in range(2)]
+            for _, writer in clients:
+                writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            found, slow = 0, clients[0][0]
+            while found < 2 * len(body):
+                await asyncio.sleep(0.01)
+                found += len(await slow.read(2**18))
+            service.is_draining = True
+            await running
+            for _, writer in clients:
+                writer.transport.abort()
+
+    service = types.SimpleNamespace(app=lambda: app, is_draining=False, active=0, failure="")
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 def test_of_connections_that_have_ended_nothing_is_left(monkeypatch):
     made = weakref.WeakSet()
 

@@ -66,8 +66,8 @@ class BoundText:
       size: of the model's vocabulary.
 
     Attributes:
-      failure: why llguidance gave up, after which it only ends the text, in one line; "" while it goes on. A schema may reach its limits, or
-        have no finite text.
+      failure: why llguidance gave up, in one line, after which it only ends the text; "" while it goes on. A schema may reach its limits,
+        or have no finite text.
     """
 
     def __init__(self, matcher: Any, size: int):

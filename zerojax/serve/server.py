@@ -23,6 +23,7 @@ from zerojax.launch import early, ending, start_up
 from zerojax.serve import starting as starting_lib
 
 HEADER_SECONDS = 10.0  # in which a request's headers must have come
+READ_SECONDS = 60.0  # in which a client must have read some of what is sent to it
 CONNECTIONS = 1024  # at once
 _TICK = 0.05  # seconds between looks whether all answers have ended
 
@@ -198,12 +199,14 @@ class _Server(uvicorn.Server):
 
 
 class _Timed(h11_impl.H11Protocol):
-    """uvicorn's connection, which ends when a request's headers do not come."""
+    """uvicorn's connection, which ends when a request's headers do not come, or when its client does not read."""
 
     _timer: Any = None
+    _reader_timer: Any = None  # while something is not read
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # `pause_writing` tells of each byte that waits for the client
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -211,10 +214,30 @@ class _Timed(h11_impl.H11Protocol):
         if self._is_between() and self._timer is None:
             self._wait()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reader_timer.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._timer is not None:
-            self._timer.cancel()  # it would hold all of this until its time
+        for timer in (self._timer, self._reader_timer):
+            if timer is not None:
+                timer.cancel()  # it would hold all of this until its time
+
+    def _wait_for_reader(self) -> None:
+        left = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < left:
+                self._wait_for_reader()
+            else:
+                self.transport.abort()  # its answers end, and the server can
+
+        self._reader_timer = self.loop.call_later(READ_SECONDS, look)
 
     def _wait(self) -> None:
         cycle = self.cycle
