@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -135,8 +136,16 @@ def test_what_is_remembered_of_a_replica_is_bounded(monkeypatch):
     assert len(own._known) == 10 and own.knows(blocks_of("4" * 3000)) == 5 and own.knows(blocks_of("0" * 3000)) == 0
 
 
+class FullDisk(list):
+    """Lines that are not written."""
+
+    def append(self, line):
+        super().append(line)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_one_that_is_killed_is_told_and_started_again_while_the_others_answer():
-    lines = []
+    lines = FullDisk()
     with served(2, lines) as (router, client):
         ask = lambda **more: client.post("/v1/completions", json={"prompt": "a", **more})  # noqa: E731
         assert {ask().json()[0] for _ in range(4)} == {0, 1}

@@ -503,7 +503,8 @@ async def body_of(request: http.Request, limits: Limits) -> bytes:
 def _told_fault(place: str, error: Exception) -> str:
     """Prints a fault of the server in one line, and returns the line for the client."""
     line = f"{type(error).__name__}: {errors.one_line(error)}"
-    print(f"zerojax: {place}: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk is no reason not to tell the client
+        print(f"zerojax: {place}: {line}", file=sys.stderr, flush=True)
     return f"the server failed ({line})"
 
 

@@ -87,7 +87,7 @@ class Replica:
     """
 
     def __init__(self, number: int, host: str, tell: Callable[[str], None] = print):
-        self.number, self.host, self._tell = number, host, tell
+        self.number, self.host, self._print = number, host, tell
         self.port, self.active, self.starts, self.is_lost, self.hangs = 0, 0, 0, False, False
         self._known: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -119,6 +119,11 @@ class Replica:
 
     def _run(self) -> None:
         raise NotImplementedError
+
+    def _tell(self, line: str) -> None:
+        """Tells a line. What cannot be printed, on a full disk or to a reader that is gone, ends no replica."""
+        with contextlib.suppress(OSError):
+            self._print(line)
 
 
 class Address(Replica):
