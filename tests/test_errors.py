@@ -80,6 +80,7 @@ def test_other_errors_are_no_full_disk():
 )
 def test_the_first_line_is_the_first_that_is_not_blank(text, line):
     assert errors.first_line(ValueError(text)) == line
+    assert errors.kind_and_line(ValueError(text)) == ("ValueError" if text == "" else f"ValueError: {line}")
 
 
 def test_all_lines_become_one():

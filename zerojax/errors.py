@@ -165,6 +165,12 @@ def first_line(error: BaseException) -> str:
     return lines[0][:400] if lines else type(error).__name__
 
 
+def kind_and_line(error: BaseException) -> str:
+    """Returns an error's type and the first line of its text, without an end of a sentence."""
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line}".rstrip(". ")
+
+
 def one_line(error: BaseException, most: int = 300) -> str:
     """Returns all lines of an error's text as one, cut to `most` characters."""
     return " ".join(str(error).split())[:most]

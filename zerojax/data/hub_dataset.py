@@ -88,7 +88,7 @@ def _load(name: str) -> Mapping[str, Any]:
     try:
         return datasets.load_dataset(*arguments)
     except Exception as error:  # of the network, the disk, the hub or the dataset
-        why = f"{type(error).__name__}: {errors.first_line(error)}".rstrip(". ")
+        why = errors.kind_and_line(error)
         raise UserError(
             f"name: {name!r} is not in the hub's cache and cannot be downloaded ({why}); {way_out}"
         ) from error

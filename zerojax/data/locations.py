@@ -166,7 +166,7 @@ def _tried(url: str, ask: Callable[[], Found]) -> Found:
             return ask()
         except Exception as error:  # each file system raises its own
             if attempt == _ATTEMPTS or isinstance(error, FileNotFoundError | PermissionError):
-                why = f"{type(error).__name__}: {errors.first_line(error)}"
+                why = errors.kind_and_line(error)
                 raise UserError(f"{url}: cannot be read ({why}); {_WAY_OUT}") from error
             time.sleep(_PAUSE * attempt)
     raise AssertionError

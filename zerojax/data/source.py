@@ -211,7 +211,7 @@ def _count(name: str) -> int | Exception:
 
 def _unreadable(what: str, error: Exception) -> str:
     """Returns the message for files of a prepared dataset that cannot be read."""
-    return f"data_dir: {what} cannot be read: {_line(error)}; delete the dataset and run again"
+    return f"data_dir: {what} cannot be read: {errors.kind_and_line(error)}; delete the dataset and run again"
 
 
 def _builder(name: str, data_dir: str | os.PathLike[str]) -> tfds.core.DatasetBuilder:
@@ -232,7 +232,7 @@ def _builder(name: str, data_dir: str | os.PathLike[str]) -> tfds.core.DatasetBu
         ) from error
     except Exception as error:  # a dataset's own code may raise anything
         raise UserError(
-            f"name: {name!r} cannot be opened in {os.fspath(data_dir)!r}: {_line(error)}; "
+            f"name: {name!r} cannot be opened in {os.fspath(data_dir)!r}: {errors.kind_and_line(error)}; "
             "correct the name or choose another `data_dir`"
         ) from error
 
@@ -254,7 +254,7 @@ def _why_not_prepared(name: str, data_dir: str | os.PathLike[str], error: BaseEx
     if any(isinstance(cause, PermissionError) for cause in errors.causes(error)):
         return _cannot_write(name, data_dir, error)
     return (
-        f"name: {name!r} cannot be downloaded or built: {_line(error)}; prepare it on a machine with "
+        f"name: {name!r} cannot be downloaded or built: {errors.kind_and_line(error)}; prepare it on a machine with "
         f"a network and copy it to {path}, or use 'python_stdlib', which needs none"
     )
 
@@ -262,19 +262,13 @@ def _why_not_prepared(name: str, data_dir: str | os.PathLike[str], error: BaseEx
 def _cannot_write(name: str, data_dir: str | os.PathLike[str], error: BaseException) -> str:
     """Returns the message for a directory that is not writable."""
     path = repr(os.fspath(data_dir))
-    return f"data_dir: cannot write {name!r} to {path}: {_line(error)}; set `data_dir`"
+    return f"data_dir: cannot write {name!r} to {path}: {errors.kind_and_line(error)}; set `data_dir`"
 
 
 def _near(name: str, known: list[str], what: str, limit: int = 8) -> str:
     """Returns text that lists up to `limit` of `known`, the nearest to `name` first."""
     near = difflib.get_close_matches(name, known, n=limit, cutoff=0.0)
     return f"{'nearest' if len(known) > limit else 'known'} {what}: {', '.join(near)}"
-
-
-def _line(error: BaseException) -> str:
-    """Returns the type and the first line of `error`."""
-    kind, line = type(error).__name__, errors.first_line(error)
-    return kind if line == kind else f"{kind}: {line}"
 
 
 @contextlib.contextmanager

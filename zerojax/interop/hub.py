@@ -67,7 +67,7 @@ def _downloaded(name: str) -> str:
         return huggingface_hub.snapshot_download(name, **_FILES)
     except Exception as error:  # of the network, the disk or the hub
         raise UserError(
-            f"{name}: is not a folder, nor in the hub's cache, and cannot be downloaded ({why(error)}); {way_out}"
+            f"{name}: is not a folder, nor in the hub's cache, and cannot be downloaded ({errors.kind_and_line(error)}); {way_out}"
         ) from error
 
 
@@ -117,9 +117,6 @@ def push(path: str | os.PathLike[str], name: str) -> None:
             api.create_repo(name, private=True)
         api.upload_folder(repo_id=name, folder_path=os.fspath(path), commit_message="An export of zerojax")
     except Exception as error:  # of the network, the disk or the hub
-        raise UserError(f"{name!r} could not be written ({why(error)}); later: hf upload {name} {path}") from error
-
-
-def why(error: Exception) -> str:
-    """Returns the first line of an error, without an end of a sentence."""
-    return f"{type(error).__name__}: {errors.first_line(error)}".rstrip(". ")
+        raise UserError(
+            f"{name!r} could not be written ({errors.kind_and_line(error)}); later: hf upload {name} {path}"
+        ) from error

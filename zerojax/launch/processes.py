@@ -363,7 +363,7 @@ def _leave_with_traceback(error: BaseException) -> NoReturn:
     """Ends this process with status 1, and its others with the first line of the error."""
     leave_if_told()
     traceback.print_exception(error)
-    ending.leave(1, "" if _peers is None else f"zerojax: {type(error).__name__}: {errors.first_line(error)}")
+    ending.leave(1, "" if _peers is None else f"zerojax: {errors.kind_and_line(error)}")
 
 
 @contextlib.contextmanager

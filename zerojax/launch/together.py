@@ -40,7 +40,7 @@ def main_process_first() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _tell(f"{type(error).__name__}: {errors.first_line(error)}")
+        _tell(errors.kind_and_line(error))
         raise
     if is_main:
         _agree("")

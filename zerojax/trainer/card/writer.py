@@ -39,7 +39,7 @@ class Card:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._forget()
         if isinstance(error, Exception):
-            line = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {errors.first_line(error)}"
+            line = str(error) if isinstance(error, UserError) else errors.kind_and_line(error)
             self._end_quietly(document.FAILED, line)
 
     def begin(self, fixed: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]], saved: pathlib.Path) -> None:
