@@ -5,6 +5,7 @@ import itertools
 import random
 import re
 
+import context_costs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -257,8 +258,8 @@ def test_causal_pairs_are_half_of_all_but_where_chunks_are_contiguous():
     shape = {"heads": 2, "kv_heads": 2, "ways": 4, "length": 64, "batch": 3}
     every = 3 * 2 * 64 * 64 // 4
     for way in context_attention.WAYS:
-        assert context_attention.cost(way, "zigzag", is_causal=False, **shape).pairs == every
-        assert context_attention.cost(way, "zigzag", is_causal=True, **shape).pairs == every // 2
-    assert context_attention.cost("ring", "contiguous", is_causal=True, **shape).pairs == every * 7 // 8
-    assert context_attention.cost("ring", "contiguous", is_causal=True, window=5, **shape).pairs == every * 3 // 8
-    assert context_attention.cost("ulysses", "zigzag", is_causal=True, window=5, **shape).pairs == 3 * 2 * 64 * 5 // 4
+        assert context_costs.cost(way, "zigzag", is_causal=False, **shape).pairs == every
+        assert context_costs.cost(way, "zigzag", is_causal=True, **shape).pairs == every // 2
+    assert context_costs.cost("ring", "contiguous", is_causal=True, **shape).pairs == every * 7 // 8
+    assert context_costs.cost("ring", "contiguous", is_causal=True, window=5, **shape).pairs == every * 3 // 8
+    assert context_costs.cost("ulysses", "zigzag", is_causal=True, window=5, **shape).pairs == 3 * 2 * 64 * 5 // 4

@@ -6,6 +6,7 @@ It compares the other ways with it. Values and gradients of all are in test_cont
 import functools
 
 import compile_only
+import context_costs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +64,7 @@ def sent(found, ways):
 def cost(way, order, ways, length, **kwargs):
     """Returns the bytes that both passes should send."""
     shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH, "is_causal": True} | kwargs
-    found = context_attention.cost(way, order, ways=ways, length=length, **shape)
+    found = context_costs.cost(way, order, ways=ways, length=length, **shape)
     return found.forward + found.backward
 
 

@@ -1,6 +1,7 @@
 """Checks the count of operations against closed forms. This module tests zerojax.plan.flops."""
 
 import compile_only
+import context_costs
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -167,5 +168,5 @@ def test_cudnn_attention_over_sharded_tokens_counts_on_every_device(way, order):
     run = jax.shard_map(jax.grad(attend), mesh=devices, in_specs=tokens, out_specs=tokens, check_vma=False)
     found = count(run, (1, length, heads, width), *[(1, length, kv_heads, width)] * 2)
     shape = {"heads": heads, "kv_heads": kv_heads, "ways": ways, "length": length, "head_dim": width}
-    pairs = context_attention.cost(way, order, is_causal=True, **shape).pairs
+    pairs = context_costs.cost(way, order, is_causal=True, **shape).pairs
     assert found == {"bf16": (2 + 5) * 2.0 * width * pairs * ways}

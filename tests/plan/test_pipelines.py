@@ -1,13 +1,13 @@
 """Checks the plan of a step over a pipeline. This module tests zerojax.plan.pipelines."""
 
 import compile_only
+import context_costs
 import jax
 import pytest
 import runs
 from pipelines import PASSES, TENSOR, abstract, batch_of, prepared
 
 from zerojax import roles, tree
-from zerojax.ops import context_attention
 from zerojax.plan import json_form, picture, pipelines, report, step_plan, targets
 from zerojax.trainer import plans
 
@@ -130,7 +130,7 @@ def test_every_byte_of_a_step_over_four_axes_is_that_of_arithmetic():
     assert plan.mesh_shape["data"] == 2 and plan.pipeline.largest == 0, "the embedding is there"
     layers, tokens, width = plan.pipeline.calls[0], 512 // 2, 64
     sizes = {"batch": 1, "heads": 4 // 2, "kv_heads": 2 // 2, "head_dim": 16, "ways": 2, "length": 512}
-    cost = context_attention.cost("ulysses", "contiguous", is_causal=True, **sizes)
+    cost = context_costs.cost("ulysses", "contiguous", is_causal=True, **sizes)
     sent = 2 * tokens * width // 2  # 16 bits; a device has half of a layer's tokens, and gets or sums the other half
     found = {}
     for row in plan.ledger.rows:

@@ -8,6 +8,7 @@ import itertools
 import math
 
 import compile_only
+import context_costs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -303,7 +304,7 @@ def test_a_plan_for_h200s_gathers_weights_over_data_and_context_and_finds_nothin
     assert {(row.role, row.kind, row.dtype) for row in sent} == {("activations", "all-to-all", "bf16")}
     sizes = {"heads": 32 // model, "kv_heads": 8 // model, "head_dim": 64, "ways": 2, "length": 8192}
     sizes["batch"] = config.global_batch_size // axes["mesh__data"]
-    cost = context_attention.cost("ulysses", "contiguous", is_causal=True, **sizes)
+    cost = context_costs.cost("ulysses", "contiguous", is_causal=True, **sizes)
     again = 2 * sizes["batch"] * 8192 // 2 * sizes["heads"] * 64 // 2  # of 16 bits: the result, under remat="dots"
     assert sum(row.nbytes for row in sent) == 2 * (cost.forward + cost.backward + again)  # layers
     waits = (
