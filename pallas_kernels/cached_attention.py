@@ -233,11 +233,7 @@ def _kernel(
 
 
 def _join(
-    number: Any,
-    sizes: tuple[int, int, int, int],
-    refs: tuple[Any, Any, Any],
-    outs: tuple[Any, Any],
-    interpret: bool,
+    number: Any, sizes: tuple[int, int, int, int], refs: tuple[Any, Any, Any], outs: tuple[Any, Any], interpret: bool
 ) -> None:
     """Joins the ranges of a row's key head, if this program is the last of them to arrive."""
     (group, head_dim, ranges, rows), (o_ref, most_ref, sum_ref), (joined_ref, counts_ref) = sizes, refs, outs

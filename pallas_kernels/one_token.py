@@ -55,10 +55,7 @@ _CONVERSIONS = {
         "cvt.rn.f16x2.e4m3x2 x, l; cvt.rn.f16x2.e4m3x2 y, h; mov.b32 {a, b}, x; mov.b32 {c, d}, y;"
         "cvt.f32.f16 f0, a; cvt.f32.f16 f1, b; cvt.f32.f16 f2, c; cvt.f32.f16 f3, d;",
     ),
-    "bfloat16": (
-        2,
-        ".reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xFFFF0000; mov.b32 f0, a; mov.b32 f1, b;",
-    ),
+    "bfloat16": (2, ".reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xFFFF0000; mov.b32 f0, a; mov.b32 f1, b;"),
 }
 
 

@@ -128,11 +128,7 @@ def run(
 
 
 def _twin(
-    products: Sequence[Product],
-    x_D: jax.Array,
-    counts: jax.Array,
-    y_K: jax.Array | None,
-    place: Place | None,
+    products: Sequence[Product], x_D: jax.Array, counts: jax.Array, y_K: jax.Array | None, place: Place | None
 ) -> AfterProducts:
     sums_PD, q, keys = None, None, None
     how: dict[str, Any] = {"counts": counts, "implementation": "jnp"}

@@ -97,10 +97,7 @@ def losses(directory: pathlib.Path) -> dict[int, float]:
 
 
 def intact(
-    directory: pathlib.Path,
-    step: int,
-    part: slice = ALL,
-    agree: Callable[[str | None], str | None] = lambda flaw: flaw,
+    directory: pathlib.Path, step: int, part: slice = ALL, agree: Callable[[str | None], str | None] = lambda flaw: flaw
 ) -> pathlib.Path:
     """Returns the path of a step whose files are all as saved.
 

@@ -253,10 +253,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
         "--ids",
         help="an .npz file with input_ids and, if rows are padded, attention_mask; labels for an encoder-decoder or a classifier",
     )
-    add(
-        "--file",
-        help="examples to answer: .jsonl, .json, .csv, .tsv or .parquet; several with * in the name",
-    )
+    add("--file", help="examples to answer: .jsonl, .json, .csv, .tsv or .parquet; several with * in the name")
     add(
         "--run",
         help="the workdir whose config.json has the templates of --file's prompts; by default that of the adapter or of the model",

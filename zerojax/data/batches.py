@@ -313,13 +313,7 @@ def document_ids(tokenizer: tokenizer_lib.Tokenizer, text: str | bytes) -> np.nd
 
 
 def random_batches(
-    vocab_size: int,
-    *,
-    rows: Sequence[int],
-    num_rows: int,
-    seq_len: int,
-    seed: int,
-    form: objectives.Form | None = None,
+    vocab_size: int, *, rows: Sequence[int], num_rows: int, seq_len: int, seed: int, form: objectives.Form | None = None
 ) -> Batches:
     """Returns batches of uniformly random tokens below `vocab_size`. A window depends only on (seed, row, index)."""
     form = form or objectives.NextToken().form(None, seq_len)

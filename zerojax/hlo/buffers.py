@@ -121,10 +121,7 @@ class Buffers:
 
 
 def compile_with_buffers(
-    lowered: jax.stages.Lowered,
-    *,
-    from_cache: bool = False,
-    compiler_options: Mapping[str, Any] | None = None,
+    lowered: jax.stages.Lowered, *, from_cache: bool = False, compiler_options: Mapping[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, Buffers]:
     """Compiles a step and returns it with its memory.
 

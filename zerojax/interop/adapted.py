@@ -114,9 +114,7 @@ def read(
 
 
 def quantize(
-    wanted: Mapping[str, Any],
-    chosen: targets.Targets,
-    make: Callable[[Mapping[str, Any]], Mapping[str, jax.Array]],
+    wanted: Mapping[str, Any], chosen: targets.Targets, make: Callable[[Mapping[str, Any]], Mapping[str, jax.Array]]
 ) -> dict[str, jax.Array]:
     """Returns the quantized kernels among `wanted`, by path of their parts.
 
@@ -157,10 +155,7 @@ def draw(wanted: Mapping[str, Any], chosen: targets.Targets, key: jax.Array | No
 
 
 def magnitudes(
-    wanted: Mapping[str, Any],
-    chosen: targets.Targets,
-    found: Mapping[str, jax.Array],
-    make: Callable[[PyTree], PyTree],
+    wanted: Mapping[str, Any], chosen: targets.Targets, found: Mapping[str, jax.Array], make: Callable[[PyTree], PyTree]
 ) -> dict[str, jax.Array]:
     """Returns the first magnitudes of DoRA among the abstract leaves `wanted`, by path: the norms of the kernels' columns.
 

@@ -138,10 +138,7 @@ KEYS: Mapping[str, Key] = {
     "completion_only_loss": Key(UNSUPPORTED, "the tasks seq2seq and chat learn answers alone", (), (None,)),
     "max_prompt_length": Key(UNSUPPORTED, "config.seq_len has room for a prompt and its answer", (), (None,)),
     "scale_rewards": Key(
-        UNSUPPORTED,
-        "config.grpo.variant says whether an advantage is divided by a deviation",
-        (),
-        ("group", True),
+        UNSUPPORTED, "config.grpo.variant says whether an advantage is divided by a deviation", (), ("group", True)
     ),
     "temperature": Key(UNSUPPORTED, "the task grpo draws answers at a temperature of 1", (), (1, None)),
     **dict.fromkeys(("use_vllm", "vllm_mode"), Key(UNSUPPORTED, _ENGINE, (), (False, None))),

@@ -111,9 +111,7 @@ def frequencies(
     kept_F = (turns_F - scaling.low_factor) / between
     blended_F = (1 - kept_F) * stretched_F + kept_F * frequency_F
     return jnp.where(
-        turns_F < scaling.low_factor,
-        stretched_F,
-        jnp.where(turns_F > scaling.high_factor, frequency_F, blended_F),
+        turns_F < scaling.low_factor, stretched_F, jnp.where(turns_F > scaling.high_factor, frequency_F, blended_F)
     )
 
 

@@ -223,16 +223,7 @@ def _one_pass_forward(
         lambda part: part.value, (hidden, kernel, labels, bias, total), is_leaf=lambda node: hasattr(node, "perturbed")
     )
     loss, (d_hidden, d_kernel) = _chunks(
-        hidden,
-        kernel,
-        labels,
-        bias,
-        total,
-        chunk,
-        cap,
-        with_grads=True,
-        is_trained=is_trained,
-        with_terms=with_terms,
+        hidden, kernel, labels, bias, total, chunk, cap, with_grads=True, is_trained=is_trained, with_terms=with_terms
     )
     return loss, (d_hidden, d_kernel, jnp.zeros((0,), kernel.dtype), total)
 

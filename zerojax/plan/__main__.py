@@ -116,17 +116,7 @@ def _prepare(config: settings_lib.Config) -> None:
 
 
 def _serve(config: settings_lib.Config) -> None:
-    _refuse(
-        "serve",
-        "picture",
-        "search",
-        "axes",
-        "cluster",
-        "rates",
-        "price_per_gpu_hour",
-        "host_gbps",
-        "disk_gbps",
-    )
+    _refuse("serve", "picture", "search", "axes", "cluster", "rates", "price_per_gpu_hour", "host_gbps", "disk_gbps")
     _check_hosts(config.mesh.model)
     found = serving_plan.plan(serving.served(config, _FORMAT.value), targets.get(_TARGET.value))
     foretold, why = _foretold(config, found)

@@ -75,11 +75,7 @@ class _KernelRun:
 
 
 def profile(
-    kernels: Iterable[traces.Kernel],
-    sent: ledger.Ledger,
-    first: int,
-    last: int,
-    programs: Iterable[syntax.Module] = (),
+    kernels: Iterable[traces.Kernel], sent: ledger.Ledger, first: int, last: int, programs: Iterable[syntax.Module] = ()
 ) -> Profile:
     """Returns the time of the steps `first` to `last` by phase, role and kernel.
 
@@ -152,9 +148,7 @@ def _by_role(runs: Sequence[_KernelRun]) -> dict[str, phases.Share]:
     return {role: phases.beside(intervals, computing) for role, intervals in of_role.items() if intervals}
 
 
-def _instructions(
-    flows: Iterable[hlo_flow.Flow],
-) -> dict[str, dict[str, tuple[hlo_flow.Flow, syntax.Instruction]]]:
+def _instructions(flows: Iterable[hlo_flow.Flow]) -> dict[str, dict[str, tuple[hlo_flow.Flow, syntax.Instruction]]]:
     """Returns by program the instructions that run, by their names and by their kernels' names, with what they are of."""
     found: dict[str, dict[str, tuple[hlo_flow.Flow, syntax.Instruction]]] = {}
     for flow in flows:

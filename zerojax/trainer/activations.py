@@ -106,11 +106,7 @@ def gradients(program: program_lib.Program, rows: int, depths: Mapping[str, int]
 
 
 def _on_one_device(
-    program: program_lib.Program,
-    rows: int,
-    remat: str,
-    depths: Mapping[str, int],
-    fp8: fp8_modules.Fp8 | None = None,
+    program: program_lib.Program, rows: int, remat: str, depths: Mapping[str, int], fp8: fp8_modules.Fp8 | None = None
 ) -> tuple[Callable[..., Any], Any, Any]:
     """Returns the loss of so many blocks on one device, and its abstract weights and batch."""
     config = program.config

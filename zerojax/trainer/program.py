@@ -257,13 +257,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         create=functools.partial(create, unsent_grads=partition.abstract_state.unsent_grads),
         partition=partition,
         at_stage_0=functools.partial(
-            _baseline,
-            config,
-            family,
-            params,
-            create,
-            None if trainable else policy,
-            trainable,
+            _baseline, config, family, params, create, None if trainable else policy, trainable
         ),
         row=row,
         abstract_batch=abstract_batch(),

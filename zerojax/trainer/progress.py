@@ -15,13 +15,7 @@ class Progress:
     """Shows a bar on a terminal, or else a line every `log_every` steps and once a minute. Shows nothing unless `enabled`."""
 
     def __init__(
-        self,
-        steps: int,
-        *,
-        start: int = 0,
-        log_every: int = 1,
-        enabled: bool = True,
-        out: TextIO | None = None,
+        self, steps: int, *, start: int = 0, log_every: int = 1, enabled: bool = True, out: TextIO | None = None
     ) -> None:
         """Takes the total number of `steps` and the number done at the `start`. `out` defaults to stdout."""
         self._steps, self._log_every, self._enabled = steps, log_every, enabled

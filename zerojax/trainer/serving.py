@@ -167,14 +167,7 @@ def _compiled(
     if config.offload.params == "none":
         params, kernels = _stored(family, model, dtype, format, mesh, slots), weights.kernels_of(mesh)
         made = programs.Programs(
-            family,
-            model,
-            mesh,
-            shape,
-            special,
-            kernels,
-            has_transposed=weights.has_transposed(params),
-            steps=steps,
+            family, model, mesh, shape, special, kernels, has_transposed=weights.has_transposed(params), steps=steps
         )
     else:
         partition = _partition(config, params, mesh)

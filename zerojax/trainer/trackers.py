@@ -143,11 +143,7 @@ class _Outlet:
     """One client and its thread."""
 
     def __init__(
-        self,
-        name: str,
-        info: run_info.RunInfo,
-        failed: Callable[[str, str], None],
-        opened: Callable[[str, str], None],
+        self, name: str, info: run_info.RunInfo, failed: Callable[[str, str], None], opened: Callable[[str, str], None]
     ) -> None:
         self.name = name
         self._info, self._failed, self._opened = info, failed, opened

@@ -63,11 +63,7 @@ INDIVISIBLE = ("whole", "pad")  # of a leaf with no dim that divides
 
 # The first regex found in a leaf's path gives its role. The role of an NNX variable follows from its type. Params whose path does not
 # match `trainable` are frozen: they are stored and gathered like other params, but have no gradient and no optimizer state.
-ROLES: tuple[tuple[str, str], ...] = (
-    (r"(^|/)opt_state(/|$)", OPT_STATE),
-    (r"(^|/)params(/|$)", PARAMS),
-    (r"", OTHER),
-)
+ROLES: tuple[tuple[str, str], ...] = ((r"(^|/)opt_state(/|$)", OPT_STATE), (r"(^|/)params(/|$)", PARAMS), (r"", OTHER))
 
 Overrides = Sequence[tuple[str, P | Sequence[Any]]]
 

@@ -135,11 +135,7 @@ class Attention(nn.Module):
 
     @nn.nowrap
     def _turn(
-        self,
-        length: int,
-        positions_BT: jax.Array | None,
-        past: decoding.Past | None,
-        lengths_BT: jax.Array | None,
+        self, length: int, positions_BT: jax.Array | None, past: decoding.Past | None, lengths_BT: jax.Array | None
     ) -> Callable[[jax.Array], jax.Array]:
         """Returns (queries or keys) -> these, rotated. Texts have `lengths_BT` tokens, or end with this call's."""
         assert self.rotation is not None

@@ -224,11 +224,7 @@ def _write_scaling(scaling: rope.Scaling | None) -> dict[str, Any]:
     found["attention_factor"] = scaling.attention_factor
     if scaling.kind == "longrope":
         return found | {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
-    return found | {
-        "beta_slow": scaling.low_factor,
-        "beta_fast": scaling.high_factor,
-        "truncate": scaling.is_whole,
-    }
+    return found | {"beta_slow": scaling.low_factor, "beta_fast": scaling.high_factor, "truncate": scaling.is_whole}
 
 
 def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:

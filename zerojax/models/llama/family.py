@@ -286,10 +286,7 @@ def _latent_tensors(config: LlamaConfig, attention: str) -> dict[str, Tensor]:
 
 def _norms(config: LlamaConfig) -> list[tuple[str, str]]:
     """Returns the names of a layer's norms: ours, and theirs."""
-    after = [
-        ("attention_post_norm", "post_attention_layernorm"),
-        ("mlp_post_norm", "post_feedforward_layernorm"),
-    ]
+    after = [("attention_post_norm", "post_attention_layernorm"), ("mlp_post_norm", "post_feedforward_layernorm")]
     if config.norms.places == "after":
         return after
     if config.model_type == "glm4":

@@ -109,11 +109,7 @@ _BALANCED: Any = {"is_shared_gated": False, "score": "sigmoid", "has_choice_bias
 
 
 def _nemotron(
-    letters: str,
-    num_words: int,
-    *sizes: int | Scan,
-    length: int = 131072,
-    mixture: MixtureForm | None = None,
+    letters: str, num_words: int, *sizes: int | Scan, length: int = 131072, mixture: MixtureForm | None = None
 ) -> LlamaConfig:
     """Returns the config of a Nemotron-H; `letters` are those of its layers."""
     *others, scan = sizes
@@ -405,14 +401,7 @@ NEMOTRON: dict[str, LlamaConfig] = {
         Scan(128, 80, 128, 8),
     ),
     "nemotron_nano_12b_v2": _nemotron(
-        "M-M-M-M*-" * 6 + "M-M-M-M-",
-        131072,
-        5120,
-        40,
-        8,
-        128,
-        20480,
-        Scan(128, 80, 128, 8),
+        "M-M-M-M*-" * 6 + "M-M-M-M-", 131072, 5120, 40, 8, 128, 20480, Scan(128, 80, 128, 8)
     ),
     "nemotron3_nano_30b_a3b": _nemotron(
         "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME",

@@ -236,11 +236,7 @@ def _by_block(
 
 
 def _programs(
-    one_pass: passes.PassPrograms,
-    flow: hlo_flow.Flow,
-    seconds: Mapping[str, float],
-    count: int,
-    clock: Clock | None,
+    one_pass: passes.PassPrograms, flow: hlo_flow.Flow, seconds: Mapping[str, float], count: int, clock: Clock | None
 ) -> list[Work]:
     """Returns the work of each program of a pass. What it waits for weights is none: they arrive beside the programs before it."""
     traffic_of: dict[str, float] = {}

@@ -27,10 +27,7 @@ from zerojax.zero.blocks import block_settings, remat
 
 HOST = "zerojax: in the host's memory"
 _to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=[HOST],
-    offload_src="device",
-    offload_dst="pinned_host",
+    names_which_can_be_saved=[], names_which_can_be_offloaded=[HOST], offload_src="device", offload_dst="pinned_host"
 )
 _PRODUCT_NOT_KEPT = "zerojax: a matmul by kernels of its own that is not kept"
 

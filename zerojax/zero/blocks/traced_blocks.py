@@ -93,10 +93,7 @@ def by_trace(loss_fn: Callable[[PyTree], PyTree], params: PyTree, stored: stored
 
 
 def _stacks(
-    program: traces.Program,
-    named: Sequence[tuple[str, Any]],
-    abstract: Sequence[Any],
-    block_of: Mapping[str, str],
+    program: traces.Program, named: Sequence[tuple[str, Any]], abstract: Sequence[Any], block_of: Mapping[str, str]
 ) -> set[str]:
     """Returns the paths of stacks of layers that scans run over; refuses those of blocks that are sharded by their layers."""
     found = scanned(program, [path for path, _ in named])

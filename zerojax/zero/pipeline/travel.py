@@ -62,9 +62,7 @@ class Travel:
         ends = [self._groups[source], self._groups[target]]
         names = (mesh_lib.PIPE, *ends[0].axis_names)
         pair = Mesh(
-            np.stack([end.devices for end in ends]),
-            names,
-            axis_types=(ends[0].axis_types[0], *ends[0].axis_types),
+            np.stack([end.devices for end in ends]), names, axis_types=(ends[0].axis_types[0], *ends[0].axis_types)
         )
         stacked: list[Any] = [_stacked(pair, ends, own, like, 0) for own, like in zip(x, likes)]
         key = (source, target, *((own.shape, own.dtype, own.sharding.spec) for own in stacked))

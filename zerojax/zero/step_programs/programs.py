@@ -238,9 +238,7 @@ class Mapped:
             return self._stacked_if_own(part.writes, operations.run(part, own, integers, in_turn=self.is_emulated))
 
         run = self._over_devices(
-            on_device,
-            (*self._read_specs(reads, taken), *([P()] if places else [])),
-            self._written_specs(part.writes),
+            on_device, (*self._read_specs(reads, taken), *([P()] if places else [])), self._written_specs(part.writes)
         )
         count = len(reads) + bool(places)
         passed = [*taken, *range(len(reads), count)]
@@ -316,10 +314,5 @@ class Mapped:
 
     def _over_devices(self, on_device: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(
-            on_device,
-            mesh=self._mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=self._axes,
-            check_vma=False,
+            on_device, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, axis_names=self._axes, check_vma=False
         )

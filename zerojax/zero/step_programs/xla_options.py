@@ -26,7 +26,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gpu": {
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
-    },
+    }
 }
 # XLA merges no exchanges, and packed gradients have four of each weight of a block.
 EXCHANGES: Mapping[str, Any] = {"xla_gpu_experimental_parallel_collective_overlap_limit": 32}
@@ -74,13 +74,7 @@ def _apart(summed: int, ways: int) -> dict[str, Any]:
 
 
 def for_mesh(
-    mesh: Mesh,
-    *,
-    gathered: int = 0,
-    summed: int = 0,
-    kept: int = 0,
-    exchanges: bool = False,
-    but: Collection[str] = (),
+    mesh: Mesh, *, gathered: int = 0, summed: int = 0, kept: int = 0, exchanges: bool = False, but: Collection[str] = ()
 ) -> dict[str, Any]:
     """Returns the options for a step on these devices.
 

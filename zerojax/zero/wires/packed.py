@@ -147,9 +147,7 @@ class InBlocks(gather.Plain):
             return None
         with jax.named_scope(roles.PACKED_WEIGHT), jax.named_scope(roles.SECOND_COPY):
             return _over_rest(
-                lambda shard: _gathered(self._form(shard, placement, dtype), self.hosts.between),
-                placement,
-                (None,),
+                lambda shard: _gathered(self._form(shard, placement, dtype), self.hosts.between), placement, (None,)
             )(shard)
 
     def send(self, shard: Any, known: Any, placement: Placement, dtype: DTypeLike | None) -> Any:
