@@ -300,9 +300,8 @@ THOUGHT_PROMPT = r"""
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>Thought:\n' -}}{%- endif -%}
 """
-DATED = r"""
-{{- '<|im_start|>system\nToday is ' + strftime_now('%d %B %Y') + '.<|im_end|>\n' -}}
-{%- for message in messages -%}
+_TURNS = r"""
+{%- for message in turns -%}
   {{- '<|im_start|>' + message.role + '\n' -}}
   {%- if message.role == 'assistant' -%}
     {%- generation -%}{{- message.content + '<|im_end|>\n' -}}{%- endgeneration -%}
@@ -312,19 +311,17 @@ DATED = r"""
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
+DATED = r"""
+{{- '<|im_start|>system\nToday is ' + strftime_now('%d %B %Y') + '.<|im_end|>\n' -}}
+{%- set turns = messages -%}
+"""
+DATED += _TURNS
 PREAMBLE = r"""
 {%- set has_system = messages[0].role == 'system' -%}
 {{- '<|im_start|>system\n' + (messages[0].content if has_system else 'Be brief.') + '<|im_end|>\n' -}}
-{%- for message in (messages[1:] if has_system else messages) -%}
-  {{- '<|im_start|>' + message.role + '\n' -}}
-  {%- if message.role == 'assistant' -%}
-    {%- generation -%}{{- message.content + '<|im_end|>\n' -}}{%- endgeneration -%}
-  {%- else -%}
-    {{- message.content + '<|im_end|>\n' -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+{%- set turns = messages[1:] if has_system else messages -%}
 """
+PREAMBLE += _TURNS
 END_ONLY = r"""
 {%- for message in messages -%}
   {{- '### ' + message.role + '\n' -}}

@@ -115,7 +115,7 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_is_the_mean_of_the_logarithms_of_its_labels(name):
-    """In numpy, from all logits; for the other tasks see tuning/test_rewarded.py and test_preferences.py."""
+    """In numpy, from all logits; for the other tasks see test_rewarded.py and test_preferences.py."""
     built = program.build(runs.config(**OBJECTIVES[name]), tokenizer_vocab=320, devices=jax.devices()[:1])
     params, batch = state_lib.first(built).params, runs.drawn_batch(built, 1)
     read = np.asarray(batch["targets" if "targets" in batch else "tokens"])

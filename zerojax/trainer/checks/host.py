@@ -1,7 +1,7 @@
 """Compares a run with the memory of this host. This module refuses a run on CPU devices that cannot fit, before it allocates anything, and
 counts what a run will pin.
 
-GPUs and TPUs have memory of their own, which the plan of the compiled step is compared with (`trainer.memory_guard`).
+GPUs and TPUs have memory of their own, which the plan of the compiled step is compared with (`memory_guard`).
 """
 
 import os
