@@ -3,11 +3,11 @@
 zerojax train --config configs/zero3.py         the same as: python -m zerojax.train --config configs/zero3.py
 """
 
-import difflib
 import runpy
 import sys
 
 import zerojax
+from zerojax import errors
 from zerojax.launch import early
 
 # name -> (module, which is imported only when chosen; help text)
@@ -79,8 +79,7 @@ def _refused(name: str) -> str:
     """Returns the error for a name that is not a command."""
     if not name:
         return f"a command is missing; give one of {', '.join(COMMANDS)}"
-    near = difflib.get_close_matches(name, COMMANDS, 1)
-    return f"{name!r} is not a command; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}")
+    return f"{name!r} is not a command; {errors.choose(name, COMMANDS)}"
 
 
 if __name__ == "__main__":

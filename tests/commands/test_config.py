@@ -64,7 +64,7 @@ def test_every_question_is_asked_and_wrong_answers_are_asked_again(run):
     assert "network: must be above 0" in out
     assert [f"{number}/{count} " in out for number in range(1, count + 1)] == [True] * count
     assert (
-        "'tst' is not known; did you mean test?" in out
+        "'tst' is not known; did you mean 'test'?" in out
         and "must be a whole number above 0 and below 2**31, and is '-3'" in out
     )
     assert out.index("What each stage needs on each device") < out.index(f"{count}/{count} Which ZeRO stage?")
@@ -179,7 +179,7 @@ def test_without_a_terminal_it_is_one_line_or_flags(run):
     "flags, message",
     [
         (("--model", "llama9"), "model: 'llama9' is not known"),
-        (("--precision", "bf61"), "did you mean bf16?"),
+        (("--precision", "bf61"), "did you mean 'bf16'?"),
         (("--topology", "many"), "topology: must be numbers joined by x"),
         (("--global_batch_size", "9"), "config.global_batch_size: 9 does not fit"),
         (("--stage", "4"), "stage: '4' is not known"),

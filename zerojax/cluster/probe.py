@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax import files
 from zerojax.launch import devices as devices_lib
 from zerojax.launch import processes, watch
 
@@ -113,9 +114,7 @@ def _tell(name: str, value: object) -> None:
 
 def _machine(workdir: str) -> dict[str, Any]:
     """Returns versions, memory and disk. Starts no backend."""
-    memory = {}
-    with open("/proc/meminfo") as file:
-        memory = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    known = memory()
     driver = pathlib.Path(DRIVER).read_text().split("\n")[0].split("  ")[1:2] if os.path.exists(DRIVER) else []
     versions = {"python": platform.python_version(), "driver": driver[0] if driver else "none"}
     for name in ("jax", "jaxlib", "flax", "optax", "zerojax"):
@@ -123,17 +122,24 @@ def _machine(workdir: str) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "a checkout" if name == "zerojax" else "missing"
-    folder = pathlib.Path(workdir or ".")
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
     return {
         "hostname": socket.gethostname(),
         "versions": versions,
         "executable": sys.executable,
-        "memory": memory["MemTotal"],
-        "available": memory["MemAvailable"],
-        "free": shutil.disk_usage(folder).free,
+        "memory": known["MemTotal"],
+        "available": known["MemAvailable"],
+        "free": shutil.disk_usage(files.nearest(workdir or ".")).free,
     }
+
+
+def memory() -> dict[str, int]:
+    """Returns /proc/meminfo in bytes, or {}."""
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split()[1:]}
+        return found if {"MemTotal", "MemAvailable"} <= found.keys() else {}
+    except (OSError, ValueError):
+        return {}
 
 
 def _compute(device: jax.Device, size: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ zerojax config --yes --target h200 --topology 1x8 --out mine.py     asks nothing
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import itertools
 import math
 import os
@@ -64,9 +63,7 @@ def _one_of(name: str, choices: Any) -> Callable[[str], str]:
 
     def check(answer: str) -> str:
         if answer not in known:
-            near = difflib.get_close_matches(answer, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
-            raise UserError(f"{name}: {answer!r} is not known; {hint}")
+            raise UserError(f"{name}: {answer!r} is not known; {errors.choose(answer, known)}")
         return answer
 
     return check

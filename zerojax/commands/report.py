@@ -22,6 +22,7 @@ import jax
 from packaging import requirements
 
 from zerojax import display, files
+from zerojax.cluster import probe
 from zerojax.commands import arguments, facts
 from zerojax.commands.facts import NOTE, WRONG, Fact
 from zerojax.errors import UserError
@@ -123,23 +124,12 @@ def _machine() -> Iterator[Fact]:
     yield Fact("machine", "system", f"{platform.system()} {platform.release()} {platform.machine()}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Fact("machine", "processors", f"{cores} usable of {os.cpu_count()}")
-    memory = _memory()
-    if memory:
+    if memory := probe.memory():
         total, available = (display.human(memory[name]) for name in ("MemTotal", "MemAvailable"))
         yield Fact("machine", "memory", f"{total}, {available} available")
     free = shutil.disk_usage(".").free
     remedy = "checkpoints hold 12 bytes a parameter: make room, or use a --workdir on another disk"
     yield Fact.judged("machine", "disk", f"{display.human(free)} free here", free >= 10 * 2**30, remedy, NOTE)
-
-
-def _memory() -> dict[str, int]:
-    """Returns /proc/meminfo in bytes, or {}."""
-    try:
-        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split()[1:]}
-        return found if {"MemTotal", "MemAvailable"} <= found.keys() else {}
-    except (OSError, ValueError):
-        return {}
 
 
 def _devices() -> Iterator[Fact]:
