@@ -224,11 +224,7 @@ def _take_steps(
                 publish=lambda step, state: _publish(program, state, folder, step, start.step),
                 next_batch=None
                 if rollouts is None
-                else _announced(
-                    lambda step, state: rollouts.next(step, state.params),
-                    rollouts.line,
-                    recorder,
-                ),
+                else _announced(lambda step, state: rollouts.next(step, state.params), rollouts.line, recorder),
                 beside=dict if rollouts is None else lambda: rollouts.told,
                 is_unevaluated=_is_unevaluated(start),
             )
@@ -442,10 +438,7 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
         sizes, ways = program.sizes, mesh_lib.ways(program.mesh)
         batch = f"{sizes.global_batch_size} sequences are {sizes.micro_batch_size} x {sizes.grad_accum} passes x data * replica={ways}"
         say(f"config.grad_accum={sizes.grad_accum} follows from the batch: {batch}")
-    of_mesh = (
-        *effects.undivided(config, program.sizes.micro_batch_size),
-        *effects.unsharded(config, program.mesh),
-    )
+    of_mesh = (*effects.undivided(config, program.sizes.micro_batch_size), *effects.unsharded(config, program.mesh))
     for line in (*effects.shortened(config), *effects.unreached(config), *of_mesh):
         say(line)
     if program.weights.adapted is not None:
@@ -562,7 +555,7 @@ def _measure(program: program_lib.Program, plan: step_plan.Plan, recorder: recor
     timing = recorder.tally.timing(program.tokens_per_step)
     return {
         **timing,
-        "mfu": facts.mfu(program, plan, timing["tokens_per_second"]),
+        "mfu": plan.mfu(timing["step_seconds"]),
         "foretold_differs": recorder.differs,
         "measured_peak_bytes": metrics.device_memory().get("device_peak_bytes"),
         "peak_bytes_before_first_step": recorder.peak_at_start,

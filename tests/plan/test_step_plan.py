@@ -153,3 +153,13 @@ def test_a_compiler_that_ends_for_lack_of_memory_says_how_much_it_needs():
     assert step_plan.shortage(error(TPU_SHORTAGE)) == "the compiler needs 594.90G of 95.74G of hbm"
     assert step_plan.shortage(error("RESOURCE_EXHAUSTED: no room\nat all")) == "RESOURCE_EXHAUSTED: no room at all"
     assert step_plan.shortage(error("INTERNAL: something else")) is None
+
+
+@pytest.mark.parametrize(
+    "dtype, target, seconds", [(jnp.bfloat16, "h100", 1), (jnp.float32, "h100", 2), (jnp.float32, "v5p", 1)]
+)
+def test_the_operations_of_a_model_take_their_time_at_the_rate_of_the_dtype_that_is_computed_in(dtype, target, seconds):
+    known = targets.get(target)
+    flops = known.matrix_rates["bf16"].value
+    assert step_plan._model_seconds(known, flops, dtype) == pytest.approx(seconds)
+    assert step_plan._model_seconds(targets.get("cpu"), flops, dtype) is None

@@ -109,7 +109,7 @@ def test_over_several_hosts_state_is_sharded_over_all_devices_or_those_of_each_h
 
 
 def test_one_device_tries_no_stage_whose_step_is_that_of_another(config, monkeypatch):
-    def tried(target, candidates, *_, **__):
+    def tried(candidates, *_, **__):
         return [search.Outcome(candidate, None, None, "not compiled") for candidate in candidates]
 
     monkeypatch.setattr(search, "search", tried)
@@ -155,7 +155,7 @@ def test_a_long_text_is_also_tried_in_tiles_and_with_the_inputs_of_layers_on_the
 def test_a_deep_model_over_slow_links_is_judged_by_arithmetic_before_anything_is_compiled(monkeypatch):
     seen = {}
 
-    def by_arithmetic(target, candidates, guess, build, **how):
+    def by_arithmetic(candidates, guess, build, **how):
         seen.update(candidates=candidates, guesses={candidate: guess(candidate) for candidate in candidates})
         return [search.Outcome(candidates[0], 1, 1.0, "")]
 
@@ -181,7 +181,7 @@ def test_a_deep_model_over_slow_links_is_judged_by_arithmetic_before_anything_is
 def test_arithmetic_judges_offload_too_and_more_of_it_only_where_nothing_fits_with_less(monkeypatch, offload):
     tiers = []
 
-    def by_arithmetic(target, candidates, guess, build, **how):
+    def by_arithmetic(candidates, guess, build, **how):
         tiers.append(({(c.offload, c.params) for c in candidates}, min(guess(c).peak for c in candidates)))
         return []
 

@@ -51,7 +51,7 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
         else {
             "seconds": plan.foretold.seconds,
             "tokens_per_second": plan.tokens / plan.foretold.seconds if plan.tokens else None,
-            "mfu": plan.mfu,
+            "mfu": plan.mfu(plan.seconds),
             "parts": dict(plan.foretold.parts),
             "beside": dict(plan.foretold.busy),
             "errors": plan.rates.errors if plan.rates else None,

@@ -258,8 +258,8 @@ def _foretold(plan: step_plan.Plan) -> str:
     line = f"a step should take {seconds * 1e3:,.1f} ms"
     if plan.tokens:
         line += f", {plan.tokens / seconds / plan.devices:,.0f} tokens/s/device"
-    if plan.mfu is not None:
-        line += f", {plan.mfu:.1%} MFU"
+    if (mfu := plan.mfu(plan.seconds)) is not None:
+        line += f", {mfu:.1%} MFU"
     if any(source.startswith(rates_lib.MEASURED) for source in plan.rates.sources.values()):
         return f"{line}, at the rates of --rates; no step was compared with them"
     if plan.pipeline is not None:

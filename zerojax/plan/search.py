@@ -19,7 +19,7 @@ from rich.table import Table
 from zerojax import display
 from zerojax.errors import UserError
 from zerojax.ops import tiles
-from zerojax.plan import arithmetic, step_plan, targets
+from zerojax.plan import arithmetic, step_plan
 from zerojax.plan.arithmetic import Candidate
 from zerojax.zero import stages
 from zerojax.zero.pipeline import order as order_lib
@@ -93,12 +93,11 @@ MARGIN = 0.01  # of the memory: a line that exceeds it by less is compiled in fu
 
 
 def search(
-    target: str,
     candidates: Sequence[Candidate],
     build: Build,
     *,
+    memory: float,
     most_compiles: int = 12,
-    memory: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Outcome]:
     """Returns every candidate's outcome, the fastest that fits first.
@@ -107,22 +106,15 @@ def search(
     that is unknown too, plans stay in the order of their expected cost.
 
     Args:
-      target: see `targets.get`.
       candidates: the candidates to try (see `candidates_of`).
       build: builds a candidate's step, without compiling it.
+      memory: bytes that XLA may use on a device.
       most_compiles: the maximum number of candidates to compile.
-      memory: bytes that XLA may use on a device; None for the target's.
       say: called with a line of progress for each candidate that is built.
 
     Raises:
-      UserError: the target's memory is unknown, or there are no candidates.
+      UserError: there are no candidates.
     """
-    if memory is None:
-        memory = targets.get(target).usable
-        if memory is None:
-            raise UserError(
-                f"target {target}: its memory is unknown, so --search cannot tell what fits; choose another target"
-            )
     if not candidates:
         raise UserError("search: no micro-batch and replica of the grid keeps the global batch; extend the grid")
     outcomes: list[Outcome] = []
@@ -154,13 +146,12 @@ def search(
 
 
 def by_arithmetic(
-    target: str,
     candidates: Sequence[Candidate],
     guess: Callable[[Candidate], arithmetic.Guess],
     build: Build,
     *,
-    most_compiles: int = 12,
     memory: float,
+    most_compiles: int = 12,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Outcome]:
     """Returns outcomes as `search` does, of the candidates that arithmetic puts first; [] if by it none fits.
@@ -303,8 +294,12 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
 
 def default_grid(devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
     """Returns DEFAULT_GRID with two choices of "replica": state sharded over all devices, or over those of each host."""
-    hosts = len({device.process_index for device in devices})
-    return {**DEFAULT_GRID, "replica": sorted({1, hosts})}
+    return {**DEFAULT_GRID, "replica": sorted({1, hosts_of(devices)})}
+
+
+def hosts_of(devices: Sequence[Any]) -> int:
+    """Returns the number of hosts that devices are on."""
+    return len({device.process_index for device in devices})
 
 
 def _try(

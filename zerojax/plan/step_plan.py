@@ -151,13 +151,16 @@ class Plan:
     @property
     def in_step(self) -> int:
         """Returns the peak of bytes in use on a device in a step: those of `peak`, of models beside it, and of an engine's caches."""
-        return self.peak + self.beside + (self.rollouts.caches if self.rollouts and not self.rollouts.devices else 0)
+        return self.peak + self.beside + self._drawn("caches")
 
     @property
     def most(self) -> int:
         """Returns the most bytes in use on a device: in a step, or while answers are drawn."""
-        drawing = self.rollouts.nbytes + self.beside if self.rollouts and not self.rollouts.devices else 0
-        return max(self.in_step, drawing)
+        return max(self.in_step, self.beside + self._drawn("nbytes"))
+
+    def _drawn(self, size: str) -> int:
+        """Returns a size of `rollouts` on the devices that train; 0 where others draw."""
+        return 0 if self.rollouts is None or self.rollouts.devices else getattr(self.rollouts, size)
 
     @property
     def start(self) -> start_lib.StartTimes | None:
@@ -188,10 +191,9 @@ class Plan:
         known = self.foretold or self.expected
         return known.seconds if known else None
 
-    @property
-    def mfu(self) -> float | None:
-        """Returns the share of the matrix rate that the model's operations should take, or None if it is unknown."""
-        return self.model_seconds / self.seconds if self.model_seconds and self.seconds else None
+    def mfu(self, seconds: float | None) -> float | None:
+        """Returns the share of the matrix rate that the model's operations take in so long a step, or None if it is unknown."""
+        return self.model_seconds / seconds if self.model_seconds and seconds else None
 
     @property
     def fits(self) -> bool | None:
@@ -350,12 +352,7 @@ def _bound(
 ) -> bound_lib.Bound | None:
     """Returns the least time of the step's programs; `host` are the bytes to host memory, or from there, that `times` does not count."""
     return bound_lib.least_step(
-        target,
-        mesh,
-        flops=operations,
-        traffic=traffic.memory_traffic(sent.flow),
-        received=_received(sent),
-        host=host,
+        target, mesh, flops=operations, traffic=traffic.memory_traffic(sent.flow), received=_received(sent), host=host
     )
 
 
@@ -376,7 +373,7 @@ def _exchange(
 def _model_seconds(target: targets.Target, flops: float, compute_dtype: DTypeLike | None) -> float | None:
     """Returns the least seconds of so many operations of a device, in fp8 at the rate of 16 bits; None if they or the rate are unknown."""
     is_wide = compute_dtype is not None and np.dtype(compute_dtype).itemsize > 2
-    rate = target.matrix_rates.get("fp32" if is_wide else "bf16")
+    rate = target.matrix_rates.get("fp32" if is_wide else "bf16", target.matrix_rates.get("bf16"))
     return flops / rate.value if rate is not None and flops else None
 
 

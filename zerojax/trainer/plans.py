@@ -40,12 +40,7 @@ class Change:
     peak: int
 
 
-def plan_config(
-    config: settings_lib.Config,
-    target: str,
-    topology: str = "",
-    **how: Any,
-) -> step_plan.Plan:
+def plan_config(config: settings_lib.Config, target: str, topology: str = "", **how: Any) -> step_plan.Plan:
     """Plans the trainer's step under a config. The target devices need not be present. `how` is further for `step_plan.plan_step`.
 
     Raises:
@@ -163,13 +158,12 @@ def search_config(
     """
     _check_all_train(config, "--search")
     devices = targets.devices(target, topology)
-    if memory is None:
-        memory = targets.get(target).usable
-    rates = rates or rates_lib.of(target)
-    if rates is not None and cluster is not None:
-        rates = scale.OnCluster(rates.name, rates.figures, rates.sources, cluster, len(devices), len(devices))
-
-    work = _work(config, devices) if rates is not None and memory is not None and grid is None else None
+    if memory is None and (memory := targets.get(target).usable) is None:
+        raise UserError(
+            f"target {target}: its memory is unknown, so --search cannot tell what fits; choose another target"
+        )
+    rates = _rates(rates, target, cluster, len(devices))
+    work = _work(config, devices) if rates is not None and grid is None else None
     origin = config
     if work is not None and _names_layers(config):
         config = settings_lib.changed(config, {"model.recompute": "", "model.offload": ""})
@@ -194,7 +188,7 @@ def search_config(
         trusts_line = program.model.num_layers > search.VERY_DEEP or (work is not None and per_host < len(devices))
         return search.Built(held, plan, line if is_deep else None, least, trusts_line)
 
-    per_host = len(devices) // len({device.process_index for device in devices})
+    per_host = len(devices) // search.hosts_of(devices)
     batch = config_lib.batch_sizes(config, len(devices) // config_lib.per_example(config.mesh)).global_batch_size
     others = {**search.default_grid(devices), **_offloads(config), **_of_long(config), **_axes(config, devices)}
     others["pipe"] = (config.mesh.pipe,)
@@ -203,7 +197,7 @@ def search_config(
     choices = functools.partial(_choices, config, len(devices), batch, keeps_columns=grid is not None)
     candidates = choices({**_own_axes(config), **(grid or others)})
     if work is not None:
-        assert rates is not None and memory is not None
+        assert rates is not None
         tiers: dict[tuple[bool, bool], list[search.Candidate]] = {}
         for candidate in sorted(candidates, key=lambda one: (one.offload != "none", one.params != "none")):
             tiers.setdefault((candidate.offload != "none", candidate.params != "none"), []).append(candidate)
@@ -211,7 +205,6 @@ def search_config(
             tiers[False, False] = choices(_grid_of_axes(config, devices))
         for tier in tiers.values():  # the next one only where nothing fits with less offloaded
             found = search.by_arithmetic(
-                target,
                 tier,
                 lambda candidate: arithmetic.guess(work, candidate, len(devices), rates, per_host),
                 build,
@@ -221,8 +214,18 @@ def search_config(
             )
             if any(not outcome.reason for outcome in found):
                 return _with_flags(found, config, origin)
-    found = search.search(target, candidates, build, most_compiles=most_compiles, memory=memory, say=say)
+    found = search.search(candidates, build, most_compiles=most_compiles, memory=memory, say=say)
     return _with_flags(found, config, origin)
+
+
+def _rates(
+    rates: rates_lib.GpuRates | None, target: str, cluster: scale.Network | None, gpus: int
+) -> rates_lib.GpuRates | None:
+    """Returns the given rates, or else the target's, with the links of a cluster if there is one."""
+    found = rates or rates_lib.of(target)
+    if found is None or cluster is None:
+        return found
+    return scale.OnCluster(found.name, found.figures, found.sources, cluster, gpus, gpus)
 
 
 def _check_all_train(config: settings_lib.Config, flag: str) -> None:
@@ -282,7 +285,7 @@ def axes_config(
     """
     _check_all_train(config, "--axes")
     devices = targets.devices(target, topology)
-    rates, memory = rates or rates_lib.of(target), targets.get(target).usable
+    rates, memory = _rates(rates, target, cluster, len(devices)), targets.get(target).usable
     config = settings_lib.changed(config, {"model.recompute": "", "model.offload": ""})
     is_alone = (config.offload.optimizer, config.offload.params) == ("none", "none")
     work = _work(config, devices) if rates is not None and is_alone else None
@@ -291,10 +294,8 @@ def axes_config(
             f"--axes: needs a decoder of {search.DEEP} or more equal layers, mesh.expert=1, nothing offloaded and a GPU of known rates; "
             "see docs/plan.md in the repository"
         )
-    if cluster is not None:
-        rates = scale.OnCluster(rates.name, rates.figures, rates.sources, cluster, len(devices), len(devices))
     batch = config_lib.batch_sizes(config, len(devices) // config_lib.per_example(config.mesh)).global_batch_size
-    per_host = len(devices) // len({device.process_index for device in devices})
+    per_host = len(devices) // search.hosts_of(devices)
     candidates = search.candidates_of(_grid_of_axes(config, devices), ways=len(devices), global_batch_size=batch)
     best: dict[tuple[tuple[str, int], ...], arithmetic.AxisCost] = {}
     for candidate in candidates:
@@ -315,7 +316,7 @@ def axes_config(
 
 def _grid_of_axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
     """Returns the choices that arithmetic compares: all that keep the state on the devices."""
-    hosts = len({device.process_index for device in devices})
+    hosts = search.hosts_of(devices)
     per_host = len(devices) // hosts
     grid = {**search.default_grid(devices), **_of_long(config), "offload": ("none",), "params": ("none",)}
     # One device holds all of the state at any stage, and at the last no copy of the weights in 16 bits
@@ -540,9 +541,8 @@ def _own_axes(config: settings_lib.Config) -> dict[str, Sequence[int]]:
 
 def _axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[str, Sequence[int]]:
     """Returns the choices for these axes, inside a host: the config's own, and larger ones, which are tried if nothing fits without."""
-    hosts = len({device.process_index for device in devices})
-    own = {name: (getattr(config.mesh, name),) for name in ("context", "model")}
-    return {name: _doubled(size, len(devices) // hosts) for name, (size,) in own.items()}
+    per_host = len(devices) // search.hosts_of(devices)
+    return {name: _doubled(getattr(config.mesh, name), per_host) for name in ("context", "model")}
 
 
 def _doubled(size: int, most: int) -> Sequence[int]:

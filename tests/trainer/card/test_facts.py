@@ -4,10 +4,7 @@ import json
 import types
 
 import jax
-import pytest
 
-from zerojax.plan import targets
-from zerojax.trainer import settings
 from zerojax.trainer.card import facts
 
 
@@ -35,18 +32,3 @@ def test_received_bytes_are_summed_by_kind_and_by_role():
     plan = types.SimpleNamespace(ledger=types.SimpleNamespace(rows=rows, totals=lambda: totals))
     found = facts.received(plan)
     assert found == {"by_kind": {"a": 2, "b": 5}, "by_role": {"gradients": 5}} and json.dumps(found)
-
-
-@pytest.mark.parametrize(
-    "precision, target, share", [("bf16", "h100", 0.5), ("fp32", "h100", 1.0), ("bf16", "cpu", None)]
-)
-def test_mfu_is_the_share_of_the_rate_of_the_dtype_that_is_computed_in(precision, target, share):
-    config = settings.Config(precision=precision)
-    program = types.SimpleNamespace(config=config, flops_per_token=10.0, mesh=types.SimpleNamespace(size=4))
-    plan = types.SimpleNamespace(
-        target=targets.TARGETS[target] if target != "cpu" else types.SimpleNamespace(matrix_rates={})
-    )
-    rate = 989.4e12  # an H100's, in 16 bits; half of that in fp32
-    found = facts.mfu(program, plan, 0.5 * 4 * rate / 10)
-    assert found == (None if share is None else pytest.approx(share))
-    assert facts.mfu(program, plan, None) is None

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from zerojax import mesh as mesh_lib
+from zerojax.launch import together
 from zerojax.plan import step_plan
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
@@ -23,14 +22,10 @@ from zerojax.trainer import settings as settings_lib
 PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 SOURCES = ("zerojax", "pallas_kernels")  # folders beside each other, in a checkout and where they are installed
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
-_LONGEST_NAME = 64  # bytes of a host's name that are shown
 
 
 def collect(
-    config: settings_lib.Config,
-    program: program_lib.Program,
-    plan: step_plan.Plan,
-    fingerprints: Mapping[str, str],
+    config: settings_lib.Config, program: program_lib.Program, plan: step_plan.Plan, fingerprints: Mapping[str, str]
 ) -> dict[str, Any]:
     """Returns the settings, the versions, the devices and the plan of a run. All processes of the run must call it.
 
@@ -45,7 +40,7 @@ def collect(
         "config_sha256": sha256(settings),
         "data": dict(fingerprints),
         "versions": versions(),
-        "hosts": hosts(),
+        "hosts": list(dict.fromkeys(together.told(socket.gethostname()))),
         "processes": jax.process_count(),
         "devices": {"count": program.mesh.size, "kind": first.device_kind, "platform": first.platform},
         "mesh": mesh_lib.sizes(program.mesh),
@@ -101,26 +96,6 @@ def sources() -> str:
             continue
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
-
-
-def hosts() -> list[str]:
-    """Returns the name of each process's host, each host once. All processes must call it."""
-    own = socket.gethostname().encode()[:_LONGEST_NAME]
-    if jax.process_count() == 1:
-        return [own.decode(errors="replace")]
-    padded = np.frombuffer(own.ljust(_LONGEST_NAME, b"\0"), np.uint8)
-    names = (bytes(row).rstrip(b"\0").decode(errors="replace") for row in multihost_utils.process_allgather(padded))
-    return list(dict.fromkeys(names))
-
-
-def mfu(program: program_lib.Program, plan: step_plan.Plan, tokens_per_second: float | None) -> float | None:
-    """Returns the share of the devices' matrix rate that the model's operations take, or None if a rate is unknown."""
-    rates = plan.target.matrix_rates
-    is_wide = np.dtype(program.config.policy.compute_dtype).itemsize > 2
-    rate = rates.get("fp32" if is_wide else "bf16", rates.get("bf16"))
-    if rate is None or tokens_per_second is None:
-        return None
-    return program.flops_per_token * tokens_per_second / (rate.value * program.mesh.size)
 
 
 def _driver() -> str | None:
