@@ -247,7 +247,7 @@ def open_adapter(
                 f"{path / WEIGHTS}: tensor {name} belongs to no {'linear module' if kind else 'weight'} of this model; choose the model "
                 "that the adapter was trained with"
             )
-    if _tied(saved, family, model) and not _fields(path, raw).flag(TYING, False):
+    if _tied(saved, model) and not _fields(path, raw).flag(TYING, False):
         raise _trained_apart(path)
     ordered = tuple(module for module in known if module in adapted)
     if _fields(path, raw).flag(TYING, False) and any(known[module].is_embedding for module in ordered):
@@ -328,7 +328,7 @@ def _copies(
     tensors: Iterable[layout.ModelTensor], chosen: targets.Targets, family: family_lib.Family, model: ModelConfig
 ) -> list[layout.ModelTensor]:
     """Returns the tied embedding once more under the output projection's name, which PEFT expects if both are trained in full."""
-    if not _tied(chosen.saved, family, model):
+    if not _tied(chosen.saved, model):
         return []
     named = {tensor.name: tensor for tensor in tensors}
     copies = family.huggingface.copies({"tie_word_embeddings": True})
@@ -362,7 +362,7 @@ def _is_of_vocabulary(tensor: layout.ModelTensor, family: family_lib.Family) -> 
     return tensor.path == EMBEDDING or is_head
 
 
-def _tied(saved: Iterable[str], family: family_lib.Family, model: ModelConfig) -> bool:
+def _tied(saved: Iterable[str], model: ModelConfig) -> bool:
     """Returns whether a weight that is trained in full is the output projection too."""
     return model.tie_embeddings and EMBEDDING in saved
 
@@ -564,7 +564,7 @@ def config_of(
         "init_lora_weights": True,
         "use_dora": lora.dora,
         "inference_mode": True,
-        **({TYING: True} if _tied(chosen.saved, family, model) else {}),
+        **({TYING: True} if _tied(chosen.saved, model) else {}),
     }
 
 

@@ -202,7 +202,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         ranges.check_router_bias(config, model)
         in_parts = in_parts.changed(mixture={"counts_choices": True})
     if config.data.task == tasks.GRPO and config.grpo.replay:
-        ranges.check_replay(config, model)
+        ranges.check_replay(model)
     schedule, inner = _optimizer(config, policy)
     offload = config_lib.make_offload(config.offload, config.zero.stage)
     # Params in host memory are sent in 16 bits, so these are stored beside the master weights. Adapters are few: they have no copy.

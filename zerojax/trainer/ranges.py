@@ -183,7 +183,7 @@ def check_router_bias(config: settings.Config, model: ModelConfig) -> None:
     _refuse(config, name, wrong)
 
 
-def check_replay(config: settings.Config, model: ModelConfig) -> None:
+def check_replay(model: ModelConfig) -> None:
     """Raises a UserError if there are no experts that an engine could choose for a step."""
     mixture = family_lib.mixture(model)
     if mixture is None or not hasattr(mixture, "remembers_choices") or mixture.score == "sparsemixer":

@@ -156,7 +156,7 @@ def partition_state(
         of_group = functools.partial(
             partition_state, abstract_state, stage=stage, trainable=trainable, offload=offload, **same
         )
-        return pipeline_state.partitioned(abstract_state, pipeline, mesh, lambda own: of_group(mesh=own))
+        return pipeline_state.partitioned(pipeline, mesh, lambda own: of_group(mesh=own))
     if pipeline is not None:
         warnings.warn(
             "pipeline: has no effect, because the mesh has no `pipe`; omit it, or make_mesh(pipe=...)", stacklevel=2

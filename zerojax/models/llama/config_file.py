@@ -240,7 +240,7 @@ def read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
     if kind == "internlm3" and has_biases != f.flag("mlp_bias", False):
         raise f.refuse("mlp_bias", f"{str(has_biases).lower()}, as attention's biases are")
     latent = _read_latent(f) if "kv_lora_rank" in row.reads else None
-    head_dim = _head_dim(f, kind) if latent is None else latent.rotary_dim
+    head_dim = _head_dim(f) if latent is None else latent.rotary_dim
     windows = _read_windows(f, kind)
     own: Found = {
         "norms": {"eps": f.number("rms_norm_eps", 1e-6)},
@@ -383,7 +383,7 @@ def _read_groups(f: config_json.Fields, reads: Collection[str]) -> dict[str, Any
     }
 
 
-def _head_dim(f: config_json.Fields, kind: str) -> int:
+def _head_dim(f: config_json.Fields) -> int:
     found = f.heads("hidden_size", "num_attention_heads") if f.raw.get("head_dim") is None else f.count("head_dim")
     if found % 2:
         raise f.refuse("head_dim", "even, since positions rotate pairs of dims")

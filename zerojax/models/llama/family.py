@@ -168,7 +168,7 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
             for name in ("q_norm", "k_norm")
         }
     if c.recurrent is not None:
-        found |= _recurrent_tensors(c, c.recurrent)
+        found |= _recurrent_tensors(c.recurrent)
     found |= {"layer_{}/attention/sinks": Tensor(f"{attention}.sinks")} if c.heads.has_sinks else {}
     found |= _expert_tensors(c, c.mixture) if c.mixture is not None else {}
     names = {name: f"{name}_proj" for name in ("gate_up", "gate", "up", "down")}
@@ -259,7 +259,7 @@ def _gemma_tensors() -> dict[str, Tensor]:
     }
 
 
-def _recurrent_tensors(config: LlamaConfig, shape: Recurrent) -> dict[str, Tensor]:
+def _recurrent_tensors(shape: Recurrent) -> dict[str, Tensor]:
     ours, conv = f"layer_{{}}/{shape.NAME}", "conv" if isinstance(shape, Convolution) else "conv1d"
     theirs = "model.layers.{}." + {"delta": "linear_attn", "convolution": "conv"}.get(shape.NAME, shape.NAME)
     found = {f"{ours}/{name}": Tensor(f"{theirs}.{name}") for name in ("A_log", "dt_bias", "D")}

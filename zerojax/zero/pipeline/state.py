@@ -19,7 +19,6 @@ from zerojax import errors, precision, roles, signatures, specs, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.optim import pieces
-from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero.blocks import block_settings
 from zerojax.zero.host import create, memory_kind, storage
@@ -116,12 +115,11 @@ class Placed:
 
 
 def partitioned(
-    abstract_state: State, pipeline: Pipeline, mesh: Mesh, partition: Callable[[Mesh], partition_lib.Partition]
+    pipeline: Pipeline, mesh: Mesh, partition: Callable[[Mesh], partition_lib.Partition]
 ) -> partition_lib.Partition:
     """Returns the partition of a state over the groups of a mesh.
 
     Args:
-      abstract_state: the train state.
       pipeline: its settings.
       mesh: with an axis `pipe` above 1.
       partition: f(mesh) -> how the devices of one group hold the whole state.
