@@ -73,15 +73,7 @@ DEVICES = {"none": offload_lib.NONE, "cpu": offload_lib.HOST, "nvme": offload_li
 MOST_EMULATED = 64  # CPU devices
 MIN_SIZE = 1024  # of config.zero.min_size, where the file asks for ten times a hidden size that it does not know
 _REDUCED = {"fp32": "fp32", "float32": "fp32", "fp16": "fp32", "float16": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
-_HALVES = {
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp32": "fp32",
-    "float32": "fp32",
-}
+_HALVES = {**_REDUCED, **dict.fromkeys(("fp16", "float16", "half"), "fp16")}
 _ZERO, _OPT, _SCHED = "zero_optimization", "optimizer.params", "scheduler.params"
 # axes along which devices have the same examples -> their sizes
 _SHARE_EXAMPLES = {
@@ -317,12 +309,18 @@ def _offload(draft: Draft) -> None:
 
 def offload(draft: Draft, part: str, device: str, name: str) -> None:
     """Puts where a part of the state lives, or says why it is not offloaded."""
-    if device not in DEVICES:
-        raise UserError(f"{name}: must be one of {', '.join(DEVICES)}, and is {device!r}; correct it in the file")
+    kind = _meant(DEVICES, name, device)
     if not is_sharded(draft, part):
         return draft.say(name, keys_lib.NO_EFFECT, f"the stage does not shard {part}, so it is not offloaded")
-    draft.put(f"offload.{part}", DEVICES[device], name)
-    return None
+    return draft.put(f"offload.{part}", kind, name)
+
+
+def _meant(table: Mapping[str, str], name: str, value: Any) -> str:
+    """Returns what a table has for the value of a key, in any case. Raises a UserError if it has none."""
+    found = table.get(str(value).lower())
+    if found is None:
+        raise UserError(f"{name}: must be one of {', '.join(table)}, and is {value!r}; correct it in the file")
+    return found
 
 
 def is_sharded(draft: Draft, part: str) -> bool:
@@ -377,10 +375,12 @@ def _autocast(draft: Draft) -> None:
     """Puts the precision of PyTorch's autocast, which takes float16 on GPUs where no dtype is given."""
     name = "torch_autocast.dtype"
     dtype = draft.get(name)
-    kind = _HALVES.get(str(dtype or "fp16").lower().removeprefix("torch."))
-    if kind is None:
-        raise UserError(f"{name}: must be one of {', '.join(_HALVES)}, and is {dtype!r}; correct it in the file")
-    draft.put("precision", kind, "torch_autocast.enabled", name)
+    draft.put(
+        "precision",
+        _meant(_HALVES, name, str(dtype or "fp16").lower().removeprefix("torch.")),
+        "torch_autocast.enabled",
+        name,
+    )
     if dtype is None:
         draft.absent(name, keys_lib.TAKEN, "absent: config.precision = 'fp16', as PyTorch's autocast on GPUs")
 
@@ -411,11 +411,7 @@ def _sums(draft: Draft) -> None:
     for name, field in sums.items():
         value = draft.get(name)
         if value is not None:
-            if str(value).lower() not in _REDUCED:
-                raise UserError(
-                    f"{name}: must be one of {', '.join(_REDUCED)}, and is {value!r}; correct it in the file"
-                )
-            draft.put(field, _REDUCED[str(value).lower()], name)
+            draft.put(field, _meant(_REDUCED, name, value), name)
     if draft.flag("fp32_allreduce"):
         draft.put("reduce_dtype", "fp32", "fp32_allreduce")
 

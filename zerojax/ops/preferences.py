@@ -56,7 +56,7 @@ class Sigmoid(Loss):
     label_smoothing: float = 0.0
 
     def terms(self, rewards: jax.Array, found: Answers) -> jax.Array:
-        margin, smoothing = _margin(rewards), self.label_smoothing
+        margin, smoothing = margins(rewards), self.label_smoothing
         return -(1 - smoothing) * jax.nn.log_sigmoid(margin) - smoothing * jax.nn.log_sigmoid(-margin)
 
 
@@ -64,7 +64,7 @@ class Ipo(Loss):
     """arXiv:2310.12036, equation 17: (m / beta - 1 / (2 beta))^2."""
 
     def terms(self, rewards: jax.Array, found: Answers) -> jax.Array:
-        return jnp.square(_margin(rewards) / self.beta - 1 / (2 * self.beta))
+        return jnp.square(margins(rewards) / self.beta - 1 / (2 * self.beta))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Orpo(Loss):
     def terms(self, rewards: jax.Array, found: Answers) -> jax.Array:
         means = jnp.minimum(found.means, _SURE)
         odds = means - jnp.log(-jnp.expm1(means))
-        return -found.means[:, 0] - self.beta * jax.nn.log_sigmoid(_margin(odds))
+        return -found.means[:, 0] - self.beta * jax.nn.log_sigmoid(margins(odds))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Simpo(Loss):
         return self.beta * found.means
 
     def terms(self, rewards: jax.Array, found: Answers) -> jax.Array:
-        return -jax.nn.log_sigmoid(_margin(rewards) - self.gamma)
+        return -jax.nn.log_sigmoid(margins(rewards) - self.gamma)
 
 
 LOSSES: Mapping[str, type[Loss]] = {SIGMOID: Sigmoid, IPO: Ipo, "kto": Kto, "orpo": Orpo, "simpo": Simpo}
@@ -129,5 +129,6 @@ def make(name: str, given: Mapping[str, float]) -> Loss:
     return LOSSES[name](**{field: given[field] for field in READS[name]})
 
 
-def _margin(rewards: jax.Array) -> jax.Array:
+def margins(rewards: jax.Array) -> jax.Array:
+    """Returns the reward of the chosen answer of each pair less that of the other."""
     return rewards[:, 0] - rewards[:, 1]

@@ -57,7 +57,7 @@ def loss(config: settings_lib.Config, family: family_lib.Family, model: ModelCon
             counts := jnp.any(parts.labeled(batch) > 0, axis=-1).astype(jnp.float32),
         )
         rewards = chosen.rewards(found)
-        margin = _margin(rewards)
+        margin = preferences.margins(rewards)
         return _means(margin, chosen.terms(rewards, found), rewards, counts)
 
     return of_pairs
@@ -71,14 +71,10 @@ def reward_loss(config: settings_lib.Config, family: family_lib.Family, model: M
         values = family.loss(model, params, answers_of(batch), *keys).reshape(batch[rows.REFERENCE].shape)
         labels = batch["labeled"].reshape(*values.shape, -1) > 0
         counts = jnp.all(jnp.any(labels, axis=-1), axis=-1).astype(jnp.float32)
-        margin = _margin(values)
+        margin = preferences.margins(values)
         return _means(margin, -jax.nn.log_sigmoid(margin), values, counts)
 
     return of_pairs
-
-
-def _margin(rewards: jax.Array) -> jax.Array:
-    return rewards[:, 0] - rewards[:, 1]
 
 
 def _means(
