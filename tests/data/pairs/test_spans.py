@@ -130,6 +130,24 @@ def test_an_end_of_the_last_message_that_begins_as_the_next_message_does_is_told
     assert learned(other, TWO[1:5]) == ["one<e>", "one<end>"]
 
 
+def test_an_end_is_told_from_that_of_what_stands_before_all_messages():
+    other = CHATML.replace("{{ '<e>\n' }}", "{% if loop.last and m.role == 'assistant' %}<end>{% else %}<e>{% endif %}")
+    assert learned("<system>be good<e>" + other, TWO[1:5]) == ["one<e>", "one<end>"]
+    endless = CHATML.replace("{{ '<e>\n' }}", "")
+    assert learned("<begin>" + endless, TWO[1:5]) == ["one", "one"]
+
+
+def test_what_a_tool_says_inside_of_the_message_that_calls_it_is_not_learned():
+    inside = (
+        "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>"
+        "{% endfor %}{% if m.tool_calls and not loop.last %}<said>{{ messages[loop.index].content }}</said>{% endif %}{{ m.content }}<e>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    call = {"content": "let me see", "tool_calls": [{"function": {"name": "f"}}]}
+    with pytest.raises(UserError, match="message 2 of 4 cannot be found"):
+        learned(inside, turns((U, "q"), (A, call), (T, "t"), (A, "a")))
+
+
 def test_a_header_that_asks_for_more_than_answers_begin_with_ends_where_it_differs():
     empty = CHATML.replace("{{ m.content }}", "{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}")
     asks = empty.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}")

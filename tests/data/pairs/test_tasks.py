@@ -119,6 +119,7 @@ def test_the_tokens_of_a_tokenizers_template_are_one_id_each_and_its_end_ends_an
     one = found.examples[0]
     assert one.inputs.tolist() == [3, 4, 1, 6, 5, 2, 6] and one.inputs[one.labeled].tolist() == [2, 6]
     assert tasks.chat_of(own, settings, form, tmp_path) == (found.ends, found.template) and found.ends == (6,)
+    assert len(found.notes) == 1  # no answer lacks its end
     assert own.encode("[U]").tolist() == [0]  # in a document these letters are no token
 
 
@@ -148,6 +149,29 @@ def test_what_a_template_never_writes_is_told_or_refused(tmp_path):
     for messages, word in ((call, "calls tools"), (thought, "has reasoning")):
         with pytest.raises(UserError, match=f"a message {word}, which the chat template never writes"):
             by_template(tmp_path, WRITTEN, {"messages": messages})
+
+
+def test_what_a_template_writes_for_some_messages_alone_is_told_where_it_does_not(tmp_path):
+    source = (
+        "{% for m in messages %}{{ m.role[0] }}{% if m.content is string and m.content %}{{ m.content }}{% elif m.tool_calls %}"
+        "{{ m.tool_calls[0].function.arguments | tojson }}{{ m.reasoning_content }}{% endif %}"
+        "{% endfor %}"
+    )
+    ends, thinks, calls = "an answer that ends with no special token", "reasoning that the", "calls of tools that the"
+    call = {"function": {"name": "f", "arguments": {"x": "y"}}}
+    quoted = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    for answer, told in (
+        ({"content": "A1"}, [ends]),
+        ({"content": "A1", "reasoning_content": "hm"}, [thinks, ends]),
+        ({"content": "A1", "tool_calls": [call]}, [calls, ends]),
+        ({"content": "", "tool_calls": [call]}, [ends]),
+        ({"content": "", "tool_calls": [call, call]}, [calls, ends]),
+        ({"content": "", "tool_calls": [quoted]}, ["writes in quotes: give tables", ends]),
+        ({"content": [{"type": "text", "text": "A1"}]}, ["they are joined", ends]),
+    ):
+        found = by_template(tmp_path, source, {"messages": [TURNS[0], {"role": "assistant", **answer}]})
+        assert len(found.notes) == 1 + len(told) and all(part in note for part, note in zip(told, found.notes[1:]))
+        assert labels(found.examples[0])
 
 
 def test_a_template_is_told_the_time_of_the_settings(tmp_path):

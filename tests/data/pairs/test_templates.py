@@ -106,9 +106,13 @@ def test_a_message_keeps_what_it_has_but_what_is_null():
             {"role": "assistant", "content": "a", "train": "no"},
             "train is 'no', and must be 1 (learned) or 0",
         ),
+        (
+            {"role": "assistant", "tool_calls": '[{"name": "f"}]'},
+            "tool_calls must be a list of tables, and is '[{",
+        ),
     ],
 )
-def test_images_and_odd_weights_are_refused_by_name(message, line):
+def test_images_odd_weights_and_odd_calls_are_refused_by_name(message, line):
     with pytest.raises(UserError, match=rf"^f:1: .*{re.escape(line)}"):
         templates.messages_of([message], "f:1", "messages", is_answered=False)
 

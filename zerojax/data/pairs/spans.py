@@ -109,7 +109,13 @@ class Talk:
             begin = min(first, start + own)
         else:
             raise self._untold(number)
-        return begin, end + (self._same(self._tail(number), self.text[end:]) or self._before_next(number, end))
+        end += self._same(self._tail(number), self.text[end:]) or self._before_next(number, end)
+        later = itertools.takewhile(
+            lambda at: self._messages[at]["role"] == templates.TOOL, range(number + 1, len(self._messages))
+        )
+        if any(self._replaced(at, self._messages)[0] and self._changing(at)[0] < end for at in later):
+            raise self._untold(number)  # the template writes what a tool says into the message that calls it
+        return begin, end
 
     def _beginning(self, header: str, start: int, first: int) -> int:
         """Returns where the longest beginning of a header ends between two characters, if it is more than half of it; else 0."""
@@ -126,6 +132,11 @@ class Talk:
         alone, mark = self._replaced(0, self._messages[number + 1 : number + 2])
         header = "" if alone is None else alone[: alone.index(mark)]
         size = self._same(between[::-1], header[::-1], is_reversed=True)
+        if mark and size == len(between):  # what the template writes before all messages may end as the answer does
+            message = {"role": self._messages[number + 1]["role"], "content": mark}
+            twice = (self._rendered([message, message]) or "").split(mark)
+            header = twice[1][self._same(twice[-1], twice[1]) :] if len(twice) == 3 else header
+            size = self._same(between[::-1], header[::-1], is_reversed=True)
         return len(between) - size if size else 0
 
     def _tail(self, number: int) -> str:

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import json
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -306,6 +307,10 @@ class _Counts:
             "parts": "conversations have lists of texts as contents, which the chat template does not write: they are joined",
             "tools": "conversations offer tools, which the chat template never writes",
             "dropped": "conversations have a message whose content the chat template leaves out",
+            "thoughts": "conversations have reasoning that the chat template leaves out, as of earlier answers",
+            "calls": "conversations have calls of tools that the chat template leaves out",
+            "quoted": "conversations have calls whose arguments are texts of JSON, which the chat template writes in quotes: give tables",
+            "endless": "conversations have an answer that ends with no special token, so its end is not learned",
         }
         return [
             f"{self._name}: {number} of {total} {told[kind]}; the first: {place}"
@@ -426,12 +431,37 @@ class _Encoder:
             return self._one_array(pieces, answer, place, counts)
         talk = spans.Talk(self._chat, messages, given, self._places)
         self.text = talk.text
-        if any(text and text not in talk.text for message in messages for text in _shown(message)):
-            counts.add("dropped", place)
+        for kind in self._left_out(talk.text, messages, given):
+            counts.add(kind, place)
         learned = talk.learned(numbers, self._settings.learn)
         if not learned:
             raise UserError("the chat template marks no answer of it, so there is none to learn; remove the example")
         return self._one_array(Chatted(talk.text, learned), answer, place, counts)
+
+    def _left_out(self, text: str, messages: Sequence[templates.Message], given: Mapping[str, Any]) -> Iterator[str]:
+        """Yields the kinds of things in messages that their text has not, or has in quotes; those of `_Counts`."""
+        if not all(_has(text, templates.text_of(message)) for message in messages):
+            yield "dropped"
+        thoughts = (message.get(name) for message in messages for name in templates.REASONING)
+        if any(isinstance(thought, str) and thought.strip() not in text for thought in thoughts):
+            yield "thoughts"
+        calling = [number for number, message in enumerate(messages) if message.get(templates.TOOL_CALLS)]
+        for number in calling:  # a template may write the first call alone, or none beside a content
+            *calls, _ = messages[number][templates.TOOL_CALLS]
+            fewer = {key: value for key, value in messages[number].items() if key != templates.TOOL_CALLS}
+            fewer |= {templates.TOOL_CALLS: calls} if calls else {}
+            with contextlib.suppress(UserError):
+                if self._rendered([*messages[:number], fewer, *messages[number + 1 :]], given) == text:
+                    yield "calls"
+                    break
+        functions = (
+            call.get("function", call) for number in calling for call in messages[number][templates.TOOL_CALLS]
+        )
+        arguments = (own.get("arguments") for own in functions if isinstance(own, Mapping))
+        if any(
+            isinstance(own, str) and '"' in own and json.dumps(own, ensure_ascii=False) in text for own in arguments
+        ):
+            yield "quoted"
 
     def _given(
         self, messages: Sequence[templates.Message], example: Mapping[str, Any], place: str, counts: _Counts
@@ -479,7 +509,9 @@ class _Encoder:
             return messages
         if isinstance(self._chat, templates.JinjaChat):
             with contextlib.suppress(UserError):
-                if "{'type': 'text'" not in self._rendered(messages, given):
+                text = self._rendered(messages, given)
+                lists = (message["content"] for message in messages if isinstance(message.get("content"), list))
+                if "{'type': 'text'" not in text and all(_has(text, part["text"]) for parts in lists for part in parts):
                     return messages
             counts.add("parts", place)
         return [
@@ -671,7 +703,7 @@ class _Encoder:
 
     def _one_array(self, said: "list[Piece] | Chatted", answer: str, place: str, counts: _Counts) -> Example:
         """Returns a row of a decoder, cut to its length: the prompt's beginning first, of the answer only its end."""
-        row = self._chatted(said) if isinstance(said, Chatted) else self._encoded(said)
+        row = self._chatted(said, place, counts) if isinstance(said, Chatted) else self._encoded(said)
         if row.is_shared:
             counts.add("shared", place)
         tokens, marks, prompt = row.tokens, row.marks, row.prompt
@@ -704,16 +736,19 @@ class _Encoder:
         most = max(1, len(head))
         return next((at for at, token in enumerate(ids[:most].tolist()) if token not in starts), min(most, len(ids)))
 
-    def _chatted(self, said: Chatted) -> "_Row":
+    def _chatted(self, said: Chatted, place: str, counts: _Counts) -> "_Row":
         """Returns the tokens of a text that a chat template wrote. A token is learned that has a character of an answer."""
         ids, places = self._tokenizer.encode_places(said.text, is_special=True)
-        marks = np.zeros(len(ids), bool)
+        marks, is_endless = np.zeros(len(ids), bool), False
         for begin, end in said.learned:
             own = (places[:, 0] < end) & (places[:, 1] > begin)
             marks |= own
             special = [token for token in ids[own].tolist() if token in self._tokenizer.special_ids]
             if special:
                 self.ends[special[-1]] += 1
+            is_endless |= not special
+        if is_endless:
+            counts.add("endless", place)
         begin, _ = said.learned[-1]
         inside = np.flatnonzero(marks & (places[:, 1] > begin))
         if not len(inside):
@@ -811,10 +846,10 @@ def _places(tokenizer: tokenizer_lib.Tokenizer) -> spans.Places:
     return places
 
 
-def _shown(message: templates.Message) -> list[str]:
-    """Returns the text of a message that its chat template should write."""
-    text = templates.text_of(message).strip()
-    return [] if "</think>" in text else [text]
+def _has(text: str, part: str) -> bool:
+    """Returns whether a rendered text has a content, as it is or in JSON. What has reasoning in it may be written otherwise."""
+    own = part.strip()
+    return "</think>" in own or own in text or json.dumps(own, ensure_ascii=False)[1:-1] in text
 
 
 def _fits(template: templates.Template, example: Mapping[str, Any]) -> bool:

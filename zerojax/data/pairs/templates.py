@@ -205,9 +205,11 @@ def _message(message: Any, line: str, place: str) -> Message:
         raise UserError(line)
     names: Mapping[Any, str] = {"from": "role", "value": "content"} if "from" in message else {}
     found: dict[str, Any] = {names.get(name, name): value for name, value in message.items() if value is not None}
-    role, content = found.get("role"), found.get("content")
+    role, content, calls = found.get("role"), found.get("content"), found.get(TOOL_CALLS, [])
     if not isinstance(role, str):
         raise UserError(line)
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise UserError(f"{place}: a message's {TOOL_CALLS} must be a list of tables, and is {errors.shown(calls)}")
     if content is None and not any(found.get(name) for name in (*REASONING, TOOL_CALLS)):
         raise UserError(line)
     if not isinstance(content, str | list | None):
