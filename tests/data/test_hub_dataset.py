@@ -10,12 +10,15 @@ from zerojax.errors import UserError
 NAME = "hf:ought/raft/twitter_complaints"
 TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 LABELS = ["no complaint", "complaint"]
+CALLS = [[{"f": {"a": 1}}], [], [{"f": {"b": "x"}}, {"f": {}}]]
 ROWS = {
     "Tweet text": ["late again", None, "thank you"],
     "Label": [1, 0, None],
     "ID": [7, None, 9],
     "messages": [TALK, [], TALK],
     "picture": [None] * 3,
+    "calls": CALLS,
+    "tools": CALLS,
 }
 
 
@@ -34,6 +37,8 @@ def asked(monkeypatch, datasets):
         "ID": datasets.Value("int32"),
         "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
         "picture": datasets.Image(),
+        "calls": [{"f": {"a": datasets.Value("int32"), "b": datasets.Value("string")}}],
+        "tools": datasets.List(datasets.Json()),
     }
     rows = datasets.Dataset.from_dict(ROWS, features=datasets.Features(features))
     calls = []
@@ -50,6 +55,7 @@ def test_a_dataset_is_prepared_once_and_then_read_without_the_hub(asked, tmp_pat
     rows = [opened[index] for index in range(len(opened))]
     assert [row["Tweet text"].decode() for row in rows] == ["late again", "", "thank you"]
     assert [(row["Label"], row["ID"], row["messages"]) for row in rows] == [(1, 7, TALK), (0, None, []), (-1, 9, TALK)]
+    assert [row["calls"] for row in rows] == [row["tools"] for row in rows] == CALLS
     assert "picture" not in rows[0] and source.class_names(NAME, tmp_path) == {"Label": LABELS}
     assert len(source.open_source(NAME, "train[:67%]", tmp_path)) == 2
     with pytest.raises(UserError, match=r"^eval_split: no split 'validation' in .*; known splits: "):

@@ -177,7 +177,7 @@ def _suffix(path: str) -> str:
 
 
 def _why_not(path: str) -> str:
-    if _suffix(path) in (".gz", ".zst", ".bz2", ".xz"):
+    if _suffix(path) in records.COMPRESSED:
         return f"is compressed, and has no place where a part of it begins; decompress it, or write it as {_PARQUET}"
     return f"is not one of {', '.join(_OPENERS)}; convert it to JSON lines"
 

@@ -68,7 +68,10 @@ class _HubDataset(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     def _generate_examples(self, rows: Any) -> Iterator[tuple[int, dict]]:
         features = self.info.features
         for index, row in enumerate(rows.select_columns(list(features))):
-            yield index, {key: _encoded(features[key], value) for key, value in row.items()}
+            yield (
+                index,
+                {key: _encoded(features[key], _written(value, rows.features[key])) for key, value in row.items()},
+            )
 
 
 def _load(name: str) -> Mapping[str, Any]:
@@ -109,6 +112,8 @@ def _fits_json(kind: Any) -> bool:
     """Returns whether JSON can hold a column: values, and lists and groups of them."""
     import datasets
 
+    if isinstance(kind, getattr(datasets, "Json", ())):  # since datasets 4.7
+        return True
     if isinstance(kind, datasets.Value):
         return not re.match(r"(large_)?binary|time|date|duration|decimal", kind.dtype)
     inner = (
@@ -119,6 +124,14 @@ def _fits_json(kind: Any) -> bool:
         else [getattr(kind, "feature", None)]
     )
     return all(item is not None and _fits_json(item) for item in inner)
+
+
+def _written(value: Any, kind: Any) -> Any:
+    """Returns a value of a column without the fields of groups that are null: all groups have the fields that any of them has."""
+    if isinstance(kind, dict) and value is not None:
+        return {name: _written(value[name], own) for name, own in kind.items() if value[name] is not None}
+    inner = kind[0] if isinstance(kind, list) else getattr(kind, "feature", None)
+    return [_written(entry, inner) for entry in value] if isinstance(value, list) and inner is not None else value
 
 
 def _encoded(feature: Any, value: object) -> Any:

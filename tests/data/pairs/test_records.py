@@ -87,6 +87,7 @@ def test_lines_are_numbered_as_an_editor_does(tmp_path):
         ("a.parquet", b"PAR1", "a.parquet: cannot be read as parquet (Parquet file size is 4 bytes"),
         ("a.csv", b"PAR1\xff", "a.csv is a parquet file under another name; rename it to a.parquet"),
         ("a.txt", b"hello", "is not one of .jsonl, .json"),
+        ("a.jsonl.zst", b"\x28\xb5", ".parquet; decompress it"),
         ("a.jsonl", b"\n", "has no examples"),
         ("b.jsonl", b"", "there is no file"),
     ],
@@ -106,6 +107,12 @@ def test_a_letter_of_two_halves_is_one(tmp_path, form):
 
 
 def test_a_folder_is_refused_with_the_pattern_of_its_files(tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"saved is a folder of datasets, and .*load_from_disk\('.*saved'\)\.to_parquet"
+    ):
+        records.Files(str(tmp_path / "saved"), KEY)
     with pytest.raises(UserError, match=r"is a folder; name its files, as in .*\*.jsonl"):
         records.Files(str(tmp_path), KEY)
 
@@ -117,6 +124,16 @@ def test_a_document_without_text_is_named(tmp_path):
     assert opened[0]["text"] == "a"
     with pytest.raises(UserError, match=r"a.jsonl:2: has no text in field 'text'"):
         opened[1]
+
+
+def test_a_group_of_a_parquet_row_has_the_fields_that_were_written_and_json_is_read(tmp_path):
+    rows = [{"calls": [{"f": {"a": 1}}], "tools": [{"b": None}]}, {"calls": [{"f": {"b": "x"}}, {}], "tools": None}]
+    tools = pyarrow.array([row["tools"] and [json.dumps(tool) for tool in row["tools"]] for row in rows])
+    tools = tools.cast(pyarrow.list_(pyarrow.json_()))
+    calls = pyarrow.array([row["calls"] for row in rows])
+    pyarrow.parquet.write_table(pyarrow.table({"calls": calls, "tools": tools}), tmp_path / "a.parquet")
+    found = records.Files(str(tmp_path / "a.parquet"), "train_file")
+    assert [found[index] for index in range(2)] == rows
 
 
 def test_a_parquet_page_that_is_not_what_its_checksum_says_is_refused(tmp_path):

@@ -104,11 +104,17 @@ def not_named(place: str, found: Any) -> UserError:
 
 
 def _open(path: pathlib.Path, key: str) -> "_File | ParquetRows":
+    if (path / "dataset_dict.json").exists() or (
+        path / "state.json"
+    ).exists():  # as save_to_disk of datasets writes them
+        write = f'python -c "import datasets; datasets.load_from_disk({str(path)!r}).to_parquet(...)"'
+        raise UserError(f"{key}: {path} is a folder of datasets, and files are read; write each split as one: {write}")
     if path.is_dir():
         raise UserError(f"{key}: {path} is a folder; name its files, as in {path / '*.jsonl'}")
     suffix = path.suffix.lower()
     if suffix not in _OPENERS:
-        raise UserError(f"{key}: {path} is not one of {', '.join(_OPENERS)}; convert it to JSON lines")
+        way_out = "decompress it" if suffix in COMPRESSED else "convert it to JSON lines"
+        raise UserError(f"{key}: {path} is not one of {', '.join(_OPENERS)}; {way_out}")
     try:
         if suffix != _PARQUET and _is_parquet(path):
             raise UserError(f"{key}: {path} is a parquet file under another name; rename it to {path.stem}{_PARQUET}")
@@ -316,7 +322,8 @@ class ParquetRows:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         at = int(np.searchsorted(self._starts, index, side="right")) - 1
         try:
-            found: Mapping[str, Any] = self._batches[at].slice(index - int(self._starts[at]), 1).to_pylist()[0]
+            row = self._batches[at].slice(index - int(self._starts[at]), 1)
+            found = {name: _written(value, row.schema.field(name).type) for name, value in row.to_pylist()[0].items()}
         # A text that is no UTF-8, a date beyond Python's
         except (pyarrow.ArrowException, ValueError, OverflowError) as error:
             why = errors.first_line(error)
@@ -326,6 +333,22 @@ class ParquetRows:
     def place(self, index: int) -> str:
         """Returns the file and the row."""
         return f"{self._path}:row {self._first + index + 1}"
+
+
+def _written(value: Any, kind: pyarrow.DataType) -> Any:
+    """Returns a value of a column of a type as its row was written: JSON as what it holds, and without the fields of groups that are null.
+
+    All groups of a column have the fields that any of them has.
+    """
+    if value is None:
+        return None
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return bounded.parse_json(value) if kind.extension_name == "arrow.json" else value
+    if pyarrow.types.is_struct(kind):
+        return {own.name: _written(value[own.name], own.type) for own in kind if value[own.name] is not None}
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return [_written(entry, kind.value_type) for entry in value]
+    return value
 
 
 def _open_parquet(path: pathlib.Path) -> ParquetRows:
@@ -351,6 +374,7 @@ _MOST_EXAMPLES = 2**21  # of such a list, whose places take a microsecond each
 _ROWS = 1024  # of a table that are read at a time
 _MOST_UNPACKED, _MOST_RATIO = 2**28, 100  # bytes of a parquet file when unpacked, and as a multiple of the file
 _PARQUET = ".parquet"
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _OPENERS: dict[str, Callable[[pathlib.Path], "_File | ParquetRows"]] = {
     ".jsonl": _open_lines,
     ".json": _open_json,
