@@ -82,6 +82,9 @@ def test_every_answer_of_a_conversation_is_a_label_and_nothing_follows_the_last(
     text = "### system\nS\n\n### user\nU1\n\n### assistant\nA1\n\n### user\nU2\n\n### assistant\nA2"
     assert BYTES.decode(one.inputs) == text and one.answer == "A2"
     assert BYTES.decode(one.inputs[: one.prompt]) == text[:-2]
+    short = dataclasses.replace(form, seq_len=len(one.inputs) - 1 - int(np.flatnonzero(one.labeled)[1]), bos=None)
+    cut = encode(TALKS, short, CHAT).examples[0]  # within the first answer, of which nothing tells the next token
+    assert len(cut.inputs) == short.seq_len + 1 and not cut.labeled[0] and cut.inputs[0] == one.inputs[one.labeled][1]
     pair = encode(TALKS, dataclasses.replace(PAIR, seq_len=200), CHAT).examples[0]
     assert BYTES.decode(pair.inputs) == text[:-2] and labels(pair) == "A2"
 

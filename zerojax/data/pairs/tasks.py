@@ -719,7 +719,8 @@ class _Encoder:
             counts.add("prompt", place)
             tokens = np.concatenate([tokens[:first], tokens[first + cut :]])
             marks = np.concatenate([marks[:first], marks[first + cut :]])
-        return Example(tokens, tokens[:0], marks[: len(tokens)], prompt - cut, answer)
+        marks = marks[: len(tokens)] & (np.arange(len(tokens)) > 0)  # what was before the first token may be cut
+        return Example(tokens, tokens[:0], marks, prompt - cut, answer)
 
     def _asked(self, ids: np.ndarray, place: str, counts: _Counts) -> np.ndarray:
         """Returns the ids of a decoder's prompt, of which the beginning is cut."""
