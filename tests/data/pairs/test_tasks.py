@@ -36,6 +36,13 @@ def test_a_decoder_learns_the_answer_and_its_end_after_the_prompt():
     assert BYTES.decode(one.inputs[: one.prompt]) == "Q: one A: " and one.answer == "yes"
 
 
+def test_no_prompt_of_grpo_loses_its_beginning_for_a_long_label():
+    found = encode([{"text": "one", "label": "yes" * 9}], ONE, dataclasses.replace(SETTINGS, task="grpo"))
+    (asked,) = tasks.prompts(found.examples, ONE)
+    assert BYTES.decode(asked) == "Q: one A: " and found.examples[0].answer == "yes" * 9
+    assert not any("are cut" in note for note in found.notes)
+
+
 def test_an_encoder_decoder_reads_the_prompt_and_learns_the_answer():
     one = encode(EXAMPLES, PAIR).examples[0]
     assert one.inputs.tolist() == [*b"Q: one A: "]

@@ -710,7 +710,8 @@ class _Encoder:
         marks = marks & (np.arange(len(marks)) > 0)  # nothing is before the first token, from which it could be told
         most, first = self._form.seq_len + 1, self._kept(tokens)
         if len(tokens) > most:
-            tokens = tokens[: 1 + np.flatnonzero(marks)[-1]]  # no answer is behind
+            # No answer is behind its last label. What a reward compares with is no part of a row, which holds the model's own answer
+            tokens = tokens[: 1 + (prompt if self._settings.task == GRPO else np.flatnonzero(marks)[-1])]
         if len(tokens) - prompt > most - first - 1:
             counts.add("answer", place)
             tokens = tokens[: prompt + most - first - 1]
