@@ -35,6 +35,28 @@ def test_a_kernel_is_stored_as_outputs_by_inputs():
         assert layout.ModelTensor("b", "b", (2, 5), family.Tensor("b", form=form)).shape == shape
 
 
+@pytest.mark.parametrize(
+    "of_weight, a, b",
+    [("same", "turned_b", "turned_a"), ("halves", "turned_b", "turned_a"), ("stack", "experts_a", "halves_b")],
+)
+def test_adapters_of_stacked_experts_are_stored_as_peft_multiplies_them(of_weight, a, b):
+    experts, inputs, rank, outputs = 3, 5, 2, (4,) if of_weight == "same" else (4, 2)
+    leaves = [
+        np.random.default_rng(0).normal(size=shape) for shape in ((experts, inputs, rank), (experts, rank, *outputs))
+    ]
+    forms = dict(zip((form[-1] for form in (a, b)), zip((a, b), leaves)))
+    stored = {
+        name: layout.ModelTensor(name, name, leaf.shape, family.Tensor(name, form=form)).to_theirs(leaf)
+        for name, (form, leaf) in forms.items()
+    }
+    # ParamWrapper.get_delta_weight of PEFT 0.21, for matrices that it takes for [experts, outputs, inputs]
+    theirs_a = stored["a"].reshape(experts, rank, -1)
+    delta = np.einsum("ore,eri->eoi", stored["b"].reshape(-1, rank, experts), theirs_a)
+    ours = np.einsum("eir,er...->ei...", *leaves)
+    weight = layout.ModelTensor("w", "w", ours.shape, family.Tensor("w", form=of_weight))
+    np.testing.assert_allclose(delta, weight.to_theirs(ours))
+
+
 def test_tensors_outside_layers_come_first_and_each_has_its_own_name():
     chosen = families.PRESETS["test"]
     names = [tensor.name for tensor in layout.tensors(chosen, small(chosen))]

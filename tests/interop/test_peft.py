@@ -38,6 +38,9 @@ GOLDEN = [
     ("llama", "dora_head", 3),
     ("mixtral", "fused", 3),
     ("gptoss", "fused", 0),
+    ("llama4", "fused", 3),
+    pytest.param("granitemoe", "fused", 3, marks=runs.LONG),
+    pytest.param("phimoe", "fused", 3, marks=runs.LONG),
     pytest.param("qwen3moe", "fused", 0, marks=runs.LONG),
     pytest.param("qwen2moe", "fused", 3, marks=runs.LONG),
     pytest.param("deepseekv3", "fused", 3, marks=runs.LONG),
@@ -53,6 +56,7 @@ NEWER = (
     "qwen2moe/fused",
     "deepseekv3/fused",
     "gptoss/fused",
+    "llama4/fused",
     "gptoss/down",
     "llama/dora",
 )

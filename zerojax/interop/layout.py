@@ -37,69 +37,55 @@ class ModelTensor(NamedTuple):
         return [ModelTensor(name, self.path, tuple(shape), self.entry, part) for part, name in enumerate(names)]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Returns the shape at Hugging Face."""
-        ours, inputs = self.leaf_shape, self.entry.inputs
+    def _joined(self) -> list[tuple[int, ...]]:
+        """Returns for each dim at Hugging Face the dims of our leaf that it joins."""
+        dims, inputs = tuple(range(len(self.leaf_shape))), self.entry.inputs
         if inputs:
-            matrix = math.prod(ours[:inputs]), math.prod(ours[inputs:])
-            return matrix if self.entry.inputs_first else matrix[::-1]
-        forms = {
-            "same": ours,
-            "flat": (math.prod(ours),),
-            "row": (1, *ours),
-            **dict.fromkeys(("pairs", "halves"), (*ours[:-2], math.prod(ours[-2:]))),
-            "stack": (ours[0], math.prod(ours[2:]), *ours[1:2]),
-            "experts_a": (ours[0] * ours[-1], *ours[1:2]),
-            "experts_b": (math.prod(ours[2:]), math.prod(ours[:2])),
+            matrix = dims[:inputs], dims[inputs:]
+            return [*matrix] if self.entry.inputs_first else [*matrix[::-1]]
+        alone: list[tuple[int, ...]] = [(dim,) for dim in dims]
+        forms: dict[str, list[tuple[int, ...]]] = {
+            "same": alone,
+            "flat": [dims],
+            "row": [(), *alone],
+            "pairs": [*alone[:-2], dims[-2:]],
+            "halves": [*alone[:-2], dims[:-3:-1]],
+            "stack": [*alone[:1], dims[:1:-1], *alone[1:2]],
+            "experts_a": [(*dims[:1], *dims[2:]), *alone[1:2]],
+            "experts_b": [dims[2:], dims[1::-1]],
+            "halves_b": [dims[:1:-1], dims[1::-1]],
+            "turned_a": [dims[:2], dims[:1:-1]],
+            "turned_b": [*alone[1:2], dims[::-2]],
         }
         return forms[self.entry.form]
 
     @property
-    def _moved(self) -> int:
-        """Returns the number of leading dims of our leaf that come last at Hugging Face."""
-        return 0 if self.entry.inputs_first else self.entry.inputs
+    def _dims(self) -> list[int]:
+        """Returns the dims of our leaf in the order of Hugging Face's."""
+        return [dim for joined in self._joined for dim in joined]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape at Hugging Face."""
+        return tuple(math.prod(self.leaf_shape[dim] for dim in joined) for joined in self._joined)
 
     @property
     def order(self) -> tuple[int, ...]:
         """Returns the dims of our leaf as dims of `view`."""
-        ndim, inputs = len(self.leaf_shape), self._moved
-        if self.entry.form == "stack":
-            return 0, *range(ndim - 1, 0, -1)
-        if self.entry.form == "experts_a":
-            return 0, 2, 1
-        if self.entry.form == "experts_b":
-            return ndim - 1, ndim - 2, *range(ndim - 2)
-        if self.entry.form == "halves":
-            return *range(ndim - 2), ndim - 1, ndim - 2
-        return tuple((dim - inputs) % ndim for dim in range(ndim))
+        return tuple(map(self._dims.index, range(len(self.leaf_shape))))
 
     @property
     def view(self) -> tuple[int, ...]:
         """Returns Hugging Face's shape with the dims of our leaf: outputs, then inputs."""
-        if self.entry.form == "stack":
-            return self.leaf_shape[0], *self.leaf_shape[:0:-1]
-        if self.entry.form in ("experts_a", "experts_b"):
-            return tuple(self.source_index(self.leaf_shape))
-        if self.entry.form == "halves":
-            return *self.leaf_shape[:-2], *self.leaf_shape[:-3:-1]
-        return (*self.leaf_shape[self._moved :], *self.leaf_shape[: self._moved])
+        return tuple(self.source_index(self.leaf_shape))
 
     def source_index(self, index: Sequence[Any]) -> list[Any]:
         """Returns a slice of our leaf as a slice of `view`."""
-        if self.entry.form == "stack":
-            return [index[0], *index[:0:-1]]
-        if self.entry.form == "experts_a":
-            return [index[0], index[2], index[1]]
-        if self.entry.form == "experts_b":
-            return [*index[2:], index[1], index[0]]
-        if self.entry.form == "halves":
-            return [*index[:-2], *index[:-3:-1]]
-        return [*index[self._moved :], *index[: self._moved]]
+        return [index[dim] for dim in self._dims]
 
     def to_theirs(self, leaf: np.ndarray) -> np.ndarray:
         """Returns a leaf as Hugging Face's tensor."""
-        order = np.argsort(np.asarray(self.order, int))
-        return np.ascontiguousarray(leaf.transpose(order)).reshape(self.shape)
+        return np.ascontiguousarray(leaf.transpose(self._dims)).reshape(self.shape)
 
 
 def tensors(family: family_lib.Family, model: ModelConfig) -> list[ModelTensor]:

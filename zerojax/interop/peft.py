@@ -42,7 +42,6 @@ _WRAPPED = re.compile(r"(.*)\.(?:modules_to_save|original_module)(\.[^.]+)")
 MAGNITUDE = ".lora_magnitude_vector"
 _NAMES = {targets.A: ".lora_A.weight", targets.B: ".lora_B.weight", targets.MAGNITUDE: MAGNITUDE}
 _OF_EMBEDDINGS = {targets.A: ".lora_embedding_A", targets.B: ".lora_embedding_B", targets.MAGNITUDE: MAGNITUDE}
-_OF_STACKS: Mapping[str, Any] = {targets.A: "experts_a", targets.B: "experts_b"}
 _SAVED_WITH_ADAPTER = ("embed_tokens", "lm_head")  # PEFT saves the frozen weight of these beside an adapter
 # Fields of adapter_config.json that change what an adapter computes, and the values under which nothing changes.
 UNREAD: Mapping[str, tuple[Any, ...]] = {
@@ -176,15 +175,20 @@ def _in_modules(name: str, table: family_lib.HuggingFace) -> str:
 def _parameters(family: family_lib.Family, model: ModelConfig) -> dict[str, targets.LinearModule]:
     """Returns what PEFT adapts as parameters, by path."""
     own, found = {tensor.path: tensor for tensor in _tensors(family, model)}, {}
-    for place, (name, weights) in family.huggingface.parameters(model).items():
-        pattern = re.compile(re.escape(weights[0]).replace(r"\{\}", r"(\d+)"))
+    for place, one in family.huggingface.parameters(model).items():
+        pattern = re.compile(re.escape(one.paths[0]).replace(r"\{\}", r"(\d+)"))
         for layer in (match[1] for path in own if (match := pattern.fullmatch(path))):
-            first, *rest = [weight.format(layer) for weight in weights]
+            first, *rest = [weight.format(layer) for weight in one.paths]
             shape, is_stack = own[first].leaf_shape, not own[first].entry.inputs or family_lib.EXPERT in own[first].name
             inputs, *outputs = shape[1:] if is_stack else shape
             ends = (1 + len(rest), *outputs) if rest else outputs
             found[place.format(layer)] = targets.LinearModule(
-                name.format(layer), (inputs, *ends), 1, stack=shape[:1] if is_stack else (), parameters=(first, *rest)
+                _in_modules(one.name.format(layer), family.huggingface),
+                (inputs, *ends),
+                1,
+                stack=shape[:1] if is_stack else (),
+                parameters=(first, *rest),
+                forms=(one.a, one.b) if is_stack else (),
             )
     return found
 
@@ -435,9 +439,10 @@ def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: ModelC
         one = chosen.linear[path]
         name, ends = PREFIX + bases.get(path, one.name), _OF_EMBEDDINGS if one.is_embedding else _NAMES
         for leaf, shape in chosen.shapes(path).items():
-            is_stack = bool(one.parameters and one.stack)
-            entry = family_lib.Tensor(name + ends[leaf], int(leaf != targets.MAGNITUDE and not is_stack))
-            entry = entry._replace(form=_OF_STACKS[leaf]) if is_stack else entry
+            entry = family_lib.Tensor(name + ends[leaf], int(leaf != targets.MAGNITUDE))
+            if one.forms:
+                form: Any = one.forms[leaf == targets.B]
+                entry = family_lib.Tensor(f"{name}.lora_{form[-1].upper()}.weight", form=form)
             found.append(layout.ModelTensor(entry.name, f"{chosen.adapter(path)}/{leaf}", shape, entry))
     adapted = {kernel for path in chosen.adapted for kernel in chosen.kernels(path)}
     for tensor in _tensors(family, model):

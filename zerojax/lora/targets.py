@@ -26,7 +26,8 @@ class LinearModule(NamedTuple):
     `is_experts`: it is the matrices of a mixture's experts (`models.experts.Experts`), and its path is that of the stacked weight itself.
     `is_embedding`: it is a table of which rows are read, float[inputs, outputs]; with `is_output` it is the output projection too.
     `parameters`: the paths of the weights of a mixture that it is, where `target_parameters` mean it; two have one A. Its own path ends
-    with a name of `models.experts.JOINED`, or is that of the weight.
+    with a name of `models.experts.JOINED`, or is that of the weight. `forms`: of the A and B of a stack of these in files
+    (`family.Tensor.form`).
     """
 
     name: str
@@ -37,6 +38,7 @@ class LinearModule(NamedTuple):
     is_experts: bool = False
     is_embedding: bool = False
     parameters: tuple[str, ...] = ()
+    forms: tuple[str, ...] = ()
 
     @property
     def has_no_module(self) -> bool:
@@ -75,12 +77,15 @@ class Targets:
 
     @property
     def quantized(self) -> tuple[str, ...]:
-        """Returns the paths of the modules whose kernels are quantized: linear ones that are frozen and no output; in mxfp4 the stacked
-        experts that are one weight in files."""
+        """Returns the paths of the modules whose kernels are quantized: linear ones that are frozen and no output; in mxfp4 gpt-oss's
+        experts."""
         if self.lora.quantize == quantized.NONE:
             return ()
         if self.lora.quantize == quantized.MXFP4:
-            own = {path: found for path, found in self.linear.items() if found.parameters == (path,) and found.stack}
+            # Other files' experts that are one weight have adapters of other forms
+            own = {
+                path: one for path, one in self.linear.items() if one.parameters == (path,) and "experts_b" in one.forms
+            }
             frozen = {path: found for path, found in own.items() if path not in self.saved}
             return tuple(path for path, found in frozen.items() if found.shape[0] % quantized.GROUP == 0)
         return tuple(

@@ -35,6 +35,20 @@ class SpecialTokens:
     forced_last: int | None = None  # the last of the most new tokens, whatever its scores; None for none
 
 
+Form = Literal[
+    "same", "flat", "row", "pairs", "halves", "stack", "experts_a", "experts_b", "halves_b", "turned_a", "turned_b"
+]
+
+
+class Parameter(NamedTuple):
+    """Weights of a mixture that PEFT adapts as one parameter: its name in transformers, our paths, and the forms of our A and B."""
+
+    name: str
+    paths: tuple[str, ...]
+    a: Form = "experts_a"
+    b: Form = "experts_b"
+
+
 class Tensor(NamedTuple):
     """One tensor of Hugging Face's files, or the same tensor of every layer.
 
@@ -48,14 +62,15 @@ class Tensor(NamedTuple):
         last two dims are one), "halves" (these are, with the last of them first), "stack" (matrices of experts, [experts, inputs,
         outputs...] here and [experts, outputs, inputs] there, with the last of several dims of outputs first), or of PEFT's adapters of
         stacked experts "experts_a" ([experts, inputs, rank] here, [experts rank, inputs] there) and "experts_b" ([experts, rank,
-        outputs...] here, [outputs, rank experts] there)
+        outputs...] here, [outputs, rank experts] there), "halves_b" (the last of several dims of outputs first), or where PEFT takes
+        outputs for inputs "turned_b" (our A is its B) and "turned_a" (our B is its A, halves as in "halves_b")
       is_optional: files may lack it; it is then 0, or drawn.
       drawn: the standard deviation of the numbers that it then has.
     """
 
     name: str
     inputs: int = 0
-    form: Literal["same", "flat", "row", "pairs", "halves", "stack", "experts_a", "experts_b"] = "same"
+    form: Form = "same"
     is_optional: bool = False
     drawn: float = 0.0
     inputs_first: bool = False
@@ -84,8 +99,8 @@ class HuggingFace:
       in_modules: pairs (regex in a name of a tensor, what it is among transformers' modules), where these have other names than files.
       adapted: (config) -> the ends of names of the modules that get adapters by default, as in PEFT.
       refused: the last parts of names of linear modules whose adapters PEFT does not read.
-      parameters: (config) -> {path of weights of a mixture that get one adapter: (their name in transformers, our paths)}. Experts are
-        stacked there and the router is no linear module, so PEFT adapts them as `target_parameters`.
+      parameters: (config) -> {path of weights of a mixture that get one adapter: the parameter}. Experts are stacked in transformers and
+        the router is no linear module, so PEFT adapts them as `target_parameters`.
       saved: the ends of names of the modules that are trained in full beside adapters, as in PEFT.
       repeated: (config) -> {name of a tensor: name of the one that it repeats}. Files that are written hold both, since transformers draws
         the first one anew where it is missing.
@@ -101,7 +116,7 @@ class HuggingFace:
     read: Callable[[Mapping[str, Any], Collection[str]], Any]
     copies: Callable[[Mapping[str, Any]], Mapping[str, str]]
     adapted: Callable[[Any], tuple[str, ...]]
-    parameters: Callable[[Any], Mapping[str, tuple[str, tuple[str, ...]]]] = lambda config: {}
+    parameters: Callable[[Any], Mapping[str, Parameter]] = lambda config: {}
     repeated: Callable[[Any], Mapping[str, str]] = lambda config: {}
     ignored: str = ""
     unused: Callable[[Mapping[str, Any]], str] = lambda raw: ""

@@ -364,21 +364,30 @@ def _adapted_in_attention(config: LlamaConfig) -> tuple[str, ...]:
     return ("qkv_proj",) if config.heads.is_fused else ("q_proj", "v_proj")
 
 
-def _parameters(config: LlamaConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
+def _parameters(config: LlamaConfig) -> dict[str, family.Parameter]:
     """Returns what PEFT adapts of a mixture as parameters, by path (`HuggingFace.parameters`)."""
-    mixture = config.mixture
-    if mixture is None or mixture.is_fused:
+    mixture, kind = config.mixture, config.model_type
+    if mixture is None:
         return {}
-    ours, theirs = "layer_{}/mlp/experts", "model.layers.{}.mlp"
-    joined = experts.JOINED if mixture.clamp is None else {"gate_up": ("gate_up",), "down": ("down",)}
+    mlp = f"model.layers.{{}}.{'block_sparse_moe' if kind.startswith('granite') else 'mlp'}"
+    joined = experts.JOINED
+    forms: tuple[family.Form, family.Form] = ("experts_a", "experts_b")
+    if mixture.clamp is not None or mixture.is_fused:
+        joined = {"gate_up": ("gate_up",), "down": ("down",)}
+    if mixture.is_fused:  # PEFT takes Llama 4's matrices [inputs, outputs] for [outputs, inputs]
+        forms = ("turned_b", "turned_a") if mixture.scales_inputs else ("experts_a", "halves_b")
     found = {
-        name: (end, own) for (name, own), end in zip(joined.items(), ("experts.gate_up_proj", "experts.down_proj"))
+        name: family.Parameter(f"{mlp}.experts.{end}", own, *forms)
+        for (name, own), end in zip(joined.items(), ("gate_up_proj", "down_proj"))
     }
-    if config.model_type != "phimoe":  # where the router is a linear module
-        found[experts.ROUTER] = ("gate.weight" if mixture.clamp is None else "router.weight", (experts.ROUTER,))
+    is_router = mixture.clamp is not None or kind == "phimoe" or kind.startswith("granite")
+    found[experts.ROUTER] = family.Parameter(f"{mlp}.{'router' if is_router else 'gate'}.weight", (experts.ROUTER,))
+    for pattern, name in RENAMED.get(kind, ()):
+        found = {place: own._replace(name=re.sub(pattern, name, own.name)) for place, own in found.items()}
+    ours = "layer_{}/mlp/experts"
     return {
-        f"{ours}/{name}": (f"{theirs}.{end}", tuple(f"{ours}/{part}" for part in own))
-        for name, (end, own) in found.items()
+        f"{ours}/{place}": own._replace(paths=tuple(f"{ours}/{part}" for part in own.paths))
+        for place, own in found.items()
     }
 
 
