@@ -153,6 +153,11 @@ def test_tools_that_cannot_be_offered_as_asked_are_refused():
         ("response_format: binds the whole answer", {"tools": [TOOL], "response_format": {"type": "json_object"}}),
         ("response_format: must be {", {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}),
         ("response_format: must be {", {"response_format": {"type": "xml"}}),
+        ("response_format: has 'schema', which is not", {"response_format": {"type": "json_object", "schema": {}}}),
+        (
+            "response_format: has 'strct', which is not",
+            {"response_format": {"type": "json_schema", "json_schema": {"strct": True, "schema": {}}}},
+        ),
         ("parallel_tool_calls: needs tools", {"parallel_tool_calls": False}),
     ):
         with pytest.raises(reading.NotAnswered) as error:
@@ -172,6 +177,8 @@ def test_a_wrong_conversation_is_named():
         ("messages[0].tool_calls: arguments: must be a JSON object", [{**CALLED, "tool_calls": [with_("3")]}]),
         ("messages[0].tool_calls: arguments: must be a text", [{**CALLED, "tool_calls": [with_({})]}]),
         ("messages[0]: content must be", [{"role": "user", "content": 3}]),
+        ("messages[0]: content is missing", [{"role": "user", "content": None}]),
+        ("messages[1]: content is missing", [ASKED, {"role": "assistant"}, ASKED]),
         ("messages[0]: content must be", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
         ("messages[0]: has 'tool_calls'", [{"role": "user", "content": "x", "tool_calls": [1]}]),
         ("messages: the last one is the assistant's", [{"role": "assistant", "content": "x"}]),

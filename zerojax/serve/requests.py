@@ -236,6 +236,8 @@ def _messages(name: str, value: object) -> list[dict[str, Any]]:
         fields = ("role", "content", *FIELDS.get(role, ()))
         if unknown := [key for key in given if key not in fields and given[key] not in ([], "")]:
             raise NotAnswered(400, f"{place}: has {errors.shown(unknown[0], 60)}, which is not applied; omit it", name)
+        if "content" not in given and not given.get("tool_calls"):
+            raise NotAnswered(400, f"{place}: content is missing", name, "missing_required_parameter")
         own: dict[str, Any] = {"role": ROLES[role], "content": _content(place, given.get("content", ""), name)}
         if calls := given.get("tool_calls"):
             own["tool_calls"] = _calls(f"{place}.tool_calls", calls)
@@ -323,14 +325,18 @@ def _tool_choice(name: str, value: object) -> str | dict[str, str]:
 
 def _response_format(name: str, value: object) -> str:
     """Returns the JSON schema that an answer is bound to, as a text; "" for none."""
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    schema: Any = {"type": "object"}
-    if isinstance(value, Mapping) and kind == "json_schema":
-        form = value.get("json_schema")
-        schema = form.get("schema") if isinstance(form, Mapping) else None
+    given = {key: part for key, part in value.items() if part is not None} if isinstance(value, Mapping) else {}
+    kind, known = given.get("type"), {"type"}
+    form: Any = {"schema": {"type": "object"}}
+    if kind == "json_schema":
+        form, known = given.get("json_schema"), {"type", "json_schema"}
+    schema = form.get("schema") if isinstance(form, Mapping) else None
     if kind not in ("text", "json_object", "json_schema") or not isinstance(schema, Mapping):
         form = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
         raise _wrong(name, form, value)
+    if unknown := (given.keys() - known) | (form.keys() - {"name", "description", "schema", "strict"}):
+        line = f"{name}: has {errors.shown(min(unknown), 60)}, which is not applied; omit it"
+        raise NotAnswered(400, line, name, "unknown_parameter")
     return "" if kind == "text" else json.dumps(schema)
 
 
