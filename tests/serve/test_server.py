@@ -42,16 +42,19 @@ def test_a_port_is_free_again_when_its_server_has_ended():
 
 
 def test_who_is_told_of_the_start_can_connect_and_an_engine_that_failed_ends_it():
-    service = types.SimpleNamespace(app=lambda: None, is_draining=False, active=0, failure="it failed")
+    service = types.SimpleNamespace(app=lambda: None, is_draining=False, active=0, failure="")
     before = gc.get_freeze_count()
 
     def on_start(_):
+        service.failure = "it failed"
         socket.create_connection(bound.getsockname()).close()
         assert gc.get_freeze_count() > before, "what the start made is not collected with what requests leave"
 
     with server.bind("127.0.0.1", 0) as bound:
         server.serve(lambda _: service, bound, on_start)
     assert service.is_draining
+    with server.bind("127.0.0.1", 0) as bound:
+        server.serve(lambda _: service, bound, pytest.fail)  # it failed while it was made: nobody is told of an address
 
 
 def test_while_a_service_is_made_requests_get_503_with_what_is_waited_for_and_then_its_answers():

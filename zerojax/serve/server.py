@@ -120,7 +120,7 @@ def serve(
       make: makes it, in a thread of its own, and says what it waits for by the function that it is given. Until it returns, requests get
         503 with that.
       bound: of `bind`.
-      on_start: is called when requests are answered.
+      on_start: is called when requests are answered, unless the service has failed before.
 
     Raises:
       what `make` raises.
@@ -176,7 +176,8 @@ async def _serve(
         service = await asyncio.to_thread(make, wait_for)
         starting.become(service.app())
         start_up.spare_collector()  # or what requests leave in cycles stays until it is a fourth of all objects
-        on_start(service)
+        if not service.failure:
+            on_start(service)
         while not running.done() and not service.failure and not (service.is_draining and not service.active):
             await asyncio.sleep(_TICK)
         service.is_draining = True
