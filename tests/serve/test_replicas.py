@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import httpx
 import pytest
@@ -185,6 +186,10 @@ def test_a_full_queue_goes_on_to_another_and_counts_have_their_replica():
         for path in ("/v1/models/a%20b", "/v1/models/%C3%BC", "/%00?a=%20"):
             found = client.get(path, headers={"authorization": b"Bearer \xfc"})
             assert (found.status_code, found.headers["asked"]) == (200, path)
+        assert {client.request(method, "/v1/a").status_code for method in ("PUT", "DELETE", "OPTIONS")} == {501}
+        with mock.patch.object(router, "choose", lambda *_: 1 / 0):
+            fault = client.post("/v1/completions", json={})
+        assert fault.status_code == 500 and "ZeroDivisionError" in fault.json()["error"]["message"]
         router.is_draining = True
         assert client.post("/v1/completions", json={}).status_code == client.get("/health").status_code == 503
 

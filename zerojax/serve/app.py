@@ -144,7 +144,7 @@ class Service:
             except http.ClientDisconnect:
                 response = Response(status_code=499)  # nobody reads it
             except Exception as error:  # a fault of ours; the server goes on
-                response = refusal(NotAnswered(500, _told_fault(path, error)))
+                response = refusal(NotAnswered(500, told_fault(path, error)))
             self._counts.add("requests_total", route=path, status=str(response.status_code))
             return response
 
@@ -270,7 +270,7 @@ class Service:
         except NotAnswered as error:
             yield responses.event(responses.error(error.status, error.message, error.param, error.code))
         except Exception as error:  # a fault of ours
-            yield responses.event(responses.error(500, _told_fault("a stream", error), None, None))
+            yield responses.event(responses.error(500, told_fault("a stream", error), None, None))
 
     def _check_takes(self) -> None:
         """Refuses a request while the server ends."""
@@ -500,7 +500,7 @@ async def body_of(request: http.Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-def _told_fault(place: str, error: Exception) -> str:
+def told_fault(place: str, error: Exception) -> str:
     """Prints a fault of the server in one line, and returns the line for the client."""
     line = f"{type(error).__name__}: {errors.one_line(error)}"
     with contextlib.suppress(OSError):  # a full disk is no reason not to tell the client

@@ -66,6 +66,7 @@ _NOT_READY = "no replica is ready; ask again later"
 _NOT_SERVED = "model_not_found"  # the code where a replica has other models
 _TIMEOUT = "timeout"  # the code where the time for an answer is over, which another replica would take once more
 _LATE = 2.0  # seconds more than the limit of an answer in which a replica may tell that it is over
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]  # those that a replica refuses too
 _KEPT = ("content-type", "authorization", "accept")  # headers that a replica reads
 _CHUNK = 1 << 16  # bytes
 
@@ -323,7 +324,7 @@ class Router:
             Route("/health", self._guarded(self._health)),
             Route("/metrics", self._guarded(self._metrics)),
             Route("/v1/models", self._guarded(self._models)),
-            Route("/{path:path}", self._guarded(self._passed_on), methods=["GET", "POST"]),
+            Route("/{path:path}", self._guarded(self._passed_on), methods=_METHODS),
         ]
         return Starlette(routes=routes)
 
@@ -339,6 +340,8 @@ class Router:
                 return app_lib.refusal(error)
             except http_lib.ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
+            except Exception as error:  # a fault of ours; the server goes on
+                return app_lib.refusal(NotAnswered(500, app_lib.told_fault(request.scope["route"].path, error)))
 
         return route
 
