@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import socket
 import threading
 import types
@@ -48,6 +49,7 @@ def test_who_is_told_of_the_start_can_connect_and_an_engine_that_failed_ends_it(
     def on_start(_):
         service.failure = "it failed"
         socket.create_connection(bound.getsockname()).close()
+        assert not logging.getLogger("asyncio").isEnabledFor(logging.WARNING), "it warns of clients that leave"
         assert gc.get_freeze_count() > before, "what the start made is not collected with what requests leave"
 
     with server.bind("127.0.0.1", 0) as bound:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -125,6 +126,7 @@ def serve(
     Raises:
       what `make` raises.
     """
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of most clients that leave a stream
     with start_up.collector_restored():
         return asyncio.run(_serve(make, bound, on_start))
 
