@@ -4,12 +4,13 @@ import collections
 from typing import Any, NamedTuple
 
 import flax.core
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 
 from zerojax.errors import UserError
-from zerojax.zero.blocks import marks, remat
+from zerojax.zero.blocks import block_settings, marks, remat
 
 X, W = jnp.ones((3, 4)), jnp.ones((4, 5))
 
@@ -34,6 +35,26 @@ def test_naming_for_the_host_keeps_the_tree():
         ]
 
     assert str(jax.make_jaxpr(arrays)(X)).count(marks.HOST) == 2
+
+
+def test_of_a_module_the_result_of_its_call_alone_is_named():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.weight()
+
+        def weight(self):
+            return self.param("w", nn.initializers.ones, W.shape)
+
+    named = marks.Modules(block_settings.Blocks("block", offload="block/net"))
+
+    def run(x):
+        with nn.intercept_methods(
+            lambda call, args, kwargs, context: named.call("block/net", call, args, kwargs, context.module)
+        ):
+            return Net().apply({"params": {"w": W}}, x)
+
+    assert str(jax.make_jaxpr(run)(X)).count(marks.HOST) == 1
 
 
 def test_marks_reach_matmuls_in_functions_that_are_called_or_mapped():

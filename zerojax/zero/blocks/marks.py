@@ -38,6 +38,7 @@ class Modules:
     def __init__(self, how: block_settings.Blocks):
         self._how, self._recompute, self._offload = how, re.compile(how.recompute), re.compile(how.offload)
         self._called: set[str] = set()  # paths of modules inside blocks
+        self._running = ""  # the path of the module whose call runs
         self.recomputed: set[str] = set()
         self.offloaded: set[str] = set()
 
@@ -76,13 +77,22 @@ class Modules:
         return [for_host(v) if jnp.issubdtype(v.dtype, jnp.floating) else v for v in values]
 
     def call(self, path: str, call: Callable, args: tuple, kwargs: dict, module: nn.Module) -> Any:
-        """Runs a call inside a block; marks its matmuls if `recompute` matches the module, and its result if `offload` does."""
+        """Runs a call inside a block; marks its matmuls if `recompute` matches the module, and its result if `offload` does.
+
+        Methods that a module's call uses are part of it: what they return may be its weights.
+        """
+        if path == self._running:
+            return call(*args, **kwargs)
         self._called.add(path)
-        if self._recompute.fullmatch(path):
-            self.recomputed.add(path)
-            result = _recomputed(call, args, kwargs, path, module)
-        else:
-            result = call(*args, **kwargs)
+        before, self._running = self._running, path
+        try:
+            if self._recompute.fullmatch(path):
+                self.recomputed.add(path)
+                result = _recomputed(call, args, kwargs, path, module)
+            else:
+                result = call(*args, **kwargs)
+        finally:
+            self._running = before
         if not self._offload.fullmatch(path):
             return result
         if tiles.is_inside():
