@@ -189,7 +189,7 @@ def _rows_kernel(tile: TritonTile, transposed: bool, contracted: int, columns: i
                 own = masks[0] & (True if exact else masks[1])
                 mask = jnp.broadcast_to(own, jnp.broadcast_shapes(*(w.shape for w in where)))
             rhs = pltriton.load(rhs_ref.at[group, *where], mask=mask, other=None if mask is None else 0.0)
-            return acc + _dot(lhs, rhs.T if transposed else rhs)
+            return acc + dot(lhs, rhs.T if transposed else rhs)
 
         acc = jax.lax.fori_loop(
             0, pl.cdiv(contracted, tile.depth), step, jnp.zeros((tile.rows, tile.columns), jnp.float32)
@@ -238,14 +238,15 @@ def _matrices_kernel(tile: TritonTile, shape: tuple[int, int], across: int, *ref
         is_row = row < end
         lhs = pltriton.load(lhs_ref.at[row, down[None, :]], mask=is_row & is_down[None], other=0.0)
         dout = pltriton.load(dout_ref.at[row, right[None, :]], mask=is_row & is_right[None], other=0.0)
-        return acc + _dot(lhs.T, dout)
+        return acc + dot(lhs.T, dout)
 
     steps = pl.cdiv(end - start, tile.depth)
     acc = jax.lax.fori_loop(0, steps, step, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     pltriton.store(out_ref.at[group, down[:, None], right[None, :]], acc, mask=is_down[:, None] & is_right[None])
 
 
-def _dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Returns the product of two tiles, summed in float32."""
     return jax.lax.dot_general(lhs, rhs, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.grouped import TritonTile
+from pallas_kernels.grouped import TritonTile, dot
 
 GROUP, BYTES = 32, 16  # weights of an exponent, and their bytes
 # The fastest of six and of five on an H200 (docs/benchmarks/raw/stored_1xh200.txt).
@@ -147,7 +147,7 @@ def _rows(
         for number, weights in enumerate(pair):
             mask = is_row & (at_H < half)
             lhs = pltriton.load(lhs_ref.at[spots, number * half + at_H], mask=mask, other=0.0)
-            acc = acc + _dot(lhs, weights.reshape(tile.columns, wide).T)
+            acc = acc + dot(lhs, weights.reshape(tile.columns, wide).T)
         return acc, later
 
     first = jnp.zeros((tile.rows, tile.columns), jnp.float32), exponents(at_N, own)
@@ -173,7 +173,7 @@ def _transposed(
         later = exponents(at_N + tile.depth, at_J)
         pair = _weights(codes(at_N, at_J), now, native)
         dout = pltriton.load(lhs_ref.at[spots, at_N[None, :]], mask=is_row & (at_N < outputs)[None], other=0.0)
-        added = (_dot(dout, weights.reshape(tile.depth, wide)) for weights in pair)
+        added = (dot(dout, weights.reshape(tile.depth, wide)) for weights in pair)
         return *(acc + one for acc, one in zip(accs, added)), later
 
     zeros = jnp.zeros((tile.rows, wide), jnp.float32)
@@ -183,10 +183,6 @@ def _transposed(
     for number, acc in enumerate(accs):
         place = out_ref.at[spots, number * half + at_H[None, :]]
         pltriton.store(place, (acc * _unit(native)).astype(out_ref.dtype), mask=mask)
-
-
-def _dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(lhs, rhs, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 # A code is a sign, two bits of exponent and one of mantissa. At these bits of a bfloat16 they are 2^-126 times its value (0.5 is a number

@@ -114,6 +114,11 @@ def abstract(tree: PyTree) -> PyTree:
     return jax.tree.map(describe, with_arrays_alone(tree))
 
 
+def of_dtype(tree: PyTree, dtype: Any) -> PyTree:
+    """Returns ShapeDtypeStructs of the shapes of a tree's leaves and of this dtype, without shardings."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
+
+
 def with_arrays_alone(tree: PyTree) -> PyTree:
     """Returns the tree. Raises UserError if a leaf is no array, such as the functions in modules of Equinox."""
     for path, leaf in flatten(tree):

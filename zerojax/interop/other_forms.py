@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 _STEP = re.compile(r"checkpoint-([0-9]{1,9})")  # of a Trainer
-_SHARDS = re.compile(r"pytorch_model_fsdp_[0-9]+")
+_SHARDS = r"pytorch_model_fsdp_[0-9]+"
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 _MOST_NAMES = 10_000  # of a folder, which are looked at
 _SAVED = "and save_pretrained it with config.json and the tokenizer's files"
@@ -53,29 +53,22 @@ def _newest(path: pathlib.Path, names: Collection[str], wanted: Collection[str])
     are_steps = (name for name in names if _STEP.fullmatch(name) and os.path.isdir(path / name))
     steps = sorted(are_steps, key=lambda name: -int(name.partition("-")[2]))
     usable = [name for name in steps[:100] if any(os.path.isfile(path / name / file) for file in wanted)]
-    sharded = [name for name in steps[:100] if any(map(_SHARDS.fullmatch, os.listdir(path / name)))]
+    sharded = [name for name in steps[:100] if _like(_SHARDS)(path / name, os.listdir(path / name))]
     return next(iter([*usable, *sharded]), "")
 
 
-def _ends(*ends: str) -> Callable[[pathlib.Path, Collection[str]], str]:
-    return lambda path, names: next((name for name in sorted(names) if name.lower().endswith(ends)), "")
+def _like(pattern: str) -> Callable[[pathlib.Path, Collection[str]], str]:
+    return lambda path, names: next((name for name in sorted(names) if re.fullmatch(pattern, name)), "")
 
 
 def _sharded_by_fsdp(path: pathlib.Path, names: Collection[str]) -> str:
-    if _SHARDS.fullmatch(path.name) and ".metadata" in names:
+    if re.fullmatch(_SHARDS, path.name) and ".metadata" in names:
         return "."
-    return next((name for name in sorted(names) if _SHARDS.fullmatch(name)), "")
+    return _like(_SHARDS)(path, names)
 
 
 def _of_meta(path: pathlib.Path, names: Collection[str]) -> str:
-    found = next((name for name in sorted(names) if re.fullmatch(r"consolidated(\.\d+)?\.(pth|safetensors)", name)), "")
-    return found if "params.json" in names else ""
-
-
-def _of_deepspeed(path: pathlib.Path, names: Collection[str]) -> str:
-    return next(
-        (name for name in sorted(names) if re.fullmatch(r"global_step\d+|mp_rank_\d+_model_states\.pt", name)), ""
-    )
+    return _like(r"consolidated(\.\d+)?\.(pth|safetensors)")(path, names) if "params.json" in names else ""
 
 
 def _of_orbax(path: pathlib.Path, names: Collection[str]) -> str:
@@ -91,17 +84,17 @@ _FORMS = (
         "to OUT, and name that",
     ),
     _Foreign(
-        _of_deepspeed,
+        _like(r"global_step\d+|mp_rank_\d+_model_states\.pt"),
         "holds a checkpoint of DeepSpeed ({mark}): `zerojax import-deepspeed {path} --out DIR` takes it over, and writes the model's "
         "folder DIR/huggingface",
     ),
     _Foreign(
-        _ends(".distcp"),
+        _like(r"(?is).*\.distcp"),
         "is a distributed checkpoint of PyTorch ({mark}): `python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} w.pth` "
         f"joins it; load that into the model in transformers, {_SAVED}",
     ),
     _Foreign(
-        _ends(".gguf"),
+        _like(r"(?is).*\.gguf"),
         "is in the form GGUF ({mark}): read it in transformers, "
         'AutoModelForCausalLM.from_pretrained("{path}", gguf_file="{mark}"), and save_pretrained it as floats',
     ),

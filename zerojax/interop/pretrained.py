@@ -321,10 +321,7 @@ def load_huggingface(
     if lora is not None or adapter is not None:
         return _load_adapted(folder, mesh, stage, precision.floating("dtype", dtype), lora, adapter, seed, options)
     dtype = precision.floating("dtype", folder.dtype if dtype is None else dtype)
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype),
-        family_lib.abstract_params(folder.family.parts, folder.model),
-    )
+    abstract = tree.of_dtype(family_lib.abstract_params(folder.family.parts, folder.model), dtype)
     options = _with_table(options, folder, abstract, mesh)
     partition = stages.partition_state({"params": abstract}, mesh=mesh, stage=stage, **options)
     params = folder_lib.read_params(folder, partition.abstract_state["params"])

@@ -50,9 +50,8 @@ def opened(
 
 def abstract_of(program: program_lib.Program, opened: Any) -> PyTree:
     """Returns the weights of a model of `interop.folder` as ShapeDtypeStructs in the run's compute dtype."""
-    dtype = program.config.policy.compute_dtype
     found = family_lib.abstract_params(opened.family.parts, opened.model)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), found)
+    return tree.of_dtype(found, program.config.policy.compute_dtype)
 
 
 def nbytes(program: program_lib.Program) -> int:

@@ -204,8 +204,7 @@ def _model(config: settings_lib.Config, format: str) -> tuple[family_lib.Family,
 
 def _abstract(family: family_lib.Family, model: Any, dtype: Any) -> Any:
     """Returns the weights of a model, as ShapeDtypeStructs."""
-    shapes = family_lib.abstract_params(family.parts, model)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+    return tree.of_dtype(family_lib.abstract_params(family.parts, model), dtype)
 
 
 def _runs(family: family_lib.Family, model: Any, placed: Any, ways: int, format: str, *, is_streamed: bool) -> str:

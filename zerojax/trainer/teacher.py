@@ -54,8 +54,7 @@ class Teacher:
 
     def abstract(self, dtype: DTypeLike) -> dict[str, Any]:
         """Returns its weights as ShapeDtypeStructs of this dtype."""
-        found = family_lib.abstract_params(self.family.parts, self.model)
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), found)
+        return tree.of_dtype(family_lib.abstract_params(self.family.parts, self.model), dtype)
 
     def head(self, dtype: DTypeLike) -> dict[str, Any]:
         """Returns the part of them that makes logits of its last states."""

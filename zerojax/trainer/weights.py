@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from zerojax import errors, files, precision, tree
 from zerojax.errors import UserError
@@ -65,7 +64,7 @@ class Weights:
         found = self._abstract_of_model(policy, frozen_dtype)
         if self.teacher is None:
             return found
-        own = found if self.adapted is not None else jax.tree.map(_as(policy.weight_dtype), found)
+        own = found if self.adapted is not None else tree.of_dtype(found, policy.weight_dtype)
         return {**own, teacher_lib.KEY: self.teacher.head(policy.compute_dtype)}
 
     def of_model(self, params: PyTree) -> PyTree:
@@ -156,10 +155,6 @@ def choose(
         with errors.below("config."):
             targets.check_merge(adapted.chosen)
     return Weights(family, model, source, adapted, config.seed, teacher_lib.open_teacher(config, family, model))
-
-
-def _as(dtype: DTypeLike) -> Callable[[Any], jax.ShapeDtypeStruct]:
-    return lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
 def _adapted(group: settings_lib.LoraSettings, family: family_lib.Family, model: ModelConfig) -> Adapted | None:
