@@ -173,6 +173,9 @@ OF_STEPS = if_on(lambda c: not c.epochs, "config.epochs={c.epochs:g} counts")
 OF_CHECKPOINTS = if_on(lambda c: c.checkpoint.every or c.checkpoint.at_end, "no checkpoint is saved")
 OF_OLD_ANSWERS = if_on(lambda c: c.grpo.inner_steps > 1 or c.grpo.rollout_devices,
     "config.grpo.inner_steps=1, and config.grpo.rollout_devices=0")
+SKIPPED = if_on(
+    lambda c: c.data.sources or c.data.task == tasks.TEXT or (c.data.train_file and not c.epochs and c.data.task not in tasks.ANSWERS),
+    "the examples are all encoded before the first step, where one that cannot be read ends the run")
 EVALUATED = if_on(lambda c: c.data.has_held_out, "nothing is held out, so nothing is evaluated")
 
 
@@ -433,7 +436,8 @@ class DataSettings:
     mix_by: str = setting(mixture.TOKENS, mixture.BY, 'what weights of sources are shares of: "tokens" or "examples"',
         beside("data.sources"))
     on_bad: str = setting(damaged.STOP, damaged.ON_BAD,
-        'a document, or one of the sources, that cannot be read: "stop" saves and ends the run, "skip" goes on without it and counts it')
+        'a document, or one of the sources, that cannot be read: "stop" saves and ends the run, "skip" goes on without it and counts it',
+        SKIPPED)
 
     def places(self, data_dir: str | os.PathLike[str] = "") -> batches.Places:
         """Returns where the examples come from, with the folder of prepared datasets."""

@@ -37,6 +37,11 @@ TOLD = {  # changed settings -> the one that then has no effect, and words of th
     "no history": ({"precision": "fp8", "fp8__history": 4}, "fp8.history=4", "tensorwise remembers no step"),
     "text": ({"dpo__beta": 0.5}, "dpo.beta=0.5", "config.data.task=text does not read it"),
     "no export": ({"export__dtype": "fp16"}, "export.dtype='fp16'", "'none' converts nothing"),
+    "no rows to skip": (
+        {"data__task": "dpo", "data__train_file": "a.jsonl", "data__on_bad": "skip"},
+        "data.on_bad='skip'",
+        "encoded before the first step",
+    ),
     "no profile": ({"profile__start": 3}, "profile.start=3", "profile.steps=0"),
 }
 
