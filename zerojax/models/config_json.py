@@ -97,6 +97,16 @@ class Fields:
             raise self.refuse(name, f"one of {', '.join(known)}")
         return value
 
+    def kinds(
+        self, name: str, known: Mapping[str, Any], layers: int, older: Mapping[str, str] | None = None
+    ) -> list[Any]:
+        """Returns what `known` says of the kind of each of so many layers, which a field names; `older` names are read as newer ones."""
+        told = self.raw.get(name)
+        named = [(older or {}).get(str(kind), str(kind)) for kind in told] if isinstance(told, list) else []
+        if len(named) != layers or not {*named} <= {*known}:
+            raise self.refuse(name, f"{layers} of {' or '.join(known)}")
+        return [known[kind] for kind in named]
+
     def activation(self, name: str, default: str) -> str:
         """Returns the name of an activation in `layers.ACTIVATIONS`."""
         return self.choice(name, layers.ACTIVATIONS, default)

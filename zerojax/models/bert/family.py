@@ -382,21 +382,17 @@ def _read_modern(raw: Mapping[str, Any], names: Collection[str]) -> modern.Moder
     f = config_json.Fields(raw)
     f.choice("problem_type", ("single_label_classification",), "single_label_classification")
     f.heads("hidden_size", "num_attention_heads")
-    layers_of, types, known = (
-        f.depth("num_hidden_layers", 22),
-        raw.get("layer_types"),
-        ("full_attention", "sliding_attention"),
-    )
-    if types is None:
-        every = f.count("global_attn_every_n_layers", 3)
-        types = [known[layer % every > 0] for layer in range(layers_of)]
-    if not isinstance(types, list) or len(types) != layers_of or not {*map(str, types)} <= {*known}:
-        raise f.refuse("layer_types", f"{layers_of} of {' or '.join(known)}")
+    layers_of = f.depth("num_hidden_layers", 22)
     if f.count("local_attention", 128) < 2:
         raise f.refuse("local_attention", "2 or more, as a token sees others")
-    window = f.count(
-        "sliding_window", f.count("local_attention", 128) // 2
-    )  # the former sets the latter in transformers
+    # The former sets the latter in transformers
+    window = f.count("sliding_window", f.count("local_attention", 128) // 2)
+    known = {"full_attention": 0, "sliding_attention": window}
+    if raw.get("layer_types") is None:
+        every = f.count("global_attn_every_n_layers", 3)
+        windows = [window if layer % every else 0 for layer in range(layers_of)]
+    else:
+        windows = f.kinds("layer_types", known, layers_of)
     if raw.get("rope_scaling"):
         raise f.refuse("rope_scaling", "absent, since rotations are not stretched")
     rotations, thetas = f.group("rope_parameters"), []
@@ -417,7 +413,7 @@ def _read_modern(raw: Mapping[str, Any], names: Collection[str]) -> modern.Moder
         head_activation=f.activation("classifier_activation", "gelu"),
         norm_eps=f.number("norm_eps", 1e-5),
         stddev=f.number("initializer_range", 0.02),
-        windows=tuple(window if kind == known[1] else 0 for kind in types),
+        windows=tuple(windows),
         thetas=(thetas[0], thetas[1]),
         norm_bias=biases[0],
         attention_bias=biases[1],

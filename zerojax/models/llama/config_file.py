@@ -660,17 +660,15 @@ def _read_windows(f: config_json.Fields, kind: str) -> tuple[int, ...]:
         first = 0 if is_all else f.count("max_window_layers", 28) if f.raw.get("max_window_layers", 28) else 0
         windows = tuple(window if layer >= first else 0 for layer in range(layers))
     else:
-        known: tuple[str, ...] = ("full_attention", "sliding_attention") if window else ("full_attention",)
-        known = known[1:] if window and is_all else known
-        if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*known}:
-            raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
-        windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)
+        known = {} if window and is_all else {"full_attention": 0}
+        known |= {"sliding_attention": window} if window else {}
+        windows = tuple(f.kinds("layer_types", known, layers))
     return windows if any(windows) else ()
 
 
 def _windows_by_type(f: config_json.Fields, kind: str, layers: int) -> tuple[int, ...]:
     """Reads the windows of classes that have one in the layers that `layer_types` names, or else in every so many."""
-    types, known = f.raw.get("layer_types"), {"full_attention": False, "sliding_attention": True}
+    types = f.raw.get("layer_types")
     if types is None and kind == "ministral":
         has_window = [f.raw.get("sliding_window", 4096) is not None] * layers
     elif types is None:
@@ -681,10 +679,8 @@ def _windows_by_type(f: config_json.Fields, kind: str, layers: int) -> tuple[int
         if kind == "smollm3":
             is_read = f.flag("use_sliding_window", False) and f.raw["sliding_window"] is not None
             has_window = [is_read and not is_rotated for is_rotated in _read_rotated(f)]
-    elif not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*known}:
-        raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
     else:
-        has_window = [known[name] for name in types]
+        has_window = f.kinds("layer_types", {"full_attention": False, "sliding_attention": True}, layers)
     if kind == "gemma4_text":  # as its class has it, whatever the types say
         has_window[-1] = False
     return tuple(f.count("sliding_window") if has else 0 for has in has_window) if any(has_window) else ()

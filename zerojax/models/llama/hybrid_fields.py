@@ -33,11 +33,7 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def kinds(f: config_json.Fields, field: str, known: Mapping[str, Any]) -> list[Any]:
     """Returns what `known` says of the kind of each layer that a field names."""
-    layers, told = f.depth("num_hidden_layers"), f.raw.get(field)
-    named = [_OLD.get(str(name), str(name)) for name in told] if isinstance(told, list) else []
-    if len(named) != layers or not {*named} <= {*known}:
-        raise f.refuse(field, f"{layers} of {' or '.join(known)}")
-    return [known[name] for name in named]
+    return f.kinds(field, known, f.depth("num_hidden_layers"), _OLD)
 
 
 def shortest(pattern: list[Any]) -> tuple[Any, ...]:

@@ -22,15 +22,7 @@ def counts(program: traces.Program, state: PyTree) -> dict[str, int]:
 
 
 def _of_results(program: traces.Program, inputs: Sequence[int]) -> list[int]:
-    jaxpr = traces.opened(program)[0]
-    known: dict[Any, int] = dict(zip(jaxpr.invars, inputs))
-
-    def of(atom: traces.Atom) -> int:
-        return known.get(atom, 0) if traces.is_var(atom) else 0
-
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _of_equation(eqn, [of(atom) for atom in eqn.invars])))
-    return [of(atom) for atom in jaxpr.outvars]
+    return traces.run(program, inputs, _of_equation, lambda value, aval: 0)
 
 
 def _of_equation(eqn: Any, inputs: Sequence[int]) -> list[int]:
