@@ -50,12 +50,7 @@ def with_balance(inner: optax.GradientTransformation, rate: float) -> optax.Grad
         copies = copies if copies is None else tree.map_with_path(moved, copies, params, grads)
         return tree.map_with_path(moved, new, params, grads), state, copies
 
-    if whole is None:
-        return optax.GradientTransformationExtraArgs(inner.init, update)
-    one_pass = one_pass_lib.OnePass(inner.init, update)
-    one_pass.apply, one_pass.kinds, one_pass.received = apply, whole.kinds, whole.received
-    one_pass.is_elementwise = whole.is_elementwise
-    return one_pass
+    return one_pass_lib.around(whole, inner.init, update, apply)
 
 
 def is_bias(path: str) -> bool:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import precision
-from zerojax.optim.one_pass import OnePass
+from zerojax.optim import one_pass
 
 PyTree = Any
 
@@ -29,7 +29,7 @@ def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTr
 
     >>> tx = with_master_weights(optax.adamw(1e-3))
     """
-    whole: Any = inner if isinstance(inner, OnePass) else None
+    whole: Any = inner if isinstance(inner, one_pass.OnePass) else None
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> MasterWeightsState:
@@ -54,9 +54,4 @@ def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTr
             copies = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
         return copies, MasterWeightsState(master, inner_state), None
 
-    if whole is None:
-        return optax.GradientTransformationExtraArgs(init, update)
-    one_pass = OnePass(init, update)
-    one_pass.apply, one_pass.kinds, one_pass.received = apply, whole.kinds, whole.received
-    one_pass.is_elementwise = whole.is_elementwise
-    return one_pass
+    return one_pass.around(whole, init, update, apply)

@@ -1,4 +1,4 @@
-"""Defines the form of an optimizer whose update is one pass over memory. This module holds the class that steps and wrappers look for."""
+"""Defines the form of an optimizer whose update is one pass over memory. This module holds the class that steps look for, and wraps it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,3 +20,13 @@ class OnePass(optax.GradientTransformationExtraArgs):
     kinds: Callable[[Any], list[Any]]
     is_elementwise: bool = True
     received: Callable[[Any, Any], int] = staticmethod(lambda params, shardings: 0)
+
+
+def around(whole: OnePass | None, init: Any, update: Any, apply: Callable[..., Any]) -> Any:
+    """Returns a transformation around another. If that is `whole`, of one pass, so is the result."""
+    if whole is None:
+        return optax.GradientTransformationExtraArgs(init, update)
+    found = OnePass(init, update)
+    found.apply, found.kinds, found.received = apply, whole.kinds, whole.received
+    found.is_elementwise = whole.is_elementwise
+    return found

@@ -244,6 +244,4 @@ def _with_state_of(plain: optax.GradientTransformation, one_pass: one_pass_lib.O
         params, inner, copies = one_pass.apply(grads, find(state), params, **how)
         return params, put(state, inner), copies
 
-    result = one_pass_lib.OnePass(lambda params: put(plain.init(params), one_pass.init(params)), update)
-    result.apply, result.kinds = apply, one_pass.kinds
-    return result
+    return one_pass_lib.around(one_pass, lambda params: put(plain.init(params), one_pass.init(params)), update, apply)
