@@ -121,7 +121,7 @@ def _serve(config: settings_lib.Config) -> None:
     found = serving_plan.plan(serving.served(config, _FORMAT.value), targets.get(_TARGET.value))
     foretold, why = _foretold(config, found)
     found = dataclasses.replace(found, foretold=foretold, why=why)
-    print(json.dumps(serving_plan.as_json(found), indent=2) if _JSON.value else serving_plan.text(found), flush=True)
+    _show(serving_plan.as_json(found), serving_plan.text(found))
 
 
 def _check_hosts(ways: int) -> None:
@@ -182,6 +182,16 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
+def _show(answer: object, text: str) -> None:
+    """Prints an answer: with --json as JSON, else as text."""
+    print(json.dumps(answer, indent=2) if _JSON.value else text, flush=True)
+
+
+def _cluster() -> scale.Network | None:
+    """Returns the cluster of --cluster; None without it."""
+    return scale.read(_CLUSTER.value) if _CLUSTER.value else None
+
+
 def _rates() -> rates_lib.GpuRates | None:
     """Returns the rates of --rates; None without it."""
     return rates_lib.measured(_RATES.value, targets.get(_TARGET.value).name) if _RATES.value else None
@@ -189,13 +199,9 @@ def _rates() -> rates_lib.GpuRates | None:
 
 def _axes(config: settings_lib.Config) -> None:
     _refuse("axes", "picture", "search", "price_per_gpu_hour", "host_gbps", "disk_gbps")
-    cluster = scale.read(_CLUSTER.value) if _CLUSTER.value else None
-    ways = plans.axes_config(config, _TARGET.value, _TOPOLOGY.value, cluster, _rates())
-    if _JSON.value:
-        return print(
-            json.dumps([way._asdict() | {"guess": dataclasses.asdict(way.guess)} for way in ways], indent=2), flush=True
-        )
-    return print(display.as_text(arithmetic.table(ways)), flush=True)
+    ways = plans.axes_config(config, _TARGET.value, _TOPOLOGY.value, _cluster(), _rates())
+    answer = [way._asdict() | {"guess": dataclasses.asdict(way.guess)} for way in ways]
+    _show(answer, display.as_text(arithmetic.table(ways)))
 
 
 def _plan(config: settings_lib.Config) -> None:
@@ -207,7 +213,7 @@ def _plan(config: settings_lib.Config) -> None:
         raise UserError("--host_gbps: nothing is offloaded; set offload.optimizer to 'host', or omit --host_gbps")
     if _PICTURE.value:
         picture.check(_PICTURE.value)
-    cluster = scale.read(_CLUSTER.value) if _CLUSTER.value else None
+    cluster = _cluster()
     host_rate, disk_rate = (None if flag.value is None else flag.value * 1e9 for flag in (_HOST_GBPS, _DISK_GBPS))
     _say(f"compiling the step for {_TARGET.value}, which may take minutes")
     try:
@@ -225,16 +231,14 @@ def _plan(config: settings_lib.Config) -> None:
         except (OSError, ValueError) as error:
             raise UserError(f"--picture {_PICTURE.value}: cannot be written ({error}); name a PNG file") from error
     points = scale.curve(plan, cluster, scale.counts_of(plan)) if cluster else []
-    if _JSON.value:
-        answer = json_form.as_json(plan) | (
-            {"cluster": [dataclasses.asdict(point) for point in points]} if points else {}
-        )
-        if _PRICE.value is not None:
-            answer["cost"] = plan_report.cost(plan, _PRICE.value)
-        return print(json.dumps(answer, indent=2), flush=True)
-    shown = [plan_report.text(plan), *([display.as_text(scale.table(plan, points))] if points else [])]
-    shown += [] if _PRICE.value is None else [plan_report.cost_line(plan, _PRICE.value)]
-    print("\n\n".join(shown), flush=True)
+    answer, shown = json_form.as_json(plan), [plan_report.text(plan)]
+    if points:
+        answer["cluster"] = [dataclasses.asdict(point) for point in points]
+        shown.append(display.as_text(scale.table(plan, points)))
+    if _PRICE.value is not None:
+        answer["cost"] = plan_report.cost(plan, _PRICE.value)
+        shown.append(plan_report.cost_line(plan, _PRICE.value))
+    _show(answer, "\n\n".join(shown))
 
 
 def _print_unfit(config: settings_lib.Config, lack: str) -> None:
@@ -243,11 +247,9 @@ def _print_unfit(config: settings_lib.Config, lack: str) -> None:
         raise UserError(f"--picture: there is no plan to draw, because the step does not fit: {lack}")
     partition, baseline = plans.partitions(config, _TARGET.value, _TOPOLOGY.value)
     held = state_bytes.bytes_per_device(partition, accumulates=False, by_hand=True)
-    if _JSON.value:
-        answer = {"schema": json_form.SCHEMA, "target": _TARGET.value, "fits": False, "why": lack, "state_bytes": held}
-        return print(json.dumps(answer, indent=2), flush=True)
+    answer = {"schema": json_form.SCHEMA, "target": _TARGET.value, "fits": False, "why": lack, "state_bytes": held}
     table = display.as_text(state_bytes.memory_table(partition, baseline, by_hand=True))
-    return print(f"{table}\n\nthe step does not fit on {_TARGET.value}: {lack}; {_LEANER}", flush=True)
+    _show(answer, f"{table}\n\nthe step does not fit on {_TARGET.value}: {lack}; {_LEANER}")
 
 
 def _search(config: settings_lib.Config) -> None:
@@ -257,15 +259,11 @@ def _search(config: settings_lib.Config) -> None:
     _refuse("search", "price_per_gpu_hour", "host_gbps", "disk_gbps")
     if _PICTURE.value:
         raise UserError("--picture: draws one plan, and --search makes many; omit one of them")
-    cluster = scale.read(_CLUSTER.value) if _CLUSTER.value else None
     outcomes = plans.search_config(
-        config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say, cluster=cluster, rates=_rates()
+        config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say, cluster=_cluster(), rates=_rates()
     )
-    if _JSON.value:
-        print(json.dumps(search.as_json(outcomes), indent=2), flush=True)
-    else:
-        best = [f"The first, as flags of zerojax train: {own.flags}" for own in outcomes if own.flags]
-        print("\n\n".join([display.as_text(search.table(outcomes)), *best]), flush=True)
+    best = [f"The first, as flags of zerojax train: {own.flags}" for own in outcomes if own.flags]
+    _show(search.as_json(outcomes), "\n\n".join([display.as_text(search.table(outcomes)), *best]))
 
 
 if __name__ == "__main__":
