@@ -1,9 +1,10 @@
 """Calls an encoder-decoder's module as a `Family` does. This module holds what families of encoder-decoders share.
 
-`module` makes a Flax module of a config, with the methods `__call__`, `loss`, `start` and `extend`. A family binds it with
-`functools.partial`. `family.Family` says what the other arguments and the results are.
+`module` makes a Flax module of a config, with the methods `__call__`, `loss`, `start` and `extend`. A family binds it by
+`calls`. `family.Family` says what the other arguments and the results are.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -181,3 +182,19 @@ def flops_per_token(
 ) -> float:
     """Returns the operations of training per token of the inputs. The last target is predicted and not read."""
     return flops_per_row(config, lengths["inputs"], lengths["targets"] - 1, per_weight) / lengths["inputs"]
+
+
+def calls(module: Module, flops_per_row: Callable[..., float]) -> dict[str, Any]:
+    """Returns the fields of a `Family` that all encoder-decoders have alike."""
+    return {
+        "objective": "span_corruption",
+        "loss": functools.partial(loss, module),
+        "logits": functools.partial(logits, module),
+        "start": functools.partial(start, module),
+        "extend": functools.partial(decoding.extend, module),
+        "caches": caches,
+        "is_encoder_decoder": True,
+        "blocks": r"(encoder|decoder)_\d+",
+        "heads": "head",
+        "flops_per_token": functools.partial(flops_per_token, flops_per_row),
+    }

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from zerojax.models import config_json, decoding, encoder_decoder, family, parallel
+from zerojax.models import config_json, encoder_decoder, family, parallel
 from zerojax.models.bart import model
 from zerojax.models.bart.model import BartConfig
 from zerojax.models.family import Tensor
@@ -142,18 +142,9 @@ def _classes(*kinds: str) -> dict[str, tuple[str, ...]]:
 FAMILY = family.Family(
     presets=PRESETS,
     parts=model.parts,
-    objective="span_corruption",
-    loss=functools.partial(encoder_decoder.loss, model.Bart),
-    logits=functools.partial(encoder_decoder.logits, model.Bart),
-    start=functools.partial(encoder_decoder.start, model.Bart),
-    extend=functools.partial(decoding.extend, model.Bart),
-    caches=encoder_decoder.caches,
+    **encoder_decoder.calls(model.Bart, model.flops_per_row),
     positions=lambda config: config.max_seq_len,
-    is_encoder_decoder=True,
-    blocks=r"(encoder|decoder)_\d+",
-    heads="head",
     attention=("xla", "cudnn"),
-    flops_per_token=functools.partial(encoder_decoder.flops_per_token, model.flops_per_row),
     huggingface=family.HuggingFace(
         architectures=_classes("bart", "mbart", "pegasus"),
         tensors=_tensors,

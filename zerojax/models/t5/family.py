@@ -4,7 +4,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from zerojax.models import config_json, decoding, encoder_decoder, family, layers, parallel
+from zerojax.models import config_json, encoder_decoder, family, layers, parallel
 from zerojax.models.family import Tensor
 from zerojax.models.t5 import model
 from zerojax.models.t5.model import T5Config
@@ -143,18 +143,9 @@ def _is_of_version_4(raw: Mapping[str, Any]) -> bool:
 FAMILY = family.Family(
     presets=PRESETS,
     parts=model.parts,
-    objective="span_corruption",
-    loss=functools.partial(encoder_decoder.loss, model.T5),
-    logits=functools.partial(encoder_decoder.logits, model.T5),
-    start=functools.partial(encoder_decoder.start, model.T5),
-    extend=functools.partial(decoding.extend, model.T5),
-    caches=encoder_decoder.caches,
+    **encoder_decoder.calls(model.T5, model.flops_per_row),
     positions=lambda config: None,
-    is_encoder_decoder=True,
-    blocks=r"(encoder|decoder)_\d+",
-    heads="head",
     attention=("xla",),  # cuDNN's kernel is not tested with a learned bias
-    flops_per_token=functools.partial(encoder_decoder.flops_per_token, model.flops_per_row),
     huggingface=family.HuggingFace(
         architectures=ROWS,
         tensors=_tensors,
