@@ -139,6 +139,10 @@ CONFIGS = {
         "llama",
         {"rope_parameters": None, "rope_scaling": {"type": "ntk", "factor": 2.0}},
     ),
+    "rope_scaling: type: must be named rope_type, since transformers reads no other": (
+        "olmo3",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
     "rope_scaling: must be absent where there are rope_parameters, and is {'type': 'linear'": (
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 2.0}},

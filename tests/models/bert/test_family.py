@@ -54,6 +54,7 @@ def test_the_written_config_is_read_back(name):
 @pytest.mark.parametrize("field, value", [
     ("layer_types", ["full_attention"]), ("rope_scaling", {"rope_type": "yarn"}), ("classifier_pooling", "max"), ("local_attention", 1),
     ("rope_parameters", {"full_attention": {"rope_type": "linear", "factor": 2.0}}),
+    ("rope_parameters", {"sliding_attention": {"type": "linear", "factor": 2.0}}),
 ])  # fmt: skip
 def test_a_modern_config_that_is_not_computed_is_refused_in_one_line(field, value):
     written = bert.MODERNBERT.huggingface.write(SHAPES["modernbert_base"]) | {field: value}

@@ -398,7 +398,7 @@ def _read_modern(raw: Mapping[str, Any], names: Collection[str]) -> modern.Moder
     rotations, thetas = f.group("rope_parameters"), []
     for kind, told, usual in zip(known, ("global_rope_theta", "local_rope_theta"), (160000.0, 10000.0)):
         group = rotations.group(kind)
-        group.choice("rope_type", ("default",), "default")
+        group.choice("rope_type" if "rope_type" in group.raw else "type", ("default",), "default")
         thetas.append(group.number("rope_theta", f.number(told, usual)))
     biases = [f.flag(name, False) for name in _MODERN_BIASES]
     return modern.ModernBertConfig(

@@ -559,6 +559,8 @@ def _read_ropes(f: config_json.Fields, head_dim: int, *, nested: bool) -> dict[s
         full, near = (
             (group.group("full_attention"), group.group("sliding_attention")) if is_new else (group, f.group(""))
         )
+        if not is_new and "rope_type" not in group.raw and group.raw.get("type", "default") != "default":
+            raise group.refuse("type", "named rope_type, since transformers reads no other name in layers of two kinds")
         if is_new and (odd := group.raw.keys() - {"full_attention", "sliding_attention"}):
             raise group.refuse(min(odd), "in full_attention or sliding_attention")
         if apart := next((one for one in (full, near) if not one.flag("truncate", True)), None):
