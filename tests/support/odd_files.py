@@ -104,7 +104,7 @@ def read_beside(path: pathlib.Path) -> None:
     read_tokenizer(path.parent / token_files.TOKENIZER)
     found = tokenizer_lib.load_tokenizer(str(path.parent / token_files.TOKENIZER))
     found.bos_id, found.end_id, found.special_ids, found.document  # noqa: B018
-    tokenizer_lib.read_model(path.parent / token_files.TOKENIZER, "it").encode("a<s></s> hello")
+    tokenizer_lib.read_model(path.parent / token_files.TOKENIZER, "it")[0].encode("a<s></s> hello")
 
 
 def read_named_template(path: pathlib.Path) -> None:

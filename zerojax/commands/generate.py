@@ -68,12 +68,13 @@ def _generate() -> None:
         return _answer_file(given)
     arrays = _read(given.ids) if given.ids else None
     given.folder = hub.fetched(given.folder)
-    tokenizer = _tokenizer(given) if given.prompt and pathlib.Path(given.folder).is_dir() else None
+    has_texts = given.prompt and pathlib.Path(given.folder).is_dir()
+    tokenizer, cleans = _tokenizer(given) if has_texts else (None, False)
     loaded = _load(given)
     if loaded.family.is_classifier:
         return _classify(loaded, tokenizer, arrays, given)
     if arrays is None:
-        texts = _texts(loaded, tokenizer, given)
+        texts = _texts(loaded, tokenizer, given, cleans)
         if processes.is_primary():
             print("\n".join(texts))
         return
@@ -317,12 +318,12 @@ def _tokenizer_file(given: argparse.Namespace) -> pathlib.Path:
     return path
 
 
-def _tokenizer(given: argparse.Namespace) -> Any:
+def _tokenizer(given: argparse.Namespace) -> tuple[Any, bool]:
     path = _tokenizer_file(given)
     return tokenizer_lib.read_model(path, f"{path}:")
 
 
-def _texts(loaded: pretrained.Pretrained, tokenizer: Any, given: argparse.Namespace) -> list[str]:
+def _texts(loaded: pretrained.Pretrained, tokenizer: Any, given: argparse.Namespace, cleans: bool) -> list[str]:
     """Returns the texts after the prompts; a decoder's begin with them."""
     ids, mask = _prompts(tokenizer, given)
     longest = ids.shape[1]
@@ -333,7 +334,8 @@ def _texts(loaded: pretrained.Pretrained, tokenizer: Any, given: argparse.Namesp
     if not loaded.family.is_encoder_decoder:
         kept[:, :longest] = mask
     with tokenizer_lib.refused("the tokenizer cannot decode an answer", "mend the tokenizer, or give --ids"):
-        return [tokenizer.decode(row[is_kept > 0].tolist()) for row, is_kept in zip(found, kept)]
+        decoded = [tokenizer.decode(row[is_kept > 0].tolist()) for row, is_kept in zip(found, kept)]
+        return [*map(tokenizer_lib.cleaned, decoded)] if cleans else decoded
 
 
 def _prompts(tokenizer: Any, given: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:

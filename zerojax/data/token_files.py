@@ -28,7 +28,9 @@ TOKENIZER, CONFIG, TOKENIZER_CONFIG, GENERATION = (
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 NAMED = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_SETTINGS = ("add_prefix_space", "legacy", "split_special_tokens")  # that are true or false
+_CLEANS = "clean_up_tokenization_spaces"
+_CLEANS_BPE = f"{_CLEANS}_for_bpe_even_though_it_will_corrupt_output"
+_SETTINGS = ("add_prefix_space", "legacy", "split_special_tokens", _CLEANS, _CLEANS_BPE)  # that are true or false
 _AS_SAVED = ("", "PreTrainedTokenizer", "TokenizersBackend")
 
 LLAMA = "LlamaTokenizer"
@@ -101,6 +103,7 @@ class Beside:
       settings: tokenizer_config.json.
       kind: the class; "" where the file is run as it is.
       splits_special: whether the letters of special tokens are plain text everywhere.
+      cleans: whether texts lose spaces before marks (`tokenizer.cleaned`), which those of BPE do if a setting of its own says so.
     """
 
     named: Mapping[str, str]
@@ -111,6 +114,7 @@ class Beside:
     settings: Mapping[str, Any]
     kind: str
     splits_special: bool
+    cleans: bool
 
 
 def read(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Beside:
@@ -182,6 +186,7 @@ def read(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Beside:
         settings=settings,
         kind=kind,
         splits_special=flags_of["split_special_tokens"],
+        cleans=flags_of[_CLEANS] and (flags_of[_CLEANS_BPE] or not _is_bpe(content.get("model"))),
     )
 
 
@@ -269,6 +274,11 @@ def _kind(wanted: str, model_type: str, content: Mapping[str, Any]) -> str:
     if known is not None and known != wanted:
         wanted = known if model_type in _OVERRULED or not known else wanted
     return wanted if wanted in CLASSES else ""
+
+
+def _is_bpe(model: Any) -> bool:
+    """Returns whether the model of a tokenizer.json is BPE, which older files tell by its merges alone."""
+    return isinstance(model, Mapping) and model.get("type", "BPE" if "merges" in model else "") == "BPE"
 
 
 def _order(name: str) -> int:

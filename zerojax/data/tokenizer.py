@@ -140,8 +140,9 @@ def told(tokenizer: Tokenizer) -> str:
     return f"each document {' and '.join(parts)}: {frame.why}"
 
 
-def read_model(path: str | os.PathLike[str], subject: str) -> tokenizers.Tokenizer:
-    """Returns the tokenizer in a tokenizer.json, without truncation and padding, which would corrupt a stream of tokens.
+def read_model(path: str | os.PathLike[str], subject: str) -> tuple[tokenizers.Tokenizer, bool]:
+    """Returns the tokenizer in a tokenizer.json, without truncation and padding, which would corrupt a stream of tokens, and whether its
+    texts are to be `cleaned`.
 
     Args:
       path: the file.
@@ -150,7 +151,26 @@ def read_model(path: str | os.PathLike[str], subject: str) -> tokenizers.Tokeniz
     Raises:
       UserError: it or a file beside it is no tokenizer file, or its steps could turn a short text into one that fills the memory.
     """
-    return _read(path, subject)[0]
+    model, beside = _read(path, subject)
+    return model, beside.cleans
+
+
+# clean_up_tokenization of transformers 5.24, in its order
+_SPACES = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+
+
+def cleaned(text: str) -> str:
+    """Returns a decoded text without spaces before marks, as transformers does where `clean_up_tokenization_spaces` is true."""
+    for part in _SPACES:
+        text = text.replace(part, part.strip())
+    return text
+
+
+def settled(text: str) -> str:
+    """Returns the beginning of a text of which what follows changes nothing in `cleaned`."""
+    while kept := max((n for part in _SPACES for n in range(1, len(part) + 1) if text.endswith(part[:n])), default=0):
+        text = text[:-kept]
+    return text
 
 
 def _read(path: str | os.PathLike[str], subject: str) -> tuple[tokenizers.Tokenizer, token_files.Beside]:
@@ -449,7 +469,8 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of `ids`. Drops special tokens and ids outside the vocabulary."""
         with refused(f"{self.subject} cannot decode its ids", "choose another tokenizer"):
-            return self.model.decode(_below(ids, self.vocab_size))
+            text = self.model.decode(_below(ids, self.vocab_size))
+            return cleaned(text) if self.files.cleans else text
 
 
 def _bytes_of(text: str) -> bytes:

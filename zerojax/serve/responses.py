@@ -135,14 +135,15 @@ class Writer:
     def _next(self, choice: Sent, *, is_over: bool) -> tuple[str, list[tools_lib.ToolCall], dict[str, Any] | None]:
         """Returns the text, the calls and the logarithms of the tokens that were not sent yet; None if no logarithms were asked for."""
         request, before = choice.request, choice.letters
-        text = request.settled[before:]
+        text = request.settled
+        if text and not self._is_chat:  # it goes on with the prompt
+            text = self._words.before(request.tokens[0]) + text
+        text = self._words.cleaned(text, is_over=is_over)[before:]
         calls: list[tools_lib.ToolCall] = []
         choice.letters += len(text)
         if choice.reader is not None:
             text, calls = choice.reader.add(text, is_over=is_over)
             choice.calls += len(calls)
-        if text and not before and not self._is_chat:  # it goes on with the prompt
-            text = self._words.before(request.tokens[0]) + text
         if request.settings.logprobs is None:
             return text, calls, None
         known = list(zip(request.tokens, request.logprobs))[choice.tokens :]

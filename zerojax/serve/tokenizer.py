@@ -48,6 +48,10 @@ class Words:
         """Returns what is between a prompt and an answer that begins with a token: a space, or nothing."""
         return ""
 
+    def cleaned(self, text: str, *, is_over: bool) -> str:
+        """Returns an answer's text so far, or the beginning of it that what follows does not change, without spaces that are none."""
+        return text
+
     chat_template = ""  # "own" or "plain"; "" without conversations
     chat_ends: tuple[
         int, ...
@@ -75,7 +79,7 @@ class TokenizerWords(Words):
 
     def __init__(self, folder: folder_lib.Folder, chat_template: str):
         path = folder.path / TOKENIZER
-        self._folder, self._model = folder, tokenizer_lib.read_model(path, f"{path}:")
+        self._folder, (self._model, self._cleans) = folder, tokenizer_lib.read_model(path, f"{path}:")
         self._chat, self.note = templates.chat_of(folder.path, chat_template)
         self.chat_template = "plain" if self._chat is templates.plain_chat else "own"
         self._lock, self.grammar_of = threading.Lock(), grammars.Schemas(path)
@@ -107,6 +111,12 @@ class TokenizerWords(Words):
     def before(self, token: int) -> str:
         """Returns the space that some tokenizers leave out where a text begins; nothing where an answer is a text of its own."""
         return "" if self._folder.family.is_encoder_decoder else self._left_out(token)
+
+    def cleaned(self, text: str, *, is_over: bool) -> str:
+        """Returns an answer's text as `tokenizer.cleaned` has it, where the tokenizer's settings say so."""
+        if not self._cleans:
+            return text
+        return tokenizer_lib.cleaned(text if is_over else tokenizer_lib.settled(text))
 
     def _left_out(self, token: int) -> str:
         alone = self.text_of([token])
