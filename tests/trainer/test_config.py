@@ -419,9 +419,10 @@ def test_the_tokenizer_of_an_imported_model_is_that_of_its_folder(tmp_path):
     with pytest.raises(UserError, match=r"has no tokenizer.json; add the model's own, or set it to .bytes."):
         runs.config(**named)
     assert runs.config(**named, data__tokenizer="bytes").data.tokenizer == "bytes"
-    (tmp_path / "spiece.model").touch()
-    with pytest.raises(UserError, match=r"has spiece.model and no tokenizer.json"):
-        runs.config(**named)
+    for other in ("tekken.json", "spiece.model"):
+        (tmp_path / other).touch()
+        with pytest.raises(UserError, match=rf"has {other} and no tokenizer.json"):
+            runs.config(**named, data__tokenizer="bytes")
     (tmp_path / "tokenizer.json").touch()
     assert runs.config(**named).data.tokenizer == str(tmp_path / "tokenizer.json")
     with pytest.raises(UserError, match=r"the model of config.init_from has a tokenizer of its own"):

@@ -38,6 +38,17 @@ GENERATION, SPECIAL_TOKENS, CHAT_TEMPLATE = "generation_config.json", "special_t
 CONFIG, INDEX, ONE_FILE = "config.json", tensor_files.INDEX, tensor_files.ONE_FILE
 # by name in a config
 DTYPES: Mapping[str, Any] = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+# Vocabularies of tokenizers without a tokenizer.json: SentencePiece's, those of words or of merges, Mistral's and tiktoken's.
+OTHER_TOKENIZERS = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "tiktoken.model",
+)
 # Files beside the weights that an export of an imported model carries along: settings of generation, and any tokenizer's.
 CARRIED = (
     GENERATION,
@@ -45,12 +56,9 @@ CARRIED = (
     "tokenizer_config.json",
     SPECIAL_TOKENS,
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
+    *OTHER_TOKENIZERS,
+    "target.spm",
     "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
     CHAT_TEMPLATE,
     "chat_template.json",
 )

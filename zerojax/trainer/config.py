@@ -21,7 +21,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.data import batches, mixture
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
-from zerojax.interop import hub, vllm_server
+from zerojax.interop import hub, huggingface, vllm_server
 from zerojax.lora import settings as lora_lib
 from zerojax.ops import tiles
 from zerojax.trainer import ranges, settings, trackers
@@ -41,7 +41,6 @@ TITLE, WEIGHT = "title", "weight"
 _HELD_OUT = {"eval_split": "eval_file", "eval_file": "eval_split"}
 TOKENIZER = "tokenizer.json"
 LONG_TEXTS: Mapping[str, Any] = {"tile_tokens": tiles.USUAL, "remat": "attention", "offload": r"layer_\d+"}
-OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +132,7 @@ def _tokenizer(config: settings.Config) -> str:
                 f'config.data.tokenizer: is "bytes", and the model of config.init_from has a tokenizer of its own; omit it, or set {own}'
             )
         return str(own)
-    if others := [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]:
+    if others := [name for name in huggingface.OTHER_TOKENIZERS if (folder / name).is_file()]:
         raise UserError(
             f"config.data.tokenizer: {folder} has {others[0]} and no {TOKENIZER}; write one with transformers "
             f"(AutoTokenizer.from_pretrained(folder).save_pretrained(folder)), or set config.data.tokenizer"
