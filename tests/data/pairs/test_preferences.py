@@ -13,6 +13,9 @@ def test_a_pair_stays_as_it_is_and_scores_choose_the_best_and_the_worst():
     usual = {"text": "c", "label": "a", "rejected": "b"}
     assert preferences.pair_of(usual, "f:1") == {**usual, "prompt": "c", "chosen": "a"}
     assert preferences.pair_of({**usual, "prompt": "d"}, "f:1")["prompt"] == "d"
+    asked = {"messages": ["q"], "tools": [{"function": {"name": "f"}}]}
+    openai = preferences.pair_of({"input": asked, "preferred_output": "a", "non_preferred_output": "b"}, "f:1")
+    assert (openai["prompt"], openai["tools"]) == (asked["messages"], asked["tools"])
     rated = {"responses": np.array(["a", "b", "c", "d"], object), "ratings": np.array([2.0, 7.0, 7.0, 0.5])}
     found = preferences.pair_of(rated, "f:1")
     assert (found["chosen"], found["rejected"]) == ("b", "d")

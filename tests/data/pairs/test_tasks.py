@@ -151,12 +151,16 @@ def test_what_a_template_never_writes_is_told_or_refused(tmp_path):
     thought = [TURNS[0], {**TURNS[1], "reasoning_content": "hm"}]
     plain = by_template(tmp_path, WRITTEN, {"messages": TURNS, "tools": tools}, {"messages": TURNS})
     assert [told in note for note in plain.notes].count(True) == 1
+    system = [{"role": "system", "content": "S"}, *TURNS]
+    aside = by_template(tmp_path, WRITTEN, {"messages": TURNS, "system": "S"}, {"messages": system, "system": "S"})
+    assert ["1 of 2 examples have a field 'system', which" in note for note in aside.notes].count(True) == 1
     reads = WRITTEN.replace("{{ m.content }}", "{{ m.content }}{{ tools }}{{ m.tool_calls }}{{ m.reasoning_content }}")
     for messages in (TURNS, call, thought):
         assert not [
             note for note in by_template(tmp_path, reads, {"messages": messages, "tools": tools}).notes if told in note
         ]
-    for messages, word in ((call, "calls tools"), (thought, "has reasoning")):
+    earlier = [TURNS[0], {**TURNS[1], "function_call": {"name": "f", "arguments": "{}"}}]
+    for messages, word in ((call, "calls tools"), (earlier, "calls a function"), (thought, "has reasoning")):
         with pytest.raises(UserError, match=f"a message {word}, which the chat template never writes"):
             by_template(tmp_path, WRITTEN, {"messages": messages})
 
@@ -308,6 +312,10 @@ def test_preferences_of_all_known_forms_are_the_same_pair():
         ),
         ({"completions": ["a", "b"], "scores": [1, 1]}, "all scores are alike (1)"),
         ({"completions": ["a", "b"], "scores": [1]}, "scores must be a number for each of completions"),
+        (
+            {"question": "q", "chosen": "a", "rejected": "b"},
+            "has no 'prompt', and its answers begin with no words alike; its fields: question, chosen",
+        ),
         ({"chosen": "a", "rejected": "b", "images": ["x"]}, "has 'images', and models read text alone here"),
     ],
 )

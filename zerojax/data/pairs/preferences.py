@@ -32,7 +32,9 @@ def pair_of(example: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     if "preferred_output" in example and "non_preferred_output" in example:
         asked = templates.plain(example.get("input"))
         found = {**example, CHOSEN: example["preferred_output"], REJECTED: example["non_preferred_output"]}
-        return {**found, PROMPT: asked["messages"]} if isinstance(asked, Mapping) and "messages" in asked else found
+        if isinstance(asked, Mapping) and "messages" in asked:
+            found |= {PROMPT: asked["messages"], templates.TOOLS: asked.get(templates.TOOLS)}
+        return found
     if LABEL in example and REJECTED in example:
         found = {**example, CHOSEN: example[LABEL]}
         return {**found, PROMPT: example[TEXT]} if PROMPT not in example and TEXT in example else found

@@ -304,6 +304,7 @@ class _Counts:
             "answer": f"answers are longer than {f.answer_len if f.is_encoder_decoder else f.seq_len} tokens, and their ends are cut",
             "empty": "answers are empty: there the model learns to end at once",
             "shared": "prompts end within a token that their answers begin with, so the model is asked otherwise than it learns",
+            "system": "examples have a field 'system', which nothing reads: write it as the first message",
             "parts": "conversations have lists of texts as contents, which the chat template does not write: they are joined",
             "tools": "conversations offer tools, which the chat template never writes",
             "dropped": "conversations have a message whose content the chat template leaves out",
@@ -335,9 +336,9 @@ class _Encoder:
         self.text = ""  # of the last example
         self.ends: collections.Counter[int] = collections.Counter()
         self._folder = folder
+        self._has_known_form = settings.task in PAIRED and not settings.answer
         if settings.task == CHAT:
             return
-        self._has_known_form = settings.task in PAIRED and not settings.answer
         if self._has_known_form:
             prompt, chosen, rejected = (f"{{{field}}}" for field in preferences.FIELDS)
             settings = dataclasses.replace(settings, prompt=prompt, answer=chosen, rejected=rejected)
@@ -374,6 +375,9 @@ class _Encoder:
             talk: tuple[list[templates.Message], int] | None = (self._messages(example, told), 0)
         else:
             talk = self._talk(example, told)
+        is_led = talk is not None and talk[0][0]["role"] == templates.SYSTEM
+        if (self._settings.task == CHAT or self._has_known_form) and example.get(templates.SYSTEM) and not is_led:
+            counts.add("system", place)
         if talk is None:
             prompt, text = self._texts(example, told)
             answer = text or ""
@@ -487,8 +491,10 @@ class _Encoder:
             counts.add("tools", place)
         calls = any(message.get(templates.TOOL_CALLS) for message in messages)
         thinks = any(message.get(name) for message in messages for name in templates.REASONING)
+        earlier = any(message.get(templates.FUNCTION_CALL) for message in messages)
         for has, names, told in (
             (calls, [templates.TOOL_CALLS], "calls tools"),
+            (earlier, [templates.FUNCTION_CALL], "calls a function"),
             (thinks, templates.REASONING, "has reasoning"),
         ):
             if has and not any(self._reads(name, given) for name in names):
@@ -609,6 +615,11 @@ class _Encoder:
             both = [template.fill(example, place, self._names) for template in self._answers]
             shared = both[0][: _shared(both)]
             end = max(0, *map(shared.rfind, BETWEEN_WORDS))
+            if not end and self._has_known_form:
+                raise UserError(
+                    f"{place}: has no {preferences.PROMPT!r}, and its answers begin with no words alike; its fields: "
+                    f"{', '.join(map(str, example))}; name them in `prompt`, `answer` and `rejected` (`prompt=` for none)"
+                )
             return both[0][:end], both[0][end:]
         has_answer = is_answered or _fits(self._answer, example)
         answer = self._answer.fill(example, place, self._names) if has_answer else None

@@ -32,12 +32,13 @@ from zerojax.errors import UserError
 
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _WHOLE = re.compile(r"\s*-?[0-9]{1,9}\s*")  # a number in a table of texts
-USER, ASSISTANT, TOOL = "user", "assistant", "tool"
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 AUTO = "auto"
 CHOICES = (AUTO, "own", "plain")  # of chat templates
 ROLES = {"human": USER, "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}  # other names for a role
 JINJA_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 DATE = "strftime_now"  # the function that gives a template the date
+FUNCTION_CALL = "function_call"  # of a message, before there were TOOL_CALLS
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 TOOLS, TOOL_CALLS, VARIABLES = (
     "tools",
