@@ -192,7 +192,10 @@ class Talk:
             own = mark if is_text else next(str(n) for n in itertools.count(10**8 + 7) if str(n) not in self.text)
             call = _with_arguments(last, own if is_text else {"a": int(own)})
             ways.append(({**message, templates.TOOL_CALLS: [*calls, call]}, own))
-        for way, (other, own) in enumerate(ways):
+        order = [*enumerate(ways)]
+        if not templates.text_of(message).strip():  # calls alone: what a tool answers may stand in place of a content
+            order = [*order[2:], *order[:2]]
+        for way, (other, own) in order:
             found = self._rendered([*messages[:number], other, *messages[number + 1 :]])
             if found is not None and found.count(own) == 1:
                 yield way, found, own
