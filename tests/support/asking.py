@@ -40,11 +40,11 @@ def write_prompts(folder, count=5, **more):
     return runs.write_lines(folder / "prompts.jsonl", lines)
 
 
-def opened(prompts_file, devices=8, task=TASK, **changes):
+def opened(prompts_file, devices=8, task=TASK, tell=lambda line: None, **changes):
     """Returns the program of a config, and what makes its batches."""
     built, streams, found = runs.opened(devices, **{**task, "data__train_file": prompts_file, **changes})
     with runs.on_devices(devices):
-        return built, rollouts.Rollouts(built, runs.BYTES, found, streams)
+        return built, rollouts.Rollouts(built, runs.BYTES, found, streams, tell)
 
 
 def teachers(folder, **changes):

@@ -191,7 +191,9 @@ def _exchange(found: step_plan.Exchange) -> str:
 
 
 def _rollouts(found: step_plan.RolloutDevices) -> str:
-    """Returns what the devices hold that draw answers."""
+    """Returns what the devices hold that draw answers, or why they hold nothing."""
+    if found.refused:
+        return f"rollouts: {found.refused}"
     which = {0: "each device", 1: "the device that draws answers"}.get(
         found.devices, f"each of the {found.devices} devices that draw answers"
     )

@@ -78,6 +78,7 @@ class RolloutDevices(NamedTuple):
       answers: of a step.
       weights, caches: the bytes of the copies of the weights, and of the answers' keys and values.
       state: the bytes of the state beside them.
+      refused: why a run would end; "" if its engine has room.
     """
 
     devices: int
@@ -85,6 +86,7 @@ class RolloutDevices(NamedTuple):
     weights: int
     caches: int
     state: int = 0
+    refused: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -197,8 +199,9 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Returns whether the step fits, or None if the device's memory is unknown."""
-        return None if self.usable is None else self.most <= self.usable
+        """Returns whether the step fits, and what draws its answers, or None if the device's memory is unknown."""
+        is_refused = self.rollouts is not None and bool(self.rollouts.refused)
+        return None if self.usable is None else self.most <= self.usable and not is_refused
 
 
 def shortage(error: BaseException) -> str | None:

@@ -64,7 +64,7 @@ def nbytes(program: program_lib.Program) -> int:
     if config.data.task == tasks.GRPO and program.rollout_mesh is None and rewards.is_folder(config.grpo.reward):
         with errors.below("config.grpo.reward: "):
             opened = folder_lib.open_folder(config.grpo.reward)
-        found += _bytes_of(_partition(program, opened.family, abstract_of(program, opened), program.mesh))
+        found += _bytes_of(_partition(program, opened.family, abstract_of(program, opened), program.rollouts.mesh))
     return found
 
 

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
@@ -25,7 +24,6 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.zero import stages, state_bytes
-from zerojax.zero.host import memory_kind
 from zerojax.zero.offload import step_by_block
 from zerojax.zero.weights import partition as partition_lib
 
@@ -96,13 +94,10 @@ def rollouts_of(program: program_lib.Program, usable: int | None = None) -> step
         own = program.rollouts
         found = rollout_sizes.bytes_of(program, model, own, program.copies(own))
         return step_plan.RolloutDevices(program.rollout_mesh.size, answers, *found)
-    state = sum(
-        tree.shard_bytes(leaf)
-        for leaf in jax.tree.leaves(program.partition.abstract_state)
-        if not memory_kind.is_on_host(leaf)
-    )
+    state = rollout_sizes.of_state(program)
     held = rollout_sizes.held(program, model, None if usable is None else usable - state)
-    return step_plan.RolloutDevices(0, answers, held.weights, held.caches, state)
+    refused = "" if held.fits else held.line
+    return step_plan.RolloutDevices(0, answers, held.weights, held.caches, state, refused)
 
 
 def exchange_of(program: program_lib.Program) -> step_plan.Exchange | None:

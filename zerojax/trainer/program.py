@@ -97,8 +97,8 @@ class Program:
 
     @functools.cached_property
     def rollouts(self) -> partition_lib.Partition:
-        """Returns how the weights are sharded by which answers are drawn: those of the state, or copies on `rollout_mesh`."""
-        return self.partition if self.rollout_mesh is None else self.at_stage_0(self.rollout_mesh)
+        """Returns how the weights are sharded by which answers are valued: as for evaluations, or copies on `rollout_mesh`."""
+        return self.forward.partition if self.rollout_mesh is None else self.at_stage_0(self.rollout_mesh)
 
     def copies(self, own: partition_lib.Partition) -> PyTree:
         """Returns copies of the weights as a partition shards them, as ShapeDtypeStructs in the compute dtype."""

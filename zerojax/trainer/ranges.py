@@ -95,9 +95,8 @@ def _check_answers(config: settings.Config) -> None:
         wrong["precision"] = "fp8 rounds the log-probabilities too much that are compared"
     if task == tasks.GRPO:
         wrong |= {"epochs": "rollouts have no epochs", "mesh.pipe": "the engine runs all layers on every device"}
-        if not config.grpo.exact:
-            wrong["offload.params"] = "the engine reads weights on the devices for each token"
-            wrong |= {} if config.rollout_devices else {"mesh.expert": "the engine gathers experts"}
+        if not config.grpo.exact and not config.rollout_devices:
+            wrong["mesh.expert"] = "the engine gathers experts"
     _refuse(config, f"the task {task}", wrong)
     if task != tasks.GRPO:
         return
@@ -157,7 +156,6 @@ def _check_distilled(config: settings.Config) -> None:
         )
     of_engine = {
         "mesh.expert": "the engine gathers experts",
-        "offload.params": "the engine reads weights on the devices for each token",
         "epochs": "answers of the student have no epochs",
     }
     _refuse(config, f"config.distill.own={config.distill.own}", of_engine)

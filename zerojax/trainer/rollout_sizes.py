@@ -5,14 +5,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax import display, tree
+from zerojax import display, errors, roles, tree
 from zerojax import mesh as mesh_lib
 from zerojax.inference.engine import programs
 from zerojax.models import family as family_lib
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
-from zerojax.tree import PyTree
-from zerojax.zero import stages
+from zerojax.trainer import settings as settings_lib
+from zerojax.tree import Leaf, PyTree
+from zerojax.zero import stages, state_bytes
+from zerojax.zero.host import selection
 from zerojax.zero.weights import partition as partition_lib
 
 FREE = 0.75  # of a device's free bytes, which copies of weights and the caches may take: what programs compute needs the rest
@@ -25,16 +27,18 @@ class Drawing(NamedTuple):
       copies: how weights are sharded that are copied once a step; None: the engine reads the state's.
       weights, caches: the bytes on each device of these copies, and of keys and values.
       line: which copies they are and why; "" where none are needed.
+      fits: whether an engine can be made.
     """
 
     copies: partition_lib.Partition | None
     weights: int
     caches: int
     line: str
+    fits: bool = True
 
 
 def held(program: program_lib.Program, model: Any, free: int | None) -> Drawing:
-    """Chooses the copies of sharded weights that fit beside the caches.
+    """Chooses the copies of weights that fit beside the caches, where the engine cannot read the state's own or would gather them often.
 
     Weights that travel packed are gathered where they are used, as in a step, which rounds them.
 
@@ -43,28 +47,63 @@ def held(program: program_lib.Program, model: Any, free: int | None) -> Drawing:
       model: the config that the engine has.
       free: the bytes that the state leaves of a device; None: they are not known.
     """
-    config, own = program.config, program.partition
-    _, caches = bytes_of(program, model, own, own.abstract_state.params)
-    if not stages.STAGES[config.zero.stage].params or config_lib.make_wires(config).is_on or program.mesh.size == 1:
-        return Drawing(None, 0, caches, "")
+    config, own, mesh = program.config, program.partition, program.mesh
+    unread = _unread(program)
+    if not unread:
+        _, caches = bytes_of(program, model, own, own.abstract_state.params)
+        if not stages.STAGES[config.zero.stage].params or config_lib.make_wires(config).is_on or mesh.size == 1:
+            return Drawing(None, 0, caches, "")
+    sizes, devices = mesh_lib.sizes(mesh), mesh.devices.ravel().tolist()
+    ways = mesh.size // sizes["replica"]
+    gathered = mesh_lib.make_mesh(sizes["replica"], model=sizes["model"], devices=devices)
+    sharded = mesh_lib.make_mesh(sizes["replica"], data=1, model=ways, devices=devices)
+    forms = {gathered: "gathered once a step"}
+    forms.setdefault(sharded, f"sharded once a step over {ways} devices (tensor parallelism)")
     refused = list[str]()
-    ways = mesh_lib.size(program.mesh, (*mesh_lib.STATE, *mesh_lib.COMPILER))
-    devices = program.mesh.devices.ravel().tolist()
-    sharded = mesh_lib.make_mesh(replica=program.mesh.size // ways, data=1, model=ways, devices=devices)
-    for how, mesh in (
-        ("gathered once a step", program.mesh),
-        (f"sharded once a step over {ways} devices (tensor parallelism)", sharded),
-    ):
-        copies = program.baseline if mesh is program.mesh else program.at_stage_0(mesh)
-        weights, caches = bytes_of(program, model, copies, program.copies(copies))
+    for where, how in forms.items():
+        copies = program.at_stage_0(where)
+        wanted = program.copies(copies)
+        weights, caches = bytes_of(program, model, copies, wanted)
+        both = zip(*map(jax.tree.leaves, (own.abstract_state.params, wanted)), strict=True)
+        weights -= sum(tree.shard_bytes(one) for leaf, one in both if is_same(leaf, one))
         taken = f"{display.human(weights)} on each device beside {display.human(caches)} of caches"
         if free is None or weights + caches <= free * FREE:
             why = f": {'; '.join(refused)}, and {display.human(free or 0)} are free" if refused else ""
             line = f"answers are drawn by weights {how}, {taken}, freed before the update{why}"
             return Drawing(copies, weights, caches, line)
         refused.append(f"{how} they take {taken}")
-    known = f"{'; '.join(refused)}, and {display.human(free or 0)} are free"
-    return Drawing(None, 0, caches, f"answers are drawn by weights that are gathered for each token: {known}")
+    known = f"{'; '.join(refused)}, and {display.human(max(free or 0, 0))} are free"
+    if not unread:
+        return Drawing(None, 0, caches, f"answers are drawn by weights that are gathered for each token: {known}")
+    value, default = settings_lib.lookup(config, unread), settings_lib.table()[unread].default
+    line = (
+        f"config.{unread}: is {errors.shown(value)}, so answers are drawn by copies of the weights, which do not fit: {known}; take more "
+        f"devices, a smaller config.global_batch_size, or set --config.{unread}={default}"
+    )
+    return Drawing(copies, weights, caches, line, fits=False)
+
+
+def _unread(program: program_lib.Program) -> str:
+    """Returns the setting for which no engine can read the state's own weights; "" if one can."""
+    own = program.partition
+    whys = {
+        "offload.params": selection.are_params_on_host(own),
+        "mesh.pipe": own.pipeline is not None,
+        "mesh.expert": mesh_lib.size(own.mesh, mesh_lib.EXPERT) > 1,
+    }
+    return next((place for place, is_so in whys.items() if is_so), "")
+
+
+def is_same(leaf: Leaf, wanted: jax.ShapeDtypeStruct) -> bool:
+    """Returns whether a state's weight is the same array as its copy would be."""
+    is_alike = (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
+    return is_alike and leaf.sharding.is_equivalent_to(wanted.sharding, len(wanted.shape))
+
+
+def of_state(program: program_lib.Program) -> int:
+    """Returns the bytes of the state on each device; of a pipeline's groups those of the one that holds the most."""
+    found = state_bytes.bytes_per_device(program.partition)
+    return sum(found.values()) - found[roles.GRADIENTS]
 
 
 def model_of(program: program_lib.Program) -> Any:

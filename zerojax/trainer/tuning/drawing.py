@@ -19,20 +19,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision
 from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.inference.engine import engine as engine_lib
 from zerojax.inference.engine import requests
 from zerojax.models import family as family_lib
 from zerojax.models import layers
+from zerojax.trainer import beside, rollout_sizes
 from zerojax.trainer import program as program_lib
-from zerojax.trainer import rollout_sizes
+from zerojax.trainer.tuning import weight_copies
 from zerojax.tree import PyTree
 from zerojax.zero.gradients import forward_only
 from zerojax.zero.host import selection
 from zerojax.zero.offload import fetched_params
-from zerojax.zero.update import padding
 from zerojax.zero.weights import partition as partition_lib
 
 
@@ -93,15 +92,18 @@ class _Model(NamedTuple):
 class ByEngine:
     """Draws by the engine.
 
-    Where the state's weights are sharded, they are copied once a step in the compute dtype (`_copies`): gathered on each device, or where
-    that does not fit, sharded for tensor parallelism. The copies are freed before the update. If neither fits, the engine reads the weights
-    as they are, and gathers each where it is used, for each token.
+    Where the state's weights are sharded or not on the devices, they are copied once a step in the compute dtype (`rollout_sizes.held`):
+    gathered on each device, or where that does not fit, sharded for tensor parallelism. The copies are freed before the update. If neither
+    fits, the engine reads the weights as they are, and gathers each where it is used, for each token, if it can.
 
     Args:
       program: of the run.
       special: the tokens that begin and end texts.
       tell: prints a line.
       between: called between tokens.
+
+    Raises:
+      UserError: no copies fit, and it cannot read the weights as they are.
     """
 
     def __init__(
@@ -111,11 +113,10 @@ class ByEngine:
         tell: Callable[[str], object] = lambda line: None,
         between: Callable[[], object] = lambda: None,
     ):
-        self._program, self._special, self._tell, self._between = program, special, tell, between
+        self._program, self._special, self._between = program, special, between
         self._engine: engine_lib.Engine | None = None
         self._asked: list[tuple[DrawnAnswer, requests.Request]] = []
-        self._copies: _Copies | None = None
-        self._copied: PyTree = ()
+        self._partition, self._copies = _weights(program, self._model, tell)
         self._read: list[tuple[int, int, int]] = []  # the row, the slot and the tokens of each answer that is done
 
     @functools.cached_property
@@ -125,10 +126,9 @@ class ByEngine:
     def renew(self, params: PyTree) -> None:
         """See `Drawer`."""
         self._read = []
-        if self._engine is None:
-            self._copies = _copies(self._program, self._model, self._tell)
         if self._copies is not None:
-            params = self._copied = self._copies.make(params)
+            self._copies.renew(params)
+            params = self._copies.params
         if self._engine is None:
             self._engine = self._made(params)
         else:
@@ -136,9 +136,8 @@ class ByEngine:
 
     def release(self) -> None:
         """See `Drawer`."""
-        for leaf in jax.tree.leaves(self._copied):
-            leaf.delete()
-        self._copied = ()
+        if self._copies is not None:
+            self._copies.free()
 
     def submit(self, answer: DrawnAnswer) -> None:
         """See `Drawer`."""
@@ -167,13 +166,12 @@ class ByEngine:
         assert self._engine is not None
         mixed = filter(self._model.remembers_choices, range(self._model.num_layers))
         held = [self._engine.caches[layer][-1] for layer in mixed]
-        replicated = NamedSharding(self._program.rollouts.mesh, P())
+        replicated = NamedSharding(self._partition.mesh, P())
         chosen = np.asarray(jax.jit(lambda *own: jnp.stack(own, axis=2), out_shardings=replicated)(*held))
         return {row: chosen[slot, :count] for row, slot, count in self._read}
 
     def _made(self, params: PyTree) -> engine_lib.Engine:
-        program, config = self._program, self._program.config
-        partition = program.rollouts if self._copies is None else self._copies.partition
+        program, config, partition = self._program, self._program.config, self._partition
         ways, sizes = mesh_lib.size(partition.mesh, mesh_lib.SUMMED), rollout_sizes.sizes_of(program)
         model = _Model(program.family, self._model, self._special, partition, params, program.weights.adapted)
         return engine_lib.Engine(
@@ -274,44 +272,37 @@ class ByTraining:
         return found
 
 
-class _Copies(NamedTuple):
-    """The weights that answers are drawn by, copied from the state's.
-
-    Attributes:
-      partition: how they are sharded.
-      make: f(params) -> the copies, in the compute dtype.
-    """
-
-    partition: partition_lib.Partition
-    make: Callable[[PyTree], PyTree]
-
-
-def _copies(program: program_lib.Program, model: Any, tell: Callable[[str], object]) -> _Copies | None:
-    """Returns the copies of sharded weights that fit beside the caches; None where the engine reads the weights as they are.
+def _weights(
+    program: program_lib.Program, model: Any, tell: Callable[[str], object]
+) -> tuple[partition_lib.Partition, weight_copies.WeightCopies | None]:
+    """Returns how the weights are sharded that the engine reads, and what copies the state's; None where it reads these as they are.
 
     Args:
       program: of the run.
       model: the config that the engine has.
       tell: is called with a line that says which copies they are, and why.
+
+    Raises:
+      UserError: no copies fit, and the engine cannot read the weights as they are.
     """
-    if program.rollout_mesh is not None:  # `aside` has gathered them
-        return None
-    found = rollout_sizes.held(program, model, _free())
+    if program.rollout_mesh is not None:  # `rollouts` has copied them
+        return program.rollouts, None
+    free = _free()
+    if free is not None:
+        free -= rollout_sizes.of_state(program) + beside.nbytes(program)
+    found = rollout_sizes.held(program, model, free)
+    if not found.fits:
+        raise UserError(found.line)
     if found.line:
         tell(found.line)
     if found.copies is None:
-        return None
-
-    def cast(params: PyTree) -> PyTree:
-        whole = padding.unpad({"params": params}, program.partition)["params"]
-        # Copies, also of what is replicated: they are deleted.
-        return jax.tree.map(jnp.copy, precision.cast_floating(whole, program.config.policy.compute_dtype))
-
-    return _Copies(found.copies, jax.jit(cast, out_shardings=found.copies.shardings.params))
+        return program.partition, None
+    return found.copies, weight_copies.WeightCopies(program, found.copies)
 
 
 def _free() -> int | None:
-    """Returns the free bytes of process 0's first device, None where its backend does not report them. All processes must call it."""
+    """Returns the free bytes of process 0's first device before it has a state, None where its backend does not report them. All processes
+    must call it."""
     stats = jax.local_devices()[0].memory_stats() or {}
     own = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if stats.get("bytes_limit") else -1
     # In two words: JAX would make a large integer one of 32 bits.

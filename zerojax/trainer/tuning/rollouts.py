@@ -29,7 +29,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import examples, recorder, rewarded
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.trainer.tuning import answers, aside, conversations, drawing, values
+from zerojax.trainer.tuning import answers, conversations, drawing, values, weight_copies
 from zerojax.tree import PyTree
 from zerojax.zero.offload import fetched_params
 
@@ -94,7 +94,7 @@ class Rollouts:
             if program.config.grpo.exact
             else drawing.ByEngine(program, self._special, tell, self._look)
         )
-        self._copies = None if program.rollout_mesh is None else aside.WeightCopies(program)
+        self._copies = None if program.rollout_mesh is None else weight_copies.WeightCopies(program, program.rollouts)
         adapted, bare = program.weights.adapted, program.family
         if adapted is not None:
             bare = families_lora.with_adapters(program.weights.family, adapted.chosen, 0)
@@ -275,6 +275,8 @@ class Rollouts:
         size = self._program.sizes.micro_batch_size * mesh_lib.ways(mesh)
         read = [name for name in batch if name not in rewarded.OF_ANSWER]
         found = dict(batch)
+        if names and self._copies is None:
+            params = self._program.forward.params(params)
         for name in names:
             parts = []
             for at in range(0, self._program.sizes.global_batch_size, size):

@@ -1,4 +1,5 @@
-"""Checks answers that some devices draw while others train. This module tests zerojax.trainer.tuning.aside."""
+"""Checks copies of weights, and answers that some devices draw by them while others train. This module tests
+zerojax.trainer.tuning.weight_copies."""
 
 import itertools
 import shutil
@@ -17,7 +18,8 @@ from zerojax.launch import signals
 from zerojax.plan import report
 from zerojax.trainer import metrics, plans, rewarded
 from zerojax.trainer import state as state_lib
-from zerojax.trainer.tuning import aside
+from zerojax.trainer.tuning import weight_copies
+from zerojax.zero.host import memory_kind
 
 ROUNDING = 1e-4  # of log-probabilities: a cache and a full pass sum in another order
 ONE_STEP = {"grpo__inner_steps": 1, "grpo__reward": "asking:long"}
@@ -35,7 +37,9 @@ def moved(params, partition, number):
 
     def move(path, leaf):
         noise = 0.1 * number * arrays.normal(next(seeds), leaf.shape)
-        return leaf + noise.astype(leaf.dtype) if partition.placements[f"params/{path}"].trainable else leaf
+        if not partition.placements[f"params/{path}"].trainable:
+            return leaf
+        return jax.device_put((np.asarray(leaf) + noise).astype(leaf.dtype), leaf.sharding)  # also in host memory
 
     return tree.map_with_path(move, params)
 
@@ -54,7 +58,7 @@ def plain(batch):
         pytest.param(2, {"zero__stage": 3, "mesh__model": 2, "zero__min_size": 0}, marks=runs.LONG),
         pytest.param(1, {"zero__stage": 3, "model__preset": "moe_test", "mesh__expert": 2}, marks=runs.LONG),
         pytest.param(1, {"model__preset": "moe_test", "mesh__expert": 2, "grpo__replay": True}, marks=runs.LONG),
-        pytest.param(1, {"zero__stage": 3, "offload__optimizer": "host"}, marks=runs.LONG),
+        pytest.param(1, {"zero__stage": 3, "offload__optimizer": "host", "offload__params": "host"}, marks=runs.LONG),
         pytest.param(1, {"zero__stage": 3, "lora__r": 4, "lora__quantize": "nf4"}, marks=runs.LONG),
         pytest.param(1, {"zero__stage": 3, "wire__weights": "int8"}, marks=runs.LONG),
         pytest.param(2, {"grpo__environment": "asking:echo", "grpo__turns": 2, "seq_len": 24}, marks=runs.LONG),
@@ -122,7 +126,7 @@ def test_copies_are_the_weights_also_in_parts_and_when_a_step_has_written_over_t
         params = state_lib.first(built).params
         wanted = jax.tree.map(np.array, params)
         with (
-            mock.patch.object(aside, "AT_ONCE", most),
+            mock.patch.object(weight_copies, "AT_ONCE", most),
             mock.patch.object(jax, "block_until_ready", lambda held: waits.append(wait(held))),
         ):
             ahead._copies.renew(params, 0)
@@ -170,7 +174,11 @@ def nbytes_on(device, arrays):
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora__r": 4, "lora__quantize": "nf4"}], ids=["all weights", "nf4"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"lora__r": 4, "lora__quantize": "nf4", "offload__params": "host"}],
+    ids=["all weights", "nf4 on host"],
+)
 def test_the_plan_counts_what_devices_hold_that_draw_and_then_train(prompts_file, cache_dir, changes):
     """At stage 3 copies of the weights beside the state. The copies are freed before the step, and the caches are not."""
     built, ahead = asking.opened(prompts_file, 2, **{**ONE_STEP, "zero__stage": 3, "precision": "bf16", **changes})
@@ -180,14 +188,16 @@ def test_the_plan_counts_what_devices_hold_that_draw_and_then_train(prompts_file
     release = drawer.release
 
     def released():
-        sizes.extend(nbytes_on(device, one) for one in (drawer._copied, drawer._engine.caches))
+        sizes.extend(nbytes_on(device, one) for one in (drawer._copies._made, drawer._engine.caches))
         release()
 
     drawer.release = released
     ahead.next(1, state.params)
     assert [planned.weights, planned.caches] == sizes[:2] and planned[:2] == (0, 8)
-    assert planned.state == nbytes_on(device, state)
-    assert not drawer._copied and planned.caches == nbytes_on(device, drawer._engine.caches)
+    assert planned.state == nbytes_on(
+        device, [leaf for leaf in jax.tree.leaves(state) if not memory_kind.is_on_host(leaf)]
+    )
+    assert not drawer._copies.params and planned.caches == nbytes_on(device, drawer._engine.caches)
 
 
 def test_the_plan_tells_what_the_devices_hold_that_draw_answers(prompts_file, cache_dir):
@@ -230,11 +240,6 @@ def test_the_plan_tells_what_the_devices_hold_that_draw_answers(prompts_file, ca
             2,
             {"grpo__rollout_devices": 1, "grpo__exact": True},
             "config.grpo.rollout_devices: is 1, and with config.grpo.exact=True",
-        ),
-        (
-            2,
-            {"grpo__rollout_devices": 1, "offload__optimizer": "host", "offload__params": "host"},
-            "config.offload.params: is 'host'",
         ),
         (4, {"grpo__rollout_devices": 2, "mesh__pipe": 2, "grad_accum": 2}, "config.mesh.pipe: is 2"),
     ],
