@@ -95,8 +95,6 @@ def _check_answers(config: settings.Config) -> None:
         wrong["precision"] = "fp8 rounds the log-probabilities too much that are compared"
     if task == tasks.GRPO:
         wrong |= {"epochs": "rollouts have no epochs", "mesh.pipe": "the engine runs all layers on every device"}
-        if not config.grpo.exact and not config.rollout_devices:
-            wrong["mesh.expert"] = "the engine gathers experts"
     _refuse(config, f"the task {task}", wrong)
     if task != tasks.GRPO:
         return
@@ -154,11 +152,7 @@ def _check_distilled(config: settings.Config) -> None:
             f"config.distill.own: is {config.distill.own}, and windows of text have no prompts that the student could answer; set it to 0, "
             "or --config.data.task=seq2seq"
         )
-    of_engine = {
-        "mesh.expert": "the engine gathers experts",
-        "epochs": "answers of the student have no epochs",
-    }
-    _refuse(config, f"config.distill.own={config.distill.own}", of_engine)
+    _refuse(config, f"config.distill.own={config.distill.own}", {"epochs": "answers of the student have no epochs"})
 
 
 def check_router_bias(config: settings.Config, model: ModelConfig) -> None:

@@ -33,6 +33,7 @@ def two_steps(texts_file, teacher_folder, devices, **changes):
         pytest.param({"zero__stage": 1, "lora__r": 4, "lora__quantize": "nf4"}, marks=runs.LONG),
         pytest.param({"zero__stage": 3, "model__preset": "moe_test", "mesh__expert": 2}, marks=runs.LONG),
         pytest.param({"zero__stage": 3, "model__preset": "lfm2_test", "distill__own": 1.0}, marks=runs.LONG),
+        pytest.param({"model__preset": "moe_test", "mesh__expert": 2, "distill__own": 1.0}, marks=runs.LONG),
         pytest.param(
             {"zero__stage": 3, "offload__optimizer": "host", "offload__params": "host", "distill__own": 1.0},
             marks=runs.LONG,

@@ -22,6 +22,7 @@ from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import conversations, drawing, rollouts
 
 FAR = {"zero__stage": 3, "offload__optimizer": "host", "offload__params": "host"}
+EXPERTS = {"model__preset": "moe_test", "mesh__expert": 4}
 ROUNDING = 1e-4  # of log-probabilities: a cache and a full pass sum in another order
 
 
@@ -44,7 +45,9 @@ def test_advantages_are_those_of_each_group_of_neighbours():
         pytest.param({"zero__stage": 2, "model__preset": "t5_test"}, marks=runs.LONG),
         pytest.param({"zero__stage": 1, "mesh__model": 2}, marks=runs.LONG),
         pytest.param({"zero__stage": 1, "offload__optimizer": "host"}, marks=runs.LONG),
-        FAR,
+        {**FAR, "model__preset": "moe_test", "mesh__expert": 2},
+        pytest.param(FAR, marks=runs.LONG),
+        pytest.param({**EXPERTS, "zero__stage": 1, "lora__r": 4, "grpo__kl": 0.1}, marks=runs.LONG),
         pytest.param({**FAR, "lora__r": 4, "lora__quantize": "nf4", "grpo__kl": 0.1}, marks=runs.LONG),
         pytest.param({**FAR, "model__preset": "t5_test", "zero__indivisible": "pad"}, marks=runs.LONG),
         pytest.param({**FAR, "model__preset": "moe_test", "mesh__model": 2, "grpo__replay": True}, marks=runs.LONG),
@@ -162,8 +165,8 @@ def test_the_reference_is_the_model_without_adapters_and_the_old_one_is_that_wit
     [
         {"zero__stage": 3, "grad_accum": 2, "lora__r": 4},
         pytest.param({"zero__stage": 1, "model__preset": "moe_test"}, marks=runs.LONG),
-        pytest.param({"zero__stage": 3, "model__preset": "moe_test", "mesh__expert": 2}, marks=runs.LONG),
-        pytest.param({"offload__optimizer": "host", "offload__params": "host"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 3, **EXPERTS}, marks=runs.LONG),
+        pytest.param(FAR, marks=runs.LONG),
         pytest.param({"zero__stage": 2, "model__preset": "t5_test"}, marks=runs.LONG),
         pytest.param({"zero__stage": 3, "model__preset": "mamba2_test"}, marks=runs.LONG),
     ],
@@ -172,8 +175,7 @@ def test_the_reference_is_the_model_without_adapters_and_the_old_one_is_that_wit
 def test_exact_rollouts_have_the_log_probabilities_of_training_and_others_are_told(prompts_file, cache_dir, changes):
     """The gap is 0 with exact rollouts, rounding with the engine, and jumps where one weight of the rollouts is off."""
     found = {}
-    of_engine = () if "mesh__expert" in changes else (("engine", False), ("wrong", False))
-    for name, exact in (("exact", True), *of_engine):
+    for name, exact in (("exact", True), ("engine", False), ("wrong", False)):
         built, asked = asking.opened(prompts_file, 4, **{"grpo__inner_steps": 1, **changes, "grpo__exact": exact})
         state = state_lib.first(built)
         off = {"wrong": 10.0}.get(name, 0.0)
@@ -188,8 +190,6 @@ def test_exact_rollouts_have_the_log_probabilities_of_training_and_others_are_to
         _, metrics = built.train_step(state, batch)
         found[name] = [float(metrics[f"gap_{kind}"]) for kind in ("mean", "max", "share")]
     assert found["exact"] == [0.0, 0.0, 0.0]
-    if not of_engine:
-        return
     rounding, largest, share = found["engine"]
     assert 0 < rounding < largest < ROUNDING and share == 0
     mean, largest, share = found["wrong"]
@@ -203,6 +203,7 @@ def test_exact_rollouts_have_the_log_probabilities_of_training_and_others_are_to
         {"zero__stage": 1, "mesh__model": 2, "lora__r": 4, "grpo__kl": 0.1},
         pytest.param({"zero__stage": 2, "offload__optimizer": "host", "model__programs": "one"}, marks=runs.LONG),
         pytest.param({"zero__stage": 3, "model__programs": "kinds"}, marks=runs.LONG),
+        pytest.param({"zero__stage": 2, "mesh__expert": 2}, marks=runs.LONG),
         pytest.param({"zero__stage": 3, "model__preset": "hybrid_test"}, marks=runs.LONG),
     ],
     ids=str,
@@ -312,7 +313,6 @@ def test_a_reward_that_fails_on_the_first_process_ends_both(prompts_file, comman
         ({"grpo__reward": "none"}, "config.grpo.reward: must be one of"),
         ({"seq_len": 4}, "config.seq_len: is 4, and the longest prompt .*set --config.seq_len=6"),
         ({"mesh__pipe": 2, "grad_accum": 2}, "config.mesh.pipe: is 2"),
-        ({"mesh__expert": 2}, "config.mesh.expert: is 2"),
         ({"mesh__context": 2}, "config.mesh.context: is 2"),
         ({"checkpoint__every": 3}, "config.checkpoint.every: is 3, .* set --config.checkpoint.every=4"),
         ({"steps": 3}, "config.steps: is 3, .* set --config.steps=4"),

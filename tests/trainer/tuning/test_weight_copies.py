@@ -176,8 +176,11 @@ def nbytes_on(device, arrays):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"lora__r": 4, "lora__quantize": "nf4", "offload__params": "host"}],
-    ids=["all weights", "nf4 on host"],
+    [
+        {"model__preset": "moe_test", "mesh__expert": 2},
+        {"lora__r": 4, "lora__quantize": "nf4", "offload__params": "host"},
+    ],
+    ids=["experts", "nf4 on host"],
 )
 def test_the_plan_counts_what_devices_hold_that_draw_and_then_train(prompts_file, cache_dir, changes):
     """At stage 3 copies of the weights beside the state. The copies are freed before the step, and the caches are not."""
