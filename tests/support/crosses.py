@@ -275,7 +275,6 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.data.eval_file", sources="two", evaluate="yes"),
     covering.never("config.mesh.context", mesh="context", task=("dpo", "grpo")),
     covering.never("config.precision", precision="fp8", task=("dpo", "grpo")),
-    covering.never("config.mesh.pipe", mesh=PIPES, task="grpo"),
     covering.never("config.mesh.expert", mesh=EXPERTS, family=_but("family", "moe")),
     covering.never("config.model.tile_tokens", tile_tokens="24", family=("t5", "bart")),
     covering.never("config.model.offload", tile_tokens="24", activations="mlp"),

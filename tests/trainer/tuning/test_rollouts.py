@@ -23,6 +23,7 @@ from zerojax.trainer.tuning import conversations, drawing, rollouts
 
 FAR = {"zero__stage": 3, "offload__optimizer": "host", "offload__params": "host"}
 EXPERTS = {"model__preset": "moe_test", "mesh__expert": 4}
+PIPE = {"zero__stage": 3, "mesh__pipe": 2, "grad_accum": 2, "model__num_layers": 2}
 ROUNDING = 1e-4  # of log-probabilities: a cache and a full pass sum in another order
 
 
@@ -46,6 +47,8 @@ def test_advantages_are_those_of_each_group_of_neighbours():
         pytest.param({"zero__stage": 1, "mesh__model": 2}, marks=runs.LONG),
         pytest.param({"zero__stage": 1, "offload__optimizer": "host"}, marks=runs.LONG),
         {**FAR, "model__preset": "moe_test", "mesh__expert": 2},
+        PIPE,
+        pytest.param({**PIPE, "model__preset": "moe_test", "mesh__expert": 2, "grpo__replay": True}, marks=runs.LONG),
         pytest.param(FAR, marks=runs.LONG),
         pytest.param({**EXPERTS, "zero__stage": 1, "lora__r": 4, "grpo__kl": 0.1}, marks=runs.LONG),
         pytest.param({**FAR, "lora__r": 4, "lora__quantize": "nf4", "grpo__kl": 0.1}, marks=runs.LONG),
@@ -260,7 +263,7 @@ def test_tokens_that_a_model_always_gives_are_no_labels():
 
 
 @runs.LONG
-@pytest.mark.parametrize("changes", [{}, {"zero__stage": 3, "offload__params": "host"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"zero__stage": 3, "offload__params": "host"}, PIPE], ids=str)
 def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_file, cache_dir, tmp_path, changes):
     settings = {**asking.TASK, "data__train_file": prompts_file, "lora__r": 4, "grpo__kl": 0.1, **changes}
     whole = runs.run(tmp_path / "whole", devices=2, steps=4, **settings)
@@ -280,8 +283,9 @@ def test_a_run_that_resumes_after_its_inner_steps_has_the_same_numbers(prompts_f
     [
         {"zero__stage": 3, "lora__r": 4, "grpo__kl": 0.1},
         {"zero__stage": 2, "model__preset": "t5_test", "mesh__model": 2, "grad_accum": 2},
+        PIPE,
     ],
-    ids=["stage 3, LoRA", "T5, tensor parallel"],
+    ids=["stage 3, LoRA", "T5, tensor parallel", "pipeline"],
 )
 def test_two_processes_answer_and_learn_as_one(prompts_file, commands, tmp_path, changes):
     task = {**asking.TASK, "data__train_file": prompts_file, "grpo__reward": "crosses:spread", "steps": 4, **changes}
@@ -312,13 +316,13 @@ def test_a_reward_that_fails_on_the_first_process_ends_both(prompts_file, comman
         ({"grpo__group": 3}, "config.grpo.group: 3 answers .*global_batch_size=24"),
         ({"grpo__reward": "none"}, "config.grpo.reward: must be one of"),
         ({"seq_len": 4}, "config.seq_len: is 4, and the longest prompt .*set --config.seq_len=6"),
-        ({"mesh__pipe": 2, "grad_accum": 2}, "config.mesh.pipe: is 2"),
         ({"mesh__context": 2}, "config.mesh.context: is 2"),
         ({"checkpoint__every": 3}, "config.checkpoint.every: is 3, .* set --config.checkpoint.every=4"),
         ({"steps": 3}, "config.steps: is 3, .* set --config.steps=4"),
         ({"precision": "fp8"}, "config.precision: is 'fp8'"),
         ({"epochs": 1.0}, "config.epochs: is 1.0"),
         ({"grpo__exact": True, "mesh__model": 2}, "config.mesh.model: is 2"),
+        ({"grpo__exact": True, **PIPE}, "config.mesh.pipe: is 2"),
         ({"grpo__exact": True, "lora__r": 2, "lora__dropout": 0.1}, "config.lora.dropout: is 0.1"),
         ({"grpo__replay": True}, "config.grpo.replay: is True, and there are no experts"),
         ({"grpo__replay": True, "grpo__exact": True}, "config.grpo.exact: is True, and with config.grpo.replay"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -73,6 +74,10 @@ class WeightCopies:
                     spec = P()  # only equal shards go from device to device
                 leaf = jax.device_put(_placed(leaf, wanted, NamedSharding(here, spec)), NamedSharding(there, spec))
                 taken += tree.shard_bytes(leaf)
+            if not {*here.devices.flat}.isdisjoint(
+                there.devices.flat
+            ):  # a shard that stays on its device is not copied
+                leaf = _program(wanted.shape, wanted.dtype, wanted.sharding)(leaf)
             self._made[path] = _placed(leaf, wanted, wanted.sharding)
             sent.append(self._made[path])
             return sent[-1]
@@ -95,4 +100,4 @@ def _placed(leaf: jax.Array, wanted: jax.ShapeDtypeStruct, where: NamedSharding)
 
 @functools.lru_cache(maxsize=1024)
 def _program(shape: tuple[int, ...], dtype: Any, where: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda leaf: leaf[tuple(map(slice, shape))].astype(dtype), out_shardings=where)
+    return jax.jit(lambda leaf: jnp.copy(leaf[tuple(map(slice, shape))].astype(dtype)), out_shardings=where)
