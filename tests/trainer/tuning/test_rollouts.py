@@ -315,7 +315,7 @@ def test_a_reward_that_fails_on_the_first_process_ends_both(prompts_file, comman
         ({"grpo__kl": 0.1}, "config.grpo.kl: is 0.1, .*without adapters"),
         ({"grpo__group": 3}, "config.grpo.group: 3 answers .*global_batch_size=24"),
         ({"grpo__reward": "none"}, "config.grpo.reward: must be one of"),
-        ({"seq_len": 4}, "config.seq_len: is 4, and the longest prompt .*set --config.seq_len=6"),
+        ({"seq_len": 4}, "config.seq_len: is 4, and the longest prompt .*set --config.seq_len=7"),
         ({"mesh__context": 2}, "config.mesh.context: is 2"),
         ({"checkpoint__every": 3}, "config.checkpoint.every: is 3, .* set --config.checkpoint.every=4"),
         ({"steps": 3}, "config.steps: is 3, .* set --config.steps=4"),
