@@ -141,7 +141,8 @@ def test_what_a_tool_says_inside_of_the_message_that_calls_it_is_not_learned():
     inside = (
         "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{% for c in m.tool_calls or [] %}<call>"
         "{{ c.function.arguments }}</call>{% endfor %}{% if m.tool_calls and not loop.last %}"
-        "<said>{{ messages[loop.index].content }}</said>{% endif %}{{ m.content }}<e>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+        "<said>{{ messages[loop.index].content }}</said>{% endif %}{{ m.content }}<e>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     call = {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}
     assert learned(inside, turns((U, "q"), (A, call), (T, "t"), (A, "a"))) == ["<call>x</call>", "a<e>"]
