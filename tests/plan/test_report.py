@@ -5,7 +5,7 @@ import pytest
 import zerojax
 from zerojax import display
 from zerojax.clock import rates, walk
-from zerojax.plan import json_form, step_plan
+from zerojax.plan import json_form, step_plan, targets
 from zerojax.plan import report as plan_report
 
 
@@ -64,5 +64,8 @@ def test_caches_of_an_engine_count_in_the_peak_of_a_step_and_copies_while_answer
     assert "models that are read and not trained take 7.00 MiB on each device" in plan_report.text(known)
     both = dataclasses.replace(known, rollouts=step_plan.RolloutDevices(0, 8, 5 << 20, 3 << 20, plan.peak))
     assert both.most == plan.peak + (15 << 20)
+    h200 = dataclasses.replace(both, target=targets.get("h200"))
+    refused = dataclasses.replace(h200, rollouts=both.rollouts._replace(refused="config.mesh.expert: is 2, so"))
+    assert h200.fits and not refused.fits and "rollouts: config.mesh.expert: is 2, so" in plan_report.text(refused)
     line, text, peak = told(5 << 20, 3 << 20, devices=1)
     assert peak == plan.peak and "the device that draws answers holds" in text and "stay" not in text
