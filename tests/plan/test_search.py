@@ -16,7 +16,7 @@ def build(candidate: search.Candidate):
     """A fake step: its bytes grow with the micro-batch, and shrink with the stage."""
     held = 100 // (candidate.stage + 1)
     peak = held + 10 * candidate.micro_batch_size
-    return held, lambda: types.SimpleNamespace(in_step=peak, bound=None, seconds=None, tokens=0)
+    return held, lambda: types.SimpleNamespace(in_step=peak, bound=None, rollouts=None, seconds=None, tokens=0)
 
 
 def test_a_candidate_is_not_compiled_if_another_shows_that_it_cannot_fit():
@@ -34,7 +34,9 @@ def test_only_candidates_that_do_not_fit_are_left_out(constant, slope):
     def build_any(candidate):
         temporaries = (constant + slope * candidate.micro_batch_size) * (2 if candidate.stage == 3 else 1)
         held = 60 // (candidate.stage + 1)
-        return held, lambda: types.SimpleNamespace(in_step=held + temporaries, bound=None, seconds=None, tokens=0)
+        return held, lambda: types.SimpleNamespace(
+            in_step=held + temporaries, bound=None, rollouts=None, seconds=None, tokens=0
+        )
 
     for memory in (70, 100, 200, 700):
         outcomes = search.search(CANDIDATES, build_any, memory=memory)
@@ -91,7 +93,7 @@ def test_offload_is_tried_only_where_nothing_fits_without_and_the_stage_allows_i
 
     def build_either(candidate):
         held = 100 if candidate.offload == "none" else 20
-        return held, lambda: types.SimpleNamespace(in_step=held, bound=None, seconds=None, tokens=0)
+        return held, lambda: types.SimpleNamespace(in_step=held, bound=None, rollouts=None, seconds=None, tokens=0)
 
     for memory, expected in ((40, [(2, "host")]), (120, [(0, "none"), (2, "none")])):
         outcomes = search.search(candidates, build_either, memory=memory)
@@ -123,7 +125,7 @@ def test_params_are_offloaded_last_and_only_where_they_are_sharded():
 
     def build_by_kind(candidate):
         held = 100 - 40 * candidate.offloaded
-        return held, lambda: types.SimpleNamespace(in_step=held, bound=None, seconds=None, tokens=0)
+        return held, lambda: types.SimpleNamespace(in_step=held, bound=None, rollouts=None, seconds=None, tokens=0)
 
     best = search.search(candidates, build_by_kind, memory=30)[0]
     assert (best.candidate.params, best.reason) == ("host", "")
@@ -156,7 +158,7 @@ def test_devices_share_examples_where_nothing_fits_without_and_over_context_firs
 
     def build_long(candidate):
         held = 10 // candidate.context
-        return held, lambda: types.SimpleNamespace(in_step=held, bound=None, seconds=None, tokens=0)
+        return held, lambda: types.SimpleNamespace(in_step=held, bound=None, rollouts=None, seconds=None, tokens=0)
 
     for memory, expected in ((20, [(1, 1)]), (6, [(1, 1), (2, 1)])):
         outcomes = search.search(candidates, build_long, memory=memory)
@@ -175,7 +177,7 @@ def a_deep_world(candidate):
     def plan(layers):
         peak = 10 + layers * kept * candidate.micro_batch_size
         seconds = (1 + layers * speed) * (1 + 0.1 * candidate.grad_accum)
-        return types.SimpleNamespace(in_step=peak, bound=None, seconds=seconds, tokens=100)
+        return types.SimpleNamespace(in_step=peak, bound=None, rollouts=None, seconds=seconds, tokens=100)
 
     return plan
 
@@ -218,6 +220,7 @@ def test_where_a_line_is_wrong_the_next_fastest_is_compiled():
         plan = types.SimpleNamespace(
             in_step=200 if candidate == faster else 50,
             bound=None,
+            rollouts=None,
             seconds=2.0 if candidate == slower else 1.0,
             tokens=1,
         )
@@ -233,7 +236,7 @@ def test_a_step_whose_matmuls_alone_take_longer_than_another_step_is_not_compile
 
     def build_bound(candidate):
         assert candidate in (slow, fast)
-        plan = types.SimpleNamespace(in_step=1, bound=None, seconds=1.0, tokens=1)
+        plan = types.SimpleNamespace(in_step=1, bound=None, rollouts=None, seconds=1.0, tokens=1)
         return search.Built(1, lambda: plan, None, 1.2 if candidate == slow else 0.9)
 
     outcomes = search.search([slow, fast], build_bound, memory=100)
@@ -284,7 +287,7 @@ def test_steps_over_other_axes_are_judged_by_those_that_were_compiled_over_them(
             lines.append(candidate)
             return search.Continued(1.0, times[candidate], 1)
 
-        plan = types.SimpleNamespace(in_step=1, bound=None, seconds=times[candidate], tokens=1)
+        plan = types.SimpleNamespace(in_step=1, bound=None, rollouts=None, seconds=times[candidate], tokens=1)
         return search.Built(1, lambda: plan, line)
 
     def guess(candidate):
@@ -349,7 +352,7 @@ def test_few_layers_have_the_last_word_where_the_full_program_computes_values_ag
     times = {first: 1.0, second: 1.03}
 
     def build(candidate):
-        full = types.SimpleNamespace(in_step=1, bound=None, seconds=1.07 * times[candidate], tokens=1)
+        full = types.SimpleNamespace(in_step=1, bound=None, rollouts=None, seconds=1.07 * times[candidate], tokens=1)
         return search.Built(1, lambda: full, lambda: search.Continued(1.0, times[candidate], 1))
 
     guess = lambda candidate: arithmetic.Guess(times[candidate], 1.0, {})  # noqa: E731
@@ -361,7 +364,7 @@ def test_few_layers_have_the_last_word_where_the_full_program_computes_values_ag
 def test_a_step_that_takes_minutes_to_compile_has_the_line_s_word_unless_it_is_near_the_memory():
     candidate = search.Candidate(3, "full", 1, 8, 1, pipe=4)
     for memory, is_compiled in ((1000, False), (100.5, True)):
-        plan = types.SimpleNamespace(in_step=100, bound=None, seconds=1.0, tokens=1)
+        plan = types.SimpleNamespace(in_step=100, bound=None, rollouts=None, seconds=1.0, tokens=1)
         built = search.Built(1, lambda plan=plan: plan, lambda: search.Continued(100.0, 1.0, 1), trusts_line=True)
         (outcome,) = search.by_arithmetic(
             [candidate], lambda _: arithmetic.Guess(1.0, 100.0, {}), lambda _, own=built: own, memory=memory

@@ -353,12 +353,12 @@ def _compiled(candidate: Candidate, built: Built, memory: float) -> Outcome:
         return Outcome(candidate, None, None, f"does not fit: {lack}", is_compiled=True, held=built.held)
     seconds = seconds_of(plan)
     rate = plan.tokens / seconds if seconds else None
-    over = (
-        plan.in_step - memory
-    )  # answers are drawn by copies only where these fit, so the step decides, unless an engine needs them
-    reason = (
-        f"does not fit: {display.human(over)} too much" if over > 0 else plan.rollouts.refused if plan.rollouts else ""
-    )
+    # Answers are drawn by copies of the weights only where these fit, so the step decides, unless the engine needs the copies.
+    over, reason = plan.in_step - memory, ""
+    if over > 0:
+        reason = f"does not fit: {display.human(over)} too much"
+    elif plan.rollouts:
+        reason = plan.rollouts.refused
     return Outcome(candidate, plan.in_step, rate, reason, is_compiled=True, held=built.held, seconds=seconds)
 
 
