@@ -278,12 +278,8 @@ def measured(path: str | os.PathLike[str], target: str) -> GpuRates:
     common, own = of("h200"), of(target)
     assert common is not None
     table = common if own is None else own  # an A100 has no fp8
-    spared = (
-        "error.",
-        TOKEN,
-        "matmul.grouped_rows.",
-        "bandwidth.grouped_rows.",
-    )  # read by no step, or only beside a figure for all dtypes
+    # Read by no step, or only beside a figure for all dtypes
+    spared = ("error.", TOKEN, "matmul.grouped_rows.", "bandwidth.grouped_rows.")
     needed = [one for one in common.figures if one in table.figures and not one.startswith(spared)]
     if missing := [one for one in needed if one not in figures]:
         raise UserError(f"{place}: has no figure {missing[0]!r}; zerojax calibrate writes all of them")

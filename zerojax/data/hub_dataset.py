@@ -68,10 +68,8 @@ class _HubDataset(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     def _generate_examples(self, rows: Any) -> Iterator[tuple[int, dict]]:
         features = self.info.features
         for index, row in enumerate(rows.select_columns(list(features))):
-            yield (
-                index,
-                {key: _encoded(features[key], _written(value, rows.features[key])) for key, value in row.items()},
-            )
+            written = {key: _written(value, rows.features[key]) for key, value in row.items()}
+            yield index, {key: _encoded(features[key], value) for key, value in written.items()}
 
 
 def _load(name: str) -> Mapping[str, Any]:

@@ -156,12 +156,10 @@ def program_of(module: syntax.Module, instruction: syntax.Instruction) -> tuple[
 class _Form(NamedTuple):
     """What programs of one module have in common, whatever their label and the names of their operations."""
 
-    parameters: list[
-        tuple[str, str, int]
-    ]  # their names, the paths of their arguments, and their numbers in `LinkedProgram.reads`
-    instructions: list[
-        syntax.Instruction
-    ]  # the others, with a mark in place of the label, and marks around words that have names
+    # Their names, the paths of their arguments, and their numbers in `LinkedProgram.reads`
+    parameters: list[tuple[str, str, int]]
+    # The others, with a mark in place of the label, and marks around words that have names
+    instructions: list[syntax.Instruction]
 
     @classmethod
     def of(cls, program: LinkedProgram) -> "_Form":

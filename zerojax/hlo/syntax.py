@@ -166,9 +166,8 @@ class Module:
     spans: Mapping[str, tuple[int, int]]
     entry_name: str
     _read: dict[str, Computation] = dataclasses.field(default_factory=dict, compare=False)
-    known: dict[Any, Any] = dataclasses.field(
-        default_factory=dict, compare=False
-    )  # what readers have found out about it
+    # What readers have found out about it
+    known: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def origin(self, where: Computation, instruction: Instruction) -> "tuple[Module, Computation, Instruction]":
         """Returns the program that an instruction was compiled in, with its computation and its text there."""

@@ -440,7 +440,7 @@ def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: ModelC
         name, ends = PREFIX + bases.get(path, one.name), _OF_EMBEDDINGS if one.is_embedding else _NAMES
         for leaf, shape in chosen.shapes(path).items():
             entry = family_lib.Tensor(name + ends[leaf], int(leaf != targets.MAGNITUDE))
-            if one.forms:
+            if one.forms:  # the names of which end with PEFT's letter
                 form: Any = one.forms[leaf == targets.B]
                 entry = family_lib.Tensor(f"{name}.lora_{form[-1].upper()}.weight", form=form)
             found.append(layout.ModelTensor(entry.name, f"{chosen.adapter(path)}/{leaf}", shape, entry))

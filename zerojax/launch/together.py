@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from zerojax import errors
 
-_BYTES = 400  # of a text, that the other processes show
+_BYTES = 400  # of a text that the other processes read
 
 
 def wait_for_everyone() -> None:
@@ -40,7 +40,7 @@ def main_process_first() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        told(errors.kind_and_line(error))
+        allgathered(errors.kind_and_line(error))
         raise
     if is_main:
         _agree("")
@@ -53,13 +53,13 @@ def _agree(error: str) -> None:
     Raises:
       SystemExit: it has.
     """
-    for number, found in enumerate(told(error)):
+    for number, found in enumerate(allgathered(error)):
         if found:
             raise SystemExit(f"zerojax: process {number} failed in main_process_first: {found}")
 
 
-def told(text: str) -> list[str]:
-    """Gives the start of this process's text, an error or a name, to all others, and returns those of all, in their order."""
+def allgathered(text: str) -> list[str]:
+    """Returns the texts of all processes, in their order, each cut to its first 400 bytes. All processes must call it."""
     own = np.frombuffer(text.encode()[:_BYTES].ljust(_BYTES), np.uint8)
     every = np.asarray(multihost_utils.process_allgather(own))
     return [bytes(row).decode(errors="ignore").strip() for row in every]

@@ -66,9 +66,8 @@ class Targets:
     linear: Mapping[str, LinearModule]  # all linear modules of the model, by path
     adapted: tuple[str, ...]  # the paths of those with an adapter
     saved: tuple[str, ...] = ()  # the paths of the weights that are trained in full
-    carried: tuple[
-        str, ...
-    ] = ()  # of frozen ones that a folder of adapters has too, as PEFT saves those of a resized vocabulary
+    # those of frozen ones that a folder of adapters has too, as PEFT saves those of a resized vocabulary
+    carried: tuple[str, ...] = ()
 
     @property
     def trainable(self) -> str:

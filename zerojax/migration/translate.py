@@ -375,12 +375,8 @@ def _autocast(draft: Draft) -> None:
     """Puts the precision of PyTorch's autocast, which takes float16 on GPUs where no dtype is given."""
     name = "torch_autocast.dtype"
     dtype = draft.get(name)
-    draft.put(
-        "precision",
-        _meant(_HALVES, name, str(dtype or "fp16").lower().removeprefix("torch.")),
-        "torch_autocast.enabled",
-        name,
-    )
+    kind = _meant(_HALVES, name, str(dtype or "fp16").lower().removeprefix("torch."))
+    draft.put("precision", kind, "torch_autocast.enabled", name)
     if dtype is None:
         draft.absent(name, keys_lib.TAKEN, "absent: config.precision = 'fp16', as PyTorch's autocast on GPUs")
 

@@ -153,16 +153,17 @@ class Plan:
     @property
     def in_step(self) -> int:
         """Returns the peak of bytes in use on a device in a step: those of `peak`, of models beside it, and of an engine's caches."""
-        return self.peak + self.beside + self._drawn("caches")
+        return self.peak + self.beside + self._drawing.caches
 
     @property
     def most(self) -> int:
         """Returns the most bytes in use on a device: in a step, or while answers are drawn."""
-        return max(self.in_step, self.beside + self._drawn("nbytes"))
+        return max(self.in_step, self.beside + self._drawing.nbytes)
 
-    def _drawn(self, size: str) -> int:
-        """Returns a size of `rollouts` on the devices that train; 0 where others draw."""
-        return 0 if self.rollouts is None or self.rollouts.devices else getattr(self.rollouts, size)
+    @property
+    def _drawing(self) -> RolloutDevices:
+        """Returns what the devices that train hold while they draw answers: nothing where others draw."""
+        return self.rollouts if self.rollouts and not self.rollouts.devices else RolloutDevices(0, 0, 0, 0)
 
     @property
     def start(self) -> start_lib.StartTimes | None:

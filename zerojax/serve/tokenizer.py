@@ -53,10 +53,8 @@ class Words:
         return text
 
     chat_template = ""  # "own" or "plain"; "" without conversations
-    chat_ends: tuple[
-        int, ...
-    ] = ()  # tokens that end an answer of a conversation, beside those that the model's configs name
-
+    # tokens that end an answer of a conversation, beside those that the model's configs name
+    chat_ends: tuple[int, ...] = ()
     grammar_of: grammars.Schemas | None = None  # for the engine
     call_form: tools_lib.CallForm | None = None  # in which the chat template writes calls of tools
     call_ids: Mapping[str, int] = types.MappingProxyType({})  # see `tools.grammar`

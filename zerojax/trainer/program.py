@@ -97,7 +97,7 @@ class Program:
 
     @functools.cached_property
     def rollouts(self) -> partition_lib.Partition:
-        """Returns how the weights are sharded by which answers are valued: as for evaluations, or copies on `rollout_mesh`."""
+        """Returns how the weights are sharded that value answers: as for evaluations, or as copies on `rollout_mesh`."""
         return self.forward.partition if self.rollout_mesh is None else self.at_stage_0(self.rollout_mesh)
 
     def copies(self, own: partition_lib.Partition) -> PyTree:

@@ -22,11 +22,8 @@ class Progress:
         self._out = out or sys.stdout
         self._first: int | None = None  # the first step seen, which is slower
         self._taken = 0.0  # seconds of the steps since
-        self._pauses, self._paused, self._longest = (
-            0,
-            0.0,
-            0.0,
-        )  # between these steps: their number, seconds, and those of the longest
+        # between these steps: their number, seconds, and those of the longest
+        self._pauses, self._paused, self._longest = 0, 0.0, 0.0
         self._shown_at = 0.0  # when the last line was printed
         self._bar: rich.progress.Progress | None = None
         console = rich.console.Console(file=self._out)

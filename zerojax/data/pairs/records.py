@@ -104,9 +104,8 @@ def not_named(place: str, found: Any) -> UserError:
 
 
 def _open(path: pathlib.Path, key: str) -> "_File | ParquetRows":
-    if (path / "dataset_dict.json").exists() or (
-        path / "state.json"
-    ).exists():  # as save_to_disk of datasets writes them
+    # As save_to_disk of datasets writes them
+    if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         write = f'python -c "import datasets; datasets.load_from_disk({str(path)!r}).to_parquet(...)"'
         raise UserError(f"{key}: {path} is a folder of datasets, and files are read; write each split as one: {write}")
     if path.is_dir():

@@ -221,9 +221,8 @@ def experts_on_shards(family: family_lib.Family, params: PyTree, mesh: Mesh) -> 
         params, path = dict(module.variables["params"]), "/".join(module.path)
         own_specs = lambda name, _: specs.only(spec(f"{path}/{name}"), axes)  # noqa: E731
         specs_of = tree.map_with_path(own_specs, params)
-        is_cut = any(
-            name.endswith((quantized.EXPONENTS, quantized.BLOCK_SCALES)) for name, _ in tree.flatten(params)
-        )  # within groups of 32 inputs, or blocks
+        # within groups of 32 inputs, or blocks
+        is_cut = any(name.endswith((quantized.EXPONENTS, quantized.BLOCK_SCALES)) for name, _ in tree.flatten(params))
         if is_cut or module.width % ways or not any(specs.axes(own) for own in jax.tree.leaves(specs_of)):
             return call(*args, **kwargs)
         alone = module.clone(parent=None, width=module.width // ways)
@@ -262,9 +261,8 @@ def multiply(
     kept, matrix = x.shape[: x.ndim - contracted], (math.prod(shape[:contracted]), math.prod(shape[contracted:]))
     rows = math.prod(kept)
     can_run = implementation is not None and narrow.takes((rows, *matrix)) and x.dtype != jnp.float16
-    if (
-        is_coded and quantized.SCALES not in stored
-    ):  # of the weights of a row; a kernel's squares are known by where its inputs end
+    # Without scales of the weights of a row: a kernel's squares are known by where its inputs end
+    if is_coded and quantized.SCALES not in stored:
         squares = stored.get(quantized.BLOCK_SCALES)
         can_run &= squares is not None and squares.shape == quantized.blocks_of(shape, contracted)
     if not is_coded and (not can_run or rows > 1):

@@ -40,7 +40,7 @@ def collect(
         "config_sha256": sha256(settings),
         "data": dict(fingerprints),
         "versions": versions(),
-        "hosts": list(dict.fromkeys(together.told(socket.gethostname()))),
+        "hosts": list(dict.fromkeys(together.allgathered(socket.gethostname()))),
         "processes": jax.process_count(),
         "devices": {"count": program.mesh.size, "kind": first.device_kind, "platform": first.platform},
         "mesh": mesh_lib.sizes(program.mesh),

@@ -97,7 +97,7 @@ def most_offloaded_activations(config: settings_lib.Config) -> int:
         return 0
     source = model_lib.source(config)
     family, model = model_lib.shape(config, source)
-    pattern, width = (re.compile(config.model.offload), jnp.dtype(config.policy.compute_dtype).itemsize)
+    pattern, width = re.compile(config.model.offload), jnp.dtype(config.policy.compute_dtype).itemsize
     features: dict[str, int] = {}
     for path, leaf in tree.flatten(family_lib.abstract_params(family.parts, model)):
         *modules, name = tree.below_params(path).split("/")

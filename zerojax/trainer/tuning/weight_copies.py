@@ -74,9 +74,8 @@ class WeightCopies:
                     spec = P()  # only equal shards go from device to device
                 leaf = jax.device_put(_placed(leaf, wanted, NamedSharding(here, spec)), NamedSharding(there, spec))
                 taken += tree.shard_bytes(leaf)
-            if not {*here.devices.flat}.isdisjoint(
-                there.devices.flat
-            ):  # a shard that stays on its device is not copied
+            # A shard that stays on its device was not copied
+            if not {*here.devices.flat}.isdisjoint(there.devices.flat):
                 leaf = _program(wanted.shape, wanted.dtype, wanted.sharding)(leaf)
             self._made[path] = _placed(leaf, wanted, wanted.sharding)
             sent.append(self._made[path])

@@ -359,9 +359,8 @@ class Interceptor:
         found = alike.description(block.alone, block.method, block.leaves, given)
         if found is None:
             return None
-        types = tuple(
-            (array.shape, array.dtype) for array in arrays
-        )  # what of the result is no array may depend on them
+        # What of the result is no array may depend on them
+        types = tuple((array.shape, array.dtype) for array in arrays)
         kinds = self._kinds.setdefault((found, types, *claimed, self._is_head(path)), [])
         kind = next((kind for kind in kinds if self._are_alike(kind.first, path)), None)
         if kind is None:
