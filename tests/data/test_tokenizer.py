@@ -205,3 +205,12 @@ def test_the_file_of_a_tokenizer_gives_the_same_ids(tmp_path, bpe, begins):
     saved = tokenizer.load_tokenizer(str(path))
     assert saved.encode_whole("ab").tolist() == [*([256] if begins else []), 97, 98]
     assert saved.encode_special("a<|endoftext|>").tolist() == [97, 256]
+
+
+def test_what_is_settled_of_a_text_stays_as_it_is_when_more_comes():
+    """Also where one mark's space makes another's: "  ' ve" is "'ve"."""
+    text = "so  ' ve it  ' re , n't  ' s . it's  !  ' '"
+    whole = tokenizer.cleaned(text)
+    assert "so've it're," in whole
+    for end in range(len(text)):
+        assert whole.startswith(tokenizer.cleaned(tokenizer.settled(text[:end]))), text[:end]
