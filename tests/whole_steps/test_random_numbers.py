@@ -161,7 +161,8 @@ def chosen_tokens(seed, token):
 def asked(seed, step):
     """Returns the prompts and the settings of what `grpo` asks in a step, two prompts with two answers each."""
     config = runs.config(seed=seed, data__task="grpo", grpo__group=2, data__answer_len=4, data__train_file="none")
-    program = types.SimpleNamespace(config=config, sizes=types.SimpleNamespace(global_batch_size=4))
+    sizes, aside = types.SimpleNamespace(global_batch_size=4), {"rollout_mesh": (), "rollouts": None, "model": None}
+    program = types.SimpleNamespace(config=config, sizes=sizes, **aside)  # with devices aside the drawer copies nothing
     drawer = drawing.ByEngine(program, None)
     found: list[Any] = []
     submit = lambda prompt, **settings: found.append((np.array(prompt), settings))  # noqa: E731

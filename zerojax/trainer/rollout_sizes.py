@@ -75,23 +75,24 @@ def held(program: program_lib.Program, model: Any, free: int | None) -> Drawing:
     known = f"{'; '.join(refused)}, and {display.human(max(free or 0, 0))} are free"
     if not unread:
         return Drawing(None, 0, caches, f"answers are drawn by weights that are gathered for each token: {known}")
-    value, default = settings_lib.lookup(config, unread), settings_lib.table()[unread].default
+    values = " and ".join(f"config.{place}: is {errors.shown(settings_lib.lookup(config, place))}" for place in unread)
+    defaults = " ".join(f"--config.{place}={settings_lib.table()[place].default}" for place in unread)
     line = (
-        f"config.{unread}: is {errors.shown(value)}, so answers are drawn by copies of the weights, which do not fit: {known}; take more "
-        f"devices, a smaller config.global_batch_size, or set --config.{unread}={default}"
+        f"{values}, so answers are drawn by copies of the weights, which do not fit: {known}; take more devices, a smaller "
+        f"config.global_batch_size, or set {defaults}"
     )
     return Drawing(copies, weights, caches, line, fits=False)
 
 
-def _unread(program: program_lib.Program) -> str:
-    """Returns the setting for which no engine can read the state's own weights; "" if one can."""
+def _unread(program: program_lib.Program) -> list[str]:
+    """Returns the settings for which no engine can read the state's own weights; [] if one can."""
     own = program.partition
     whys = {
         "offload.params": selection.are_params_on_host(own),
         "mesh.pipe": own.pipeline is not None,
         "mesh.expert": mesh_lib.size(own.mesh, mesh_lib.EXPERT) > 1,
     }
-    return next((place for place, is_so in whys.items() if is_so), "")
+    return [place for place, is_so in whys.items() if is_so]
 
 
 def is_same(leaf: Leaf, wanted: jax.ShapeDtypeStruct) -> bool:

@@ -203,7 +203,7 @@ def test_exact_rollouts_have_the_log_probabilities_of_training_and_others_are_to
     "changes",
     [
         {"zero__stage": 3, "grad_accum": 2, "grpo__inner_steps": 2},
-        {"zero__stage": 1, "mesh__model": 2, "lora__r": 4, "grpo__kl": 0.1},
+        pytest.param({"zero__stage": 1, "mesh__model": 2, "lora__r": 4, "grpo__kl": 0.1}, marks=runs.LONG),
         pytest.param({"zero__stage": 2, "offload__optimizer": "host", "model__programs": "one"}, marks=runs.LONG),
         pytest.param({"zero__stage": 3, "model__programs": "kinds"}, marks=runs.LONG),
         pytest.param({"zero__stage": 2, "mesh__expert": 2}, marks=runs.LONG),
