@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -109,7 +110,10 @@ CROSSED = {
 }
 
 
-@pytest.mark.parametrize("name", CROSSED)
+LONG = ("optimizer state in host memory", "a penalty over copies and passes")
+
+
+@pytest.mark.parametrize("name", runs.cases(CROSSED, long=LONG))
 def test_blocks_of_a_trace_have_the_losses_of_one_device_beside(name):
     axes, shard, how = CROSSED[name]
     found = losses(zerojax.make_mesh(**axes), shard=shard, blocks=BLOCKS, **how)

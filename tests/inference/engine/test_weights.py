@@ -131,7 +131,7 @@ def test_kernels_run_on_one_gpu_or_on_several_that_share_the_weights():
     assert weights.kernels_of(zerojax.make_mesh(devices=jax.devices()[:1])) is None
 
 
-@pytest.mark.parametrize("fields", [{}, {"clamp": (7.0, 1.702), "shared_dim": 0}])
+@pytest.mark.parametrize("fields", [pytest.param({}, marks=pytest.mark.long), {"clamp": (7.0, 1.702), "shared_dim": 0}])
 @pytest.mark.parametrize("axes", [{"model": 2, "expert": 2}, pytest.param({"model": 4}, marks=pytest.mark.long)])
 def test_mixtures_give_the_tokens_of_one_device_also_beside_an_axis_of_experts(axes, fields):
     """Those of gpt-oss have biases, of which devices that share an expert add one."""
