@@ -92,8 +92,10 @@ def test_fresh_magnitudes_are_norms_so_that_no_output_changes(quantize):
 
 
 def trained(mesh, stage, quantize, **how):
+    params = weights(quantize)  # outside of the trace, whose values would be kept
+
     def init(key):
-        return train_state.TrainState.create(apply_fn=None, params=weights(quantize), tx=optax.adam(0.01))
+        return train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.01))
 
     state, partition = zerojax.shard_train_state(
         init, jax.random.key(0), mesh=mesh, stage=stage, min_size=0, trainable=LORA.trainable
